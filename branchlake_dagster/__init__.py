@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from branchlake_dagster.automation.approve_backfill import approve_backfill_job
-    from branchlake_dagster.automation.backlog import unconsumed
+    from branchlake_dagster.automation.backlog import consumer_backlog
     from branchlake_dagster.automation.condition import unconsumed_change
     from branchlake_dagster.automation.incremental_sensor import incremental_sensor
     from branchlake_dagster.catalog import NessieCatalog
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.checks.replaced_check import replaced_check
     from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
     from branchlake_dagster.incremental.declaration import consumes, keys, range_, rows
-    from branchlake_dagster.incremental.sql_changes import Changes, consume
+    from branchlake_dagster.incremental.sql_changes import Changes, read_changes
     from branchlake_dagster.ingest.binary_formats import Avro, RegistryAvro, protobuf
     from branchlake_dagster.ingest.declaration import Ingest, IngestTable
     from branchlake_dagster.ingest.definitions import ingest_definitions
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from branchlake_dagster.launching.launcher import WarmRunLauncher
     from branchlake_dagster.publication.conditions import (
         awaiting_verdict,
+        newly_published,
         on_publication,
         publication_automation_sensor,
-        published,
     )
     from branchlake_dagster.publication.definitions import branchlake_definitions
     from branchlake_dagster.publication.publish import RunOutcome, publish
@@ -90,12 +90,13 @@ __all__ = [
     "branchlake_definitions",
     "column_metadata",
     "connect",
-    "consume",
+    "consumer_backlog",
     "consumes",
     "incremental_sensor",
     "ingest_definitions",
     "join_checks",
     "keys",
+    "newly_published",
     "on_blocked",
     "on_publication",
     "pandera_checks",
@@ -103,24 +104,23 @@ __all__ = [
     "publication_automation_sensor",
     "publish",
     "publish_at_end",
-    "published",
     "published_sensor",
     "published_through",
     "published_through_check",
     "range_",
+    "read_changes",
     "replaced_check",
     "row_predicate",
     "rows",
     "sql_check",
     "table_metadata",
-    "unconsumed",
     "unconsumed_change",
     "webhook_alert",
 ]
 
 _HOMES = {
     "automation.approve_backfill": ("approve_backfill_job",),
-    "automation.backlog": ("unconsumed",),
+    "automation.backlog": ("consumer_backlog",),
     "automation.condition": ("unconsumed_change",),
     "automation.incremental_sensor": ("incremental_sensor",),
     "catalog": ("NessieCatalog",),
@@ -146,7 +146,7 @@ _HOMES = {
     ),
     "incremental.sql_changes": (
         "Changes",
-        "consume",
+        "read_changes",
     ),
     "ingest.binary_formats": (
         "Avro",
@@ -175,7 +175,7 @@ _HOMES = {
         "awaiting_verdict",
         "on_publication",
         "publication_automation_sensor",
-        "published",
+        "newly_published",
     ),
     "publication.definitions": ("branchlake_definitions",),
     "publication.publish": (
@@ -203,10 +203,13 @@ _HOMES = {
     "settings": ("Settings",),
     "tables.specification": ("table_metadata",),
 }
+_FORMER_NAMES = {"consume": "read_changes", "published": "newly_published", "unconsumed": "consumer_backlog"}
+"""Deprecated names of version 0.1.0's early users, by today's name. They stay until 1.0."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    name = _FORMER_NAMES.get(name, name)
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
     found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -12,7 +12,7 @@ import dagster as dg
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.settings import Settings
-from branchlake_dagster.wording import named
+from branchlake_dagster.wording import format_names
 
 __all__ = ["BranchlakeComponent"]
 
@@ -52,10 +52,10 @@ class BranchlakeComponent(dg.Component, dg.Model, dg.Resolvable):
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:  # noqa: ARG002 - Dagster's signature
         """The lake's definitions. Raises ConfigurationError for a setting that does not exist."""
-        unknown = sorted(set(self.settings) - set(Settings.model_fields))
-        if unknown:
+        unknown_settings = sorted(set(self.settings) - set(Settings.model_fields))
+        if unknown_settings:
             raise ConfigurationError(
-                f"The lake's defs.yaml has the {named('unknown setting', unknown)}.",
+                f"The lake's defs.yaml has the {format_names('unknown setting', unknown_settings)}.",
                 hint=f"There are {', '.join(sorted(Settings.model_fields))}.",
             )
         return branchlake_definitions(

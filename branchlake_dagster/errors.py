@@ -19,7 +19,7 @@ import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from branchlake_dagster.wording import agree
+from branchlake_dagster.wording import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -211,23 +211,23 @@ __all__ = [
     "Unsupported",
     "UnsupportedType",
     "UpsertKeyInvalid",
-    "some",
+    "format_first_values",
     "without_credentials",
 ]
 
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
-_SHOWN = 5
+_SHOWN_VALUES = 5
 
 
-def without_credentials(text: str) -> str:
-    """`text` with the `user:password@` part of every URL in it replaced by `***@`."""
-    return _USERINFO.sub("***@", text)
+def without_credentials(message: str) -> str:
+    """`message` with the `user:password@` part of every URL in it replaced by `***@`."""
+    return _USERINFO.sub("***@", message)
 
 
-def some(values: tuple[str, ...]) -> str:
+def format_first_values(values: tuple[str, ...]) -> str:
     """The first few values, and how many more there are, for an error's text."""
-    more = f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else ""
-    return ", ".join(values[:_SHOWN]) + more
+    more = f" and {len(values) - _SHOWN_VALUES} more" if len(values) > _SHOWN_VALUES else ""
+    return ", ".join(values[:_SHOWN_VALUES]) + more
 
 
 class Transient:
@@ -329,26 +329,29 @@ class BranchlakeError(Exception):
     def __str__(self) -> str:
         fields = (
             ("table", self.table),
-            (agree(len(self.partitions), "partition", "partitions"), some(self.partitions)),
+            (
+                pluralize(len(self.partitions), "partition", "partitions"),
+                format_first_values(self.partitions),
+            ),
             ("branch", self.branch),
             ("run", self.run_id),
         )
-        where = ", ".join(f"{name} {value}" for name, value in fields if value)
-        text = f"{self.message} [{where}]" if where else self.message
-        return f"{text} {self.hint}" if self.hint else text
+        location = ", ".join(f"{name} {value}" for name, value in fields if value)
+        described = f"{self.message} [{location}]" if location else self.message
+        return f"{described} {self.hint}" if self.hint else described
 
     def __reduce__(self) -> tuple[Callable[..., BranchlakeError], tuple[Any, ...], dict[str, Any]]:
         # The default calls cls(*args), which loses keyword fields and fails where one is required.
-        return _rebuild, (type(self), self.args), self.__dict__
+        return _rebuild_error, (type(self), self.args), self.__dict__
 
 
-def _rebuild(cls: type[BranchlakeError], args: tuple[Any, ...]) -> BranchlakeError:
+def _rebuild_error(cls: type[BranchlakeError], args: tuple[Any, ...]) -> BranchlakeError:
     error = cls.__new__(cls)
     error.args = args
     return error
 
 
-def all_of(calls: Iterable[Callable[[], object]]) -> None:
+def call_all(calls: Iterable[Callable[[], object]]) -> None:
     """Make all calls, whatever becomes of the others. Raises the first error, the others as its notes."""
     errors: list[Exception] = []
     for call in calls:
@@ -387,7 +390,7 @@ class Unsupported(BranchlakeError, Terminal, NotImplementedError):
     """The operation is refused on principle; the text says why and what to do instead."""
 
 
-_HOMES = {
+_ERRORS_BY_MODULE = {
     "automation.backfill_comparison": ("EarlierStateLost",),
     "catalog.stored_files": ("StoredFileDamaged",),
     "checks.constraints": (
@@ -506,10 +509,10 @@ _HOMES = {
     "tables.table_files": ("FileUnreadable",),
 }
 """Module below the package -> the errors that it defines. They are imported when they are asked for."""
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_MODULE_BY_ERROR = {name: module for module, names in _ERRORS_BY_MODULE.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_BY_ERROR:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    return getattr(import_module(f"branchlake_dagster.{_HOME_OF[name]}"), name)
+    return getattr(import_module(f"branchlake_dagster.{_MODULE_BY_ERROR[name]}"), name)

@@ -13,15 +13,15 @@ class MissingExtra(ConfigurationError, ImportError):  # noqa: N818 - named like 
     """A package of an extra is not installed; `hint` holds the command that installs it."""
 
 
-def require(extra: str, *modules: str, wanted_by: str) -> None:
+def require_modules(extra: str, *modules: str, needed_by: str) -> None:
     """Raise MissingExtra unless every one of `modules` can be imported; imports none of them.
 
-    `extra` is one of the extras in setup.cfg, `wanted_by` what needs it, as the start of a sentence.
+    `extra` is one of the extras in setup.cfg, `needed_by` what needs it, as the start of a sentence.
     """
-    absent = [name for name in modules if find_spec(name) is None]
-    if absent:
+    missing_modules = [name for name in modules if find_spec(name) is None]
+    if missing_modules:
         raise MissingExtra(
-            f"{wanted_by} needs {' and '.join(absent)}, which is not installed.",
+            f"{needed_by} needs {' and '.join(missing_modules)}, which is not installed.",
             hint=f"Install the extra: pip install '{DISTRIBUTION}[{extra}]'.",
-            subject=", ".join(absent),
+            subject=", ".join(missing_modules),
         )

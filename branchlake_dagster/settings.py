@@ -21,10 +21,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from branchlake_dagster.errors import ConfigurationError, SecretWithoutTls
 
-PREFIX = "BRANCHLAKE_"
-_OTHERS = (f"{PREFIX}GP_DIR", f"{PREFIX}GP_PULL", f"{PREFIX}LIVE_SENSORS")
+VARIABLE_PREFIX = "BRANCHLAKE_"
+_PIPELINE_VARIABLES = (
+    f"{VARIABLE_PREFIX}GP_DIR",
+    f"{VARIABLE_PREFIX}GP_PULL",
+    f"{VARIABLE_PREFIX}LIVE_SENSORS",
+)
 """Read by the space pipeline."""
-_TESTS = f"{PREFIX}TEST_"
+_TEST_PREFIX = f"{VARIABLE_PREFIX}TEST_"
 
 _S3_KEYS = ("s3.access-key-id", "s3.secret-access-key")
 _DURABLE_FILE_IO = "branchlake_dagster.catalog.stored_files.DurableFileIO"
@@ -46,7 +50,7 @@ def require_tls(remote: str, secrets: Sequence[str], *, token: bool = False) -> 
     no encryption: nothing leaves the machine.
     """
     url = urlparse(f"http{remote[2:]}")  # as pyspark reads it
-    parameters = dict(one.partition("=")[::2] for one in url.params.split(";"))
+    parameters = dict(parameter.partition("=")[::2] for parameter in url.params.split(";"))
     encrypted = parameters.get("use_ssl", "").lower() == "true" or "token" in parameters or token
     if encrypted or not secrets or _is_loopback(url.hostname or ""):
         return
@@ -59,15 +63,15 @@ def require_tls(remote: str, secrets: Sequence[str], *, token: bool = False) -> 
     )
 
 
-def require_known_fields(given: Iterable[str], known: Collection[str], owner: str) -> None:
+def require_known_fields(field_names: Iterable[str], valid_names: Collection[str], owner: str) -> None:
     """Raise ConfigurationError for a field that `owner` does not have, with the name that was meant."""
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            meant = f"Did you mean {close[0]}? " if close else ""
+    for name in field_names:
+        if name not in valid_names:
+            similar_names = difflib.get_close_matches(name, valid_names, n=1, cutoff=0.5)
+            suggestion = f"Did you mean {similar_names[0]}? " if similar_names else ""
             raise ConfigurationError(
                 f"{owner} has no field {name}.",
-                hint=f"{meant}See docs/settings.md for the fields.",
+                hint=f"{suggestion}See docs/settings.md for the fields.",
                 reason="unknown_field",
                 subject=name,
             )
@@ -93,7 +97,7 @@ class Settings(BaseSettings):
             settings = Settings(nessie_uri="https://nessie.example.com/api/v2", warehouse="s3://lake/tables")
     """
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=VARIABLE_PREFIX, extra="forbid", frozen=True)
 
     state_dir: Path = Field(
         Path(".branchlake"), description="Folder of the embedded lakehouse: data, logs, process records."
@@ -230,39 +234,41 @@ class Settings(BaseSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_unread_variable(cls, given: Any) -> Any:
+    def _reject_unread_variables(cls, data: Any) -> Any:
         """A mistyped BRANCHLAKE_NESSIE_URI once wrote to another lake."""
-        names = [f"{PREFIX}{name.upper()}" for name in cls.model_fields]
+        names = [f"{VARIABLE_PREFIX}{name.upper()}" for name in cls.model_fields]
         for name in sorted(os.environ):
-            if not name.upper().startswith(PREFIX) or name.upper().startswith(_TESTS):
+            if not name.upper().startswith(VARIABLE_PREFIX) or name.upper().startswith(_TEST_PREFIX):
                 continue
-            if name.upper() not in (*names, *_OTHERS):
-                close = difflib.get_close_matches(name.upper(), (*names, *_OTHERS), n=1, cutoff=0.5)
-                meant = f"Did you mean {close[0]}? " if close else ""
+            if name.upper() not in (*names, *_PIPELINE_VARIABLES):
+                similar_names = difflib.get_close_matches(
+                    name.upper(), (*names, *_PIPELINE_VARIABLES), n=1, cutoff=0.5
+                )
+                suggestion = f"Did you mean {similar_names[0]}? " if similar_names else ""
                 raise ConfigurationError(
                     f"Nothing reads the environment variable {name}.",
-                    hint=f"{meant}Unset it, or see docs/settings.md for those that are read.",
+                    hint=f"{suggestion}Unset it, or see docs/settings.md for those that are read.",
                     reason="unknown_variable",
                     subject=name,
                 )
-        if isinstance(given, Mapping):
-            require_known_fields(given, cls.model_fields, cls.__name__)
-        return given
+        if isinstance(data, Mapping):
+            require_known_fields(data, cls.model_fields, cls.__name__)
+        return data
 
     @field_validator("state_dir")
     @classmethod
-    def _absolute(cls, value: Path) -> Path:
+    def _make_absolute(cls, value: Path) -> Path:
         # Dagster starts run workers with their own working directory.
         return value.expanduser().absolute()
 
     @field_validator("landing")
     @classmethod
-    def _absolute_too(cls, value: Path | None) -> Path | None:
+    def _make_landing_absolute(cls, value: Path | None) -> Path | None:
         return value and value.expanduser().absolute()
 
     @field_validator("warehouse")
     @classmethod
-    def _with_scheme(cls, value: str | None) -> str | None:
+    def _require_scheme(cls, value: str | None) -> str | None:
         # Spark, PyIceberg and Nessie would each make something else of a bare path.
         if value is None or re.match(r"file:///|(?!file:)[a-z][a-z0-9+.-]*://[^/]", value):
             return value
@@ -271,13 +277,13 @@ class Settings(BaseSettings):
 
     @field_validator("nessie_verify_tls", mode="before")
     @classmethod
-    def _boolean_or_path(cls, value: object) -> object:
+    def _parse_boolean_or_path(cls, value: object) -> object:
         # An environment variable is always text: "false" is no file.
         return {"true": True, "false": False}.get(str(value).lower(), value)
 
     @field_validator("reap_interval_min")
     @classmethod
-    def _even_hours(cls, value: int) -> int:
+    def _require_divisor_of_60(cls, value: int) -> int:
         if 60 % value:
             raise ValueError(
                 f"{value} does not divide an hour; use 1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30 or 60"
@@ -285,30 +291,32 @@ class Settings(BaseSettings):
         return value
 
     @model_validator(mode="after")
-    def _secrets_over_tls(self) -> Self:
+    def _require_tls_for_secrets(self) -> Self:
         self.require_tls_to_spark()
         return self
 
-    def require_tls_to_spark(self, *more: str) -> None:
+    def require_tls_to_spark(self, *other_secrets: str) -> None:
         """Raise SecretWithoutTls if Spark is remote and would get secrets in clear.
 
-        They are those of the settings, and `more`, each described in a few words.
+        They are those of the settings, and `other_secrets`, each described in a few words.
         """
         if self.session_kind == "connect" and self.spark_remote is not None:
-            secrets = (*self._secrets_for_spark(), *more)
+            secrets = (*self._describe_spark_secrets(), *other_secrets)
             require_tls(self.spark_remote, secrets, token=self.spark_token is not None)
 
-    def _secrets_for_spark(self) -> list[str]:
-        return [text for name, text in _SECRETS_FOR_SPARK.items() if getattr(self, name) is not None]
+    def _describe_spark_secrets(self) -> list[str]:
+        return [
+            description for name, description in _SECRETS_FOR_SPARK.items() if getattr(self, name) is not None
+        ]
 
     @classmethod
-    def secrets(cls) -> tuple[str, ...]:
+    def secret_names(cls) -> tuple[str, ...]:
         """The names of the settings that nothing may show."""
         return tuple(name for name, field in cls.model_fields.items() if field.annotation == SecretStr | None)
 
-    def shown(self) -> dict[str, Any]:
+    def without_secrets(self) -> dict[str, Any]:
         """What was set, without the secrets: as `LakehouseResource` takes it."""
-        return self.model_dump(exclude_unset=True, exclude=set(self.secrets()), mode="json")
+        return self.model_dump(exclude_unset=True, exclude=set(self.secret_names()), mode="json")
 
     @property
     def warehouse_uri(self) -> str:
@@ -328,7 +336,7 @@ class Settings(BaseSettings):
     @property
     def receiver_monitors(self) -> tuple[str, ...]:
         """The monitors of receivers, one by one."""
-        return tuple(one.strip() for one in (self.receivers or "").split(",") if one.strip())
+        return tuple(address.strip() for address in (self.receivers or "").split(",") if address.strip())
 
     @property
     def embedded_warehouse(self) -> bool:
@@ -349,14 +357,14 @@ class Settings(BaseSettings):
         """PyIceberg's FileIO properties for the warehouse; secrets included, so never log them."""
         if self.warehouse_uri.startswith("file:"):
             return {"py-io-impl": _DURABLE_FILE_IO}
-        found = {"s3.region": self.s3_region}
+        properties = {"s3.region": self.s3_region}
         if self.s3_endpoint:
-            found |= {"s3.endpoint": self.s3_endpoint, "s3.force-virtual-addressing": "false"}
+            properties |= {"s3.endpoint": self.s3_endpoint, "s3.force-virtual-addressing": "false"}
         if self.s3_access_key_id and self.s3_secret_access_key:
             access_key, secret_key = _S3_KEYS
-            found[access_key] = self.s3_access_key_id.get_secret_value()
-            found[secret_key] = self.s3_secret_access_key.get_secret_value()
-        return found if self.warehouse_uri.startswith("s3") else {}
+            properties[access_key] = self.s3_access_key_id.get_secret_value()
+            properties[secret_key] = self.s3_secret_access_key.get_secret_value()
+        return properties if self.warehouse_uri.startswith("s3") else {}
 
     def worker_file_io_properties(self) -> dict[str, str]:
         """The same for Python workers of Spark, which get them inside the plan of a query.
@@ -364,7 +372,7 @@ class Settings(BaseSettings):
         Without the S3 keys if Spark is remote: a plan is pickled, kept by Spark and sent over `sc://`, which
         is not encrypted. Workers there take the keys from their own environment (`AWS_ACCESS_KEY_ID`, …).
         """
-        found = self.file_io_properties()
+        properties = self.file_io_properties()
         if self.spark_remote is None:
-            return found
-        return {name: value for name, value in found.items() if name not in _S3_KEYS}
+            return properties
+        return {name: value for name, value in properties.items() if name not in _S3_KEYS}

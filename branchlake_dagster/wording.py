@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from typing import Self
 
 
-def agree(number: int, one: str, many: str) -> str:
-    """The word that goes with a number: `one` with 1, `many` with any other."""
-    return one if number == 1 else many
+def pluralize(number: int, singular: str, plural: str) -> str:
+    """The word that goes with a number: `singular` with 1, `plural` with any other."""
+    return singular if number == 1 else plural
 
 
-def counted(number: int, one: str, many: str = "") -> str:
-    """A number with its noun: `1 run`, `1,200 runs`; `many` is for plurals that do not just add an s."""
-    return f"{number:,} {agree(number, one, many or f'{one}s')}"
+def format_count(number: int, singular: str, plural: str = "") -> str:
+    """A number with its noun: `1 run`, `1,200 runs`; `plural` is for plurals that do not just add an s."""
+    return f"{number:,} {pluralize(number, singular, plural or f'{singular}s')}"
 
 
-def named(one: str, names: Sequence[str]) -> str:
+def format_names(singular: str, names: Sequence[str]) -> str:
     """Names with their noun: `column a`, `columns a, b`."""
-    return f"{agree(len(names), one, f'{one}s')} {', '.join(names)}"
+    return f"{pluralize(len(names), singular, f'{singular}s')} {', '.join(names)}"
 
 
-class Reason(str):
+class CodedReason(str):
     """Why something was decided: a sentence for people, and `code` for programs and tests.
 
     Args:

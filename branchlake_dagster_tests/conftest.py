@@ -19,9 +19,9 @@ import hypothesis
 import pytest
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.internals.dagster_sqlite import remember_engines, remember_revisions
+from branchlake_dagster.internals.dagster_sqlite import install_engine_cache, install_revision_cache
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite import memory, schedule, soak, tiers
 from branchlake_dagster_tests.suite.guard import guarding
@@ -53,8 +53,8 @@ _SHARED, _KEPT = "branchlake_shared", "branchlake_kept"
 def pytest_configure(config: pytest.Config) -> None:
     check_every_output()
     ignore_own_project()
-    remember_revisions()
-    remember_engines(keep_connections)
+    install_revision_cache()
+    install_engine_cache(keep_connections)
     do_not_wait_for_the_disk()
     handed: dict[str, Any] | None = getattr(config, "workerinput", None)
     if handed is not None:
@@ -155,7 +155,7 @@ def shared_spark(request: pytest.FixtureRequest) -> None:
 def lakehouse(state_dir: Path) -> Lakehouse:
     """The embedded lakehouse; its `main` has a first commit."""
     lake = Lakehouse(Settings(state_dir=state_dir))
-    main_with_history(lake.nessie)
+    ensure_main_has_commit(lake.nessie)
     return lake
 
 

@@ -15,7 +15,7 @@ from branchlake_dagster.internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.definitions import branchlake_definitions
-from branchlake_dagster.publication.ledger import Publication, publications
+from branchlake_dagster.publication.ledger import Publication, iter_publications
 from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
@@ -70,11 +70,11 @@ class Project:
         return self.definitions.get_repository_def().asset_graph
 
     def reconciler(self, **options: Any) -> Reconciler:
-        return Reconciler.of(self.lake, self.instance, self.graph, **options)
+        return Reconciler.from_lake(self.lake, self.instance, self.graph, **options)
 
     def settle(self, run_id: str) -> Outcome:
         """What the publication sensor does about one run."""
-        outcome = self.reconciler().run_one(run_id)
+        outcome = self.reconciler().reconcile_run(run_id)
         assert outcome is not None
         return outcome
 
@@ -137,7 +137,7 @@ def assign_main(lake: Lakehouse, to: str) -> None:
 def published(client: NessieClient, branches: Iterable[str]) -> dict[str, Publication]:
     """What the ledger says of `branches`."""
     wanted = set(branches)
-    return {one.branch: one for one in publications(client) if one.branch in wanted}
+    return {one.branch: one for one in iter_publications(client) if one.branch in wanted}
 
 
 @contextmanager
@@ -146,7 +146,9 @@ def project(lake: Lakehouse, *parts: Any, instance: dg.DagsterInstance | None = 
     assets = [p for p in parts if not isinstance(p, dg.AssetChecksDefinition)]
     checks = [p for p in parts if isinstance(p, dg.AssetChecksDefinition)]
     # Without its token: that comes from the environment at each run, which tests change in between.
-    resource = LakehouseResource.of(lake.settings.model_copy(update=dict.fromkeys(Settings.secrets())))
+    resource = LakehouseResource.from_settings(
+        lake.settings.model_copy(update=dict.fromkeys(Settings.secret_names()))
+    )
     machinery = branchlake_definitions(lake.settings, lakehouse=resource)
     merged = dg.Definitions.merge(
         machinery,

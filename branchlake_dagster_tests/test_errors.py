@@ -53,10 +53,10 @@ def defined() -> dict[str, str]:
 def test_every_public_error_is_exported() -> None:
     for name, module in defined().items():
         assert getattr(errors, name) is getattr(import_module(module), name)
-    assert {name for names in errors._HOMES.values() for name in names} < {*defined()}
+    assert {name for names in errors._ERRORS_BY_MODULE.values() for name in names} < {*defined()}
 
 
-@pytest.mark.parametrize("name", [name for names in errors._HOMES.values() for name in names])
+@pytest.mark.parametrize("name", [name for names in errors._ERRORS_BY_MODULE.values() for name in names])
 def test_an_error_says_what_may_be_done_next_and_has_a_docstring(name: str) -> None:
     error = getattr(errors, name)
     bases = [one for one in (Transient, Terminal, OutcomeUnknown) if issubclass(error, one)]
@@ -74,14 +74,14 @@ def test_the_type_checker_sees_what_is_exported() -> None:
         for alias in node.names
         if str(node.module).startswith("branchlake_dagster.")
     }
-    assert seen == errors._HOME_OF
+    assert seen == errors._MODULE_BY_ERROR
     assert {*seen} < {*errors.__all__}
 
 
 def test_the_index_holds_every_error_with_its_summary() -> None:
     _, _, section = INDEX.read_text().partition("## `from branchlake_dagster.errors import …`")
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.+) \|$", section, flags=re.MULTILINE)
-    names = sorted({name for names in errors._HOMES.values() for name in names})
+    names = sorted({name for names in errors._ERRORS_BY_MODULE.values() for name in names})
     assert rows == [(name, kind(name), summary(name)) for name in names]
 
 

@@ -85,6 +85,14 @@ def test_every_field_of_a_resource_is_described(name: str) -> None:
     assert documented(described(resource)["Args"]) == fields
 
 
+def test_former_names_are_todays_objects() -> None:
+    assert {name: getattr(root, name) for name in root._FORMER_NAMES} == {
+        "consume": root.read_changes,
+        "published": root.newly_published,
+        "unconsumed": root.consumer_backlog,
+    }
+
+
 def test_the_index_holds_every_name_with_its_summary() -> None:
     text, _, _ = INDEX.read_text().partition("## `from branchlake_dagster.errors import …`")  # test_errors.py
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", text, flags=re.MULTILINE)

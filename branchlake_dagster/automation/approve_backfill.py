@@ -9,56 +9,60 @@ from dataclasses import dataclass
 import dagster as dg
 from pydantic import Field
 
-from branchlake_dagster.automation.launch_decision import Outcome, outcome_of
+from branchlake_dagster.automation.launch_decision import LaunchOutcome, launch_outcome
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import PARTITION_TAG
-from branchlake_dagster.runs.approval import approval_names, give_approval, on_main
-from branchlake_dagster.runs.run_tags import REQUIRED
+from branchlake_dagster.runs.approval import approval_names, approve_run, is_on_main
+from branchlake_dagster.runs.run_tags import APPROVAL_REQUIRED
 from branchlake_dagster.stored_names import RunTag
-from branchlake_dagster.wording import agree, counted
+from branchlake_dagster.wording import format_count, pluralize
 
-_MAY_BE_PUBLISHED = (Outcome.UNFINISHED, Outcome.AWAITS_VERDICT)
+_MAY_BE_PUBLISHED = (LaunchOutcome.UNFINISHED, LaunchOutcome.AWAITS_VERDICT)
 
 
 @dataclass(frozen=True)
 class Approval:
     """Runs whose results are approved, and runs that may still be published and then wait for approval."""
 
-    approved: tuple[dg.DagsterRun, ...]
-    unpublished: tuple[dg.DagsterRun, ...]
+    approved_runs: tuple[dg.DagsterRun, ...]
+    unpublished_runs: tuple[dg.DagsterRun, ...]
 
-    def text(self) -> str:
+    def format_summary(self) -> str:
         """For people: each asset with its partitions."""
-        text = "Nothing on main waits for this approval."
-        if self.approved:
-            text = f"Approved {counted(len(self.approved), 'run')}: {'; '.join(_by_asset(self.approved))}."
-        if self.unpublished:
-            number = len(self.unpublished)
-            runs = f"{counted(number, 'run')} {agree(number, 'is', 'are')} not published yet"
-            then = f"Approve again once {agree(number, 'it is', 'they are')}."
-            text += f" {runs}: {'; '.join(_by_asset(self.unpublished))}. {then}"
-        return text
+        summary = "Nothing on main waits for this approval."
+        if self.approved_runs:
+            summary = f"Approved {format_count(len(self.approved_runs), 'run')}: {'; '.join(_format_by_asset(self.approved_runs))}."
+        if self.unpublished_runs:
+            count = len(self.unpublished_runs)
+            runs = f"{format_count(count, 'run')} {pluralize(count, 'is', 'are')} not published yet"
+            next_step = f"Approve again once {pluralize(count, 'it is', 'they are')}."
+            summary += f" {runs}: {'; '.join(_format_by_asset(self.unpublished_runs))}. {next_step}"
+        return summary
 
 
-def waiting_runs(
+def plan_approval(
     runs: Iterable[dg.DagsterRun], approval_id: str, assets: Sequence[dg.AssetKey] = ()
 ) -> Approval:
     """Decide which of the runs an approval is about: those under its id, with `assets` only runs of these."""
-    waiting = [
+    requested_runs = [
         run
         for run in runs
         if approval_id in approval_names(run.run_id, run.tags)
         and (not assets or run.asset_selection is None or {*assets} & run.asset_selection)
     ]
-    published = tuple(run for run in waiting if on_main(run))
+    published_runs = tuple(run for run in requested_runs if is_on_main(run))
     # What failed or was blocked has no result that could be approved; a run in its place waits by itself.
-    unpublished = tuple(
-        run for run in waiting if run not in published and outcome_of(run) in _MAY_BE_PUBLISHED
+    unpublished_runs = tuple(
+        run
+        for run in requested_runs
+        if run not in published_runs and launch_outcome(run) in _MAY_BE_PUBLISHED
     )
-    return Approval(published, unpublished)
+    return Approval(published_runs, unpublished_runs)
 
 
-def approve(instance: dg.DagsterInstance, approval_id: str, assets: Sequence[dg.AssetKey] = ()) -> Approval:
+def approve_results(
+    instance: dg.DagsterInstance, approval_id: str, assets: Sequence[dg.AssetKey] = ()
+) -> Approval:
     """Approve what is on `main` of a backfill, or of a run outside of backfills that waits for approval.
 
     What is published later waits for another approval, because nobody has seen it. Safe to repeat. Raises
@@ -69,17 +73,17 @@ def approve(instance: dg.DagsterInstance, approval_id: str, assets: Sequence[dg.
             f"There is no backfill or run {approval_id} in this Dagster instance.",
             hint="`branchlake backfill status` and the sensor's last tick name the id to approve.",
         )
-    waiting = instance.get_runs(dg.RunsFilter(tags={RunTag.APPROVAL: REQUIRED}))
-    approval = waiting_runs(waiting, approval_id, assets)
-    for run in approval.approved:
-        give_approval(instance, run)
+    runs = instance.get_runs(dg.RunsFilter(tags={RunTag.APPROVAL: APPROVAL_REQUIRED}))
+    approval = plan_approval(runs, approval_id, assets)
+    for run in approval.approved_runs:
+        approve_run(instance, run)
     return approval
 
 
-def _by_asset(runs: Iterable[dg.DagsterRun]) -> list[str]:
+def _format_by_asset(runs: Iterable[dg.DagsterRun]) -> list[str]:
     partitions: dict[str, set[str]] = {}
     for run in runs:
-        names = ", ".join(sorted(one.to_user_string() for one in run.asset_selection or ())) or run.job_name
+        names = ", ".join(sorted(key.to_user_string() for key in run.asset_selection or ())) or run.job_name
         partitions.setdefault(names, set())
         if PARTITION_TAG in run.tags:
             partitions[names].add(run.tags[PARTITION_TAG])
@@ -127,13 +131,13 @@ def approve_backfill_job(name: str = "approve_backfill") -> dg.JobDefinition:
     @dg.op(name=f"{name}_op", description="Lets the stages after a backfill's published results go on.")
     def approve_op(context: dg.OpExecutionContext, config: ApproveBackfill) -> None:
         assets = [dg.AssetKey.from_user_string(one) for one in config.assets]
-        approval = approve(context.instance, config.backfill, assets)
-        context.log.info(approval.text())
+        approval = approve_results(context.instance, config.backfill, assets)
+        context.log.info(approval.format_summary())
         context.add_output_metadata(
             {
-                "approved": dg.MetadataValue.int(len(approval.approved)),
-                "unpublished": dg.MetadataValue.int(len(approval.unpublished)),
-                "result": dg.MetadataValue.text(approval.text()),
+                "approved": dg.MetadataValue.int(len(approval.approved_runs)),
+                "unpublished": dg.MetadataValue.int(len(approval.unpublished_runs)),
+                "result": dg.MetadataValue.text(approval.format_summary()),
             }
         )
 

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dagster import AssetKey, DagsterInstance
 
 from branchlake_dagster.internals.dagster import AssetGraph, add_asset_backfill
-from branchlake_dagster.runs.run_tags import REQUIRED
+from branchlake_dagster.runs.run_tags import APPROVAL_REQUIRED
 from branchlake_dagster.stored_names import RunTag
 
 
-def launch(
+def launch_backfill(
     graph: AssetGraph,
     instance: DagsterInstance,
     root: AssetKey,
     partitions: Sequence[str] | None,
     *,
-    why: str,
+    reason: str,
     base_hash: str,
     approval: bool = False,
-    at: float,
+    requested_at: float,
 ) -> str:
     """Request the backfill and return its id, by which Dagster's page shows it.
 
@@ -32,11 +32,11 @@ def launch(
         instance,
         root,
         partitions,
-        tags={RunTag.REBUILD: "true", RunTag.BACKFILL: why[:200], RunTag.BACKFILL_BASE: base_hash}
-        | ({RunTag.APPROVAL: REQUIRED} if approval else {}),
+        tags={RunTag.REBUILD: "true", RunTag.BACKFILL: reason[:200], RunTag.BACKFILL_BASE: base_hash}
+        | ({RunTag.APPROVAL: APPROVAL_REQUIRED} if approval else {}),
         title=f"Backfill of {root.to_user_string()}",
-        description=why,
-        at=at,
+        description=reason,
+        requested_at=requested_at,
     )
 
 
@@ -49,23 +49,23 @@ def launch_again(
     backfill_id: str,
     rebuild: bool,
     approval: bool = False,
-    at: float,
+    requested_at: float,
 ) -> str:
     """Request a backfill of partitions of a stage of backfill `backfill_id`, and return its own id.
 
     Its runs consume what is left; with `rebuild` they compute everything anew in their partitions.
     With `approval`, the stages after them wait until their results are approved.
     """
-    why = f"Retry of backfill {backfill_id}"
+    reason = f"Retry of backfill {backfill_id}"
     return add_asset_backfill(
         graph,
         instance,
         asset,
         partitions,
-        tags={RunTag.RETRY_OF: backfill_id, RunTag.BACKFILL: why}
+        tags={RunTag.RETRY_OF: backfill_id, RunTag.BACKFILL: reason}
         | ({RunTag.REBUILD: "true"} if rebuild else {})
-        | ({RunTag.APPROVAL: REQUIRED, RunTag.FOLLOWS: backfill_id} if approval else {}),
-        title=f"{why}: {asset.to_user_string()}",
-        description=why,
-        at=at,
+        | ({RunTag.APPROVAL: APPROVAL_REQUIRED, RunTag.FOLLOWS: backfill_id} if approval else {}),
+        title=f"{reason}: {asset.to_user_string()}",
+        description=reason,
+        requested_at=requested_at,
     )

@@ -11,44 +11,51 @@ from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.table import Table
 
-from branchlake_dagster.automation.consumers import ConsumingAsset, consumers
+from branchlake_dagster.automation.consumers import ConsumingAsset, iter_consumers
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.change import ChangedFile
-from branchlake_dagster.history.ranges import Bounds, Range, Ranges, joined, union
-from branchlake_dagster.incremental.affected_partitions import affected
-from branchlake_dagster.incremental.pending import following
+from branchlake_dagster.history.ranges import ColumnRanges, Range, Ranges, merge_ranges, union_ranges
+from branchlake_dagster.incremental.affected_partitions import affected_partition_keys
+from branchlake_dagster.incremental.pending import with_successors
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.tables.selection import Condition, Selection, TimeRange, Values, select, to_iceberg
-from branchlake_dagster.tables.specification import TableSpec, table_spec
-from branchlake_dagster.wording import counted
+from branchlake_dagster.tables.selection import (
+    Condition,
+    Selection,
+    TimeRange,
+    Values,
+    select_partitions,
+    to_iceberg_filter,
+)
+from branchlake_dagster.tables.specification import TableSpec, parse_table_spec
+from branchlake_dagster.wording import format_count
 
 
 @dataclass(frozen=True)
 class Stage:
     """An asset that would be computed again: which partitions (None: it has none), after what, and why.
 
-    `rows`, `files` and `bytes` are what `main` holds of these partitions now. `by_itself`: the incremental
-    sensor launches it when the stage before it is published; otherwise somebody has to.
+    `rows`, `files` and `bytes` are what `main` holds of these partitions now. `launches_itself`: the
+    incremental sensor launches it when the stage before it is published; otherwise somebody has to.
     """
 
     number: int
     asset: AssetKey
     partitions: tuple[str, ...] | None
-    why: str
-    by_itself: bool
+    reason: str
+    launches_itself: bool
     files: int = 0
     rows: int = 0
     bytes: int = 0
 
 
-def plan(
+def plan_stages(
     graph: AssetGraph,
     lake: Lakehouse,
     root: AssetKey,
     partitions: Sequence[str] | None,
     *,
-    why: str,
+    reason: str,
     instance: DagsterInstance | None = None,
 ) -> list[Stage]:
     """The stages of a backfill of `root`: itself, then what follows from it.
@@ -57,40 +64,48 @@ def plan(
     the recomputed ones may belong to; an asset that takes whole inputs is named, and left to its own
     launches. Raises ConfigurationError for partitions that the root does not have.
     """
-    return list(_Planner(graph, lake, instance).stages(root, partitions, why))
+    return list(_StagePlanner(graph, lake, instance).iter_stages(root, partitions, reason))
 
 
-class _Planner:
+class _StagePlanner:
     def __init__(self, graph: AssetGraph, lake: Lakehouse, instance: DagsterInstance | None) -> None:
         self._graph = graph
         self._instance = instance
         self._namespace = lake.settings.default_namespace
         self._catalog = lake.catalog(MAIN)
-        self._consumers = {one.key: one for one in consumers(graph, self._namespace)}
+        self._consumers = {consumer.key: consumer for consumer in iter_consumers(graph, self._namespace)}
 
-    def stages(self, root: AssetKey, partitions: Sequence[str] | None, why: str) -> Iterator[Stage]:
-        asked = self._asked(root, partitions)
-        yield self._stage(0, root, asked, why, by_itself=False)
-        after = self._after(root, asked)
-        if after:
-            yield self._stage(1, root, after, "are computed from those before them", by_itself=True)
-        done = {root: asked if asked is None else (*asked, *after)}
-        for number, level in enumerate(self._below(root), start=2 if after else 1):
+    def iter_stages(self, root: AssetKey, partitions: Sequence[str] | None, reason: str) -> Iterator[Stage]:
+        root_partitions = self._resolve_partitions(root, partitions)
+        yield self._build_stage(0, root, root_partitions, reason, launches_itself=False)
+        later_partitions = self._later_partitions(root, root_partitions)
+        if later_partitions:
+            yield self._build_stage(
+                1, root, later_partitions, "are computed from those before them", launches_itself=True
+            )
+        recomputed_keys = {
+            root: root_partitions if root_partitions is None else (*root_partitions, *later_partitions)
+        }
+        for number, level in enumerate(self._iter_levels_below(root), start=2 if later_partitions else 1):
             for key in level:
-                above = sorted(self._graph.get(key).parent_keys & done.keys())
+                recomputed_parents = sorted(self._graph.get(key).parent_keys & recomputed_keys.keys())
                 consumer = self._consumers.get(key)
-                consumed = [one for one in above if consumer and one in consumer.consumer.inputs]
-                if consumer is None or not consumed:
-                    told = f"takes all of {_names(above)}: launch it, or let it follow publications"
-                    yield self._stage(number, key, None, told, by_itself=False)
+                consumed_inputs = [
+                    key for key in recomputed_parents if consumer and key in consumer.consumer.inputs
+                ]
+                if consumer is None or not consumed_inputs:
+                    stage_reason = f"takes all of {_format_keys(recomputed_parents)}: launch it, or let it follow publications"
+                    yield self._build_stage(number, key, None, stage_reason, launches_itself=False)
                     continue
-                found = self._affected(consumer, {one: done[one] for one in consumed})
-                done[key] = found
-                if found is None or found:
-                    told = f"consumes changes of {_names(consumed)}"
-                    yield self._stage(number, key, found, told, by_itself=True)
+                affected_keys = self._affected_partitions(
+                    consumer, {key: recomputed_keys[key] for key in consumed_inputs}
+                )
+                recomputed_keys[key] = affected_keys
+                if affected_keys is None or affected_keys:
+                    stage_reason = f"consumes changes of {_format_keys(consumed_inputs)}"
+                    yield self._build_stage(number, key, affected_keys, stage_reason, launches_itself=True)
 
-    def _asked(self, root: AssetKey, partitions: Sequence[str] | None) -> tuple[str, ...] | None:
+    def _resolve_partitions(self, root: AssetKey, partitions: Sequence[str] | None) -> tuple[str, ...] | None:
         if not self._graph.has(root) or root not in self._graph.materializable_asset_keys:
             raise ConfigurationError(
                 f"There is no asset {root.to_user_string()} to compute.",
@@ -102,124 +117,138 @@ class _Planner:
             if partitions is not None:
                 raise ConfigurationError(f"Asset {root.to_user_string()} has no partitions.")
             return None
-        every = definition.get_partition_keys(dynamic_partitions_store=self._instance)
+        all_keys = definition.get_partition_keys(dynamic_partitions_store=self._instance)
         if partitions is None:
-            return tuple(every)
-        unknown = sorted(set(partitions) - set(every))
-        if unknown:
+            return tuple(all_keys)
+        unknown_keys = sorted(set(partitions) - set(all_keys))
+        if unknown_keys:
             raise ConfigurationError(
                 f"Asset {root.to_user_string()} has no such partitions.",
-                partitions=unknown,
-                hint=f"It has {len(every)}: {every[0]} to {every[-1]}." if every else "It has none yet.",
+                partitions=unknown_keys,
+                hint=f"It has {len(all_keys)}: {all_keys[0]} to {all_keys[-1]}."
+                if all_keys
+                else "It has none yet.",
                 reason="unknown_partitions",
                 subject=root.to_user_string(),
             )
-        wanted = set(partitions)
-        return tuple(key for key in every if key in wanted)
+        requested_keys = set(partitions)
+        return tuple(key for key in all_keys if key in requested_keys)
 
-    def _after(self, root: AssetKey, asked: tuple[str, ...] | None) -> tuple[str, ...]:
+    def _later_partitions(self, root: AssetKey, root_partitions: tuple[str, ...] | None) -> tuple[str, ...]:
         """The partitions of the root that are computed again because each is computed from the one before."""
         consumer = self._consumers.get(root)
-        if asked is None or consumer is None or not consumer.consumer.in_order:
+        if root_partitions is None or consumer is None or not consumer.consumer.computes_in_order:
             return ()
-        return tuple(key for key in self._following(consumer, {*asked}) if key not in asked)
+        return tuple(
+            key for key in self._add_following(consumer, {*root_partitions}) if key not in root_partitions
+        )
 
-    def _following(self, asset: ConsumingAsset, found: set[str]) -> tuple[str, ...]:
+    def _add_following(self, asset: ConsumingAsset, partition_keys: set[str]) -> tuple[str, ...]:
         """The partitions with those that are computed from them, in the order of the definition."""
         definition = asset.consumer.definition
         if definition is None:
             return ()
-        every = definition.get_partition_keys(dynamic_partitions_store=self._instance)
-        wanted = following(definition, found, every) if asset.consumer.in_order else found
-        return tuple(key for key in every if key in wanted)
+        all_keys = definition.get_partition_keys(dynamic_partitions_store=self._instance)
+        affected_keys = (
+            with_successors(definition, partition_keys, all_keys)
+            if asset.consumer.computes_in_order
+            else partition_keys
+        )
+        return tuple(key for key in all_keys if key in affected_keys)
 
-    def _below(self, root: AssetKey) -> Iterator[list[AssetKey]]:
+    def _iter_levels_below(self, root: AssetKey) -> Iterator[list[AssetKey]]:
         """The assets below, level by level, each after all that it depends on."""
-        found: set[AssetKey] = set()
-        rest = {root}
-        while rest:
-            rest = {child for key in rest for child in self._graph.get(key).child_keys} - found
-            found |= rest
-        found.discard(root)  # an asset may depend on its own earlier partitions
+        descendants: set[AssetKey] = set()
+        frontier = {root}
+        while frontier:
+            frontier = {child for key in frontier for child in self._graph.get(key).child_keys} - descendants
+            descendants |= frontier
+        descendants.discard(root)  # an asset may depend on its own earlier partitions
         for level in self._graph.toposorted_asset_keys_by_level:
-            if here := sorted(found & level):
-                yield here
+            if level_keys := sorted(descendants & level):
+                yield level_keys
 
     # -- what is affected --------------------------------------------------------------------------
 
-    def _affected(
-        self, asset: ConsumingAsset, changed: Mapping[AssetKey, tuple[str, ...] | None]
+    def _affected_partitions(
+        self, asset: ConsumingAsset, changed_inputs: Mapping[AssetKey, tuple[str, ...] | None]
     ) -> tuple[str, ...] | None:
         consumer = asset.consumer
-        if not consumer.by_partition or consumer.definition is None:
+        if not consumer.tracks_partitions or consumer.definition is None:
             return None
-        found: set[str] = set()
-        for key, partitions in changed.items():
-            table = self._table(consumer.inputs[key])
+        partition_keys: set[str] = set()
+        for key, partitions in changed_inputs.items():
+            table = self._find_table(consumer.inputs[key])
             if table is None:
                 continue
-            files = self._files(table, self._selection(key, partitions, table))
+            files = self._plan_files(table, self._selection(key, partitions, table))
             ranges = {
-                dimension: self._ranges(column, table, files, self._selection(key, partitions, table))
+                dimension: self._column_ranges(column, table, files, self._selection(key, partitions, table))
                 for dimension, column in consumer.columns_of_input(key, table).items()
             }
             if files:
-                found |= affected(
+                partition_keys |= affected_partition_keys(
                     consumer.definition, ranges, reach=consumer.reach_of(key), instance=self._instance
                 )
-        return self._following(asset, found)
+        return self._add_following(asset, partition_keys)
 
-    def _ranges(
+    def _column_ranges(
         self, column: str, table: Table, files: Sequence[ChangedFile], selection: Selection | None
     ) -> Ranges:
         """The values of a column in the recomputed rows: as the partitions say, else as the files do."""
-        told = _of_selection(selection, column)
-        bounds = Bounds(table.metadata, column, table=".".join(table.name()))
-        return told or union(bounds.of(one) for one in files)
+        selected_ranges = _find_selected_ranges(selection, column)
+        bounds = ColumnRanges(table.metadata, column, table=".".join(table.name()))
+        return selected_ranges or union_ranges(bounds.ranges_of(file) for file in files)
 
     # -- how large it is ---------------------------------------------------------------------------
 
-    def _stage(
-        self, number: int, key: AssetKey, partitions: tuple[str, ...] | None, why: str, *, by_itself: bool
+    def _build_stage(
+        self,
+        number: int,
+        key: AssetKey,
+        partitions: tuple[str, ...] | None,
+        reason: str,
+        *,
+        launches_itself: bool,
     ) -> Stage:
         spec = self._spec(key)
-        table = self._table(spec.identifier)
-        files = self._files(table, self._selection(key, partitions, table)) if table is not None else []
+        table = self._find_table(spec.identifier)
+        files = self._plan_files(table, self._selection(key, partitions, table)) if table is not None else []
         return Stage(
             number,
             key,
             partitions,
-            why,
-            by_itself,
+            reason,
+            launches_itself,
             len(files),
-            sum(one.rows for one in files),
-            sum(one.file.file_size_in_bytes for one in files),
+            sum(file.rows for file in files),
+            sum(file.file.file_size_in_bytes for file in files),
         )
 
     def _selection(
         self, key: AssetKey, partitions: tuple[str, ...] | None, table: Table | None
     ) -> Selection | None:
-        return selection_of(self._graph, self._spec(key), key, partitions, table)
+        return partition_selection(self._graph, self._spec(key), key, partitions, table)
 
     @staticmethod
-    def _files(table: Table, selection: Selection | None) -> list[ChangedFile]:
-        row_filter = AlwaysTrue() if selection is None else to_iceberg(selection, table.schema())
+    def _plan_files(table: Table, selection: Selection | None) -> list[ChangedFile]:
+        row_filter = AlwaysTrue() if selection is None else to_iceberg_filter(selection, table.schema())
         return [ChangedFile(task.file, 0, 0) for task in table.scan(row_filter=row_filter).plan_files()]
 
     def _spec(self, key: AssetKey) -> TableSpec:
-        return spec_of(self._graph, key, self._namespace)
+        return asset_table_spec(self._graph, key, self._namespace)
 
-    def _table(self, identifier: tuple[str, ...]) -> Table | None:
+    def _find_table(self, identifier: tuple[str, ...]) -> Table | None:
         try:
             return self._catalog.load_table(identifier)
         except NoSuchTableError:
             return None
 
 
-def spec_of(graph: AssetGraph, key: AssetKey, default_namespace: str) -> TableSpec:
+def asset_table_spec(graph: AssetGraph, key: AssetKey, default_namespace: str) -> TableSpec:
     """The table that an asset declares."""
     node = graph.get(key)
-    return table_spec(
+    return parse_table_spec(
         key,
         node.metadata,
         default_namespace=default_namespace,
@@ -227,7 +256,7 @@ def spec_of(graph: AssetGraph, key: AssetKey, default_namespace: str) -> TableSp
     )
 
 
-def selection_of(
+def partition_selection(
     graph: AssetGraph,
     spec: TableSpec,
     key: AssetKey,
@@ -238,23 +267,27 @@ def selection_of(
     definition: PartitionsDefinition[str] | None = graph.get(key).partitions_def
     if partitions is None or definition is None or not spec.columns_by_dimension or table is None:
         return None
-    return select(partitions, definition, spec.columns_by_dimension, schema=table.schema(), table=spec.name)
+    return select_partitions(
+        partitions, definition, spec.columns_by_dimension, schema=table.schema(), table_name=spec.name
+    )
 
 
-def _of_selection(selection: Selection | None, column: str) -> Ranges | None:
+def _find_selected_ranges(selection: Selection | None, column: str) -> Ranges | None:
     """The values that a selection allows of a column; None: it does not look at it."""
     if selection is None:
         return None
-    found: list[Range] = []
-    for part in selection.slices:
-        here = [condition for condition in part if condition.column == column]
-        if not here:
+    ranges: list[Range] = []
+    for conditions in selection.slices:
+        column_conditions = [condition for condition in conditions if condition.column == column]
+        if not column_conditions:
             return None
-        found += [one for condition in here for one in _of_condition(condition)]
-    return Ranges(joined(found))
+        ranges += [
+            value_range for condition in column_conditions for value_range in _condition_ranges(condition)
+        ]
+    return Ranges(merge_ranges(ranges))
 
 
-def _of_condition(condition: Condition) -> list[Range]:
+def _condition_ranges(condition: Condition) -> list[Range]:
     if isinstance(condition, Values):
         return [Range(value, value) for value in condition.values]
     if isinstance(condition, TimeRange):
@@ -262,10 +295,14 @@ def _of_condition(condition: Condition) -> list[Range]:
     return [Range(condition.start, condition.end - timedelta(days=1))]
 
 
-def _names(keys: Sequence[AssetKey]) -> str:
+def _format_keys(keys: Sequence[AssetKey]) -> str:
     return ", ".join(key.to_user_string() for key in keys)
 
 
-def size_text(stage: Stage) -> str:
+def format_stage_size(stage: Stage) -> str:
     """For people."""
-    return f"{counted(stage.rows, 'row')} in {counted(stage.files, 'file')}" if stage.files else "nothing yet"
+    return (
+        f"{format_count(stage.rows, 'row')} in {format_count(stage.files, 'file')}"
+        if stage.files
+        else "nothing yet"
+    )

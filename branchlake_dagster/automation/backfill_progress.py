@@ -8,21 +8,26 @@ from datetime import datetime
 
 from dagster import AssetKey, DagsterInstance, RunsFilter
 
-from branchlake_dagster.automation.attempts import attempt_of, histories
-from branchlake_dagster.automation.backfill_plan import Stage, plan
-from branchlake_dagster.automation.backlog import Standing
-from branchlake_dagster.automation.consumers import consumers
-from branchlake_dagster.automation.in_flight import InFlight, computed_partitions
-from branchlake_dagster.automation.launch_decision import Attempt, Outcome, approval_text
+from branchlake_dagster.automation.attempts import iter_histories, to_attempt
+from branchlake_dagster.automation.backfill_plan import Stage, plan_stages
+from branchlake_dagster.automation.backlog import ConsumerBacklog
+from branchlake_dagster.automation.consumers import iter_consumers
+from branchlake_dagster.automation.in_flight import InFlightRuns, computed_partitions
+from branchlake_dagster.automation.launch_decision import Attempt, LaunchOutcome, format_approval
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
-from branchlake_dagster.internals.dagster import AssetGraph, BackfillState, backfill_of, backfills_tagged
+from branchlake_dagster.internals.dagster import (
+    AssetGraph,
+    BackfillState,
+    load_backfill,
+    load_tagged_backfills,
+)
 from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import TableMissing
-from branchlake_dagster.wording import counted
+from branchlake_dagster.wording import format_count
 
-_SHOWN = 3
+_SHOWN_RUNS = 3
 """Failed runs that are named."""
 _UNDER_WAY = ("requested", "canceling")
 """The states of a backfill whose runs may still be made."""
@@ -34,29 +39,31 @@ Partition = str | None
 
 
 @dataclass(frozen=True)
-class Progress:
+class StageProgress:
     """A stage and what has become of it. Counts are of partitions; of an asset without any they are 0 or 1.
 
-    `left` have something to consume and no run. `failed` have had a run for what they have to consume, which
-    was not published; `failed_partitions` are these. `lost` cannot be told: their change is no longer known.
+    `left_count` have something to consume and no run. `failed_count` have had a run for what they have to
+    consume, which
+    was not published; `failed_partitions` are these. `lost_count` cannot be told: their change is no longer
+    known.
     `held_partitions` are among those that are left: their change waits for approval, which is given under the
-    ids `approved_as`. `told` is the whole of it in words.
+    ids `approval_ids`. `message` is the whole of it in words.
     """
 
     stage: Stage
-    planned: int
-    done: int
-    running: int
-    left: int
-    failed: int
-    told: str
-    lost: int = 0
+    planned_count: int
+    done_count: int
+    running_count: int
+    left_count: int
+    failed_count: int
+    message: str
+    lost_count: int = 0
     failed_partitions: tuple[Partition, ...] = ()
     held_partitions: tuple[Partition, ...] = ()
-    approved_as: tuple[str, ...] = ()
+    approval_ids: tuple[str, ...] = ()
 
 
-def progress(
+def load_stage_progress(
     graph: AssetGraph,
     lake: LakehouseResource,
     instance: DagsterInstance,
@@ -64,43 +71,49 @@ def progress(
     now: datetime,
     *,
     retries: Mapping[AssetKey, int] | None = None,
-) -> list[Progress]:
+) -> list[StageProgress]:
     """Each stage of a backfill that was launched, together with what was launched again of it.
 
     `retries` is how often an asset's sensor launches a failed run again (0 if it is not named). Raises
     ConfigurationError for an id that nobody knows.
     """
     state = require_backfill(instance, graph, backfill_id)
-    again = backfills_tagged(instance, graph, {RunTag.RETRY_OF: backfill_id})
-    stages = plan(graph, lake.lakehouse, state.key, state.partitions, why=state.why, instance=instance)
-    in_flight = InFlight(instance, now)
-    found = [_first(stages[0], [state, *(one for one in again if one.key == state.key)])]
+    retry_backfills = load_tagged_backfills(instance, graph, {RunTag.RETRY_OF: backfill_id})
+    stages = plan_stages(
+        graph, lake.lakehouse, state.key, state.partitions, reason=state.why, instance=instance
+    )
+    in_flight = InFlightRuns(instance, now)
+    stage_progress = [
+        _root_progress(stages[0], [state, *(one for one in retry_backfills if one.key == state.key)])
+    ]
     for stage in stages[1:]:
-        waits = any(
-            one.running or one.left or one.failed or one.lost
-            for one in found
+        must_wait = any(
+            one.running_count or one.left_count or one.failed_count or one.lost_count
+            for one in stage_progress
             if one.stage.number < stage.number
         )
-        states = [one for one in again if one.key == stage.asset]
-        found.append(
-            follower(
+        states = [one for one in retry_backfills if one.key == stage.asset]
+        stage_progress.append(
+            load_consumer_progress(
                 stage,
                 graph,
                 lake,
                 instance,
                 in_flight,
-                waits=waits,
-                requested=requested_partitions(states),
-                launched_again=_launched_again(instance, graph, backfill_id, stage.asset) if states else {},
+                must_wait=must_wait,
+                requested_keys=requested_partitions(states),
+                newest_retries=_load_newest_retries(instance, graph, backfill_id, stage.asset)
+                if states
+                else {},
                 retries=(retries or {}).get(stage.asset, 0),
             )
         )
-    return found
+    return stage_progress
 
 
 def require_backfill(instance: DagsterInstance, graph: AssetGraph, backfill_id: str) -> BackfillState:
     """What has become of a backfill. Raises ConfigurationError for an id that Dagster does not know."""
-    state = backfill_of(instance, backfill_id, graph)
+    state = load_backfill(instance, backfill_id, graph)
     if state is None:
         raise ConfigurationError(
             f"There is no asset backfill {backfill_id} in this Dagster instance.",
@@ -117,169 +130,204 @@ def partition_states(states: Iterable[BackfillState]) -> dict[Partition, str]:
     The value is "done", "failed", "running", or "canceled"; the newest backfill of a partition counts, unless
     it was canceled before the partition had its turn.
     """
-    found: dict[Partition, str] = {}
+    state_by_partition: dict[Partition, str] = {}
     for state in states:
-        done: Collection[Partition] = state.done
-        failed: Collection[Partition] = state.failed
+        done_partitions: Collection[Partition] = state.done
+        failed_partitions: Collection[Partition] = state.failed
         if state.partitions is None:
-            done = [None] if state.status == "completed_success" else []
-            failed = [None] if state.status == "completed_failed" else []
-        for one in state.partitions if state.partitions is not None else (None,):
-            if one in done or one in failed:
-                found[one] = "done" if one in done and one not in failed else "failed"
+            done_partitions = [None] if state.status == "completed_success" else []
+            failed_partitions = [None] if state.status == "completed_failed" else []
+        for partition in state.partitions if state.partitions is not None else (None,):
+            if partition in done_partitions or partition in failed_partitions:
+                state_by_partition[partition] = (
+                    "done"
+                    if partition in done_partitions and partition not in failed_partitions
+                    else "failed"
+                )
             elif state.status in _UNDER_WAY:
-                found[one] = "running"
+                state_by_partition[partition] = "running"
             elif state.status in _BROKEN:
-                found[one] = "failed"
+                state_by_partition[partition] = "failed"
             else:
-                found.setdefault(one, "canceled")
-    return found
+                state_by_partition.setdefault(partition, "canceled")
+    return state_by_partition
 
 
 def requested_partitions(states: Iterable[BackfillState]) -> set[Partition]:
     """The partitions that some backfills of one asset have still to compute."""
-    return {one for one, state in partition_states(states).items() if state == "running"}
+    return {partition for partition, state in partition_states(states).items() if state == "running"}
 
 
-def _first(stage: Stage, states: Sequence[BackfillState]) -> Progress:
+def _root_progress(stage: Stage, states: Sequence[BackfillState]) -> StageProgress:
     """The stage that Dagster's own backfills compute, as they count: materialised, and not taken back."""
-    found = partition_states(states)
-    planned = len(states[0].partitions) if states[0].partitions is not None else 1
-    failed = tuple(one for one, state in found.items() if state == "failed")
-    done, running = (sum(state == word for state in found.values()) for word in ("done", "running"))
-    word = states[-1].status.replace("_", " ")
-    told = f"{word}: {done} of {counted(planned, 'partition')}"
-    return Progress(stage, planned, done, running, 0, len(failed), told, failed_partitions=failed)
+    state_by_partition = partition_states(states)
+    planned_count = len(states[0].partitions) if states[0].partitions is not None else 1
+    failed_partitions = tuple(
+        partition for partition, state in state_by_partition.items() if state == "failed"
+    )
+    done_count, running_count = (
+        sum(state == word for state in state_by_partition.values()) for word in ("done", "running")
+    )
+    status = states[-1].status.replace("_", " ")
+    message = f"{status}: {done_count} of {format_count(planned_count, 'partition')}"
+    return StageProgress(
+        stage,
+        planned_count,
+        done_count,
+        running_count,
+        0,
+        len(failed_partitions),
+        message,
+        failed_partitions=failed_partitions,
+    )
 
 
-def follower(
+def load_consumer_progress(
     stage: Stage,
     graph: AssetGraph,
     lake: LakehouseResource,
     instance: DagsterInstance,
-    in_flight: InFlight,
+    in_flight: InFlightRuns,
     *,
-    waits: bool,
-    requested: Collection[Partition] = (),
-    launched_again: Mapping[Partition, Attempt] | None = None,
+    must_wait: bool,
+    requested_keys: Collection[Partition] = (),
+    newest_retries: Mapping[Partition, Attempt] | None = None,
     retries: int = 0,
-) -> Progress:
+) -> StageProgress:
     """A stage that launches itself: done is what has nothing left to consume, once those before it are.
 
-    `waits`: a stage before it is not done yet. `requested` are partitions that were launched again and may
-    not have a run yet, `launched_again` the newest run of each that has one. `retries` is how often the
+    `must_wait`: a stage before it is not done yet. `requested_keys` are partitions that were launched again
+    and may
+    not have a run yet, `newest_retries` the newest run of each that has one. `retries` is how often the
     sensor launches a failed run again.
     """
-    planned = len(stage.partitions) if stage.partitions is not None else 1
-    if not stage.by_itself:
-        return Progress(stage, planned, 0, 0, 0, 0, stage.why)
-    (asset,) = consumers(graph, lake.lakehouse.settings.default_namespace, [stage.asset])
-    standing = Standing(lake, asset.consumer, instance=instance, per_run=asset.per_run)
+    planned_count = len(stage.partitions) if stage.partitions is not None else 1
+    if not stage.launches_itself:
+        return StageProgress(stage, planned_count, 0, 0, 0, 0, stage.reason)
+    (asset,) = iter_consumers(graph, lake.lakehouse.settings.default_namespace, [stage.asset])
+    backlog = ConsumerBacklog(lake, asset.consumer, instance=instance, per_run=asset.per_run)
     try:
-        pending = _pending(stage, standing)
-        keys = {one: standing.launch_key(one) for one in pending}
-        held = standing.held([*pending], Approvals(instance))
+        pending_partitions = _pending_partitions(stage, backlog)
+        launch_keys = {partition: backlog.launch_key(partition) for partition in pending_partitions}
+        ids_by_partition = backlog.held_partitions([*pending_partitions], Approvals(instance))
     except TableMissing as error:
-        return Progress(stage, planned, 0, 0, planned, 0, str(error))
+        return StageProgress(stage, planned_count, 0, 0, planned_count, 0, str(error))
     except BranchlakeError as error:
-        return Progress(stage, planned, 0, 0, 0, 0, f"lost: {error}", lost=planned)
-    running: set[Partition]
+        return StageProgress(stage, planned_count, 0, 0, 0, 0, f"lost: {error}", lost_count=planned_count)
+    running_partitions: set[Partition]
     if stage.partitions is None:
-        running = {*pending} if in_flight.whole(stage.asset) or None in requested else set()
+        running_partitions = (
+            {*pending_partitions} if in_flight.has_whole_run(stage.asset) or None in requested_keys else set()
+        )
     else:
-        busy = {*in_flight.computed(stage.asset, asset.consumer.definition), *requested}
-        running = {one for one in busy if one in stage.partitions}
-    waiting = {one: key for one, key in keys.items() if one not in running}
-    failed = _failed(instance, waiting, retries, launched_again or {})
+        busy_partitions = {
+            *in_flight.partitions_in_flight(stage.asset, asset.consumer.definition),
+            *requested_keys,
+        }
+        running_partitions = {partition for partition in busy_partitions if partition in stage.partitions}
+    waiting_keys = {
+        partition: key for partition, key in launch_keys.items() if partition not in running_partitions
+    }
+    failed_attempts = _find_failed_attempts(instance, waiting_keys, retries, newest_retries or {})
     # A person may have launched a partition that waits, and that run may have failed.
-    held = {one: names for one, names in held.items() if one not in running and one not in failed}
-    left = len(waiting) - len(failed)
-    done = 0 if waits else max(0, planned - len(pending | running))
-    told = _told(done, len(running), left, planned)
-    if waits and not pending:
-        told = "waits for the stage before it"
-    if failed:
-        told = f"{told}, {len(failed)} failed: {_reasons(failed.values())}"
-    ids = tuple(sorted({name for names in held.values() for name in names}))
-    if held:
-        told = f"{told}; {counted(len(held), 'partition')} {approval_text(ids, plural=len(held) > 1)}"
-    return Progress(
+    ids_by_partition = {
+        partition: names
+        for partition, names in ids_by_partition.items()
+        if partition not in running_partitions and partition not in failed_attempts
+    }
+    left_count = len(waiting_keys) - len(failed_attempts)
+    done_count = 0 if must_wait else max(0, planned_count - len(pending_partitions | running_partitions))
+    message = _format_counts(done_count, len(running_partitions), left_count, planned_count)
+    if must_wait and not pending_partitions:
+        message = "waits for the stage before it"
+    if failed_attempts:
+        message = f"{message}, {len(failed_attempts)} failed: {_format_reasons(failed_attempts.values())}"
+    approval_ids = tuple(sorted({name for names in ids_by_partition.values() for name in names}))
+    if ids_by_partition:
+        message = f"{message}; {format_count(len(ids_by_partition), 'partition')} {format_approval(approval_ids, plural=len(ids_by_partition) > 1)}"
+    return StageProgress(
         stage,
-        planned,
-        done,
-        len(running),
-        left,
-        len(failed),
-        told,
-        failed_partitions=_sorted(failed),
-        held_partitions=_sorted(held),
-        approved_as=ids,
+        planned_count,
+        done_count,
+        len(running_partitions),
+        left_count,
+        len(failed_attempts),
+        message,
+        failed_partitions=_sort_partitions(failed_attempts),
+        held_partitions=_sort_partitions(ids_by_partition),
+        approval_ids=approval_ids,
     )
 
 
-def _sorted(partitions: Iterable[Partition]) -> tuple[Partition, ...]:
-    return tuple(sorted(partitions, key=lambda one: one or ""))
+def _sort_partitions(partitions: Iterable[Partition]) -> tuple[Partition, ...]:
+    return tuple(sorted(partitions, key=lambda partition: partition or ""))
 
 
-def _pending(stage: Stage, standing: Standing) -> set[Partition]:
+def _pending_partitions(stage: Stage, backlog: ConsumerBacklog) -> set[Partition]:
     """The partitions of the stage that have something left; None stands for an asset without partitions.
 
     Raises ChangeLost, PositionUnreadable, InputColumnGone or TableMissing.
     """
     if stage.partitions is not None:
-        return {one for one in standing.partitions if one in stage.partitions}
-    return {None} if standing.require_unconsumed().any else set()
+        return {partition for partition in backlog.pending_partitions if partition in stage.partitions}
+    return {None} if backlog.require_unconsumed().any else set()
 
 
-def _launched_again(
+def _load_newest_retries(
     instance: DagsterInstance, graph: AssetGraph, backfill_id: str, asset: AssetKey
 ) -> dict[Partition, Attempt]:
     """By partition the newest run of the retries of a backfill; one query."""
-    found: dict[Partition, Attempt] = {}
+    attempt_by_partition: dict[Partition, Attempt] = {}
     definition = graph.get(asset).partitions_def
     for record in instance.get_run_records(
         RunsFilter(tags={RunTag.RETRY_OF: backfill_id})
     ):  # the newest first
         run = record.dagster_run
         if asset in (run.asset_selection or ()):
-            attempt = attempt_of(0, record)
+            attempt = to_attempt(0, record)
             for partition in computed_partitions(run, definition, instance):
-                found.setdefault(partition, attempt)
-    return found
+                attempt_by_partition.setdefault(partition, attempt)
+    return attempt_by_partition
 
 
-def _failed(
+def _find_failed_attempts(
     instance: DagsterInstance,
-    keys: Mapping[Partition, str],
+    launch_keys: Mapping[Partition, str],
     retries: int,
-    launched_again: Mapping[Partition, Attempt],
+    newest_retries: Mapping[Partition, Attempt],
 ) -> dict[Partition, Attempt]:
     """The newest attempt for what each partition has to consume, where it ended without a publication.
 
-    `keys` are those of the runs, by partition; a run can be that of several partitions.
+    `launch_keys` are those of the runs, by partition; a run can be that of several partitions.
     """
-    found: dict[Partition, Attempt] = {}
-    for partition, history in zip(keys, histories(instance, keys.values(), retries), strict=True):
+    failed_attempts: dict[Partition, Attempt] = {}
+    for partition, history in zip(
+        launch_keys, iter_histories(instance, launch_keys.values(), retries), strict=True
+    ):
         if not history.attempts:
             continue
         attempts = [history.attempts[-1]]
-        if partition in launched_again:
-            attempts.append(launched_again[partition])
-        newest = max(attempts, key=lambda one: one.ended)
-        if newest.outcome not in (Outcome.UNFINISHED, Outcome.AWAITS_VERDICT):
-            found[partition] = newest
-    return found
+        if partition in newest_retries:
+            attempts.append(newest_retries[partition])
+        newest = max(attempts, key=lambda one: one.ended_at)
+        if newest.outcome not in (LaunchOutcome.UNFINISHED, LaunchOutcome.AWAITS_VERDICT):
+            failed_attempts[partition] = newest
+    return failed_attempts
 
 
-def _reasons(attempts: Iterable[Attempt]) -> str:
+def _format_reasons(attempts: Iterable[Attempt]) -> str:
     """The first of the runs with the reason that it shows, and what to do."""
-    failed = [*{one.run_id: one for one in attempts}.values()]  # one run may be that of several partitions
-    shown = [f"run {one.run_id[:8]} {one.reason}".rstrip() for one in failed[:_SHOWN]]
-    more = f" and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
-    return f"{'; '.join(shown)}{more}. Correct the cause, then: branchlake backfill retry"
+    distinct_attempts = [
+        *{attempt.run_id: attempt for attempt in attempts}.values()
+    ]  # one run may be that of several partitions
+    lines = [
+        f"run {attempt.run_id[:8]} {attempt.reason}".rstrip() for attempt in distinct_attempts[:_SHOWN_RUNS]
+    ]
+    more = f" and {len(distinct_attempts) - _SHOWN_RUNS} more" if len(distinct_attempts) > _SHOWN_RUNS else ""
+    return f"{'; '.join(lines)}{more}. Correct the cause, then: branchlake backfill retry"
 
 
-def _told(done: int, running: int, left: int, planned: int) -> str:
-    if not running and not left and done == planned:
+def _format_counts(done_count: int, running_count: int, left_count: int, planned_count: int) -> str:
+    if not running_count and not left_count and done_count == planned_count:
         return "done"
-    return f"{done} of {planned} done, {running} running, {left} to do"
+    return f"{done_count} of {planned_count} done, {running_count} running, {left_count} to do"

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from dagster import AssetKey, DagsterInstance
 
 from branchlake_dagster.automation.backfill_launch import launch_again
-from branchlake_dagster.automation.backfill_progress import Partition, Progress
-from branchlake_dagster.automation.consumers import consumers
+from branchlake_dagster.automation.backfill_progress import Partition, StageProgress
+from branchlake_dagster.automation.consumers import iter_consumers
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.internals.dagster import AssetGraph, backfill_of
+from branchlake_dagster.internals.dagster import AssetGraph, load_backfill
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.stored_names import RunTag
 
@@ -21,7 +21,7 @@ from branchlake_dagster.stored_names import RunTag
 class StageRetry:
     """Partitions of a stage to be launched again; `partitions` is (None,) for an asset without partitions.
 
-    `rebuild`: their runs compute everything anew rather than consume what is left. `backfill` is the id of
+    `rebuild`: their runs compute everything anew rather than consume what is left. `backfill_id` is the id of
     the Dagster backfill that computes them, None before it was requested.
     """
 
@@ -29,7 +29,7 @@ class StageRetry:
     asset: AssetKey
     partitions: tuple[Partition, ...]
     rebuild: bool
-    backfill: str | None = None
+    backfill_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LostStage:
     number: int
     asset: AssetKey
     partitions: tuple[Partition, ...]
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -50,87 +50,92 @@ class RetryPlan:
     """What is launched again, stage by stage, and the stages that stay lost."""
 
     launches: tuple[StageRetry, ...] = ()
-    lost: tuple[LostStage, ...] = ()
+    lost_stages: tuple[LostStage, ...] = ()
 
 
 def plan_retry(
-    found: Sequence[Progress],
-    lost: Mapping[AssetKey, Sequence[Partition]],
+    stage_progress: Sequence[StageProgress],
+    partitions_to_rebuild: Mapping[AssetKey, Sequence[Partition]],
     *,
     rebuild_lost: bool,
 ) -> RetryPlan:
     """Decide what to launch again of the stages of a backfill.
 
     Only what has failed is launched: what is done, under way or still to do is left alone, and what follows
-    from a retried stage launches itself as it does after the first attempt. `lost` are the partitions that a
+    from a retried stage launches itself as it does after the first attempt. `partitions_to_rebuild` are the
+    partitions that a
     rebuild has to compute, by asset; they are launched with `rebuild_lost`, and named otherwise. A lost
     stage that is not among them is being rebuilt.
     """
     launches: list[StageRetry] = []
-    stays: list[LostStage] = []
-    for one in found:
-        number, asset = one.stage.number, one.stage.asset
-        if one.failed_partitions:
+    lost_stages: list[LostStage] = []
+    for progress in stage_progress:
+        number, asset = progress.stage.number, progress.stage.asset
+        if progress.failed_partitions:
             # The first stage computes its partitions anew, as its first attempt does.
-            launches.append(StageRetry(number, asset, one.failed_partitions, rebuild=number == 0))
-        if one.lost and asset in lost:
-            partitions = tuple(lost[asset])
+            launches.append(StageRetry(number, asset, progress.failed_partitions, rebuild=number == 0))
+        if progress.lost_count and asset in partitions_to_rebuild:
+            partitions = tuple(partitions_to_rebuild[asset])
             if rebuild_lost and partitions:
                 launches.append(StageRetry(number, asset, partitions, rebuild=True))
             else:
-                stays.append(LostStage(number, asset, partitions, one.told))
-    return RetryPlan(tuple(launches), tuple(stays))
+                lost_stages.append(LostStage(number, asset, partitions, progress.message))
+    return RetryPlan(tuple(launches), tuple(lost_stages))
 
 
-def lost_partitions(
+def find_lost_partitions(
     graph: AssetGraph,
     lake: LakehouseResource,
     instance: DagsterInstance,
-    found: Sequence[Progress],
-    requested: Mapping[AssetKey, set[Partition]],
+    stage_progress: Sequence[StageProgress],
+    requested_by_asset: Mapping[AssetKey, set[Partition]],
 ) -> dict[AssetKey, list[Partition]]:
     """The partitions that a rebuild has to compute until the change of a lost stage is known again.
 
-    `requested` are partitions that were launched again and are not computed yet. A stage of which nothing
-    else has to be computed is left out; one that a rebuild does not help has no partitions.
+    `requested_by_asset` are partitions that were launched again and are not computed yet. A stage of which
+    nothing else has to be computed is left out; one that a rebuild does not help has no partitions.
     """
-    lost: dict[AssetKey, list[Partition]] = {}
-    for one in found:
-        if not one.lost:
+    lost_by_asset: dict[AssetKey, list[Partition]] = {}
+    for progress in stage_progress:
+        if not progress.lost_count:
             continue
-        asset = one.stage.asset
-        (consumer,) = consumers(graph, lake.lakehouse.settings.default_namespace, [asset])
+        asset = progress.stage.asset
+        (consumer,) = iter_consumers(graph, lake.lakehouse.settings.default_namespace, [asset])
         try:
             consumption = Consumption(lake, consumer.consumer, rebuild=True, instance=instance)
-            keys: list[Partition] = [None]
-            if consumer.consumer.by_partition:
-                keys = [*sorted(consumption.partitions_to_rebuild())]
+            partition_keys: list[Partition] = [None]
+            if consumer.consumer.tracks_partitions:
+                partition_keys = [*sorted(consumption.partitions_to_rebuild())]
         except BranchlakeError:  # an input without its column, say, which the stage's text names
-            keys = []
-        rest = [key for key in keys if key not in requested.get(asset, ())]
-        if rest or not keys:
-            lost[asset] = rest
-    return lost
+            partition_keys = []
+        missing_keys = [key for key in partition_keys if key not in requested_by_asset.get(asset, ())]
+        if missing_keys or not partition_keys:
+            lost_by_asset[asset] = missing_keys
+    return lost_by_asset
 
 
 def launch_retry(
-    graph: AssetGraph, instance: DagsterInstance, backfill_id: str, plan: RetryPlan, at: float
+    graph: AssetGraph, instance: DagsterInstance, backfill_id: str, plan: RetryPlan, requested_at: float
 ) -> tuple[StageRetry, ...]:
     """Request a Dagster backfill for each stage of the plan; returns the stages with their backfills."""
-    first = backfill_of(instance, backfill_id, graph)
-    approval = first is not None and RunTag.APPROVAL in first.tags
-    done: list[StageRetry] = []
-    for one in plan.launches:
-        names = [name for name in one.partitions if name is not None]
-        number = launch_again(
+    original = load_backfill(instance, backfill_id, graph)
+    approval = original is not None and RunTag.APPROVAL in original.tags
+    launched_stages: list[StageRetry] = []
+    for stage_retry in plan.launches:
+        partition_keys = [name for name in stage_retry.partitions if name is not None]
+        retry_id = launch_again(
             graph,
             instance,
-            one.asset,
-            names or None,
+            stage_retry.asset,
+            partition_keys or None,
             backfill_id=backfill_id,
-            rebuild=one.rebuild,
+            rebuild=stage_retry.rebuild,
             approval=approval,
-            at=at,
+            requested_at=requested_at,
         )
-        done.append(StageRetry(one.number, one.asset, one.partitions, one.rebuild, number))
-    return tuple(done)
+        launched_stages.append(
+            StageRetry(
+                stage_retry.number, stage_retry.asset, stage_retry.partitions, stage_retry.rebuild, retry_id
+            )
+        )
+    return tuple(launched_stages)

@@ -11,17 +11,17 @@ from functools import cached_property
 from dagster import AssetsDefinition, DagsterInstance
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.history.change import ChangeLost, ChangeSet, position_text
-from branchlake_dagster.incremental.consumer import Consumer, Input
+from branchlake_dagster.history.change import ChangeLost, ChangeSet, position_to_json
+from branchlake_dagster.incremental.consumer import Consumer, UpstreamTable
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.declaration import declared
-from branchlake_dagster.incremental.pending import Batch
-from branchlake_dagster.incremental.positions import Consumed
-from branchlake_dagster.incremental.step_consumption import consumer_of
+from branchlake_dagster.incremental.declaration import parse_declaration
+from branchlake_dagster.incremental.pending import PartitionBatch
+from branchlake_dagster.incremental.positions import ConsumptionRecord
+from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.tables.errors import InputColumnGone, PositionUnreadable, TableMissing
-from branchlake_dagster.wording import counted
+from branchlake_dagster.wording import format_count
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Unconsumed:
 
     `whole`: it has not consumed anything yet, or must begin anew, so nothing is counted. `new`: it is of
     partitions alone that came later than what was consumed, whose rows may be older, or that are computed
-    from one that was computed again. `trouble` is why it cannot be told; `waiting` an input that is not
+    from one that was computed again. `trouble` is why it cannot be told; `missing_input` an input that is not
     there. Rows that belong to no partition are not left.
     """
 
@@ -40,7 +40,7 @@ class Unconsumed:
     whole: bool = False
     new: bool = False
     trouble: str | None = None
-    waiting: str | None = None
+    missing_input: str | None = None
 
     @property
     def any(self) -> bool:
@@ -53,16 +53,20 @@ class Unconsumed:
 
     def text(self) -> str:
         """For people."""
-        if self.trouble or self.waiting:
-            return str(self.trouble or self.waiting)
+        if self.trouble or self.missing_input:
+            return str(self.trouble or self.missing_input)
         if self.whole:
             return "everything, for the first time or anew"
         if self.new:
             return "all rows of partitions that are new, defined anew, or computed from a recomputed one"
-        return f"{counted(self.rows, 'row')} in {counted(self.files, 'file')}" if self.files else "nothing"
+        return (
+            f"{format_count(self.rows, 'row')} in {format_count(self.files, 'file')}"
+            if self.files
+            else "nothing"
+        )
 
 
-class Standing:
+class ConsumerBacklog:
     """Where one consumer stands on `main` now. Each question is answered once.
 
     `per_run` is how many partitions one run can compute; None: any number.
@@ -86,117 +90,119 @@ class Standing:
         try:
             return self.require_unconsumed()
         except TableMissing as error:
-            return Unconsumed(waiting=str(error))
+            return Unconsumed(missing_input=str(error))
         except (ChangeLost, InputColumnGone, PositionUnreadable) as error:
             return Unconsumed(trouble=str(error))
 
     def require_unconsumed(self) -> Unconsumed:
         """The same. Raises ChangeLost, InputColumnGone, PositionUnreadable or TableMissing."""
-        if self._consumer.by_partition and not self.partitions:
+        if self._consumer.tracks_partitions and not self.pending_partitions:
             return Unconsumed()
-        if self._consumer.by_partition and self._consumption.positions.floor is None:
+        if self._consumer.tracks_partitions and self._consumption.positions.common_position is None:
             return Unconsumed(whole=True)
         if self._consumption.whole:
-            return Unconsumed(whole=any(one.table.metadata.snapshots for one in self._inputs()))
-        found = _counted(self._changes())
-        return replace(found, new=self._consumer.by_partition and not found.files)
+            return Unconsumed(
+                whole=any(consumer_input.table.metadata.snapshots for consumer_input in self._inputs())
+            )
+        change = _count_changes(self._changes())
+        return replace(change, new=self._consumer.tracks_partitions and not change.files)
 
     @cached_property
-    def partitions(self) -> tuple[str, ...]:
+    def pending_partitions(self) -> tuple[str, ...]:
         """The partitions that have something left. Raises ChangeLost, PositionUnreadable, TableMissing."""
-        return tuple(sorted(self._consumption.pending()))
+        return tuple(sorted(self._consumption.pending_partitions()))
 
     @cached_property
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[PartitionBatch]:
         """The same by runs that can be launched beside each other, with those that wait for them."""
-        return self._consumption.batches(self.partitions, self._per_run)
+        return self._consumption.plan_batches(self.pending_partitions, self._per_run)
 
-    def batch_of(self, partition: str) -> Batch:
+    def batch_of(self, partition: str) -> PartitionBatch:
         """The batch that a partition with something left is in, or waits for."""
         return self._batch_by_partition[partition]
 
     @cached_property
-    def _batch_by_partition(self) -> dict[str, Batch]:
-        return {key: one for one in self.batches for key in (*one.partitions, *one.waiting)}
+    def _batch_by_partition(self) -> dict[str, PartitionBatch]:
+        return {key: batch for batch in self.batches for key in (*batch.partitions, *batch.waiting)}
 
     @property
     def by_partition(self) -> bool:
         """Whether each partition of the consumer has a position of its own."""
-        return self._consumer.by_partition
+        return self._consumer.tracks_partitions
 
     @property
-    def consumed(self) -> Consumed | None:
+    def common_position(self) -> ConsumptionRecord | None:
         """The position of the table as a whole; None before its first run.
 
         Raises ChangeLost or PositionUnreadable.
         """
-        return self._consumption.positions.floor
+        return self._consumption.positions.common_position
 
     def changes_by_partition(
         self, partitions: Sequence[str]
-    ) -> dict[str, tuple[Consumed | None, Unconsumed]]:
+    ) -> dict[str, tuple[ConsumptionRecord | None, Unconsumed]]:
         """The position of each of these partitions and what it has left. Raises ChangeLost.
 
         A partition for which nothing was consumed has everything left, of which nothing is counted.
         """
-        found = self._consumption.changes_by_partition(partitions) if partitions else {}
+        changes = self._consumption.changes_by_partition(partitions) if partitions else {}
         return {
             key: (
-                one.consumed,
+                change.record,
                 Unconsumed(
-                    one.files,
-                    one.rows,
-                    one.oldest,
-                    whole=one.consumed is None,
-                    new=one.consumed is not None and not one.files,
+                    change.files,
+                    change.rows,
+                    change.oldest,
+                    whole=change.record is None,
+                    new=change.record is not None and not change.files,
                 ),
             )
-            for key, one in found.items()
+            for key, change in changes.items()
         }
 
-    def held(
+    def held_partitions(
         self, partitions: Sequence[str | None], approvals: Approvals
     ) -> dict[str | None, tuple[str, ...]]:
         """Those of the partitions whose change waits for approval, with the ids under which it is approved.
 
         None stands for the asset as a whole. Raises ChangeLost, PositionUnreadable, TableMissing.
         """
-        if not approvals.any:
+        if not approvals.has_any:
             return {}
-        found: dict[str | None, set[str]] = {}
-        if keys := [one for one in partitions if one is not None]:
-            found.update(self._consumption.runs_by_partition(keys, approvals.chosen))
-        if None in partitions and (runs := self._consumption.runs(approvals.chosen)):
-            found[None] = runs
-        return {partition: approvals.names(runs) for partition, runs in found.items()}
+        run_ids: dict[str | None, set[str]] = {}
+        if partition_keys := [partition for partition in partitions if partition is not None]:
+            run_ids.update(self._consumption.runs_by_partition(partition_keys, approvals.filter_runs))
+        if None in partitions and (runs := self._consumption.consumed_run_ids(approvals.filter_runs)):
+            run_ids[None] = runs
+        return {partition: approvals.approval_names(runs) for partition, runs in run_ids.items()}
 
-    def key(self, partition: str | None = None) -> str:
+    def state_key(self, partition: str | None = None) -> str:
         """The same for the same state of the inputs and of what was consumed: what is launched once for."""
-        found = [partition or "", self._consumer.asset]
-        for one in self._inputs():
-            found += [one.name, position_text(one.upto)]
+        parts = [partition or "", self._consumer.asset]
+        for consumer_input in self._inputs():
+            parts += [consumer_input.name, position_to_json(consumer_input.up_to)]
         positions = self._consumption.positions
-        held = (positions.floor, positions.partitions.get(partition or ""))
-        found += [consumed.text() if consumed else "" for consumed in held]
-        if partition is not None and self._consumer.in_order:
-            found.append(self._consumption.run_before(partition))
-        return hashlib.sha256("|".join(found).encode()).hexdigest()[:32]
+        consumed_positions = (positions.common_position, positions.partitions.get(partition or ""))
+        parts += [consumed.to_json() if consumed else "" for consumed in consumed_positions]
+        if partition is not None and self._consumer.computes_in_order:
+            parts.append(self._consumption.predecessor_run(partition))
+        return hashlib.sha256("|".join(parts).encode()).hexdigest()[:32]
 
     def launch_key(self, partition: str | None) -> str:
         """The key of the run that computes a partition with something left: that of the run's first one."""
         if partition is None:
-            return self.key()
-        together = self.batch_of(partition).partitions
-        return self.key(together[0] if partition in together else partition)
+            return self.state_key()
+        batch_partitions = self.batch_of(partition).partitions
+        return self.state_key(batch_partitions[0] if partition in batch_partitions else partition)
 
-    def _inputs(self) -> Collection[Input]:
+    def _inputs(self) -> Collection[UpstreamTable]:
         return self._consumption.inputs.values()
 
     def _changes(self) -> list[ChangeSet]:
         return [change for key in self._consumption.inputs for _, change in self._consumption.changes(key)]
 
 
-def unconsumed(asset: AssetsDefinition, lakehouse: LakehouseResource) -> Unconsumed:
+def consumer_backlog(asset: AssetsDefinition, lakehouse: LakehouseResource) -> Unconsumed:
     """What an asset with `consumes(…)` has left of what is on `main`, for schedules and sensors of one's own.
 
     Nothing is launched, and no row is read. Runs under way count for nothing: what they consume is left until
@@ -227,12 +233,12 @@ def unconsumed(asset: AssetsDefinition, lakehouse: LakehouseResource) -> Unconsu
     """
     namespace = lakehouse.lakehouse.settings.default_namespace
     for spec in asset.specs:
-        declaration = declared(spec.metadata, asset=spec.key.to_user_string())
+        declaration = parse_declaration(spec.metadata, asset=spec.key.to_user_string())
         if declaration is not None:
-            consumer = consumer_of(
+            consumer = build_consumer(
                 spec, declaration, asset.partitions_def, namespace, asset.get_partition_mapping
             )
-            return Standing(lakehouse, consumer).unconsumed
+            return ConsumerBacklog(lakehouse, consumer).unconsumed
     raise ConfigurationError(
         f"{', '.join(key.to_user_string() for key in asset.keys)} does not say what it consumes.",
         hint="Add consumes({…}) to its metadata.",
@@ -240,7 +246,7 @@ def unconsumed(asset: AssetsDefinition, lakehouse: LakehouseResource) -> Unconsu
     )
 
 
-def _counted(changes: list[ChangeSet]) -> Unconsumed:
+def _count_changes(changes: list[ChangeSet]) -> Unconsumed:
     times = [change.oldest for change in changes if not change.empty and change.oldest]
     return Unconsumed(
         files=sum(change.files_changed for change in changes),

@@ -11,7 +11,7 @@ from dagster import MetadataValue, TableColumn, TableRecord, TableSchema
 from branchlake_dagster.automation.backlog import Unconsumed
 from branchlake_dagster.automation.launch_decision import LaunchPolicy
 from branchlake_dagster.automation.partition_backlog import PartitionBacklog
-from branchlake_dagster.incremental.positions import Consumed
+from branchlake_dagster.incremental.positions import ConsumptionRecord
 from branchlake_dagster.stored_names import EventMetadata
 
 SHOWN_PARTITIONS = 20
@@ -30,48 +30,56 @@ _SCHEMA = TableSchema(
 )
 
 
-def standing_metadata(
-    found: Unconsumed,
+def backlog_metadata(
+    unconsumed: Unconsumed,
     now: datetime,
     partitions: Sequence[PartitionBacklog] = (),
-    count: int | None = None,
+    partition_count: int | None = None,
     policy: LaunchPolicy | None = None,
 ) -> Mapping[str, Any]:
     """Of an observation: rows and files as numbers, the age of the oldest in seconds, all of it in words.
 
     `partitions` are the first ones with something left, each a row of a table that also says why it is not
-    launched; `count` is how many there are, None for an asset without partitions. `policy` is the sensor's.
+    launched; `partition_count` is how many there are, None for an asset without partitions. `policy` is the
+    sensor's.
     """
-    table = [_record(one, now, policy or LaunchPolicy()) for one in partitions[:SHOWN_PARTITIONS]]
+    table = [
+        _to_table_record(backlog, now, policy or LaunchPolicy()) for backlog in partitions[:SHOWN_PARTITIONS]
+    ]
     return {
-        EventMetadata.UNCONSUMED_ROWS: MetadataValue.int(found.rows),
-        EventMetadata.UNCONSUMED_FILES: MetadataValue.int(found.files),
-        EventMetadata.UNCONSUMED_AGE_S: MetadataValue.float(round(found.age_s(now), 1)),
-        EventMetadata.UNCONSUMED: MetadataValue.text(found.text()),
+        EventMetadata.UNCONSUMED_ROWS: MetadataValue.int(unconsumed.rows),
+        EventMetadata.UNCONSUMED_FILES: MetadataValue.int(unconsumed.files),
+        EventMetadata.UNCONSUMED_AGE_S: MetadataValue.float(round(unconsumed.age_s(now), 1)),
+        EventMetadata.UNCONSUMED: MetadataValue.text(unconsumed.text()),
         EventMetadata.UNCONSUMED_PARTITIONS: MetadataValue.table(table, _SCHEMA),
-        **({} if count is None else {EventMetadata.UNCONSUMED_PARTITION_COUNT: MetadataValue.int(count)}),
+        **(
+            {}
+            if partition_count is None
+            else {EventMetadata.UNCONSUMED_PARTITION_COUNT: MetadataValue.int(partition_count)}
+        ),
     }
 
 
-def position_text(consumed: Consumed | None) -> str:
+def format_consumed_position(position: ConsumptionRecord | None) -> str:
     """A position for people: the snapshot of each input, and the run that consumed it."""
-    if consumed is None:
+    if position is None:
         return "none"
     inputs = ", ".join(
-        f"{name}@{one.snapshot_id or 'empty'}" for name, one in sorted(consumed.inputs.items())
+        f"{name}@{input_position.snapshot_id or 'empty'}"
+        for name, input_position in sorted(position.inputs.items())
     )
-    return f"{inputs} by run {consumed.run_id[:8]}" if consumed.run_id else inputs
+    return f"{inputs} by run {position.run_id[:8]}" if position.run_id else inputs
 
 
-def _record(one: PartitionBacklog, now: datetime, policy: LaunchPolicy) -> TableRecord:
+def _to_table_record(backlog: PartitionBacklog, now: datetime, policy: LaunchPolicy) -> TableRecord:
     return TableRecord(
         {
-            "partition": one.partition or "",
-            "left": one.unconsumed.text(),
-            "rows": one.unconsumed.rows,
-            "files": one.unconsumed.files,
-            "age_s": round(one.unconsumed.age_s(now), 1),
-            "position": position_text(one.consumed),
-            "launch": one.decision.text(policy),
+            "partition": backlog.partition or "",
+            "left": backlog.unconsumed.text(),
+            "rows": backlog.unconsumed.rows,
+            "files": backlog.unconsumed.files,
+            "age_s": round(backlog.unconsumed.age_s(now), 1),
+            "position": format_consumed_position(backlog.position),
+            "launch": backlog.decision.format_state(policy),
         }
     )

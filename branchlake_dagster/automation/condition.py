@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from dagster import AssetKey, AutomationCondition, AutomationContext, AutomationResult
 
-from branchlake_dagster.automation.backlog import Standing
+from branchlake_dagster.automation.backlog import ConsumerBacklog
 from branchlake_dagster.automation.consumers import partitions_per_run
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.consumer import Consumer
-from branchlake_dagster.incremental.declaration import declared
-from branchlake_dagster.incremental.step_consumption import consumer_of
+from branchlake_dagster.incremental.declaration import parse_declaration
+from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster.internals.dagster import AssetKeyPartitionKey
 from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
@@ -53,7 +53,7 @@ def unconsumed_change(settings: Settings | None = None) -> UnconsumedChange:
             )
             def lines(): ...
     """
-    return UnconsumedChange(LakehouseResource.of(settings) if settings else LakehouseResource())
+    return UnconsumedChange(LakehouseResource.from_settings(settings) if settings else LakehouseResource())
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,19 @@ class UnconsumedChange(AutomationCondition[AssetKey]):
         consumer = self._consumer(context)
         instance = context.asset_graph_view.instance
         per_run = partitions_per_run(context.asset_graph.get(context.key).backfill_policy)
-        standing = Standing(self.lake, consumer, instance=instance, per_run=per_run)
-        found: set[str | None] = set()
-        if standing.unconsumed.any:
+        backlog = ConsumerBacklog(self.lake, consumer, instance=instance, per_run=per_run)
+        partitions: set[str | None] = set()
+        if backlog.unconsumed.any:
             runs: list[tuple[str | None, ...]] = [(None,)]
-            if consumer.by_partition:
-                runs = [batch.partitions for batch in standing.batches]
-            held = standing.held([one for run in runs for one in run], Approvals(instance)).keys()
-            found = {one for run in runs if held.isdisjoint(run) for one in run}
+            if consumer.tracks_partitions:
+                runs = [batch.partitions for batch in backlog.batches]
+            held_partitions = backlog.held_partitions(
+                [partition for run in runs for partition in run], Approvals(instance)
+            ).keys()
+            partitions = {partition for run in runs if held_partitions.isdisjoint(run) for partition in run}
         subset = context.asset_graph_view.get_asset_subset_from_asset_partitions(
             context.key,
-            {AssetKeyPartitionKey(context.key, partition) for partition in found},
+            {AssetKeyPartitionKey(context.key, partition) for partition in partitions},
             validate_existence=True,
         )
         return AutomationResult(context, context.candidate_subset.compute_intersection(subset))
@@ -100,7 +102,7 @@ class UnconsumedChange(AutomationCondition[AssetKey]):
     def _consumer(self, context: AutomationContext[AssetKey]) -> Consumer:
         key = context.key
         node = context.asset_graph.get(key) if isinstance(key, AssetKey) else None
-        declaration = declared(node.metadata, asset=key.to_user_string()) if node else None
+        declaration = parse_declaration(node.metadata, asset=key.to_user_string()) if node else None
         if node is None or declaration is None:
             raise ConfigurationError(
                 "unconsumed_change() is about assets that consume changes, and"
@@ -108,7 +110,7 @@ class UnconsumedChange(AutomationCondition[AssetKey]):
                 hint="Add consumes({…}) to its metadata.",
             )
         namespace = self.lake.lakehouse.settings.default_namespace
-        return consumer_of(
+        return build_consumer(
             node.to_asset_spec(),
             declaration,
             node.partitions_def,

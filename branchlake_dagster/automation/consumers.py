@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dagster import AssetKey, BackfillPolicy
 
 from branchlake_dagster.incremental.consumer import Consumer
-from branchlake_dagster.incremental.declaration import declared
-from branchlake_dagster.incremental.step_consumption import consumer_of
+from branchlake_dagster.incremental.declaration import parse_declaration
+from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster.internals.dagster import AssetGraph
 
 
@@ -23,18 +23,18 @@ class ConsumingAsset:
     """How many partitions one run of it can compute, as its backfill policy says; None: any number."""
 
 
-def consumers(
-    graph: AssetGraph, default_namespace: str, among: Iterable[AssetKey] | None = None
+def iter_consumers(
+    graph: AssetGraph, default_namespace: str, selected_keys: Iterable[AssetKey] | None = None
 ) -> Iterator[ConsumingAsset]:
     """Those that consume changes, by key. Raises ConfigurationError for one that contradicts itself."""
-    wanted = graph.materializable_asset_keys if among is None else set(among)
-    for key in sorted(wanted & graph.materializable_asset_keys):
+    asset_keys = graph.materializable_asset_keys if selected_keys is None else set(selected_keys)
+    for key in sorted(asset_keys & graph.materializable_asset_keys):
         node = graph.get(key)
-        declaration = declared(node.metadata, asset=key.to_user_string())
+        declaration = parse_declaration(node.metadata, asset=key.to_user_string())
         if declaration is not None:
             spec = node.to_asset_spec()
-            mapping_of = node.assets_def.get_partition_mapping
-            consumer = consumer_of(spec, declaration, node.partitions_def, default_namespace, mapping_of)
+            get_mapping = node.assets_def.get_partition_mapping
+            consumer = build_consumer(spec, declaration, node.partitions_def, default_namespace, get_mapping)
             yield ConsumingAsset(key, consumer, partitions_per_run(node.backfill_policy))
 
 

@@ -17,8 +17,13 @@ from dagster import (
 )
 
 from branchlake_dagster.automation.launch_decision import RunUnderWay
-from branchlake_dagster.internals.dagster import PARTITION_TAG, RANGE_END_TAG, RANGE_START_TAG, planned_assets
-from branchlake_dagster.publication.conditions import FORGOTTEN_AFTER
+from branchlake_dagster.internals.dagster import (
+    PARTITION_TAG,
+    RANGE_END_TAG,
+    RANGE_START_TAG,
+    load_planned_assets,
+)
+from branchlake_dagster.publication.conditions import ABANDONED_AFTER
 from branchlake_dagster.runs.run_tags import PENDING
 from branchlake_dagster.stored_names import RunTag
 
@@ -47,41 +52,46 @@ def computed_partitions(
         return (*definition.get_partition_keys_in_range(PartitionKeyRange(start, end)),)
 
 
-class InFlight:
+class InFlightRuns:
     """The runs that are not finished or not judged, as they were at `now`."""
 
     def __init__(self, instance: DagsterInstance, now: datetime) -> None:
-        waiting = RunsFilter(tags={RunTag.VERDICT: PENDING}, updated_after=now - FORGOTTEN_AFTER)
-        found = [*instance.get_runs(RunsFilter(statuses=_UNFINISHED)), *instance.get_runs(waiting)]
+        verdict_filter = RunsFilter(tags={RunTag.VERDICT: PENDING}, updated_after=now - ABANDONED_AFTER)
+        unfinished_runs = [
+            *instance.get_runs(RunsFilter(statuses=_UNFINISHED)),
+            *instance.get_runs(verdict_filter),
+        ]
         self._instance = instance
-        self._runs: Collection[DagsterRun] = {run.run_id: run for run in found}.values()
-        self._planned: dict[str, Collection[AssetKey]] = {}
+        self._runs: Collection[DagsterRun] = {run.run_id: run for run in unfinished_runs}.values()
+        self._assets_by_run: dict[str, Collection[AssetKey]] = {}
 
-    def whole(self, key: AssetKey) -> bool:
+    def has_whole_run(self, key: AssetKey) -> bool:
         """Whether a run computes an asset that has no partitions, or a range of its partitions."""
-        return self.run_of_whole(key) is not None
+        return self.find_whole_run(key) is not None
 
-    def partitions(self, key: AssetKey) -> set[str]:
+    def single_partitions(self, key: AssetKey) -> set[str]:
         """The single partitions of an asset that runs compute."""
         return {*self.runs_by_partition(key)}
 
-    def run_of_whole(self, key: AssetKey) -> RunUnderWay | None:
+    def find_whole_run(self, key: AssetKey) -> RunUnderWay | None:
         """The run that computes an asset without partitions, or a range of an asset's partitions."""
         for run in self._runs:
-            whole = PARTITION_TAG not in run.tags or RANGE_START_TAG in run.tags
-            if whole and self._computes(run, key):
-                return RunUnderWay(run.run_id, finished=run.is_finished)
+            is_whole = PARTITION_TAG not in run.tags or RANGE_START_TAG in run.tags
+            if is_whole and self._computes(run, key):
+                return RunUnderWay(run.run_id, is_finished=run.is_finished)
         return None
 
     def runs_by_partition(self, key: AssetKey) -> dict[str, RunUnderWay]:
         """The runs that compute single partitions of an asset, by partition; one of each."""
         return {
-            run.tags[PARTITION_TAG]: RunUnderWay(run.run_id, finished=run.is_finished)
+            run.tags[PARTITION_TAG]: RunUnderWay(run.run_id, is_finished=run.is_finished)
             for run in self._runs
             if PARTITION_TAG in run.tags and self._computes(run, key)
         }
 
-    def computed(self, key: AssetKey, definition: PartitionsDefinition[str] | None) -> set[str | None]:
+    def partitions_in_flight(
+        self, key: AssetKey, definition: PartitionsDefinition[str] | None
+    ) -> set[str | None]:
         """The partitions of an asset that runs compute, with those of ranges; None for runs without any."""
         return {
             partition
@@ -94,6 +104,6 @@ class InFlight:
         if run.asset_selection:
             return key in run.asset_selection
         # All of a job: what that is stands in its log, from its creation on.
-        if run.run_id not in self._planned:
-            self._planned[run.run_id] = planned_assets(self._instance, run.run_id)
-        return key in self._planned[run.run_id]
+        if run.run_id not in self._assets_by_run:
+            self._assets_by_run[run.run_id] = load_planned_assets(self._instance, run.run_id)
+        return key in self._assets_by_run[run.run_id]

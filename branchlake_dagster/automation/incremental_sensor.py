@@ -26,17 +26,17 @@ from dagster import (
     sensor,
 )
 
-from branchlake_dagster.automation.attempts import histories
-from branchlake_dagster.automation.backlog import Standing, Unconsumed
-from branchlake_dagster.automation.backlog_report import SHOWN_PARTITIONS, standing_metadata
-from branchlake_dagster.automation.consumers import ConsumingAsset, consumers
-from branchlake_dagster.automation.in_flight import InFlight
+from branchlake_dagster.automation.attempts import iter_histories
+from branchlake_dagster.automation.backlog import ConsumerBacklog, Unconsumed
+from branchlake_dagster.automation.backlog_report import SHOWN_PARTITIONS, backlog_metadata
+from branchlake_dagster.automation.consumers import ConsumingAsset, iter_consumers
+from branchlake_dagster.automation.in_flight import InFlightRuns
 from branchlake_dagster.automation.launch_decision import (
-    STUCK,
+    STUCK_STATES,
     LaunchDecision,
     LaunchPolicy,
-    approval_text,
-    decide,
+    decide_launch,
+    format_approval,
 )
 from branchlake_dagster.automation.partition_backlog import (
     PartitionBacklog,
@@ -44,13 +44,13 @@ from branchlake_dagster.automation.partition_backlog import (
     partition_backlogs,
 )
 from branchlake_dagster.errors import BranchlakeError
-from branchlake_dagster.incremental.affected_partitions import coverage
+from branchlake_dagster.incremental.affected_partitions import partition_coverage
 from branchlake_dagster.internals.dagster import RANGE_END_TAG, RANGE_START_TAG, CoercibleToAssetSelection
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.stored_names import AssetMetadata, RunTag
-from branchlake_dagster.wording import counted, named
+from branchlake_dagster.wording import format_count, format_names
 
 
 def incremental_sensor(
@@ -116,7 +116,7 @@ def incremental_sensor(
     """
     selection = AssetSelection.all() if target is None else AssetSelection.from_coercible(target)
     policy = LaunchPolicy(min_rows, min_files, max_age_s, retries, retry_delay_seconds)
-    told: dict[AssetKey, object] = {}
+    last_shown: dict[AssetKey, object] = {}
 
     @sensor(
         name=name,
@@ -133,43 +133,45 @@ def incremental_sensor(
         assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
         lake: LakehouseResource = getattr(context.resources, lakehouse_key)
         graph, namespace = repository.asset_graph, lake.lakehouse.settings.default_namespace
-        assets = list(consumers(graph, namespace, selection.resolve(graph, allow_missing=True)))
-        head = lake.lakehouse.nessie.reference(MAIN).hash
+        assets = list(iter_consumers(graph, namespace, selection.resolve(graph, allow_missing=True)))
+        main_hash = lake.lakehouse.nessie.reference(MAIN).hash
         # Dagster shows the cursor as what the tick did.
-        quiet = f"all is consumed at {head}, {_fingerprint(assets, context.instance)}"
-        if context.cursor == quiet:
+        quiet_cursor = f"all is consumed at {main_hash}, {_fingerprint_consumers(assets, context.instance)}"
+        if context.cursor == quiet_cursor:
             return SensorResult(skip_reason=SkipReason("Nothing was published since."), cursor=context.cursor)
         now = datetime.now(UTC)
-        look = _Look(lake, context.instance, policy, now, max_runs)
+        tick = _SensorTick(lake, context.instance, policy, now, max_runs)
         for asset in assets:
-            look.at(asset)
-        events = [*look.observations(told)]
-        for line in look.lines:
+            tick.evaluate_consumer(asset)
+        observations = [*tick.iter_observations(last_shown)]
+        for line in tick.log_lines:
             context.log.info(line)
         return SensorResult(
-            run_requests=look.requests,
-            asset_events=events,
-            skip_reason=None if look.requests else SkipReason(look.row()),
-            cursor=quiet if look.quiet else look.row(),
+            run_requests=tick.run_requests,
+            asset_events=observations,
+            skip_reason=None if tick.run_requests else SkipReason(tick.format_summary()),
+            cursor=quiet_cursor if tick.is_quiet else tick.format_summary(),
         )
 
     return incremental_sensor_
 
 
-def _fingerprint(assets: Iterable[ConsumingAsset], instance: DagsterInstance) -> str:
+def _fingerprint_consumers(assets: Iterable[ConsumingAsset], instance: DagsterInstance) -> str:
     """Another one when a consumer comes, or changes what it says, or gets a new partition."""
-    found = [
+    consumer_states = [
         (
             asset.key.to_user_string(),
             repr(asset.consumer.declaration),
-            coverage(asset.consumer.definition, instance=instance) if asset.consumer.definition else None,
+            partition_coverage(asset.consumer.definition, instance=instance)
+            if asset.consumer.definition
+            else None,
         )
         for asset in assets
     ]
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr(consumer_states).encode()).hexdigest()[:12]
 
 
-class _Look:
+class _SensorTick:
     """One tick: what each consumer has left, and the runs for it."""
 
     def __init__(
@@ -178,103 +180,113 @@ class _Look:
         instance: DagsterInstance,
         policy: LaunchPolicy,
         now: datetime,
-        most: int,
+        max_runs: int,
     ) -> None:
         self._lake = lake
         self._instance = instance
         self._policy = policy
         self._now = now
-        self._most = most
-        self._in_flight = InFlight(instance, now)
+        self._max_runs = max_runs
+        self._in_flight = InFlightRuns(instance, now)
         self._approvals = Approvals(instance)
-        self._held: set[str] = set()
+        self._approval_ids: set[str] = set()
         """The ids under which changes that wait for approval are approved."""
-        self.requests: list[RunRequest] = []
-        self.lines: list[str] = []
-        self.found: dict[AssetKey, Unconsumed] = {}
-        self._standings: dict[AssetKey, Standing] = {}
+        self.run_requests: list[RunRequest] = []
+        self.log_lines: list[str] = []
+        self.unconsumed_by_asset: dict[AssetKey, Unconsumed] = {}
+        self._backlogs: dict[AssetKey, ConsumerBacklog] = {}
         self._decisions: dict[AssetKey, Sequence[tuple[str | None, LaunchDecision]]] = {}
         """About the first partitions of each consumer that have something left."""
-        self.quiet = True
+        self.is_quiet = True
         """Whether no consumer has anything left."""
 
-    def at(self, asset: ConsumingAsset) -> None:
+    def evaluate_consumer(self, asset: ConsumingAsset) -> None:
         """Look at one consumer. What is wrong with it is told and stops no other."""
-        standing = Standing(self._lake, asset.consumer, instance=self._instance, per_run=asset.per_run)
+        backlog = ConsumerBacklog(self._lake, asset.consumer, instance=self._instance, per_run=asset.per_run)
         name = asset.key.to_user_string()
         try:
-            found = self.found[asset.key] = standing.unconsumed
-            self.requests += islice(self._wanted(asset, standing, found), self._most - len(self.requests))
-            self._standings[asset.key] = standing
+            unconsumed = self.unconsumed_by_asset[asset.key] = backlog.unconsumed
+            self.run_requests += islice(
+                self._iter_due_requests(asset, backlog, unconsumed), self._max_runs - len(self.run_requests)
+            )
+            self._backlogs[asset.key] = backlog
             self._decisions[asset.key] = launch_decisions(
                 asset.key,
-                standing,
+                backlog,
                 self._instance,
                 self._in_flight,
                 self._policy,
                 self._now,
                 approvals=self._approvals,
-                most=SHOWN_PARTITIONS,
+                max_partitions=SHOWN_PARTITIONS,
             )
         except Exception as error:  # noqa: BLE001 - whatever a store or a table's metadata comes up with
-            self._failed(name, error)
+            self._record_failure(name, error)
             return
-        if found.any or found.trouble or found.waiting:
-            self.quiet = False
-            self.lines.append(f"{name}: {found.text()}")
+        if unconsumed.any or unconsumed.trouble or unconsumed.missing_input:
+            self.is_quiet = False
+            self.log_lines.append(f"{name}: {unconsumed.text()}")
 
-    def _failed(self, name: str, error: Exception) -> None:
-        self.quiet = False
-        told = str(error) if isinstance(error, BranchlakeError) else f"{type(error).__name__}: {error}"
-        self.lines.append(f"{name}: {told}")
+    def _record_failure(self, name: str, error: Exception) -> None:
+        self.is_quiet = False
+        message = str(error) if isinstance(error, BranchlakeError) else f"{type(error).__name__}: {error}"
+        self.log_lines.append(f"{name}: {message}")
 
-    def observations(self, told: dict[AssetKey, object]) -> Iterator[AssetObservation]:
-        """What the pages of the consumers show anew; `told` is what they were told last, and is updated.
+    def iter_observations(self, last_shown: dict[AssetKey, object]) -> Iterator[AssetObservation]:
+        """What the pages of the consumers show anew; `last_shown` is what they were told last, and is updated.
 
         Only what is left and where runs have failed counts as new, so that a run that starts or ends well
         adds no event. What each partition has left is counted for these observations alone.
         """
-        for key, found in self.found.items():
+        for key, unconsumed in self.unconsumed_by_asset.items():
             decisions = self._decisions.get(key, ())
-            stuck = [(one, its.state, its.run_id) for one, its in decisions if its.state in STUCK]
-            if told.get(key) == (shown := (found, stuck)):
+            stuck_decisions = [
+                (partition, decision.state, decision.run_id)
+                for partition, decision in decisions
+                if decision.state in STUCK_STATES
+            ]
+            if last_shown.get(key) == (shown_state := (unconsumed, stuck_decisions)):
                 continue
-            told[key] = shown
+            last_shown[key] = shown_state
             partitions: Sequence[PartitionBacklog] = ()
-            count: int | None = None
+            partition_count: int | None = None
             try:
-                if standing := self._standings.get(key):
-                    partitions = partition_backlogs(standing, decisions)
-                    if standing.by_partition and not (found.trouble or found.waiting):
-                        count = len(standing.partitions)
+                if backlog := self._backlogs.get(key):
+                    partitions = partition_backlogs(backlog, decisions)
+                    if backlog.by_partition and not (unconsumed.trouble or unconsumed.missing_input):
+                        partition_count = len(backlog.pending_partitions)
             except Exception as error:  # noqa: BLE001 - its page says so; other assets go on
-                self._failed(key.to_user_string(), error)
-            metadata = standing_metadata(found, self._now, partitions, count, self._policy)
+                self._record_failure(key.to_user_string(), error)
+            metadata = backlog_metadata(unconsumed, self._now, partitions, partition_count, self._policy)
             yield AssetObservation(key, metadata=metadata)
 
-    def _wanted(self, asset: ConsumingAsset, standing: Standing, found: Unconsumed) -> Iterator[RunRequest]:
+    def _iter_due_requests(
+        self, asset: ConsumingAsset, backlog: ConsumerBacklog, unconsumed: Unconsumed
+    ) -> Iterator[RunRequest]:
         """The runs that are due, by partition. One that is not holds up those that are computed from it.
 
         What waits for approval is launched once that is given.
         """
-        if not self._policy.reached(found, self._now) or self._in_flight.whole(asset.key):
+        if not self._policy.is_reached(unconsumed, self._now) or self._in_flight.has_whole_run(asset.key):
             return
-        busy = self._in_flight.partitions(asset.key)
+        busy_partitions = self._in_flight.single_partitions(asset.key)
         runs: list[tuple[str, ...]] = [()]
-        if standing.by_partition:
-            runs = [one.partitions for one in standing.batches if busy.isdisjoint(one.partitions)]
+        if backlog.by_partition:
+            runs = [run.partitions for run in backlog.batches if busy_partitions.isdisjoint(run.partitions)]
         partitions: list[str | None] = [None]
-        if standing.by_partition:
-            partitions = [key for one in runs for key in one]
-        held = standing.held(partitions, self._approvals)
-        self._held.update(name for names in held.values() for name in names)
-        runs = [one for one in runs if held.keys().isdisjoint(one or (None,))]
-        keys = (standing.key(one[0] if one else None) for one in runs)
-        for run, history in zip(runs, histories(self._instance, keys, self._policy.retries), strict=True):
-            decision = decide(found, history, None, self._policy, self._now)
+        if backlog.by_partition:
+            partitions = [key for run in runs for key in run]
+        held_partitions = backlog.held_partitions(partitions, self._approvals)
+        self._approval_ids.update(name for names in held_partitions.values() for name in names)
+        runs = [run for run in runs if held_partitions.keys().isdisjoint(run or (None,))]
+        keys = (backlog.state_key(run[0] if run else None) for run in runs)
+        for run, history in zip(
+            runs, iter_histories(self._instance, keys, self._policy.retries), strict=True
+        ):
+            decision = decide_launch(unconsumed, history, None, self._policy, self._now)
             if decision.run_key is not None:
                 tags = {RunTag.HELD_UNTIL_APPROVED: "true"} | (
-                    {RunTag.RETRY: str(decision.retry)} if decision.retry else {}
+                    {RunTag.RETRY: str(decision.retry_number)} if decision.retry_number else {}
                 )
                 if len(run) > 1:
                     tags |= {RANGE_START_TAG: run[0], RANGE_END_TAG: run[-1]}
@@ -285,14 +297,20 @@ class _Look:
                     tags=tags,
                 )
 
-    def row(self) -> str:
+    def format_summary(self) -> str:
         """The tick in a line."""
-        left = [key.to_user_string() for key, found in self.found.items() if found.any]
-        if not left:
-            return f"{counted(len(self.found), 'consumer')} looked at, nothing to consume"
-        started = f", {counted(len(self.requests), 'run')} launched" if self.requests else ""
-        waits = f"; a part of it {approval_text(sorted(self._held))}" if self._held else ""
-        return f"change for {named('asset', left[:5])}{started}{waits}"
+        asset_names = [
+            key.to_user_string() for key, unconsumed in self.unconsumed_by_asset.items() if unconsumed.any
+        ]
+        if not asset_names:
+            return f"{format_count(len(self.unconsumed_by_asset), 'consumer')} looked at, nothing to consume"
+        launched_clause = (
+            f", {format_count(len(self.run_requests), 'run')} launched" if self.run_requests else ""
+        )
+        waiting_clause = (
+            f"; a part of it {format_approval(sorted(self._approval_ids))}" if self._approval_ids else ""
+        )
+        return f"change for {format_names('asset', asset_names[:5])}{launched_clause}{waiting_clause}"
 
 
 @dataclass(frozen=True)
@@ -307,13 +325,13 @@ class DeclaredSensor:
 def declared_sensors(repository: RepositoryDefinition) -> dict[AssetKey, DeclaredSensor]:
     """The incremental sensor of each asset that has one; with several of them, the first by name."""
     graph = repository.asset_graph
-    found: dict[AssetKey, DeclaredSensor] = {}
-    for one in sorted(repository.sensor_defs, key=lambda sensor: sensor.name):
-        stored: Any = one.metadata.get(AssetMetadata.LAUNCH_POLICY)
-        if stored is None or one.asset_selection is None:
+    sensor_by_asset: dict[AssetKey, DeclaredSensor] = {}
+    for definition in sorted(repository.sensor_defs, key=lambda sensor: sensor.name):
+        stored_policy: Any = definition.metadata.get(AssetMetadata.LAUNCH_POLICY)
+        if stored_policy is None or definition.asset_selection is None:
             continue
-        running = one.default_status is DefaultSensorStatus.RUNNING
-        its = DeclaredSensor(one.name, LaunchPolicy(**stored.value), running)
-        for key in one.asset_selection.resolve(graph, allow_missing=True):
-            found.setdefault(key, its)
-    return found
+        is_running = definition.default_status is DefaultSensorStatus.RUNNING
+        declared_sensor = DeclaredSensor(definition.name, LaunchPolicy(**stored_policy.value), is_running)
+        for key in definition.asset_selection.resolve(graph, allow_missing=True):
+            sensor_by_asset.setdefault(key, declared_sensor)
+    return sensor_by_asset

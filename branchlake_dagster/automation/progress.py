@@ -14,9 +14,14 @@ from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import Transient
-from branchlake_dagster.history.capture import capture, holds, rolled_back
-from branchlake_dagster.history.change import ChangeLost, ChangeSet, Position, moment
-from branchlake_dagster.incremental.positions import Consumed, Positions, read, recorded_time
+from branchlake_dagster.history.capture import capture_change, contains_snapshot, result_rolled_back_error
+from branchlake_dagster.history.change import ChangeLost, ChangeSet, Position, from_epoch_ms
+from branchlake_dagster.incremental.positions import (
+    ConsumptionRecord,
+    Positions,
+    read_positions,
+    recorded_time,
+)
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.errors import NessieError, NessieUnauthorized
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
@@ -24,8 +29,8 @@ from branchlake_dagster.tables.errors import PositionUnreadable
 
 
 @dataclass(frozen=True)
-class TableStanding:
-    """How far a table has consumed one input, as a whole; `ahead` are the partitions that are further.
+class InputBacklog:
+    """How far a table has consumed one input, as a whole; `partitions_ahead` are the partitions that are further.
 
     `change` is what it has left, None when that cannot be told, for which `trouble` says why.
     """
@@ -34,20 +39,20 @@ class TableStanding:
     input: str
     run_id: str
     position: Position
-    ahead: int
+    partitions_ahead: int
     change: ChangeSet | None
     trouble: str | None = None
     valid_through: datetime | None = None
     """Up to which time the table has all records, as its runs recorded it; None if that is not known."""
 
-    def oldest_s(self, now: datetime) -> float | None:
+    def oldest_age_s(self, now: datetime) -> float | None:
         """The age of the oldest change that is left, in seconds; None without any."""
         oldest = self.change.oldest if self.change is not None and not self.change.empty else None
         return None if oldest is None else max(0.0, (now - oldest).total_seconds())
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class UnreadableTable:
     """A table of which not even its properties can be read, and why; it may be a consumer or not."""
 
     table: str
@@ -63,7 +68,7 @@ class TablePositions:
     positions: Positions
 
 
-def recorded_positions(lake: Lakehouse) -> Iterator[TablePositions | Unreadable]:
+def iter_recorded_positions(lake: Lakehouse) -> Iterator[TablePositions | UnreadableTable]:
     """The recorded positions of every table on `main`; of a table that cannot be read, the reason.
 
     Reads the metadata of each table. Raises NessieError if Nessie does not answer.
@@ -72,50 +77,67 @@ def recorded_positions(lake: Lakehouse) -> Iterator[TablePositions | Unreadable]
     for entry in lake.nessie.entries(MAIN, fetch_content=True):
         if not isinstance(entry.content, IcebergTable):
             continue
-        name = entry.key.name
+        table_name = entry.key.name
         try:
             metadata = catalog.table_of(entry.key.elements, entry.content).metadata
-            positions = read(metadata.properties, table=name)
+            positions = read_positions(metadata.properties, table=table_name)
         except NessieError:
             raise
         except PositionUnreadable as error:
-            yield Unreadable(name, str(error))
+            yield UnreadableTable(table_name, str(error))
         except Exception as error:  # noqa: BLE001 - a store and a metadata file may raise anything
-            yield Unreadable(name, _in_words(error))
+            yield UnreadableTable(table_name, _format_metadata_error(error))
         else:
-            yield TablePositions(name, metadata, positions)
+            yield TablePositions(table_name, metadata, positions)
 
 
-def standings(lake: Lakehouse) -> Iterator[TableStanding | Unreadable]:
+def iter_input_backlogs(lake: Lakehouse) -> Iterator[InputBacklog | UnreadableTable]:
     """By table and input. What is wrong with one table is told and stops no other."""
     catalog = lake.catalog(MAIN)
-    for table in recorded_positions(lake):
-        if isinstance(table, Unreadable):
+    for table in iter_recorded_positions(lake):
+        if isinstance(table, UnreadableTable):
             yield table
-        elif consumed := _whole(table.positions):
-            time = recorded_time(table.metadata, table.name)
-            for name, position in sorted(consumed.inputs.items()):
-                found = _standing(
-                    catalog, table.name, name, position, consumed, len(table.positions.partitions)
+        elif position_record := _table_position(table.positions):
+            valid_through = recorded_time(table.metadata, table.name)
+            for input_name, position in sorted(position_record.inputs.items()):
+                backlog = _load_input_backlog(
+                    catalog,
+                    table.name,
+                    input_name,
+                    position,
+                    position_record,
+                    len(table.positions.partitions),
                 )
-                if not holds(table.metadata, consumed.at):
-                    found = replace(found, change=None, trouble=rolled_back(table.name).message)
-                yield replace(found, valid_through=moment(time.ms) if time is not None else None)
+                if not contains_snapshot(table.metadata, position_record.snapshot_id):
+                    backlog = replace(
+                        backlog, change=None, trouble=result_rolled_back_error(table.name).message
+                    )
+                yield replace(
+                    backlog,
+                    valid_through=from_epoch_ms(valid_through.ms) if valid_through is not None else None,
+                )
 
 
-def _whole(positions: Positions) -> Consumed | None:
+def _table_position(positions: Positions) -> ConsumptionRecord | None:
     """What counts for the table as a whole; before its first, what the first partition says."""
-    if positions.floor is not None:
-        return positions.floor
+    if positions.common_position is not None:
+        return positions.common_position
     return next((positions.partitions[name] for name in sorted(positions.partitions)), None)
 
 
-def _standing(
-    catalog: NessieCatalog, table: str, name: str, position: Position, consumed: Consumed, ahead: int
-) -> TableStanding:
+def _load_input_backlog(
+    catalog: NessieCatalog,
+    table: str,
+    input_name: str,
+    position: Position,
+    position_record: ConsumptionRecord,
+    partitions_ahead: int,
+) -> InputBacklog:
     change, trouble = None, None
     try:
-        change = capture(catalog.load_table(tuple(ContentKey.from_path(name))), position, name=name)
+        change = capture_change(
+            catalog.load_table(tuple(ContentKey.from_path(input_name))), position, name=input_name
+        )
     except NoSuchTableError:
         trouble = "The input has no table any more."
     except ChangeLost as lost:
@@ -123,9 +145,11 @@ def _standing(
     except Exception as error:
         if isinstance(error, Transient | NessieUnauthorized):
             raise  # it is Nessie that does not answer
-        trouble = f"Of the input: {_in_words(error)}"
-    return TableStanding(table, name, consumed.run_id, position, ahead, change, trouble)
+        trouble = f"Of the input: {_format_metadata_error(error)}"
+    return InputBacklog(
+        table, input_name, position_record.run_id, position, partitions_ahead, change, trouble
+    )
 
 
-def _in_words(error: Exception) -> str:
+def _format_metadata_error(error: Exception) -> str:
     return f"its metadata cannot be read ({type(error).__name__}: {error})"

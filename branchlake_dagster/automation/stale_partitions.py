@@ -13,13 +13,13 @@ from branchlake_dagster.history import capture as history
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.stored_names import LakeProperty
-from branchlake_dagster.tables.specification import identifier_of
+from branchlake_dagster.tables.specification import table_identifier
 
-_CUT = "…"
+_ELLIPSIS = "…"
 """In place of the rest of a long list of partitions."""
 
 
-def stale_partitions(
+def find_stale_partitions(
     graph: AssetGraph, lake: Lakehouse, key: AssetKey, *, instance: DagsterInstance | None = None
 ) -> tuple[str, ...] | None:
     """The partitions whose newest snapshot on `main` tells another code version than the asset's.
@@ -29,8 +29,8 @@ def stale_partitions(
     asset that has no code version.
     """
     node = graph.get(key)
-    version = node.code_version
-    if version is None:
+    code_version = node.code_version
+    if code_version is None:
         raise ConfigurationError(
             f"Asset {key.to_user_string()} has no code version, so nobody knows what is stale.",
             hint="Give it a code_version, or name the partitions: --partition, or --all.",
@@ -38,29 +38,32 @@ def stale_partitions(
             subject=key.to_user_string(),
         )
     try:
-        table = lake.catalog(MAIN).load_table(identifier_of(key, lake.settings.default_namespace))
+        table = lake.catalog(MAIN).load_table(table_identifier(key, lake.settings.default_namespace))
     except NoSuchTableError:
         return ()
-    written = list(_written(table, key))
+    writes = list(_iter_writes(table, key))
     if node.partitions_def is None:
-        return None if written and written[0][1] != version else ()
-    every = node.partitions_def.get_partition_keys(dynamic_partitions_store=instance)
-    return tuple(one for one in every if _version_of(one, written) not in (None, version))
+        return None if writes and writes[0][1] != code_version else ()
+    all_keys = node.partitions_def.get_partition_keys(dynamic_partitions_store=instance)
+    return tuple(key for key in all_keys if _find_code_version(key, writes) not in (None, code_version))
 
 
-def _written(table: Table, key: AssetKey) -> Iterator[tuple[list[str], str]]:
+def _iter_writes(table: Table, key: AssetKey) -> Iterator[tuple[list[str], str]]:
     """The partitions and the code version of each write of the asset, newest first."""
-    snapshots, _ = history.line(table.metadata)
+    snapshots, _ = history.ancestors_after(table.metadata)
     for snapshot in reversed(snapshots):
-        version = history.told(snapshot, LakeProperty.CODE_VERSION)
-        if version is not None and history.told(snapshot, LakeProperty.ASSET) == key.to_user_string():
-            listed = history.told(snapshot, LakeProperty.PARTITION) or ""
-            yield [name for name in listed.split(",") if name], version
+        code_version = history.summary_value(snapshot, LakeProperty.CODE_VERSION)
+        if (
+            code_version is not None
+            and history.summary_value(snapshot, LakeProperty.ASSET) == key.to_user_string()
+        ):
+            partition_list = history.summary_value(snapshot, LakeProperty.PARTITION) or ""
+            yield [name for name in partition_list.split(",") if name], code_version
 
 
-def _version_of(partition: str, written: list[tuple[list[str], str]]) -> str | None:
+def _find_code_version(partition: str, writes: list[tuple[list[str], str]]) -> str | None:
     """Of the newest write that names the partition, or whose list is cut and may."""
-    for names, version in written:
-        if partition in names or any(name.startswith(_CUT) for name in names):
+    for names, version in writes:
+        if partition in names or any(name.startswith(_ELLIPSIS) for name in names):
             return version
     return None

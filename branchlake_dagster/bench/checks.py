@@ -21,14 +21,14 @@ from branchlake_dagster.checks.asset_checks import pandera_checks
 from branchlake_dagster.checks.compiler import compile_schema
 from branchlake_dagster.checks.constraints import SchemaConstraint, SqlConstraint
 from branchlake_dagster.checks.counting import collect_rows
-from branchlake_dagster.checks.judge import Asked, FrameRows, Rows, judge
+from branchlake_dagster.checks.judge import CheckedRows, ConstraintGroup, FrameRows, judge_constraints
 from branchlake_dagster.checks.stored_rows import TableRows
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.io_manager.loading import StoredRows
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_branch import branch_name, main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.tables.selection import Selection, Values
@@ -39,7 +39,7 @@ _PARTITION = "radar"
 _NAME = ("bench", "sightings")
 _TABLE = "nessie.bench.sightings"
 _SELECTION = Selection(((Values("kind", (_PARTITION,)),),))
-_WRONG = {
+_FAILING_CONDITIONS = {
     "azimuth_deg": "abs(azimuth_deg) > 360",
     "track": "length(track) > 20",
     "elevation_deg": "elevation_deg * 2 > 181",
@@ -80,7 +80,7 @@ class ChecksFailed(BranchlakeError, Terminal):  # noqa: N818 - named like the ot
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _CheckedPartition:
     """A lake with the partition on a run's branch, and a session there."""
 
     lake: Lakehouse
@@ -91,13 +91,15 @@ class _Stage:
     def frame(self) -> DataFrame:
         return self.session.table(_TABLE).filter(F.col("kind") == _PARTITION)
 
-    def stored(self) -> StoredRows:
+    def load_stored_rows(self) -> StoredRows:
         """Loaded from Nessie anew, as a step does."""
         table = self.lake.catalog(self.ref).load_table(_NAME)
         return StoredRows(table, _SELECTION, self.ref, self.frame)
 
 
-def measure(settings: Settings, *, rows: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+def measure_checks(
+    settings: Settings, *, rows: int, rounds: int, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Medians in seconds, in a state folder of its own; each way is warmed up once.
 
     `metadata_only_s`: all twenty promises from metadata, table loaded anew. `one_job_s`: the same twenty
@@ -107,39 +109,41 @@ def measure(settings: Settings, *, rows: int, rounds: int, say: Callable[[str], 
     comparison the five as one aggregation, `sql_5_scan_s`, and on a frame cached for them, `sql_5_cached_s`.
     `plain_pandera_s`: pandera's own backend. `step_s`: the whole check step in a Dagster run.
     """
-    with own_lake(settings) as bench:
-        lake = Lakehouse(bench, say=say)
+    with own_lake(settings) as bench_settings:
+        lake = Lakehouse(bench_settings, say=say)
         try:
             lake.endpoints()
-            main_with_history(lake.nessie)
+            ensure_main_has_commit(lake.nessie)
             say(f"Writing {rows:,} rows …")
-            ref, step = _written(lake, rows)
+            ref, step_s = _run_checked_asset(lake, rows)
             session = lake.spark_session(ref)
             try:
-                return _timed(_Stage(lake, ref, session, rows), rounds, say) | {"step_s": round(step, 3)}
+                return _time_ways(_CheckedPartition(lake, ref, session, rows), rounds, say) | {
+                    "step_s": round(step_s, 3)
+                }
             finally:
                 session.stop()
         finally:
-            lake.servers.down()
+            lake.servers.stop_all()
 
 
-def _written(lake: Lakehouse, rows: int) -> tuple[str, float]:
+def _run_checked_asset(lake: Lakehouse, rows: int) -> tuple[str, float]:
     """The branch of a run that wrote the partition, and the seconds of its check step."""
 
     # Assigned, not annotated: the annotations of this module are text, which Dagster does not read.
     def sightings(spark: Any) -> None:
         session = spark.spark_session
         session.sql(f"CREATE NAMESPACE IF NOT EXISTS {_TABLE.rpartition('.')[0]}")
-        mine = _frame(session, rows, _PARTITION)
-        mine.writeTo(_TABLE).partitionedBy(F.col("kind")).create()
-        _frame(session, max(rows // 100, 1), "optical").writeTo(_TABLE).append()
+        frame = _build_frame(session, rows, _PARTITION)
+        frame.writeTo(_TABLE).partitionedBy(F.col("kind")).create()
+        _build_frame(session, max(rows // 100, 1), "optical").writeTo(_TABLE).append()
 
     sightings.__annotations__ = {"spark": BranchSparkResource}
     asset = dg.asset(key=list(_NAME), partitions_def=_KINDS, metadata=table_metadata(partition_by="kind"))(
         sightings
     )
     definitions = dg.Definitions.merge(
-        branchlake_definitions(lake.settings, lakehouse=LakehouseResource.of(lake.settings)),
+        branchlake_definitions(lake.settings, lakehouse=LakehouseResource.from_settings(lake.settings)),
         dg.Definitions(
             assets=[asset], asset_checks=[pandera_checks(asset, _Sightings)], executor=dg.in_process_executor
         ),
@@ -154,12 +158,12 @@ def _written(lake: Lakehouse, rows: int) -> tuple[str, float]:
             if record.dagster_event is not None and (record.step_key or "").endswith("__contract")
         }
     evaluations = run.get_asset_check_evaluations()
-    if not all(one.passed for one in evaluations):
+    if not all(evaluation.passed for evaluation in evaluations):
         raise ChecksFailed("The benchmark's contract does not hold.", run_id=run.run_id)
-    return branch_name(run.run_id), times["STEP_SUCCESS"] - times["STEP_START"]
+    return run_branch_name(run.run_id), times["STEP_SUCCESS"] - times["STEP_START"]
 
 
-def _frame(session: SparkSession, rows: int, kind: str) -> DataFrame:
+def _build_frame(session: SparkSession, rows: int, kind: str) -> DataFrame:
     return session.range(rows).select(
         F.lit(kind).alias("kind"),
         F.col("id").alias("number"),
@@ -172,98 +176,106 @@ def _frame(session: SparkSession, rows: int, kind: str) -> DataFrame:
     )
 
 
-def _timed(stage: _Stage, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+def _time_ways(partition: _CheckedPartition, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     ways: dict[str, Callable[[], object]] = {
-        "metadata_only_s": lambda: _judged(TableRows(stage.stored()), _Sightings, proved=20),
-        "count_s": lambda: _counted(stage),
-        "one_job_s": lambda: _judged(FrameRows(stage.frame()), _Sightings, proved=0),
-        "mixed_s": lambda: _judged(TableRows(stage.stored()), _Mixed, proved=19),
-        "count_rows_s": lambda: stage.frame().count(),
-        "sql_1_s": lambda: _asked_in_sql(stage.frame(), 1),
-        "sql_2_s": lambda: _asked_in_sql(stage.frame(), 2),
-        "sql_5_s": lambda: _asked_in_sql(stage.frame(), 5),
-        "sql_5_scan_s": lambda: _scanned_once(stage.frame()),
-        "sql_5_cached_s": lambda: _cached(stage.frame()),
+        "metadata_only_s": lambda: _judge_contract(
+            TableRows(partition.load_stored_rows()), _Sightings, proved_count=20
+        ),
+        "count_s": lambda: _count_column_values(partition),
+        "one_job_s": lambda: _judge_contract(FrameRows(partition.frame()), _Sightings, proved_count=0),
+        "mixed_s": lambda: _judge_contract(TableRows(partition.load_stored_rows()), _Mixed, proved_count=19),
+        "count_rows_s": lambda: partition.frame().count(),
+        "sql_1_s": lambda: _judge_sql_checks(partition.frame(), 1),
+        "sql_2_s": lambda: _judge_sql_checks(partition.frame(), 2),
+        "sql_5_s": lambda: _judge_sql_checks(partition.frame(), 5),
+        "sql_5_scan_s": lambda: _count_in_one_scan(partition.frame()),
+        "sql_5_cached_s": lambda: _judge_cached_frame(partition.frame()),
     }
-    took: dict[str, list[float]] = {name: [] for name in ways}
+    durations: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         # In turns, so that a slow minute of the machine is a slow minute for all of them.
         for name, way in ways.items():
             began = time.perf_counter()
             way()
             if number:
-                took[name].append(time.perf_counter() - began)
+                durations[name].append(time.perf_counter() - began)
         say(f"round {number}/{rounds}" if number else "warmed up")
     began = time.perf_counter()
-    _Sightings.to_schema().validate(stage.frame())
-    found = {name: round(statistics.median(seconds), 3) for name, seconds in took.items()}
-    ratios = [job / count for job, count in zip(took["one_job_s"], took["count_s"], strict=True)]
+    _Sightings.to_schema().validate(partition.frame())
+    medians = {name: round(statistics.median(seconds), 3) for name, seconds in durations.items()}
+    ratios = [job / count for job, count in zip(durations["one_job_s"], durations["count_s"], strict=True)]
     return {
-        "rows": stage.rows,
+        "rows": partition.rows,
         "promises": 20,
-        **found,
+        **medians,
         "plain_pandera_s": round(time.perf_counter() - began, 3),
         "one_job_ratio": round(statistics.median(ratios), 2),
-        "rounds": {name: [round(one, 3) for one in seconds] for name, seconds in took.items()},
+        "rounds": {name: [round(duration, 3) for duration in seconds] for name, seconds in durations.items()},
     }
 
 
-def _judged(rows: Rows, model: type[DataFrameModel[Any]], *, proved: int) -> None:
+def _judge_contract(rows: CheckedRows, model: type[DataFrameModel[Any]], *, proved_count: int) -> None:
     schema = model.to_schema()
     promises = [one for one in compile_schema(schema) if not isinstance(one, SchemaConstraint)]
-    verdicts = judge(rows, [Asked(schema, promises, 5)], view="branchlake_bench")
+    verdicts = judge_constraints(rows, [ConstraintGroup(schema, promises, 5)], view="branchlake_bench")
     outcomes = list(verdicts.outcomes.values())
-    by_metadata = sum(one.proof is not None and one.proof.by == "metadata" for one in outcomes)
-    if len(outcomes) != 20 or by_metadata != proved or not all(one.passed for one in outcomes):
+    by_metadata = sum(one.proof is not None and one.proof.source == "metadata" for one in outcomes)
+    if len(outcomes) != 20 or by_metadata != proved_count or not all(one.passed for one in outcomes):
         raise ChecksFailed(
-            f"{by_metadata} of {len(outcomes)} promises were proved by metadata, not {proved}."
+            f"{by_metadata} of {len(outcomes)} promises were proved by metadata, not {proved_count}."
         )
 
 
-def _asked_in_sql(frame: DataFrame, number: int) -> None:
-    texts = {column: f"SELECT * FROM {{this}} WHERE {wrong}" for column, wrong in _WRONG.items()}  # noqa: S608
-    checks = [SqlConstraint(name=name, columns=(), text=text, sql=text) for name, text in texts.items()]
-    verdicts = judge(FrameRows(frame), [Asked(None, checks[:number], 5)], view="branchlake_bench")
+def _judge_sql_checks(frame: DataFrame, number: int) -> None:
+    texts = {column: f"SELECT * FROM {{this}} WHERE {wrong}" for column, wrong in _FAILING_CONDITIONS.items()}  # noqa: S608
+    checks = [
+        SqlConstraint(name=name, columns=(), description=text, sql=text) for name, text in texts.items()
+    ]
+    verdicts = judge_constraints(
+        FrameRows(frame), [ConstraintGroup(None, checks[:number], 5)], view="branchlake_bench"
+    )
     if len(verdicts.outcomes) != number or not all(one.passed for one in verdicts.outcomes.values()):
         raise ChecksFailed(f"{number} SQL checks did not all hold: {verdicts}.")
 
 
-def _scanned_once(frame: DataFrame) -> None:
+def _count_in_one_scan(frame: DataFrame) -> None:
     """The five as they would be if statements were taken apart and their conditions counted together."""
-    flags = frame.select(*[F.expr(wrong).alias(column) for column, wrong in _WRONG.items()])
+    flags = frame.select(*[F.expr(wrong).alias(column) for column, wrong in _FAILING_CONDITIONS.items()])
     # The filter is what lets files be left out that none of them could find a row in.
-    some = flags.where(" OR ".join(_WRONG))
-    counts = [F.coalesce(F.sum(F.bit_count(column)), F.lit(0)).alias(column) for column in _WRONG]
-    (found,) = collect_rows(some.agg(*counts))
-    if set(found) != {0}:
-        raise ChecksFailed(f"{found} rows met the conditions, not none.")
+    suspect_rows = flags.where(" OR ".join(_FAILING_CONDITIONS))
+    counts = [
+        F.coalesce(F.sum(F.bit_count(column)), F.lit(0)).alias(column) for column in _FAILING_CONDITIONS
+    ]
+    (totals,) = collect_rows(suspect_rows.agg(*counts))
+    if set(totals) != {0}:
+        raise ChecksFailed(f"{totals} rows met the conditions, not none.")
 
 
-def _cached(frame: DataFrame) -> None:
-    held = frame.select(*_WRONG).persist()
+def _judge_cached_frame(frame: DataFrame) -> None:
+    cached_frame = frame.select(*_FAILING_CONDITIONS).persist()
     try:
-        _asked_in_sql(held, len(_WRONG))
+        _judge_sql_checks(cached_frame, len(_FAILING_CONDITIONS))
     finally:
-        held.unpersist(blocking=True)
+        cached_frame.unpersist(blocking=True)
 
 
-def _counted(stage: _Stage) -> None:
+def _count_column_values(partition: _CheckedPartition) -> None:
     """The values of each column, which have to be read for it: not from Iceberg's metadata."""
     conf = "spark.sql.iceberg.aggregate-push-down.enabled"
-    stage.session.conf.set(conf, "false")
+    partition.session.conf.set(conf, "false")
     try:
         counts = [F.count(name).alias(name) for name in _Sightings.to_schema().columns]
-        (found,) = stage.frame().agg(*counts).collect()
+        (totals,) = partition.frame().agg(*counts).collect()
     finally:
-        stage.session.conf.unset(conf)
-    if set(found) != {stage.rows}:
-        raise ChecksFailed(f"{found} rows were counted, not {stage.rows}.")
+        partition.session.conf.unset(conf)
+    if set(totals) != {partition.rows}:
+        raise ChecksFailed(f"{totals} rows were counted, not {partition.rows}.")
 
 
-def show(found: dict[str, Any]) -> None:
+def show_checks(figures: dict[str, Any]) -> None:
     """The ways side by side."""
-    table = Table("way", "s", title=f"{found['promises']} promises, and SQL, on {found['rows']:,} rows")
-    for name, what in {
+    table = Table("way", "s", title=f"{figures['promises']} promises, and SQL, on {figures['rows']:,} rows")
+    for name, description in {
         "metadata_only_s": "all from metadata",
         "mixed_s": "19 from metadata, one counted",
         "one_job_s": "all counted in one job",
@@ -277,5 +289,5 @@ def show(found: dict[str, Any]) -> None:
         "plain_pandera_s": "for comparison: pandera's own backend",
         "step_s": "the check step in a Dagster run, first time",
     }.items():
-        table.add_row(what, f"{found[name]:.3f}")
+        table.add_row(description, f"{figures[name]:.3f}")
     Console().print(table)

@@ -6,8 +6,8 @@ import json
 
 import click
 
-from branchlake_dagster.cli.ending import ending_cleanly
-from branchlake_dagster.cli.registry import CommandGroup, say
+from branchlake_dagster.cli.ending import exit_on_signals
+from branchlake_dagster.cli.registry import CommandGroup, print_progress
 from branchlake_dagster.settings import Settings
 
 
@@ -24,7 +24,7 @@ from branchlake_dagster.settings import Settings
 @click.pass_context
 def bench(ctx: click.Context) -> None:
     """Run a benchmark; docs/benchmarks.md has figures."""
-    ctx.with_resource(ending_cleanly())
+    ctx.with_resource(exit_on_signals())
 
 
 @bench.command()
@@ -39,10 +39,10 @@ def checks(as_json: bool, rows: int, rounds: int) -> None:
     Twenty column rules are checked from metadata, in one job, and by pandera itself; then one, two and five
     SQL checks.
     """
-    from branchlake_dagster.bench.checks import measure, show
+    from branchlake_dagster.bench.checks import measure_checks, show_checks
 
-    found = measure(Settings(), rows=rows, rounds=rounds, say=say)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+    figures = measure_checks(Settings(), rows=rows, rounds=rounds, say=print_progress)
+    click.echo(json.dumps(figures, indent=2)) if as_json else show_checks(figures)
 
 
 @bench.command()
@@ -56,11 +56,11 @@ def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits
 
     Each is timed beside Nessie's bare calls.
     """
-    from branchlake_dagster.bench.publication import measure, show
+    from branchlake_dagster.bench.publication import measure_publication, show_publication
 
     sizes = {"rounds": rounds, "branches": branches, "waiting": waiting, "commits": commits}
-    found = measure(Settings(), **sizes, say=say)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+    figures = measure_publication(Settings(), **sizes, say=print_progress)
+    click.echo(json.dumps(figures, indent=2)) if as_json else show_publication(figures)
 
 
 @bench.command()
@@ -77,14 +77,14 @@ def incremental(as_json: bool, rounds: int, sizes: str) -> None:
 
     A pipeline of two stages by changes, beside one that recomputes 14 days; and change capture alone.
     """
-    from branchlake_dagster.bench.incremental import measure, show
+    from branchlake_dagster.bench.incremental import measure_incremental, show_incremental
     from branchlake_dagster.bench.incremental_feed import SIZES
 
     names = sizes.split(",")
-    if unknown := [name for name in names if name not in SIZES]:
-        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(SIZES)}.", param_hint="--sizes")
-    found = measure(Settings(), rounds=rounds, sizes=names, say=say)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+    if unknown_sizes := [name for name in names if name not in SIZES]:
+        raise click.BadParameter(f"{unknown_sizes[0]!r} is none of {', '.join(SIZES)}.", param_hint="--sizes")
+    figures = measure_incremental(Settings(), rounds=rounds, sizes=names, say=print_progress)
+    click.echo(json.dumps(figures, indent=2)) if as_json else show_incremental(figures)
 
 
 @bench.command()
@@ -99,13 +99,15 @@ def ingest(records: int, seconds: float, rounds: int, as_json: bool) -> None:
     """
     from rich.console import Console
 
-    from branchlake_dagster.bench.ingestion import measure, show
+    from branchlake_dagster.bench.ingestion import measure_ingestion, show_ingestion
 
-    found = measure(Settings(), records=records, seconds=seconds, rounds=rounds, say=say)
+    figures = measure_ingestion(
+        Settings(), records=records, seconds=seconds, rounds=rounds, say=print_progress
+    )
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(figures, indent=2))
     else:
-        show(found, Console())
+        show_ingestion(figures, Console())
 
 
 @bench.command()
@@ -119,7 +121,7 @@ def upserts(as_json: bool, rounds: int) -> None:
     Each is done by Spark's MERGE, without a JVM as assets with pandas, Polars and Arrow frames do it, and by
     PyIceberg's own upsert.
     """
-    from branchlake_dagster.bench.upserts import measure, show
+    from branchlake_dagster.bench.upserts import measure_upserts, show_upserts
 
-    found = measure(Settings(), rounds=rounds, say=say)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+    figures = measure_upserts(Settings(), rounds=rounds, say=print_progress)
+    click.echo(json.dumps(figures, indent=2)) if as_json else show_upserts(figures)

@@ -17,7 +17,7 @@ _TIMEOUT_S = 1_800.0
 _ROUNDS = 3
 
 
-def backfill_ratios(
+def measure_backfill_ratios(
     lake: Lakehouse, instance: dg.DagsterInstance, url: str, *, say: Callable[[str], None]
 ) -> dict[str, float]:
     """Seconds of the four backfills, and ours over the plain one's as fifty runs and as one.
@@ -28,57 +28,61 @@ def backfill_ratios(
     looked at every second: nothing to fifty runs, and up to half of the time of one.
     """
     lake.catalog(MAIN).create_namespace_if_not_exists((NAMESPACE,))
-    took: dict[tuple[bool, bool], float] = {}
-    for one_run in (False, True):
+    medians: dict[tuple[bool, bool], float] = {}
+    for single_run in (False, True):
         samples: dict[bool, list[float]] = {False: [], True: []}
         for number in range(_ROUNDS):
             for plain in (bool(number % 2), not number % 2):
-                key = ASSETS[plain, one_run].key
-                _empty(lake, key)
-                samples[plain].append(_timed(lake, instance, url, key))
-                how = "plain IO manager" if plain else "on branches"
-                say(f"backfill, {'one run' if one_run else 'fifty runs'}, {how}: {samples[plain][-1]:.1f} s")
-        took |= {(plain, one_run): median(found) for plain, found in samples.items()}
+                key = ASSETS[plain, single_run].key
+                _recreate_table(lake, key)
+                samples[plain].append(_time_backfill(lake, instance, url, key))
+                way = "plain IO manager" if plain else "on branches"
+                say(
+                    f"backfill, {'one run' if single_run else 'fifty runs'}, {way}: {samples[plain][-1]:.1f}"
+                    " s"
+                )
+        medians |= {(plain, single_run): median(durations) for plain, durations in samples.items()}
     return {
-        "backfill_50_s": round(took[False, False], 1),
-        "backfill_50_plain_s": round(took[True, False], 1),
-        "backfill_50_ratio": round(took[False, False] / took[True, False], 2),
-        "backfill_50_one_run_s": round(took[False, True], 1),
-        "backfill_50_one_run_plain_s": round(took[True, True], 1),
-        "backfill_50_one_run_ratio": round(took[False, True] / took[True, True], 2),
+        "backfill_50_s": round(medians[False, False], 1),
+        "backfill_50_plain_s": round(medians[True, False], 1),
+        "backfill_50_ratio": round(medians[False, False] / medians[True, False], 2),
+        "backfill_50_one_run_s": round(medians[False, True], 1),
+        "backfill_50_one_run_plain_s": round(medians[True, True], 1),
+        "backfill_50_one_run_ratio": round(medians[False, True] / medians[True, True], 2),
     }
 
 
-def _empty(lake: Lakehouse, key: dg.AssetKey) -> None:
+def _recreate_table(lake: Lakehouse, key: dg.AssetKey) -> None:
     catalog, identifier = lake.catalog(MAIN), tuple(key.path)
     if catalog.table_exists(identifier):
         catalog.drop_table(identifier)
     catalog.create_table(identifier, SCHEMA, partition_spec=LAYOUT)
 
 
-def _timed(lake: Lakehouse, instance: dg.DagsterInstance, url: str, key: dg.AssetKey) -> float:
+def _time_backfill(lake: Lakehouse, instance: dg.DagsterInstance, url: str, key: dg.AssetKey) -> float:
     """Seconds from the creation of the backfill's first run until all its rows are on `main`."""
-    backfill = launch_backfill(url, key.path, PARTITIONS)
-    of_backfill = {"dagster/backfill": backfill}
-    wanted = len(PARTITIONS) * ROWS
-    failed: list[str] = []
+    backfill_id = launch_backfill(url, key.path, PARTITIONS)
+    backfill_tags = {"dagster/backfill": backfill_id}
+    expected_rows = len(PARTITIONS) * ROWS
+    failed_run_ids: list[str] = []
 
-    def settled() -> bool:
-        runs = instance.get_runs(dg.RunsFilter(tags=of_backfill, statuses=[dg.DagsterRunStatus.FAILURE]))
-        failed.extend(run.run_id for run in runs)
-        return bool(failed) or _rows(lake, key) == wanted
+    def has_ended() -> bool:
+        runs = instance.get_runs(dg.RunsFilter(tags=backfill_tags, statuses=[dg.DagsterRunStatus.FAILURE]))
+        failed_run_ids.extend(run.run_id for run in runs)
+        return bool(failed_run_ids) or _count_rows(lake, key) == expected_rows
 
-    if not holds_within(_TIMEOUT_S, settled, every_s=0.25) or failed:
+    if not holds_within(_TIMEOUT_S, has_ended, every_s=0.25) or failed_run_ids:
         raise BenchFailed(
-            f"The backfill of {key.to_user_string()} left {_rows(lake, key)} rows of {wanted} on main;"
-            f" {len(set(failed))} runs failed."
+            f"The backfill of {key.to_user_string()} left {_count_rows(lake, key)} rows of {expected_rows}"
+            " on main;"
+            f" {len(set(failed_run_ids))} runs failed."
         )
-    ended = time.time()
-    records = instance.get_run_records(dg.RunsFilter(tags=of_backfill))
-    return ended - min(record.create_timestamp.timestamp() for record in records)
+    end_time = time.time()
+    records = instance.get_run_records(dg.RunsFilter(tags=backfill_tags))
+    return end_time - min(record.create_timestamp.timestamp() for record in records)
 
 
-def _rows(lake: Lakehouse, key: dg.AssetKey) -> int:
+def _count_rows(lake: Lakehouse, key: dg.AssetKey) -> int:
     snapshot = lake.catalog(MAIN).load_table(tuple(key.path)).current_snapshot()
     summary = snapshot.summary if snapshot else None
     return int(summary.additional_properties.get("total-records", 0)) if summary else 0

@@ -16,35 +16,35 @@ from branchlake_dagster.waiting import holds_within
 _MODULE = "branchlake_dagster.bench.trivial_project"
 
 
-def floor_seconds(home: Path, *, rounds: int, say: Callable[[str], None]) -> float:
+def measure_trivial_runs(home: Path, *, rounds: int, say: Callable[[str], None]) -> float:
     """Median of the seconds from launch to the run's success: Dagster's launcher, queue and settings.
 
     `home` is an empty folder. One run before is not counted.
     """
     (home / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
-    took = []
+    durations = []
     with (
         dagster_dev(_MODULE, home=home, environment={}) as url,
         dg.DagsterInstance.from_config(str(home)) as instance,
     ):
         for number in range(rounds + 1):
-            took.append(_timed(url, instance))
-            say(f"a trivial asset with Dagster's own launcher {number}/{rounds}: {took[-1]:.1f} s")
-    return statistics.median(took[1:])
+            durations.append(_time_trivial_run(url, instance))
+            say(f"a trivial asset with Dagster's own launcher {number}/{rounds}: {durations[-1]:.1f} s")
+    return statistics.median(durations[1:])
 
 
-def _timed(url: str, instance: dg.DagsterInstance, *, timeout_s: float = 120.0) -> float:
+def _time_trivial_run(url: str, instance: dg.DagsterInstance, *, timeout_s: float = 120.0) -> float:
     began = time.time()
     run_id = launch_run(url, _MODULE, "trivial_job")
 
-    def finished() -> bool:
+    def has_finished() -> bool:
         run = instance.get_run_by_id(run_id)
         return run is not None and run.is_finished
 
-    holds_within(timeout_s, finished, every_s=0.1)
-    ended = [
+    holds_within(timeout_s, has_finished, every_s=0.1)
+    success_times = [
         record.timestamp for record in instance.all_logs(run_id, of_type=dg.DagsterEventType.RUN_SUCCESS)
     ]
-    if not ended:
+    if not success_times:
         raise BenchFailed("The run of a trivial asset did not succeed.", run_id=run_id)
-    return ended[0] - began
+    return success_times[0] - began

@@ -15,21 +15,21 @@ from rich.console import Console
 from rich.table import Table
 
 from branchlake_dagster.bench import change_capture as capture_speed
-from branchlake_dagster.bench.change_capture import ExecutorMetrics, configuration
-from branchlake_dagster.bench.incremental_feed import SIZES, WINDOW, Size
+from branchlake_dagster.bench.change_capture import ExecutorMetrics, write_spark_conf
+from branchlake_dagster.bench.incremental_feed import SIZES, WINDOW, FeedSize
 from branchlake_dagster.bench.incremental_simulation import STAGES, WAYS, Simulation, StageRun
 from branchlake_dagster.bench.own_lake import own_lake
-from branchlake_dagster.history.capture import capture, position_of
+from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.history.change import Position
 from branchlake_dagster.history.snapshot_files import OwnFilesCache
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 
 _CONF = "SPARK_CONF_DIR"
 
 
-def measure(
+def measure_incremental(
     settings: Settings, *, rounds: int, sizes: Sequence[str], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Both ways on the same days in a state folder of its own, and capture by itself.
@@ -42,81 +42,92 @@ def measure(
     `changelog_view_ms` (the last day's events out of all, by manifests, and by Iceberg's own changelog view
     in Spark), and those of `capture_speed`.
     """
-    with own_lake(settings) as bench:
-        folder = bench.state_dir.parent
-        with _logging_events(folder):
-            lake = Lakehouse(bench, say=say)
+    with own_lake(settings) as bench_settings:
+        folder = bench_settings.state_dir.parent
+        with _log_spark_events(folder):
+            lake = Lakehouse(bench_settings, say=say)
             try:
                 lake.endpoints()
-                main_with_history(lake.nessie)
+                ensure_main_has_commit(lake.nessie)
                 metrics = ExecutorMetrics(folder)
-                found = {name: _of_size(lake, SIZES[name], metrics, rounds=rounds, say=say) for name in sizes}
-                return {**_largest(found), "sizes": found, **capture_speed.measure(lake, say=say)}
+                figures_by_size = {
+                    name: _measure_size(lake, SIZES[name], metrics, rounds=rounds, say=say) for name in sizes
+                }
+                return {
+                    **_figures_of_largest(figures_by_size),
+                    "sizes": figures_by_size,
+                    **capture_speed.measure_capture(lake, say=say),
+                }
             finally:
-                lake.servers.down()
+                lake.servers.stop_all()
 
 
 @contextmanager
-def _logging_events(folder: Path) -> Iterator[None]:
+def _log_spark_events(folder: Path) -> Iterator[None]:
     """The server that is started meanwhile logs its events."""
-    before = os.environ.get(_CONF)
-    os.environ[_CONF] = str(configuration(folder))
+    old_folder = os.environ.get(_CONF)
+    os.environ[_CONF] = str(write_spark_conf(folder))
     try:
         yield
     finally:
-        if before is None:
+        if old_folder is None:
             del os.environ[_CONF]
         else:
-            os.environ[_CONF] = before
+            os.environ[_CONF] = old_folder
 
 
-def _largest(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    largest = max(found, key=lambda name: SIZES[name].events_a_day)
-    told = {key: value for key, value in found[largest].items() if key != "stages"}
-    return {**told, "equal": all(one["equal"] for one in found.values())}
+def _figures_of_largest(figures_by_size: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    largest = max(figures_by_size, key=lambda name: SIZES[name].events_a_day)
+    figures = {key: value for key, value in figures_by_size[largest].items() if key != "stages"}
+    return {**figures, "equal": all(size_figures["equal"] for size_figures in figures_by_size.values())}
 
 
-def _of_size(
-    lake: Lakehouse, size: Size, metrics: ExecutorMetrics, *, rounds: int, say: Callable[[str], None]
+def _measure_size(
+    lake: Lakehouse, size: FeedSize, metrics: ExecutorMetrics, *, rounds: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     namespace = f"bench_{size.name}"
-    simulation = Simulation(lake, namespace, size, used=metrics.since_last)
+    simulation = Simulation(lake, namespace, size, read_usage=metrics.since_last)
     runs: list[StageRun] = []
     with dg.DagsterInstance.local_temp() as instance:
         say(f"{size.name}: {WINDOW} days of {size.events_a_day:,} events …")
-        simulation.begin(instance)
+        simulation.run_first_days(instance)
         for number in range(WINDOW, WINDOW + rounds + 1):
-            day = simulation.day(instance, number)
-            runs += day if number > WINDOW else []
-            took = {way: sum(one.used.run_s for one in day if one.way == way) for way in WAYS}
-            say(f"{size.name}, day {number}: " + ", ".join(f"{way} {s:.1f} s" for way, s in took.items()))
-    differences = simulation.differences()
+            day_runs = simulation.run_day(instance, number)
+            runs += day_runs if number > WINDOW else []
+            executor_s = {way: sum(run.usage.run_s for run in day_runs if run.way == way) for way in WAYS}
+            say(
+                f"{size.name}, day {number}: "
+                + ", ".join(f"{way} {s:.1f} s" for way, s in executor_s.items())
+            )
+    differences = simulation.count_differences()
     return {
         "events_a_day": size.events_a_day,
-        **_compared(runs, rounds),
+        **_compare_ways(runs, rounds),
         "equal": not any(differences.values()),
-        **_captured(lake, namespace),
+        **_measure_one_day(lake, namespace),
         "stages": [
-            {"way": way, "stage": stage, **_used(runs, rounds, way, stage)}
+            {"way": way, "stage": stage, **_mean_usage(runs, rounds, way, stage)}
             for way in WAYS
             for stage in STAGES
         ],
     }
 
 
-def _used(runs: Sequence[StageRun], rounds: int, way: str, stage: str | None = None) -> dict[str, float]:
+def _mean_usage(
+    runs: Sequence[StageRun], rounds: int, way: str, stage: str | None = None
+) -> dict[str, float]:
     """Of one way, and one stage or both: the means over days."""
-    some = [one for one in runs if one.way == way and stage in (None, one.stage)]
+    matching_runs = [run for run in runs if run.way == way and stage in (None, run.stage)]
     return {
-        "executor_s": round(sum(one.used.run_s for one in some) / rounds, 2),
-        "executor_cpu_s": round(sum(one.used.cpu_s for one in some) / rounds, 2),
-        "wall_s": round(sum(one.wall_s for one in some) / rounds, 2),
-        "megabytes_scanned": round(sum(one.used.bytes_scanned for one in some) / rounds / 1e6, 2),
+        "executor_s": round(sum(run.usage.run_s for run in matching_runs) / rounds, 2),
+        "executor_cpu_s": round(sum(run.usage.cpu_s for run in matching_runs) / rounds, 2),
+        "wall_s": round(sum(run.wall_s for run in matching_runs) / rounds, 2),
+        "megabytes_scanned": round(sum(run.usage.bytes_scanned for run in matching_runs) / rounds / 1e6, 2),
     }
 
 
-def _compared(runs: Sequence[StageRun], rounds: int) -> dict[str, float]:
-    lookback, changes = (_used(runs, rounds, way) for way in WAYS)
+def _compare_ways(runs: Sequence[StageRun], rounds: int) -> dict[str, float]:
+    lookback, changes = (_mean_usage(runs, rounds, way) for way in WAYS)
     ratio = {key: round(changes[key] / lookback[key], 3) for key in lookback}
     return {
         "lookback_s": lookback["executor_s"],
@@ -128,49 +139,49 @@ def _compared(runs: Sequence[StageRun], rounds: int) -> dict[str, float]:
     }
 
 
-def _captured(lake: Lakehouse, namespace: str, *, rounds: int = 5) -> dict[str, float]:
+def _measure_one_day(lake: Lakehouse, namespace: str, *, rounds: int = 5) -> dict[str, float]:
     """The last day's events as a change: what it is by manifests, and by a changelog view that is counted."""
     table = lake.catalog(MAIN).load_table((namespace, "playback"))
-    head = table.current_snapshot()
-    assert head is not None and head.parent_snapshot_id is not None  # noqa: S101, PT018 - days have gone by
-    before = Position(position_of(table).table_uuid, head.parent_snapshot_id)
-    ours, theirs = [], []
+    snapshot = table.current_snapshot()
+    assert snapshot is not None and snapshot.parent_snapshot_id is not None  # noqa: S101, PT018 - days have gone by
+    before = Position(current_position(table).table_uuid, snapshot.parent_snapshot_id)
+    capture_s, view_s = [], []
     session = lake.spark_session(MAIN)
     try:
         for _ in range(rounds + 1):
             began = time.perf_counter()
-            change = capture(table, before, name="playback", cache=OwnFilesCache())
-            ours.append(time.perf_counter() - began)
+            change = capture_change(table, before, name="playback", cache=OwnFilesCache())
+            capture_s.append(time.perf_counter() - began)
             began = time.perf_counter()
             session.sql(
                 f"CALL nessie.system.create_changelog_view(table => 'nessie.{namespace}.playback',"
                 f" changelog_view => 'bench_changes', options => map('start-snapshot-id',"
-                f" '{before.snapshot_id}', 'end-snapshot-id', '{head.snapshot_id}'))"
+                f" '{before.snapshot_id}', 'end-snapshot-id', '{snapshot.snapshot_id}'))"
             ).collect()
             days = session.sql("SELECT day, count(*) AS n FROM bench_changes GROUP BY day").collect()
-            theirs.append(time.perf_counter() - began)
+            view_s.append(time.perf_counter() - began)
             if sum(row["n"] for row in days) != change.rows_added:
                 raise RuntimeError(f"The changelog view has other rows than {change.label()}.")
     finally:
         session.stop()
     return {
-        "capture_ms": round(1000 * statistics.median(ours[1:]), 2),
-        "changelog_view_ms": round(1000 * statistics.median(theirs[1:]), 2),
+        "capture_ms": round(1000 * statistics.median(capture_s[1:]), 2),
+        "changelog_view_ms": round(1000 * statistics.median(view_s[1:]), 2),
     }
 
 
-def show(found: dict[str, Any]) -> None:
+def show_incremental(figures: dict[str, Any]) -> None:
     """Stages of each size side by side, and capture."""
-    for name, size in found["sizes"].items():
+    for name, size in figures["sizes"].items():
         title = f"{name}: {size['events_a_day']:,} events a day, {size['ratio']:.0%} of the executor time"
         table = Table("stage", "way", "executor s", "its CPU s", "wall s", "MB scanned", title=title)
         for one in sorted(size["stages"], key=lambda one: (one["stage"], one["way"]), reverse=False):
-            figures = ("executor_s", "executor_cpu_s", "wall_s", "megabytes_scanned")
-            table.add_row(one["stage"], one["way"], *(f"{one[figure]:.2f}" for figure in figures))
+            column_keys = ("executor_s", "executor_cpu_s", "wall_s", "megabytes_scanned")
+            table.add_row(one["stage"], one["way"], *(f"{one[figure]:.2f}" for figure in column_keys))
         Console().print(table)
     table = Table("capture", "ms", title="Ten files of a table")
-    for key, value in found.items():
+    for key, value in figures.items():
         if key.startswith(("capture_", "changelog_")):
             table.add_row(key, f"{value:.2f}")
     Console().print(table)
-    Console().print("Same rows both ways." if found["equal"] else "THE ROWS DIFFER.")
+    Console().print("Same rows both ways." if figures["equal"] else "THE ROWS DIFFER.")

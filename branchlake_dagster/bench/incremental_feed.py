@@ -15,12 +15,12 @@ _DAY_S = 86_400
 
 
 @dataclass(frozen=True)
-class Size:
+class FeedSize:
     """How much is played: events that arrive in a day, and the share of them that is of an earlier day."""
 
     name: str
     events_a_day: int
-    late: float = 0.03
+    late_share: float = 0.03
 
     @property
     def accounts(self) -> int:
@@ -28,20 +28,23 @@ class Size:
         return max(10, self.events_a_day // 5)
 
 
-SIZES = {one.name: one for one in (Size("small", 20_000), Size("medium", 200_000), Size("large", 1_000_000))}
+SIZES = {
+    size.name: size
+    for size in (FeedSize("small", 20_000), FeedSize("medium", 200_000), FeedSize("large", 1_000_000))
+}
 
 
-def day_number(number: int) -> date:
+def date_of_day(number: int) -> date:
     """The date of a simulated day, counted from 0."""
     return FIRST_DAY + timedelta(days=number)
 
 
-def arrive(session: SparkSession, table: str, size: Size, number: int) -> None:
+def append_day(session: SparkSession, table: str, size: FeedSize, number: int) -> None:
     """Append the events that arrive on one day: those of the day, and late ones of the 13 before it."""
-    _events(session, size, number).writeTo(table).append()
+    _build_events(session, size, number).writeTo(table).append()
 
 
-def create(session: SparkSession, table: str) -> None:
+def create_events_table(session: SparkSession, table: str) -> None:
     """The table of raw events: what a device sent, partly as JSON, by the day on which it was played."""
     session.sql(
         f"CREATE TABLE {table} (event_id BIGINT, day DATE, at TIMESTAMP, account INT, body STRING)"
@@ -49,30 +52,30 @@ def create(session: SparkSession, table: str) -> None:
     )
 
 
-def _events(session: SparkSession, size: Size, number: int) -> DataFrame:
+def _build_events(session: SparkSession, size: FeedSize, number: int) -> DataFrame:
     first = number * size.events_a_day
-    lag = F.when(
-        (_random("late") < size.late) & F.lit(number > 0),
-        1 + F.pmod(_hash("lag"), min(number, WINDOW - 1) or 1),
+    days_late = F.when(
+        (_random_fraction("late") < size.late_share) & F.lit(number > 0),
+        1 + F.pmod(_hash_event("lag"), min(number, WINDOW - 1) or 1),
     ).otherwise(0)
-    second = F.pmod(_hash("second"), F.lit(_DAY_S))
+    second = F.pmod(_hash_event("second"), F.lit(_DAY_S))
     body = F.to_json(
         F.struct(
-            F.concat(F.lit("title-"), F.floor(5_000 * F.pow(_random("title"), 3)).cast("string")).alias(
-                "title"
-            ),
+            F.concat(
+                F.lit("title-"), F.floor(5_000 * F.pow(_random_fraction("title"), 3)).cast("string")
+            ).alias("title"),
             F.element_at(
                 F.split(F.lit("tv,phone,tablet,web"), ","),
-                (F.pmod(_hash("device"), F.lit(4)) + 1).cast("int"),
+                (F.pmod(_hash_event("device"), F.lit(4)) + 1).cast("int"),
             ).alias("device"),
             F.concat(
-                F.lit("app/"), F.pmod(_hash("major"), F.lit(9)).cast("string"), F.lit(".2 (build 77)")
+                F.lit("app/"), F.pmod(_hash_event("major"), F.lit(9)).cast("string"), F.lit(".2 (build 77)")
             ).alias("agent"),
-            F.pmod(_hash("watched"), F.lit(5_400_000)).alias("watched_ms"),
+            F.pmod(_hash_event("watched"), F.lit(5_400_000)).alias("watched_ms"),
             F.lit(5_400_000).alias("length_ms"),
         )
     )
-    day = F.date_sub(F.lit(day_number(number)), lag.cast("int"))
+    day = F.date_sub(F.lit(date_of_day(number)), days_late.cast("int"))
     return (
         session.range(first, first + size.events_a_day)
         .withColumnRenamed("id", "event_id")
@@ -81,16 +84,16 @@ def _events(session: SparkSession, size: Size, number: int) -> DataFrame:
             "event_id",
             "day",
             (F.col("day").cast("timestamp") + F.make_dt_interval(secs=second)).alias("at"),
-            F.pmod(_hash("account"), F.lit(size.accounts)).cast("int").alias("account"),
+            F.pmod(_hash_event("account"), F.lit(size.accounts)).cast("int").alias("account"),
             body.alias("body"),
         )
     )
 
 
-def _hash(salt: str) -> Column:
+def _hash_event(salt: str) -> Column:
     return F.xxhash64(F.col("event_id"), F.lit(salt))
 
 
-def _random(salt: str) -> Column:
+def _random_fraction(salt: str) -> Column:
     """From 0 to 1, the same for the same event."""
-    return F.pmod(_hash(salt), F.lit(1_000_000)) / 1_000_000
+    return F.pmod(_hash_event(salt), F.lit(1_000_000)) / 1_000_000

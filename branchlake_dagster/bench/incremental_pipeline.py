@@ -15,7 +15,7 @@ from branchlake_dagster.bench.incremental_feed import FIRST_DAY
 from branchlake_dagster.incremental.declaration import consumes
 from branchlake_dagster.tables.specification import table_metadata
 
-_FREE: dict[str, Any] = {"require_checks": False, "preview_rows": 0}
+_NO_CHECKS: dict[str, Any] = {"require_checks": False, "preview_rows": 0}
 _DAYS = dg.DailyPartitionsDefinition(str(FIRST_DAY), end_date="2027-01-01")
 _BODY = "title STRING, device STRING, agent STRING, watched_ms BIGINT, length_ms BIGINT"
 
@@ -64,16 +64,18 @@ def playback_daily_agg(daily: DataFrame) -> DataFrame:
     )
 
 
-def pipeline(namespace: str) -> Pipeline:
+def build_pipeline(namespace: str) -> Pipeline:
     """All of it in a namespace of its own."""
     playback = dg.AssetKey([namespace, "playback"])
-    return Pipeline(playback, _by_lookback(namespace, playback), _by_changes(namespace, playback))
+    return Pipeline(
+        playback, _build_lookback_stages(namespace, playback), _build_change_stages(namespace, playback)
+    )
 
 
-def _by_lookback(namespace: str, playback: dg.AssetKey) -> Stages:
+def _build_lookback_stages(namespace: str, playback: dg.AssetKey) -> Stages:
     """Each run is of the last 14 partitions, computes them anew and overwrites them."""
     key = dg.AssetKey([namespace, "lookback_daily"])
-    single, days = dg.BackfillPolicy.single_run(), table_metadata(partition_by="day", **_FREE)
+    single, days = dg.BackfillPolicy.single_run(), table_metadata(partition_by="day", **_NO_CHECKS)
 
     @dg.asset(
         key=key,
@@ -100,13 +102,14 @@ def _by_lookback(namespace: str, playback: dg.AssetKey) -> Stages:
     return lookback_daily, lookback_daily_agg
 
 
-def _by_changes(namespace: str, playback: dg.AssetKey) -> Stages:
+def _build_change_stages(namespace: str, playback: dg.AssetKey) -> Stages:
     """The first stage is given the events that have come, the second all events of the keys that changed."""
     key = dg.AssetKey([namespace, "changes_daily"])
 
     @dg.asset(
         key=key,
-        metadata=table_metadata(write_mode="append", layout=["day"], **_FREE) | consumes({playback: "rows"}),
+        metadata=table_metadata(write_mode="append", layout=["day"], **_NO_CHECKS)
+        | consumes({playback: "rows"}),
         ins={"events": dg.AssetIn(playback)},
     )
     def changes_daily(events: DataFrame) -> DataFrame:
@@ -120,7 +123,7 @@ def _by_changes(namespace: str, playback: dg.AssetKey) -> Stages:
             keys=["day", "account"],
             layout=["day"],
             properties={"write.merge.mode": "merge-on-read"},
-            **_FREE,
+            **_NO_CHECKS,
         )
         | consumes({key: "keys"}, keys=["day", "account"]),
         ins={"daily": dg.AssetIn(key)},

@@ -9,9 +9,15 @@ from dataclasses import dataclass, field
 import dagster as dg
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.bench.change_capture import Used
-from branchlake_dagster.bench.incremental_feed import WINDOW, Size, arrive, create, day_number
-from branchlake_dagster.bench.incremental_pipeline import Pipeline, pipeline
+from branchlake_dagster.bench.change_capture import ExecutorUsage
+from branchlake_dagster.bench.incremental_feed import (
+    WINDOW,
+    FeedSize,
+    append_day,
+    create_events_table,
+    date_of_day,
+)
+from branchlake_dagster.bench.incremental_pipeline import Pipeline, build_pipeline
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.definitions import branchlake_definitions
@@ -37,7 +43,7 @@ class StageRun:
     stage: str
     day: int
     wall_s: float
-    used: Used = field(default_factory=Used)
+    usage: ExecutorUsage = field(default_factory=ExecutorUsage)
 
 
 class Simulation:
@@ -47,14 +53,19 @@ class Simulation:
     """
 
     def __init__(
-        self, lake: Lakehouse, namespace: str, size: Size, *, used: Callable[[], Used] = Used
+        self,
+        lake: Lakehouse,
+        namespace: str,
+        size: FeedSize,
+        *,
+        read_usage: Callable[[], ExecutorUsage] = ExecutorUsage,
     ) -> None:
         self._lake = lake
         self._namespace = namespace
         self._size = size
-        self._used = used
-        self.pipeline: Pipeline = pipeline(namespace)
-        resource = LakehouseResource.of(lake.settings)
+        self._read_usage = read_usage
+        self.pipeline: Pipeline = build_pipeline(namespace)
+        resource = LakehouseResource.from_settings(lake.settings)
         self._definitions = dg.Definitions.merge(
             branchlake_definitions(lake.settings, lakehouse=resource),
             dg.Definitions(assets=self.pipeline.assets, executor=dg.in_process_executor),
@@ -62,67 +73,72 @@ class Simulation:
         self._job = self._definitions.resolve_implicit_global_asset_job_def()
         self._graph = self._definitions.get_repository_def().asset_graph
 
-    def begin(
+    def run_first_days(
         self, instance: dg.DagsterInstance, *, days: int = WINDOW, ways: Collection[str] = WAYS
     ) -> list[StageRun]:
         """The first days' events, and pipelines on all of them: what there is before it is measured."""
-        with self._session() as session:
+        with self._open_session() as session:
             session.sql(f"CREATE NAMESPACE IF NOT EXISTS nessie.{self._namespace}")
-            create(session, self._table("playback"))
+            create_events_table(session, self._spark_table_name("playback"))
             for number in range(days):
-                arrive(session, self._table("playback"), self._size, number)
-        return self._runs(instance, days - 1, ways)
+                append_day(session, self._spark_table_name("playback"), self._size, number)
+        return self._run_stages(instance, days - 1, ways)
 
-    def day(self, instance: dg.DagsterInstance, number: int) -> list[StageRun]:
+    def run_day(self, instance: dg.DagsterInstance, number: int) -> list[StageRun]:
         """One more day; who goes first changes from day to day."""
-        with self._session() as session:
-            arrive(session, self._table("playback"), self._size, number)
-        return self._runs(instance, number)
+        with self._open_session() as session:
+            append_day(session, self._spark_table_name("playback"), self._size, number)
+        return self._run_stages(instance, number)
 
-    def differences(self) -> dict[str, int]:
+    def count_differences(self) -> dict[str, int]:
         """By stage the rows that one way has and the other has not, as multisets."""
-        with self._session() as session:
-            found = {}
+        with self._open_session() as session:
+            counts = {}
             for stage in STAGES:
-                sides = [session.table(self._table(f"{way}_{stage}")) for way in ("lookback", "changes")]
-                one, other = sides[0], sides[1].select(*sides[0].columns)
-                found[stage] = one.exceptAll(other).count() + other.exceptAll(one).count()
-            return found
+                frames = [
+                    session.table(self._spark_table_name(f"{way}_{stage}")) for way in ("lookback", "changes")
+                ]
+                lookback_rows, change_rows = frames[0], frames[1].select(*frames[0].columns)
+                counts[stage] = (
+                    lookback_rows.exceptAll(change_rows).count()
+                    + change_rows.exceptAll(lookback_rows).count()
+                )
+            return counts
 
-    def _runs(
+    def _run_stages(
         self, instance: dg.DagsterInstance, number: int, ways: Collection[str] = WAYS
     ) -> list[StageRun]:
-        self._used()
+        self._read_usage()
         assets = {"lookback": self.pipeline.lookback, "changes": self.pipeline.changes}
-        first = day_number(max(0, number - WINDOW + 1)).isoformat()
-        tags = {f"{_RANGE}_start": first, f"{_RANGE}_end": day_number(number).isoformat()}
-        found = []
+        first = date_of_day(max(0, number - WINDOW + 1)).isoformat()
+        tags = {f"{_RANGE}_start": first, f"{_RANGE}_end": date_of_day(number).isoformat()}
+        stage_runs = []
         for way in sorted(ways, reverse=bool(number % 2)):
             for stage, asset in zip(STAGES, assets[way], strict=True):
                 began = time.perf_counter()
-                self._publish(instance, asset.key, tags if way == "lookback" else {})
-                took = time.perf_counter() - began
-                found.append(StageRun(way, stage, number, took, self._used()))
-        return found
+                self._run_and_publish(instance, asset.key, tags if way == "lookback" else {})
+                elapsed_s = time.perf_counter() - began
+                stage_runs.append(StageRun(way, stage, number, elapsed_s, self._read_usage()))
+        return stage_runs
 
-    def _publish(self, instance: dg.DagsterInstance, key: dg.AssetKey, tags: dict[str, str]) -> None:
-        done = self._job.execute_in_process(
+    def _run_and_publish(self, instance: dg.DagsterInstance, key: dg.AssetKey, tags: dict[str, str]) -> None:
+        run_result = self._job.execute_in_process(
             instance=instance, asset_selection=[key], run_config=_QUIET, tags=tags
         )
-        outcome = Reconciler.of(self._lake, instance, self._graph).run_one(done.run_id)
+        outcome = Reconciler.from_lake(self._lake, instance, self._graph).reconcile_run(run_result.run_id)
         if outcome is None or outcome.action is not PublicationAction.PUBLISHED:
             raise SimulationFailed(
-                f"{key.to_user_string()} was not published: {outcome}.", run_id=done.run_id
+                f"{key.to_user_string()} was not published: {outcome}.", run_id=run_result.run_id
             )
 
-    def _session(self) -> _Session:
-        return _Session(self._lake)
+    def _open_session(self) -> _MainSession:
+        return _MainSession(self._lake)
 
-    def _table(self, name: str) -> str:
+    def _spark_table_name(self, name: str) -> str:
         return f"nessie.{self._namespace}.{name}"
 
 
-class _Session:
+class _MainSession:
     """A session on `main`, ended with the block."""
 
     def __init__(self, lake: Lakehouse) -> None:

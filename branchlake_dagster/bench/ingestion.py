@@ -13,28 +13,33 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.bench.ingestion_by_runs import delays_by_runs
-from branchlake_dagster.bench.kafka_feed import COLUMNS, SITES, Feed, sending
+from branchlake_dagster.bench.ingestion_by_runs import measure_run_delays
+from branchlake_dagster.bench.kafka_feed import COLUMNS, SITES, BenchFeed, send_in_background
 from branchlake_dagster.bench.own_lake import own_lake
-from branchlake_dagster.bench.time_to_visibility import PLACE, delays, packed, publications
-from branchlake_dagster.ingest.batch_assets import tasks_of
+from branchlake_dagster.bench.time_to_visibility import (
+    OFFSET_COLUMNS,
+    measure_delays,
+    pack_offsets,
+    publication_times,
+)
+from branchlake_dagster.ingest.batch_assets import count_read_tasks
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
-from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.ingest.live import LiveBatch, LiveIngestion
 from branchlake_dagster.ingest.record_frames import KafkaRecords
-from branchlake_dagster.ingest.spark_expressions import ddl
+from branchlake_dagster.ingest.spark_expressions import format_ddl
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 
 _BATCH = 250_000
 _RATES = (1_000, 10_000)
-_WARM = 20_000
+_WARM_UP_RECORDS = 20_000
 
 
-def measure(
+def measure_ingestion(
     settings: Settings, *, records: int, seconds: float, rounds: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Both on one topic, in a state folder of its own, one after the other, `rounds` times, medians.
@@ -45,84 +50,100 @@ def measure(
     its being on `main`, by rate, over `seconds`; `runs_…` with a run for each batch, through a real daemon,
     with the settings of the sensor as they come. `lost` and `doubled`: over all of ours.
     """
-    with own_lake(settings) as bench:
-        lake = Lakehouse(bench, say=say)
-        kafka = EmbeddedKafka(bench, say=say)
+    with own_lake(settings) as bench_settings:
+        lake = Lakehouse(bench_settings, say=say)
+        kafka = EmbeddedKafka(bench_settings, say=say)
         try:
             lake.endpoints()
-            main_with_history(lake.nessie)
-            return _Stack(lake, kafka.cluster(), say).measure(records, seconds, rounds)
+            ensure_main_has_commit(lake.nessie)
+            return _IngestionBench(lake, kafka.cluster(), say).measure(records, seconds, rounds)
         finally:
             kafka.down()
-            lake.servers.down()
+            lake.servers.stop_all()
 
 
 @dataclass
-class _Stack:
+class _IngestionBench:
     lake: Lakehouse
-    cluster: Cluster
+    cluster: KafkaCluster
     say: Callable[[str], None]
-    _names: int = 0
+    _name_count: int = 0
 
     def measure(self, records: int, seconds: float, rounds: int) -> dict[str, Any]:
-        feed = Feed(self.cluster, "flat")
-        feed.create()
+        feed = BenchFeed(self.cluster, "flat")
+        feed.create_topic()
         self.say(f"Sending {records:,} records …")
-        feed.flat_out(records)
-        found: dict[str, Any] = {"records": records, "lost": 0, "doubled": 0}
+        feed.send_flat_out(records)
+        figures: dict[str, Any] = {"records": records, "lost": 0, "doubled": 0}
         self.say("Warming up …")
-        self._plain_flat_out("flat", _WARM)
-        self._flat_out("flat", 1, _WARM)
-        self._flat_out("flat", SITES, _WARM)
-        speeds: dict[str, list[_Speed]] = {"plain_records": [], "records": [], "records_10_tables": []}
+        self._stream_flat_out("flat", _WARM_UP_RECORDS)
+        self._ingest_flat_out("flat", 1, _WARM_UP_RECORDS)
+        self._ingest_flat_out("flat", SITES, _WARM_UP_RECORDS)
+        throughputs: dict[str, list[_Throughput]] = {
+            "plain_records": [],
+            "records": [],
+            "records_10_tables": [],
+        }
         for number in range(rounds):
             self.say(f"Flat out, round {number + 1} of {rounds} …")
-            speeds["plain_records"].append(self._plain_flat_out("flat", records))
+            throughputs["plain_records"].append(self._stream_flat_out("flat", records))
             for name, tables in (("records", 1), ("records_10_tables", SITES)):
-                speed, lost, doubled = self._flat_out("flat", tables, records)
-                speeds[name].append(speed)
-                found["lost"] += lost
-                found["doubled"] += doubled
-        for name, told in speeds.items():
-            found[f"{name}_per_s"] = round(float(np.median([one.per_s for one in told])))
-            found[f"sustained_{name}_per_s"] = round(float(np.median([one.sustained_per_s for one in told])))
+                throughput, lost, doubled = self._ingest_flat_out("flat", tables, records)
+                throughputs[name].append(throughput)
+                figures["lost"] += lost
+                figures["doubled"] += doubled
+        for name, samples in throughputs.items():
+            figures[f"{name}_per_s"] = round(float(np.median([sample.per_s for sample in samples])))
+            figures[f"sustained_{name}_per_s"] = round(
+                float(np.median([sample.sustained_per_s for sample in samples]))
+            )
         for rate in _RATES:
             self.say(f"{rate:,} records a second for {seconds:g} s, live and plain …")
-            live = self._live(rate, seconds)
-            plain = self._plain_stream(rate, seconds)
-            found[f"p50_visible_s_{rate}"], found[f"p99_visible_s_{rate}"] = _quantiles(live.delays)
-            found[f"plain_p50_visible_s_{rate}"], found[f"plain_p99_visible_s_{rate}"] = _quantiles(plain)
-            found[f"publications_per_h_{rate}"] = round(live.batches / live.seconds * 3600)
-            found[f"files_per_h_{rate}"] = round(live.files / live.seconds * 3600)
-            found["lost"] += live.lost
-            found["doubled"] += live.doubled
+            live = self._ingest_live(rate, seconds)
+            plain = self._stream_at_rate(rate, seconds)
+            figures[f"p50_visible_s_{rate}"], figures[f"p99_visible_s_{rate}"] = _delay_quantiles(
+                live.delays_s
+            )
+            figures[f"plain_p50_visible_s_{rate}"], figures[f"plain_p99_visible_s_{rate}"] = _delay_quantiles(
+                plain
+            )
+            figures[f"publications_per_h_{rate}"] = round(live.batches / live.seconds * 3600)
+            figures[f"files_per_h_{rate}"] = round(live.files / live.seconds * 3600)
+            figures["lost"] += live.lost
+            figures["doubled"] += live.doubled
             self.say(f"{rate:,} records a second for {seconds:g} s, a run a batch …")
-            runs = delays_by_runs(self.lake, self.cluster, rate, seconds)
-            found[f"runs_p50_visible_s_{rate}"], found[f"runs_p99_visible_s_{rate}"] = _quantiles(runs)
-        most = _RATES[-1]
-        found["p99_visible_s"] = found[f"p99_visible_s_{most}"]
-        found["plain_p99_visible_s"] = found[f"plain_p99_visible_s_{most}"]
-        for when in ("", "sustained_"):
-            ours, plain = (found[f"{when}{name}_per_s"] for name in ("records_10_tables", "plain_records"))
-            found[f"{when}throughput_ratio"] = round(ours / plain, 2)
-        return found
+            runs = measure_run_delays(self.lake, self.cluster, rate, seconds)
+            figures[f"runs_p50_visible_s_{rate}"], figures[f"runs_p99_visible_s_{rate}"] = _delay_quantiles(
+                runs
+            )
+        highest_rate = _RATES[-1]
+        figures["p99_visible_s"] = figures[f"p99_visible_s_{highest_rate}"]
+        figures["plain_p99_visible_s"] = figures[f"plain_p99_visible_s_{highest_rate}"]
+        for prefix in ("", "sustained_"):
+            ours, plain = (
+                figures[f"{prefix}{name}_per_s"] for name in ("records_10_tables", "plain_records")
+            )
+            figures[f"{prefix}throughput_ratio"] = round(ours / plain, 2)
+        return figures
 
     # -- ours ------------------------------------------------------------------------------------------
 
-    def _ingestion(self, topic: str, tables: int, most: int) -> tuple[Ingest, LiveIngestion]:
-        self._names += 1
-        name = f"bench{self._names}"
-        where: dict[str, Any] = {"partition_": "partition", "offset_": "offset"}
-        made = (
-            [IngestTable(key=[name, "all"], columns=COLUMNS, attributes=where)]
+    def _create_ingestion(self, topic: str, tables: int, max_records: int) -> tuple[Ingest, LiveIngestion]:
+        self._name_count += 1
+        name = f"bench{self._name_count}"
+        attributes: dict[str, Any] = {"partition_": "partition", "offset_": "offset"}
+        ingest_tables = (
+            [IngestTable(key=[name, "all"], columns=COLUMNS, attributes=attributes)]
             if tables == 1
             else [
-                IngestTable(key=[name, f"t{site}"], columns=COLUMNS, route=f"s{site}", attributes=where)
+                IngestTable(key=[name, f"t{site}"], columns=COLUMNS, route=f"s{site}", attributes=attributes)
                 for site in range(tables)
             ]
         )
-        by = "topic" if tables == 1 else "site"
-        ingest = Ingest(name=name, topics=[topic], tables=made, route_by=by, most_records=most)
+        route_by = "topic" if tables == 1 else "site"
+        ingest = Ingest(
+            name=name, topics=[topic], tables=ingest_tables, route_by=route_by, most_records=max_records
+        )
         topics = KafkaTopics(self.cluster)
         live = LiveIngestion(
             ingest,
@@ -131,64 +152,68 @@ class _Stack:
             topics,
             KafkaRecords(self.cluster, topics),
             session_at=self.lake.spark_session,
-            tasks=tasks_of(self.lake),
+            tasks=count_read_tasks(self.lake),
             properties={},
         )
         return ingest, live
 
-    def _flat_out(self, topic: str, tables: int, records: int) -> tuple[_Speed, int, int]:
+    def _ingest_flat_out(self, topic: str, tables: int, records: int) -> tuple[_Throughput, int, int]:
         """How fast, and how many records are lost and there twice."""
-        ingest, live = self._ingestion(topic, tables, min(_BATCH, records))
-        done, began = 0, time.perf_counter()
+        ingest, live = self._create_ingestion(topic, tables, min(_BATCH, records))
+        record_count, began = 0, time.perf_counter()
         batches = []
-        while done < records and (batch := live.batch()) is not None:
-            done += batch.result.records
-            batches.append((batch.result.records, batch.at.timestamp()))
-        took = time.perf_counter() - began
+        while record_count < records and (batch := live.publish_next_batch()) is not None:
+            record_count += batch.result.record_count
+            batches.append((batch.result.record_count, batch.published_at.timestamp()))
+        elapsed_s = time.perf_counter() - began
         live.close()
-        return _Speed.of(batches, took), *self._exact(ingest, done)
+        return _Throughput.from_batches(batches, elapsed_s), *self._count_errors(ingest, record_count)
 
-    def _exact(self, ingest: Ingest, sent: int) -> tuple[int, int]:
-        found = self._offsets(ingest)
-        once = len(np.unique(found))
-        return sent - once, len(found) - once
+    def _count_errors(self, ingest: Ingest, sent_count: int) -> tuple[int, int]:
+        offsets = self._read_offsets(ingest)
+        distinct_count = len(np.unique(offsets))
+        return sent_count - distinct_count, len(offsets) - distinct_count
 
-    def _offsets(self, ingest: Ingest) -> np.ndarray[Any, Any]:
+    def _read_offsets(self, ingest: Ingest) -> np.ndarray[Any, Any]:
         catalog = self.lake.catalog(MAIN)
         parts = []
         for table in ingest.tables:
-            rows = catalog.load_table(tuple(table.asset.path)).scan(selected_fields=PLACE).to_arrow()
-            parts.append(packed(rows))
+            rows = catalog.load_table(tuple(table.asset.path)).scan(selected_fields=OFFSET_COLUMNS).to_arrow()
+            parts.append(pack_offsets(rows))
         return np.concatenate(parts)
 
-    def _live(self, rate: int, seconds: float) -> _Live:
-        ingest, live = self._ingestion(f"live{rate}", 1, _BATCH)
-        feed = Feed(self.cluster, f"live{rate}")
-        feed.create()
+    def _ingest_live(self, rate: int, seconds: float) -> _LiveFigures:
+        ingest, live = self._create_ingestion(f"live{rate}", 1, _BATCH)
+        feed = BenchFeed(self.cluster, f"live{rate}")
+        feed.create_topic()
         batches: list[LiveBatch] = []
-        with sending(feed, rate, seconds) as sender:
+        with send_in_background(feed, rate, seconds) as sender:
             began = time.perf_counter()
-            while sender.is_alive() or not batches or _done(batches) < sum(map(len, feed.sent)):
-                if (batch := live.batch()) is not None:
+            while (
+                sender.is_alive() or not batches or _count_records(batches) < sum(map(len, feed.send_times))
+            ):
+                if (batch := live.publish_next_batch()) is not None:
                     batches.append(batch)
                 else:
                     time.sleep(0.05)
-        took = time.perf_counter() - began
+        elapsed_s = time.perf_counter() - began
         live.close()
-        (table,) = (tuple(one.asset.path) for one in ingest.tables)
-        at = publications(self.lake, table)
-        late = delays(
-            self.lake.catalog(MAIN).load_table(table), feed, lambda snapshot: at[snapshot.snapshot_id]
+        (table,) = (tuple(item.asset.path) for item in ingest.tables)
+        publication_s = publication_times(self.lake, table)
+        delays_s = measure_delays(
+            self.lake.catalog(MAIN).load_table(table),
+            feed,
+            lambda snapshot: publication_s[snapshot.snapshot_id],
         )
-        lost, doubled = self._exact(ingest, sum(map(len, feed.sent)))
-        files = sum(len(one) for batch in batches for one in batch.result.scanned.files.values())
-        return _Live(late, len(batches), files, took, lost, doubled)
+        lost, doubled = self._count_errors(ingest, sum(map(len, feed.send_times)))
+        files = sum(len(item) for batch in batches for item in batch.result.scan_result.files.values())
+        return _LiveFigures(delays_s, len(batches), files, elapsed_s, lost, doubled)
 
     # -- plain -----------------------------------------------------------------------------------------
 
-    def _stream(self, session: SparkSession, topic: str, table: str) -> Any:
-        self._names += 1
-        schema = ddl(list(COLUMNS.items()))
+    def _open_stream(self, session: SparkSession, topic: str, table: str) -> Any:
+        self._name_count += 1
+        schema = format_ddl(list(COLUMNS.items()))
         session.sql("CREATE NAMESPACE IF NOT EXISTS nessie.plain")
         session.sql(
             f"CREATE TABLE nessie.plain.{table} ({schema}, partition_ int, offset_ bigint) USING iceberg"
@@ -205,60 +230,60 @@ class _Stack:
         checkpoint = self.lake.settings.state_dir / "checkpoints" / table
         return rows.writeStream.format("iceberg").option("checkpointLocation", checkpoint.as_uri())
 
-    def _plain_flat_out(self, topic: str, records: int) -> _Speed:
+    def _stream_flat_out(self, topic: str, records: int) -> _Throughput:
         del records  # all that is there: it has no such limit
         session = self.lake.spark_session(MAIN)
-        table = f"flat{self._names}"
-        stream = self._stream(session, topic, table)
+        table = f"flat{self._name_count}"
+        stream = self._open_stream(session, topic, table)
         began = time.perf_counter()
         query = stream.trigger(availableNow=True).toTable(f"nessie.plain.{table}")
         query.awaitTermination()
-        took = time.perf_counter() - began
+        elapsed_s = time.perf_counter() - began
         session.stop()
         snapshots = self.lake.catalog(MAIN).load_table(("plain", table)).metadata.snapshots
         batches = [
-            (int(one.summary["added-records"] or 0), one.timestamp_ms / 1000)
-            for one in snapshots
-            if one.summary is not None
+            (int(snapshot.summary["added-records"] or 0), snapshot.timestamp_ms / 1000)
+            for snapshot in snapshots
+            if snapshot.summary is not None
         ]
-        return _Speed.of(batches, took)
+        return _Throughput.from_batches(batches, elapsed_s)
 
-    def _plain_stream(self, rate: int, seconds: float) -> np.ndarray[Any, Any]:
+    def _stream_at_rate(self, rate: int, seconds: float) -> np.ndarray[Any, Any]:
         """The delays of all records, by the times of the snapshots that hold them."""
         topic = f"plain{rate}"
-        feed = Feed(self.cluster, topic)
-        feed.create()
+        feed = BenchFeed(self.cluster, topic)
+        feed.create_topic()
         session = self.lake.spark_session(MAIN)
-        stream = self._stream(session, topic, topic)
+        stream = self._open_stream(session, topic, topic)
         query = stream.trigger(processingTime="0 seconds").toTable(f"nessie.plain.{topic}")
-        with sending(feed, rate, seconds) as sender:
+        with send_in_background(feed, rate, seconds) as sender:
             sender.join()
         query.processAllAvailable()
         query.stop()
         session.stop()
         table = self.lake.catalog(MAIN).load_table(("plain", topic))
-        return delays(table, feed, lambda snapshot: snapshot.timestamp_ms / 1000)
+        return measure_delays(table, feed, lambda snapshot: snapshot.timestamp_ms / 1000)
 
 
 @dataclass(frozen=True)
-class _Speed:
+class _Throughput:
     """Records a second, from the start and from the second batch on."""
 
     per_s: float
     sustained_per_s: float
 
     @classmethod
-    def of(cls, batches: Sequence[tuple[int, float]], took: float) -> _Speed:
+    def from_batches(cls, batches: Sequence[tuple[int, float]], elapsed_s: float) -> _Throughput:
         """Of batches, each with its records and when it was visible, and the seconds of all."""
-        per_s = sum(count for count, _ in batches) / took
+        per_s = sum(count for count, _ in batches) / elapsed_s
         if len(batches) < 2:
             return cls(per_s, per_s)
         return cls(per_s, sum(count for count, _ in batches[1:]) / (batches[-1][1] - batches[0][1]))
 
 
 @dataclass(frozen=True)
-class _Live:
-    delays: np.ndarray[Any, Any]
+class _LiveFigures:
+    delays_s: np.ndarray[Any, Any]
     batches: int
     files: int
     seconds: float
@@ -266,34 +291,34 @@ class _Live:
     doubled: int
 
 
-def _done(batches: Sequence[LiveBatch]) -> int:
-    return sum(batch.result.records for batch in batches)
+def _count_records(batches: Sequence[LiveBatch]) -> int:
+    return sum(batch.result.record_count for batch in batches)
 
 
-def _quantiles(delays: np.ndarray[Any, Any]) -> tuple[float, float]:
-    return round(float(np.quantile(delays, 0.5)), 2), round(float(np.quantile(delays, 0.99)), 2)
+def _delay_quantiles(delays_s: np.ndarray[Any, Any]) -> tuple[float, float]:
+    return round(float(np.quantile(delays_s, 0.5)), 2), round(float(np.quantile(delays_s, 0.99)), 2)
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show_ingestion(figures: dict[str, Any], console: Console) -> None:
     """The figures as a table."""
     table = Table("", "live", "a run a batch", "plain Structured Streaming")
     table.add_row(
-        "records/s, one table", f"{found['records_per_s']:,}", "", f"{found['plain_records_per_s']:,}"
+        "records/s, one table", f"{figures['records_per_s']:,}", "", f"{figures['plain_records_per_s']:,}"
     )
-    table.add_row("records/s, ten tables, atomic", f"{found['records_10_tables_per_s']:,}", "", "")
-    for name, told in (("one table", "records"), ("ten tables, atomic", "records_10_tables")):
-        plain = f"{found['sustained_plain_records_per_s']:,}" if told == "records" else ""
-        table.add_row(f"sustained, {name}", f"{found[f'sustained_{told}_per_s']:,}", "", plain)
+    table.add_row("records/s, ten tables, atomic", f"{figures['records_10_tables_per_s']:,}", "", "")
+    for name, key in (("one table", "records"), ("ten tables, atomic", "records_10_tables")):
+        plain = f"{figures['sustained_plain_records_per_s']:,}" if key == "records" else ""
+        table.add_row(f"sustained, {name}", f"{figures[f'sustained_{key}_per_s']:,}", "", plain)
     for rate in _RATES:
         for name in ("p50", "p99"):
             table.add_row(
                 f"{name} to visible at {rate:,}/s, s",
-                f"{found[f'{name}_visible_s_{rate}']}",
-                f"{found[f'runs_{name}_visible_s_{rate}']}",
-                f"{found[f'plain_{name}_visible_s_{rate}']}",
+                f"{figures[f'{name}_visible_s_{rate}']}",
+                f"{figures[f'runs_{name}_visible_s_{rate}']}",
+                f"{figures[f'plain_{name}_visible_s_{rate}']}",
             )
         table.add_row(
-            f"publications an hour at {rate:,}/s", f"{found[f'publications_per_h_{rate}']:,}", "", ""
+            f"publications an hour at {rate:,}/s", f"{figures[f'publications_per_h_{rate}']:,}", "", ""
         )
-    table.add_row("lost, doubled", f"{found['lost']}, {found['doubled']}", "", "")
+    table.add_row("lost, doubled", f"{figures['lost']}, {figures['doubled']}", "", "")
     console.print(table)

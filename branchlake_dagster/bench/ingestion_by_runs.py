@@ -11,27 +11,29 @@ import numpy as np
 from pyiceberg.exceptions import NoSuchTableError
 
 from branchlake_dagster.bench.ingestion_project import NAME, TABLE, TOPIC
-from branchlake_dagster.bench.kafka_feed import Feed, sending
+from branchlake_dagster.bench.kafka_feed import BenchFeed, send_in_background
 from branchlake_dagster.bench.launched_run import BenchFailed, start_sensor
-from branchlake_dagster.bench.time_to_visibility import delays, publications
+from branchlake_dagster.bench.time_to_visibility import measure_delays, publication_times
 from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
-from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.waiting import holds_within
 
 _MODULE = "branchlake_dagster.bench.ingestion_project"
-_BEHIND_S = 180.0
-_FIRST = 10_000
+_TIMEOUT_S = 180.0
+_FIRST_RECORDS = 10_000
 
 
-def delays_by_runs(lake: Lakehouse, cluster: Cluster, rate: int, seconds: float) -> np.ndarray[Any, Any]:
+def measure_run_delays(
+    lake: Lakehouse, cluster: KafkaCluster, rate: int, seconds: float
+) -> np.ndarray[Any, Any]:
     """Seconds to visible of every record, with the sensor's settings as they come; a run for each batch.
 
     Servers, daemon and sensor have published a batch before the first of them is sent. Raises BenchFailed
     where records are missing or there twice three minutes after the last one was sent.
     """
-    feed = Feed(cluster, f"runs{rate}")
-    feed.create()
+    feed = BenchFeed(cluster, f"runs{rate}")
+    feed.create_topic()
     environment = {
         "BRANCHLAKE_STATE_DIR": str(lake.settings.state_dir),
         "BRANCHLAKE_KAFKA_BOOTSTRAP": cluster.bootstrap,
@@ -40,25 +42,27 @@ def delays_by_runs(lake: Lakehouse, cluster: Cluster, rate: int, seconds: float)
     home = dagster_home(lake.settings)
     with dagster_dev(_MODULE, home=Path(home), environment=environment) as url:
         start_sensor(url, _MODULE, f"ingest_{NAME}_sensor")
-        feed.flat_out(_FIRST)
-        holds_within(_BEHIND_S, lambda: _there(lake) >= _FIRST, every_s=0.2)
-        began = time.time()
-        with sending(feed, rate, seconds) as sender:
+        feed.send_flat_out(_FIRST_RECORDS)
+        holds_within(_TIMEOUT_S, lambda: _count_rows(lake) >= _FIRST_RECORDS, every_s=0.2)
+        start_time = time.time()
+        with send_in_background(feed, rate, seconds) as sender:
             sender.join()
-        sent = sum(map(len, feed.sent))
-        holds_within(_BEHIND_S, lambda: _there(lake) >= sent, every_s=0.5)
+        sent_count = sum(map(len, feed.send_times))
+        holds_within(_TIMEOUT_S, lambda: _count_rows(lake) >= sent_count, every_s=0.5)
         table = lake.catalog(MAIN).load_table(TABLE)
-        at = publications(lake, TABLE)
-        found = delays(table, feed, lambda snapshot: at[snapshot.snapshot_id], since=began)
+        publication_s = publication_times(lake, TABLE)
+        delays_s = measure_delays(
+            table, feed, lambda snapshot: publication_s[snapshot.snapshot_id], since=start_time
+        )
         with dg.DagsterInstance.get() as instance:
             holds_within(60.0, lambda: all(run.is_finished for run in instance.get_runs()), every_s=0.2)
-    if len(found) != sent - _FIRST:
-        raise BenchFailed(f"{sent - _FIRST:,} records were sent, {len(found):,} are there.")
+    if len(delays_s) != sent_count - _FIRST_RECORDS:
+        raise BenchFailed(f"{sent_count - _FIRST_RECORDS:,} records were sent, {len(delays_s):,} are there.")
     lake.catalog(MAIN).drop_table(TABLE)
-    return found
+    return delays_s
 
 
-def _there(lake: Lakehouse) -> int:
+def _count_rows(lake: Lakehouse) -> int:
     try:
         snapshot = lake.catalog(MAIN).load_table(TABLE).current_snapshot()
     except NoSuchTableError:

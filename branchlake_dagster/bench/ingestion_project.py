@@ -5,7 +5,7 @@ import os
 import dagster as dg
 
 from branchlake_dagster.bench.kafka_feed import COLUMNS
-from branchlake_dagster.bench.time_to_visibility import PLACE
+from branchlake_dagster.bench.time_to_visibility import OFFSET_COLUMNS
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.definitions import ingest_definitions
 from branchlake_dagster.publication.definitions import branchlake_definitions
@@ -15,7 +15,7 @@ NAME = "benched"
 TABLE = (NAME, "all")
 
 _table = IngestTable(
-    key=[*TABLE], columns=COLUMNS, attributes=dict(zip(PLACE, ("partition", "offset"), strict=True))
+    key=[*TABLE], columns=COLUMNS, attributes=dict(zip(OFFSET_COLUMNS, ("partition", "offset"), strict=True))
 )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from branchlake_dagster.bench.launched_run import BenchFailed
 from branchlake_dagster.ingest.errors import IngestError
-from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.waiting import holds_within
 
@@ -28,9 +28,9 @@ COLUMNS = {
 }
 
 
-def value(number: int) -> bytes:
+def record_value(number: int) -> bytes:
     """The record's value, about 180 bytes."""
-    told = {
+    fields = {
         "id": number,
         "site": f"s{number % SITES}",
         "at": f"2026-11-22T18:00:00.{number % 1_000_000:06d}Z",
@@ -39,40 +39,40 @@ def value(number: int) -> bytes:
         "name": f"object-{number % 5_000}",
         "note": "some text that makes it as long as records are",
     }
-    return json.dumps(told).encode()
+    return json.dumps(fields).encode()
 
 
 @dataclass
-class Feed:
-    """Sends records to a topic; `sent` has by partition the wall clock of each offset's sending, seconds."""
+class BenchFeed:
+    """Sends records to a topic; `send_times` has by partition the wall clock of each offset's sending, seconds."""
 
-    cluster: Cluster
+    cluster: KafkaCluster
     topic: str
-    sent: list[list[float]] = field(default_factory=lambda: [[] for _ in range(PARTITIONS)])
+    send_times: list[list[float]] = field(default_factory=lambda: [[] for _ in range(PARTITIONS)])
 
-    def create(self) -> None:
+    def create_topic(self) -> None:
         """Make the topic."""
         from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
         admin = AdminClient({**self.cluster.client_options()})  # its answers end with it
         for future in admin.create_topics([NewTopic(self.topic, PARTITIONS, 1)]).values():
             future.result()
-        found = holds_within(30.0, self._led, every_s=0.1)
-        if not found:
+        is_ready = holds_within(30.0, self._has_leaders, every_s=0.1)
+        if not is_ready:
             raise BenchFailed(f"Topic {self.topic} has no leaders.")
 
-    def _led(self) -> bool:
+    def _has_leaders(self) -> bool:
         """Whether all of its partitions have a leader."""
         try:
             return len(KafkaTopics(self.cluster).describe([self.topic])[self.topic].ends) == PARTITIONS
         except IngestError:
             return False
 
-    def flat_out(self, count: int) -> None:
+    def send_flat_out(self, count: int) -> None:
         """Send `count` records as fast as they go."""
         self._send(count, lambda _: None)
 
-    def at_rate(self, per_s: float, seconds: float, stop: threading.Event) -> int:
+    def send_at_rate(self, per_s: float, seconds: float, stop: threading.Event) -> int:
         """Send so many a second; how many it were."""
         began = time.perf_counter()
 
@@ -97,10 +97,10 @@ class Feed:
                 if stop is not None and stop.is_set():
                     break
             partition = number % PARTITIONS
-            self.sent[partition].append(time.time())
+            self.send_times[partition].append(time.time())
             while True:
                 try:
-                    producer.produce(self.topic, value(number), partition=partition)
+                    producer.produce(self.topic, record_value(number), partition=partition)
                     break
                 except BufferError:
                     producer.poll(0.1)
@@ -108,10 +108,10 @@ class Feed:
 
 
 @contextmanager
-def sending(feed: Feed, rate: int, seconds: float) -> Iterator[threading.Thread]:
+def send_in_background(feed: BenchFeed, rate: int, seconds: float) -> Iterator[threading.Thread]:
     """Meanwhile a thread sends so many records a second."""
     stop = threading.Event()
-    sender = threading.Thread(target=feed.at_rate, args=(rate, seconds, stop), daemon=True)
+    sender = threading.Thread(target=feed.send_at_rate, args=(rate, seconds, stop), daemon=True)
     sender.start()
     try:
         yield sender

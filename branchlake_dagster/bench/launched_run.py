@@ -44,7 +44,7 @@ def launch_run(url: str, module: str, job: str, *, tags: Mapping[str, str] | Non
             "tags": [{"key": key, "value": value} for key, value in (tags or {}).items()],
         },
     }
-    result = _asked(url, _LAUNCH, "launchRun", params)
+    result = _post_query(url, _LAUNCH, "launchRun", params)
     if result["__typename"] != "LaunchRunSuccess":
         raise BenchFailed(f"{job} could not be launched: {result}")
     return str(result["run"]["runId"])
@@ -53,7 +53,7 @@ def launch_run(url: str, module: str, job: str, *, tags: Mapping[str, str] | Non
 def launch_backfill(url: str, key: Sequence[str], partitions: Sequence[str]) -> str:
     """The id of a launched backfill of an asset. Raises BenchFailed."""
     params = {"assetSelection": [{"path": [*key]}], "partitionNames": [*partitions], "fromFailure": False}
-    result = _asked(url, _BACKFILL, "launchPartitionBackfill", params)
+    result = _post_query(url, _BACKFILL, "launchPartitionBackfill", params)
     if result["__typename"] != "LaunchBackfillSuccess":
         raise BenchFailed(f"The backfill of {'/'.join(key)} could not be launched: {result}")
     return str(result["backfillId"])
@@ -62,14 +62,14 @@ def launch_backfill(url: str, key: Sequence[str], partitions: Sequence[str]) -> 
 def start_sensor(url: str, module: str, name: str) -> None:
     """Turn a sensor on. Raises BenchFailed."""
     params = {"repositoryLocationName": module, "repositoryName": "__repository__", "sensorName": name}
-    result = _asked(url, _START, "startSensor", params)
+    result = _post_query(url, _START, "startSensor", params)
     if result["__typename"] != "Sensor":
         raise BenchFailed(f"Sensor {name} could not be started: {result}")
 
 
-def _asked(url: str, query: str, field: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    reply = requests.post(
+def _post_query(url: str, query: str, field: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    response = requests.post(
         f"{url}/graphql", json={"query": query, "variables": {"params": params}}, timeout=60
     ).json()
-    found: dict[str, Any] = (reply.get("data") or {}).get(field) or {"__typename": str(reply)}
-    return found
+    result: dict[str, Any] = (response.get("data") or {}).get(field) or {"__typename": str(response)}
+    return result

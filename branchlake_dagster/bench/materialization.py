@@ -26,7 +26,7 @@ SIZES = {"10": 10, "2m": 2_000_000}
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 
 
-class PlainIOManager(dg.IOManager):
+class PlainTableIOManager(dg.IOManager):
     """What one writes without this package: the frame replaces the table on `main`, by PyIceberg."""
 
     def __init__(self, lake: Lakehouse) -> None:
@@ -41,7 +41,7 @@ class PlainIOManager(dg.IOManager):
             catalog.create_namespace_if_not_exists(identifier[:-1])
             table = catalog.create_table(identifier, obj.schema)
         table.overwrite(obj, overwrite_filter=AlwaysTrue())
-        context.add_output_metadata({"dagster/row_count": dg.MetadataValue.int(_records(table))})
+        context.add_output_metadata({"dagster/row_count": dg.MetadataValue.int(_count_records(table))})
 
     def load_input(self, context: dg.InputContext) -> pa.Table:
         """The whole table."""
@@ -49,15 +49,15 @@ class PlainIOManager(dg.IOManager):
 
 
 @dataclass
-class _Pair:
+class _RunPair:
     """Seconds of one round: the plain run, the run on its branch, and the publisher's pass for that."""
 
-    plain: float
-    branched: float
-    publication: float
+    plain_s: float
+    branched_s: float
+    publication_s: float
 
 
-def measure(
+def measure_materialization(
     lake: Lakehouse, *, rounds: int = 7, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """Medians over pairs of runs in this process, taken in turns; ratios are of the pairs.
@@ -67,26 +67,26 @@ def measure(
     `pass_one_run_ms`: that pass for a run of ten rows, in milliseconds.
     Tables of its own in `lake`, whose Nessie runs. Each run is one of Dagster's, with its events.
     """
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, rows in SIZES.items():
-        pairs = _pairs(lake, rows, rounds)
-        plain = statistics.median(pair.plain for pair in pairs)
-        found |= {
-            f"materialise_ratio_{name}": _median(pair.branched / pair.plain for pair in pairs),
-            f"materialise_pass_ratio_{name}": _median(
-                (pair.branched + pair.publication) / pair.plain for pair in pairs
+        pairs = _time_pairs(lake, rows, rounds)
+        plain = statistics.median(pair.plain_s for pair in pairs)
+        figures |= {
+            f"materialise_ratio_{name}": _rounded_median(pair.branched_s / pair.plain_s for pair in pairs),
+            f"materialise_pass_ratio_{name}": _rounded_median(
+                (pair.branched_s + pair.publication_s) / pair.plain_s for pair in pairs
             ),
             f"materialise_plain_s_{name}": round(plain, 3),
         }
         if name == "10":
-            passes = [pair.publication for pair in pairs]
-            found["pass_one_run_ms"] = round(1000 * statistics.median(passes), 1)
-        say(f"{rows:,} rows: {found[f'materialise_ratio_{name}']} times the plain {plain:.2f} s")
-    return found
+            passes = [pair.publication_s for pair in pairs]
+            figures["pass_one_run_ms"] = round(1000 * statistics.median(passes), 1)
+        say(f"{rows:,} rows: {figures[f'materialise_ratio_{name}']} times the plain {plain:.2f} s")
+    return figures
 
 
-def _pairs(lake: Lakehouse, rows: int, rounds: int) -> list[_Pair]:
-    frame, namespace = _frame(rows), f"bench{uuid.uuid4().hex[:8]}"
+def _time_pairs(lake: Lakehouse, rows: int, rounds: int) -> list[_RunPair]:
+    frame, namespace = _build_frame(rows), f"bench{uuid.uuid4().hex[:8]}"
 
     @dg.asset(key=[namespace, "plain"], io_manager_key="plain")
     def plain() -> pa.Table:
@@ -97,10 +97,10 @@ def _pairs(lake: Lakehouse, rows: int, rounds: int) -> list[_Pair]:
         return frame
 
     definitions = dg.Definitions.merge(
-        branchlake_definitions(lake.settings, lakehouse=LakehouseResource.of(lake.settings)),
+        branchlake_definitions(lake.settings, lakehouse=LakehouseResource.from_settings(lake.settings)),
         dg.Definitions(
             assets=[plain, branched],
-            resources={"plain": PlainIOManager(lake)},
+            resources={"plain": PlainTableIOManager(lake)},
             executor=dg.in_process_executor,
         ),
     )
@@ -109,31 +109,35 @@ def _pairs(lake: Lakehouse, rows: int, rounds: int) -> list[_Pair]:
     pairs = []
     with dg.DagsterInstance.local_temp() as instance:
 
-        def run(asset: dg.AssetsDefinition) -> tuple[str, float]:
+        def time_run(asset: dg.AssetsDefinition) -> tuple[str, float]:
             began = time.perf_counter()
-            done = job.execute_in_process(instance=instance, asset_selection=[asset.key], run_config=_QUIET)
-            return done.run_id, time.perf_counter() - began
+            run_result = job.execute_in_process(
+                instance=instance, asset_selection=[asset.key], run_config=_QUIET
+            )
+            return run_result.run_id, time.perf_counter() - began
 
         for number in range(rounds + 1):  # the first makes the tables and is not counted
             if number % 2:
-                _, without = run(plain)
-                run_id, on_branch = run(branched)
+                _, plain_s = time_run(plain)
+                run_id, branched_s = time_run(branched)
             else:
-                run_id, on_branch = run(branched)
-                _, without = run(plain)
+                run_id, branched_s = time_run(branched)
+                _, plain_s = time_run(plain)
             began = time.perf_counter()
-            outcomes = list(Reconciler.of(lake, instance, graph).run())
-            pairs.append(_Pair(without, on_branch, time.perf_counter() - began))
-            if [one.action for one in outcomes if one.run_id == run_id] != [PublicationAction.PUBLISHED]:
+            outcomes = list(Reconciler.from_lake(lake, instance, graph).reconcile_branches())
+            pairs.append(_RunPair(plain_s, branched_s, time.perf_counter() - began))
+            if [outcome.action for outcome in outcomes if outcome.run_id == run_id] != [
+                PublicationAction.PUBLISHED
+            ]:
                 raise RuntimeError(f"A benchmark's publication failed: {outcomes}")
     catalog = lake.catalog(MAIN)
-    written = [_files(catalog.load_table((namespace, name))) for name in ("plain", "branched")]
-    if written[0] != written[1]:
-        raise RuntimeError(f"The two wrote different files, so there is nothing to compare: {written}")
+    rows_per_file = [_rows_per_file(catalog.load_table((namespace, name))) for name in ("plain", "branched")]
+    if rows_per_file[0] != rows_per_file[1]:
+        raise RuntimeError(f"The two wrote different files, so there is nothing to compare: {rows_per_file}")
     return pairs[1:]
 
 
-def _frame(rows: int) -> pa.Table:
+def _build_frame(rows: int) -> pa.Table:
     """Five columns: a time, a number that counts up, two that vary, a name that repeats."""
     generator = np.random.default_rng(0)
     start = np.datetime64("2026-01-01", "us")
@@ -148,14 +152,14 @@ def _frame(rows: int) -> pa.Table:
     )
 
 
-def _records(table: Any) -> int:
+def _count_records(table: Any) -> int:
     return int(table.current_snapshot().summary.additional_properties["total-records"])
 
 
-def _files(table: Any) -> list[int]:
+def _rows_per_file(table: Any) -> list[int]:
     """The rows of each data file."""
     return sorted(task.file.record_count for task in table.scan().plan_files())
 
 
-def _median(values: Iterable[float]) -> float:
+def _rounded_median(values: Iterable[float]) -> float:
     return round(statistics.median(values), 3)

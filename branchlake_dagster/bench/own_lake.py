@@ -19,20 +19,21 @@ def own_lake(settings: Settings) -> Iterator[Settings]:
     Raises ConfigurationError where they name servers: benchmarks write tables to `main`, some of them with
     the names that the pipeline's have.
     """
-    named = {
+    remote_by_variable = {
         "BRANCHLAKE_NESSIE_URI": not settings.embedded_nessie,
         "BRANCHLAKE_SPARK_REMOTE": settings.spark_remote is not None,
         "BRANCHLAKE_WAREHOUSE": not settings.embedded_warehouse,
         "BRANCHLAKE_KAFKA_SECURITY": settings.kafka_security != "PLAINTEXT",
     }
-    if given := [name for name, is_named in named.items() if is_named]:
+    if remote_variables := [name for name, is_remote in remote_by_variable.items() if is_remote]:
         raise ConfigurationError(
-            f"A benchmark writes to servers of its own, and {', '.join(given)} names others.",
-            hint=f"For the benchmark: env {' '.join(f'-u {name}' for name in given)} branchlake bench …",
+            f"A benchmark writes to servers of its own, and {', '.join(remote_variables)} names others.",
+            hint=f"For the benchmark: env {' '.join(f'-u {name}' for name in remote_variables)} branchlake"
+            " bench …",
             reason="servers_of_others",
-            subject=", ".join(given),
+            subject=", ".join(remote_variables),
         )
-    before = os.environ.get("DAGSTER_HOME")
+    old_home = os.environ.get("DAGSTER_HOME")
     with tempfile.TemporaryDirectory(prefix="branchlake-bench-") as folder:
         os.environ["DAGSTER_HOME"] = str(Path(folder, "dagster"))
         try:
@@ -40,7 +41,7 @@ def own_lake(settings: Settings) -> Iterator[Settings]:
                 update={"state_dir": Path(folder, "state"), "kafka_bootstrap": None, "landing": None}
             )
         finally:
-            if before is None:
+            if old_home is None:
                 del os.environ["DAGSTER_HOME"]
             else:
-                os.environ["DAGSTER_HOME"] = before
+                os.environ["DAGSTER_HOME"] = old_home

@@ -22,12 +22,12 @@ NAMESPACE = "parts"
 SCHEMA = Schema(NestedField(1, "part", StringType()), NestedField(2, "n", LongType()))
 LAYOUT = PartitionSpec(PartitionField(1, 1000, IdentityTransform(), "part"))
 
-_PLAIN = "plain_io_manager"
+_PLAIN_KEY = "plain_io_manager"
 _partitions = dg.StaticPartitionsDefinition([*PARTITIONS])
 _RETRY_S = 60.0
 
 
-class PlainIOManager(dg.IOManager):
+class PlainPartitionIOManager(dg.IOManager):
     """What one would write with PyIceberg alone: replaces partitions' rows on `main`, again on a conflict."""
 
     def __init__(self, settings: Settings) -> None:
@@ -37,16 +37,16 @@ class PlainIOManager(dg.IOManager):
         """Replace the rows of the run's partitions in the asset's table, which exists."""
         catalog = self._lake.catalog(MAIN)
         identifier = tuple(context.asset_key.path)
-        replaced = In("part", set(context.asset_partition_keys))
+        row_filter = In("part", set(context.asset_partition_keys))
 
-        def written() -> bool:
+        def try_overwrite() -> bool:
             try:
-                catalog.load_table(identifier).overwrite(obj, overwrite_filter=replaced)
+                catalog.load_table(identifier).overwrite(obj, overwrite_filter=row_filter)
             except CommitFailedException:  # another run was faster
                 return False
             return True
 
-        if not holds_within(_RETRY_S, written, every_s=0.05):
+        if not holds_within(_RETRY_S, try_overwrite, every_s=0.05):
             raise dg.Failure(f"{identifier} was changed by others for {_RETRY_S:.0f} s.")
 
     def load_input(self, context: dg.InputContext) -> Any:
@@ -54,36 +54,40 @@ class PlainIOManager(dg.IOManager):
         raise NotImplementedError
 
 
-def _rows(context: dg.AssetExecutionContext) -> pa.Table:
+def _build_rows(context: dg.AssetExecutionContext) -> pa.Table:
     keys = context.partition_keys
     return pa.table({"part": [key for key in keys for _ in range(ROWS)], "n": [*range(ROWS)] * len(keys)})
 
 
-def _asset(name: str, *, plain: bool, one_run: bool) -> dg.AssetsDefinition:
+def _build_asset(name: str, *, plain: bool, single_run: bool) -> dg.AssetsDefinition:
     @dg.asset(
         key=[NAMESPACE, name],
         group_name="bench",
         partitions_def=_partitions,
-        backfill_policy=dg.BackfillPolicy.single_run() if one_run else dg.BackfillPolicy.multi_run(1),
+        backfill_policy=dg.BackfillPolicy.single_run() if single_run else dg.BackfillPolicy.multi_run(1),
         metadata={} if plain else table_metadata(partition_by="part", require_checks=False),
-        io_manager_key=_PLAIN if plain else None,
+        io_manager_key=_PLAIN_KEY if plain else None,
     )
     def rows(context: dg.AssetExecutionContext) -> pa.Table:
-        return _rows(context)
+        return _build_rows(context)
 
     return rows
 
 
 ASSETS = {
-    (plain, one_run): _asset(
-        f"{'plain' if plain else 'branched'}_{'one_run' if one_run else 'runs'}", plain=plain, one_run=one_run
+    (plain, single_run): _build_asset(
+        f"{'plain' if plain else 'branched'}_{'one_run' if single_run else 'runs'}",
+        plain=plain,
+        single_run=single_run,
     )
     for plain in (False, True)
-    for one_run in (False, True)
+    for single_run in (False, True)
 }
 """By whether its IO manager is the plain one, and whether a backfill of it is one run."""
 
 
 def parts_definitions(settings: Settings) -> dg.Definitions:
     """The assets and the plain IO manager."""
-    return dg.Definitions(assets=[*ASSETS.values()], resources={_PLAIN: PlainIOManager(settings)})
+    return dg.Definitions(
+        assets=[*ASSETS.values()], resources={_PLAIN_KEY: PlainPartitionIOManager(settings)}
+    )

@@ -27,87 +27,96 @@ from branchlake_dagster.internals.pyiceberg import write_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, Unchanged
 from branchlake_dagster.publication.definitions import branchlake_definitions
-from branchlake_dagster.publication.ledger import Candidate, Publication, Published, properties, write_set
+from branchlake_dagster.publication.ledger import (
+    Candidate,
+    Publication,
+    Published,
+    load_write_set,
+    publication_properties,
+)
 from branchlake_dagster.publication.main_log import MainLog
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.publisher import publisher_of
+from branchlake_dagster.publication.publisher import build_publisher
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import Place, opened
+from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import RunLocation, build_opening_tags
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import EventMetadata, LakeProperty
 from branchlake_dagster.tables import arrow_frames
-from branchlake_dagster.tables.replaced_rows import replaced as predicate_of
-from branchlake_dagster.tables.replaced_rows import to_text
-from branchlake_dagster.tables.selection import select
-from branchlake_dagster.tables.specification import table_metadata, table_spec
+from branchlake_dagster.tables.replaced_rows import build_replaced_rows as predicate_of
+from branchlake_dagster.tables.replaced_rows import to_json
+from branchlake_dagster.tables.selection import select_partitions
+from branchlake_dagster.tables.specification import parse_table_spec, table_metadata
 
-_SECONDS = 10.0
+_PLAIN_WRITE_S = 10.0
 _ROUNDS = 3
 
 
-def overhead(lake: Lakehouse, *, say: Callable[[str], None]) -> dict[str, Any]:
+def measure_overhead(lake: Lakehouse, *, say: Callable[[str], None]) -> dict[str, Any]:
     """`overhead_ratio`: total on a branch over the plain write of about ten seconds, medians of both.
 
     The plain write is Spark's own on `main`, without Dagster. On the branch it is the same Spark job; added
     to it is what the machinery took: opening the branch, gate, publication, announcement and clean-up.
     """
-    rows = _calibrated(lake, say)
-    plain, branched, machinery = [], [], []
+    rows = _calibrate_rows(lake, say)
+    plain_s, branched_s, machinery_s = [], [], []
     for number in range(_ROUNDS):
-        plain.append(_plain(lake, rows, f"plain_{number}"))
-        write, added = _on_a_branch(lake, rows, f"branched_{number}")
-        branched.append(write + added)
-        machinery.append(added)
-        say(f"round {number + 1}/{_ROUNDS}: {plain[-1]:.1f} s plain, {write:.1f} + {added:.2f} s on a branch")
-    base, total = statistics.median(plain), statistics.median(branched)
+        plain_s.append(_time_plain_write(lake, rows, f"plain_{number}"))
+        write_s, added_s = _time_branch_write(lake, rows, f"branched_{number}")
+        branched_s.append(write_s + added_s)
+        machinery_s.append(added_s)
+        say(
+            f"round {number + 1}/{_ROUNDS}: {plain_s[-1]:.1f} s plain, {write_s:.1f} + {added_s:.2f} s on a"
+            " branch"
+        )
+    plain_median, branched_median = statistics.median(plain_s), statistics.median(branched_s)
     return {
-        "overhead_ratio": round(total / base, 3),
-        "plain_write_s": round(base, 2),
-        "machinery_s": round(statistics.median(machinery), 3),
+        "overhead_ratio": round(branched_median / plain_median, 3),
+        "plain_write_s": round(plain_median, 2),
+        "machinery_s": round(statistics.median(machinery_s), 3),
     }
 
 
-def _frame(session: Any, rows: int) -> DataFrame:
+def _build_frame(session: Any, rows: int) -> DataFrame:
     frame: DataFrame = session.range(rows).select("id", F.sha2(F.col("id").cast("string"), 256).alias("text"))
     return frame
 
 
-def _calibrated(lake: Lakehouse, say: Callable[[str], None]) -> int:
+def _calibrate_rows(lake: Lakehouse, say: Callable[[str], None]) -> int:
     """How many rows take about ten seconds here."""
     rows = 2_000_000
-    _plain(lake, 100_000, "warm")
-    took = _plain(lake, rows, "calibration")
-    wanted = int(rows * _SECONDS / took)
-    say(f"{wanted:,} rows take about {_SECONDS:.0f} s")
-    return wanted
+    _time_plain_write(lake, 100_000, "warm")
+    elapsed_s = _time_plain_write(lake, rows, "calibration")
+    row_count = int(rows * _PLAIN_WRITE_S / elapsed_s)
+    say(f"{row_count:,} rows take about {_PLAIN_WRITE_S:.0f} s")
+    return row_count
 
 
-def _plain(lake: Lakehouse, rows: int, name: str) -> float:
+def _time_plain_write(lake: Lakehouse, rows: int, name: str) -> float:
     session = lake.spark_session(MAIN)
     try:
         began = time.perf_counter()
-        _frame(session, rows).writeTo(f"nessie.bench.{name}").create()
+        _build_frame(session, rows).writeTo(f"nessie.bench.{name}").create()
         return time.perf_counter() - began
     finally:
         session.stop()
 
 
-def _on_a_branch(lake: Lakehouse, rows: int, name: str) -> tuple[float, float]:
+def _time_branch_write(lake: Lakehouse, rows: int, name: str) -> tuple[float, float]:
     """Seconds of the write itself and of all else the machinery did for it."""
-    took: dict[str, float] = {}
-    resource = LakehouseResource.of(lake.settings)
+    durations: dict[str, float] = {}
+    resource = LakehouseResource.from_settings(lake.settings)
 
     @dg.asset(key=["bench", name], metadata=table_metadata(require_checks=False))
     def written(lakehouse: LakehouseResource, spark: BranchSparkResource) -> None:
         began = time.perf_counter()
         lakehouse.open_branch()
-        took["open"] = time.perf_counter() - began
+        durations["open"] = time.perf_counter() - began
         session = spark.spark_session
         began = time.perf_counter()
-        _frame(session, rows).writeTo(f"nessie.bench.{name}").create()
-        took["write"] = time.perf_counter() - began
+        _build_frame(session, rows).writeTo(f"nessie.bench.{name}").create()
+        durations["write"] = time.perf_counter() - began
 
     definitions = dg.Definitions.merge(
         branchlake_definitions(lake.settings, lakehouse=resource),
@@ -118,26 +127,26 @@ def _on_a_branch(lake: Lakehouse, rows: int, name: str) -> tuple[float, float]:
         run = job.execute_in_process(instance=instance)
         began = time.perf_counter()
         graph = definitions.get_repository_def().asset_graph
-        outcome = Reconciler.of(lake, instance, graph).run_one(run.run_id)
-        took["settle"] = time.perf_counter() - began
+        outcome = Reconciler.from_lake(lake, instance, graph).reconcile_run(run.run_id)
+        durations["settle"] = time.perf_counter() - began
         if outcome is None or outcome.action is not PublicationAction.PUBLISHED:
             raise RuntimeError(f"A benchmark's publication failed: {outcome}")
-    return took["write"], took["open"] + took["settle"]
+    return durations["write"], durations["open"] + durations["settle"]
 
 
 _PASSES = 3
 
 
-def reconcile_seconds(lake: Lakehouse, count: int, *, say: Callable[[str], None]) -> float:
+def measure_reconcile(lake: Lakehouse, count: int, *, say: Callable[[str], None]) -> float:
     """The median of some passes over `count` run branches. The branches are deleted afterwards."""
     run_ids = [str(uuid4()) for _ in range(count)]
-    head = lake.nessie.reference(MAIN).hash
+    main_hash = lake.nessie.reference(MAIN).hash
 
     def create(run_id: str) -> None:
-        lake.nessie.create_branch(branch_name(run_id), from_ref=MAIN, from_hash=head)
+        lake.nessie.create_branch(run_branch_name(run_id), from_ref=MAIN, from_hash=main_hash)
 
     def delete(run_id: str) -> None:
-        lake.nessie.delete_branch(branch_name(run_id), expected_hash=head)
+        lake.nessie.delete_branch(run_branch_name(run_id), expected_hash=main_hash)
 
     definitions = dg.Definitions()
     with dg.DagsterInstance.local_temp() as instance, ThreadPoolExecutor(4) as pool:
@@ -147,16 +156,16 @@ def reconcile_seconds(lake: Lakehouse, count: int, *, say: Callable[[str], None]
             )
         list(pool.map(create, run_ids))
         say(f"{count:,} branches and runs are made.")
-        reconciler = Reconciler.of(lake, instance, definitions.get_repository_def().asset_graph)
-        took = []
+        reconciler = Reconciler.from_lake(lake, instance, definitions.get_repository_def().asset_graph)
+        durations = []
         for _ in range(_PASSES):
             began = time.perf_counter()
-            seen = sum(1 for _ in reconciler.run())
-            took.append(time.perf_counter() - began)
-            if seen < count:
-                raise RuntimeError(f"Only {seen} of {count} branches were seen.")
+            outcome_count = sum(1 for _ in reconciler.reconcile_branches())
+            durations.append(time.perf_counter() - began)
+            if outcome_count < count:
+                raise RuntimeError(f"Only {outcome_count} of {count} branches were seen.")
         list(pool.map(delete, run_ids))
-    return sorted(took)[_PASSES // 2]
+    return sorted(durations)[_PASSES // 2]
 
 
 _NAMESPACE = "waiting"
@@ -179,7 +188,7 @@ def replaced() -> None:
     """What runs have replaced, each a partition of its own that holds a row already."""
 
 
-def _passing(asset: dg.AssetsDefinition) -> dg.AssetChecksDefinition:
+def _build_passing_check(asset: dg.AssetsDefinition) -> dg.AssetChecksDefinition:
     @dg.asset_check(asset=asset, metadata={"branchlake/scope": "rows"})
     def waiting_check() -> dg.AssetCheckResult:
         """Passes."""
@@ -188,37 +197,37 @@ def _passing(asset: dg.AssetsDefinition) -> dg.AssetChecksDefinition:
     return waiting_check
 
 
-def waiting_seconds(lake: Lakehouse, count: int, *, say: Callable[[str], None]) -> dict[str, float]:
+def measure_waiting_runs(lake: Lakehouse, count: int, *, say: Callable[[str], None]) -> dict[str, float]:
     """Seconds until the first and the last of `count` finished runs is visible, and the longest pass.
 
     All of them have started from one `main`, have appended a row to one table and have passed a check. The
     passes follow each other as the sensor's ticks do, without Dagster's pause of five seconds between them.
     """
-    first, took, longest = _seconds(lake, appended, count, say=say)
+    first, elapsed_s, longest = _time_waiting_runs(lake, appended, count, say=say)
     return {
         f"waiting_{count}_first_s": round(first, 2),
-        f"waiting_{count}_s": round(took, 1),
+        f"waiting_{count}_s": round(elapsed_s, 1),
         "waiting_longest_pass_s": round(longest, 1),
     }
 
 
-def waiting_replaced_seconds(lake: Lakehouse, count: int, *, say: Callable[[str], None]) -> dict[str, float]:
+def measure_replaced_runs(lake: Lakehouse, count: int, *, say: Callable[[str], None]) -> dict[str, float]:
     """The same for runs that have each replaced a partition of one table, as a backfill leaves them."""
-    _, took, _ = _seconds(lake, replaced, count, say=say)
-    return {f"waiting_replaced_{count}_s": round(took, 1)}
+    _, elapsed_s, _ = _time_waiting_runs(lake, replaced, count, say=say)
+    return {f"waiting_replaced_{count}_s": round(elapsed_s, 1)}
 
 
-def _seconds(
+def _time_waiting_runs(
     lake: Lakehouse, asset: dg.AssetsDefinition, count: int, *, say: Callable[[str], None]
 ) -> tuple[float, float, float]:
-    runs = _Runs(lake, asset, count)
+    runs = _FinishedRuns(lake, asset, count)
     base = lake.nessie.reference(MAIN).hash
-    definitions = dg.Definitions(assets=[asset], asset_checks=[_passing(asset)])
+    definitions = dg.Definitions(assets=[asset], asset_checks=[_build_passing_check(asset)])
     with dg.DagsterInstance.local_temp() as instance:
         for token in runs.tokens:
-            runs.finish(instance, base, token)
+            runs.add_run(instance, base, token)
         say(f"{count:,} runs wait.")
-        reconciler = Reconciler.of(lake, instance, definitions.get_repository_def().asset_graph)
+        reconciler = Reconciler.from_lake(lake, instance, definitions.get_repository_def().asset_graph)
         first = 0.0
         published = 0
         passes: list[float] = []
@@ -226,27 +235,27 @@ def _seconds(
         while published < count:
             start, before = time.perf_counter(), published
             outcome: Outcome | None = None
-            for outcome in reconciler.run(budget_s=_BUDGET_S):
+            for outcome in reconciler.reconcile_branches(budget_s=_BUDGET_S):
                 if outcome.action is PublicationAction.PUBLISHED:
                     first = first or time.perf_counter() - began
                     published += 1
             passes.append(time.perf_counter() - start)
             if published == before:
                 raise RuntimeError(f"None of {count - published} waiting runs was published: {outcome}")
-        took = time.perf_counter() - began
+        elapsed_s = time.perf_counter() - began
     rows = lake.catalog().load_table((_NAMESPACE, runs.spec.identifier[-1])).scan().to_arrow()
     if sorted(rows["token"].to_pylist()) != sorted(runs.tokens) or set(rows["n"].to_pylist()) != {1}:
         raise RuntimeError(f"{count} runs left {len(rows)} rows of {len(set(rows['token'].to_pylist()))}.")
-    return first, took, max(passes)
+    return first, elapsed_s, max(passes)
 
 
-class _Runs:
+class _FinishedRuns:
     """Finished runs as Dagster and the lake would have them, and the tokens that they write: one each."""
 
     def __init__(self, lake: Lakehouse, asset: dg.AssetsDefinition, count: int) -> None:
         self.lake, self.asset = lake, asset
         self.tokens = [str(uuid4()) for _ in range(count)]
-        self.spec = table_spec(
+        self.spec = parse_table_spec(
             asset.key,
             asset.metadata_by_key[asset.key],
             default_namespace=_NAMESPACE,
@@ -261,45 +270,51 @@ class _Runs:
         if asset.partitions_def is not None:
             table.append(pa.table({"token": self.tokens, "n": [0] * count}, schema=_ROWS))
 
-    def finish(self, instance: dg.DagsterInstance, base: str, token: str) -> None:
+    def add_run(self, instance: dg.DagsterInstance, base: str, token: str) -> None:
         """A run that has written a token."""
         run_id, asset = str(uuid4()), self.asset
-        name = branch_name(run_id)
-        self.lake.nessie.create_branch(name, from_ref=MAIN, from_hash=base)
-        self._write(name, run_id, token)
-        tags = opened(run_id, Place(name, base), {})
+        run_branch = run_branch_name(run_id)
+        self.lake.nessie.create_branch(run_branch, from_ref=MAIN, from_hash=base)
+        self._write_token(run_branch, run_id, token)
+        tags = build_opening_tags(run_id, RunLocation(run_branch, base), {})
         if asset.partitions_def is not None:
             tags["dagster/partition"] = token
         instance.add_run(
             dg.DagsterRun("__ASSET_JOB", run_id=run_id, status=dg.DagsterRunStatus.STARTED, tags=tags)
         )
         partition = token if asset.partitions_def is not None else None
-        head = self.lake.nessie.reference(name).hash
-        written = dg.AssetMaterialization(
-            asset.key, metadata={"rows": 1, EventMetadata.BRANCH_HEAD: head}, partition=partition
+        branch_hash = self.lake.nessie.reference(run_branch).hash
+        materialization = dg.AssetMaterialization(
+            asset.key, metadata={"rows": 1, EventMetadata.BRANCH_HEAD: branch_hash}, partition=partition
         )
-        materialised = StepMaterializationData(written)
-        passed = dg.AssetCheckEvaluation(asset.key, "waiting_check", passed=True, partition=partition)
+        event_data = StepMaterializationData(materialization)
+        evaluation = dg.AssetCheckEvaluation(asset.key, "waiting_check", passed=True, partition=partition)
         for kind, data, step in (
-            (dg.DagsterEventType.ASSET_MATERIALIZATION, materialised, "write"),
-            (dg.DagsterEventType.ASSET_CHECK_EVALUATION, passed, "check"),
+            (dg.DagsterEventType.ASSET_MATERIALIZATION, event_data, "write"),
+            (dg.DagsterEventType.ASSET_CHECK_EVALUATION, evaluation, "check"),
             (dg.DagsterEventType.RUN_SUCCESS, None, None),
         ):
             event = dg.DagsterEvent(kind.value, "__ASSET_JOB", event_specific_data=data, step_key=step)
             instance.report_dagster_event(event, run_id)
 
-    def _write(self, branch: str, run_id: str, token: str) -> None:
-        options = {f"{COMMIT_PROPERTY}{LakeProperty.RUN_ID}": run_id}
-        table = self.lake.catalog(branch, properties=options).load_table(self.spec.identifier)
-        how = {"branchlake.write_mode": self.spec.write_mode, LakeProperty.RUN_ID: run_id}
+    def _write_token(self, branch: str, run_id: str, token: str) -> None:
+        catalog_properties = {f"{COMMIT_PROPERTY}{LakeProperty.RUN_ID}": run_id}
+        table = self.lake.catalog(branch, properties=catalog_properties).load_table(self.spec.identifier)
+        snapshot_properties = {"branchlake.write_mode": self.spec.write_mode, LakeProperty.RUN_ID: run_id}
         selection = None
         if self.asset.partitions_def is not None:
-            one = dg.StaticPartitionsDefinition([token])
+            token_partition = dg.StaticPartitionsDefinition([token])
             columns = self.spec.columns_by_dimension
-            selection = select([token], one, columns, schema=_SCHEMA, table=self.spec.name)
-            how["branchlake.replaced"] = to_text(predicate_of(selection, _SCHEMA))
-        arrow_frames.write(
-            pa.table({"token": [token], "n": [1]}, schema=_ROWS), table, self.spec, selection, how
+            selection = select_partitions(
+                [token], token_partition, columns, schema=_SCHEMA, table_name=self.spec.name
+            )
+            snapshot_properties["branchlake.replaced"] = to_json(predicate_of(selection, _SCHEMA))
+        arrow_frames.write_frame(
+            pa.table({"token": [token], "n": [1]}, schema=_ROWS),
+            table,
+            self.spec,
+            selection,
+            snapshot_properties,
         )
 
 
@@ -307,35 +322,35 @@ _HISTORY_NAMESPACE = "history"
 _HISTORY_SCHEMA = Schema(NestedField(1, "token", StringType(), required=False))
 
 
-def rebase_ms(lake: Lakehouse, snapshots: int) -> float:
+def measure_rebase_ms(lake: Lakehouse, snapshots: int) -> float:
     """The median of rebasing a run's append on a table with a history of `snapshots`."""
-    _table_with_history(lake, f"t{snapshots}", snapshots)
+    _create_long_history(lake, f"t{snapshots}", snapshots)
     identifier = (_HISTORY_NAMESPACE, f"t{snapshots}")
-    took = []
+    durations = []
     for _ in range(_ROUNDS):
         base, run_id = lake.nessie.reference(MAIN).hash, str(uuid.uuid4())
-        name = branch_name(run_id)
+        name = run_branch_name(run_id)
         lake.nessie.create_branch(name, from_ref=MAIN, from_hash=base)
         for ref in (name, MAIN):
-            _append(lake.catalog(ref).load_table(identifier), run_id)
+            _append_row(lake.catalog(ref).load_table(identifier), run_id)
         head = lake.nessie.reference(name)
-        changes = write_set(lake.nessie, base, head)
+        changes = load_write_set(lake.nessie, base, head)
         candidate = Candidate(name, head.hash, base, run_id, run_id, "passed", changes)
         began = time.perf_counter()
-        (result,) = publisher_of(lake).publish([candidate]).values()
-        took.append(1000 * (time.perf_counter() - began))
+        (result,) = build_publisher(lake).publish([candidate]).values()
+        durations.append(1000 * (time.perf_counter() - began))
         if not isinstance(result, Published):
             raise RuntimeError(f"A benchmark's publication failed: {result}")
         lake.nessie.delete_branch(name, expected_hash=head.hash)
-    return round(statistics.median(took), 1)
+    return round(statistics.median(durations), 1)
 
 
-def _append(table: Table, run_id: str) -> None:
-    told = {"branchlake.write_mode": "append", "branchlake.run_id": run_id}
-    table.append(pa.table({"token": [str(uuid.uuid4())]}), snapshot_properties=told)
+def _append_row(table: Table, run_id: str) -> None:
+    snapshot_properties = {"branchlake.write_mode": "append", "branchlake.run_id": run_id}
+    table.append(pa.table({"token": [str(uuid.uuid4())]}), snapshot_properties=snapshot_properties)
 
 
-def _table_with_history(lake: Lakehouse, name: str, snapshots: int) -> None:
+def _create_long_history(lake: Lakehouse, name: str, snapshots: int) -> None:
     """A table whose metadata names its one snapshot many times, in a chain of parents.
 
     Written one after the other they would take an hour, because every commit writes them all again.
@@ -343,52 +358,56 @@ def _table_with_history(lake: Lakehouse, name: str, snapshots: int) -> None:
     catalog = lake.catalog()
     if not catalog.namespace_exists((_HISTORY_NAMESPACE,)):
         catalog.create_namespace((_HISTORY_NAMESPACE,))
-    table = catalog.create_table((_HISTORY_NAMESPACE, "made"), _HISTORY_SCHEMA)
-    _append(table, "history")
+    table = catalog.create_table((_HISTORY_NAMESPACE, "origin"), _HISTORY_SCHEMA)
+    _append_row(table, "history")
     location = table.metadata_location.replace(".metadata.json", f"-{snapshots}.metadata.json")
-    write_metadata(catalog, _with_history(table.metadata, snapshots), table.io, location)
-    catalog.drop_table((_HISTORY_NAMESPACE, "made"))
+    write_metadata(catalog, _repeat_snapshot(table.metadata, snapshots), table.io, location)
+    catalog.drop_table((_HISTORY_NAMESPACE, "origin"))
     catalog.register_table((_HISTORY_NAMESPACE, name), location)
 
 
-def _with_history(metadata: TableMetadata, count: int) -> TableMetadata:
-    (last,) = metadata.snapshots
-    ids = [*range(1, count), last.snapshot_id]
+def _repeat_snapshot(metadata: TableMetadata, count: int) -> TableMetadata:
+    (last_snapshot,) = metadata.snapshots
+    ids = [*range(1, count), last_snapshot.snapshot_id]
     parents = [None, *ids]
     chain = [
-        last.model_copy(
-            update={"snapshot_id": one, "parent_snapshot_id": parent, "sequence_number": number + 1}
+        last_snapshot.model_copy(
+            update={"snapshot_id": snapshot_id, "parent_snapshot_id": parent, "sequence_number": number + 1}
         )
-        for number, (one, parent) in enumerate(zip(ids, parents, strict=False))
+        for number, (snapshot_id, parent) in enumerate(zip(ids, parents, strict=False))
     ]
     entry = metadata.snapshot_log[-1]
-    log = [entry.model_copy(update={"snapshot_id": one}) for one in ids]
+    log = [entry.model_copy(update={"snapshot_id": snapshot_id}) for snapshot_id in ids]
     return metadata.model_copy(
         update={"snapshots": chain, "snapshot_log": log, "last_sequence_number": count}
     )
 
 
-def ledger_ms(lake: Lakehouse, commits: int, *, say: Callable[[str], None]) -> tuple[float, float]:
+def measure_ledger_ms(lake: Lakehouse, commits: int, *, say: Callable[[str], None]) -> tuple[float, float]:
     """Looking a branch up whose base is `commits` ago: the first one of a process, and every other one."""
     client = lake.nessie
     base = head = client.reference(MAIN).hash
     (entry,) = [one for one in client.entries(MAIN) if one.key == ContentKey([_HISTORY_NAMESPACE])]
     for number in range(commits):
-        one = Publication(f"run-{uuid.uuid4()}", str(number), str(number), "passed", base, ("history.t",))
+        publication = Publication(
+            f"run-{uuid.uuid4()}", str(number), str(number), "passed", base, ("history.t",)
+        )
         head = client.commit(
             MAIN,
             expected_hash=head,
             operations=[Unchanged(entry.key)],
             message="published",
-            properties=properties([one]),
+            properties=publication_properties([publication]),
         ).hash
         if number % 10_000 == 9_999:
             say(f"{number + 1:,} of {commits:,} commits are made.")
     log = MainLog()
-    took = []
+    durations = []
     for _ in range(20):
         began = time.perf_counter()
-        if log.already_published(client, f"run-{uuid.uuid4()}", base=base, at=client.reference(MAIN).hash):
+        if log.find_publication(
+            client, f"run-{uuid.uuid4()}", base_hash=base, main_hash=client.reference(MAIN).hash
+        ):
             raise RuntimeError("A branch was found that nobody has published.")
-        took.append(1000 * (time.perf_counter() - began))
-    return round(took[0], 1), round(statistics.median(took[1:]), 1)
+        durations.append(1000 * (time.perf_counter() - began))
+    return round(durations[0], 1), round(statistics.median(durations[1:]), 1)

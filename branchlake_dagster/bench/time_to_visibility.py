@@ -11,38 +11,40 @@ import pyarrow.parquet as pq
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
-from branchlake_dagster.bench.kafka_feed import Feed
+from branchlake_dagster.bench.kafka_feed import BenchFeed
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Put
 
-PLACE = ("partition_", "offset_")
+OFFSET_COLUMNS = ("partition_", "offset_")
 """The columns that say which record a row was."""
 
 
-def packed(rows: pa.Table) -> np.ndarray[Any, Any]:
+def pack_offsets(rows: pa.Table) -> np.ndarray[Any, Any]:
     """Partition and offset of each row as one number."""
-    found: np.ndarray[Any, Any] = rows[PLACE[0]].to_numpy().astype(np.int64) << 40 | rows[PLACE[1]].to_numpy()
-    return found
+    numbers: np.ndarray[Any, Any] = (
+        rows[OFFSET_COLUMNS[0]].to_numpy().astype(np.int64) << 40 | rows[OFFSET_COLUMNS[1]].to_numpy()
+    )
+    return numbers
 
 
-def delays(
-    table: Table, feed: Feed, visible: Callable[[Snapshot], float], *, since: float = 0.0
+def measure_delays(
+    table: Table, feed: BenchFeed, visible_at: Callable[[Snapshot], float], *, since: float = 0.0
 ) -> np.ndarray[Any, Any]:
     """Seconds from sending each record to when the snapshot with it was there; each file is read once.
 
     Of records that were sent at `since` or later, by the wall clock.
     """
-    found = []
-    for snapshot, read in added_rows(table, PLACE):
-        rows = packed(read)
-        partitions, offsets = rows >> 40, rows & ((1 << 40) - 1)
-        for partition, sent in enumerate(feed.sent):
-            at = np.array(sent)[offsets[partitions == partition]]
-            found.append(visible(snapshot) - at[at >= since])
-    return np.concatenate(found) if found else np.empty(0)
+    delay_arrays = []
+    for snapshot, file_rows in iter_added_rows(table, OFFSET_COLUMNS):
+        numbers = pack_offsets(file_rows)
+        partitions, offsets = numbers >> 40, numbers & ((1 << 40) - 1)
+        for partition, send_times in enumerate(feed.send_times):
+            record_times = np.array(send_times)[offsets[partitions == partition]]
+            delay_arrays.append(visible_at(snapshot) - record_times[record_times >= since])
+    return np.concatenate(delay_arrays) if delay_arrays else np.empty(0)
 
 
-def added_rows(table: Table, columns: Sequence[str]) -> Iterator[tuple[Snapshot, pa.Table]]:
+def iter_added_rows(table: Table, columns: Sequence[str]) -> Iterator[tuple[Snapshot, pa.Table]]:
     """Each file of a table with the snapshot that brought it."""
     for snapshot in table.metadata.snapshots:
         added = [
@@ -57,13 +59,17 @@ def added_rows(table: Table, columns: Sequence[str]) -> Iterator[tuple[Snapshot,
                 yield snapshot, pq.read_table(file, columns=[*columns])
 
 
-def publications(lake: Lakehouse, identifier: tuple[str, ...]) -> Mapping[int, float]:
+def publication_times(lake: Lakehouse, identifier: tuple[str, ...]) -> Mapping[int, float]:
     """By snapshot of a table the time of the commit that brought it to `main`, seconds since 1970."""
-    key, found = ContentKey(identifier), dict[int, float]()
+    key, times = ContentKey(identifier), dict[int, float]()
     for entry in lake.nessie.log(MAIN, fetch_operations=True):
-        for one in entry.operations:
-            if isinstance(one, Put) and one.key == key and isinstance(one.content, IcebergTable):
-                at = entry.commit.commit_time
-                if at is not None:
-                    found[one.content.snapshot_id] = at.timestamp()
-    return found
+        for operation in entry.operations:
+            if (
+                isinstance(operation, Put)
+                and operation.key == key
+                and isinstance(operation.content, IcebergTable)
+            ):
+                commit_time = entry.commit.commit_time
+                if commit_time is not None:
+                    times[operation.content.snapshot_id] = commit_time.timestamp()
+    return times

@@ -5,7 +5,7 @@ from typing import Any
 import dagster as dg
 
 
-class Nothing(dg.IOManager):
+class DiscardingIOManager(dg.IOManager):
     """Keeps nothing."""
 
     def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
@@ -24,6 +24,6 @@ def trivial() -> int:
 defs = dg.Definitions(
     assets=[trivial],
     jobs=[dg.define_asset_job("trivial_job", [trivial])],
-    resources={"io_manager": Nothing()},
+    resources={"io_manager": DiscardingIOManager()},
     executor=dg.in_process_executor,
 )

@@ -19,15 +19,15 @@ from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.incremental.spark_inputs import from_arrow
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.tables import spark_frames
 from branchlake_dagster.tables import upserts as merge
-from branchlake_dagster.tables.schemas import iceberg_schema
+from branchlake_dagster.tables.schemas import build_iceberg_schema
 from branchlake_dagster.tables.specification import TableSpec
 
 _NAMESPACE = "bench"
-_MOST_FOR_PYICEBERG = 1_000
+_MAX_PYICEBERG_ROWS = 1_000
 """Rows of a frame for PyIceberg's own `upsert`, which compares row by row and takes minutes for more."""
 
 
@@ -37,14 +37,14 @@ class UpsertsFailed(BranchlakeError, Terminal):  # noqa: N818 - named like the o
 
 @dataclass(frozen=True)
 class _Scenario:
-    """An upsert of `rows` rows, half of which have a key of the table, into `files` files of `each` rows.
+    """An upsert of `rows` rows, half of which have a key of the table, into `files` files of `rows_per_file` rows.
 
     `spread`: the keys are drawn from all files; otherwise from one.
     """
 
     table: str
     files: int
-    each: int
+    rows_per_file: int
     rows: int
     spread: bool = True
 
@@ -57,11 +57,11 @@ class _Scenario:
     def frame(self, seed: int) -> pa.Table:
         """The rows to upsert. Keys of the table are even, so new rows have odd keys."""
         generator = np.random.default_rng(seed)
-        held = self.files * self.each if self.spread else self.each
+        id_count = self.files * self.rows_per_file if self.spread else self.rows_per_file
         half = self.rows // 2
-        known = 2 * generator.choice(held, half, replace=False)
-        new = 2 * generator.choice(held, self.rows - half, replace=False) + 1
-        return _rows(np.concatenate([known, new]), seed)
+        existing_ids = 2 * generator.choice(id_count, half, replace=False)
+        new_ids = 2 * generator.choice(id_count, self.rows - half, replace=False) + 1
+        return _build_rows(np.concatenate([existing_ids, new_ids]), seed)
 
 
 _SCENARIOS = (
@@ -73,7 +73,7 @@ _SCENARIOS = (
 )
 
 
-def measure(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+def measure_upserts(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Medians in seconds for each scenario, in a state folder of its own, all ways in turns and warmed up.
 
     `small` tables have 8 files and 100,000 rows, `large` ones 32 files and 3,200,000. `spark_s`: MERGE in an
@@ -81,20 +81,23 @@ def measure(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> d
     PyIceberg's `Table.upsert`, for frames of 1,000 rows. Each upsert works on a branch of its own, on the
     same table.
     """
-    with own_lake(settings) as bench:
-        lake = Lakehouse(bench, say=say)
+    with own_lake(settings) as bench_settings:
+        lake = Lakehouse(bench_settings, say=say)
         try:
             lake.endpoints()
-            main_with_history(lake.nessie)
-            for scenario in {one.table: one for one in _SCENARIOS}.values():
+            ensure_main_has_commit(lake.nessie)
+            for scenario in {scenario.table: scenario for scenario in _SCENARIOS}.values():
                 say(f"Writing the {scenario.table} table …")
-                _write(lake, scenario)
-            return {"rounds": rounds, **{one.name: _timed(lake, one, rounds, say) for one in _SCENARIOS}}
+                _write_table(lake, scenario)
+            return {
+                "rounds": rounds,
+                **{scenario.name: _time_scenario(lake, scenario, rounds, say) for scenario in _SCENARIOS},
+            }
         finally:
-            lake.servers.down()
+            lake.servers.stop_all()
 
 
-def _rows(ids: np.ndarray[Any, np.dtype[Any]], seed: int) -> pa.Table:
+def _build_rows(ids: np.ndarray[Any, np.dtype[Any]], seed: int) -> pa.Table:
     generator = np.random.default_rng(seed)
     start = np.datetime64("2026-01-01", "us")
     return pa.table(
@@ -108,24 +111,26 @@ def _rows(ids: np.ndarray[Any, np.dtype[Any]], seed: int) -> pa.Table:
     )
 
 
-def _write(lake: Lakehouse, scenario: _Scenario) -> None:
+def _write_table(lake: Lakehouse, scenario: _Scenario) -> None:
     catalog = lake.catalog(MAIN)
     catalog.create_namespace_if_not_exists(_NAMESPACE)
-    schema = iceberg_schema(_rows(np.arange(1), 0).schema, table=scenario.table)
+    schema = build_iceberg_schema(_build_rows(np.arange(1), 0).schema, table_name=scenario.table)
     table = catalog.create_table((_NAMESPACE, scenario.table), schema)
     for number in range(scenario.files):
-        ids = 2 * np.arange(number * scenario.each, (number + 1) * scenario.each)
-        table.append(_rows(ids, number))
+        ids = 2 * np.arange(number * scenario.rows_per_file, (number + 1) * scenario.rows_per_file)
+        table.append(_build_rows(ids, number))
 
 
-def _timed(lake: Lakehouse, scenario: _Scenario, rounds: int, say: Callable[[str], None]) -> dict[str, float]:
+def _time_scenario(
+    lake: Lakehouse, scenario: _Scenario, rounds: int, say: Callable[[str], None]
+) -> dict[str, float]:
     ways: dict[str, Callable[[Lakehouse, str, _Scenario, pa.Table], float]] = {
-        "spark_s": _by_spark,
-        "pyiceberg_s": _by_pyiceberg,
+        "spark_s": _time_spark_merge,
+        "pyiceberg_s": _time_pyiceberg,
     }
-    if scenario.rows <= _MOST_FOR_PYICEBERG:
-        ways["plain_s"] = _by_plain_pyiceberg
-    took: dict[str, list[float]] = {name: [] for name in ways}
+    if scenario.rows <= _MAX_PYICEBERG_ROWS:
+        ways["plain_s"] = _time_plain_upsert
+    durations: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         frame, tables = scenario.frame(number), []
         for name, way in ways.items():
@@ -133,59 +138,61 @@ def _timed(lake: Lakehouse, scenario: _Scenario, rounds: int, say: Callable[[str
             base = lake.nessie.reference(MAIN).hash
             lake.nessie.create_branch(branch, from_ref=MAIN, from_hash=base)
             seconds = way(lake, branch, scenario, frame)
-            tables.append(_state(lake.catalog(branch).load_table((_NAMESPACE, scenario.table))))
+            tables.append(_table_state(lake.catalog(branch).load_table((_NAMESPACE, scenario.table))))
             lake.nessie.delete_branch(branch, expected_hash=lake.nessie.reference(branch).hash)
             if number:
-                took[name].append(seconds)
+                durations[name].append(seconds)
         if any(state != tables[0] for state in tables):
             raise UpsertsFailed(f"The ways left different tables in {scenario.name}: {tables}.")
-    found = {name: round(statistics.median(seconds), 3) for name, seconds in took.items()}
-    say(f"{scenario.name}: {found}")
-    return found
+    medians = {name: round(statistics.median(seconds), 3) for name, seconds in durations.items()}
+    say(f"{scenario.name}: {medians}")
+    return medians
 
 
-def _spec(scenario: _Scenario) -> TableSpec:
+def _build_spec(scenario: _Scenario) -> TableSpec:
     return TableSpec((_NAMESPACE, scenario.table), "upsert", ("id",))
 
 
-def _by_spark(lake: Lakehouse, branch: str, scenario: _Scenario, frame: pa.Table) -> float:
+def _time_spark_merge(lake: Lakehouse, branch: str, scenario: _Scenario, frame: pa.Table) -> float:
     session = lake.spark_session(branch)
     try:
         session.range(1).collect()
         began = time.perf_counter()
         table = lake.catalog(branch).load_table((_NAMESPACE, scenario.table))
-        spark_frames.write(from_arrow(session, frame), _spec(scenario), table.schema(), None, {})
+        spark_frames.write_spark_frame(
+            from_arrow(session, frame), _build_spec(scenario), table.schema(), None, {}
+        )
         return time.perf_counter() - began
     finally:
         session.stop()
 
 
-def _by_pyiceberg(lake: Lakehouse, branch: str, scenario: _Scenario, frame: pa.Table) -> float:
+def _time_pyiceberg(lake: Lakehouse, branch: str, scenario: _Scenario, frame: pa.Table) -> float:
     began = time.perf_counter()
     table = lake.catalog(branch).load_table((_NAMESPACE, scenario.table))
-    planned = merge.plan(frame, table, _spec(scenario), None)
-    if not isinstance(planned, merge.UpsertPlan):
-        raise UpsertsFailed(f"{scenario.name} was left to Spark, because {planned.value}.")
-    merge.write(planned, {})
+    upsert_plan = merge.plan_upsert(frame, table, _build_spec(scenario), None)
+    if not isinstance(upsert_plan, merge.UpsertPlan):
+        raise UpsertsFailed(f"{scenario.name} was left to Spark, because {upsert_plan.value}.")
+    merge.write_upsert(upsert_plan, {})
     return time.perf_counter() - began
 
 
-def _by_plain_pyiceberg(lake: Lakehouse, branch: str, scenario: _Scenario, frame: pa.Table) -> float:
+def _time_plain_upsert(lake: Lakehouse, branch: str, scenario: _Scenario, frame: pa.Table) -> float:
     began = time.perf_counter()
     lake.catalog(branch).load_table((_NAMESPACE, scenario.table)).upsert(frame, join_cols=["id"])
     return time.perf_counter() - began
 
 
-def _state(table: Table) -> tuple[int, float]:
+def _table_state(table: Table) -> tuple[int, float]:
     """How many rows a table has, and the sum of a column that every upsert changes."""
-    found = table.scan(selected_fields=("x",)).to_arrow()
-    return found.num_rows, round(float(np.sort(found["x"].to_numpy()).sum()), 6)
+    rows = table.scan(selected_fields=("x",)).to_arrow()
+    return rows.num_rows, round(float(np.sort(rows["x"].to_numpy()).sum()), 6)
 
 
-def show(found: Mapping[str, Any]) -> None:
+def show_upserts(results: Mapping[str, Any]) -> None:
     """The ways side by side."""
     table = Grid("upsert", "Spark's MERGE, s", "without a JVM, s", "Table.upsert, s", title="Upserts")
-    for name, figures in found.items():
+    for name, figures in results.items():
         if isinstance(figures, dict):
             plain = figures.get("plain_s")
             shown = "" if plain is None else f"{plain:.2f}"

@@ -42,7 +42,7 @@ from branchlake_dagster.catalog.namespaces import (
 from branchlake_dagster.catalog.stored_files import read_metadata
 from branchlake_dagster.catalog.written_prefixes import record_prefixes
 from branchlake_dagster.errors import Unsupported
-from branchlake_dagster.internals.pyiceberg import creation_of
+from branchlake_dagster.internals.pyiceberg import open_creation
 from branchlake_dagster.nessie import NessieClient
 from branchlake_dagster.nessie.errors import NessieConflict, ReferenceNotFound
 from branchlake_dagster.nessie.model import (
@@ -77,38 +77,38 @@ def table_content(content_id: str | None, location: str, metadata: TableMetadata
     )
 
 
-def _require_table(key: ContentKey, found: Content | None) -> IcebergTable:
-    if found is None:
+def _require_table(key: ContentKey, content: Content | None) -> IcebergTable:
+    if content is None:
         raise NoSuchTableError(f"Table does not exist: {key}")
-    if not isinstance(found, IcebergTable):
-        raise NoSuchIcebergTableError(f"Table does not exist: {key} is something else ({found})")
-    return found
+    if not isinstance(content, IcebergTable):
+        raise NoSuchIcebergTableError(f"Table does not exist: {key} is something else ({content})")
+    return content
 
 
-def _folder(name: str) -> str:
+def _to_folder_name(name: str) -> str:
     """A name in a location: what ends the path of a URL would cut the location off there."""
     return _ENDS_PATH.sub("_", name)
 
 
-def _message(key: ContentKey, updates: Sequence[TableUpdate]) -> str:
+def _format_commit_message(key: ContentKey, updates: Sequence[TableUpdate]) -> str:
     """A commit message such as "Update table a.b: append"."""
     snapshots = [update.snapshot.summary for update in updates if isinstance(update, AddSnapshotUpdate)]
-    done = [summary.operation.value for summary in snapshots if summary]
-    done = done or [update.action for update in updates]
-    return f"Update table {key}: {', '.join(dict.fromkeys(done))}"
+    actions = [summary.operation.value for summary in snapshots if summary]
+    actions = actions or [update.action for update in updates]
+    return f"Update table {key}: {', '.join(dict.fromkeys(actions))}"
 
 
-def _above(key: ContentKey) -> tuple[ContentKey, ...]:
+def _parent_keys(key: ContentKey) -> tuple[ContentKey, ...]:
     """The namespaces that hold a key, the outermost first."""
     return tuple(ContentKey(key[:depth]) for depth in range(1, len(key)))
 
 
-def _is_state(table: Table, content: Content | None) -> bool:
+def _is_same_state(table: Table, content: Content | None) -> bool:
     """Whether Nessie has the table in the very state of `table`."""
     return isinstance(content, IcebergTable) and content.metadata_location == table.metadata_location
 
 
-def _response(table: Table) -> CommitTableResponse:
+def _build_response(table: Table) -> CommitTableResponse:
     data = {"metadata": table.metadata, "metadata-location": table.metadata_location}
     return CommitTableResponse.model_validate(data)
 
@@ -150,12 +150,12 @@ class NessieCatalog(NoViews, NamespaceOperations):
         self._owns_client = client is None
         self._on_load = on_load
         self._store = ReferenceStore(
-            client or options.connect(properties),
+            client or options.build_client(properties),
             properties.get(options.REF) or options.DEFAULT_REF,
             author=properties.get(options.AUTHOR) or options.DEFAULT_AUTHOR,
             properties=options.commit_properties(properties),
         )
-        self._brings_namespaces = properties.get(options.NAMESPACE_CREATE) == "true"
+        self._creates_namespaces = properties.get(options.NAMESPACE_CREATE) == "true"
 
     @classmethod
     def from_client(
@@ -172,8 +172,8 @@ class NessieCatalog(NoViews, NamespaceOperations):
 
         `on_load` is called with each table that `load_table` is about to give away.
         """
-        given = {**properties, options.REF: ref, WAREHOUSE_LOCATION: warehouse}
-        return cls(name, client, on_load, **given)
+        all_properties = {**properties, options.REF: ref, WAREHOUSE_LOCATION: warehouse}
+        return cls(name, client, on_load, **all_properties)
 
     @property
     def ref(self) -> str:
@@ -220,8 +220,8 @@ class NessieCatalog(NoViews, NamespaceOperations):
         """
         key = self._key(identifier)
         # In the same request: should the table be missing, its creation asks for them next.
-        beside = _above(key) if self._brings_namespaces else ()
-        content = _require_table(key, self._store.read(key, *beside).contents.get(key))
+        parent_keys = _parent_keys(key) if self._creates_namespaces else ()
+        content = _require_table(key, self._store.read(key, *parent_keys).contents.get(key))
         if self._on_load is not None:
             self._on_load(key.elements)
         return self._load(key, content)
@@ -235,20 +235,20 @@ class NessieCatalog(NoViews, NamespaceOperations):
         """The tables directly in `namespace`."""
         key = namespace_key(namespace)
         require_namespace(self._store.read(key), key)
-        return [entry.key.elements for entry in self._store.children(key.elements, "ICEBERG_TABLE")]
+        return [entry.key.elements for entry in self._store.iter_children(key.elements, "ICEBERG_TABLE")]
 
     # -- tables: creating ------------------------------------------------------------------------------
 
-    def _new_location(self, key: ContentKey, seen: ContentsAt, table_uuid: uuid.UUID) -> str:
+    def _new_location(self, key: ContentKey, state: ContentsAt, table_uuid: uuid.UUID) -> str:
         """`<namespace's location or warehouse/levels>/<table>_<uuid>`, as Iceberg's Java catalogue does."""
-        namespace = seen.contents.get(ContentKey(key.parent))
+        namespace = state.contents.get(ContentKey(key.parent))
         base = namespace.properties.get(LOCATION) if isinstance(namespace, Namespace) else None
         if not base:
             warehouse = self.properties.get(WAREHOUSE_LOCATION)
             if not warehouse:
                 raise ValueError("No default path is set, please specify a location when creating a table")
-            base = "/".join([warehouse.rstrip("/"), *map(_folder, key.parent)])
-        return f"{base.rstrip('/')}/{_folder(key[-1])}_{table_uuid}"
+            base = "/".join([warehouse.rstrip("/"), *map(_to_folder_name, key.parent)])
+        return f"{base.rstrip('/')}/{_to_folder_name(key[-1])}_{table_uuid}"
 
     def _create_staged_table(
         self,
@@ -265,16 +265,16 @@ class NessieCatalog(NoViews, NamespaceOperations):
         values: dict[str, Any] = {GC_ENABLED: "false", **properties}
         version = int(values.get(TableProperties.FORMAT_VERSION, TableProperties.DEFAULT_FORMAT_VERSION))
         iceberg_schema = self._convert_schema_if_needed(schema, version)  # type: ignore[arg-type]
-        seen = self._room_for(key) or self._store.read(key, *_above(key))
-        self._store.require_branch(seen.reference)
-        if key in seen.contents:
+        state = self._cached_if_creatable(key) or self._store.read(key, *_parent_keys(key))
+        self._store.require_branch(state.reference)
+        if key in state.contents:
             raise TableAlreadyExistsError(f"Table {key} already exists")
-        self._namespaces(key, seen)
+        self._plan_namespaces(key, state)
         table_uuid = uuid.uuid4()
-        place = location.rstrip("/") if location else self._new_location(key, seen, table_uuid)
-        metadata_location = load_location_provider(place, values).new_table_metadata_file_location()
+        table_location = location.rstrip("/") if location else self._new_location(key, state, table_uuid)
+        metadata_location = load_location_provider(table_location, values).new_table_metadata_file_location()
         metadata = new_table_metadata(
-            iceberg_schema, partition_spec, sort_order, place, values, table_uuid=table_uuid
+            iceberg_schema, partition_spec, sort_order, table_location, values, table_uuid=table_uuid
         )
         io = self._load_file_io(metadata.properties, metadata_location)
         self.record_prefixes(metadata)
@@ -296,7 +296,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         staged = self._create_staged_table(
             identifier, schema, location, partition_spec, sort_order, properties
         )
-        return creation_of(staged)
+        return open_creation(staged)
 
     def create_table(
         self,
@@ -312,13 +312,13 @@ class NessieCatalog(NoViews, NamespaceOperations):
             identifier, schema, location, partition_spec, sort_order, properties
         )
         self._write_metadata(staged.metadata, staged.io, staged.metadata_location)
-        self._put_new(staged.name(), staged.metadata_location, staged.metadata, "Create table")
-        return self._table(staged)
+        self._put_table(staged.name(), staged.metadata_location, staged.metadata, "Create table")
+        return self._to_table(staged)
 
-    def _table(self, staged: StagedTable) -> Table:
+    def _to_table(self, staged: StagedTable) -> Table:
         return Table(staged.name(), staged.metadata, staged.metadata_location, staged.io, self)
 
-    def _put_new(
+    def _put_table(
         self,
         identifier: Identifier,
         location: str,
@@ -331,30 +331,37 @@ class NessieCatalog(NoViews, NamespaceOperations):
         key = ContentKey(identifier)
         namespace_key(key.parent)
 
-        def plan(seen: ContentsAt) -> Sequence[Operation]:
-            found = seen.contents.get(key)
-            if found is not None and not (overwrite and isinstance(found, IcebergTable)):
+        def plan(state: ContentsAt) -> Sequence[Operation]:
+            current = state.contents.get(key)
+            if current is not None and not (overwrite and isinstance(current, IcebergTable)):
                 raise TableAlreadyExistsError(f"Table {key} already exists")
-            content = table_content(found.content_id if found else None, location, metadata)
-            return [*self._namespaces(key, seen), Put(key, content)]
+            content = table_content(current.content_id if current else None, location, metadata)
+            return [*self._plan_namespaces(key, state), Put(key, content)]
 
-        self._store.change([key, *_above(key)], plan, f"{verb} {key}", known=self._room_for(key))
+        self._store.commit_plan(
+            [key, *_parent_keys(key)], plan, f"{verb} {key}", cached_state=self._cached_if_creatable(key)
+        )
 
-    def _room_for(self, key: ContentKey) -> ContentsAt | None:
+    def _cached_if_creatable(self, key: ContentKey) -> ContentsAt | None:
         """What is remembered, if a new table can be made by it. That it cannot is never told from memory."""
-        seen = self._store.remembered(key, *_above(key))
-        if seen is None or key in seen.contents:
+        state = self._store.get_cached(key, *_parent_keys(key))
+        if state is None or key in state.contents:
             return None
-        found = [seen.contents.get(one) for one in _above(key)]
-        fits = all(isinstance(one, Namespace) or (one is None and self._brings_namespaces) for one in found)
-        return seen if fits else None
+        parents = [state.contents.get(parent) for parent in _parent_keys(key)]
+        is_creatable = all(
+            isinstance(parent, Namespace) or (parent is None and self._creates_namespaces)
+            for parent in parents
+        )
+        return state if is_creatable else None
 
-    def _namespaces(self, key: ContentKey, seen: ContentsAt) -> list[Operation]:
+    def _plan_namespaces(self, key: ContentKey, state: ContentsAt) -> list[Operation]:
         """What makes the namespaces that a new table still needs; NoSuchNamespaceError if it may not."""
-        above = _above(key)
-        missing = [one for one in above if self._brings_namespaces and one not in seen.contents]
-        for one in set(above[-1:]).union(above if self._brings_namespaces else ()).difference(missing):
-            require_namespace(seen, one)
+        parent_keys = _parent_keys(key)
+        missing = [one for one in parent_keys if self._creates_namespaces and one not in state.contents]
+        for parent_key in (
+            set(parent_keys[-1:]).union(parent_keys if self._creates_namespaces else ()).difference(missing)
+        ):
+            require_namespace(state, parent_key)
         return [Put(one, Namespace(None, one.elements)) for one in missing]
 
     def register_table(
@@ -363,7 +370,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         """Let a name hold an existing metadata file, instead of what it held when `overwrite`."""
         key = self._key(identifier)
         metadata = read_metadata(self._load_file_io(location=metadata_location), metadata_location)
-        self._put_new(key.elements, metadata_location, metadata, "Register table", overwrite=overwrite)
+        self._put_table(key.elements, metadata_location, metadata, "Register table", overwrite=overwrite)
         return self.load_table(key.elements)
 
     # -- tables: changing ------------------------------------------------------------------------------
@@ -393,54 +400,58 @@ class NessieCatalog(NoViews, NamespaceOperations):
         self._store.require_branch()
         creates = any(isinstance(requirement, AssertCreate) for requirement in requirements)
         # What asserts nothing is not tried from memory: it is applied to what is there now.
-        known = self._store.remembered(key) if requirements else None
-        refused: Exception | None = None
-        if creates and self._room_for(key) is not None:
-            return self._make(key, requirements, updates)
-        if known is not None and not creates and _is_state(table, known.contents.get(key)):
+        cached_state = self._store.get_cached(key) if requirements else None
+        cached_error: Exception | None = None
+        if creates and self._cached_if_creatable(key) is not None:
+            return self._create_from_updates(key, requirements, updates)
+        if cached_state is not None and not creates and _is_same_state(table, cached_state.contents.get(key)):
             try:  # usually the table still is what was loaded, and Nessie refuses the commit if it is not
-                return self._swap(known, table, requirements, updates)
+                return self._commit_updates(cached_state, table, requirements, updates)
             except (CommitFailedException, ReferenceNotFound) as error:
-                refused = error
-        seen = self._store.read(key)
-        found = seen.contents.get(key)
-        if found is None and creates:
-            return self._make(key, requirements, updates)
-        if found is None and refused is not None:
-            raise CommitFailedException(f"Table has been dropped by another process: {key}.") from refused
-        return self._swap(seen, self._load(key, _require_table(key, found)), requirements, updates)
+                cached_error = error
+        state = self._store.read(key)
+        content = state.contents.get(key)
+        if content is None and creates:
+            return self._create_from_updates(key, requirements, updates)
+        if content is None and cached_error is not None:
+            raise CommitFailedException(
+                f"Table has been dropped by another process: {key}."
+            ) from cached_error
+        return self._commit_updates(
+            state, self._load(key, _require_table(key, content)), requirements, updates
+        )
 
-    def _make(
+    def _create_from_updates(
         self, key: ContentKey, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
     ) -> CommitTableResponse:
         staged = self._update_and_stage_table(None, key.elements, requirements, updates)
         self._write_metadata(staged.metadata, staged.io, staged.metadata_location)
-        self._put_new(key.elements, staged.metadata_location, staged.metadata, "Create table")
-        return _response(staged)
+        self._put_table(key.elements, staged.metadata_location, staged.metadata, "Create table")
+        return _build_response(staged)
 
-    def _swap(
+    def _commit_updates(
         self,
-        seen: ContentsAt,
+        state: ContentsAt,
         current: Table,
         requirements: tuple[TableRequirement, ...],
         updates: tuple[TableUpdate, ...],
     ) -> CommitTableResponse:
-        """The next state of a table whose present one, as it was `seen`, is `current`."""
+        """The next state of a table whose present one, as it was `state`, is `current`."""
         key = ContentKey(current.name())
-        found = _require_table(key, seen.contents.get(key))
+        current_content = _require_table(key, state.contents.get(key))
         staged = self._update_and_stage_table(current, key.elements, requirements, updates)
         if staged.metadata == current.metadata:
-            return _response(current)
+            return _build_response(current)
         self.record_prefixes(staged.metadata)
         self._write_metadata(staged.metadata, staged.io, staged.metadata_location)
-        content = table_content(found.content_id, staged.metadata_location, staged.metadata)
+        content = table_content(current_content.content_id, staged.metadata_location, staged.metadata)
         try:
-            self._store.commit(seen.reference, [Put(key, content)], _message(key, updates))
+            self._store.commit(state.reference, [Put(key, content)], _format_commit_message(key, updates))
         except NessieConflict as conflict:
             raise CommitFailedException(
                 f"Table has been updated by another process: {key}. {conflict}"
             ) from conflict
-        return _response(staged)
+        return _build_response(staged)
 
     @staticmethod
     def _delete_old_metadata(io: FileIO, base: TableMetadata, metadata: TableMetadata) -> None:
@@ -450,11 +461,11 @@ class NessieCatalog(NoViews, NamespaceOperations):
         """Remove the name from this branch; no file is touched."""
         key = self._key(identifier)
 
-        def plan(seen: ContentsAt) -> Sequence[Operation]:
-            _require_table(key, seen.contents.get(key))
+        def plan(state: ContentsAt) -> Sequence[Operation]:
+            _require_table(key, state.contents.get(key))
             return [Delete(key)]
 
-        self._store.change([key], plan, f"Drop table {key}")
+        self._store.commit_plan([key], plan, f"Drop table {key}")
 
     def purge_table(self, identifier: str | Identifier) -> None:
         """Refused: only a collector that knows every reference can tell which files are unused."""
@@ -471,12 +482,12 @@ class NessieCatalog(NoViews, NamespaceOperations):
         source, target = self._key(from_identifier), self._key(to_identifier)
         namespace = namespace_key(target.parent)
 
-        def plan(seen: ContentsAt) -> Sequence[Operation]:
-            content = _require_table(source, seen.contents.get(source))
-            require_namespace(seen, namespace)
-            if target in seen.contents:
+        def plan(state: ContentsAt) -> Sequence[Operation]:
+            content = _require_table(source, state.contents.get(source))
+            require_namespace(state, namespace)
+            if target in state.contents:
                 raise TableAlreadyExistsError(f"Table {target} already exists")
             return [Delete(source), Put(target, content)]
 
-        self._store.change([source, target, namespace], plan, f"Rename table {source} to {target}")
+        self._store.commit_plan([source, target, namespace], plan, f"Rename table {source} to {target}")
         return self.load_table(target.elements)

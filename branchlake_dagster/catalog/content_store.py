@@ -19,9 +19,9 @@ from branchlake_dagster.nessie.errors import (
 )
 from branchlake_dagster.nessie.model import (
     CommitResult,
+    ContentEntry,
     ContentKey,
     ContentsAt,
-    Entry,
     IcebergTable,
     Operation,
     Put,
@@ -31,17 +31,17 @@ from branchlake_dagster.nessie.model import (
 )
 
 _ATTEMPTS = 4
-_MEMORY_S = 300.0
+_CACHE_S = 300.0
 """A commit that starts from an old hash lets the server walk through all commits since."""
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What `keys` held when it was `at` on the monotonic clock; those that are not in `seen` held nothing."""
+class _CachedContents:
+    """What `keys` held when it was `read_at` on the monotonic clock; those that are not in `state` held nothing."""
 
     keys: frozenset[ContentKey]
-    seen: ContentsAt
-    at: float
+    state: ContentsAt
+    read_at: float
 
 
 class ReferenceStore:
@@ -64,35 +64,35 @@ class ReferenceStore:
         self.client = client
         self.ref = ref
         self._now = now
-        self._last: _Known | None = None
-        self._fixed = parse_ref(ref).hash is not None
+        self._cached: _CachedContents | None = None
+        self._is_fixed = parse_ref(ref).hash is not None
         self._author = author
         self._properties = dict(properties)
 
     def read(self, *keys: ContentKey) -> ContentsAt:
         """The contents of `keys` and the hash they were read at."""
-        asked = self._now()
-        seen = self.client.contents_at(self.ref, keys)
-        self._last = _Known(frozenset(keys), seen, asked)
-        return seen
+        started_at = self._now()
+        state = self.client.contents_at(self.ref, keys)
+        self._cached = _CachedContents(frozenset(keys), state, started_at)
+        return state
 
     @property
     def last_hash(self) -> str | None:
         """Hash of the reference at the last read or commit here; None before that, or if a commit failed."""
-        return self._last.seen.reference.hash if self._last else None
+        return self._cached.state.reference.hash if self._cached else None
 
-    def remembered(self, *keys: ContentKey) -> ContentsAt | None:
+    def get_cached(self, *keys: ContentKey) -> ContentsAt | None:
         """What the last read or commit here told of `keys`, lately; None: read them.
 
         Nothing to decide by, for others may have changed it since; but to commit from: the server refuses
         the commit then, and what was remembered is forgotten.
         """
-        last = self._last
-        if last is None or not last.keys.issuperset(keys) or self._now() - last.at > _MEMORY_S:
+        cached = self._cached
+        if cached is None or not cached.keys.issuperset(keys) or self._now() - cached.read_at > _CACHE_S:
             return None
-        return last.seen
+        return cached.state
 
-    def children(self, namespace: tuple[str, ...], content_type: str) -> Iterator[Entry]:
+    def iter_children(self, namespace: tuple[str, ...], content_type: str) -> Iterator[ContentEntry]:
         """The entries directly under `namespace` (empty: at the top) of one content type."""
         terms = [f"entry.contentType == '{content_type}'"]
         if not any("." in element for element in namespace):
@@ -108,8 +108,8 @@ class ReferenceStore:
 
         `reference` is what the server said `ref` is; without it only what the argument itself tells.
         """
-        if self._fixed or (reference and reference.type is not ReferenceType.BRANCH):
-            kind = "a fixed hash" if self._fixed else "a tag"
+        if self._is_fixed or (reference and reference.type is not ReferenceType.BRANCH):
+            kind = "a fixed hash" if self._is_fixed else "a tag"
             raise ReadOnlyReference(
                 f"{self.ref} is {kind} and cannot be changed.",
                 branch=self.ref,
@@ -122,9 +122,9 @@ class ReferenceStore:
         Raises NessieConflict when they are not, CommitStateUnknownException when nobody can say.
         """
         self.require_branch(base)
-        self._last = None
-        asked = self._now()
-        unknown: NessieOutcomeUnknown
+        self._cached = None
+        started_at = self._now()
+        outcome_unknown: NessieOutcomeUnknown
         try:
             result = self.client.commit(
                 base.name,
@@ -134,76 +134,80 @@ class ReferenceStore:
                 properties=self._properties,
                 author=self._author,
             )
-            self._last = _after(operations, result, base, asked)
+            self._cached = _contents_after_commit(operations, result, base, started_at)
             return
         except NessieOutcomeUnknown as lost:
-            unknown = lost
-        if not self._arrived(operations):
-            raise CommitStateUnknownException(str(unknown)) from unknown
+            outcome_unknown = lost
+        if not self._is_committed(operations):
+            raise CommitStateUnknownException(str(outcome_unknown)) from outcome_unknown
 
-    def _arrived(self, operations: Sequence[Operation]) -> bool:
+    def _is_committed(self, operations: Sequence[Operation]) -> bool:
         """Whether the tables already stand as `operations` would put them.
 
         Metadata files have unique names, so finding ours proves the commit. Not finding it proves
         nothing: the request may still be on its way, or others may have committed on top of it.
         """
-        wanted = {
+        locations = {
             operation.key: operation.content.metadata_location
             for operation in operations
             if isinstance(operation, Put) and isinstance(operation.content, IcebergTable)
         }
-        if not wanted:
+        if not locations:
             return False
         try:
-            found = self.read(*wanted).contents
+            contents = self.read(*locations).contents
         except NessieError:
             return False
-        current = {key: value for key, value in found.items() if isinstance(value, IcebergTable)}
+        tables = {key: value for key, value in contents.items() if isinstance(value, IcebergTable)}
         return all(
-            key in current and current[key].metadata_location == location for key, location in wanted.items()
+            key in tables and tables[key].metadata_location == location for key, location in locations.items()
         )
 
-    def change(
+    def commit_plan(
         self,
         keys: Sequence[ContentKey],
         plan: Callable[[ContentsAt], Sequence[Operation]],
         message: str,
         *,
-        known: ContentsAt | None = None,
+        cached_state: ContentsAt | None = None,
     ) -> None:
         """Read `keys`, let `plan` answer with operations (or raise), and commit them.
 
         When one of the keys moved in between, it is done again from the new state, so that a lost race
-        ends in the error that `plan` has for it, such as "already exists". `known` is a state that was
-        `remembered`: tried first, and for nothing but a commit.
+        ends in the error that `plan` has for it, such as "already exists". `cached_state` is a state that was
+        `get_cached`: tried first, and for nothing but a commit.
         """
 
         def states() -> Iterator[ContentsAt]:
-            if known is not None:
-                yield known
+            if cached_state is not None:
+                yield cached_state
             for _ in range(_ATTEMPTS):
                 yield self.read(*keys)
 
-        last: NessieError | None = None
-        for seen in states():
-            self.require_branch(seen.reference)
-            operations = plan(seen)
+        last_error: NessieError | None = None
+        for state in states():
+            self.require_branch(state.reference)
+            operations = plan(state)
             if not operations:
                 return None
             try:
-                return self.commit(seen.reference, operations, message)
+                return self.commit(state.reference, operations, message)
             except (NessieConflict, ReferenceNotFound) as error:  # a reference that is gone is told by `read`
-                last = error
-        raise CommitFailedException(f"{message}: others kept changing the same keys. {last}") from last
+                last_error = error
+        raise CommitFailedException(
+            f"{message}: others kept changing the same keys. {last_error}"
+        ) from last_error
 
 
-def _after(operations: Sequence[Operation], result: CommitResult, base: Reference, at: float) -> _Known:
+def _contents_after_commit(
+    operations: Sequence[Operation], result: CommitResult, base: Reference, read_at: float
+) -> _CachedContents:
     """What is known of the keys that a commit changed. Of others nothing is: it may not be `base`'s child."""
     contents = {}
     for operation in operations:
         if isinstance(operation, Put):
-            held, made = operation.content, result.content_ids.get(operation.key)
-            contents[operation.key] = replace(held, content_id=made or held.content_id)
+            content, new_id = operation.content, result.content_ids.get(operation.key)
+            contents[operation.key] = replace(content, content_id=new_id or content.content_id)
     reference = Reference(base.type, base.name, result.hash)
     keys = frozenset(operation.key for operation in operations)
-    return _Known(keys, ContentsAt(reference, contents), at)
+    return _CachedContents(keys, ContentsAt(reference, contents), read_at)

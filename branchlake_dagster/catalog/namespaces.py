@@ -34,16 +34,18 @@ def namespace_key(namespace: str | Identifier) -> ContentKey:
     return ContentKey(Catalog.identifier_to_tuple(namespace))
 
 
-def require_namespace(seen: ContentsAt, key: ContentKey) -> Namespace:
+def require_namespace(state: ContentsAt, key: ContentKey) -> Namespace:
     """The namespace under `key`; raises NoSuchNamespaceError."""
-    found = seen.contents.get(key)
-    if not isinstance(found, Namespace):
+    content = state.contents.get(key)
+    if not isinstance(content, Namespace):
         # "exists" is PyIceberg's own wording in its other catalogues, which callers match on.
-        raise NoSuchNamespaceError(f"Namespace {key} does not exists at {seen.reference.name or 'this hash'}")
-    return found
+        raise NoSuchNamespaceError(
+            f"Namespace {key} does not exists at {state.reference.name or 'this hash'}"
+        )
+    return content
 
 
-def _texts(properties: Properties) -> dict[str, str]:
+def _to_string_properties(properties: Properties) -> dict[str, str]:
     """Properties as texts; ValueError for a missing value or a name that is none."""
     if not all(isinstance(name, str) and name for name in properties):
         raise ValueError(f"Property names must be non-empty texts, not {list(properties)}")
@@ -68,35 +70,35 @@ class NamespaceOperations(MetastoreCatalog, ABC):
         is a table.
         """
         key = namespace_key(namespace)
-        values = _texts(properties)
+        values = _to_string_properties(properties)
         parents = [ContentKey(key[:depth]) for depth in range(1, len(key))]
 
-        def plan(seen: ContentsAt) -> Sequence[Operation]:
-            if key in seen.contents:
+        def plan(state: ContentsAt) -> Sequence[Operation]:
+            if key in state.contents:
                 raise NamespaceAlreadyExistsError(f"Namespace {key} already exists")
-            missing = [parent for parent in parents if parent not in seen.contents]
+            missing = [parent for parent in parents if parent not in state.contents]
             for parent in set(parents).difference(missing):
-                require_namespace(seen, parent)
+                require_namespace(state, parent)
             return [
                 *(Put(parent, Namespace(None, parent.elements)) for parent in missing),
                 Put(key, Namespace(None, key.elements, values)),
             ]
 
-        self._store.change([key, *parents], plan, f"Create namespace {key}")
+        self._store.commit_plan([key, *parents], plan, f"Create namespace {key}")
 
     def drop_namespace(self, namespace: str | Identifier) -> None:
         """Drop an empty namespace; NamespaceNotEmptyError when tables, views or namespaces are in it."""
         key = namespace_key(namespace)
 
-        def plan(seen: ContentsAt) -> Sequence[Operation]:
-            require_namespace(seen, key)
+        def plan(state: ContentsAt) -> Sequence[Operation]:
+            require_namespace(state, key)
             return [Delete(key)]
 
-        seen = self._store.read(key)
-        self._store.require_branch(seen.reference)
-        operations = plan(seen)
+        state = self._store.read(key)
+        self._store.require_branch(state.reference)
+        operations = plan(state)
         try:
-            self._store.commit(seen.reference, operations, f"Drop namespace {key}")
+            self._store.commit(state.reference, operations, f"Drop namespace {key}")
         except NessieConflict as conflict:
             kinds = {item.kind for item in conflict.conflicts}
             if "NAMESPACE_NOT_EMPTY" in kinds:
@@ -106,10 +108,10 @@ class NamespaceOperations(MetastoreCatalog, ABC):
     def list_namespaces(self, namespace: str | Identifier = ()) -> list[Identifier]:
         """The namespaces directly under `namespace`; those at the top for an empty one."""
         if not namespace:
-            return [entry.key.elements for entry in self._store.children((), "NAMESPACE")]
+            return [entry.key.elements for entry in self._store.iter_children((), "NAMESPACE")]
         key = namespace_key(namespace)
         require_namespace(self._store.read(key), key)
-        return [entry.key.elements for entry in self._store.children(key.elements, "NAMESPACE")]
+        return [entry.key.elements for entry in self._store.iter_children(key.elements, "NAMESPACE")]
 
     def load_namespace_properties(self, namespace: str | Identifier) -> Properties:
         """A copy of the namespace's properties."""
@@ -122,23 +124,23 @@ class NamespaceOperations(MetastoreCatalog, ABC):
     ) -> PropertiesUpdateSummary:
         """Remove and set properties in one commit; ValueError when a key is in both."""
         key = namespace_key(namespace)
-        values = _texts(updates)
+        values = _to_string_properties(updates)
         summary: list[PropertiesUpdateSummary] = []
 
-        def plan(seen: ContentsAt) -> Sequence[Operation]:
-            current = require_namespace(seen, key)
-            told, after = self._get_updated_props_and_update_summary(
+        def plan(state: ContentsAt) -> Sequence[Operation]:
+            current = require_namespace(state, key)
+            update_summary, new_properties = self._get_updated_props_and_update_summary(
                 dict(current.properties), removals, values
             )
-            summary[:] = [told]
-            unchanged = after == dict(current.properties)
-            return [] if unchanged else [Put(key, replace(current, properties=after))]
+            summary[:] = [update_summary]
+            unchanged = new_properties == dict(current.properties)
+            return [] if unchanged else [Put(key, replace(current, properties=new_properties))]
 
-        self._store.change([key], plan, f"Update properties of namespace {key}")
+        self._store.commit_plan([key], plan, f"Update properties of namespace {key}")
         return summary[0]
 
 
-def _refuse(identifier: str | Identifier) -> NoReturn:
+def _refuse_view(identifier: str | Identifier) -> NoReturn:
     name = identifier if isinstance(identifier, str) else ".".join(identifier)
     raise Unsupported(
         f"Views are not supported by this catalogue, so {name!r} cannot be used as one.",
@@ -154,23 +156,23 @@ class NoViews(MetastoreCatalog, ABC):
 
     def list_views(self, namespace: str | Identifier) -> list[Identifier]:
         """Refused."""
-        _refuse(namespace)
+        _refuse_view(namespace)
 
     def view_exists(self, identifier: str | Identifier) -> bool:
         """Refused."""
-        _refuse(identifier)
+        _refuse_view(identifier)
 
     def load_view(self, identifier: str | Identifier) -> NoReturn:
         """Refused."""
-        _refuse(identifier)
+        _refuse_view(identifier)
 
     def drop_view(self, identifier: str | Identifier) -> None:
         """Refused."""
-        _refuse(identifier)
+        _refuse_view(identifier)
 
     def register_view(self, identifier: str | Identifier, metadata_location: str) -> NoReturn:  # noqa: ARG002
         """Refused."""
-        _refuse(identifier)
+        _refuse_view(identifier)
 
     def create_view(
         self,
@@ -181,4 +183,4 @@ class NoViews(MetastoreCatalog, ABC):
         properties: Properties = EMPTY_DICT,  # noqa: ARG002
     ) -> NoReturn:
         """Refused."""
-        _refuse(identifier)
+        _refuse_view(identifier)

@@ -28,15 +28,17 @@ def commit_properties(properties: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _verify(text: str) -> bool | str:
-    return {"true": True, "false": False}.get(text.lower(), text)
+def _parse_verify(value: str) -> bool | str:
+    return {"true": True, "false": False}.get(value.lower(), value)
 
 
-def connect(properties: Mapping[str, str]) -> NessieClient:
+def build_client(properties: Mapping[str, str]) -> NessieClient:
     """A client for `uri`, `token` and `ssl.verify` (`true`, `false` or the path of a CA bundle)."""
     uri = properties.get(URI)
     if not uri:
         raise ConfigurationError(
             "The Nessie catalogue has no 'uri' property.", hint="Example: http://127.0.0.1:19120/api/v2"
         )
-    return NessieClient(uri, token=properties.get(TOKEN), verify=_verify(str(properties.get(VERIFY, "true"))))
+    return NessieClient(
+        uri, token=properties.get(TOKEN), verify=_parse_verify(str(properties.get(VERIFY, "true")))
+    )

@@ -32,7 +32,7 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Snapshot
 
 from branchlake_dagster.errors import BranchlakeError, Terminal
-from branchlake_dagster.internals.pyiceberg_manifests import entries_of, manifests_of
+from branchlake_dagster.internals.pyiceberg_manifests import iter_entries, iter_manifests
 
 
 def is_local(location: str) -> bool:
@@ -40,7 +40,7 @@ def is_local(location: str) -> bool:
     return location.startswith(("file:", "/"))
 
 
-def synchronize(locations: Iterable[str]) -> None:
+def synchronize_files(locations: Iterable[str]) -> None:
     """Wait until the disk holds these files and their names; locations that are not local are skipped.
 
     Costs 0.05 ms for a file that the disk holds already. Raises OSError.
@@ -111,8 +111,8 @@ class _DurableStream:
         return getattr(self._stream, name)
 
     def write(self, content: bytes) -> int:
-        written: int = self._stream.write(content)
-        return written
+        size: int = self._stream.write(content)
+        return size
 
     def __enter__(self) -> _DurableStream:
         return self
@@ -132,10 +132,10 @@ class _DurableStream:
 REQUESTS_AT_ONCE = 16
 """Requests to a remote storage that are under way at the same time."""
 
-LISTED_FROM = 300
+MIN_LISTED_FILES = 300
 """From this number of remote files on, the folders that hold many of them are listed."""
 
-_LISTED_FOLDER = 20
+_MIN_FOLDER_FILES = 20
 """Files to look for in a folder for which listing it takes fewer requests. A page of a listing has 1,000."""
 
 Item = TypeVar("Item")
@@ -169,14 +169,14 @@ class _Content(InputFile):
 
 def read_content(io: FileIO, location: str) -> bytes:
     """The bytes of a file. Raises FileNotFoundError, with the location as `filename`, or another OSError."""
-    with _named(location), io.new_input(location).open() as stream:
+    with _wrap_io_errors(location), io.new_input(location).open() as stream:
         return stream.read()
 
 
 def read_metadata(io: FileIO, location: str) -> TableMetadata:
     """The table metadata in a file. Raises as `read_content`, and StoredFileDamaged."""
     content = _Content(location, read_content(io, location))
-    with _parsing(location):
+    with _wrap_parse_errors(location):
         return FromInputFile.table_metadata(content)
 
 
@@ -187,7 +187,7 @@ def read_metadata_fields(io: FileIO, location: str) -> dict[str, Any]:
     time of Python's.
     """
     content = read_content(io, location)
-    with _parsing(location):
+    with _wrap_parse_errors(location):
         decompressed = Compressor.get_compressor(location).stream_decompressor(BytesIO(content))
         fields = from_json(decompressed.read())
         if fields["format-version"] < 1:
@@ -201,8 +201,8 @@ def read_manifests(io: FileIO, snapshot: Snapshot) -> list[ManifestFile]:
     if not location:
         return []
     content = read_content(io, location)
-    with _parsing(location):
-        return list(manifests_of(content))
+    with _wrap_parse_errors(location):
+        return list(iter_manifests(content))
 
 
 def read_entries(io: FileIO, manifest: ManifestFile) -> list[ManifestEntry]:
@@ -210,13 +210,13 @@ def read_entries(io: FileIO, manifest: ManifestFile) -> list[ManifestEntry]:
     location = manifest.manifest_path
     content = read_content(io, location)
     if len(content) < manifest.manifest_length:
-        raise _truncated(location, len(content), manifest.manifest_length)
-    with _parsing(location):
-        return list(entries_of(manifest, content))
+        raise _truncation_error(location, len(content), manifest.manifest_length)
+    with _wrap_parse_errors(location):
+        return list(iter_entries(manifest, content))
 
 
 @contextmanager
-def _named(location: str) -> Iterator[None]:
+def _wrap_io_errors(location: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
@@ -226,7 +226,7 @@ def _named(location: str) -> Iterator[None]:
 
 
 @contextmanager
-def _parsing(location: str) -> Iterator[None]:
+def _wrap_parse_errors(location: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -251,69 +251,71 @@ def file_errors(files: Sequence[StoredFile]) -> list[FileNotFoundError | StoredF
     A FileNotFoundError or StoredFileDamaged is the storage's answer, any other OSError the lack of one. No
     file is opened: one request a file, or a listing of its folder where many files are asked for.
     """
-    sizes = _listed_sizes([file for file in files if not is_local(file.location)])
-    return each_at_once(lambda file: _file_error(file, sizes.get(file.location)), files, _location)
+    sizes = _list_sizes([file for file in files if not is_local(file.location)])
+    return map_concurrently(lambda file: _file_error(file, sizes.get(file.location)), files, _get_location)
 
 
-def _location(file: StoredFile) -> str:
+def _get_location(file: StoredFile) -> str:
     return file.location
 
 
 def _file_error(file: StoredFile, size: int | None) -> FileNotFoundError | StoredFileDamaged | OSError | None:
     try:
         if size is None:
-            with _named(file.location):
+            with _wrap_io_errors(file.location):
                 size = len(file.io.new_input(file.location))
     except OSError as error:
         return error
     if size >= file.size:
         return None
-    return _truncated(file.location, size, file.size)
+    return _truncation_error(file.location, size, file.size)
 
 
-def _truncated(location: str, size: int, recorded: int) -> StoredFileDamaged:
+def _truncation_error(location: str, size: int, recorded: int) -> StoredFileDamaged:
     # A file system that lost its power keeps the name of a file and not all of its content.
-    text = f"{location} has {size:,} of the {recorded:,} bytes that are recorded for it."
-    return StoredFileDamaged(text, file=location)
+    message = f"{location} has {size:,} of the {recorded:,} bytes that are recorded for it."
+    return StoredFileDamaged(message, file=location)
 
 
-def _listed_sizes(files: Sequence[StoredFile]) -> dict[str, int]:
+def _list_sizes(files: Sequence[StoredFile]) -> dict[str, int]:
     """The sizes of those files that listings of their folders show; the others need a request each."""
-    if len(files) < LISTED_FROM:
+    if len(files) < MIN_LISTED_FILES:
         return {}
     folders: dict[str, list[StoredFile]] = {}
     for file in files:
         folders.setdefault(file.location.rpartition("/")[0], []).append(file)
-    many = [found for found in folders.values() if len(found) >= _LISTED_FOLDER]
-    listings = each_at_once(_listed_folder, many, lambda found: found[0].location)
+    large_folders = [
+        folder_files for folder_files in folders.values() if len(folder_files) >= _MIN_FOLDER_FILES
+    ]
+    listings = map_concurrently(_list_folder, large_folders, lambda folder_files: folder_files[0].location)
     return {location: size for listing in listings for location, size in listing.items()}
 
 
-def _listed_folder(files: Sequence[StoredFile]) -> dict[str, int]:
+def _list_folder(files: Sequence[StoredFile]) -> dict[str, int]:
     io = files[0].io
     if not isinstance(io, PyArrowFileIO):
         return {}
-    wanted = {}
+    locations = {}
     for file in files:
         scheme, netloc, path = io.parse_location(file.location, io.properties)
-        wanted[path] = file.location
+        locations[path] = file.location
     selector = FileSelector(path.rpartition("/")[0], allow_not_found=True)
     try:
         listing = io.fs_by_scheme(scheme, netloc).get_file_info(selector)
     except OSError:
         return {}  # whoever may not list may still ask for a file
-    return {wanted[info.path]: info.size for info in listing if info.path in wanted and info.is_file}
+    return {locations[info.path]: info.size for info in listing if info.path in locations and info.is_file}
 
 
-def each_at_once(
+def map_concurrently(
     call: Callable[[Item], Answer], items: Sequence[Item], location: Callable[[Item], str]
 ) -> list[Answer]:
     """The answer for each item, in their order. Those at a remote `location` are asked for concurrently.
 
     For local files a thread costs more than the answer.
     """
-    remote = sum(not is_local(location(item)) for item in items)
-    if remote < 2:
+    remote_count = sum(not is_local(location(item)) for item in items)
+    if remote_count < 2:
         return [call(item) for item in items]
-    with ThreadPoolExecutor(min(REQUESTS_AT_ONCE, remote)) as pool:
+    with ThreadPoolExecutor(min(REQUESTS_AT_ONCE, remote_count)) as pool:
         return list(pool.map(call, items))

@@ -16,17 +16,17 @@ from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.table.metadata import TableMetadata
 
-from branchlake_dagster.catalog.stored_files import each_at_once, read_content
+from branchlake_dagster.catalog.stored_files import map_concurrently, read_content
 from branchlake_dagster.stored_names import LakeFolder
 
 _PATHS = ("write.data.path", "write.metadata.path", "write.object-storage.path", "write.folder-storage.path")
 _UNIQUE = re.compile(r"(?<=_)(?:[0-9a-f]{16}_)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 """The end of a location that the catalog chose: the UUID of the table, after the batch of a staging table."""
-_recorded: set[tuple[str, str]] = set()
+_recorded_prefixes: set[tuple[str, str]] = set()
 """Warehouses and prefixes that this process has recorded. They are few: each is a table's name."""
 
 
-def prefixes_of(location: str, properties: Mapping[str, str]) -> tuple[str, ...]:
+def list_prefixes(location: str, properties: Mapping[str, str]) -> tuple[str, ...]:
     """The prefixes of all files that writers of a table create.
 
     Args:
@@ -39,11 +39,11 @@ def prefixes_of(location: str, properties: Mapping[str, str]) -> tuple[str, ...]
     """
     table_folder = f"{location.rstrip('/')}/"
     paths = [f"{properties[name].rstrip('/')}/" for name in _PATHS if properties.get(name)]
-    outside = [path for path in paths if not path.startswith(table_folder)]
+    outside_paths = [path for path in paths if not path.startswith(table_folder)]
     base, _, name = location.rstrip("/").rpartition("/")
     unique = _UNIQUE.search(name)
     shared = f"{base}/{name[: unique.start()]}" if unique else table_folder
-    return tuple(dict.fromkeys((shared, *outside)))
+    return tuple(dict.fromkeys((shared, *outside_paths)))
 
 
 def record_prefixes(io: FileIO, warehouse: str, metadata: TableMetadata) -> None:
@@ -52,38 +52,38 @@ def record_prefixes(io: FileIO, warehouse: str, metadata: TableMetadata) -> None
     Costs one request to the storage for each prefix that is new to this process, and another one if it is new
     to the warehouse. Raises OSError.
     """
-    for prefix in prefixes_of(metadata.location, metadata.properties):
-        if (warehouse, prefix) in _recorded:
+    for prefix in list_prefixes(metadata.location, metadata.properties):
+        if (warehouse, prefix) in _recorded_prefixes:
             continue
         content = prefix.encode()
         name = hashlib.sha256(content).hexdigest()[:32]
-        location = f"{_folder(warehouse)}/{name}"
-        if _size(io, location) != len(content):  # a power cut may have left an empty file
+        location = f"{_prefix_folder(warehouse)}/{name}"
+        if _find_file_size(io, location) != len(content):  # a power cut may have left an empty file
             with io.new_output(location).create(overwrite=True) as stream:
                 stream.write(content)
-        _recorded.add((warehouse, prefix))
+        _recorded_prefixes.add((warehouse, prefix))
 
 
-def recorded_prefixes(io: FileIO, warehouse: str) -> frozenset[str]:
+def load_prefixes(io: FileIO, warehouse: str) -> frozenset[str]:
     """All prefixes that writers have recorded in a warehouse. One listing, and one request for each prefix.
 
     Raises OSError.
     """
     if not isinstance(io, PyArrowFileIO):
         return frozenset()
-    folder = _folder(warehouse)
+    folder = _prefix_folder(warehouse)
     scheme, netloc, path = io.parse_location(folder, io.properties)
     listing = io.fs_by_scheme(scheme, netloc).get_file_info(FileSelector(path, allow_not_found=True))
     locations = [f"{folder}/{info.base_name}" for info in listing if info.is_file]
-    contents = each_at_once(lambda location: read_content(io, location), locations, str)
+    contents = map_concurrently(lambda location: read_content(io, location), locations, str)
     return frozenset(content.decode() for content in contents if content)
 
 
-def _folder(warehouse: str) -> str:
+def _prefix_folder(warehouse: str) -> str:
     return f"{warehouse.rstrip('/')}/{LakeFolder.PREFIXES}"
 
 
-def _size(io: FileIO, location: str) -> int | None:
+def _find_file_size(io: FileIO, location: str) -> int | None:
     try:
         return len(io.new_input(location))
     except FileNotFoundError:

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import dagster as dg
 from pandera.pyspark import DataFrameModel
 
-from branchlake_dagster.checks.check_step import Declared, check_step, declared_in
+from branchlake_dagster.checks.check_step import CheckDeclaration, build_check_step, declarations_in
 from branchlake_dagster.checks.compiler import compile_schema
 from branchlake_dagster.checks.constraints import ContractError, SqlConstraint, require_examples
-from branchlake_dagster.checks.counting import THIS
-from branchlake_dagster.checks.judge import Asked
+from branchlake_dagster.checks.counting import ROWS_PLACEHOLDER
+from branchlake_dagster.checks.judge import ConstraintGroup
 from branchlake_dagster.stored_names import AssetMetadata
 
 CheckedAsset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition
@@ -32,7 +32,7 @@ def asset_key(asset: CheckedAsset) -> dg.AssetKey:
     return asset if isinstance(asset, dg.AssetKey) else dg.AssetKey(asset)
 
 
-def checked_partitions(
+def check_partitions_def(
     asset: CheckedAsset, partitions_def: dg.PartitionsDefinition[str] | None, *, whole_table: bool
 ) -> dg.PartitionsDefinition[str] | None:
     """The partitioning of a check on `asset`, None when it is to see the whole table.
@@ -60,12 +60,12 @@ _CONSEQUENCES = {
 """The begin of a description: Dagster's page says "This is a non-blocking asset check" just above it."""
 
 
-def check_specs(
+def build_check_specs(
     asset: CheckedAsset,
     promises: Mapping[str, str],
     partitions_def: dg.PartitionsDefinition[str] | None,
     *,
-    warned: Collection[str],
+    warn_names: Collection[str],
 ) -> list[dg.AssetCheckSpec]:
     """One non-blocking spec per name in `promises`, which says the promise and what its failure does.
 
@@ -79,7 +79,7 @@ def check_specs(
             dg.AssetCheckSpec(
                 name,
                 asset=asset_key(asset),
-                description=f"{_CONSEQUENCES[name in warned]} Promise: {promise.rstrip('.')}.",
+                description=f"{_CONSEQUENCES[name in warn_names]} Promise: {promise.rstrip('.')}.",
                 partitions_def=partitions_def,
                 metadata={AssetMetadata.CHECK_SCOPE: "table" if partitions_def is None else "rows"},
             )
@@ -88,7 +88,7 @@ def check_specs(
 
 
 @dataclass
-class _Group:
+class _CheckGroup:
     key: dg.AssetKey | None = None
     partitions: dg.PartitionsDefinition[str] | None = None
     members: list[dg.AssetChecksDefinition] = field(default_factory=list)
@@ -127,43 +127,43 @@ def join_checks(checks: Iterable[dg.AssetChecksDefinition]) -> list[dg.AssetChec
                 ),
             )
     """
-    groups: list[_Group] = []
-    for one in checks:
-        if not declared_in(one):
-            groups.append(_Group(members=[one]))
+    groups: list[_CheckGroup] = []
+    for definition in checks:
+        if not declarations_in(definition):
+            groups.append(_CheckGroup(members=[definition]))
             continue
-        spec = next(iter(one.check_specs))
+        spec = next(iter(definition.check_specs))
         key, partitions = spec.asset_key, spec.partitions_def
-        like = (group for group in groups if group.key == key and group.partitions == partitions)
-        group = next(like, None)
+        matches = (group for group in groups if group.key == key and group.partitions == partitions)
+        group = next(matches, None)
         if group is None:
-            groups.append(group := _Group(key, partitions))
-        group.members.append(one)
-    return [_joined(group) for group in groups]
+            groups.append(group := _CheckGroup(key, partitions))
+        group.members.append(definition)
+    return [_join_group(group) for group in groups]
 
 
-def _joined(group: _Group) -> dg.AssetChecksDefinition:
+def _join_group(group: _CheckGroup) -> dg.AssetChecksDefinition:
     first = group.members[0]
     if len(group.members) == 1 or group.key is None:
         return first
-    specs = [spec for one in group.members for spec in one.check_specs]
-    twice = sorted(name for name, times in Counter(spec.name for spec in specs).items() if times > 1)
-    if twice:
+    specs = [spec for definition in group.members for spec in definition.check_specs]
+    duplicates = sorted(name for name, times in Counter(spec.name for spec in specs).items() if times > 1)
+    if duplicates:
         raise ContractError(
-            f"Asset {group.key.to_user_string()} has two checks called {', '.join(twice)}.",
+            f"Asset {group.key.to_user_string()} has two checks called {', '.join(duplicates)}.",
             hint="Name them apart; a second contract takes name_prefix.",
             reason="same_name",
-            subject=", ".join(twice),
+            subject=", ".join(duplicates),
         )
-    whole = "" if group.partitions is not None else "table_"
-    declared = [part for one in group.members for part in declared_in(one)]
-    named = ", ".join(part.what for part in declared)
-    return check_step(
-        f"{group.key.to_python_identifier()}__{whole}checks",
+    scope_prefix = "" if group.partitions is not None else "table_"
+    declarations = [part for definition in group.members for part in declarations_in(definition)]
+    labels = ", ".join(part.label for part in declarations)
+    return build_check_step(
+        f"{group.key.to_python_identifier()}__{scope_prefix}checks",
         group.key,
         specs,
-        declared,
-        description=f"{named} on {group.key.to_user_string()}, in one Spark job.",
+        declarations,
+        description=f"{labels} on {group.key.to_user_string()}, in one Spark job.",
         kind="spark",
     )
 
@@ -224,31 +224,35 @@ def pandera_checks(
         )
     schema = model.to_schema()
     prefix = f"{name_prefix}_" if name_prefix else ""
-    constraints = [replace(one, name=f"{prefix}{one.name}") for one in compile_schema(schema)]
-    names = [one.name for one in constraints]
-    unknown = sorted(set(warn) - set(names))
-    if unknown:
+    constraints = [
+        replace(constraint, name=f"{prefix}{constraint.name}") for constraint in compile_schema(schema)
+    ]
+    names = [constraint.name for constraint in constraints]
+    unknown_names = sorted(set(warn) - set(names))
+    if unknown_names:
         raise ContractError(
-            f"warn names {', '.join(unknown)}, which {model.__name__} does not have.",
+            f"warn names {', '.join(unknown_names)}, which {model.__name__} does not have.",
             hint=f"It has {', '.join(names)}.",
             reason="unknown_constraint",
-            subject=", ".join(unknown),
+            subject=", ".join(unknown_names),
         )
-    warned = {one.name for one in constraints if one.warn} | set(warn)
+    warn_names = {constraint.name for constraint in constraints if constraint.warn} | set(warn)
     key = asset_key(asset)
-    specs = check_specs(
+    specs = build_check_specs(
         asset,
-        {one.name: one.text for one in constraints},
-        checked_partitions(asset, partitions_def, whole_table=whole_table),
-        warned=warned,
+        {constraint.name: constraint.description for constraint in constraints},
+        check_partitions_def(asset, partitions_def, whole_table=whole_table),
+        warn_names=warn_names,
     )
 
-    part = Declared(f"contract {model.__name__}", Asked(schema, constraints, examples), frozenset(warned))
-    return check_step(
+    declaration = CheckDeclaration(
+        f"contract {model.__name__}", ConstraintGroup(schema, constraints, examples), frozenset(warn_names)
+    )
+    return build_check_step(
         f"{key.to_python_identifier()}__{prefix}contract",
         key,
         specs,
-        [part],
+        [declaration],
         description=f"Contract {model.__name__} on {key.to_user_string()}, in one Spark job.",
         kind="pandera",
     )
@@ -318,32 +322,32 @@ def sql_check(
             subject=name,
         )
     key = asset_key(asset)
-    what = f"SQL check {name} on {key.to_user_string()}"
+    label = f"SQL check {name} on {key.to_user_string()}"
     if not _QUERY.match(sql):
-        begins = " ".join(sql.split())[:40]
+        beginning = " ".join(sql.split())[:40]
         raise ContractError(
-            f"{what} is no query: it begins with {begins!r}.",
+            f"{label} is no query: it begins with {beginning!r}.",
             hint="The rows that a SELECT returns are failures.",
             reason="not_a_query",
             subject=name,
         )
-    if THIS not in sql and "nessie." not in sql.lower():
+    if ROWS_PLACEHOLDER not in sql and "nessie." not in sql.lower():
         raise ContractError(
-            f"{what} does not say which rows it checks.",
+            f"{label} does not say which rows it checks.",
             hint="Write {this} for the rows of the run, or nessie.<namespace>.<table> for a whole table.",
             reason="no_rows_named",
             subject=name,
         )
-    text = description or " ".join(sql.split())
-    warned = frozenset({name} if severity == "warn" else ())
-    partitions = checked_partitions(asset, partitions_def, whole_table=False)
-    specs = check_specs(asset, {name: text}, partitions, warned=warned)
-    check = SqlConstraint(name=name, columns=(), text=text, sql=sql)
-    return check_step(
+    check_description = description or " ".join(sql.split())
+    warn_names = frozenset({name} if severity == "warn" else ())
+    partitions = check_partitions_def(asset, partitions_def, whole_table=False)
+    specs = build_check_specs(asset, {name: check_description}, partitions, warn_names=warn_names)
+    check = SqlConstraint(name=name, columns=(), description=check_description, sql=sql)
+    return build_check_step(
         f"{key.to_python_identifier()}__sql_{name}",
         key,
         specs,
-        [Declared(f"SQL check {name}", Asked(None, [check], examples), warned)],
+        [CheckDeclaration(f"SQL check {name}", ConstraintGroup(None, [check], examples), warn_names)],
         description=f"SQL check {name} on {key.to_user_string()}: rows returned are failures.",
         kind="sql",
     )

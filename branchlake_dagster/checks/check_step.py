@@ -12,14 +12,20 @@ from pyspark.sql import DataFrame
 
 from branchlake_dagster.checks.constraints import (
     CheckFailedToRun,
+    CheckOutcome,
     Constraint,
     FailingPartitions,
-    Outcome,
     PanderaConstraint,
     SchemaConstraint,
     SqlConstraint,
 )
-from branchlake_dagster.checks.judge import Asked, FrameRows, Rows, Verdicts, judge
+from branchlake_dagster.checks.judge import (
+    CheckedRows,
+    ConstraintGroup,
+    FrameRows,
+    Verdicts,
+    judge_constraints,
+)
 from branchlake_dagster.checks.stored_rows import TableRows
 from branchlake_dagster.io_manager.loading import StoredRows
 from branchlake_dagster.stored_names import EventMetadata
@@ -28,22 +34,22 @@ _SHOWN_COLUMNS = 12
 _BRANCH_CONF = "spark.sql.catalog.nessie.ref"
 
 
-def branch_of(rows: DataFrame) -> str | None:
+def find_session_ref(rows: DataFrame) -> str | None:
     """The Nessie reference the session of `rows` reads, None where no such catalogue is configured."""
     return rows.sparkSession.conf.get(_BRANCH_CONF, None)
 
 
-def words_of(error: PySparkException) -> str:
+def format_spark_error(error: PySparkException) -> str:
     """What Spark says in `error`, without the server's stack: a Connect error carries 40 lines of it."""
     lines = str(error).strip().splitlines()
     stack = (n for n, line in enumerate(lines) if line.startswith(("JVM stacktrace", "org.apache.", "\tat ")))
     return "\n".join(lines[: next(stack, None)]).strip()
 
 
-def asset_check_result(
-    name: str, text: str, outcome: Outcome, *, warn: bool, evaluation: str, branch: str | None
+def build_check_result(
+    name: str, description: str, outcome: CheckOutcome, *, warn: bool, evaluation: str, branch: str | None
 ) -> dg.AssetCheckResult:
-    """The result of check `name`, whose promise is `text`.
+    """The result of check `name`, whose promise is `description`.
 
     Severity is WARN for `warn`, else ERROR. Metadata: `constraint`, `evaluation`, and where known
     `branch`, `failing_rows` and `total_rows` (counts), `failing_ratio` (0..1), `examples` (a table of at
@@ -51,7 +57,7 @@ def asset_check_result(
     `branchlake/proved_by` and the files and rows that were looked at.
     """
     metadata: dict[str, dg.MetadataValue] = {
-        "constraint": dg.MetadataValue.text(text),
+        "constraint": dg.MetadataValue.text(description),
         "evaluation": dg.MetadataValue.text(evaluation),
     }
     if branch is not None:
@@ -63,11 +69,11 @@ def asset_check_result(
     if outcome.failing is not None and outcome.total:
         metadata["failing_ratio"] = dg.MetadataValue.float(outcome.failing / outcome.total)
     if outcome.examples:
-        metadata["examples"] = _table(outcome.examples)
+        metadata["examples"] = _examples_table(outcome.examples)
     if outcome.partitions is not None:
-        metadata[EventMetadata.FAILING_PARTITIONS] = _partitions(outcome.partitions)
+        metadata[EventMetadata.FAILING_PARTITIONS] = _partitions_table(outcome.partitions)
     if outcome.proof is not None:
-        metadata[EventMetadata.PROVED_BY] = dg.MetadataValue.text(outcome.proof.by)
+        metadata[EventMetadata.PROVED_BY] = dg.MetadataValue.text(outcome.proof.source)
         metadata[EventMetadata.PROVED_BY_FILES] = dg.MetadataValue.int(outcome.proof.files)
         metadata[EventMetadata.PROVED_BY_ROWS] = dg.MetadataValue.int(outcome.proof.rows)
     if outcome.note:
@@ -77,32 +83,32 @@ def asset_check_result(
         passed=outcome.passed,
         severity=dg.AssetCheckSeverity.WARN if warn else dg.AssetCheckSeverity.ERROR,
         metadata=metadata,
-        description=_sentence(text, outcome),
+        description=_format_result(description, outcome),
     )
 
 
-def _sentence(text: str, outcome: Outcome) -> str:
+def _format_result(description: str, outcome: CheckOutcome) -> str:
     if outcome.passed:
-        return f"Holds: {text}."
+        return f"Holds: {description}."
     if outcome.failing is None:
-        return f"Fails: {text}: {outcome.note}." if outcome.note else f"Fails: {text}."
-    of = "" if outcome.total is None else f" of {outcome.total}"
-    where = f", in partitions {outcome.partitions.text}" if outcome.partitions is not None else ""
-    return f"{outcome.failing}{of} rows fail{where}: {text}."
+        return f"Fails: {description}: {outcome.note}." if outcome.note else f"Fails: {description}."
+    of_total = "" if outcome.total is None else f" of {outcome.total}"
+    in_partitions = f", in partitions {outcome.partitions.summary}" if outcome.partitions is not None else ""
+    return f"{outcome.failing}{of_total} rows fail{in_partitions}: {description}."
 
 
-def _partitions(found: FailingPartitions) -> dg.TableMetadataValue:
+def _partitions_table(failing_partitions: FailingPartitions) -> dg.TableMetadataValue:
     columns = [dg.TableColumn("partition", "string"), dg.TableColumn("failing_rows", "int")]
     return dg.MetadataValue.table(
         records=[
             dg.TableRecord({"partition": name, "failing_rows": rows})
-            for name, rows in found.rows_by_partition.items()
+            for name, rows in failing_partitions.rows_by_partition.items()
         ],
         schema=dg.TableSchema(columns=columns),
     )
 
 
-def _table(examples: Sequence[Mapping[str, str | None]]) -> dg.TableMetadataValue:
+def _examples_table(examples: Sequence[Mapping[str, str | None]]) -> dg.TableMetadataValue:
     columns = list(examples[0])[:_SHOWN_COLUMNS]
     return dg.MetadataValue.table(
         records=[dg.TableRecord({column: example[column] for column in columns}) for example in examples],
@@ -111,35 +117,35 @@ def _table(examples: Sequence[Mapping[str, str | None]]) -> dg.TableMetadataValu
 
 
 @dataclass(frozen=True)
-class Declared:
-    """One declaration: `what` it is called in errors, what it asks, and which names only warn."""
+class CheckDeclaration:
+    """One declaration: `label` it is called in errors, what it asks, and which names only warn."""
 
-    what: str
-    asked: Asked
-    warned: frozenset[str]
+    label: str
+    group: ConstraintGroup
+    warn_names: frozenset[str]
 
-    def only(self, names: Iterable[str]) -> "Declared":
+    def only(self, names: Iterable[str]) -> "CheckDeclaration":
         """The same for some of its checks."""
         wanted = set(names)
-        constraints = [one for one in self.asked.constraints if one.name in wanted]
-        return replace(self, asked=replace(self.asked, constraints=constraints))
+        constraints = [constraint for constraint in self.group.constraints if constraint.name in wanted]
+        return replace(self, group=replace(self.group, constraints=constraints))
 
 
-_declared: WeakKeyDictionary[Any, tuple[Declared, ...]] = WeakKeyDictionary()
+_declarations: WeakKeyDictionary[Any, tuple[CheckDeclaration, ...]] = WeakKeyDictionary()
 """What each of our steps asks, by its op: Dagster copies definitions, and keeps the op."""
 
 
-def declared_in(checks: dg.AssetChecksDefinition) -> tuple[Declared, ...]:
+def declarations_in(checks: dg.AssetChecksDefinition) -> tuple[CheckDeclaration, ...]:
     """What `checks` ask; nothing where they are not made here."""
     names = [spec.name for spec in checks.check_specs]
-    return tuple(one.only(names) for one in _declared.get(checks.node_def, ()))
+    return tuple(declaration.only(names) for declaration in _declarations.get(checks.node_def, ()))
 
 
-def check_step(
+def build_check_step(
     name: str,
     key: dg.AssetKey,
     specs: Sequence[dg.AssetCheckSpec],
-    declared: Sequence[Declared],
+    declarations: Sequence[CheckDeclaration],
     *,
     description: str,
     kind: str,
@@ -158,67 +164,93 @@ def check_step(
         can_subset=True,
     )
     def checks(context: dg.AssetCheckExecutionContext, rows: StoredRows) -> Iterator[dg.AssetCheckResult]:
-        selected = {check.name for check in context.selected_asset_check_keys}
-        parts = [part for one in declared if (part := one.only(selected)).asked.constraints]
-        yield from _results(rows, parts, key, view=f"branchlake_this_{name}", run_id=context.run.run_id)
+        selected_names = {check.name for check in context.selected_asset_check_keys}
+        parts = [
+            part
+            for declaration in declarations
+            if (part := declaration.only(selected_names)).group.constraints
+        ]
+        yield from _iter_results(rows, parts, key, view=f"branchlake_this_{name}", run_id=context.run.run_id)
 
-    _declared[checks.node_def] = tuple(declared)
+    _declarations[checks.node_def] = tuple(declarations)
     return checks
 
 
-def _results(
-    given: DataFrame | StoredRows, parts: Sequence[Declared], key: dg.AssetKey, *, view: str, run_id: str
+def _iter_results(
+    source_rows: DataFrame | StoredRows,
+    declarations: Sequence[CheckDeclaration],
+    key: dg.AssetKey,
+    *,
+    view: str,
+    run_id: str,
 ) -> Iterator[dg.AssetCheckResult]:
-    spoken = {column for part in parts for one in part.asked.constraints for column in one.columns}
-    rows: Rows = TableRows(given, spoken) if isinstance(given, StoredRows) else FrameRows(given)
+    column_names = {
+        column for part in declarations for one in part.group.constraints for column in one.columns
+    }
+    rows: CheckedRows = (
+        TableRows(source_rows, column_names)
+        if isinstance(source_rows, StoredRows)
+        else FrameRows(source_rows)
+    )
     try:
-        branch = given.ref if isinstance(given, StoredRows) else branch_of(given)
-        verdicts = judge(rows, [part.asked for part in parts], view=view)
+        branch = source_rows.ref if isinstance(source_rows, StoredRows) else find_session_ref(source_rows)
+        verdicts = judge_constraints(rows, [part.group for part in declarations], view=view)
     except PySparkException as error:
-        what = " and ".join(part.what for part in parts)
-        raise _not_run(f"{what} on {key.to_user_string()}", error, run_id) from error
-    for part in parts:
-        for one in part.asked.constraints:
-            if one.name in verdicts.outcomes:
-                yield asset_check_result(
-                    one.name,
-                    one.text,
-                    verdicts.outcomes[one.name],
-                    warn=one.name in part.warned,
-                    evaluation=_evaluation(one, verdicts.outcomes[one.name]),
+        labels = " and ".join(part.label for part in declarations)
+        raise _build_step_failure(f"{labels} on {key.to_user_string()}", error, run_id) from error
+    for declaration in declarations:
+        for constraint in declaration.group.constraints:
+            if constraint.name in verdicts.outcomes:
+                yield build_check_result(
+                    constraint.name,
+                    constraint.description,
+                    verdicts.outcomes[constraint.name],
+                    warn=constraint.name in declaration.warn_names,
+                    evaluation=_describe_evaluation(constraint, verdicts.outcomes[constraint.name]),
                     branch=branch,
                 )
-    if verdicts.broken:
-        raise _broken(verdicts, parts, key, run_id)
+    if verdicts.errors:
+        raise _build_failure(verdicts, declarations, key, run_id)
 
 
-def _broken(verdicts: Verdicts, parts: Sequence[Declared], key: dg.AssetKey, run_id: str) -> CheckFailedToRun:
+def _build_failure(
+    verdicts: Verdicts, declarations: Sequence[CheckDeclaration], key: dg.AssetKey, run_id: str
+) -> CheckFailedToRun:
     """One error that tells what could not be evaluated; a cause that several share is told once."""
-    told: dict[str, list[str]] = {}
-    for part in parts:
-        for one in part.asked.constraints:
-            if one.name in verdicts.broken:
-                error = verdicts.broken[one.name]
-                words = words_of(error) if isinstance(error, PySparkException) else _words(error)
-                what = part.what if isinstance(one, SqlConstraint) else f"{one.name} of {part.what}"
-                told.setdefault(words, []).append(what)
-    where = key.to_user_string()
-    texts = [f"{', '.join(what)} on {where} could not be evaluated: {words}" for words, what in told.items()]
-    failure = CheckFailedToRun("\n".join(texts), run_id=run_id, hint=_HINT)
-    failure.__cause__ = next(iter(verdicts.broken.values()))
+    labels_by_message: dict[str, list[str]] = {}
+    for declaration in declarations:
+        for constraint in declaration.group.constraints:
+            if constraint.name in verdicts.errors:
+                error = verdicts.errors[constraint.name]
+                message = (
+                    format_spark_error(error) if isinstance(error, PySparkException) else _format_error(error)
+                )
+                label = (
+                    declaration.label
+                    if isinstance(constraint, SqlConstraint)
+                    else f"{constraint.name} of {declaration.label}"
+                )
+                labels_by_message.setdefault(message, []).append(label)
+    asset_name = key.to_user_string()
+    messages = [
+        f"{', '.join(what)} on {asset_name} could not be evaluated: {words}"
+        for words, what in labels_by_message.items()
+    ]
+    failure = CheckFailedToRun("\n".join(messages), run_id=run_id, hint=_HINT)
+    failure.__cause__ = next(iter(verdicts.errors.values()))
     return failure
 
 
 _HINT = "Nothing is known about them, so the run will not be published. All other checks have their verdict."
 
 
-def _words(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _not_run(what: str, error: PySparkException, run_id: str) -> CheckFailedToRun:
+def _build_step_failure(label: str, error: PySparkException, run_id: str) -> CheckFailedToRun:
     return CheckFailedToRun(
-        f"{what} could not be evaluated: {words_of(error)}",
+        f"{label} could not be evaluated: {format_spark_error(error)}",
         run_id=run_id,
         hint="Nothing is known about these rows, so the run will not be published.",
     )
@@ -230,9 +262,9 @@ _PROOFS = {
 }
 
 
-def _evaluation(constraint: Constraint, outcome: Outcome) -> str:
+def _describe_evaluation(constraint: Constraint, outcome: CheckOutcome) -> str:
     if outcome.proof is not None:
-        return _PROOFS[outcome.proof.by]
+        return _PROOFS[outcome.proof.source]
     if isinstance(constraint, SchemaConstraint):
         return "from the schema, no rows read"
     if isinstance(constraint, PanderaConstraint):

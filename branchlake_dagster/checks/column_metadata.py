@@ -17,7 +17,7 @@ from branchlake_dagster.checks.constraints import (
     UniqueConstraint,
 )
 from branchlake_dagster.tables.errors import ColumnUnsupported
-from branchlake_dagster.tables.schemas import in_words, stored_type
+from branchlake_dagster.tables.schemas import format_type, stored_type
 
 if TYPE_CHECKING:
     from pandera.api.pyspark.components import Column
@@ -73,58 +73,62 @@ def column_metadata(model: type[DataFrameModel[Any]]) -> dict[str, Any]:
         )
     schema = model.to_schema()
     columns = {name: column for name, column in schema.columns.items() if not column.regex}
-    of_column: dict[str, list[Constraint]] = {name: [] for name in columns}
-    of_table: list[str] = []
+    column_constraints: dict[str, list[Constraint]] = {name: [] for name in columns}
+    table_promises: list[str] = []
     for constraint in compile_schema(schema):
-        if len(constraint.columns) == 1 and constraint.columns[0] in of_column:
-            of_column[constraint.columns[0]].append(constraint)
+        if len(constraint.columns) == 1 and constraint.columns[0] in column_constraints:
+            column_constraints[constraint.columns[0]].append(constraint)
         elif not isinstance(constraint, SchemaConstraint):
-            of_table.append(constraint.text)
+            table_promises.append(constraint.description)
     return {
         COLUMN_SCHEMA: dg.TableSchema(
             columns=[
-                _described(name, column, schema.dtype or column.dtype, of_column[name])
+                _build_table_column(name, column, schema.dtype or column.dtype, column_constraints[name])
                 for name, column in columns.items()
             ],
-            constraints=dg.TableConstraints(other=of_table),
+            constraints=dg.TableConstraints(other=table_promises),
         )
     }
 
 
-def _described(name: str, column: Column, dtype: Any, promises: list[Constraint]) -> dg.TableColumn:
+def _build_table_column(
+    name: str, column: Column, dtype: Any, constraints: list[Constraint]
+) -> dg.TableColumn:
     unit = str((column.metadata or {}).get(UNIT, ""))
-    words = " ".join((column.description or column.title or "").split())
+    description = " ".join((column.description or column.title or "").split())
     return dg.TableColumn(
         name,
-        type=_type_in_words(name, dtype.type) if dtype else "any",
-        description=_with_unit(words, unit) or None,
+        type=_column_type(name, dtype.type) if dtype else "any",
+        description=_add_unit(description, unit) or None,
         constraints=dg.TableColumnConstraints(
             nullable=column.nullable,
-            unique=any(isinstance(one, UniqueConstraint) for one in promises),
-            other=_others(name, promises),
+            unique=any(isinstance(constraint, UniqueConstraint) for constraint in constraints),
+            other=_other_promises(name, constraints),
         ),
         tags={UNIT: unit} if unit else None,
     )
 
 
-def _with_unit(words: str, unit: str) -> str:
+def _add_unit(description: str, unit: str) -> str:
     """`Inclination.` and `deg` as `Inclination [deg].`, the way CCSDS messages write units."""
     if not unit:
-        return words
-    stop = "." if words.endswith(".") else ""
-    return f"{words.removesuffix('.')} [{unit}]{stop}".lstrip()
+        return description
+    stop = "." if description.endswith(".") else ""
+    return f"{description.removesuffix('.')} [{unit}]{stop}".lstrip()
 
 
-def _others(name: str, promises: list[Constraint]) -> list[str]:
+def _other_promises(name: str, constraints: list[Constraint]) -> list[str]:
     """The promises that a column has beside nullable and unique, without its name in front."""
-    texts = [one.text for one in promises if not isinstance(one, UniqueConstraint)]
-    said = [text.removeprefix(name).removeprefix(":").strip() for text in texts]
-    return [text for text in said if text != "is not null"]
+    descriptions = [
+        constraint.description for constraint in constraints if not isinstance(constraint, UniqueConstraint)
+    ]
+    promises = [promise.removeprefix(name).removeprefix(":").strip() for promise in descriptions]
+    return [promise for promise in promises if promise != "is not null"]
 
 
-def _type_in_words(name: str, dtype: DataType) -> str:
+def _column_type(name: str, dtype: DataType) -> str:
     """As the page names the stored column's type; what the lake cannot store, as Spark names it."""
     try:
-        return in_words(stored_type(to_arrow_type(dtype), name, name), table=name)
+        return format_type(stored_type(to_arrow_type(dtype), name, name), table_name=name)
     except (PySparkException, ColumnUnsupported):
         return dtype.simpleString()

@@ -46,67 +46,71 @@ from branchlake_dagster.checks.constraints import (
     Sign,
     StartsWith,
     UniqueConstraint,
-    predicate_of,
+    find_predicate,
 )
-from branchlake_dagster.internals.pandera import builtin_of
+from branchlake_dagster.internals.pandera import get_builtin_check
 
-_ORDERED = (pst.NumericType, pst.DateType, pst.TimestampType, pst.TimestampNTZType)
-_LISTED = (*_ORDERED, pst.StringType, pst.BinaryType)
-_EQUAL = (*_LISTED, pst.BooleanType)
-_TEXT = (pst.StringType,)
+_ORDERED_TYPES = (pst.NumericType, pst.DateType, pst.TimestampType, pst.TimestampNTZType)
+_LISTABLE_TYPES = (*_ORDERED_TYPES, pst.StringType, pst.BinaryType)
+_EQUATABLE_TYPES = (*_LISTABLE_TYPES, pst.BooleanType)
+_TEXT_TYPES = (pst.StringType,)
 
 Arguments = Mapping[str, Any]
-Condition = Callable[[Column], Column]
-Built = tuple[str, Condition, Promise | None]
+ColumnCondition = Callable[[Column], Column]
+BuiltCondition = tuple[str, ColumnCondition, Promise | None]
 """The text, the Spark condition, and what it promises where that has a form of its own."""
 
 
-def _in_range(args: Arguments) -> Built:
+def _build_in_range(args: Arguments) -> BuiltCondition:
     low, high = args["min_value"], args["max_value"]
     include_low, include_high = args.get("include_min", True), args.get("include_max", True)
 
     def condition(value: Column) -> Column:
-        above: Column = value >= low if include_low else value > low
-        below: Column = value <= high if include_high else value < high
-        return above & below
+        above_low: Column = value >= low if include_low else value > low
+        below_high: Column = value <= high if include_high else value < high
+        return above_low & below_high
 
-    text = f"in {'[' if include_low else '('}{low}, {high}{']' if include_high else ')'}"
+    description = f"in {'[' if include_low else '('}{low}, {high}{']' if include_high else ')'}"
     ends = Compared(">=" if include_low else ">", low), Compared("<=" if include_high else "<", high)
-    return text, condition, Both(*ends)
+    return description, condition, Both(*ends)
 
 
-def _members(values: Any) -> list[Any]:
+def _sort_members(values: Any) -> list[Any]:
     # pandera keeps a frozenset; sorted, the text and the query plan are the same in every process.
     return sorted(values, key=lambda value: (type(value).__name__, str(value)))
 
 
-def _isin(args: Arguments) -> Built:
-    allowed = _members(args["allowed_values"])
-    return f"in {allowed}", lambda value: value.isin(allowed), Among(tuple(allowed))
+def _build_isin(args: Arguments) -> BuiltCondition:
+    allowed_values = _sort_members(args["allowed_values"])
+    return f"in {allowed_values}", lambda value: value.isin(allowed_values), Among(tuple(allowed_values))
 
 
-def _notin(args: Arguments) -> Built:
-    forbidden = _members(args["forbidden_values"])
-    return f"not in {forbidden}", lambda value: ~value.isin(forbidden), NotAmong(tuple(forbidden))
+def _build_notin(args: Arguments) -> BuiltCondition:
+    forbidden_values = _sort_members(args["forbidden_values"])
+    return (
+        f"not in {forbidden_values}",
+        lambda value: ~value.isin(forbidden_values),
+        NotAmong(tuple(forbidden_values)),
+    )
 
 
-def _pattern(args: Arguments) -> str:
+def _pattern_source(args: Arguments) -> str:
     pattern = args["pattern"]
     return pattern.pattern if isinstance(pattern, re.Pattern) else str(pattern)
 
 
-def _str_matches(args: Arguments) -> Built:
-    pattern = _pattern(args)
-    anchored = pattern if pattern.startswith("^") else f"^{pattern}"
-    return f"matches {anchored!r}", lambda value: value.rlike(anchored), None
+def _build_str_matches(args: Arguments) -> BuiltCondition:
+    pattern = _pattern_source(args)
+    anchored_pattern = pattern if pattern.startswith("^") else f"^{pattern}"
+    return f"matches {anchored_pattern!r}", lambda value: value.rlike(anchored_pattern), None
 
 
-def _str_contains(args: Arguments) -> Built:
-    pattern = _pattern(args)
+def _build_str_contains(args: Arguments) -> BuiltCondition:
+    pattern = _pattern_source(args)
     return f"contains {pattern!r}", lambda value: value.rlike(pattern), None
 
 
-def _str_length(args: Arguments) -> Built:
+def _build_str_length(args: Arguments) -> BuiltCondition:
     exact: int | None = args.get("exact_value")
     low: int | None = args.get("min_value")
     high: int | None = args.get("max_value")
@@ -125,55 +129,71 @@ def _str_length(args: Arguments) -> Built:
     raise ContractError("str_length needs min_value, max_value or exact_value.")
 
 
-def _compare(
+def _comparison_builder(
     sign: Sign, argument: str, condition: Callable[[Column, Any], Column]
-) -> Callable[[Arguments], Built]:
-    def build(args: Arguments) -> Built:
+) -> Callable[[Arguments], BuiltCondition]:
+    def build(args: Arguments) -> BuiltCondition:
         bound = args[argument]
         return f"{sign} {bound}", lambda value: condition(value, bound), Compared(sign, bound)
 
     return build
 
 
-def _str_startswith(args: Arguments) -> Built:
+def _build_str_startswith(args: Arguments) -> BuiltCondition:
     prefix = args["string"]
     return f"starts with {prefix}", lambda value: value.startswith(prefix), StartsWith(prefix)
 
 
-def _str_endswith(args: Arguments) -> Built:
+def _build_str_endswith(args: Arguments) -> BuiltCondition:
     suffix = args["string"]
     return f"ends with {suffix}", lambda value: value.endswith(suffix), EndsWith(suffix)
 
 
-_BUILDERS: dict[str, tuple[str, tuple[type[pst.DataType], ...], Callable[[Arguments], Built]]] = {
-    "equal_to": ("eq", _EQUAL, _compare("=", "value", lambda value, bound: value == bound)),
-    "not_equal_to": ("ne", _EQUAL, _compare("!=", "value", lambda value, bound: value != bound)),
-    "greater_than": ("gt", _ORDERED, _compare(">", "min_value", lambda value, bound: value > bound)),
+_BUILDERS: dict[str, tuple[str, tuple[type[pst.DataType], ...], Callable[[Arguments], BuiltCondition]]] = {
+    "equal_to": (
+        "eq",
+        _EQUATABLE_TYPES,
+        _comparison_builder("=", "value", lambda value, bound: value == bound),
+    ),
+    "not_equal_to": (
+        "ne",
+        _EQUATABLE_TYPES,
+        _comparison_builder("!=", "value", lambda value, bound: value != bound),
+    ),
+    "greater_than": (
+        "gt",
+        _ORDERED_TYPES,
+        _comparison_builder(">", "min_value", lambda value, bound: value > bound),
+    ),
     "greater_than_or_equal_to": (
         "ge",
-        _ORDERED,
-        _compare(">=", "min_value", lambda value, bound: value >= bound),
+        _ORDERED_TYPES,
+        _comparison_builder(">=", "min_value", lambda value, bound: value >= bound),
     ),
-    "less_than": ("lt", _ORDERED, _compare("<", "max_value", lambda value, bound: value < bound)),
+    "less_than": (
+        "lt",
+        _ORDERED_TYPES,
+        _comparison_builder("<", "max_value", lambda value, bound: value < bound),
+    ),
     "less_than_or_equal_to": (
         "le",
-        _ORDERED,
-        _compare("<=", "max_value", lambda value, bound: value <= bound),
+        _ORDERED_TYPES,
+        _comparison_builder("<=", "max_value", lambda value, bound: value <= bound),
     ),
-    "in_range": ("in_range", _ORDERED, _in_range),
-    "isin": ("isin", _LISTED, _isin),
-    "notin": ("notin", _LISTED, _notin),
-    "str_matches": ("str_matches", _TEXT, _str_matches),
-    "str_contains": ("str_contains", _TEXT, _str_contains),
-    "str_startswith": ("str_startswith", _TEXT, _str_startswith),
-    "str_endswith": ("str_endswith", _TEXT, _str_endswith),
-    "str_length": ("str_length", _TEXT, _str_length),
+    "in_range": ("in_range", _ORDERED_TYPES, _build_in_range),
+    "isin": ("isin", _LISTABLE_TYPES, _build_isin),
+    "notin": ("notin", _LISTABLE_TYPES, _build_notin),
+    "str_matches": ("str_matches", _TEXT_TYPES, _build_str_matches),
+    "str_contains": ("str_contains", _TEXT_TYPES, _build_str_contains),
+    "str_startswith": ("str_startswith", _TEXT_TYPES, _build_str_startswith),
+    "str_endswith": ("str_endswith", _TEXT_TYPES, _build_str_endswith),
+    "str_length": ("str_length", _TEXT_TYPES, _build_str_length),
 }
 
 
-def builtin_condition(
+def build_builtin_condition(
     check: str, arguments: Arguments, column: str, dtype: pst.DataType | None
-) -> tuple[str, Built] | None:
+) -> tuple[str, BuiltCondition] | None:
     """Short name, text, condition and promise of pandera's built-in `check` on `column`; None for others.
 
     `dtype` is the contract's type of the column, None when it names no type. Raises `ContractError` when
@@ -182,16 +202,16 @@ def builtin_condition(
     """
     if check not in _BUILDERS:
         return None
-    short, types, build = _BUILDERS[check]
+    short_name, types, build = _BUILDERS[check]
     if dtype is not None and not isinstance(dtype, types):
         raise ContractError(
-            f"Check {short} on column {column!r} cannot apply to type {dtype.simpleString()}.",
+            f"Check {short_name} on column {column!r} cannot apply to type {dtype.simpleString()}.",
             hint="Use a check for this type, or write the rule with @row_predicate.",
             reason="check_on_type",
             subject=column,
         )
-    text, condition, promise = build(arguments)
-    return short, (f"{column} {text}", condition, promise)
+    description, condition, promise = build(arguments)
+    return short_name, (f"{column} {description}", condition, promise)
 
 
 if TYPE_CHECKING:
@@ -205,41 +225,41 @@ def compile_schema(schema: DataFrameSchema) -> tuple[Constraint, ...]:
     check that means nothing for its column's type.
     """
     _refuse_parsing(schema)
-    constraints: list[Constraint] = [_shape(schema)]
+    constraints: list[Constraint] = [_schema_constraint(schema)]
     for name, column in schema.columns.items():
         if column.regex:
-            constraints.append(_through_pandera(f"matching__{name}", column, f"columns matching {name!r}"))
+            constraints.append(_pandera_constraint(f"matching__{name}", column, f"columns matching {name!r}"))
             continue
         if not column.nullable:
-            constraints.append(_not_null(name, optional=not column.required))
-        constraints.extend(_column_check(schema, name, column, check) for check in column.checks)
+            constraints.append(_not_null_constraint(name, optional=not column.required))
+        constraints.extend(_column_constraint(schema, name, column, check) for check in column.checks)
     if schema.unique:
         keys = (schema.unique,) if isinstance(schema.unique, str) else tuple(schema.unique)
         constraints.append(
             UniqueConstraint(
                 name="unique__" + "__".join(keys),
                 columns=keys,
-                text=f"no two rows agree on {', '.join(keys)}",
+                description=f"no two rows agree on {', '.join(keys)}",
             )
         )
-    constraints.extend(_frame_check(check) for check in schema.checks)
-    return tuple(_named_apart(constraints))
+    constraints.extend(_frame_constraint(check) for check in schema.checks)
+    return tuple(_with_unique_names(constraints))
 
 
-def quoted(column: str) -> Column:
+def quote_column(column: str) -> Column:
     """The column called exactly `column`, whatever characters it has."""
     return F.col("`" + column.replace("`", "``") + "`")
 
 
 def _refuse_parsing(schema: DataFrameSchema) -> None:
-    coerced = [name for name, column in schema.columns.items() if column.coerce]
-    if schema.coerce or coerced:
-        which = ", ".join(coerced) or "all columns"
+    coerced_columns = [name for name, column in schema.columns.items() if column.coerce]
+    if schema.coerce or coerced_columns:
+        column_list = ", ".join(coerced_columns) or "all columns"
         raise ContractError(
-            f"Contract {schema.name} coerces {which}; a check reads stored rows and changes none.",
+            f"Contract {schema.name} coerces {column_list}; a check reads stored rows and changes none.",
             hint="Cast in the asset and drop coerce from the contract.",
             reason="coerce",
-            subject=which,
+            subject=column_list,
         )
     if schema.strict == "filter":
         raise ContractError(
@@ -249,114 +269,126 @@ def _refuse_parsing(schema: DataFrameSchema) -> None:
         )
 
 
-def _shape(schema: DataFrameSchema) -> SchemaConstraint:
+def _schema_constraint(schema: DataFrameSchema) -> SchemaConstraint:
     parts = []
     for name, column in schema.columns.items():
         dtype = schema.dtype or column.dtype
         type_name = dtype.type.simpleString() if dtype else "of any type"
         parts.append(f"{name} {type_name}" + ("" if column.required else " (optional)"))
-    text = f"columns {', '.join(parts)}" + (" and no others" if schema.strict else "")
-    return SchemaConstraint(name="schema", columns=(), text=text, schema=schema)
+    description = f"columns {', '.join(parts)}" + (" and no others" if schema.strict else "")
+    return SchemaConstraint(name="schema", columns=(), description=description, schema=schema)
 
 
-def _not_null(column: str, *, optional: bool) -> RowConstraint:
+def _not_null_constraint(column: str, *, optional: bool) -> RowConstraint:
     return RowConstraint(
         name=f"not_null__{column}",
         columns=(column,),
-        text=f"{column} is not null",
+        description=f"{column} is not null",
         optional=optional,
-        holds=lambda _: quoted(column).isNotNull(),
-        typed=False,
+        build_condition=lambda _: quote_column(column).isNotNull(),
+        needs_types=False,
         promise=NotNull(),
     )
 
 
-def _on_column(column: str, condition: Condition) -> Any:
-    return lambda _: condition(quoted(column))
+def _bind_column(column: str, condition: ColumnCondition) -> Any:
+    return lambda _: condition(quote_column(column))
 
 
-def _column_check(schema: DataFrameSchema, name: str, column: ColumnSchema, check: Check) -> Constraint:
-    own = predicate_of(check)
-    if own is not None:
+def _column_constraint(schema: DataFrameSchema, name: str, column: ColumnSchema, check: Check) -> Constraint:
+    predicate = find_predicate(check)
+    if predicate is not None:
         return RowConstraint(
             name=f"{check.name}__{name}",
             columns=(name,),
-            text=_text(check, name),
+            description=_format_check(check, name),
             warn=check.raise_warning,
             optional=not column.required,
-            holds=own,
+            build_condition=predicate,
         )
     dtype = schema.dtype or column.dtype
-    builtin = builtin_of(check)
-    built = builtin_condition(*builtin, name, getattr(dtype, "type", None)) if builtin else None
-    if built is None:
-        alone = ColumnSchema(
-            dtype=dtype, checks=[_quiet(check)], nullable=True, required=column.required, name=name
+    builtin = get_builtin_check(check)
+    built_condition = (
+        build_builtin_condition(*builtin, name, getattr(dtype, "type", None)) if builtin else None
+    )
+    if built_condition is None:
+        column_schema = ColumnSchema(
+            dtype=dtype, checks=[_without_warning(check)], nullable=True, required=column.required, name=name
         )
-        return _through_pandera(
-            f"{check.name}__{name}", alone, _text(check, name), warn=check.raise_warning, columns=(name,)
+        return _pandera_constraint(
+            f"{check.name}__{name}",
+            column_schema,
+            _format_check(check, name),
+            warn=check.raise_warning,
+            columns=(name,),
         )
-    short, (text, condition, promise) = built
+    short_name, (description, condition, promise) = built_condition
     return RowConstraint(
-        name=f"{short}__{name}",
+        name=f"{short_name}__{name}",
         columns=(name,),
-        text=text,
+        description=description,
         warn=check.raise_warning,
         optional=not column.required,
-        holds=_on_column(name, condition),
+        build_condition=_bind_column(name, condition),
         promise=promise,
     )
 
 
-def _frame_check(check: Check) -> Constraint:
-    own = predicate_of(check)
-    name, text = str(check.name), _text(check, "rows")
-    if own is not None:
-        return RowConstraint(name=name, columns=(), text=text, warn=check.raise_warning, holds=own)
+def _frame_constraint(check: Check) -> Constraint:
+    predicate = find_predicate(check)
+    name, description = str(check.name), _format_check(check, "rows")
+    if predicate is not None:
+        return RowConstraint(
+            name=name,
+            columns=(),
+            description=description,
+            warn=check.raise_warning,
+            build_condition=predicate,
+        )
     return PanderaConstraint(
         name=name,
         columns=(),
-        text=text,
+        description=description,
         warn=check.raise_warning,
-        schema=DataFrameSchema(checks=[_quiet(check)], name=name),
+        schema=DataFrameSchema(checks=[_without_warning(check)], name=name),
     )
 
 
-def _through_pandera(
-    name: str, column: ColumnSchema, text: str, *, warn: bool = False, columns: tuple[str, ...] = ()
+def _pandera_constraint(
+    name: str, column: ColumnSchema, description: str, *, warn: bool = False, columns: tuple[str, ...] = ()
 ) -> PanderaConstraint:
-    alone = copy.copy(column)
-    alone.checks = [_quiet(check) for check in column.checks]
+    column_schema = copy.copy(column)
+    column_schema.checks = [_without_warning(check) for check in column.checks]
     return PanderaConstraint(
         name=name,
         columns=columns,
-        text=text,
+        description=description,
         warn=warn,
         optional=not column.required,
-        schema=DataFrameSchema({str(column.name): alone}, name=name),
+        schema=DataFrameSchema({str(column.name): column_schema}, name=name),
     )
 
 
-def _quiet(check: Check) -> Check:
+def _without_warning(check: Check) -> Check:
     # With raise_warning pandera reports a breach as passed; the severity is ours to tell.
-    alone = copy.copy(check)
-    alone.raise_warning = False
-    return alone
+    check_copy = copy.copy(check)
+    check_copy.raise_warning = False
+    return check_copy
 
 
-def _text(check: Check, where: str) -> str:
-    words = check.error or check.description or f"{check.name} holds"
-    return f"{where}: {' '.join(str(words).split())}"
+def _format_check(check: Check, subject: str) -> str:
+    description = check.error or check.description or f"{check.name} holds"
+    return f"{subject}: {' '.join(str(description).split())}"
 
 
-def _named_apart(constraints: list[Constraint]) -> Iterator[Constraint]:
+def _with_unique_names(constraints: list[Constraint]) -> Iterator[Constraint]:
     """The constraints with names that Dagster accepts (letters, digits, `_`), each name once."""
-    taken: set[str] = set()
+    used_names: set[str] = set()
     for constraint in constraints:
         base = name = re.sub(r"\W", "_", constraint.name, flags=re.ASCII)
         count = 1
-        while name in taken:
+        while name in used_names:
             count += 1
             name = f"{base}__{count}"
-        taken.add(name)
+        used_names.add(name)
         yield replace(constraint, name=name)

@@ -24,8 +24,8 @@ from pandera.api.checks import Check
 from pyspark.sql import Column, DataFrame
 
 from branchlake_dagster.errors import BranchlakeError, Terminal
-from branchlake_dagster.internals.pandera import method_of
-from branchlake_dagster.wording import counted
+from branchlake_dagster.internals.pandera import find_check_method
+from branchlake_dagster.wording import format_count
 
 if TYPE_CHECKING:
     from pandera.api.pyspark.container import DataFrameSchema
@@ -136,12 +136,12 @@ def row_predicate(method: Predicate) -> Callable[[Any, Any], bool]:
     return whole_frame
 
 
-def predicate_of(check: Check) -> Callable[[DataFrame], Column] | None:
+def find_predicate(check: Check) -> Callable[[DataFrame], Column] | None:
     """The condition builder behind `check` when its method is a `row_predicate`, else None."""
-    found = method_of(check)
-    if found is None:
+    check_method = find_check_method(check)
+    if check_method is None:
         return None
-    method, model = found
+    method, model = check_method
     condition: Callable[[Any, DataFrame], Column] | None = getattr(method, "row_predicate", None)
     return None if condition is None else lambda rows: condition(model, rows)
 
@@ -163,13 +163,13 @@ class Constraint:
     """One promise of a contract, and one asset check in the UI.
 
     `name` is unique within the contract and stable; `columns` are the table columns it speaks of (empty
-    when it may read any); `text` says the promise to a reader; `warn` is True when a breach publishes
+    when it may read any); `description` says the promise to a reader; `warn` is True when a breach publishes
     with a warning; `optional` is True when the promise is void while the column is absent.
     """
 
     name: str
     columns: tuple[str, ...]
-    text: str
+    description: str
     warn: bool = False
     optional: bool = False
 
@@ -185,14 +185,15 @@ class SchemaConstraint(Constraint):
 class RowConstraint(Constraint):
     """A condition on each row by itself.
 
-    `holds` builds the Spark condition that a good row satisfies. A null condition counts as satisfied,
-    as in SQL `CHECK` and in pandera's PySpark backend. `typed` is True when the condition only makes
+    `build_condition` builds the Spark condition that a good row satisfies. A null condition counts as
+    satisfied,
+    as in SQL `CHECK` and in pandera's PySpark backend. `needs_types` is True when the condition only makes
     sense while its columns have the contract's types. `promise` says the same about its one column where it
     has a form that file metadata can be held against.
     """
 
-    holds: Callable[[DataFrame], Column]
-    typed: bool = True
+    build_condition: Callable[[DataFrame], Column]
+    needs_types: bool = True
     promise: Promise | None = None
 
 
@@ -227,7 +228,7 @@ class Proof:
     perhaps too. By `rows`: those of the selection, which were read.
     """
 
-    by: Literal["metadata", "rows"]
+    source: Literal["metadata", "rows"]
     files: int
     rows: int
 
@@ -236,24 +237,29 @@ class Proof:
 class FailingPartitions:
     """The partitions that failing rows belong to, with the number of failing rows, the largest first.
 
-    `more` counts the partitions that are not listed; `more_at_least` is True if there may be further ones.
+    `more_count` counts the partitions that are not listed; `more_at_least` is True if there may be further
+    ones.
     """
 
     rows_by_partition: Mapping[str, int]
-    more: int = 0
+    more_count: int = 0
     more_at_least: bool = False
 
     @property
-    def text(self) -> str:
+    def summary(self) -> str:
         """For a sentence: `2026-11-02 (12 rows), 2026-11-05 (3 rows) and 4 more`."""
-        listed = ", ".join(
-            f"{name} ({counted(rows, 'row')})" for name, rows in self.rows_by_partition.items()
+        partition_list = ", ".join(
+            f"{name} ({format_count(rows, 'row')})" for name, rows in self.rows_by_partition.items()
         )
-        return f"{listed} and {'at least ' * self.more_at_least}{self.more} more" if self.more else listed
+        return (
+            f"{partition_list} and {'at least ' * self.more_at_least}{self.more_count} more"
+            if self.more_count
+            else partition_list
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CheckOutcome:
     """What the evaluation of one constraint found.
 
     `failing` and `total` are row counts, None where they are not known; `examples` are failing rows;

@@ -19,7 +19,7 @@ The partitions of failing rows, for checks that read several partitions: one Spa
 
 Spark counts failing rows by the partition columns. Time stamps are counted by minutes or quarters of an hour,
 in which every window of the partitions begins, and Python finds the partition of each. Memory is bounded by
-`MOST_GROUPS`.
+`MAX_GROUPS`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dagster import MultiPartitionKey, MultiPartitionsDefinition, TimeWindowPart
 from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
-from branchlake_dagster.checks.compiler import quoted
+from branchlake_dagster.checks.compiler import quote_column
 from branchlake_dagster.checks.constraints import (
     Example,
     FailingPartitions,
@@ -54,34 +54,34 @@ if TYPE_CHECKING:
 
     from branchlake_dagster.io_manager.loading import RowPartitions
 
-THIS = "{this}"
+ROWS_PLACEHOLDER = "{this}"
 """Stands for the checked rows in the text of a SQL check."""
 
 
-def query_of(check: SqlConstraint, view: str) -> str:
+def failures_from_clause(check: SqlConstraint, view: str) -> str:
     """The FROM clause of the rows that `check` returns, `view` standing for the checked rows.
 
     As a subquery the text can only be a query: Spark's grammar has no INSERT or DROP there.
     """
-    return f"FROM (\n{check.sql.strip().rstrip(';').replace(THIS, view)}\n) AS failures"
+    return f"FROM (\n{check.sql.strip().rstrip(';').replace(ROWS_PLACEHOLDER, view)}\n) AS failures"
 
 
-def returned(rows: DataFrame, check: SqlConstraint, view: str) -> DataFrame:
+def select_failures(rows: DataFrame, check: SqlConstraint, view: str) -> DataFrame:
     """The rows that `check` returns; columns of one name are numbered."""
-    frame = rows.sparkSession.sql(f"SELECT * {query_of(check, view)}")
-    return frame.toDF(*_apart(frame.columns))
+    frame = rows.sparkSession.sql(f"SELECT * {failures_from_clause(check, view)}")
+    return frame.toDF(*_number_duplicates(frame.columns))
 
 
-def _apart(columns: Sequence[str]) -> list[str]:
+def _number_duplicates(columns: Sequence[str]) -> list[str]:
     """The column names, numbered where one repeats: `a.*, b.*` is a natural way to show a failure."""
     names: list[str] = []
-    taken: set[str] = set()
+    used_names: set[str] = set()
     for column in columns:
         name, count = column, 1
-        while name.lower() in taken:  # Spark resolves names without regard to case
+        while name.lower() in used_names:  # Spark resolves names without regard to case
             count += 1
             name = f"{column}_{count}"
-        taken.add(name.lower())
+        used_names.add(name.lower())
         names.append(name)
     return names
 
@@ -94,7 +94,7 @@ _COUNT = "branchlake_count"
 
 
 @dataclass(frozen=True)
-class Count:
+class FailureCount:
     """Rows that fail; `total` is None where the rows judged are not those of the frame."""
 
     failing: int
@@ -108,60 +108,68 @@ def collect_rows(frame: DataFrame) -> list[Row]:
     (counted: 3 jobs, more with a uniqueness constraint, instead of 1) to replan what ends in a few rows.
     """
     conf = frame.sparkSession.conf
-    before = conf.get(_ADAPTIVE) or "true"
+    previous = conf.get(_ADAPTIVE) or "true"
     conf.set(_ADAPTIVE, "false")
     try:
         return frame.collect()
     finally:
-        conf.set(_ADAPTIVE, before)
+        conf.set(_ADAPTIVE, previous)
 
 
-def count(
+def count_failures(
     rows: DataFrame, constraints: Sequence[Countable], *, view: str, collect: Collect = collect_rows
-) -> dict[str, Count]:
+) -> dict[str, FailureCount]:
     """The counts of each of `constraints` by name, with exactly one call of `collect`.
 
     All columns of the constraints must exist in `rows`, and `view` must be what SQL checks call `{this}`.
     """
     rules = [one for one in constraints if isinstance(one, RowConstraint)]
-    parts = [_rules(rows, rules)] if rules else []
+    parts = [_count_rule_failures(rows, rules)] if rules else []
     others = [one for one in constraints if not isinstance(one, RowConstraint)]
-    for number, one in enumerate(others, start=1):
-        counted = _repeated(rows, one) if isinstance(one, UniqueConstraint) else _returned(rows, one, view)
-        parts.append(_part(counted, number))
+    for number, constraint in enumerate(others, start=1):
+        count_frame = (
+            _count_repeated_keys(rows, constraint)
+            if isinstance(constraint, UniqueConstraint)
+            else _count_returned_rows(rows, constraint, view)
+        )
+        parts.append(_number_part(count_frame, number))
     query = parts[0]
     for part in parts[1:]:
         query = query.unionByName(part)
-    found = {row["part"]: row for row in collect(query)}
-    counts: dict[str, Count] = {}
+    row_by_part = {row["part"]: row for row in collect(query)}
+    counts: dict[str, FailureCount] = {}
     for index, rule in enumerate(rules):
-        counts[rule.name] = Count(int(found[0]["failing"][index]), int(found[0]["total"]))
-    for number, one in enumerate(others, start=1):
-        total = found[number]["total"]
-        counts[one.name] = Count(int(found[number]["failing"][0]), None if total is None else int(total))
+        counts[rule.name] = FailureCount(int(row_by_part[0]["failing"][index]), int(row_by_part[0]["total"]))
+    for number, constraint in enumerate(others, start=1):
+        total = row_by_part[number]["total"]
+        counts[constraint.name] = FailureCount(
+            int(row_by_part[number]["failing"][0]), None if total is None else int(total)
+        )
     return counts
 
 
-def fails(rows: DataFrame, rule: RowConstraint) -> Column:
+def failure_flag(rows: DataFrame, rule: RowConstraint) -> Column:
     """1 for a row that breaks `rule`, else 0."""
     # A null condition is not a failure: ~null is null, and null counts as satisfied. Through `bit_count`,
     # which Spark offers to no data source: its translation of some conditions for them fails with an
     # internal error (4.1: a float column against 0.1, a time stamp in an empty range).
-    return F.bit_count(F.coalesce(~rule.holds(rows), F.lit(False)))
+    return F.bit_count(F.coalesce(~rule.build_condition(rows), F.lit(False)))
 
 
-def _rules(rows: DataFrame, rules: Sequence[RowConstraint]) -> DataFrame:
+def _count_rule_failures(rows: DataFrame, rules: Sequence[RowConstraint]) -> DataFrame:
     return rows.agg(
         F.lit(0).alias("part"),
         F.count(F.lit(1)).alias("total"),
-        F.array(*[F.coalesce(F.sum(fails(rows, rule)), F.lit(0)) for rule in rules])
+        F.array(*[F.coalesce(F.sum(failure_flag(rows, rule)), F.lit(0)) for rule in rules])
         .cast("array<bigint>")
         .alias("failing"),
     )
 
 
-def _repeated(rows: DataFrame, key: UniqueConstraint) -> DataFrame:
-    groups = rows.groupBy(*[quoted(column) for column in key.columns]).agg(F.count(F.lit(1)).alias(_COUNT))
+def _count_repeated_keys(rows: DataFrame, key: UniqueConstraint) -> DataFrame:
+    groups = rows.groupBy(*[quote_column(column) for column in key.columns]).agg(
+        F.count(F.lit(1)).alias(_COUNT)
+    )
     size = F.col(_COUNT)
     return groups.agg(
         F.coalesce(F.sum(size), F.lit(0)).alias("total"),
@@ -169,13 +177,13 @@ def _repeated(rows: DataFrame, key: UniqueConstraint) -> DataFrame:
     )
 
 
-def _returned(rows: DataFrame, check: SqlConstraint, view: str) -> DataFrame:
-    frame = rows.sparkSession.sql(f"SELECT count(*) AS failing {query_of(check, view)}")
+def _count_returned_rows(rows: DataFrame, check: SqlConstraint, view: str) -> DataFrame:
+    frame = rows.sparkSession.sql(f"SELECT count(*) AS failing {failures_from_clause(check, view)}")
     return frame.select(F.lit(None).cast("bigint").alias("total"), "failing")
 
 
-def _part(counted: DataFrame, number: int) -> DataFrame:
-    return counted.select(
+def _number_part(count_frame: DataFrame, number: int) -> DataFrame:
+    return count_frame.select(
         F.lit(number).alias("part"), "total", F.array("failing").cast("array<bigint>").alias("failing")
     )
 
@@ -190,11 +198,13 @@ _FLAG = "branchlake_flag_"
 _CELLS = "branchlake_cells"
 _WEIGHT = "branchlake_weight"
 
-ANY_ROW = RowConstraint(name="returned", columns=(), text="", holds=lambda _: F.lit(False), typed=False)
+ANY_ROW = RowConstraint(
+    name="returned", columns=(), description="", build_condition=lambda _: F.lit(False), needs_types=False
+)
 """What every row fails: for rows that are failures already."""
 
 
-def examples_of(
+def collect_examples(
     rows: DataFrame,
     constraints: Sequence[RowConstraint | UniqueConstraint],
     *,
@@ -209,66 +219,77 @@ def examples_of(
     require_examples(examples)
     rules = [constraint for constraint in constraints if isinstance(constraint, RowConstraint)]
     keys = [constraint for constraint in constraints if isinstance(constraint, UniqueConstraint)]
-    shown = _example_columns(rows, rules)
-    parts = _failing(_flagged(rows, rules, shown), len(rules), examples) if rules else []
-    parts += [_repeated_examples(rows, key, examples, part=part) for part, key in enumerate(keys, start=1)]
+    shown_columns = _example_columns(rows, rules)
+    parts = (
+        _failing_examples(_flag_failures(rows, rules, shown_columns), len(rules), examples) if rules else []
+    )
+    parts += [
+        _repeated_key_examples(rows, key, examples, part=part) for part, key in enumerate(keys, start=1)
+    ]
     query = parts[0]
     for part in parts[1:]:
         query = query.unionByName(part)
-    found = collect(query)
-    firsts = {row["part"]: row["first"] for row in found if row["first"] is not None}
-    shows: dict[str, tuple[Example, ...]] = {}
+    result_rows = collect(query)
+    first_examples = {row["part"]: row["first"] for row in result_rows if row["first"] is not None}
+    examples_by_name: dict[str, tuple[Example, ...]] = {}
     for index, rule in enumerate(rules):
-        order = [*(c for c in shown if c in rule.columns), *(c for c in shown if c not in rule.columns)]
-        cells = [firsts[0][index]] if firsts[0][index] is not None else []
-        cells += [row["cells"] for row in found if row["flags"] is not None and row["flags"][index]]
-        shows[rule.name] = tuple(_records(cells, shown, order)[:examples])
+        column_order = [
+            *(c for c in shown_columns if c in rule.columns),
+            *(c for c in shown_columns if c not in rule.columns),
+        ]
+        cells = [first_examples[0][index]] if first_examples[0][index] is not None else []
+        cells += [row["cells"] for row in result_rows if row["flags"] is not None and row["flags"][index]]
+        examples_by_name[rule.name] = tuple(_label_examples(cells, shown_columns, column_order)[:examples])
     for number, key in enumerate(keys, start=1):
         labels = [*key.columns, "rows"]
-        cells = [one for one in firsts[number] if one is not None]
-        shows[key.name] = tuple(_records(cells, labels, labels))
-    return shows
+        cells = [one for one in first_examples[number] if one is not None]
+        examples_by_name[key.name] = tuple(_label_examples(cells, labels, labels))
+    return examples_by_name
 
 
 def _example_columns(rows: DataFrame, rules: Sequence[RowConstraint]) -> list[str]:
-    spoken = dict.fromkeys(column for rule in rules for column in rule.columns)
+    rule_columns = dict.fromkeys(column for rule in rules for column in rule.columns)
     # A frame may have two columns of one name; neither can be addressed, so neither is shown.
-    occurs = Counter(name.lower() for name in rows.columns)
-    named = [name for name in rows.columns if occurs[name.lower()] == 1]
-    return [*spoken, *(name for name in named if name not in spoken)][:EXAMPLE_COLUMNS]
+    occurrences = Counter(name.lower() for name in rows.columns)
+    unique_names = [name for name in rows.columns if occurrences[name.lower()] == 1]
+    return [*rule_columns, *(name for name in unique_names if name not in rule_columns)][:EXAMPLE_COLUMNS]
 
 
-def _printed(column: str, dtype: pst.DataType) -> Column:
+def _format_cell(column: str, dtype: pst.DataType) -> Column:
     if isinstance(dtype, pst.BinaryType):
-        return F.hex(F.substring(quoted(column), 1, VALUE_CHARS // 2))
-    return F.left(quoted(column).cast("string"), F.lit(VALUE_CHARS))
+        return F.hex(F.substring(quote_column(column), 1, VALUE_CHARS // 2))
+    return F.left(quote_column(column).cast("string"), F.lit(VALUE_CHARS))
 
 
-def _flagged(rows: DataFrame, rules: Sequence[RowConstraint], shown: Sequence[str]) -> DataFrame:
+def _flag_failures(
+    rows: DataFrame, rules: Sequence[RowConstraint], shown_columns: Sequence[str]
+) -> DataFrame:
     """One boolean per rule (True: the row fails it), and the row's printed values if it fails any."""
-    flags = [fails(rows, rule) == 1 for rule in rules]
+    flags = [failure_flag(rows, rule) == 1 for rule in rules]
     any_fails = F.lit(False)
     for flag in flags:
         any_fails = any_fails | flag
     schema = rows.schema
-    cells = F.array(*[_printed(column, schema[column].dataType) for column in shown])
+    cells = F.array(*[_format_cell(column, schema[column].dataType) for column in shown_columns])
     return rows.select(
         *[flag.alias(f"{_FLAG}{index}") for index, flag in enumerate(flags)],
         F.when(any_fails, cells.cast("array<string>")).alias(_CELLS),
     )
 
 
-def _repeated_examples(rows: DataFrame, key: UniqueConstraint, examples: int, *, part: int) -> DataFrame:
-    """One row in the form of `_failing`: up to `examples` keys that repeat.
+def _repeated_key_examples(rows: DataFrame, key: UniqueConstraint, examples: int, *, part: int) -> DataFrame:
+    """One row in the form of `_failing_examples`: up to `examples` keys that repeat.
 
     They are the smallest of each of `examples` hash buckets: bounded, the same every time, and the
     grouping, which costs a shuffle of the key columns, is read once.
     """
     schema = rows.schema
-    groups = rows.groupBy(*[quoted(column) for column in key.columns]).agg(F.count(F.lit(1)).alias(_WEIGHT))
-    printed = [_printed(column, schema[column].dataType) for column in key.columns]
+    groups = rows.groupBy(*[quote_column(column) for column in key.columns]).agg(
+        F.count(F.lit(1)).alias(_WEIGHT)
+    )
+    cells = [_format_cell(column, schema[column].dataType) for column in key.columns]
     keys = groups.where(F.col(_WEIGHT) > 1).select(
-        F.array(*printed, F.col(_WEIGHT).cast("string")).alias(_CELLS)
+        F.array(*cells, F.col(_WEIGHT).cast("string")).alias(_CELLS)
     )
     bucket = F.pmod(F.xxhash64(_CELLS), F.lit(examples))
     return keys.agg(
@@ -279,7 +300,7 @@ def _repeated_examples(rows: DataFrame, key: UniqueConstraint, examples: int, *,
     )
 
 
-def _failing(flagged: DataFrame, rules: int, examples: int) -> list[DataFrame]:
+def _failing_examples(flagged: DataFrame, rules: int, examples: int) -> list[DataFrame]:
     """Rows `(part, first, flags, cells)`: one with a failing row per rule, then the sample."""
     flags = [F.col(f"{_FLAG}{index}") for index in range(rules)]
     first = flagged.agg(
@@ -303,7 +324,7 @@ def _failing(flagged: DataFrame, rules: int, examples: int) -> list[DataFrame]:
     ]
 
 
-def _records(
+def _label_examples(
     cells: Sequence[Sequence[str | None]], labels: Sequence[str], order: Sequence[str]
 ) -> list[Example]:
     """Each of `cells` once, under its labels: the smallest failing row is often in the sample too."""
@@ -311,25 +332,25 @@ def _records(
     return [{name: record[name] for name in order} for record in records]
 
 
-MOST_LISTED = 5
+MAX_LISTED = 5
 """Partitions of one check that are named."""
-MOST_GROUPS = 10_000
+MAX_GROUPS = 10_000
 """Most groups of failing rows of one check that Spark returns."""
 
 _QUARTER_S, _MINUTE_S = 900, 60
 _NOON = 12
 _ROWS = "branchlake_rows"
-_PLACE = "branchlake_place"
+_BUCKETS = "branchlake_place"
 
 
 @dataclass(frozen=True)
-class _Dimension:
+class _PartitionDimension:
     name: str
     column: str
     definition: PartitionsDefinition[str]
 
 
-def failing_partitions(
+def find_failing_partitions(
     rows: DataFrame,
     constraints: Sequence[RowConstraint | UniqueConstraint],
     partitions: RowPartitions,
@@ -338,47 +359,47 @@ def failing_partitions(
 ) -> dict[str, FailingPartitions]:
     """The partitions of the rows that fail each of `constraints`, by name, with one call of `collect`.
 
-    At most `MOST_LISTED` are named for each. A constraint is left out if `rows` lack a partition column, or
+    At most `MAX_LISTED` are named for each. A constraint is left out if `rows` lack a partition column, or
     if none of its failing rows belongs to a partition.
     """
-    dimensions = _dimensions(partitions)
+    dimensions = _partition_dimensions(partitions)
     if not constraints or any(rows.columns.count(one.column) != 1 for one in dimensions):
         return {}
-    placed = rows.withColumn(_PLACE, F.array(*[_place(rows, one) for one in dimensions]))
+    bucketed_rows = rows.withColumn(_BUCKETS, F.array(*[_bucket_column(rows, one) for one in dimensions]))
     parts = [
-        _groups(rows, placed, one).select(F.lit(number).alias("part"), _PLACE, _ROWS)
+        _count_by_buckets(rows, bucketed_rows, one).select(F.lit(number).alias("part"), _BUCKETS, _ROWS)
         for number, one in enumerate(constraints)
     ]
-    found = collect(reduce(lambda left, right: left.unionByName(right), parts))
-    listed: dict[str, FailingPartitions] = {}
-    for number, one in enumerate(constraints):
-        groups = [(row[_PLACE], int(row[_ROWS])) for row in found if row["part"] == number]
-        if listing := _listing(groups, dimensions, partitions.definition):
-            listed[one.name] = listing
-    return listed
+    group_rows = collect(reduce(lambda left, right: left.unionByName(right), parts))
+    partitions_by_name: dict[str, FailingPartitions] = {}
+    for number, constraint in enumerate(constraints):
+        groups = [(row[_BUCKETS], int(row[_ROWS])) for row in group_rows if row["part"] == number]
+        if listing := _list_partitions(groups, dimensions, partitions.definition):
+            partitions_by_name[constraint.name] = listing
+    return partitions_by_name
 
 
-def _dimensions(partitions: RowPartitions) -> list[_Dimension]:
+def _partition_dimensions(partitions: RowPartitions) -> list[_PartitionDimension]:
     definition, columns = partitions.definition, partitions.columns_by_dimension
     if isinstance(definition, MultiPartitionsDefinition):
         return [
-            _Dimension(one.name, columns[one.name], one.partitions_def)
-            for one in definition.partitions_defs
-            if one.name in columns
+            _PartitionDimension(dimension.name, columns[dimension.name], dimension.partitions_def)
+            for dimension in definition.partitions_defs
+            if dimension.name in columns
         ]
-    return [_Dimension("", column, definition) for column in columns.values()]
+    return [_PartitionDimension("", column, definition) for column in columns.values()]
 
 
-def _place(rows: DataFrame, dimension: _Dimension) -> Column:
+def _bucket_column(rows: DataFrame, dimension: _PartitionDimension) -> Column:
     """Which value or interval of the partition column a row has, as text; null if the column is null."""
-    column, kind = quoted(dimension.column), rows.schema[dimension.column].dataType
-    if not isinstance(kind, pst.TimestampType | pst.TimestampNTZType):
+    column, data_type = quote_column(dimension.column), rows.schema[dimension.column].dataType
+    if not isinstance(data_type, pst.TimestampType | pst.TimestampNTZType):
         return column.cast("string")
-    local = isinstance(kind, pst.TimestampNTZType)  # the wall clock of UTC
-    epoch = F.expr("TIMESTAMP_NTZ '1970-01-01'" if local else "TIMESTAMP '1970-01-01T00:00:00Z'")
+    is_local = isinstance(data_type, pst.TimestampNTZType)  # the wall clock of UTC
+    epoch = F.expr("TIMESTAMP_NTZ '1970-01-01'" if is_local else "TIMESTAMP '1970-01-01T00:00:00Z'")
     seconds = _interval_s(dimension.definition)
-    past = F.timestamp_diff("MICROSECOND", epoch, column) / F.lit(seconds * 1_000_000)
-    return (F.floor(past) * F.lit(seconds)).cast("bigint").cast("string")
+    intervals = F.timestamp_diff("MICROSECOND", epoch, column) / F.lit(seconds * 1_000_000)
+    return (F.floor(intervals) * F.lit(seconds)).cast("bigint").cast("string")
 
 
 def _interval_s(definition: PartitionsDefinition[str]) -> int:
@@ -390,67 +411,73 @@ def _interval_s(definition: PartitionsDefinition[str]) -> int:
     return _QUARTER_S if regular else _MINUTE_S
 
 
-def _groups(rows: DataFrame, placed: DataFrame, constraint: RowConstraint | UniqueConstraint) -> DataFrame:
+def _count_by_buckets(
+    rows: DataFrame, bucketed_rows: DataFrame, constraint: RowConstraint | UniqueConstraint
+) -> DataFrame:
     """Rows `(place, rows)`: how many rows of a place fail, the largest first."""
     if isinstance(constraint, RowConstraint):
-        counted = (
-            placed.where(fails(rows, constraint) == 1).groupBy(_PLACE).agg(F.count(F.lit(1)).alias(_ROWS))
+        bucket_counts = (
+            bucketed_rows.where(failure_flag(rows, constraint) == 1)
+            .groupBy(_BUCKETS)
+            .agg(F.count(F.lit(1)).alias(_ROWS))
         )
     else:
-        key = [quoted(column) for column in constraint.columns]
-        by_key = placed.groupBy(*key, _PLACE).agg(F.count(F.lit(1)).alias(_ROWS))
+        key = [quote_column(column) for column in constraint.columns]
+        by_key = bucketed_rows.groupBy(*key, _BUCKETS).agg(F.count(F.lit(1)).alias(_ROWS))
         of_key = F.sum(_ROWS).over(Window.partitionBy(*key))
-        repeated = by_key.withColumn("branchlake_of_key", of_key).where(F.col("branchlake_of_key") > 1)
-        counted = repeated.groupBy(_PLACE).agg(F.sum(_ROWS).alias(_ROWS))
-    return counted.orderBy(F.col(_ROWS).desc(), F.col(_PLACE)).limit(MOST_GROUPS)
+        repeated_keys = by_key.withColumn("branchlake_of_key", of_key).where(F.col("branchlake_of_key") > 1)
+        bucket_counts = repeated_keys.groupBy(_BUCKETS).agg(F.sum(_ROWS).alias(_ROWS))
+    return bucket_counts.orderBy(F.col(_ROWS).desc(), F.col(_BUCKETS)).limit(MAX_GROUPS)
 
 
-def _listing(
+def _list_partitions(
     groups: Sequence[tuple[Sequence[str | None], int]],
-    dimensions: Sequence[_Dimension],
+    dimensions: Sequence[_PartitionDimension],
     definition: PartitionsDefinition[str],
 ) -> FailingPartitions | None:
     rows: Counter[str] = Counter()
-    for place, count in groups:
-        key = _partition_key(place, dimensions, definition)
+    for buckets, count in groups:
+        key = _find_partition_key(buckets, dimensions, definition)
         if key is not None:
             rows[key] += count
-    ordered = sorted(rows.items(), key=lambda entry: (-entry[1], entry[0]))
-    if not ordered:
+    largest_first = sorted(rows.items(), key=lambda entry: (-entry[1], entry[0]))
+    if not largest_first:
         return None
     return FailingPartitions(
-        dict(ordered[:MOST_LISTED]), max(0, len(ordered) - MOST_LISTED), len(groups) == MOST_GROUPS
+        dict(largest_first[:MAX_LISTED]), max(0, len(largest_first) - MAX_LISTED), len(groups) == MAX_GROUPS
     )
 
 
-def _partition_key(
-    place: Sequence[str | None], dimensions: Sequence[_Dimension], definition: PartitionsDefinition[str]
+def _find_partition_key(
+    buckets: Sequence[str | None],
+    dimensions: Sequence[_PartitionDimension],
+    definition: PartitionsDefinition[str],
 ) -> str | None:
     """The partition of a place; None if a column is null, before the first window, or no time at all."""
     keys: dict[str, str] = {}
-    for value, one in zip(place, dimensions, strict=True):
-        key = value if value is None else _dimension_key(value, one.definition)
+    for value, dimension in zip(buckets, dimensions, strict=True):
+        key = value if value is None else _find_dimension_key(value, dimension.definition)
         if key is None:
             return None
-        keys[one.name] = key
+        keys[dimension.name] = key
     if isinstance(definition, MultiPartitionsDefinition):
         return str(MultiPartitionKey(keys)) if len(keys) == len(definition.partitions_defs) else None
     return keys[""]
 
 
-def _dimension_key(value: str, definition: PartitionsDefinition[str]) -> str | None:
+def _find_dimension_key(value: str, definition: PartitionsDefinition[str]) -> str | None:
     if not isinstance(definition, TimeWindowPartitionsDefinition):
         return value
     try:
-        at = _moment(value, definition.timezone)
+        timestamp = _to_timestamp(value, definition.timezone)
     except ValueError:
         return None  # a column of another type, in a table that another writer made
-    if at < definition.start.timestamp():
+    if timestamp < definition.start.timestamp():
         return None
-    return definition.get_partition_key_for_timestamp(at)
+    return definition.get_partition_key_for_timestamp(timestamp)
 
 
-def _moment(value: str, timezone: str) -> float:
+def _to_timestamp(value: str, timezone: str) -> float:
     """A POSIX time stamp of an interval's begin, or of a date's noon: windows of dates are whole days."""
     if value.lstrip("-").isdigit():
         return float(value)

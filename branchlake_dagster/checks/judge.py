@@ -24,8 +24,8 @@ from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql.types import DataType, StructType
 
 from branchlake_dagster.checks.constraints import (
+    CheckOutcome,
     Constraint,
-    Outcome,
     PanderaConstraint,
     RowConstraint,
     SchemaConstraint,
@@ -35,15 +35,15 @@ from branchlake_dagster.checks.constraints import (
 )
 from branchlake_dagster.checks.counting import (
     ANY_ROW,
-    THIS,
+    ROWS_PLACEHOLDER,
     Collect,
-    Count,
     Countable,
+    FailureCount,
+    collect_examples,
     collect_rows,
-    count,
-    examples_of,
-    failing_partitions,
-    returned,
+    count_failures,
+    find_failing_partitions,
+    select_failures,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.io_manager.loading import RowPartitions
 
 
-class Rows(Protocol):
+class CheckedRows(Protocol):
     """What a contract is held against. `frame` may start Spark; nothing else does where it can be avoided."""
 
     @property
@@ -67,7 +67,7 @@ class Rows(Protocol):
     def partitions(self) -> RowPartitions | None:
         """How the rows belong to several partitions of their asset; None if that is not known."""
 
-    def proved(self, constraint: Constraint) -> Outcome | None:
+    def prove(self, constraint: Constraint) -> CheckOutcome | None:
         """The outcome of a constraint that holds and that no row need be read for; None: read the rows."""
 
 
@@ -92,55 +92,59 @@ class FrameRows:
         """A frame does not say of which partitions it is."""
         return None
 
-    def proved(self, constraint: Constraint) -> Outcome | None:  # noqa: ARG002 - the protocol's
+    def prove(self, constraint: Constraint) -> CheckOutcome | None:  # noqa: ARG002 - the protocol's
         """Nothing is known without reading."""
         return None
 
 
-def schema_outcome(schema: DataFrameSchema, actual: StructType) -> Outcome:
+def schema_outcome(schema: DataFrameSchema, actual: StructType) -> CheckOutcome:
     """Passed when `actual` has the contract's columns in the contract's types; the note lists breaches.
 
     Covers what pandera calls column presence, dtype, `strict`, `ordered` and `unique_column_names`.
     """
-    problems = [*_presence(schema, actual.names), *wrong_types(schema, actual).values()]
-    return Outcome(passed=not problems, note="; ".join(problems) or None)
+    problems = [*_column_problems(schema, actual.names), *find_wrong_types(schema, actual).values()]
+    return CheckOutcome(passed=not problems, note="; ".join(problems) or None)
 
 
-def wrong_types(schema: DataFrameSchema, actual: StructType) -> dict[str, str]:
+def find_wrong_types(schema: DataFrameSchema, actual: StructType) -> dict[str, str]:
     """By column name, what is wrong with the type of each present column."""
-    wrong = {}
+    problems = {}
     for name, column in schema.columns.items():
-        expected = schema.dtype or column.dtype
-        if expected is None or column.regex or name not in actual.names:
+        expected_dtype = schema.dtype or column.dtype
+        if expected_dtype is None or column.regex or name not in actual.names:
             continue
-        found = actual[name].dataType
-        if not _same_type(expected, found):
-            promised = expected.type.simpleString()
-            wrong[name] = f"column {name} has type {found.simpleString()}, the contract says {promised}"
-    return wrong
+        actual_type = actual[name].dataType
+        if not _is_same_type(expected_dtype, actual_type):
+            expected_type = expected_dtype.type.simpleString()
+            problems[name] = (
+                f"column {name} has type {actual_type.simpleString()}, the contract says {expected_type}"
+            )
+    return problems
 
 
-def _same_type(expected: object, found: DataType) -> bool:
+def _is_same_type(expected_dtype: object, actual_type: DataType) -> bool:
     try:
-        return bool(expected.check(Engine.dtype(found)))  # type: ignore[attr-defined]
+        return bool(expected_dtype.check(Engine.dtype(actual_type)))  # type: ignore[attr-defined]
     except TypeError:  # a type pandera has no word for: equal only to itself
-        return getattr(expected, "type", None) == found
+        return getattr(expected_dtype, "type", None) == actual_type
 
 
-def _presence(schema: DataFrameSchema, names: Sequence[str]) -> list[str]:
-    plain = [name for name, column in schema.columns.items() if not column.regex]
+def _column_problems(schema: DataFrameSchema, names: Sequence[str]) -> list[str]:
+    plain_names = [name for name, column in schema.columns.items() if not column.regex]
     patterns = [re.compile(name) for name, column in schema.columns.items() if column.regex]
     problems = [
-        f"column {name} is missing" for name in plain if schema.columns[name].required and name not in names
+        f"column {name} is missing"
+        for name in plain_names
+        if schema.columns[name].required and name not in names
     ]
     if schema.strict:
         problems += [
             f"column {name} is not in the contract"
             for name in names
-            if name not in plain and not any(pattern.match(name) for pattern in patterns)
+            if name not in plain_names and not any(pattern.match(name) for pattern in patterns)
         ]
-    if schema.ordered and [name for name in names if name in plain] != [
-        name for name in plain if name in names
+    if schema.ordered and [name for name in names if name in plain_names] != [
+        name for name in plain_names if name in names
     ]:
         problems.append(f"columns are not in the contract's order: {', '.join(names)}")
     if schema.unique_column_names and len(set(names)) < len(names):
@@ -151,7 +155,7 @@ def _presence(schema: DataFrameSchema, names: Sequence[str]) -> list[str]:
 _NOTE_CHARS = 500
 
 
-def validate(rows: DataFrame, constraint: PanderaConstraint) -> Outcome:
+def validate_with_pandera(rows: DataFrame, constraint: PanderaConstraint) -> CheckOutcome:
     """Pandera's verdict on `constraint` alone, without counts or examples.
 
     A check that raises is a failed check, as pandera has it for most exceptions; its words are the note.
@@ -162,14 +166,14 @@ def validate(rows: DataFrame, constraint: PanderaConstraint) -> Outcome:
         validation_enabled=True, validation_depth=ValidationDepth.SCHEMA_AND_DATA, cache_dataframe=False
     ):
         try:
-            checked = constraint.schema.validate(rows, lazy=True)
-            errors = list(_messages(checked.pandera.errors or {}))
+            result_frame = constraint.schema.validate(rows, lazy=True)
+            errors = list(_iter_messages(result_frame.pandera.errors or {}))
         except (SchemaError, SchemaErrors, PySparkException, TypeError, ValueError) as error:
             errors = [f"{type(error).__name__}: {error}"]
-    return Outcome(passed=not errors, note="; ".join(errors)[:_NOTE_CHARS] or None)
+    return CheckOutcome(passed=not errors, note="; ".join(errors)[:_NOTE_CHARS] or None)
 
 
-def _messages(errors: Mapping[str, Any]) -> Iterator[str]:
+def _iter_messages(errors: Mapping[str, Any]) -> Iterator[str]:
     """The texts in pandera's report: category to reason to a list of records with `error`."""
     for reasons in errors.values():
         for records in reasons.values():
@@ -184,12 +188,12 @@ if TYPE_CHECKING:
 
     from branchlake_dagster.checks.constraints import Example, FailingPartitions
 
-_NO_ANSWER = frozenset({"SparkConnectGrpcException", "SparkConnectException", "RetriesExceeded"})
+_CONNECTION_ERRORS = frozenset({"SparkConnectGrpcException", "SparkConnectException", "RetriesExceeded"})
 """Errors of the connection, by their very class: what is asked has no part in them."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class ConstraintGroup:
     """Constraints that are judged together, by the contract they come from, and `examples` to show of each.
 
     `schema` None: SQL checks, which belong to no contract.
@@ -207,11 +211,13 @@ class Asked:
 class Verdicts:
     """By name: what was found, and why nothing could be. What was asked is in one of them."""
 
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    broken: dict[str, Exception] = field(default_factory=dict)
+    outcomes: dict[str, CheckOutcome] = field(default_factory=dict)
+    errors: dict[str, Exception] = field(default_factory=dict)
 
 
-def judge(rows: Rows, asked: Sequence[Asked], *, view: str, collect: Collect = collect_rows) -> Verdicts:
+def judge_constraints(
+    rows: CheckedRows, groups: Sequence[ConstraintGroup], *, view: str, collect: Collect = collect_rows
+) -> Verdicts:
     """The verdicts on all that is asked; names occur once.
 
     In this order: the schema, what `rows` know without being read, one call of `collect` for all that can
@@ -222,183 +228,207 @@ def judge(rows: Rows, asked: Sequence[Asked], *, view: str, collect: Collect = c
     """
     verdicts = Verdicts()
     countable: dict[str, Countable] = {}
-    examples: dict[str, int] = {}
-    for part in asked:
-        examples |= dict.fromkeys((one.name for one in part.constraints), part.examples)
-        countable |= _without_reading(rows, part, verdicts)
+    example_limits: dict[str, int] = {}
+    for group in groups:
+        example_limits |= dict.fromkeys((constraint.name for constraint in group.constraints), group.examples)
+        countable |= _judge_without_reading(rows, group, verdicts)
     if countable:
-        _in_one_job(rows, countable, examples, verdicts, view=view, collect=collect)
-    for part in asked:
-        for constraint in part.constraints:
+        _count_in_one_job(rows, countable, example_limits, verdicts, view=view, collect=collect)
+    for group in groups:
+        for constraint in group.constraints:
             if isinstance(constraint, PanderaConstraint):
                 try:
-                    verdicts.outcomes[constraint.name] = validate(rows.frame, constraint)
+                    verdicts.outcomes[constraint.name] = validate_with_pandera(rows.frame, constraint)
                 except Exception as error:  # noqa: BLE001 - it is the check's own code that raised it
-                    verdicts.broken[constraint.name] = error
+                    verdicts.errors[constraint.name] = error
     return verdicts
 
 
-def _without_reading(rows: Rows, part: Asked, verdicts: Verdicts) -> dict[str, Countable]:
+def _judge_without_reading(
+    rows: CheckedRows, group: ConstraintGroup, verdicts: Verdicts
+) -> dict[str, Countable]:
     """Judge what needs no rows; the rest by name."""
-    rest: dict[str, Countable] = {}
-    wrong = wrong_types(part.schema, rows.schema) if part.schema is not None else {}
-    for one in part.constraints:
-        if isinstance(one, SchemaConstraint):
-            verdicts.outcomes[one.name] = schema_outcome(one.schema, rows.schema)
-        elif isinstance(one, SqlConstraint):
-            rest[one.name] = one
-        elif isinstance(one, RowConstraint | UniqueConstraint):
+    remaining: dict[str, Countable] = {}
+    type_problems = find_wrong_types(group.schema, rows.schema) if group.schema is not None else {}
+    for constraint in group.constraints:
+        if isinstance(constraint, SchemaConstraint):
+            verdicts.outcomes[constraint.name] = schema_outcome(constraint.schema, rows.schema)
+        elif isinstance(constraint, SqlConstraint):
+            remaining[constraint.name] = constraint
+        elif isinstance(constraint, RowConstraint | UniqueConstraint):
             try:
-                early = _from_schema(rows, one, rows.schema, wrong) or rows.proved(one)
+                outcome = _outcome_from_schema(rows, constraint, rows.schema, type_problems) or rows.prove(
+                    constraint
+                )
             except Exception as error:  # noqa: BLE001 - a rule's own code may raise anything
-                verdicts.broken[one.name] = error
+                verdicts.errors[constraint.name] = error
                 continue
-            if early is None:
-                rest[one.name] = one
+            if outcome is None:
+                remaining[constraint.name] = constraint
             else:
-                verdicts.outcomes[one.name] = early
-    return rest
+                verdicts.outcomes[constraint.name] = outcome
+    return remaining
 
 
-def _from_schema(
-    rows: Rows,
+def _outcome_from_schema(
+    rows: CheckedRows,
     constraint: RowConstraint | UniqueConstraint,
     schema: StructType,
-    wrong: Mapping[str, str],
-) -> Outcome | None:
+    type_problems: Mapping[str, str],
+) -> CheckOutcome | None:
     """The outcome when it can be told from the schema, else None."""
     names = schema.names
-    missing = [column for column in constraint.columns if column not in names]
-    if missing and constraint.optional:
-        return Outcome(passed=True, note=f"optional column {', '.join(missing)} is absent")
-    if missing:
-        return _not_evaluated(f"column {', '.join(missing)} is missing")
-    twice = [column for column in constraint.columns if list(names).count(column) > 1]
-    if twice:
-        return _not_evaluated(f"column {', '.join(twice)} occurs twice")
+    missing_columns = [column for column in constraint.columns if column not in names]
+    if missing_columns and constraint.optional:
+        return CheckOutcome(passed=True, note=f"optional column {', '.join(missing_columns)} is absent")
+    if missing_columns:
+        return _not_evaluated(f"column {', '.join(missing_columns)} is missing")
+    duplicates = [column for column in constraint.columns if list(names).count(column) > 1]
+    if duplicates:
+        return _not_evaluated(f"column {', '.join(duplicates)} occurs twice")
     if not isinstance(constraint, RowConstraint):
         return None
-    mistyped = [wrong[column] for column in constraint.columns if column in wrong]
-    if constraint.typed and mistyped:
-        return _not_evaluated("; ".join(mistyped))
+    problems = [type_problems[column] for column in constraint.columns if column in type_problems]
+    if constraint.needs_types and problems:
+        return _not_evaluated("; ".join(problems))
     if not constraint.columns:
         # Nobody knows which columns a rule on whole rows reads. Its analysis (some ms, no job) tells
         # whether it can run, before it fails the one job for every other constraint.
         try:
-            _ = rows.frame.select(constraint.holds(rows.frame)).schema
+            _ = rows.frame.select(constraint.build_condition(rows.frame)).schema
         except AnalysisException as error:
             return _not_evaluated(str(error).partition("\n")[0])
     return None
 
 
-def _not_evaluated(why: str) -> Outcome:
-    return Outcome(passed=False, note=f"not evaluated: {why}")
+def _not_evaluated(reason: str) -> CheckOutcome:
+    return CheckOutcome(passed=False, note=f"not evaluated: {reason}")
 
 
-def _in_one_job(
-    rows: Rows,
-    wanted: Mapping[str, Countable],
-    examples: Mapping[str, int],
+def _count_in_one_job(
+    rows: CheckedRows,
+    countable: Mapping[str, Countable],
+    example_limits: Mapping[str, int],
     verdicts: Verdicts,
     *,
     view: str,
     collect: Collect,
 ) -> None:
-    """Count all of `wanted`, then show rows of what fails, and their partitions."""
+    """Count all of `countable`, then show rows of what fails, and their partitions."""
     frame = rows.frame
-    uses_view = any(isinstance(one, SqlConstraint) and THIS in one.sql for one in wanted.values())
+    uses_view = any(
+        isinstance(constraint, SqlConstraint) and ROWS_PLACEHOLDER in constraint.sql
+        for constraint in countable.values()
+    )
     if uses_view:
         frame.createOrReplaceTempView(view)
     try:
-        counts = _divided(
-            list(wanted.values()),
-            lambda some: count(frame, some, view=view, collect=collect),
-            verdicts.broken,
+        counts = _count_by_halves(
+            list(countable.values()),
+            lambda some: count_failures(frame, some, view=view, collect=collect),
+            verdicts.errors,
         )
-        failing = [one for one in wanted.values() if one.name in counts and counts[one.name].failing]
-        shown, why = _shown(frame, failing, examples, view=view, collect=collect)
-        places = _places(rows, failing, view=view, collect=collect)
+        failing = [
+            constraint
+            for constraint in countable.values()
+            if constraint.name in counts and counts[constraint.name].failing
+        ]
+        examples_by_name, notes = _load_examples(frame, failing, example_limits, view=view, collect=collect)
+        partitions_by_name = _load_failing_partitions(rows, failing, view=view, collect=collect)
     finally:
         if uses_view:
             frame.sparkSession.catalog.dropTempView(view)
-    for name, found in counts.items():
+    for name, failure_count in counts.items():
         verdicts.outcomes[name] = replace(
-            _outcome(found), examples=shown.get(name, ()), note=why.get(name), partitions=places.get(name)
+            _count_outcome(failure_count),
+            examples=examples_by_name.get(name, ()),
+            note=notes.get(name),
+            partitions=partitions_by_name.get(name),
         )
 
 
-def _outcome(found: Count) -> Outcome:
-    return Outcome(passed=found.failing == 0, failing=found.failing, total=found.total)
+def _count_outcome(failure_count: FailureCount) -> CheckOutcome:
+    return CheckOutcome(
+        passed=failure_count.failing == 0, failing=failure_count.failing, total=failure_count.total
+    )
 
 
-def _divided(
-    wanted: Sequence[Countable],
-    ask: Callable[[Sequence[Countable]], dict[str, Count]],
-    broken: dict[str, Exception],
-) -> dict[str, Count]:
-    """The counts of all that can be counted; the others are `broken`, each with its own error.
+def _count_by_halves(
+    constraints: Sequence[Countable],
+    count_together: Callable[[Sequence[Countable]], dict[str, FailureCount]],
+    errors: dict[str, Exception],
+) -> dict[str, FailureCount]:
+    """The counts of all that can be counted; the others are `errors`, each with its own error.
 
     One that Spark refuses, or that fails on some row, is found by halves: a few queries more.
     """
     try:
-        return ask(wanted)
+        return count_together(constraints)
     except Exception as error:  # noqa: BLE001 - a rule's own code may raise anything
-        if len(wanted) == 1 or type(error).__name__ in _NO_ANSWER:
-            broken |= dict.fromkeys((one.name for one in wanted), error)
+        if len(constraints) == 1 or type(error).__name__ in _CONNECTION_ERRORS:
+            errors |= dict.fromkeys((constraint.name for constraint in constraints), error)
             return {}
-        middle = len(wanted) // 2
-        return _divided(wanted[:middle], ask, broken) | _divided(wanted[middle:], ask, broken)
+        middle = len(constraints) // 2
+        return _count_by_halves(constraints[:middle], count_together, errors) | _count_by_halves(
+            constraints[middle:], count_together, errors
+        )
 
 
-def _shown(
+def _load_examples(
     frame: DataFrame,
     failing: Sequence[Countable],
-    examples: Mapping[str, int],
+    example_limits: Mapping[str, int],
     *,
     view: str,
     collect: Collect,
 ) -> tuple[dict[str, tuple[Example, ...]], dict[str, str]]:
     """Rows of each of `failing`, and where there are none why. The verdicts stand whatever happens here."""
-    shown: dict[str, tuple[Example, ...]] = {}
-    why: dict[str, str] = {}
-    promises = [one for one in failing if not isinstance(one, SqlConstraint)]
-    if promises:
-        most = max(examples[one.name] for one in promises)
+    examples_by_name: dict[str, tuple[Example, ...]] = {}
+    notes: dict[str, str] = {}
+    row_constraints = [one for one in failing if not isinstance(one, SqlConstraint)]
+    if row_constraints:
+        limit = max(example_limits[one.name] for one in row_constraints)
         try:
-            found = examples_of(frame, promises, examples=most, collect=collect)
-            shown |= {name: rows[: examples[name]] for name, rows in found.items()}
+            new_examples = collect_examples(frame, row_constraints, examples=limit, collect=collect)
+            examples_by_name |= {name: rows[: example_limits[name]] for name, rows in new_examples.items()}
         except PySparkException as error:
-            why |= dict.fromkeys((one.name for one in promises), _no_examples(error))
-    for one in failing:
-        if isinstance(one, SqlConstraint):
+            notes |= dict.fromkeys((one.name for one in row_constraints), _no_examples_note(error))
+    for constraint in failing:
+        if isinstance(constraint, SqlConstraint):
             try:
-                bad = returned(frame, one, view)
-                found = examples_of(bad, [ANY_ROW], examples=examples[one.name], collect=collect)
-                shown[one.name] = found[ANY_ROW.name]
+                failing_rows = select_failures(frame, constraint, view)
+                new_examples = collect_examples(
+                    failing_rows, [ANY_ROW], examples=example_limits[constraint.name], collect=collect
+                )
+                examples_by_name[constraint.name] = new_examples[ANY_ROW.name]
             except PySparkException as error:
-                why[one.name] = _no_examples(error)
-    return shown, why
+                notes[constraint.name] = _no_examples_note(error)
+    return examples_by_name, notes
 
 
-def _places(
-    rows: Rows, failing: Sequence[Countable], *, view: str, collect: Collect
+def _load_failing_partitions(
+    rows: CheckedRows, failing: Sequence[Countable], *, view: str, collect: Collect
 ) -> dict[str, FailingPartitions]:
     """The partitions of the failing rows, by constraint. The verdicts stand whatever happens here."""
     if rows.partitions is None:
         return {}
-    found: dict[str, FailingPartitions] = {}
-    promises = [one for one in failing if not isinstance(one, SqlConstraint)]
+    partitions_by_name: dict[str, FailingPartitions] = {}
+    row_constraints = [one for one in failing if not isinstance(one, SqlConstraint)]
     with contextlib.suppress(PySparkException):
-        found |= failing_partitions(rows.frame, promises, rows.partitions, collect=collect)
-    for one in failing:
-        if isinstance(one, SqlConstraint):
+        partitions_by_name |= find_failing_partitions(
+            rows.frame, row_constraints, rows.partitions, collect=collect
+        )
+    for constraint in failing:
+        if isinstance(constraint, SqlConstraint):
             with contextlib.suppress(PySparkException):
-                bad = returned(rows.frame, one, view)
-                placed = failing_partitions(bad, [ANY_ROW], rows.partitions, collect=collect)
-                if ANY_ROW.name in placed:
-                    found[one.name] = placed[ANY_ROW.name]
-    return found
+                failing_rows = select_failures(rows.frame, constraint, view)
+                sql_partitions = find_failing_partitions(
+                    failing_rows, [ANY_ROW], rows.partitions, collect=collect
+                )
+                if ANY_ROW.name in sql_partitions:
+                    partitions_by_name[constraint.name] = sql_partitions[ANY_ROW.name]
+    return partitions_by_name
 
 
-def _no_examples(error: PySparkException) -> str:
+def _no_examples_note(error: PySparkException) -> str:
     return f"no examples: {str(error).strip().splitlines()[0]}"

@@ -35,48 +35,50 @@ from branchlake_dagster.checks.constraints import (
     Promise,
     StartsWith,
 )
-from branchlake_dagster.history.file_facts import Facts
+from branchlake_dagster.history.file_facts import ColumnFacts
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LONG = 2**63
-_EXACT = {ice.FloatType: 2**24, ice.DoubleType: 2**53}
+_EXACT_UP_TO = {ice.FloatType: 2**24, ice.DoubleType: 2**53}
 """Up to here every integer is a number of the type: no rounding, whichever side is cast."""
 _DECIMAL_SCALE = 18
 _DECIMAL_DIGITS = 20
 """Spark compares with a literal as decimal(38, 18); more digits than these would be rounded or overflow."""
 
 
-def proves(facts: Facts, promise: Promise, kind: ice.IcebergType) -> bool:
+def can_prove(facts: ColumnFacts, promise: Promise, kind: ice.IcebergType) -> bool:
     """Whether every row of a file with these facts, in a column of type `kind`, keeps the promise."""
     if isinstance(promise, NotNull):
         return facts.no_null
     if isinstance(promise, Both):
-        return _compared(facts, promise.low, kind) and _compared(facts, promise.high, kind)
+        return _can_prove_comparison(facts, promise.low, kind) and _can_prove_comparison(
+            facts, promise.high, kind
+        )
     if isinstance(promise, Compared):
-        return _compared(facts, promise, kind)
+        return _can_prove_comparison(facts, promise, kind)
     if isinstance(promise, Among):
-        return _among(facts, promise, kind)
+        return _can_prove_one_of(facts, promise, kind)
     if isinstance(promise, NotAmong):
         # Spark's answer for an empty list depends on a setting.
         return bool(promise.values) and all(
-            _compared(facts, Compared("!=", value), kind) for value in promise.values
+            _can_prove_comparison(facts, Compared("!=", value), kind) for value in promise.values
         )
     if not isinstance(kind, ice.StringType):
         return False
     if isinstance(promise, StartsWith):
-        return _starts_with(facts, promise)
-    return _constant_text(facts, promise)
+        return _can_prove_prefix(facts, promise)
+    return _can_prove_constant_text(facts, promise)
 
 
-def _compared(facts: Facts, promise: Compared, kind: ice.IcebergType) -> bool:
-    bound = _comparable(promise.bound, kind)
+def _can_prove_comparison(facts: ColumnFacts, promise: Compared, kind: ice.IcebergType) -> bool:
+    bound = _find_limit(promise.bound, kind)
     if bound is None:
         return False
     if facts.all_null:
         return True
-    limit, of = bound
-    low = None if facts.low is None else of(facts.low)
-    high = None if facts.high is None else of(facts.high)
+    limit, convert = bound
+    low = None if facts.low is None else convert(facts.low)
+    high = None if facts.high is None else convert(facts.high)
     if promise.sign == ">=":
         return low is not None and bool(low >= limit)
     if promise.sign == ">":
@@ -90,22 +92,22 @@ def _compared(facts: Facts, promise: Compared, kind: ice.IcebergType) -> bool:
     return (low is not None and bool(limit < low)) or (high is not None and bool(limit > high))
 
 
-def _among(facts: Facts, promise: Among, kind: ice.IcebergType) -> bool:
+def _can_prove_one_of(facts: ColumnFacts, promise: Among, kind: ice.IcebergType) -> bool:
     values = promise.values
     # Spark brings a list to one type: values of several are its own affair.
     if not values or len({type(value) for value in values}) > 1:
         return False
-    if any(_comparable(value, kind) is None for value in values):
+    if any(_find_limit(value, kind) is None for value in values):
         return False
     if facts.all_null:
         return True
     # In a long list Spark tells 0.0 and -0.0 apart.
     if isinstance(facts.low, float) and facts.low == 0.0:
         return False
-    return any(_compared(facts, Compared("=", value), kind) for value in values)
+    return any(_can_prove_comparison(facts, Compared("=", value), kind) for value in values)
 
 
-def _starts_with(facts: Facts, promise: StartsWith) -> bool:
+def _can_prove_prefix(facts: ColumnFacts, promise: StartsWith) -> bool:
     """What begins with a text is an unbroken piece of the order, so both ends tell about all between."""
     if facts.all_null:
         return True
@@ -113,7 +115,7 @@ def _starts_with(facts: Facts, promise: StartsWith) -> bool:
     return all(isinstance(end, str) and end.startswith(promise.prefix) for end in ends)
 
 
-def _constant_text(facts: Facts, promise: EndsWith | Length) -> bool:
+def _can_prove_constant_text(facts: ColumnFacts, promise: EndsWith | Length) -> bool:
     """Of the middle of a text nothing is known, unless there is only one."""
     if facts.all_null:
         return True
@@ -129,82 +131,82 @@ Limit = tuple[Any, Callable[[Any], Any]]
 """A contract's value, and how to bring a fact's to the same type. The latter keeps the order."""
 
 
-def _comparable(value: Any, kind: ice.IcebergType) -> Limit | None:
+def _find_limit(value: Any, kind: ice.IcebergType) -> Limit | None:
     """`value` for comparison with facts on a column of type `kind`; None when that is Spark's own affair."""
-    found = _COMPARABLE.get(type(kind))
-    return None if found is None else found(value, kind)
+    build_limit = _LIMIT_BUILDERS.get(type(kind))
+    return None if build_limit is None else build_limit(value, kind)
 
 
-def _same(value: Any) -> Any:
+def _unchanged_value(value: Any) -> Any:
     return value
 
 
-def _with_integers(value: Any, _: Any) -> Limit | None:
+def _integer_limit(value: Any, _: Any) -> Limit | None:
     if type(value) is int and -_LONG <= value < _LONG:
-        return value, _same
+        return value, _unchanged_value
     # Spark casts the column to double here: rounded, and in the same order.
     return (value, float) if type(value) is float and not math.isnan(value) else None
 
 
-def _with_floats(value: Any, kind: ice.IcebergType) -> Limit | None:
-    if type(value) is int and abs(value) <= _EXACT[type(kind)]:  # type: ignore[index]
-        return float(value), _same
-    return (value, _same) if type(value) is float and not math.isnan(value) else None
+def _float_limit(value: Any, kind: ice.IcebergType) -> Limit | None:
+    if type(value) is int and abs(value) <= _EXACT_UP_TO[type(kind)]:  # type: ignore[index]
+        return float(value), _unchanged_value
+    return (value, _unchanged_value) if type(value) is float and not math.isnan(value) else None
 
 
-def _with_decimals(value: Any, kind: ice.IcebergType) -> Limit | None:
+def _decimal_limit(value: Any, kind: ice.IcebergType) -> Limit | None:
     assert isinstance(kind, ice.DecimalType)  # noqa: S101 - the table below
     if kind.scale > _DECIMAL_SCALE or kind.precision - kind.scale > _DECIMAL_DIGITS:
         return None
     if type(value) is int and -_LONG <= value < _LONG:
-        return Decimal(value), _same
+        return Decimal(value), _unchanged_value
     if type(value) is not Decimal or not value.is_finite():
         return None
     exponent = value.as_tuple().exponent
     exact = isinstance(exponent, int) and exponent >= -_DECIMAL_SCALE and value.adjusted() < _DECIMAL_DIGITS
-    return (value, _same) if exact else None
+    return (value, _unchanged_value) if exact else None
 
 
-def _with_booleans(value: Any, _: Any) -> Limit | None:
-    return (value, _same) if type(value) is bool else None
+def _boolean_limit(value: Any, _: Any) -> Limit | None:
+    return (value, _unchanged_value) if type(value) is bool else None
 
 
-def _with_texts(value: Any, _: Any) -> Limit | None:
+def _text_limit(value: Any, _: Any) -> Limit | None:
     # Python orders text by code points, which is the order of its bytes in UTF-8.
-    return (value, _same) if type(value) is str else None
+    return (value, _unchanged_value) if type(value) is str else None
 
 
-def _with_dates(value: Any, _: Any) -> Limit | None:
-    return ((value - _EPOCH.date()).days, _same) if type(value) is date else None
+def _date_limit(value: Any, _: Any) -> Limit | None:
+    return ((value - _EPOCH.date()).days, _unchanged_value) if type(value) is date else None
 
 
-def _with_instants(value: Any, _: Any) -> Limit | None:
+def _instant_limit(value: Any, _: Any) -> Limit | None:
     if type(value) is not datetime or value.tzinfo is None:
         return None
-    return (value - _EPOCH) // timedelta(microseconds=1), _same
+    return (value - _EPOCH) // timedelta(microseconds=1), _unchanged_value
 
 
-_COMPARABLE: dict[type[ice.IcebergType], Callable[[Any, Any], Limit | None]] = {
-    ice.BooleanType: _with_booleans,
-    ice.IntegerType: _with_integers,
-    ice.LongType: _with_integers,
-    ice.FloatType: _with_floats,
-    ice.DoubleType: _with_floats,
-    ice.DecimalType: _with_decimals,
-    ice.StringType: _with_texts,
-    ice.DateType: _with_dates,
-    ice.TimestamptzType: _with_instants,
+_LIMIT_BUILDERS: dict[type[ice.IcebergType], Callable[[Any, Any], Limit | None]] = {
+    ice.BooleanType: _boolean_limit,
+    ice.IntegerType: _integer_limit,
+    ice.LongType: _integer_limit,
+    ice.FloatType: _float_limit,
+    ice.DoubleType: _float_limit,
+    ice.DecimalType: _decimal_limit,
+    ice.StringType: _text_limit,
+    ice.DateType: _date_limit,
+    ice.TimestamptzType: _instant_limit,
 }
 
 
-MOST_VALUES = 1_000
+MAX_VALUES = 1_000
 """Of more different values Spark decides whether they are in a list."""
 
 _AS_NUMBERS: dict[type[ice.IcebergType], pa.DataType] = {
     ice.DateType: pa.int32(),
     ice.TimestamptzType: pa.int64(),
 }
-_KEYS = (
+_KEY_TYPES = (
     ice.BooleanType,
     ice.IntegerType,
     ice.LongType,
@@ -217,65 +219,67 @@ _KEYS = (
 """Types whose equal values are those with equal bytes, in both engines: not so 0.0, -0.0 and NaN."""
 
 
-def keeps(values: pa.ChunkedArray, promise: Promise, kind: ice.IcebergType) -> bool:
+def values_keep_promise(values: pa.ChunkedArray, promise: Promise, kind: ice.IcebergType) -> bool:
     """Whether all of a column's values keep the promise; False where that is Spark's to say."""
     if isinstance(promise, EndsWith | Length):
-        return isinstance(kind, ice.StringType) and _text_keeps(values, promise)
-    one_by_one = isinstance(promise, Among | NotAmong) or (
+        return isinstance(kind, ice.StringType) and _texts_keep_promise(values, promise)
+    is_value_by_value = isinstance(promise, Among | NotAmong) or (
         isinstance(promise, Compared) and promise.sign == "!="
     )
-    if not one_by_one:
-        return proves(_facts(values, kind), promise, kind)
-    different = pc.unique(values)
-    if len(different) > MOST_VALUES:
+    if not is_value_by_value:
+        return can_prove(_compute_facts(values, kind), promise, kind)
+    distinct_values = pc.unique(values)
+    if len(distinct_values) > MAX_VALUES:
         return False
     return all(
-        proves(_facts(pa.chunked_array([different[index : index + 1]]), kind), promise, kind)
-        for index in range(len(different))
+        can_prove(_compute_facts(pa.chunked_array([distinct_values[index : index + 1]]), kind), promise, kind)
+        for index in range(len(distinct_values))
     )
 
 
-def unique(rows: pa.Table, columns: Sequence[str], kinds: Sequence[ice.IcebergType]) -> bool:
+def has_unique_keys(rows: pa.Table, columns: Sequence[str], kinds: Sequence[ice.IcebergType]) -> bool:
     """Whether no two rows agree on `columns`, nulls being equal; False where that is Spark's to say."""
-    if not all(isinstance(kind, _KEYS) for kind in kinds):
+    if not all(isinstance(kind, _KEY_TYPES) for kind in kinds):
         return False
     return bool(rows.group_by(list(columns)).aggregate([]).num_rows == rows.num_rows)
 
 
-def _facts(values: pa.ChunkedArray, kind: ice.IcebergType) -> Facts:
+def _compute_facts(values: pa.ChunkedArray, kind: ice.IcebergType) -> ColumnFacts:
     """Exact facts on the values; those that are no numbers or texts to compare have no bounds."""
-    nulls = values.null_count
-    present = values.drop_null()
-    nan = 0
+    null_count = values.null_count
+    present_values = values.drop_null()
+    nan_count = 0
     if pa.types.is_floating(values.type):
-        marks = pc.is_nan(present)
-        nan = pc.sum(marks).as_py() or 0
-        present = present.filter(pc.invert(marks))
-    low, high = _ends(present, kind) if len(present) else (None, None)
-    return Facts(no_null=nulls == 0, all_null=nulls == len(values), no_nan=nan == 0, low=low, high=high)
+        nan_marks = pc.is_nan(present_values)
+        nan_count = pc.sum(nan_marks).as_py() or 0
+        present_values = present_values.filter(pc.invert(nan_marks))
+    low, high = _find_bounds(present_values, kind) if len(present_values) else (None, None)
+    return ColumnFacts(
+        no_null=null_count == 0, all_null=null_count == len(values), no_nan=nan_count == 0, low=low, high=high
+    )
 
 
-def _ends(present: pa.ChunkedArray, kind: ice.IcebergType) -> tuple[Any, Any]:
-    numbers = _AS_NUMBERS.get(type(kind))
-    if numbers is not None:
-        if pa.types.is_timestamp(present.type) and present.type.unit != "us":
+def _find_bounds(present_values: pa.ChunkedArray, kind: ice.IcebergType) -> tuple[Any, Any]:
+    number_type = _AS_NUMBERS.get(type(kind))
+    if number_type is not None:
+        if pa.types.is_timestamp(present_values.type) and present_values.type.unit != "us":
             return None, None
-        present = present.cast(numbers)
+        present_values = present_values.cast(number_type)
     try:
-        ends = pc.min_max(present).as_py()
+        bounds = pc.min_max(present_values).as_py()
     except pa.ArrowNotImplementedError:  # of a type that nothing is promised about but to be there
         return None, None
-    return ends["min"], ends["max"]
+    return bounds["min"], bounds["max"]
 
 
-def _text_keeps(values: pa.ChunkedArray, promise: EndsWith | Length) -> bool:
-    present = values.drop_null()
-    if not len(present):
+def _texts_keep_promise(values: pa.ChunkedArray, promise: EndsWith | Length) -> bool:
+    present_values = values.drop_null()
+    if not len(present_values):
         return True
     if isinstance(promise, EndsWith):
-        return bool(pc.all(pc.ends_with(present, promise.suffix)).as_py())
+        return bool(pc.all(pc.ends_with(present_values, promise.suffix)).as_py())
     # Characters are code points in both.
-    ends = pc.min_max(pc.utf8_length(present)).as_py()
-    return (promise.low is None or ends["min"] >= promise.low) and (
-        promise.high is None or ends["max"] <= promise.high
+    lengths = pc.min_max(pc.utf8_length(present_values)).as_py()
+    return (promise.low is None or lengths["min"] >= promise.low) and (
+        promise.high is None or lengths["max"] <= promise.high
     )

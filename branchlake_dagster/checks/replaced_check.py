@@ -12,16 +12,21 @@ from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.expressions import AlwaysTrue, BooleanExpression
 from pyiceberg.table import Table
 
-from branchlake_dagster.checks.asset_checks import CheckedAsset, asset_key, check_specs, checked_partitions
+from branchlake_dagster.checks.asset_checks import (
+    CheckedAsset,
+    asset_key,
+    build_check_specs,
+    check_partitions_def,
+)
 from branchlake_dagster.checks.constraints import CheckFailedToRun, ContractError
 from branchlake_dagster.io_manager.loading import StoredRows
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.tables.selection import to_iceberg
+from branchlake_dagster.tables.selection import to_iceberg_filter
 
 _ROWS = "rows"
 
-Measures = Mapping[str, Any]
+MeasureValues = Mapping[str, Any]
 """Rows and sums, by name."""
 
 
@@ -79,14 +84,14 @@ def replaced_check(
         )
     key = asset_key(asset)
     limit = "" if most_change is None else f" and change by at most {most_change:.0%}"
-    promise = f"{', '.join([_ROWS, *(f'sum({one})' for one in sums)])} are compared with main's{limit}"
-    warned = frozenset({name} if severity == "warn" else ())
-    partitions = checked_partitions(asset, partitions_def, whole_table=False)
+    promise = f"{', '.join([_ROWS, *(f'sum({column})' for column in sums)])} are compared with main's{limit}"
+    warn_names = frozenset({name} if severity == "warn" else ())
+    partitions = check_partitions_def(asset, partitions_def, whole_table=False)
 
     @dg.multi_asset_check(
         name=f"{key.to_python_identifier()}__{name}",
         description=f"What a run replaces in {key.to_user_string()}, before and after.",
-        specs=check_specs(asset, {name: promise}, partitions, warned=warned),
+        specs=build_check_specs(asset, {name: promise}, partitions, warn_names=warn_names),
         ins={"rows": dg.AssetIn(key)},
         required_resource_keys={lakehouse_key},
         compute_kind="iceberg",
@@ -99,53 +104,56 @@ def replaced_check(
                 run_id=context.run.run_id,
                 hint="Let the asset use NessieBranchIOManager.",
             )
-        before = _measured(_before(lake, rows), rows, sums, context.run.run_id)
-        after = _measured(rows.table, rows, sums, context.run.run_id)
-        yield _result(name, before, after, most_change, warn=severity == "warn")
+        before = _measure_rows(_load_replaced_table(lake, rows), rows, sums, context.run.run_id)
+        after = _measure_rows(rows.table, rows, sums, context.run.run_id)
+        yield _build_result(name, before, after, most_change, warn=severity == "warn")
 
     return compared
 
 
-def _before(lake: LakehouseResource, rows: StoredRows) -> Table | None:
+def _load_replaced_table(lake: LakehouseResource, rows: StoredRows) -> Table | None:
     """The table as `main` had it where the run began."""
     branch = lake.run_branch
-    base = branch.open().base_hash if branch is not None else ""
+    base_hash = branch.open().base_hash if branch is not None else ""
     try:
-        return lake.lakehouse.catalog(f"{MAIN}@{base}" if base else MAIN).load_table(rows.table.name())
+        return lake.lakehouse.catalog(f"{MAIN}@{base_hash}" if base_hash else MAIN).load_table(
+            rows.table.name()
+        )
     except NoSuchTableError:
         return None
 
 
-def _measured(table: Table | None, rows: StoredRows, sums: Sequence[str], run_id: str) -> Measures:
+def _measure_rows(table: Table | None, rows: StoredRows, sums: Sequence[str], run_id: str) -> MeasureValues:
     if table is None:
         return {}
     schema = table.schema()
-    missing = [one for one in sums if one not in {field.name for field in schema.fields}]
-    if missing and table is rows.table:
-        raise CheckFailedToRun(f"There is no column {missing[0]} to sum up.", run_id=run_id)
+    missing_columns = [column for column in sums if column not in {field.name for field in schema.fields}]
+    if missing_columns and table is rows.table:
+        raise CheckFailedToRun(f"There is no column {missing_columns[0]} to sum up.", run_id=run_id)
     row_filter: BooleanExpression = (
-        AlwaysTrue() if rows.selection is None else to_iceberg(rows.selection, schema)
+        AlwaysTrue() if rows.selection is None else to_iceberg_filter(rows.selection, schema)
     )
-    found: dict[str, Any] = {_ROWS: table.scan(row_filter=row_filter).count()}
-    if columns := [one for one in sums if one not in missing]:
-        held = table.scan(row_filter=row_filter, selected_fields=tuple(columns)).to_arrow()
-        found |= {f"sum({one})": pc.sum(held[one]).as_py() or 0 for one in columns}
-    return found
+    measures: dict[str, Any] = {_ROWS: table.scan(row_filter=row_filter).count()}
+    if columns := [column for column in sums if column not in missing_columns]:
+        column_values = table.scan(row_filter=row_filter, selected_fields=tuple(columns)).to_arrow()
+        measures |= {f"sum({column})": pc.sum(column_values[column]).as_py() or 0 for column in columns}
+    return measures
 
 
-def _result(
-    name: str, before: Measures, after: Measures, most: float | None, *, warn: bool
+def _build_result(
+    name: str, before: MeasureValues, after: MeasureValues, max_change: float | None, *, warn: bool
 ) -> dg.AssetCheckResult:
-    new = not before.get(_ROWS)
-    changes = {measure: _change(before.get(measure), value) for measure, value in after.items()}
-    worst = max((abs(one) for one in changes.values() if one is not None), default=0.0)
-    passed = new or most is None or worst <= most
+    is_new = not before.get(_ROWS)
+    changes = {measure: _relative_change(before.get(measure), value) for measure, value in after.items()}
+    largest_change = max((abs(change) for change in changes.values() if change is not None), default=0.0)
+    passed = is_new or max_change is None or largest_change <= max_change
     lines = ["| measure | main | run | change |", "| --- | ---: | ---: | ---: |"]
     lines += [
-        f"| {measure} | {_shown(before.get(measure))} | {_shown(value)} | {_percent(changes[measure])} |"
+        f"| {measure} | {_format_value(before.get(measure))} | {_format_value(value)} |"
+        f" {_format_percent(changes[measure])} |"
         for measure, value in after.items()
     ]
-    told = "main has none of these rows yet" if new else f"the largest change is {worst:.1%}"
+    message = "main has none of these rows yet" if is_new else f"the largest change is {largest_change:.1%}"
     metadata: dict[str, Any] = {"comparison": dg.MetadataValue.md("\n".join(lines))}
     metadata |= {"rows_before": dg.MetadataValue.int(before.get(_ROWS) or 0)}
     metadata |= {"rows_after": dg.MetadataValue.int(after[_ROWS])}
@@ -154,11 +162,11 @@ def _result(
         passed=passed,
         severity=dg.AssetCheckSeverity.WARN if warn else dg.AssetCheckSeverity.ERROR,
         metadata=metadata,
-        description=f"{'Compared' if passed else 'Changed too much'}: {told}.",
+        description=f"{'Compared' if passed else 'Changed too much'}: {message}.",
     )
 
 
-def _change(before: Any, after: Any) -> float | None:
+def _relative_change(before: Any, after: Any) -> float | None:
     if before is None:
         return None
     if not before:
@@ -166,9 +174,9 @@ def _change(before: Any, after: Any) -> float | None:
     return float((after - before) / abs(before))
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "" if value is None else f"{value:,}"
 
 
-def _percent(change: float | None) -> str:
+def _format_percent(change: float | None) -> str:
     return "" if change is None else f"{change:+.1%}"

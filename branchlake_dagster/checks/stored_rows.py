@@ -26,17 +26,17 @@ from pyiceberg.types import NestedField
 from branchlake_dagster.checks.constraints import (
     Among,
     Both,
+    CheckOutcome,
     Compared,
     Constraint,
-    Outcome,
     Promise,
     Proof,
     RowConstraint,
     UniqueConstraint,
 )
-from branchlake_dagster.checks.proof import keeps, proves, unique
-from branchlake_dagster.history.file_facts import Facts, facts
-from branchlake_dagster.tables.selection import DateRange, TimeRange, Values, to_iceberg
+from branchlake_dagster.checks.proof import can_prove, has_unique_keys, values_keep_promise
+from branchlake_dagster.history.file_facts import ColumnFacts, column_facts
+from branchlake_dagster.tables.selection import DateRange, TimeRange, Values, to_iceberg_filter
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -52,14 +52,14 @@ _log = logging.getLogger(__name__)
 class Footers:
     """The footers of a table's data files, each read once, and at most `most` of them."""
 
-    def __init__(self, io: FileIO, *, most: int) -> None:
+    def __init__(self, io: FileIO, *, max_files: int) -> None:
         self._io = io
-        self._most = most
-        self._read: dict[str, pq.FileMetaData | None] = {}
+        self._max_files = max_files
+        self._footers_by_path: dict[str, pq.FileMetaData | None] = {}
 
-    def bound_all(self, file: DataFile, field_id: int) -> bool:
+    def has_all_bounds(self, file: DataFile, field_id: int) -> bool:
         """Whether every row group of `file` has bounds for the column, or only nulls in it."""
-        footer = self._footer(file)
+        footer = self._load_footer(file)
         if footer is None:
             return False
         names = [
@@ -69,35 +69,35 @@ class Footers:
         ]
         if len(names) != 1:
             return False
-        return all(_bounded(footer.row_group(number), names[0]) for number in range(footer.num_row_groups))
+        return all(_has_bounds(footer.row_group(number), names[0]) for number in range(footer.num_row_groups))
 
-    def _footer(self, file: DataFile) -> pq.FileMetaData | None:
+    def _load_footer(self, file: DataFile) -> pq.FileMetaData | None:
         path = file.file_path
-        if path not in self._read:
-            if file.file_format is not FileFormat.PARQUET or len(self._read) >= self._most:
+        if path not in self._footers_by_path:
+            if file.file_format is not FileFormat.PARQUET or len(self._footers_by_path) >= self._max_files:
                 return None
             try:
                 with self._io.new_input(path).open() as source:
-                    self._read[path] = pq.read_metadata(source)
+                    self._footers_by_path[path] = pq.read_metadata(source)
             except Exception as error:  # noqa: BLE001 - what is wrong is said when the rows are read
                 _log.info("No footer of %s: %s: %s", path, type(error).__name__, error)
-                self._read[path] = None
-        return self._read[path]
+                self._footers_by_path[path] = None
+        return self._footers_by_path[path]
 
 
-def _bounded(group: pq.RowGroupMetaData, name: str) -> bool:
+def _has_bounds(group: pq.RowGroupMetaData, name: str) -> bool:
     for index in range(group.num_columns):
         column = group.column(index)
         if column.path_in_schema == name:
-            told = column.statistics
-            if told is None:
+            statistics = column.statistics
+            if statistics is None:
                 return False
-            only_nulls = told.has_null_count and told.null_count == group.num_rows
-            return bool(told.has_min_max or only_nulls)
+            only_nulls = statistics.has_null_count and statistics.null_count == group.num_rows
+            return bool(statistics.has_min_max or only_nulls)
     return False
 
 
-_PLAIN: dict[type[ice.IcebergType], pst.DataType] = {
+_PLAIN_TYPES: dict[type[ice.IcebergType], pst.DataType] = {
     ice.BooleanType: pst.BooleanType(),
     ice.IntegerType: pst.IntegerType(),
     ice.LongType: pst.LongType(),
@@ -113,40 +113,40 @@ _PLAIN: dict[type[ice.IcebergType], pst.DataType] = {
 }
 
 
-def spark_schema(schema: Schema) -> pst.StructType | None:
+def to_spark_schema(schema: Schema) -> pst.StructType | None:
     """`schema` in Spark's types; None when it has a type that is not known here to be one of Spark's."""
-    fields = _fields(schema.fields)
+    fields = _to_spark_fields(schema.fields)
     return None if fields is None else pst.StructType(fields)
 
 
-def _fields(fields: tuple[ice.NestedField, ...]) -> list[pst.StructField] | None:
-    found = []
+def _to_spark_fields(fields: tuple[ice.NestedField, ...]) -> list[pst.StructField] | None:
+    spark_fields = []
     for field in fields:
-        kind = _kind(field.field_type)
-        if kind is None:
+        spark_type = _to_spark_type(field.field_type)
+        if spark_type is None:
             return None
-        found.append(pst.StructField(field.name, kind, field.optional))
-    return found
+        spark_fields.append(pst.StructField(field.name, spark_type, field.optional))
+    return spark_fields
 
 
-def _kind(kind: ice.IcebergType) -> pst.DataType | None:
-    if isinstance(kind, ice.DecimalType):
-        return pst.DecimalType(kind.precision, kind.scale)
-    if isinstance(kind, ice.StructType):
-        fields = _fields(kind.fields)
+def _to_spark_type(iceberg_type: ice.IcebergType) -> pst.DataType | None:
+    if isinstance(iceberg_type, ice.DecimalType):
+        return pst.DecimalType(iceberg_type.precision, iceberg_type.scale)
+    if isinstance(iceberg_type, ice.StructType):
+        fields = _to_spark_fields(iceberg_type.fields)
         return None if fields is None else pst.StructType(fields)
-    if isinstance(kind, ice.ListType):
-        element = _kind(kind.element_type)
-        return None if element is None else pst.ArrayType(element, not kind.element_required)
-    if isinstance(kind, ice.MapType):
-        key, value = _kind(kind.key_type), _kind(kind.value_type)
+    if isinstance(iceberg_type, ice.ListType):
+        element = _to_spark_type(iceberg_type.element_type)
+        return None if element is None else pst.ArrayType(element, not iceberg_type.element_required)
+    if isinstance(iceberg_type, ice.MapType):
+        key, value = _to_spark_type(iceberg_type.key_type), _to_spark_type(iceberg_type.value_type)
         if key is None or value is None:
             return None
-        return pst.MapType(key, value, not kind.value_required)
-    return _PLAIN.get(type(kind))
+        return pst.MapType(key, value, not iceberg_type.value_required)
+    return _PLAIN_TYPES.get(type(iceberg_type))
 
 
-MOST_FILES = 10_000
+MAX_FILES = 10_000
 """Of more data files Spark counts the rows sooner than their metadata is gone through here."""
 
 SMALL_ROWS = 100_000
@@ -170,91 +170,95 @@ class TableRows:
     def __init__(self, stored: StoredRows, columns: Iterable[str] = ()) -> None:
         self._stored = stored
         self._columns = frozenset(columns)
-        self._footers = Footers(stored.table.io, most=SMALL_FILES)
-        self._facts: dict[int, list[Facts]] = {}
-        self._read: dict[tuple[str, ...], pa.Table | None] = {}
+        self._footers = Footers(stored.table.io, max_files=SMALL_FILES)
+        self._facts_by_field: dict[int, list[ColumnFacts]] = {}
+        self._tables_by_columns: dict[tuple[str, ...], pa.Table | None] = {}
 
     @cached_property
     def schema(self) -> StructType:
         """From the table's schema; asked of Spark where that has a type that Spark may show otherwise."""
-        return spark_schema(self._stored.table.schema()) or self.frame.schema
+        return to_spark_schema(self._stored.table.schema()) or self.frame.schema
 
     @cached_property
     def frame(self) -> DataFrame:
         """The rows in the run's Spark session."""
-        return self._stored.frame()
+        return self._stored.open_frame()
 
     @property
     def partitions(self) -> RowPartitions | None:
         """As the IO manager knows them."""
         return self._stored.partitions
 
-    def proved(self, constraint: Constraint) -> Outcome | None:
+    def prove(self, constraint: Constraint) -> CheckOutcome | None:
         """Passed, when metadata proves `constraint` or the rows are few and keep it here; else None.
 
         Its columns exist, and in their types where that matters to it.
         """
         if self._files is None or not isinstance(constraint, RowConstraint | UniqueConstraint):
             return None
-        if self._by_metadata(constraint):
-            proof = Proof(by="metadata", files=len(self._files), rows=self._held)
-            return Outcome(passed=True, failing=0, total=self._total, proof=proof)
-        rows = self._rows_for(constraint) if self._readable(constraint) else None
-        if rows is not None and self._by_rows(constraint, rows):
-            proof = Proof(by="rows", files=len(self._files), rows=rows.num_rows)
-            return Outcome(passed=True, failing=0, total=rows.num_rows, proof=proof)
+        if self._is_proved_by_metadata(constraint):
+            proof = Proof(source="metadata", files=len(self._files), rows=self._record_count)
+            return CheckOutcome(passed=True, failing=0, total=self._row_count, proof=proof)
+        rows = self._load_rows_for(constraint) if self._can_read(constraint) else None
+        if rows is not None and self._is_proved_by_rows(constraint, rows):
+            proof = Proof(source="rows", files=len(self._files), rows=rows.num_rows)
+            return CheckOutcome(passed=True, failing=0, total=rows.num_rows, proof=proof)
         return None
 
-    def _by_metadata(self, constraint: RowConstraint | UniqueConstraint) -> bool:
+    def _is_proved_by_metadata(self, constraint: RowConstraint | UniqueConstraint) -> bool:
         if isinstance(constraint, UniqueConstraint):
-            return self._held <= 1
+            return self._record_count <= 1
         if constraint.promise is None:
             return False
-        return self._all_keep(constraint.columns[0], constraint.promise)
+        return self._all_files_keep(constraint.columns[0], constraint.promise)
 
-    def _readable(self, constraint: RowConstraint | UniqueConstraint) -> bool:
-        told = isinstance(constraint, UniqueConstraint) or constraint.promise is not None
-        return told and self._columns.issuperset(constraint.columns)
+    def _can_read(self, constraint: RowConstraint | UniqueConstraint) -> bool:
+        is_provable = isinstance(constraint, UniqueConstraint) or constraint.promise is not None
+        return is_provable and self._columns.issuperset(constraint.columns)
 
-    def _by_rows(self, constraint: RowConstraint | UniqueConstraint, rows: pa.Table) -> bool:
+    def _is_proved_by_rows(self, constraint: RowConstraint | UniqueConstraint, rows: pa.Table) -> bool:
         fields = [self._stored.table.schema().find_field(column) for column in constraint.columns]
         if isinstance(constraint, UniqueConstraint):
-            return unique(rows, constraint.columns, [field.field_type for field in fields])
+            return has_unique_keys(rows, constraint.columns, [field.field_type for field in fields])
         assert constraint.promise is not None  # noqa: S101 - it is readable
-        return keeps(rows.column(constraint.columns[0]), constraint.promise, fields[0].field_type)
+        return values_keep_promise(
+            rows.column(constraint.columns[0]), constraint.promise, fields[0].field_type
+        )
 
-    def _rows_for(self, constraint: RowConstraint | UniqueConstraint) -> pa.Table | None:
+    def _load_rows_for(self, constraint: RowConstraint | UniqueConstraint) -> pa.Table | None:
         """The columns of a constraint; None when they are not to be read here."""
-        if self._few:
+        if self._is_small:
             return self._rows
         columns = tuple(sorted(constraint.columns))
-        if columns not in self._read:
-            self._read[columns] = self._columns_of(columns) if self._narrow(columns) else None
-        return self._read[columns]
+        if columns not in self._tables_by_columns:
+            self._tables_by_columns[columns] = (
+                self._load_columns(columns) if self._are_columns_small(columns) else None
+            )
+        return self._tables_by_columns[columns]
 
     @cached_property
-    def _few(self) -> bool:
+    def _is_small(self) -> bool:
         files = self._files or []
         size = sum(file.file_size_in_bytes for file in files)
-        return self._held <= SMALL_ROWS and size <= SMALL_BYTES and len(files) <= SMALL_FILES
+        return self._record_count <= SMALL_ROWS and size <= SMALL_BYTES and len(files) <= SMALL_FILES
 
-    def _narrow(self, columns: Iterable[str]) -> bool:
+    def _are_columns_small(self, columns: Iterable[str]) -> bool:
         """Whether columns are few bytes in all files; one whose size a file does not tell is not."""
         files = self._files or []
-        if self._held > COLUMN_ROWS or len(files) > SMALL_FILES:
+        if self._record_count > COLUMN_ROWS or len(files) > SMALL_FILES:
             return False
         ids = [self._stored.table.schema().find_field(column).field_id for column in columns]
-        sizes = [(file.column_sizes or {}).get(one) for file in files for one in ids]
+        sizes = [(file.column_sizes or {}).get(field_id) for file in files for field_id in ids]
         return None not in sizes and sum(filter(None, sizes)) <= COLUMN_BYTES
 
     @cached_property
     def _rows(self) -> pa.Table | None:
         """The columns that are spoken of; None when they cannot be read here."""
         names = self._stored.table.schema().column_names
-        return self._columns_of(name for name in names if name in self._columns)
+        return self._load_columns(name for name in names if name in self._columns)
 
-    def _columns_of(self, columns: Iterable[str]) -> pa.Table | None:
-        scan = self._stored.table.scan(row_filter=self._filter, selected_fields=tuple(columns))
+    def _load_columns(self, columns: Iterable[str]) -> pa.Table | None:
+        scan = self._stored.table.scan(row_filter=self._row_filter, selected_fields=tuple(columns))
         try:
             return scan.to_arrow()
         except Exception as error:  # noqa: BLE001 - what is wrong is said when Spark reads the rows
@@ -262,58 +266,62 @@ class TableRows:
             return None
 
     @property
-    def _filter(self) -> BooleanExpression:
+    def _row_filter(self) -> BooleanExpression:
         selection = self._stored.selection
-        return AlwaysTrue() if selection is None else to_iceberg(selection, self._stored.table.schema())
+        return (
+            AlwaysTrue() if selection is None else to_iceberg_filter(selection, self._stored.table.schema())
+        )
 
     @cached_property
     def _files(self) -> list[DataFile] | None:
         """The data files that may hold rows of the selection; None when that cannot be told here."""
         try:
-            tasks = list(self._stored.table.scan(row_filter=self._filter).plan_files())
+            tasks = list(self._stored.table.scan(row_filter=self._row_filter).plan_files())
         except Exception as error:  # noqa: BLE001 - what is wrong is said when the rows are read
             _log.info("Nothing is proved from metadata: %s: %s", type(error).__name__, error)
             return None
-        self._deletes = any(task.delete_files for task in tasks)
-        return [task.file for task in tasks] if len(tasks) <= MOST_FILES else None
+        self._has_deletes = any(task.delete_files for task in tasks)
+        return [task.file for task in tasks] if len(tasks) <= MAX_FILES else None
 
     @cached_property
-    def _held(self) -> int:
+    def _record_count(self) -> int:
         """The rows of the files, deleted ones and those of other partitions included."""
         return sum(file.record_count for file in self._files or ())
 
     @cached_property
-    def _total(self) -> int | None:
+    def _row_count(self) -> int | None:
         """The rows of the selection; None when some of the files' may be deleted or of other partitions."""
-        whole = all(self._within(index) for index in range(len(self._files or ())))
-        return self._held if whole and not self._deletes else None
+        is_whole = all(self._is_within_selection(index) for index in range(len(self._files or ())))
+        return self._record_count if is_whole and not self._has_deletes else None
 
-    def _all_keep(self, column: str, promise: Promise) -> bool:
+    def _all_files_keep(self, column: str, promise: Promise) -> bool:
         field = self._stored.table.schema().find_field(column)
-        return all(proves(found, promise, field.field_type) for found in self._facts_on(field))
+        return all(can_prove(file_facts, promise, field.field_type) for file_facts in self._load_facts(field))
 
-    def _facts_on(self, field: NestedField) -> list[Facts]:
-        if field.field_id not in self._facts:
+    def _load_facts(self, field: NestedField) -> list[ColumnFacts]:
+        if field.field_id not in self._facts_by_field:
             specs = self._stored.table.specs()
-            self._facts[field.field_id] = [
-                facts(file, field, specs[file.spec_id], self._footers.bound_all) for file in self._files or ()
+            self._facts_by_field[field.field_id] = [
+                column_facts(file, field, specs[file.spec_id], self._footers.has_all_bounds)
+                for file in self._files or ()
             ]
-        return self._facts[field.field_id]
+        return self._facts_by_field[field.field_id]
 
-    def _within(self, index: int) -> bool:
+    def _is_within_selection(self, index: int) -> bool:
         """Whether all rows of a file are of the selection."""
         selection = self._stored.selection
         return selection is None or any(
-            all(self._keeps(index, condition) for condition in part) for part in selection.slices
+            all(self._file_keeps_condition(index, condition) for condition in conditions)
+            for conditions in selection.slices
         )
 
-    def _keeps(self, index: int, condition: Condition) -> bool:
+    def _file_keeps_condition(self, index: int, condition: Condition) -> bool:
         field = self._stored.table.schema().find_field(condition.column)
-        found = self._facts_on(field)[index]
-        return found.no_null and proves(found, _promise(condition), field.field_type)
+        file_facts = self._load_facts(field)[index]
+        return file_facts.no_null and can_prove(file_facts, _to_promise(condition), field.field_type)
 
 
-def _promise(condition: Condition) -> Promise:
+def _to_promise(condition: Condition) -> Promise:
     if isinstance(condition, Values):
         return Among(condition.values)
     assert isinstance(condition, TimeRange | DateRange)  # noqa: S101 - there is no other

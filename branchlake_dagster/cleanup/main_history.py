@@ -10,7 +10,7 @@ from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import LogEntry
 from branchlake_dagster.stored_names import LakeProperty
 
-_STRIDE = 200
+_BATCH_SIZE = 200
 """Commits of `main` read for each commit of a branch: `main` may have moved on by thousands."""
 
 
@@ -21,40 +21,40 @@ class MainHistory:
         self._client = client
         self._rest = iter(client.log(MAIN))
         self._entries: list[LogEntry] = []
-        self._places: dict[str, int] = {}
+        self._positions: dict[str, int] = {}
 
-    def _read(self, count: int) -> bool:
+    def _read_entries(self, count: int) -> bool:
         more = list(islice(self._rest, count))
         for entry in more:
-            self._places[entry.commit.hash] = len(self._entries)
+            self._positions[entry.commit.hash] = len(self._entries)
             self._entries.append(entry)
         return bool(more)
 
-    def base_of(self, ref: str) -> str | None:
+    def find_base(self, ref: str) -> str | None:
         """The newest commit of `ref` that is one of `main`'s too; None when they share none.
 
         Commits are compared along first parents, so a published branch still has its old base.
         """
-        passed: list[str] = []
+        ref_hashes: list[str] = []
         for entry in self._client.log(ref):
-            passed.append(entry.commit.hash)
-            self._read(_STRIDE)
-            if (found := self._first(passed)) is not None:
-                return found
-        while self._read(_STRIDE):
-            if (found := self._first(passed)) is not None:
-                return found
-        return self._first(passed)
+            ref_hashes.append(entry.commit.hash)
+            self._read_entries(_BATCH_SIZE)
+            if (base_hash := self._first_on_main(ref_hashes)) is not None:
+                return base_hash
+        while self._read_entries(_BATCH_SIZE):
+            if (base_hash := self._first_on_main(ref_hashes)) is not None:
+                return base_hash
+        return self._first_on_main(ref_hashes)
 
-    def _first(self, hashes: list[str]) -> str | None:
-        return next((one for one in hashes if one in self._places), None)
+    def _first_on_main(self, hashes: list[str]) -> str | None:
+        return next((hash_ for hash_ in hashes if hash_ in self._positions), None)
 
-    def published_since(self, base_hash: str) -> set[str]:
-        """The ids of the runs that the ledger names after `base_hash`, which `base_of` has found."""
-        since = self._entries[: self._places[base_hash]]
-        named = (entry.commit.properties.get(LakeProperty.RUN_ID, "") for entry in since)
-        return {run_id for listed in named for run_id in listed.split(",") if run_id}
+    def run_ids_published_since(self, base_hash: str) -> set[str]:
+        """The ids of the runs that the ledger names after `base_hash`, which `find_base` has found."""
+        entries = self._entries[: self._positions[base_hash]]
+        run_id_lists = (entry.commit.properties.get(LakeProperty.RUN_ID, "") for entry in entries)
+        return {run_id for run_ids in run_id_lists for run_id in run_ids.split(",") if run_id}
 
-    def time_of(self, base_hash: str) -> datetime | None:
-        """When `base_hash`, which `base_of` has found, was committed, by Nessie's clock."""
-        return self._entries[self._places[base_hash]].commit.commit_time
+    def commit_time(self, base_hash: str) -> datetime | None:
+        """When `base_hash`, which `find_base` has found, was committed, by Nessie's clock."""
+        return self._entries[self._positions[base_hash]].commit.commit_time

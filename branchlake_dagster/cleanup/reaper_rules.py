@@ -10,9 +10,9 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from branchlake_dagster.runs.failure_detector import Liveness
-from branchlake_dagster.runs.origin import UNKNOWN, Maker, Origin
+from branchlake_dagster.runs.origin import UNKNOWN_ORIGIN, BranchOrigin, Maker
 from branchlake_dagster.runs.run_tags import Retention
-from branchlake_dagster.wording import Reason
+from branchlake_dagster.wording import CodedReason
 
 
 class RunState(StrEnum):
@@ -51,18 +51,18 @@ class ReapingAction(StrEnum):
     """Its data is on `main`, or it has none."""
     DISCARD = "discarded"
     """Fenced; its data is kept as a tag for a while."""
-    GIVE_BACK = "given back"
+    RESTORE = "given back"
     """It was fenced, but its run has passed: made again from the tag."""
 
 
 @dataclass(frozen=True)
-class Facts:
+class BranchFacts:
     """What is known about one branch. `age` is the time since its last sign of life; None: unknown.
 
-    `writers` and `publishers` are the pulses of those who beat on it. `reports` tells that the run still
-    writes events, although its writer is dead: its steps are processes of their own. `claimed`: by a
-    publisher that has not reported yet how it ended; it may be on `main` already. `told`: one has reported
-    its verdict. `made` is asked where Dagster does not know the run.
+    `writers` and `publishers` are the pulses of those who beat on it. `still_reports` tells that the run
+    still writes events, although its writer is dead: its steps are processes of their own. `is_claimed`: by a
+    publisher that has not reported yet how it ended; it may be on `main` already. `has_verdict`: one has
+    reported its verdict. `origin` is asked where Dagster does not know the run.
     """
 
     state: RunState
@@ -70,28 +70,28 @@ class Facts:
     since_end: timedelta | None = None
     writers: frozenset[Liveness] = frozenset()
     publishers: frozenset[Liveness] = frozenset()
-    reports: bool = False
-    claimed: bool = False
-    told: bool = False
-    made: Origin = UNKNOWN
+    still_reports: bool = False
+    is_claimed: bool = False
+    has_verdict: bool = False
+    origin: BranchOrigin = UNKNOWN_ORIGIN
     """Who made the branch, where its run is not known."""
-    on_main: bool = False
+    is_on_main: bool = False
     """Whether `main` holds the publication, of a run that Dagster calls published."""
 
 
 @dataclass(frozen=True)
-class Owner:
+class BranchOwner:
     """The run that a branch belongs to."""
 
     run_id: str
     state: RunState
-    started: datetime | None = None
-    ended: datetime | None = None
-    told: bool = False
+    started_at: datetime | None = None
+    ended_at: datetime | None = None
+    has_verdict: bool = False
     """Whether the publisher has told its verdict."""
     publication: str = ""
     """The commit on `main` that the run's tags name; empty if they name none."""
-    continued: bool = False
+    is_continued: bool = False
     """Whether a retry took its work over, of a run that waits for the publisher."""
     base_hash: str = ""
     """The commit of `main` that its branch started from, by the run's tags; empty if they name none."""
@@ -106,7 +106,7 @@ class Reaping:
     branch: str
     run_id: str
     action: ReapingAction
-    reason: Reason
+    reason: CodedReason
     state: RunState = RunState.MISSING
     age: timedelta | None = None
     heartbeat: str = "none"
@@ -114,7 +114,7 @@ class Reaping:
     """The Dagster instance that it belongs to, if it is another one's."""
 
     @property
-    def delete(self) -> bool:
+    def deletes_branch(self) -> bool:
         """Whether the branch goes."""
         return self.action in (ReapingAction.DELETE, ReapingAction.DISCARD)
 
@@ -122,118 +122,127 @@ class Reaping:
         return f"{self.branch}: {self.action}, {self.reason}"
 
 
-def decide(facts: Facts, limits: Limits) -> tuple[ReapingAction, Reason]:
+def decide_reaping(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, CodedReason]:
     """What becomes of a branch, and why. A pure function."""
     if facts.publishers - {Liveness.DEAD}:
-        return ReapingAction.KEEP, Reason("its publication is in progress", "being_published")
-    if facts.state is RunState.PUBLISHED and not facts.on_main:
-        return ReapingAction.KEEP, Reason(
+        return ReapingAction.KEEP, CodedReason("its publication is in progress", "being_published")
+    if facts.state is RunState.PUBLISHED and not facts.is_on_main:
+        return ReapingAction.KEEP, CodedReason(
             "Dagster calls its run published, but main does not hold its publication",
             "publication_not_on_main",
         )
     if facts.state is RunState.PUBLISHED:
-        return ReapingAction.DELETE, Reason(
+        return ReapingAction.DELETE, CodedReason(
             "its run is published and only the clean-up was missed", "published"
         )
-    if facts.claimed and facts.state is not RunState.MISSING:
-        return ReapingAction.KEEP, Reason(
+    if facts.is_claimed and facts.state is not RunState.MISSING:
+        return ReapingAction.KEEP, CodedReason(
             "a publisher has claimed it and has not reported yet how it ended", "claimed"
         )
     if facts.state is RunState.UNPUBLISHED:
-        return _unpublished(facts, limits.keep_failed)
+        return _decide_unpublished(facts, limits.keep_failed)
     if facts.state is RunState.AWAITING_PUBLICATION:
-        waits = f" for {_hours(facts.since_end)}" if facts.since_end is not None else ""
-        return ReapingAction.KEEP, Reason(f"its run waits for the publisher{waits}", "awaiting_publication")
+        waiting_time = f" for {_format_hours(facts.since_end)}" if facts.since_end is not None else ""
+        return ReapingAction.KEEP, CodedReason(
+            f"its run waits for the publisher{waiting_time}", "awaiting_publication"
+        )
     if Liveness.ALIVE in facts.writers:
-        return ReapingAction.KEEP, Reason("its writer beats", "writer_alive")
+        return ReapingAction.KEEP, CodedReason("its writer beats", "writer_alive")
     if Liveness.SUSPECT in facts.writers:
-        return ReapingAction.KEEP, Reason(
+        return ReapingAction.KEEP, CodedReason(
             "its writer is silent, and only a watch can tell whether it is dead", "writer_silent"
         )
     if facts.state is RunState.ACTIVE:
-        return _active(facts, limits)
-    return _ended(facts, limits) if facts.state is RunState.ENDED else _missing(facts, limits)
+        return _decide_active(facts, limits)
+    return _decide_ended(facts, limits) if facts.state is RunState.ENDED else _decide_missing(facts, limits)
 
 
-def decide_publication(
-    publishers: frozenset[Liveness], *, run_branch_exists: bool, state: RunState, made: Origin
-) -> tuple[ReapingAction, Reason]:
+def decide_publication_branch(
+    publishers: frozenset[Liveness], *, run_branch_exists: bool, state: RunState, origin: BranchOrigin
+) -> tuple[ReapingAction, CodedReason]:
     """What becomes of a branch on which a publisher prepares what had to be rebased, and why.
 
-    `state` is that of the run it is about, `made` says who made it where that is missing.
+    `state` is that of the run it is about, `origin` says who made it where that is missing.
     """
     if publishers - {Liveness.DEAD}:
-        return ReapingAction.KEEP, Reason("a publication is in progress", "being_published")
+        return ReapingAction.KEEP, CodedReason("a publication is in progress", "being_published")
     if run_branch_exists:
-        return ReapingAction.KEEP, Reason("its run's branch waits for publication", "run_branch_waits")
-    if state is RunState.MISSING and made.maker is not Maker.HERE:
-        return ReapingAction.KEEP, Reason(f"no run of that id is known: {made}", "made_elsewhere")
-    return ReapingAction.DELETE, Reason("the branch that it was prepared for is gone", "run_branch_gone")
+        return ReapingAction.KEEP, CodedReason("its run's branch waits for publication", "run_branch_waits")
+    if state is RunState.MISSING and origin.maker is not Maker.HERE:
+        return ReapingAction.KEEP, CodedReason(f"no run of that id is known: {origin}", "made_elsewhere")
+    return ReapingAction.DELETE, CodedReason("the branch that it was prepared for is gone", "run_branch_gone")
 
 
-def _unpublished(facts: Facts, keep: timedelta) -> tuple[ReapingAction, Reason]:
+def _decide_unpublished(facts: BranchFacts, keep_failed: timedelta) -> tuple[ReapingAction, CodedReason]:
     since_end = facts.since_end
-    if not keep and not facts.told:
+    if not keep_failed and not facts.has_verdict:
         # The reaper came before the publisher, and its word is what the run will show.
-        return ReapingAction.DISCARD, Reason("its run has failed, so it is not published", "run_failed")
-    if not keep:
-        return ReapingAction.DISCARD, Reason(
+        return ReapingAction.DISCARD, CodedReason("its run has failed, so it is not published", "run_failed")
+    if not keep_failed:
+        return ReapingAction.DISCARD, CodedReason(
             "its run was not published and only the clean-up was missed", "not_published"
         )
-    if since_end is None or since_end < keep:
-        left = f" for another {_hours(keep - since_end)}" if since_end is not None else ""
-        return ReapingAction.KEEP, Reason(
-            f"its run was not published; it is kept for debugging{left}", "kept_for_debugging"
+    if since_end is None or since_end < keep_failed:
+        remaining = f" for another {_format_hours(keep_failed - since_end)}" if since_end is not None else ""
+        return ReapingAction.KEEP, CodedReason(
+            f"its run was not published; it is kept for debugging{remaining}", "kept_for_debugging"
         )
-    return ReapingAction.DISCARD, Reason(
-        f"its run was not published, and it was kept for {_hours(keep)}", "kept_long_enough"
+    return ReapingAction.DISCARD, CodedReason(
+        f"its run was not published, and it was kept for {_format_hours(keep_failed)}", "kept_long_enough"
     )
 
 
-def _active(facts: Facts, limits: Limits) -> tuple[ReapingAction, Reason]:
+def _decide_active(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, CodedReason]:
     if Liveness.DEAD in facts.writers:
-        if facts.reports:
-            return ReapingAction.KEEP, Reason(
+        if facts.still_reports:
+            return ReapingAction.KEEP, CodedReason(
                 "one of its writers is dead, but the run still reports", "run_still_reports"
             )
-        return ReapingAction.DISCARD, Reason("its writer is dead", "writer_dead")
+        return ReapingAction.DISCARD, CodedReason("its writer is dead", "writer_dead")
     if facts.age is not None and facts.age > limits.max_age:
         return (
             ReapingAction.DISCARD,
-            Reason(
-                f"its run is active, but its last sign of life is {_hours(facts.age)} old", "no_sign_of_life"
+            CodedReason(
+                f"its run is active, but its last sign of life is {_format_hours(facts.age)} old",
+                "no_sign_of_life",
             ),
         )
-    return ReapingAction.KEEP, Reason("its run is active", "run_active")
+    return ReapingAction.KEEP, CodedReason("its run is active", "run_active")
 
 
-def _ended(facts: Facts, limits: Limits) -> tuple[ReapingAction, Reason]:
+def _decide_ended(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, CodedReason]:
     # A run that was ended in Dagster alone may still have its process.
     if facts.age is None or facts.age <= min(limits.orphan_grace, limits.max_age):
-        return ReapingAction.KEEP, Reason(
+        return ReapingAction.KEEP, CodedReason(
             "its live run has ended, but it was written to a short while ago", "written_recently"
         )
-    return ReapingAction.DISCARD, Reason(
+    return ReapingAction.DISCARD, CodedReason(
         "it is an unfinished batch of a live run that has ended", "live_run_ended"
     )
 
 
-def _missing(facts: Facts, limits: Limits) -> tuple[ReapingAction, Reason]:
+def _decide_missing(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, CodedReason]:
     # Another Dagster instance may work on the same lake; its runs are not ours to judge.
-    if facts.made.maker is Maker.ELSEWHERE:
-        return ReapingAction.KEEP, Reason(f"no run of that id is known: {facts.made}", "made_elsewhere")
+    if facts.origin.maker is Maker.ELSEWHERE:
+        return ReapingAction.KEEP, CodedReason(
+            f"no run of that id is known: {facts.origin}", "made_elsewhere"
+        )
     if facts.age is None:
-        return ReapingAction.KEEP, Reason("no run of that id is known, and its age is unknown", "age_unknown")
+        return ReapingAction.KEEP, CodedReason(
+            "no run of that id is known, and its age is unknown", "age_unknown"
+        )
     if facts.age <= min(limits.orphan_grace, limits.max_age):
-        return ReapingAction.KEEP, Reason(
+        return ReapingAction.KEEP, CodedReason(
             "no run of that id is known, but it was written to a short while ago", "written_recently"
         )
-    if facts.made.maker is Maker.UNKNOWN:
-        return ReapingAction.KEEP, Reason(f"no run of that id is known, and {facts.made}", "maker_unknown")
-    return ReapingAction.DISCARD, Reason(
+    if facts.origin.maker is Maker.UNKNOWN:
+        return ReapingAction.KEEP, CodedReason(
+            f"no run of that id is known, and {facts.origin}", "maker_unknown"
+        )
+    return ReapingAction.DISCARD, CodedReason(
         "no run of that id is known any more to the Dagster instance that made it", "run_unknown"
     )
 
 
-def _hours(span: timedelta) -> str:
+def _format_hours(span: timedelta) -> str:
     return f"{span.total_seconds() / 3600:.1f} h"

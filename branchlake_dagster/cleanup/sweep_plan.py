@@ -35,150 +35,170 @@ from branchlake_dagster.nessie.model import (
     Put,
     Reference,
 )
-from branchlake_dagster.runs.branch_names import is_ours, run_of
-from branchlake_dagster.runs.branch_owner import at_work_on
-from branchlake_dagster.runs.run_branch import branch_name, run_id_of
+from branchlake_dagster.runs.branch_names import is_own_reference, strip_name_prefix
+from branchlake_dagster.runs.branch_owner import writer_branch
+from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
 from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
-from branchlake_dagster.tables.table_files import FileUnreadable, TableFiles, folders, home, plain, within
+from branchlake_dagster.tables.table_files import (
+    FileUnreadable,
+    TableFiles,
+    is_in_folders,
+    normalize_location,
+    table_folders,
+    table_root,
+)
 
 
 @dataclass(frozen=True)
-class Made:
+class BranchOutput:
     """The keys a branch changed, the metadata files it named, and which of it was made by its own commits.
 
-    All by location: `named` are all metadata files that can be read, `own` those that its commits wrote.
-    `snapshots` are those that its own commits added.
+    All by location: `named_metadata` are all metadata files that can be read, `own_metadata` those that its
+    commits wrote. `own_snapshots` are those that its own commits added.
     """
 
-    touched: frozenset[ContentKey]
-    named: Mapping[str, TableMetadata]
-    own: Mapping[str, TableMetadata]
-    snapshots: Mapping[int, Snapshot]
+    changed_keys: frozenset[ContentKey]
+    named_metadata: Mapping[str, TableMetadata]
+    own_metadata: Mapping[str, TableMetadata]
+    own_snapshots: Mapping[int, Snapshot]
 
     def recorded_bases(self, run_id: str) -> frozenset[str]:
         """The hashes that snapshots of a run, in files that its branch wrote, record as its base."""
         bases = {
-            _told(snapshot, LakeProperty.BASE_HASH)
-            for metadata in self.own.values()
+            _summary_entry(snapshot, LakeProperty.BASE_HASH)
+            for metadata in self.own_metadata.values()
             for snapshot in metadata.snapshots
-            if _told(snapshot, LakeProperty.RUN_ID) == run_id
-            and not _told(snapshot, LakeProperty.REPLAYED_FROM)
+            if _summary_entry(snapshot, LakeProperty.RUN_ID) == run_id
+            and not _summary_entry(snapshot, LakeProperty.REPLAYED_FROM)
         }
         return frozenset(filter(None, bases))
 
-    def names(self, run_id: str, entry: LogEntry) -> bool:
+    def is_commit_of_run(self, run_id: str, entry: LogEntry) -> bool:
         """Whether a commit says that run `run_id` made it: by its properties or, for Spark, by its snapshots.
 
         A commit that puts no table made no file, and counts as one that does; so does a table whose metadata
         an earlier sweep deleted.
         """
-        if named := entry.commit.properties.get(LakeProperty.RUN_ID):
-            return named == run_id
+        if recorded_run_id := entry.commit.properties.get(LakeProperty.RUN_ID):
+            return recorded_run_id == run_id
         tables = [
             operation.content
             for operation in entry.operations
             if isinstance(operation, Put) and isinstance(operation.content, IcebergTable)
         ]
-        return all(self._is_of(run_id, table) for table in tables)
+        return all(self._is_table_of_run(run_id, table) for table in tables)
 
-    def _is_of(self, run_id: str, table: IcebergTable) -> bool:
-        metadata = self.named.get(table.metadata_location)
+    def _is_table_of_run(self, run_id: str, table: IcebergTable) -> bool:
+        metadata = self.named_metadata.get(table.metadata_location)
         if metadata is None:
             return True
-        found = (one for one in metadata.snapshots if one.snapshot_id == table.snapshot_id)
-        return any(_told(snapshot, LakeProperty.RUN_ID) == run_id for snapshot in found)
+        snapshots = (snapshot for snapshot in metadata.snapshots if snapshot.snapshot_id == table.snapshot_id)
+        return any(_summary_entry(snapshot, LakeProperty.RUN_ID) == run_id for snapshot in snapshots)
 
     @cached_property
-    def places(self) -> frozenset[str]:
+    def folders(self) -> frozenset[str]:
         """The folders of its tables."""
-        told = {place for metadata in self.named.values() for place in folders(metadata)}
-        return frozenset(told | {home(location) for location in self.named})
+        metadata_folders = {
+            folder for metadata in self.named_metadata.values() for folder in table_folders(metadata)
+        }
+        return frozenset(metadata_folders | {table_root(location) for location in self.named_metadata})
 
     @cached_property
-    def homes(self) -> frozenset[str]:
+    def normalized_folders(self) -> frozenset[str]:
         """The same folders in one spelling."""
-        return frozenset(map(plain, self.places))
+        return frozenset(map(normalize_location, self.folders))
 
     @cached_property
-    def earlier(self) -> frozenset[str]:
+    def earlier_metadata(self) -> frozenset[str]:
         """The metadata files that the named ones came from, in one spelling."""
         return frozenset(
-            plain(entry.metadata_file) for metadata in self.named.values() for entry in metadata.metadata_log
+            normalize_location(entry.metadata_file)
+            for metadata in self.named_metadata.values()
+            for entry in metadata.metadata_log
         )
 
 
-def made_on(
-    log: Iterable[LogEntry], base: Mapping[ContentKey, str], base_hash: str, files: TableFiles
-) -> Made:
-    """What the commits of `log`, newest first, made on top of the tables of `base`.
+def collect_branch_output(
+    log: Iterable[LogEntry], base_locations: Mapping[ContentKey, str], base_hash: str, files: TableFiles
+) -> BranchOutput:
+    """What the commits of `log`, newest first, made on top of the tables of `base_locations`.
 
     A commit wrote a metadata file, rather than registered it, when the file says that it came from the one
     the key held before, or from none where there was none. A snapshot is a commit's own when it is new in
     such a file. Raises FileUnreadable.
     """
-    state: dict[ContentKey, str | None] = dict(base)
-    old = {plain(location) for location in base.values()}
-    touched: set[ContentKey] = set()
-    named: dict[str, TableMetadata] = {}
-    own: dict[str, TableMetadata] = {}
+    locations: dict[ContentKey, str | None] = dict(base_locations)
+    seen_locations = {normalize_location(location) for location in base_locations.values()}
+    changed_keys: set[ContentKey] = set()
+    named_metadata: dict[str, TableMetadata] = {}
+    own_metadata: dict[str, TableMetadata] = {}
     snapshots: dict[int, Snapshot] = {}
-    foreign: set[int] = set()
+    registered_ids: set[int] = set()
     for entry in reversed(list(log)):
-        merged = len(entry.commit.parent_hashes) > 1
+        is_merge = len(entry.commit.parent_hashes) > 1
         for operation in entry.operations:
             key = operation.key
-            touched.add(key)
-            before = state.get(key)
+            changed_keys.add(key)
+            previous_location = locations.get(key)
             if isinstance(operation, Delete):
-                state[key] = None
+                locations[key] = None
             if not isinstance(operation, Put) or not isinstance(operation.content, IcebergTable):
                 continue
-            location = state[key] = operation.content.metadata_location
-            if plain(location) in old:
+            location = locations[key] = operation.content.metadata_location
+            if normalize_location(location) in seen_locations:
                 continue
-            old.add(plain(location))
+            seen_locations.add(normalize_location(location))
             metadata = files.metadata(location)
             if metadata is None:
                 continue  # an earlier sweep died when only metadata was left
-            named[location] = metadata
-            if merged or not _follows(metadata, before):
-                foreign |= {snapshot.snapshot_id for snapshot in metadata.snapshots}
+            named_metadata[location] = metadata
+            if is_merge or not _is_successor(metadata, previous_location):
+                registered_ids |= {snapshot.snapshot_id for snapshot in metadata.snapshots}
                 continue
-            own[location] = metadata
-            predecessor = files.metadata(before) if before else None
-            if before and predecessor is None:
+            own_metadata[location] = metadata
+            predecessor = files.metadata(previous_location) if previous_location else None
+            if previous_location and predecessor is None:
                 continue  # deleted by that sweep, which had deleted the snapshots' files before
-            known = {snapshot.snapshot_id for snapshot in predecessor.snapshots} if predecessor else set()
-            snapshots |= {one.snapshot_id: one for one in metadata.snapshots if one.snapshot_id not in known}
-    mine = {
-        number: snapshot
-        for number, snapshot in snapshots.items()
-        if number not in foreign and _told(snapshot, LakeProperty.BASE_HASH) in (None, base_hash)
+            previous_ids = (
+                {snapshot.snapshot_id for snapshot in predecessor.snapshots} if predecessor else set()
+            )
+            snapshots |= {
+                snapshot.snapshot_id: snapshot
+                for snapshot in metadata.snapshots
+                if snapshot.snapshot_id not in previous_ids
+            }
+    own_snapshots = {
+        snapshot_id: snapshot
+        for snapshot_id, snapshot in snapshots.items()
+        if snapshot_id not in registered_ids
+        and _summary_entry(snapshot, LakeProperty.BASE_HASH) in (None, base_hash)
     }
-    return Made(frozenset(touched), named, own, mine)
+    return BranchOutput(frozenset(changed_keys), named_metadata, own_metadata, own_snapshots)
 
 
-def _follows(metadata: TableMetadata, before: str | None) -> bool:
-    if before is None:
+def _is_successor(metadata: TableMetadata, previous_location: str | None) -> bool:
+    if previous_location is None:
         return not metadata.metadata_log
-    return bool(metadata.metadata_log) and plain(metadata.metadata_log[-1].metadata_file) == plain(before)
+    return bool(metadata.metadata_log) and normalize_location(
+        metadata.metadata_log[-1].metadata_file
+    ) == normalize_location(previous_location)
 
 
-def _told(snapshot: Snapshot, name: str) -> str | None:
+def _summary_entry(snapshot: Snapshot, name: str) -> str | None:
     return snapshot.summary.additional_properties.get(name) if snapshot.summary else None
 
 
-class Borrowed:
+class BorrowedFiles:
     """Tells data files that a snapshot's writer wrote from older ones that it only added to the table.
 
     `base` are the tables at the base that may hold such a file, `since` is the time of the base commit.
     """
 
-    def __init__(self, files: TableFiles, base: Iterable[str], since: datetime | None) -> None:
+    def __init__(self, files: TableFiles, base_locations: Iterable[str], since: datetime | None) -> None:
         self._files = files
-        self._base = tuple(base)
+        self._base_locations = tuple(base_locations)
         self._since = since
-        self._at_base: set[str] | None = None
+        self._base_files: set[str] | None = None
 
     def __call__(self, path: str, snapshot: Snapshot, manifest: ManifestFile) -> bool:
         """Whether the file may be older than the run.
@@ -188,42 +208,54 @@ class Borrowed:
         other file the store's clock must say that it is younger than the base, and the base's tables must
         not name it: a restored backup makes all files young.
         """
-        if _told(snapshot, LakeProperty.CHANGE_OF):
-            return not within(path, (home(manifest.manifest_path),))
-        commit = manifest.manifest_path.rpartition("/")[2].rpartition("-m")[0]
-        if commit and commit in path.rpartition("/")[2]:
+        if _summary_entry(snapshot, LakeProperty.CHANGE_OF):
+            return not is_in_folders(path, (table_root(manifest.manifest_path),))
+        commit_id = manifest.manifest_path.rpartition("/")[2].rpartition("-m")[0]
+        if commit_id and commit_id in path.rpartition("/")[2]:
             return False
-        if _told(snapshot, LakeProperty.STEP) and not _told(snapshot, LakeProperty.REPLAYED_FROM):
+        if _summary_entry(snapshot, LakeProperty.STEP) and not _summary_entry(
+            snapshot, LakeProperty.REPLAYED_FROM
+        ):
             return False
-        written = self._files.modified(path)
-        if written is None:
+        modified_at = self._files.modified_at(path)
+        if modified_at is None:
             return self._files.size(path) > 0  # one that is gone already is nobody's
-        return self._since is None or written < self._since or plain(path) in self._named()
+        return (
+            self._since is None
+            or modified_at < self._since
+            or normalize_location(path) in self._load_base_files()
+        )
 
-    def _named(self) -> set[str]:
-        if self._at_base is None:
-            self._at_base = set()
-            for location in self._base:
-                self._at_base |= self._in(location)
-        return self._at_base
+    def _load_base_files(self) -> set[str]:
+        if self._base_files is None:
+            self._base_files = set()
+            for location in self._base_locations:
+                self._base_files |= self._load_live_files(location)
+        return self._base_files
 
-    def _in(self, location: str) -> set[str]:
+    def _load_live_files(self, location: str) -> set[str]:
         metadata = self._files.metadata(location)
         if metadata is None:
             raise FileUnreadable(f"{location} is missing.")
-        head = next((s for s in metadata.snapshots if s.snapshot_id == metadata.current_snapshot_id), None)
-        found: set[str] = set()
-        for manifest in (self._files.manifests(head) or ()) if head else ():
-            entries = self._files.entries(manifest)
+        current_snapshot = next(
+            (s for s in metadata.snapshots if s.snapshot_id == metadata.current_snapshot_id), None
+        )
+        paths: set[str] = set()
+        for manifest in (self._files.manifests(current_snapshot) or ()) if current_snapshot else ():
+            entries = self._files.manifest_files(manifest)
             if entries is None:
                 raise FileUnreadable(f"{manifest.manifest_path} is missing.")
-            found |= {plain(path) for path in entries.live}
-        return found
+            paths |= {normalize_location(path) for path in entries.live}
+        return paths
 
 
-def related(key: ContentKey, location: str, made: Made) -> bool:
+def may_share_files(key: ContentKey, location: str, output: BranchOutput) -> bool:
     """Whether a table, by its key and metadata file, may share files with what a branch made."""
-    return key in made.touched or plain(home(location)) in made.homes or plain(location) in made.earlier
+    return (
+        key in output.changed_keys
+        or normalize_location(table_root(location)) in output.normalized_folders
+        or normalize_location(location) in output.earlier_metadata
+    )
 
 
 class StateUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -239,22 +271,22 @@ class SweepPlan:
     """Files by location with their size in bytes, in phases to be deleted one after the other.
 
     Files of a phase are named by later ones, so a sweep that died can be planned again. `held_by` are the
-    references that need dead files; those, `foreign` ones outside of the tables' own folders and `borrowed`
-    ones that the run only added to its tables are kept.
+    references that need dead files; those, `outside_files` ones outside of the tables' own folders and
+    `borrowed_files` ones that the run only added to its tables are kept.
     """
 
     phases: tuple[Mapping[str, int], ...] = ()
     held_by: tuple[str, ...] = ()
-    foreign: int = 0
-    borrowed: int = 0
+    outside_files: int = 0
+    borrowed_files: int = 0
 
     @property
-    def files(self) -> int:
+    def file_count(self) -> int:
         """How many files go."""
         return sum(len(phase) for phase in self.phases)
 
     @property
-    def size(self) -> int:
+    def size_bytes(self) -> int:
         """Their bytes."""
         return sum(sum(phase.values()) for phase in self.phases)
 
@@ -270,10 +302,10 @@ class SweepPlanner:
         self._files = files
         self._references = {ref.name: ref for ref in references}
         self._tables: dict[str, dict[ContentKey, str]] = {}
-        self._by_home: dict[str, dict[str, list[str]]] = {}
-        self._reach: dict[tuple[str, frozenset[str]], tuple[frozenset[str], str | None]] = {}
+        self._tables_by_folder: dict[str, dict[str, list[str]]] = {}
+        self._reached_files: dict[tuple[str, frozenset[str]], tuple[frozenset[str], str | None]] = {}
 
-    def forget(self, name: str) -> None:
+    def forget_reference(self, name: str) -> None:
         """A reference is gone; what only it reached is dead now."""
         self._references.pop(name, None)
 
@@ -286,17 +318,17 @@ class SweepPlanner:
         StateUnreadable, and BaseUnknown where `main` was set back to before the branch began.
         """
         try:
-            return self._plan(tag, base_hash, base_time, recorded_base)
+            return self._plan_sweep(tag, base_hash, base_time, recorded_base)
         except FileUnreadable as error:
             raise StateUnreadable(error.message, hint="Nothing was deleted.") from error
 
-    def _plan(
+    def _plan_sweep(
         self, tag: Reference, base_hash: str, base_time: datetime | None, recorded_base: str
     ) -> SweepPlan:
-        base = self._at(f"@{base_hash}")
-        log = list(self._client.log(_as_listed(tag), since=base_hash, fetch_operations=True))
-        made = made_on(log, base, base_hash, self._files)
-        if not _is_base(base_hash, recorded_base, log, made, tag.name):
+        base_locations = self._load_tables_at(f"@{base_hash}")
+        log = list(self._client.log(_pinned_ref(tag), since=base_hash, fetch_operations=True))
+        output = collect_branch_output(log, base_locations, base_hash, self._files)
+        if not _is_branch_base(base_hash, recorded_base, log, output, tag.name):
             raise BaseUnknown(
                 f"Main was set back to {base_hash[:12]}, before the commit that the branch started from,"
                 " or somebody else changed the branch."
@@ -304,176 +336,206 @@ class SweepPlanner:
                 branch=tag.name,
                 hint="Nothing was deleted. Set main forward again, or delete the tag: its files then stay.",
             )
-        kin = [location for key, location in base.items() if related(key, location, made)]
-        dead, foreign, borrowed = self._dead(made, kin, base_time)
-        names_of_dead = {plain(path) for phase in dead for path in phase}
-        needed: set[str] = set()
+        related_locations = [
+            location for key, location in base_locations.items() if may_share_files(key, location, output)
+        ]
+        dead_phases, outside_files, borrowed_files = self._find_dead_files(
+            output, related_locations, base_time
+        )
+        dead_paths = {normalize_location(path) for phase in dead_phases for path in phase}
+        needed_paths: set[str] = set()
         holders: set[str] = set()
-        by_home = self._homes(base_hash)
-        for (key, location), names in self._others(tag, base).items():
-            old = {*by_home.get(plain(home(location)), ()), *((base[key],) if key in base else ())}
-            reached, unreadable = self._reached(location, frozenset(old))
-            if unreadable and related(key, location, made):
+        base_by_folder = self._load_base_by_folder(base_hash)
+        for (key, location), ref_names in self._find_other_tables(tag, base_locations).items():
+            old_locations = {
+                *base_by_folder.get(normalize_location(table_root(location)), ()),
+                *((base_locations[key],) if key in base_locations else ()),
+            }
+            reached_paths, problem = self._find_reached_files(location, frozenset(old_locations))
+            if problem and may_share_files(key, location, output):
                 raise StateUnreadable(
-                    f"{unreadable}, and a reference needs it: {', '.join(sorted(names)[:5])}.",
+                    f"{problem}, and a reference needs it: {', '.join(sorted(ref_names)[:5])}.",
                     hint="Nothing was deleted.",
                 )
             # Of a table elsewhere that nobody can read, no file of ours can be read either.
-            if not reached.isdisjoint(names_of_dead):
-                holders |= names
-                needed |= reached
-        free = [_keep(phase, lambda path: plain(path) not in needed) for phase in dead]
-        return SweepPlan(tuple(free), tuple(sorted(holders)), foreign, borrowed)
+            if not reached_paths.isdisjoint(dead_paths):
+                holders |= ref_names
+                needed_paths |= reached_paths
+        phases = [
+            _filter_files(phase, lambda path: normalize_location(path) not in needed_paths)
+            for phase in dead_phases
+        ]
+        return SweepPlan(tuple(phases), tuple(sorted(holders)), outside_files, borrowed_files)
 
     # -- the dead --------------------------------------------------------------------------------------
 
-    def _dead(
-        self, made: Made, kin: Collection[str], base_time: datetime | None
+    def _find_dead_files(
+        self, output: BranchOutput, related_locations: Collection[str], base_time: datetime | None
     ) -> tuple[list[dict[str, int]], int, int]:
         """Data files; manifests; statistics and manifest lists; metadata. Then how many stay as not ours.
 
-        `kin` are the tables at the base that may share files with the branch's.
+        `related_locations` are the tables at the base that may share files with the branch's.
         """
-        known, lists = self._at_base(kin)
+        base_snapshots, base_metadata = self._load_base_state(related_locations)
         data: dict[str, int] = {}
         manifests: dict[str, int] = {}
-        rest: dict[str, int] = {}
-        foreign: set[str] = set()
-        borrowed: set[str] = set()
-        lent = Borrowed(self._files, kin, base_time)
-        places = tuple(made.places)
-        own = {number: one for number, one in made.snapshots.items() if number not in known}
-        for number, snapshot in own.items():
-            rest[snapshot.manifest_list] = self._files.size(snapshot.manifest_list)
+        lists_and_statistics: dict[str, int] = {}
+        outside_paths: set[str] = set()
+        borrowed_paths: set[str] = set()
+        is_borrowed = BorrowedFiles(self._files, related_locations, base_time)
+        own_folders = tuple(output.folders)
+        new_snapshots = {
+            number: one for number, one in output.own_snapshots.items() if number not in base_snapshots
+        }
+        for snapshot_id, snapshot in new_snapshots.items():
+            lists_and_statistics[snapshot.manifest_list] = self._files.size(snapshot.manifest_list)
             for manifest in self._files.manifests(snapshot) or ():
-                if manifest.added_snapshot_id != number:
+                if manifest.added_snapshot_id != snapshot_id:
                     continue
                 manifests[manifest.manifest_path] = manifest.manifest_length
-                entries = self._files.entries(manifest)
+                entries = self._files.manifest_files(manifest)
                 for path, size in entries.added.items() if entries else ():
-                    if not within(path, places):
-                        foreign.add(path)
-                    elif lent(path, snapshot, manifest):
-                        borrowed.add(path)
+                    if not is_in_folders(path, own_folders):
+                        outside_paths.add(path)
+                    elif is_borrowed(path, snapshot, manifest):
+                        borrowed_paths.add(path)
                     else:
                         data[path] = size
-        for metadata in made.own.values():
+        for metadata in output.own_metadata.values():
             for one in (*metadata.statistics, *metadata.partition_statistics):
-                if one.snapshot_id in own:
-                    rest[one.statistics_path] = one.file_size_in_bytes
-        files = {path: self._files.size(path) for path in made.own if plain(path) not in lists}
-        phases = [data, manifests, rest, files]
-        ours = [_keep(phase, lambda path: within(path, places)) for phase in phases]
-        outside = len(foreign) + sum(map(len, phases)) - sum(map(len, ours))
-        return ours, outside, len(borrowed - data.keys())
+                if one.snapshot_id in new_snapshots:
+                    lists_and_statistics[one.statistics_path] = one.file_size_in_bytes
+        metadata_files = {
+            path: self._files.size(path)
+            for path in output.own_metadata
+            if normalize_location(path) not in base_metadata
+        }
+        phases = [data, manifests, lists_and_statistics, metadata_files]
+        inside_phases = [
+            _filter_files(phase, lambda path: is_in_folders(path, own_folders)) for phase in phases
+        ]
+        outside_count = len(outside_paths) + sum(map(len, phases)) - sum(map(len, inside_phases))
+        return inside_phases, outside_count, len(borrowed_paths - data.keys())
 
-    def _at_base(self, kin: Iterable[str]) -> tuple[set[int], set[str]]:
+    def _load_base_state(self, locations: Iterable[str]) -> tuple[set[int], set[str]]:
         """The snapshots, and the metadata files, that tables at the base know of."""
         snapshots: set[int] = set()
-        files: set[str] = set()
-        for location in kin:
+        metadata_files: set[str] = set()
+        for location in locations:
             metadata = self._files.metadata(location)
             if metadata is None:
                 raise FileUnreadable(f"{location} is missing, and the branch started from it.")
             snapshots |= {snapshot.snapshot_id for snapshot in metadata.snapshots}
-            files |= {plain(location), *(plain(entry.metadata_file) for entry in metadata.metadata_log)}
-        return snapshots, files
+            metadata_files |= {
+                normalize_location(location),
+                *(normalize_location(entry.metadata_file) for entry in metadata.metadata_log),
+            }
+        return snapshots, metadata_files
 
     # -- the living ------------------------------------------------------------------------------------
 
-    def _others(
-        self, tag: Reference, base: Mapping[ContentKey, str]
+    def _find_other_tables(
+        self, tag: Reference, base_locations: Mapping[ContentKey, str]
     ) -> dict[tuple[ContentKey, str], set[str]]:
         """Where tables stand at the other references, other than at the base; and at which ones."""
-        found: dict[tuple[ContentKey, str], set[str]] = {}
-        old = set(base.values())
+        ref_names: dict[tuple[ContentKey, str], set[str]] = {}
+        old_locations = set(base_locations.values())
         for ref in self._references.values():
             # What a sweep has claimed is dead: two half-done ones would wait for each other's lost metadata.
-            if ref.name != tag.name and not is_ours(ref.name, ReferencePrefix.SWEEPING):
-                for key, location in self._of(ref).items():
-                    if location not in old:
-                        found.setdefault((key, location), set()).add(ref.name)
-        return found
+            if ref.name != tag.name and not is_own_reference(ref.name, ReferencePrefix.SWEEPING):
+                for key, location in self._load_tables(ref).items():
+                    if location not in old_locations:
+                        ref_names.setdefault((key, location), set()).add(ref.name)
+        return ref_names
 
-    def _reached(self, location: str, old: frozenset[str]) -> tuple[frozenset[str], str | None]:
-        """Everything a metadata file leads to, but for the snapshots that the metadata files `old` know.
+    def _find_reached_files(
+        self, location: str, old_locations: frozenset[str]
+    ) -> tuple[frozenset[str], str | None]:
+        """Everything a metadata file leads to, but for the snapshots that the metadata files `old_locations` know.
 
         And what of it cannot be read, if anything. One answer for all plans.
         """
-        if (location, old) not in self._reach:
-            known: set[int] = set()
-            for one in old:
+        if (location, old_locations) not in self._reached_files:
+            old_snapshots: set[int] = set()
+            for old_location in old_locations:
                 try:
-                    metadata = self._files.metadata(one)
+                    metadata = self._files.metadata(old_location)
                 except FileUnreadable:
                     continue  # then more is read than is needed
-                known |= {snapshot.snapshot_id for snapshot in metadata.snapshots} if metadata else set()
-            found: set[str] = set()
-            why = None
+                old_snapshots |= (
+                    {snapshot.snapshot_id for snapshot in metadata.snapshots} if metadata else set()
+                )
+            paths: set[str] = set()
+            problem = None
             try:
-                self._follow(location, known, found)
+                self._collect_files(location, old_snapshots, paths)
             except FileUnreadable as error:
-                why = error.message.rstrip(".")
-            self._reach[location, old] = frozenset(found), why
-        return self._reach[location, old]
+                problem = error.message.rstrip(".")
+            self._reached_files[location, old_locations] = frozenset(paths), problem
+        return self._reached_files[location, old_locations]
 
-    def _follow(self, location: str, known: set[int], found: set[str]) -> None:
-        found.add(plain(location))
+    def _collect_files(self, location: str, old_snapshots: set[int], paths: set[str]) -> None:
+        paths.add(normalize_location(location))
         metadata = self._files.metadata(location)
         if metadata is None:
             raise FileUnreadable(f"{location} is missing")
-        found |= {plain(entry.metadata_file) for entry in metadata.metadata_log}
-        found |= {
-            plain(one.statistics_path) for one in (*metadata.statistics, *metadata.partition_statistics)
+        paths |= {normalize_location(entry.metadata_file) for entry in metadata.metadata_log}
+        paths |= {
+            normalize_location(live_path.statistics_path)
+            for live_path in (*metadata.statistics, *metadata.partition_statistics)
         }
         for snapshot in metadata.snapshots:
-            if snapshot.snapshot_id in known:
+            if snapshot.snapshot_id in old_snapshots:
                 continue
-            found.add(plain(snapshot.manifest_list))
+            paths.add(normalize_location(snapshot.manifest_list))
             manifests = self._files.manifests(snapshot)
             if manifests is None:
                 raise FileUnreadable(f"{snapshot.manifest_list} is missing")
             for manifest in manifests:
-                path = plain(manifest.manifest_path)
-                if path in found:
+                path = normalize_location(manifest.manifest_path)
+                if path in paths:
                     continue
-                found.add(path)
-                if manifest.added_snapshot_id in known:
+                paths.add(path)
+                if manifest.added_snapshot_id in old_snapshots:
                     continue
-                entries = self._files.entries(manifest)
+                entries = self._files.manifest_files(manifest)
                 if entries is None:
                     raise FileUnreadable(f"{manifest.manifest_path} is missing")
-                found |= {plain(one) for one in entries.live}
+                paths |= {normalize_location(live_path) for live_path in entries.live}
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def _of(self, ref: Reference) -> dict[ContentKey, str]:
+    def _load_tables(self, ref: Reference) -> dict[ContentKey, str]:
         """The tables of a reference; of our own branches only those that they changed themselves."""
         ancestor = ref.metadata.common_ancestor_hash if ref.metadata else None
-        if ancestor is None or not is_ours(ref.name, ReferencePrefix.RUN, ReferencePrefix.PUBLICATION):
-            return self._at(_as_listed(ref))
+        if ancestor is None or not is_own_reference(
+            ref.name, ReferencePrefix.RUN, ReferencePrefix.PUBLICATION
+        ):
+            return self._load_tables_at(_pinned_ref(ref))
         if ref.name not in self._tables:
-            changed = self._client.diff(f"@{ancestor}", _as_listed(ref)) if ancestor != ref.hash else ()
-            self._tables[ref.name] = _locations((entry.key, entry.to_content) for entry in changed)
+            changed = self._client.diff(f"@{ancestor}", _pinned_ref(ref)) if ancestor != ref.hash else ()
+            self._tables[ref.name] = _metadata_locations((entry.key, entry.to_content) for entry in changed)
         return self._tables[ref.name]
 
-    def _at(self, ref: str) -> dict[ContentKey, str]:
+    def _load_tables_at(self, ref: str) -> dict[ContentKey, str]:
         if ref not in self._tables:
             entries = self._client.entries(ref, fetch_content=True)
-            self._tables[ref] = _locations((entry.key, entry.content) for entry in entries)
+            self._tables[ref] = _metadata_locations((entry.key, entry.content) for entry in entries)
         return self._tables[ref]
 
-    def _homes(self, base_hash: str) -> Mapping[str, list[str]]:
+    def _load_base_by_folder(self, base_hash: str) -> Mapping[str, list[str]]:
         """The tables at the base by their folders."""
-        if base_hash not in self._by_home:
-            found: dict[str, list[str]] = {}
-            for location in self._at(f"@{base_hash}").values():
-                found.setdefault(plain(home(location)), []).append(location)
-            self._by_home[base_hash] = found
-        return self._by_home[base_hash]
+        if base_hash not in self._tables_by_folder:
+            locations: dict[str, list[str]] = {}
+            for location in self._load_tables_at(f"@{base_hash}").values():
+                locations.setdefault(normalize_location(table_root(location)), []).append(location)
+            self._tables_by_folder[base_hash] = locations
+        return self._tables_by_folder[base_hash]
 
 
-def _is_base(base_hash: str, recorded_base: str, log: Sequence[LogEntry], made: Made, name: str) -> bool:
+def _is_branch_base(
+    base_hash: str, recorded_base: str, log: Sequence[LogEntry], output: BranchOutput, name: str
+) -> bool:
     """Whether the branch or tag `name` began at `base_hash`, the newest commit that it shares with `main`.
 
     It did not if `main` was set back: other commits of `main` then lie in between. They have one parent each,
@@ -482,21 +544,21 @@ def _is_base(base_hash: str, recorded_base: str, log: Sequence[LogEntry], made: 
     """
     if any(entry.commit.properties.get(LakeProperty.PUBLICATION_ID) for entry in log):
         return False
-    recorded = made.recorded_bases(run_of(name)) | frozenset(filter(None, [recorded_base]))
-    if recorded:
-        return recorded <= {base_hash}
-    writer = run_id_of(at_work_on(branch_name(run_of(name))))
-    return all(made.names(writer, entry) for entry in log)
+    recorded_bases = output.recorded_bases(strip_name_prefix(name)) | frozenset(filter(None, [recorded_base]))
+    if recorded_bases:
+        return recorded_bases <= {base_hash}
+    writer_run_id = run_id_of_branch(writer_branch(run_branch_name(strip_name_prefix(name))))
+    return all(output.is_commit_of_run(writer_run_id, entry) for entry in log)
 
 
-def _as_listed(ref: Reference) -> str:
+def _pinned_ref(ref: Reference) -> str:
     """A reference's state for Nessie, whether or not the reference is still there."""
     return f"@{ref.hash}"
 
 
-def _locations(contents: Iterable[tuple[ContentKey, Content | None]]) -> dict[ContentKey, str]:
+def _metadata_locations(contents: Iterable[tuple[ContentKey, Content | None]]) -> dict[ContentKey, str]:
     return {key: content.metadata_location for key, content in contents if isinstance(content, IcebergTable)}
 
 
-def _keep(files: Mapping[str, int], wanted: Callable[[str], bool]) -> dict[str, int]:
-    return {path: size for path, size in files.items() if wanted(path)}
+def _filter_files(files: Mapping[str, int], is_wanted: Callable[[str], bool]) -> dict[str, int]:
+    return {path: size for path, size in files.items() if is_wanted(path)}

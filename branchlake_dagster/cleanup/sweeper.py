@@ -13,30 +13,30 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from branchlake_dagster.cleanup.main_history import MainHistory
-from branchlake_dagster.cleanup.reaper_rules import Owner, RunState
+from branchlake_dagster.cleanup.reaper_rules import BranchOwner, RunState
 from branchlake_dagster.cleanup.sweep_plan import BaseUnknown, StateUnreadable, SweepPlan, SweepPlanner
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference
-from branchlake_dagster.runs.branch_names import is_ours, run_of, tags
-from branchlake_dagster.runs.claims import claim_tag
-from branchlake_dagster.runs.origin import Maker, Makers
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.branch_names import is_own_reference, strip_name_prefix, tag_filter
+from branchlake_dagster.runs.claims import claim_tag_name
+from branchlake_dagster.runs.origin import Maker, OriginFinder
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.table_files import TableFiles
-from branchlake_dagster.wording import Reason, agree, counted
+from branchlake_dagster.wording import CodedReason, format_count, pluralize
 
-TAGS = tags(ReferencePrefix.DISCARDED, ReferencePrefix.SWEEPING)
+SWEEPER_TAG_FILTER = tag_filter(ReferencePrefix.DISCARDED, ReferencePrefix.SWEEPING)
 """Nessie's filter for the tags that the sweeper looks at."""
 
-_AT_ONCE = 8
-_OURS = (ReferencePrefix.RUN, ReferencePrefix.DISCARDED, ReferencePrefix.CLAIM)
+_DELETE_THREADS = 8
+_SELF_CLEANING_PREFIXES = (ReferencePrefix.RUN, ReferencePrefix.DISCARDED, ReferencePrefix.CLAIM)
 """References whose own end takes care of the files that they still need."""
 
 
-_CLAIMED = Reason("somebody else claimed it meanwhile", "claimed_meanwhile")
+_CLAIMED_REASON = CodedReason("somebody else claimed it meanwhile", "claimed_meanwhile")
 
 
 class FilesNotDeleted(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -50,17 +50,17 @@ class Sweeping:
     tag: str
     run_id: str
     done: bool
-    reason: Reason
+    reason: CodedReason
     files: int = 0
     size: int = 0
 
     def __str__(self) -> str:
-        freed = f", {counted(self.files, 'file')}, {self.size / 1e6:.1f} MB" if self.files else ""
+        freed = f", {format_count(self.files, 'file')}, {self.size / 1e6:.1f} MB" if self.files else ""
         return f"{self.tag}: {'swept' if self.done else 'kept'}, {self.reason}{freed}"
 
 
 @dataclass(frozen=True)
-class _Due:
+class _DueTag:
     """A tag whose time has come, and the base of what it holds; None: it holds nothing to delete."""
 
     run_id: str
@@ -83,123 +83,131 @@ class Sweeper:
         self,
         client: NessieClient,
         files: TableFiles,
-        owners: Callable[[Collection[str]], Mapping[str, Owner]],
+        load_owners: Callable[[Collection[str]], Mapping[str, BranchOwner]],
         *,
         grace: timedelta,
         now: Callable[[], datetime],
-        listing: str = TAGS,
+        ref_filter: str = SWEEPER_TAG_FILTER,
         instance: str | None = None,
         anyones: bool = False,
     ) -> None:
         self._client = client
         self._files = files
-        self._owners = owners
+        self._load_owners = load_owners
         self._grace = grace
         self._now = now
-        self._listing = listing
-        self._makers = Makers(client, instance, files)
+        self._ref_filter = ref_filter
+        self._origins = OriginFinder(client, instance, files)
         self._anyones = anyones
 
     def run(self, *, dry_run: bool = False) -> Iterator[Sweeping]:
         """One pass. Raises, before it deletes a file, what Nessie and `owners` raise."""
-        due: list[_Due] = []
-        for found in self._due():
-            if isinstance(found, Sweeping):
-                yield found
-            elif dry_run or (claimed := self._claimed(found.tag, found.run_id)) is None:
-                due.append(found)
-            elif isinstance(claimed, Sweeping):
-                yield claimed
+        due_tags: list[_DueTag] = []
+        for candidate in self._find_due_tags():
+            if isinstance(candidate, Sweeping):
+                yield candidate
+            elif dry_run or (claim := self._claim_tag(candidate.tag, candidate.run_id)) is None:
+                due_tags.append(candidate)
+            elif isinstance(claim, Sweeping):
+                yield claim
             else:
-                due.append(replace(found, tag=claimed))
-        if due:
+                due_tags.append(replace(candidate, tag=claim))
+        if due_tags:
             # Only now: whoever copied the state before the claim is in this list.
             references = list(self._client.references(fetch_metadata=True))
             planner = SweepPlanner(self._client, self._files, references)
-            for one in due:
-                planner.forget(claim_tag(branch_name(one.run_id)))  # it speaks of a branch that is gone
-                yield self._sweep(one, planner, dry_run=dry_run)
+            for due_tag in due_tags:
+                planner.forget_reference(
+                    claim_tag_name(run_branch_name(due_tag.run_id))
+                )  # it speaks of a branch that is gone
+                yield self._sweep(due_tag, planner, dry_run=dry_run)
 
     # -- what is due -----------------------------------------------------------------------------------
 
-    def _due(self) -> Iterator[_Due | Sweeping]:
-        found = {ref.name: ref for ref in self._client.references(filter=self._listing, fetch_metadata=True)}
-        if not found:
+    def _find_due_tags(self) -> Iterator[_DueTag | Sweeping]:
+        tags_by_name = {
+            ref.name: ref for ref in self._client.references(filter=self._ref_filter, fetch_metadata=True)
+        }
+        if not tags_by_name:
             return
-        owners = self._owners([branch_name(run_of(name)) for name in found])
+        owners = self._load_owners([run_branch_name(strip_name_prefix(name)) for name in tags_by_name])
         history = MainHistory(self._client)
-        for name, tag in found.items():
-            run_id = run_of(name)
-            owner = owners.get(branch_name(run_id))
+        for name, tag in tags_by_name.items():
+            run_id = strip_name_prefix(name)
+            owner = owners.get(run_branch_name(run_id))
             if name.startswith(ReferencePrefix.SWEEPING):
-                other = found.get(f"{ReferencePrefix.DISCARDED}{run_id}")
-                if other is not None and other.hash == tag.hash:
+                discarded_tag = tags_by_name.get(f"{ReferencePrefix.DISCARDED}{run_id}")
+                if discarded_tag is not None and discarded_tag.hash == tag.hash:
                     continue  # a sweep died while it claimed this; the other tag starts it again
-            elif (why := self._too_early(tag, owner)) is not None:
-                yield Sweeping(name, run_id, False, why)
+            elif (reason := self._early_reason(tag, owner)) is not None:
+                yield Sweeping(name, run_id, False, reason)
                 continue
-            base = history.base_of(tag.pinned)
-            if owner is None and (why := self._not_ours(tag, base)) is not None:
-                yield Sweeping(name, run_id, False, why)
+            base_hash = history.find_base(tag.pinned_ref)
+            if owner is None and (reason := self._foreign_reason(tag, base_hash)) is not None:
+                yield Sweeping(name, run_id, False, reason)
                 continue
-            if base is None:
-                unknown = "it shares no commit with main, so its own files are unknown"
-                yield Sweeping(name, run_id, False, Reason(unknown, "no_common_commit"))
-            elif run_id in history.published_since(base):
-                yield _Due(run_id, tag, None)
+            if base_hash is None:
+                sentence = "it shares no commit with main, so its own files are unknown"
+                yield Sweeping(name, run_id, False, CodedReason(sentence, "no_common_commit"))
+            elif run_id in history.run_ids_published_since(base_hash):
+                yield _DueTag(run_id, tag, None)
             else:
-                recorded = owner.base_hash if owner is not None else ""
-                yield _Due(run_id, tag, base, history.time_of(base), recorded)
+                recorded_base = owner.base_hash if owner is not None else ""
+                yield _DueTag(run_id, tag, base_hash, history.commit_time(base_hash), recorded_base)
 
-    def _too_early(self, tag: Reference, owner: Owner | None) -> Reason | None:
+    def _early_reason(self, tag: Reference, owner: BranchOwner | None) -> CodedReason | None:
         if owner is not None and owner.state is RunState.ACTIVE:
-            return Reason(f"run {owner.run_id} may continue it", "run_may_continue")
-        if owner is not None and owner.state is RunState.AWAITING_PUBLICATION and not owner.continued:
-            return Reason(f"run {owner.run_id} has passed, so the reaper gives it back", "run_passed")
+            return CodedReason(f"run {owner.run_id} may continue it", "run_may_continue")
+        if owner is not None and owner.state is RunState.AWAITING_PUBLICATION and not owner.is_continued:
+            return CodedReason(f"run {owner.run_id} has passed, so the reaper gives it back", "run_passed")
         head = tag.metadata.head_commit if tag.metadata else None
-        signs = [moment for moment in (head.commit_time if head else None, owner and owner.ended) if moment]
-        if not signs:
-            return Reason("its age is unknown", "age_unknown")
-        recorded = None if self._anyones or owner is None else owner.retention
-        grace = self._grace if recorded is None else recorded.discard_grace
-        left = grace - (self._now() - max(signs))
-        if left > timedelta(0):
-            hours = f"{left.total_seconds() / 3600:.1f} h"
-            return Reason(f"a retry may continue it for another {hours}", "retry_may_continue")
+        signs_of_life = [
+            moment for moment in (head.commit_time if head else None, owner and owner.ended_at) if moment
+        ]
+        if not signs_of_life:
+            return CodedReason("its age is unknown", "age_unknown")
+        recorded_retention = None if self._anyones or owner is None else owner.retention
+        grace = self._grace if recorded_retention is None else recorded_retention.discard_grace
+        remaining = grace - (self._now() - max(signs_of_life))
+        if remaining > timedelta(0):
+            hours = f"{remaining.total_seconds() / 3600:.1f} h"
+            return CodedReason(f"a retry may continue it for another {hours}", "retry_may_continue")
         return None
 
-    def _not_ours(self, tag: Reference, base: str | None) -> Reason | None:
-        made = self._makers.of(tag, base=base)
-        if self._anyones or made.maker is Maker.HERE:
+    def _foreign_reason(self, tag: Reference, base_hash: str | None) -> CodedReason | None:
+        origin = self._origins.find_origin(tag, base_hash=base_hash)
+        if self._anyones or origin.maker is Maker.HERE:
             return None
-        why = f"no run of that id is known, and {made}; `branchlake reap --branch {tag.name}` sweeps it"
-        return Reason(why, "made_elsewhere" if made.maker is Maker.ELSEWHERE else "maker_unknown")
+        sentence = (
+            f"no run of that id is known, and {origin}; `branchlake reap --branch {tag.name}` sweeps it"
+        )
+        return CodedReason(sentence, "made_elsewhere" if origin.maker is Maker.ELSEWHERE else "maker_unknown")
 
     # -- the claim -------------------------------------------------------------------------------------
 
-    def _claimed(self, tag: Reference, run_id: str) -> Reference | Sweeping | None:
+    def _claim_tag(self, tag: Reference, run_id: str) -> Reference | Sweeping | None:
         """The tag under its new name; None when it has that already; a Sweeping when others were first."""
         if tag.name.startswith(ReferencePrefix.SWEEPING):
             return None
         name = f"{ReferencePrefix.SWEEPING}{run_id}"
         try:
-            mine = self._client.create_tag(name, from_ref=tag.name, from_hash=tag.hash)
+            sweeping_tag = self._client.create_tag(name, from_ref=tag.name, from_hash=tag.hash)
         except NessieAlreadyExists:
-            mine = self._client.reference(name)
-            if mine.hash != tag.hash:
+            sweeping_tag = self._client.reference(name)
+            if sweeping_tag.hash != tag.hash:
                 return Sweeping(
-                    tag.name, run_id, False, Reason(f"an older sweep is not done: {name}", "older_sweep")
+                    tag.name, run_id, False, CodedReason(f"an older sweep is not done: {name}", "older_sweep")
                 )
         except ReferenceNotFound:
-            return Sweeping(tag.name, run_id, False, _CLAIMED)
+            return Sweeping(tag.name, run_id, False, _CLAIMED_REASON)
         try:
             self._client.delete_tag(tag.name, expected_hash=tag.hash)
         except (ReferenceNotFound, NessieConflict):
-            self._drop(mine)
-            return Sweeping(tag.name, run_id, False, _CLAIMED)
-        return mine
+            self._delete_tag(sweeping_tag)
+            return Sweeping(tag.name, run_id, False, _CLAIMED_REASON)
+        return sweeping_tag
 
-    def _drop(self, tag: Reference) -> None:
+    def _delete_tag(self, tag: Reference) -> None:
         try:
             self._client.delete_tag(tag.name, expected_hash=tag.hash)
         except ReferenceNotFound:
@@ -207,34 +215,45 @@ class Sweeper:
 
     # -- the deletion ----------------------------------------------------------------------------------
 
-    def _sweep(self, due: _Due, planner: SweepPlanner, *, dry_run: bool) -> Sweeping:
+    def _sweep(self, due_tag: _DueTag, planner: SweepPlanner, *, dry_run: bool) -> Sweeping:
         plan = SweepPlan()
         reason, code = "nobody needs its files", "unneeded"
-        if due.base_hash is None:
+        if due_tag.base_hash is None:
             reason, code = "its run was published: its files are main's", "published"
-        if due.base_hash is not None:
+        if due_tag.base_hash is not None:
             try:
-                plan = planner.plan(due.tag, due.base_hash, due.base_time, due.recorded_base)
+                plan = planner.plan(due_tag.tag, due_tag.base_hash, due_tag.base_time, due_tag.recorded_base)
                 if not dry_run:
-                    self._delete(plan)
+                    self._delete_files(plan)
             except (StateUnreadable, BaseUnknown, FilesNotDeleted) as error:
-                why = Reason(str(error), "not_possible")
-                return Sweeping(due.tag.name, due.run_id, False, why)
-        strangers = [name for name in plan.held_by if name != MAIN and not is_ours(name, *_OURS)]
+                failure = CodedReason(str(error), "not_possible")
+                return Sweeping(due_tag.tag.name, due_tag.run_id, False, failure)
+        other_holders = [
+            name
+            for name in plan.held_by
+            if name != MAIN and not is_own_reference(name, *_SELF_CLEANING_PREFIXES)
+        ]
         if plan.held_by:
             reason, code = f"the rest is needed by {', '.join(plan.held_by[:5])}", "needed"
-        if plan.foreign:
-            reason += "; " + _files(plan.foreign, "outside of the tables' folders")
-        if plan.borrowed:
-            reason += "; " + _files(plan.borrowed, "that the run did not write")
-        if not strangers:
+        if plan.outside_files:
+            reason += "; " + _format_kept_files(plan.outside_files, "outside of the tables' folders")
+        if plan.borrowed_files:
+            reason += "; " + _format_kept_files(plan.borrowed_files, "that the run did not write")
+        if not other_holders:
             if not dry_run:
-                self._drop(due.tag)
-            planner.forget(due.tag.name)
-        return Sweeping(due.tag.name, due.run_id, not strangers, Reason(reason, code), plan.files, plan.size)
+                self._delete_tag(due_tag.tag)
+            planner.forget_reference(due_tag.tag.name)
+        return Sweeping(
+            due_tag.tag.name,
+            due_tag.run_id,
+            not other_holders,
+            CodedReason(reason, code),
+            plan.file_count,
+            plan.size_bytes,
+        )
 
-    def _delete(self, plan: SweepPlan) -> None:
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+    def _delete_files(self, plan: SweepPlan) -> None:
+        with ThreadPoolExecutor(_DELETE_THREADS) as pool:
             for phase in plan.phases:
                 list(pool.map(self._delete_file, phase))
 
@@ -245,5 +264,5 @@ class Sweeper:
             raise FilesNotDeleted(f"{location} could not be deleted: {type(error).__name__}.") from error
 
 
-def _files(number: int, which: str) -> str:
-    return f"{counted(number, 'file')} {which} {agree(number, 'stays', 'stay')}"
+def _format_kept_files(number: int, which: str) -> str:
+    return f"{format_count(number, 'file')} {which} {pluralize(number, 'stays', 'stay')}"

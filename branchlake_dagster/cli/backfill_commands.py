@@ -7,7 +7,7 @@ import time
 
 import click
 
-from branchlake_dagster.cli.command_settings import MODULE_HELP, command_settings
+from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_settings
 
 
 @click.group(name="backfill")
@@ -18,18 +18,18 @@ def backfill_group() -> None:
     """
 
 
-module = click.option("-m", "--module", help=MODULE_HELP)
-chosen = click.option("--partition", "partitions", multiple=True, help="Its key; may be repeated.")
-everything = click.option("--all", "everything", is_flag=True, help="All partitions, or all of it.")
-as_json = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+module_option = click.option("-m", "--module", help=MODULE_HELP)
+partition_option = click.option("--partition", "partitions", multiple=True, help="Its key; may be repeated.")
+all_option = click.option("--all", "everything", is_flag=True, help="All partitions, or all of it.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 
 
 @backfill_group.command(name="plan")
 @click.argument("asset")
-@module
-@chosen
-@everything
-@as_json
+@module_option
+@partition_option
+@all_option
+@json_option
 def plan_command(
     asset: str, module: str | None, partitions: tuple[str, ...], everything: bool, as_json: bool
 ) -> None:
@@ -41,26 +41,26 @@ def plan_command(
     from branchlake_dagster.cli import backfill
     from branchlake_dagster.cli import backfill as shown
 
-    with backfill.place(module) as where:
-        what = backfill.asked(where, asset, partitions, everything=everything)
-        found = backfill.stages(where, what) if what is not None else []
+    with backfill.open_location(module) as context:
+        request = backfill.build_request(context, asset, partitions, everything=everything)
+        stages = backfill.plan_request(context, request) if request is not None else []
     if as_json:
-        click.echo(json.dumps([shown.stage_dict(one) for one in found], indent=2))
-    elif found:
-        shown.show_plan(found)
+        click.echo(json.dumps([shown.stage_to_dict(stage) for stage in stages], indent=2))
+    elif stages:
+        shown.show_plan(stages)
     else:
         click.echo(f"Nothing of {asset} is stale.")
 
 
 @backfill_group.command(name="run")
 @click.argument("asset")
-@module
-@chosen
-@everything
+@module_option
+@partition_option
+@all_option
 @click.option(
     "--approval", is_flag=True, help="Hold each stage back until the results before it are approved."
 )
-@as_json
+@json_option
 def run_command(
     asset: str,
     module: str | None,
@@ -77,23 +77,28 @@ def run_command(
     from branchlake_dagster.cli import backfill
     from branchlake_dagster.cli import backfill as shown
 
-    with backfill.place(module) as where:
-        what = backfill.asked(where, asset, partitions, everything=everything)
-        number = backfill.run(where, what, time.time(), approval=approval) if what is not None else None
+    with backfill.open_location(module) as context:
+        request = backfill.build_request(context, asset, partitions, everything=everything)
+        backfill_id = (
+            backfill.launch_request(context, request, time.time(), approval=approval)
+            if request is not None
+            else None
+        )
     if as_json:
-        click.echo(json.dumps({"backfill": number}))
-    elif number is None:
+        click.echo(json.dumps({"backfill": backfill_id}))
+    elif backfill_id is None:
         click.echo(f"Nothing of {asset} is stale.")
     else:
         click.echo(
-            f"Backfill {number}. Next: branchlake backfill status {number}{shown.module_option(module)}"
+            f"Backfill {backfill_id}. Next: branchlake backfill status"
+            f" {backfill_id}{shown.format_module_option(module)}"
         )
 
 
 @backfill_group.command(name="status")
 @click.argument("backfill_id")
-@module
-@as_json
+@module_option
+@json_option
 def status_command(backfill_id: str, module: str | None, as_json: bool) -> None:
     """Show the progress of each stage.
 
@@ -103,25 +108,30 @@ def status_command(backfill_id: str, module: str | None, as_json: bool) -> None:
     from branchlake_dagster.cli import backfill as compared
     from branchlake_dagster.cli import backfill as shown
 
-    with backfill.place(module) as where:
-        found = backfill.status(where, backfill_id)
-        comparisons = backfill.compare_held(where, backfill_id, found)
+    with backfill.open_location(module) as context:
+        stage_progress = backfill.report_stage_progress(context, backfill_id)
+        comparisons = backfill.compare_held_stages(context, backfill_id, stage_progress)
     if as_json:
-        by_asset = {one.asset: compared.comparison_dict(one)["total"] for one in comparisons}
-        stages = [shown.progress_dict(one) | {"comparison": by_asset.get(one.stage.asset)} for one in found]
+        by_asset = {one.asset: compared.comparison_to_dict(one)["total"] for one in comparisons}
+        stages = [
+            shown.progress_to_dict(one) | {"comparison": by_asset.get(one.stage.asset)}
+            for one in stage_progress
+        ]
         click.echo(json.dumps(stages, indent=2))
     else:
-        shown.show_status(found)
-        for one in comparisons:
-            asset = one.asset.to_user_string()
-            click.echo(f"Stage {one.number}, {asset}, to be approved: {compared.total_text(one)}")
+        shown.show_status(stage_progress)
+        for comparison in comparisons:
+            asset = comparison.asset.to_user_string()
+            click.echo(
+                f"Stage {comparison.number}, {asset}, to be approved: {compared.format_total(comparison)}"
+            )
 
 
 @backfill_group.command(name="compare")
 @click.argument("backfill_id")
 @click.argument("asset", required=False)
-@module
-@as_json
+@module_option
+@json_option
 def compare_command(backfill_id: str, asset: str | None, module: str | None, as_json: bool) -> None:
     """Compare each stage with what it replaced.
 
@@ -131,19 +141,21 @@ def compare_command(backfill_id: str, asset: str | None, module: str | None, as_
     from branchlake_dagster.cli import backfill
     from branchlake_dagster.cli import backfill as compared
 
-    with backfill.place(module) as where:
-        found = backfill.compare(where, backfill_id, asset)
+    with backfill.open_location(module) as context:
+        comparisons = backfill.compare_backfill(context, backfill_id, asset)
     if as_json:
-        click.echo(json.dumps([compared.comparison_dict(one) for one in found], indent=2))
+        click.echo(
+            json.dumps([compared.comparison_to_dict(comparison) for comparison in comparisons], indent=2)
+        )
     else:
-        compared.show_comparisons(found)
+        compared.show_comparisons(comparisons)
 
 
 @backfill_group.command(name="approve")
 @click.argument("backfill_id")
 @click.argument("assets", nargs=-1)
-@module
-@as_json
+@module_option
+@json_option
 def approve_command(backfill_id: str, assets: tuple[str, ...], module: str | None, as_json: bool) -> None:
     """Approve what a backfill has published.
 
@@ -152,20 +164,20 @@ def approve_command(backfill_id: str, assets: tuple[str, ...], module: str | Non
     """
     from branchlake_dagster.cli import backfill as approval
 
-    found = approval.approve_backfill(command_settings(module).settings, backfill_id, assets)
+    backfill_approval = approval.approve_assets(load_command_settings(module).settings, backfill_id, assets)
     if as_json:
-        click.echo(json.dumps(approval.approval_dict(found), indent=2))
+        click.echo(json.dumps(approval.approval_to_dict(backfill_approval), indent=2))
     else:
-        click.echo(found.text())
+        click.echo(backfill_approval.format_summary())
 
 
 @backfill_group.command(name="retry")
 @click.argument("backfill_id")
-@module
+@module_option
 @click.option(
     "--rebuild-lost", is_flag=True, help="Also compute anew the stages whose change is no longer known."
 )
-@as_json
+@json_option
 def retry_command(backfill_id: str, module: str | None, rebuild_lost: bool, as_json: bool) -> None:
     """Launch the failed partitions of each stage again.
 
@@ -174,9 +186,9 @@ def retry_command(backfill_id: str, module: str | None, rebuild_lost: bool, as_j
     from branchlake_dagster.cli import backfill
     from branchlake_dagster.cli import backfill as shown
 
-    with backfill.place(module) as where:
-        done = backfill.retry(where, backfill_id, time.time(), rebuild_lost=rebuild_lost)
+    with backfill.open_location(module) as context:
+        retry_plan = backfill.retry_backfill(context, backfill_id, time.time(), rebuild_lost=rebuild_lost)
     if as_json:
-        click.echo(json.dumps(shown.retry_dict(done), indent=2))
+        click.echo(json.dumps(shown.retry_to_dict(retry_plan), indent=2))
     else:
-        shown.show_retry(done, backfill_id, module)
+        shown.show_retry(retry_plan, backfill_id, module)

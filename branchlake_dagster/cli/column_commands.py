@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import click
 
-from branchlake_dagster.cli.command_settings import MODULE_HELP, command_settings
+from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_settings
 
 
 @click.group()
@@ -19,42 +19,42 @@ def columns() -> None:
     """
 
 
-module = click.option("-m", "--module", help=MODULE_HELP)
-dry_run = click.option("--dry-run", is_flag=True, help="Only list what depends on the table.")
-as_json = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+module_option = click.option("-m", "--module", help=MODULE_HELP)
+dry_run_option = click.option("--dry-run", is_flag=True, help="Only list what depends on the table.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 
 
 @columns.command()
 @click.argument("table")
 @click.argument("columns", nargs=-1, required=True, metavar="COLUMN...")
-@module
-@dry_run
-@as_json
+@module_option
+@dry_run_option
+@json_option
 def drop(table: str, columns: tuple[str, ...], module: str | None, dry_run: bool, as_json: bool) -> None:
     """Drop columns of TABLE (namespace.name) on main.
 
     Older snapshots and data files keep the values. A column that belongs to the table's partitions, sort
     order, identifier fields or upsert keys is refused.
     """
-    _change(table, columns, None, module, dry_run=dry_run, as_json=as_json)
+    _change_columns(table, columns, None, module, dry_run=dry_run, as_json=as_json)
 
 
 @columns.command()
 @click.argument("table")
 @click.argument("column")
 @click.argument("new_name")
-@module
-@dry_run
-@as_json
+@module_option
+@dry_run_option
+@json_option
 def rename(table: str, column: str, new_name: str, module: str | None, dry_run: bool, as_json: bool) -> None:
     """Rename COLUMN of TABLE (namespace.name) on main.
 
     Change the code of its asset too: a frame with the old name does not fit the table any more.
     """
-    _change(table, (column,), new_name, module, dry_run=dry_run, as_json=as_json)
+    _change_columns(table, (column,), new_name, module, dry_run=dry_run, as_json=as_json)
 
 
-def _change(
+def _change_columns(
     table: str,
     columns: tuple[str, ...],
     new_name: str | None,
@@ -65,7 +65,7 @@ def _change(
 ) -> None:
     from dagster import DagsterInstance
 
-    from branchlake_dagster.automation.progress import Unreadable
+    from branchlake_dagster.automation.progress import UnreadableTable
     from branchlake_dagster.cli import column_dependents as dependents
     from branchlake_dagster.cli.dagster_home import dagster_home
     from branchlake_dagster.errors import ConfigurationError
@@ -74,13 +74,13 @@ def _change(
     from branchlake_dagster.publication.column_changes import (
         ColumnChange,
         change_columns,
-        load_table,
-        require_possible,
+        load_main_table,
+        validate_column_change,
     )
-    from branchlake_dagster.runs.origin import instance_id
+    from branchlake_dagster.runs.origin import load_instance_id
 
-    chosen = command_settings(module)
-    settings = chosen.settings
+    loaded_settings = load_command_settings(module)
+    settings = loaded_settings.settings
     try:
         key = ContentKey.from_path(table)
     except ValueError as error:
@@ -91,36 +91,49 @@ def _change(
     change = ColumnChange(identifier, columns, new_name)
     lake = Lakehouse(settings, start=False)
     lake.endpoints(spark=False)
-    tables = [*dependents.consuming_tables(lake, change)]
-    unreadable = [one for one in tables if isinstance(one, Unreadable)]
-    found = [one for one in tables if not isinstance(one, Unreadable)]
-    used: set[str] = set()
-    for location in chosen.locations:
+    tables = [*dependents.iter_consuming_tables(lake, change)]
+    unreadable_tables = [one for one in tables if isinstance(one, UnreadableTable)]
+    dependent_objects = [one for one in tables if not isinstance(one, UnreadableTable)]
+    used_columns: set[str] = set()
+    for location in loaded_settings.locations:
         graph = location.repository.asset_graph
-        found += dependents.dependents_in_code(graph, change, settings.default_namespace)
-        used |= dependents.columns_of_asset(graph, change, settings.default_namespace)
-    require_possible(change, load_table(lake, change).metadata, used)
+        dependent_objects += dependents.iter_code_dependents(graph, change, settings.default_namespace)
+        used_columns |= dependents.list_asset_columns(graph, change, settings.default_namespace)
+    validate_column_change(change, load_main_table(lake, change).metadata, used_columns)
     if not as_json:
-        for one in found:
-            by = f", which consumes its changes by {', '.join(one.declares)}" if one.declares else ""
-            click.echo(f"Depends on {change.table}: {one.kind} {one.name}{by}")
-        for lost in unreadable:
-            click.echo(f"May depend on {change.table}: table {lost.table}, {lost.trouble}")
+        for dependent in dependent_objects:
+            consumption = (
+                f", which consumes its changes by {', '.join(dependent.declares)}"
+                if dependent.declares
+                else ""
+            )
+            click.echo(f"Depends on {change.table}: {dependent.kind} {dependent.name}{consumption}")
+        for unreadable_table in unreadable_tables:
+            click.echo(
+                f"May depend on {change.table}: table {unreadable_table.table}, {unreadable_table.trouble}"
+            )
     commit = None
     if not dry_run:
         dagster_home(settings)
         with DagsterInstance.get() as instance:
-            commit = change_columns(lake, change, instance=instance_id(instance), used=used)
+            commit = change_columns(
+                lake, change, instance=load_instance_id(instance), required_columns=used_columns
+            )
     if as_json:
-        told = {"table": change.table, "columns": list(columns), "new_name": new_name, "publication": commit}
-        listed = {
-            "dependents": [one.as_dict() for one in found],
-            "unreadable": [asdict(lost) for lost in unreadable],
+        result = {
+            "table": change.table,
+            "columns": list(columns),
+            "new_name": new_name,
+            "publication": commit,
         }
-        click.echo(json.dumps({**told, **listed}, indent=2))
+        dependents_result = {
+            "dependents": [one.as_dict() for one in dependent_objects],
+            "unreadable": [asdict(lost) for lost in unreadable_tables],
+        }
+        click.echo(json.dumps({**result, **dependents_result}, indent=2))
     elif commit is None:
         click.echo("Nothing was changed.")
     else:
-        done = "Dropped" if new_name is None else "Renamed"
+        verb = "Dropped" if new_name is None else "Renamed"
         to = "" if new_name is None else f" to {new_name}"
-        click.echo(f"{done} {', '.join(columns)} of {change.table}{to}, commit {commit[:16]} on main.")
+        click.echo(f"{verb} {', '.join(columns)} of {change.table}{to}, commit {commit[:16]} on main.")

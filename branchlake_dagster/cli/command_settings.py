@@ -38,25 +38,27 @@ class CommandSettings:
     trouble: str | None = None
 
     @property
-    def text(self) -> str:
+    def description(self) -> str:
         """The source for people, with the code locations that could not be loaded."""
         return f"{self.source}; {self.trouble}" if self.trouble else self.source
 
 
-def project_files() -> list[Path]:
+def find_project_files() -> list[Path]:
     """The files of the working folder that may name code locations; none outside a project."""
     paths = (Path(name) for name in _FILES)
-    return [path for path in paths if path.is_file() and (path.suffix != ".toml" or _may_name(path))]
+    return [
+        path for path in paths if path.is_file() and (path.suffix != ".toml" or _may_name_locations(path))
+    ]
 
 
-def _may_name(path: Path) -> bool:
+def _may_name_locations(path: Path) -> bool:
     if path.name == "dg.toml":
         return True
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return any(table in text for table in _TABLES)
+    content = path.read_text(encoding="utf-8", errors="replace")
+    return any(table in content for table in _TABLES)
 
 
-def command_settings(module: str | None) -> CommandSettings:
+def load_command_settings(module: str | None) -> CommandSettings:
     """The settings of the lake in a module, of the project in the working folder, or of the environment.
 
     Imports the code location. Prints a line to standard error unless the environment alone was asked.
@@ -72,12 +74,14 @@ def command_settings(module: str | None) -> CommandSettings:
     Raises:
         ConfigurationError: `module` cannot be loaded, or several lakes come into question.
     """
-    files = [] if module is not None else project_files()
+    files = [] if module is not None else find_project_files()
     if module is None and not files:
         return CommandSettings(Settings())
     from branchlake_dagster.cli import location
 
-    found = location.module_settings(module) if module is not None else location.project_settings(files)
-    if found.source != ENVIRONMENT or found.trouble:
-        click.echo(f"settings: {found.text}", err=True)
-    return found
+    loaded_settings = (
+        location.load_module_settings(module) if module is not None else location.load_project_settings(files)
+    )
+    if loaded_settings.source != ENVIRONMENT or loaded_settings.trouble:
+        click.echo(f"settings: {loaded_settings.description}", err=True)
+    return loaded_settings

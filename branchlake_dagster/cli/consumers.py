@@ -13,26 +13,26 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from branchlake_dagster.automation.backlog import Standing
-from branchlake_dagster.automation.backlog_report import position_text
-from branchlake_dagster.automation.consumers import consumers
-from branchlake_dagster.automation.in_flight import InFlight
+from branchlake_dagster.automation.backlog import ConsumerBacklog
+from branchlake_dagster.automation.backlog_report import format_consumed_position
+from branchlake_dagster.automation.consumers import iter_consumers
+from branchlake_dagster.automation.in_flight import InFlightRuns
 from branchlake_dagster.automation.incremental_sensor import DeclaredSensor
-from branchlake_dagster.automation.launch_decision import LaunchPolicy, LaunchState, with_sensor
+from branchlake_dagster.automation.launch_decision import LaunchPolicy, LaunchState, apply_sensor_state
 from branchlake_dagster.automation.partition_backlog import (
     PartitionBacklog,
     launch_decisions,
     partition_backlogs,
 )
-from branchlake_dagster.automation.progress import TableStanding, Unreadable, standings
-from branchlake_dagster.cli.backfill import Place
+from branchlake_dagster.automation.progress import InputBacklog, UnreadableTable, iter_input_backlogs
+from branchlake_dagster.cli.backfill import LocationContext
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.change import ChangeSet
-from branchlake_dagster.internals.dagster import SensorTicks, sensor_ticks
+from branchlake_dagster.internals.dagster import SensorTicks, load_sensor_ticks
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.settings import Settings
-from branchlake_dagster.wording import counted
+from branchlake_dagster.wording import format_count
 
 _WIDE = 200
 """Columns when nobody watches: a line each, for grep."""
@@ -44,63 +44,65 @@ valid through: the table has all records up to this time. by run: the run that c
 Why no run is launched: branchlake consumers --partitions -m MODULE""".lstrip()
 
 
-def gather(settings: Settings) -> dict[str, Any]:
+def gather_consumers(settings: Settings) -> dict[str, Any]:
     """Each consumer and input with its position and what is left; starts nothing."""
     lake = Lakehouse(settings, start=False)
     lake.endpoints(spark=False)
     now = datetime.now(UTC)
-    found = list(standings(lake))
+    tables = list(iter_input_backlogs(lake))
     return {
-        "consumers": [_told(one, now) for one in found if isinstance(one, TableStanding)],
+        "consumers": [_backlog_to_dict(table, now) for table in tables if isinstance(table, InputBacklog)],
         "unreadable": [
-            {"table": one.table, "trouble": one.trouble} for one in found if isinstance(one, Unreadable)
+            {"table": table.table, "trouble": table.trouble}
+            for table in tables
+            if isinstance(table, UnreadableTable)
         ],
     }
 
 
-def _told(one: TableStanding, now: datetime) -> dict[str, Any]:
-    change, age = one.change, one.oldest_s(now)
+def _backlog_to_dict(table: InputBacklog, now: datetime) -> dict[str, Any]:
+    change, age = table.change, table.oldest_age_s(now)
     return {
-        "table": one.table,
-        "input": one.input,
-        "run_id": one.run_id,
-        "snapshot": one.position.snapshot_id,
-        "partitions_ahead": one.ahead,
+        "table": table.table,
+        "input": table.input,
+        "run_id": table.run_id,
+        "snapshot": table.position.snapshot_id,
+        "partitions_ahead": table.partitions_ahead,
         "unconsumed_files": change.files_changed if change else None,
         "unconsumed_rows": change.rows_changed if change else None,
-        "unconsumed_rows_are": _meaning_of_rows(change) if change else None,
+        "unconsumed_rows_are": _classify_row_count(change) if change else None,
         "unconsumed_age_s": None if age is None else round(age, 1),
-        "valid_through": None if one.valid_through is None else one.valid_through.isoformat(),
-        "trouble": one.trouble,
+        "valid_through": None if table.valid_through is None else table.valid_through.isoformat(),
+        "trouble": table.trouble,
     }
 
 
-def show(found: dict[str, Any], console: Console | None = None) -> None:
+def show_consumers(report: dict[str, Any], console: Console | None = None) -> None:
     """The same for people."""
     console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
-    if not found["consumers"] and not found["unreadable"]:
+    if not report["consumers"] and not report["unreadable"]:
         console.print("No table on main was computed from changes.")
     else:
         columns = ("table", "input", "left", "since", "ahead", "valid through", "by run")
         table = Table(*columns, show_edge=False, pad_edge=False)
-        for one in found["consumers"]:
-            age = one["unconsumed_age_s"]
+        for row in report["consumers"]:
+            age = row["unconsumed_age_s"]
             table.add_row(
-                one["table"],
-                one["input"],
-                escape(one["trouble"] or _left(one)),
+                row["table"],
+                row["input"],
+                escape(row["trouble"] or _format_unconsumed(row)),
                 "" if age is None else f"{age:,.0f} s",
-                str(one["partitions_ahead"] or ""),
-                one["valid_through"] or "",
-                one["run_id"],
+                str(row["partitions_ahead"] or ""),
+                row["valid_through"] or "",
+                row["run_id"],
             )
-        for one in found["unreadable"]:
-            table.add_row(one["table"], "?", escape(one["trouble"]), "", "", "", "")
+        for row in report["unreadable"]:
+            table.add_row(row["table"], "?", escape(row["trouble"]), "", "", "", "")
         console.print(table)
         console.print(_LEGEND, soft_wrap=True, highlight=False)
 
 
-def _meaning_of_rows(change: ChangeSet) -> str:
+def _classify_row_count(change: ChangeSet) -> str:
     """What the number of rows counts: no row is read, so it comes from the files that were added and removed.
 
     `exact` of files that were only added. `at most`: a rewritten file counts its rows twice, as removed and
@@ -108,16 +110,19 @@ def _meaning_of_rows(change: ChangeSet) -> str:
     """
     if change.only_appends:
         return "exact"
-    return "with deleted values" if change.equality_deletes else "at most"
+    return "with deleted values" if change.has_equality_deletes else "at most"
 
 
-def _left(one: dict[str, Any]) -> str:
-    rows, files = counted(one["unconsumed_rows"], "row"), counted(one["unconsumed_files"], "file")
-    if not one["unconsumed_files"]:
+def _format_unconsumed(consumer: dict[str, Any]) -> str:
+    rows, files = (
+        format_count(consumer["unconsumed_rows"], "row"),
+        format_count(consumer["unconsumed_files"], "file"),
+    )
+    if not consumer["unconsumed_files"]:
         return "nothing"
-    if one["unconsumed_rows_are"] == "with deleted values":
+    if consumer["unconsumed_rows_are"] == "with deleted values":
         return f"{rows} and deleted values in {files}"
-    return f"{'' if one['unconsumed_rows_are'] == 'exact' else 'at most '}{rows} in {files}"
+    return f"{'' if consumer['unconsumed_rows_are'] == 'exact' else 'at most '}{rows} in {files}"
 
 
 _WIDE_TABLE = 240
@@ -138,101 +143,111 @@ class ConsumerPartitions:
         return self.sensor.policy if self.sensor is not None else LaunchPolicy()
 
 
-def gather_partitions(where: Place, asset: str | None, now: datetime) -> list[ConsumerPartitions]:
+def gather_partitions(context: LocationContext, asset: str | None, now: datetime) -> list[ConsumerPartitions]:
     """The consumers of the code location, or one of them, at `now`; reads manifests and no data file.
 
     Raises ConfigurationError for an asset that consumes no changes.
     """
     key = AssetKey.from_user_string(asset) if asset is not None else None
-    namespace = where.lake.lakehouse.settings.default_namespace
-    chosen = [*consumers(where.graph, namespace, None if key is None else [key])]
-    if key is not None and not chosen:
+    namespace = context.lake.lakehouse.settings.default_namespace
+    selected_consumers = [*iter_consumers(context.graph, namespace, None if key is None else [key])]
+    if key is not None and not selected_consumers:
         raise ConfigurationError(
             f"Asset {asset} does not consume changes in this code location.",
             hint="Without an asset, branchlake consumers --partitions lists all that do.",
         )
-    in_flight, approvals = InFlight(where.instance, now), Approvals(where.instance)
-    found = []
-    for one in chosen:
-        sensor = where.sensors.get(one.key)
+    in_flight, approvals = InFlightRuns(context.instance, now), Approvals(context.instance)
+    consumer_partitions = []
+    for consumer in selected_consumers:
+        sensor = context.sensors.get(consumer.key)
         policy = sensor.policy if sensor is not None else LaunchPolicy()
-        standing = Standing(where.lake, one.consumer, instance=where.instance, per_run=one.per_run)
-        missing = missing_ticks(sensor, sensor_ticks(where.instance, sensor.name) if sensor else None)
-        decisions = launch_decisions(
-            one.key, standing, where.instance, in_flight, policy, now, approvals=approvals
+        backlog = ConsumerBacklog(
+            context.lake, consumer.consumer, instance=context.instance, per_run=consumer.per_run
         )
-        shown = partition_backlogs(
-            standing,
+        missing_state = explain_missing_ticks(
+            sensor, load_sensor_ticks(context.instance, sensor.name) if sensor else None
+        )
+        decisions = launch_decisions(
+            consumer.key, backlog, context.instance, in_flight, policy, now, approvals=approvals
+        )
+        open_partitions = partition_backlogs(
+            backlog,
             [
-                (partition, with_sensor(decision, missing))
+                (partition, apply_sensor_state(decision, missing_state))
                 for partition, decision in decisions
                 if decision.state is not LaunchState.NOTHING_LEFT
             ],
         )
-        found.append(ConsumerPartitions(one.key, sensor, shown))
-    return found
+        consumer_partitions.append(ConsumerPartitions(consumer.key, sensor, open_partitions))
+    return consumer_partitions
 
 
-def missing_ticks(sensor: DeclaredSensor | None, ticks: SensorTicks | None) -> LaunchState | None:
+def explain_missing_ticks(sensor: DeclaredSensor | None, ticks: SensorTicks | None) -> LaunchState | None:
     """Why no sensor ticks for an asset; None if one does, as far as Dagster has recorded it."""
     if sensor is None:
         return LaunchState.NO_SENSOR
-    started = ticks.started if ticks is not None else None
-    if started is False or (started is None and not sensor.running_by_default):
+    is_started = ticks.started if ticks is not None else None
+    if is_started is False or (is_started is None and not sensor.running_by_default):
         return LaunchState.SENSOR_STOPPED
     return None if ticks is not None and ticks.ticked else LaunchState.SENSOR_NEVER_RAN
 
 
-def as_dicts(found: Sequence[ConsumerPartitions], now: datetime) -> list[dict[str, Any]]:
+def partitions_to_dicts(
+    consumer_partitions: Sequence[ConsumerPartitions], now: datetime
+) -> list[dict[str, Any]]:
     """For JSON. The partition of an asset without partitions is null, ages are in seconds."""
     return [
         {
-            "asset": one.asset.to_user_string(),
-            "sensor": one.sensor.name if one.sensor is not None else None,
-            "partitions": [_partition(its, one.policy, now) for its in one.partitions],
+            "asset": consumer.asset.to_user_string(),
+            "sensor": consumer.sensor.name if consumer.sensor is not None else None,
+            "partitions": [
+                _partition_to_dict(backlog, consumer.policy, now) for backlog in consumer.partitions
+            ],
         }
-        for one in found
+        for consumer in consumer_partitions
     ]
 
 
-def _partition(one: PartitionBacklog, policy: LaunchPolicy, now: datetime) -> dict[str, Any]:
-    decision, consumed, left = one.decision, one.consumed, one.unconsumed
-    counted = not (left.whole or left.new or left.trouble or left.waiting)
+def _partition_to_dict(backlog: PartitionBacklog, policy: LaunchPolicy, now: datetime) -> dict[str, Any]:
+    decision, consumed, unconsumed = backlog.decision, backlog.position, backlog.unconsumed
+    is_counted = not (unconsumed.whole or unconsumed.new or unconsumed.trouble or unconsumed.missing_input)
     return {
-        "partition": one.partition,
-        "position": {name: at.snapshot_id for name, at in consumed.inputs.items()} if consumed else None,
+        "partition": backlog.partition,
+        "position": {name: position.snapshot_id for name, position in consumed.inputs.items()}
+        if consumed
+        else None,
         "consumed_by_run": consumed.run_id if consumed else None,
-        "unconsumed_rows": left.rows if counted else None,
-        "unconsumed_files": left.files if counted else None,
-        "unconsumed_age_s": round(left.age_s(now), 1) if left.oldest else None,
-        "left": left.text(),
+        "unconsumed_rows": unconsumed.rows if is_counted else None,
+        "unconsumed_files": unconsumed.files if is_counted else None,
+        "unconsumed_age_s": round(unconsumed.age_s(now), 1) if unconsumed.oldest else None,
+        "left": unconsumed.text(),
         "state": decision.state.name.lower(),
-        "why": decision.text(policy),
+        "why": decision.format_state(policy),
         "run_id": decision.run_id,
         "retries_left": decision.retries_left,
-        "retry_due": decision.due.isoformat() if decision.due else None,
+        "retry_due": decision.due_at.isoformat() if decision.due_at else None,
     }
 
 
-def show_partitions(
-    found: Sequence[ConsumerPartitions], now: datetime, console: Console | None = None
+def show_consumer_partitions(
+    consumer_partitions: Sequence[ConsumerPartitions], now: datetime, console: Console | None = None
 ) -> None:
     """The same for people."""
     console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE_TABLE))
-    if not any(one.partitions for one in found):
-        names = ", ".join(one.asset.to_user_string() for one in found)
+    if not any(one.partitions for one in consumer_partitions):
+        names = ", ".join(one.asset.to_user_string() for one in consumer_partitions)
         console.print(f"Nothing is left to consume: {names}." if names else "No asset consumes changes.")
         return
     table = Table("asset", "partition", "left", "since", "position", "why", show_edge=False, pad_edge=False)
-    for one in found:
-        for its in one.partitions:
-            age = f"{its.unconsumed.age_s(now):,.0f} s" if its.unconsumed.oldest else ""
+    for consumer in consumer_partitions:
+        for backlog in consumer.partitions:
+            age = f"{backlog.unconsumed.age_s(now):,.0f} s" if backlog.unconsumed.oldest else ""
             table.add_row(
-                one.asset.to_user_string(),
-                "all of it" if its.partition is None else escape(its.partition),
-                escape(its.unconsumed.text()),
+                consumer.asset.to_user_string(),
+                "all of it" if backlog.partition is None else escape(backlog.partition),
+                escape(backlog.unconsumed.text()),
                 age,
-                position_text(its.consumed),
-                escape(its.decision.text(one.policy)),
+                format_consumed_position(backlog.position),
+                escape(backlog.decision.format_state(consumer.policy)),
             )
     console.print(table)

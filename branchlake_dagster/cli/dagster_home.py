@@ -14,8 +14,8 @@ from pathlib import Path
 import requests
 
 from branchlake_dagster.embedded.process import LOOPBACK, ServerDidNotStart, choose_port
-from branchlake_dagster.embedded.state_folder import state_folder
-from branchlake_dagster.extras import require
+from branchlake_dagster.embedded.state_folder import make_state_folder
+from branchlake_dagster.extras import require_modules
 from branchlake_dagster.file_lock import file_lock
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
@@ -57,7 +57,7 @@ def dagster_home(settings: Settings) -> Path:
     Exports `DAGSTER_HOME` and `BRANCHLAKE_STATE_DIR`, so that this process and the ones Dagster starts
     agree.
     """
-    state_folder(settings.state_dir)
+    make_state_folder(settings.state_dir)
     home = Path(os.environ.get("DAGSTER_HOME") or settings.state_dir / "dagster").absolute()
     home.mkdir(parents=True, exist_ok=True)
     os.environ["DAGSTER_HOME"] = str(home)
@@ -72,17 +72,17 @@ def prepare_home(home: Path) -> None:
     A folder that somebody configured is left as it is. Safe when several processes do it at once. Takes two
     seconds the first time.
     """
-    config, preparing = home / "dagster.yaml", home / ".preparing"
-    if config.exists() and not preparing.exists():
+    config, lock_path = home / "dagster.yaml", home / ".preparing"
+    if config.exists() and not lock_path.exists():
         return
-    with file_lock(preparing):
+    with file_lock(lock_path):
         if not config.exists():
             config.write_text(_DAGSTER_YAML)
-        _make_databases(home)
-        preparing.unlink(missing_ok=True)
+        _create_databases(home)
+        lock_path.unlink(missing_ok=True)
 
 
-def _make_databases(home: Path) -> None:
+def _create_databases(home: Path) -> None:
     """Dagster makes each when it is first used; several processes that do so at once leave it broken."""
     from dagster import AssetKey, DagsterInstance
 
@@ -92,8 +92,8 @@ def _make_databases(home: Path) -> None:
         instance.all_instigator_state()
 
 
-_LAST_WORDS_S = 5.0
-_LOCATIONS = """
+_EXIT_GRACE_S = 5.0
+_LOCATIONS_QUERY = """
 { workspaceOrError { ... on Workspace { locationEntries { name locationOrLoadError {
     __typename ... on PythonError { message cause { message } }
 } } } } }
@@ -108,7 +108,7 @@ def dagster_dev(
 
     `home` is Dagster's home. Output goes to `dev.log` in it. Raises ServerDidNotStart or MissingExtra.
     """
-    require("ui", "dagster_webserver", wanted_by="dagster dev")
+    require_modules("ui", "dagster_webserver", needed_by="dagster dev")
     port = choose_port(0, setting="the port of dagster dev")
     url = f"http://{LOOPBACK}:{port}"
     log = home / "dev.log"
@@ -123,57 +123,57 @@ def dagster_dev(
             start_new_session=True,
         )
     try:
-        _wait(url, process, log, timeout_s)
+        _wait_until_loaded(url, process, log, timeout_s)
         yield url
     finally:
-        _end(process)
+        _end_session(process)
 
 
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
-    def answers() -> bool:
+def _wait_until_loaded(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
+    def has_answered() -> bool:
         try:
             return requests.get(f"{url}/server_info", timeout=2.0).ok
         except requests.RequestException:
             return False
 
     # Whichever comes first: a process that has ended answers no more.
-    settled = holds_within(timeout_s, lambda: answers() or process.poll() is not None, every_s=0.2)
-    if not settled or process.poll() is not None:
+    in_time = holds_within(timeout_s, lambda: has_answered() or process.poll() is not None, every_s=0.2)
+    if not in_time or process.poll() is not None:
         raise ServerDidNotStart("dagster dev did not start.", hint=f"Its log: {log}")
     _require_loaded(url, log)
 
 
 def _require_loaded(url: str, log: Path) -> None:
     """The UI answers although the code location failed to load; every launch would then fail obscurely."""
-    reply = requests.post(f"{url}/graphql", json={"query": _LOCATIONS}, timeout=60.0).json()
+    reply = requests.post(f"{url}/graphql", json={"query": _LOCATIONS_QUERY}, timeout=60.0).json()
     for entry in reply["data"]["workspaceOrError"].get("locationEntries", []):
-        loaded = entry["locationOrLoadError"] or {}
-        if loaded.get("__typename") == "PythonError":
+        load_result = entry["locationOrLoadError"] or {}
+        if load_result.get("__typename") == "PythonError":
             # Dagster's own error says only where it was; the cause has what the code location raised.
-            told = (loaded["cause"] or loaded)["message"].strip().splitlines()[0]
+            cause = (load_result["cause"] or load_result)["message"].strip().splitlines()[0]
             raise ServerDidNotStart(
-                f"Code location {entry['name']} failed to load: {told}", hint=f"Its log: {log}"
+                f"Code location {entry['name']} failed to load: {cause}", hint=f"Its log: {log}"
             )
 
 
-def _end(process: subprocess.Popen[bytes], *, grace_s: float = 20.0) -> None:
+def _end_session(process: subprocess.Popen[bytes], *, grace_s: float = 20.0) -> None:
     """End the whole session: the daemon and code servers are children that would outlive the parent.
 
     Those that are at work, runs above all, have `grace_s` to write down how they ended.
     """
-    until = time.monotonic() + grace_s
-    for ending in (signal.SIGINT, signal.SIGKILL):
+    deadline = time.monotonic() + grace_s
+    for signal_number in (signal.SIGINT, signal.SIGKILL):
         try:
-            os.killpg(process.pid, ending)
+            os.killpg(process.pid, signal_number)
         except ProcessLookupError:
             return
         with suppress(subprocess.TimeoutExpired):
             process.wait(grace_s)
-        left_s = min(_LAST_WORDS_S, until - time.monotonic())
-        holds_within(left_s, lambda: _is_empty(process.pid), every_s=0.05)
+        left_s = min(_EXIT_GRACE_S, deadline - time.monotonic())
+        holds_within(left_s, lambda: _is_empty_group(process.pid), every_s=0.05)
 
 
-def _is_empty(group: int) -> bool:
+def _is_empty_group(group: int) -> bool:
     try:
         os.killpg(group, 0)
     except ProcessLookupError:

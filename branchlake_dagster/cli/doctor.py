@@ -13,55 +13,66 @@ from rich.console import Console
 from rich.table import Table
 
 from branchlake_dagster.cli.command_settings import ENVIRONMENT
-from branchlake_dagster.cli.doctor_examinations import Examination, Finding, State, dagster, kafka, lake
+from branchlake_dagster.cli.doctor_examinations import (
+    Examination,
+    Finding,
+    FindingState,
+    examine_dagster,
+    examine_kafka,
+    examine_lake,
+)
 from branchlake_dagster.settings import Settings
 
 _CORRECT_THE_CODE = (
     "Correct the error if this code location has your lake: other settings are used until then."
 )
-_COLOURS: dict[State, str] = {"right": "green", "wrong": "red", "off": "yellow"}
+_COLORS: dict[FindingState, str] = {"right": "green", "wrong": "red", "off": "yellow"}
 
 
-def examine(settings: Settings, source: str = ENVIRONMENT, trouble: str | None = None) -> Examination:
+def examine_setup(settings: Settings, source: str = ENVIRONMENT, trouble: str | None = None) -> Examination:
     """Look at everything that `settings` and Dagster's own home configure.
 
     `source` says where the settings come from, `trouble` which code locations could not be loaded.
     """
-    given = (getattr(settings, name) for name in Settings.secrets())
-    found = Examination(tuple(secret.get_secret_value() for secret in given if secret is not None))
-    found.note("Settings", "source", "right", source)
+    secret_values = (getattr(settings, name) for name in Settings.secret_names())
+    examination = Examination(
+        tuple(secret.get_secret_value() for secret in secret_values if secret is not None)
+    )
+    examination.add_finding("Settings", "source", "right", source)
     if trouble is not None:
-        found.note("Settings", "code location", "off", trouble, _CORRECT_THE_CODE)
-    lake(found, settings)
-    kafka(found, settings)
-    dagster(found, settings)
-    return found
+        examination.add_finding("Settings", "code location", "off", trouble, _CORRECT_THE_CODE)
+    examine_lake(examination, settings)
+    examine_kafka(examination, settings)
+    examine_dagster(examination, settings)
+    return examination
 
 
-def as_dict(found: Examination) -> dict[str, Any]:
+def examination_to_dict(examination: Examination) -> dict[str, Any]:
     """For `--json`."""
-    return {"healthy": found.healthy, "findings": [asdict(finding) for finding in found.findings]}
+    return {"healthy": examination.healthy, "findings": [asdict(finding) for finding in examination.findings]}
 
 
-def show(found: Examination) -> None:
+def show_examination(examination: Examination) -> None:
     """The findings as a table, and below it what to do about those that are wrong."""
     console = Console()
     table = Table("subject", "check", "state", "result")
-    for finding in found.findings:
-        colour = _COLOURS[finding.state]
-        table.add_row(finding.place, finding.looked_at, f"[{colour}]{finding.state}[/]", _plain(finding.told))
+    for finding in examination.findings:
+        color = _COLORS[finding.state]
+        table.add_row(
+            finding.place, finding.looked_at, f"[{color}]{finding.state}[/]", _escape_markup(finding.told)
+        )
     console.print(table)
-    for finding in _with_remedy(found.findings):
-        where = f"[{_COLOURS[finding.state]}]{finding.place}, {finding.looked_at}:[/]"
-        console.print(f"{where} {_plain(finding.remedy or '')}", soft_wrap=True)
-    if found.healthy:
+    for finding in _findings_with_remedy(examination.findings):
+        heading = f"[{_COLORS[finding.state]}]{finding.place}, {finding.looked_at}:[/]"
+        console.print(f"{heading} {_escape_markup(finding.remedy or '')}", soft_wrap=True)
+    if examination.healthy:
         console.print("Nothing is wrong.")
 
 
-def _with_remedy(findings: Iterable[Finding]) -> Iterable[Finding]:
+def _findings_with_remedy(findings: Iterable[Finding]) -> Iterable[Finding]:
     return (finding for finding in findings if finding.state != "right" and finding.remedy)
 
 
-def _plain(text: str) -> str:
+def _escape_markup(message: str) -> str:
     # Brackets are markup to rich: `[postgres]` would not be shown.
-    return text.replace("[", r"\[")
+    return message.replace("[", r"\[")

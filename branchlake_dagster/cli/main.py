@@ -10,8 +10,8 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
-from branchlake_dagster.cli.command_settings import MODULE_HELP, command_settings
-from branchlake_dagster.cli.registry import CommandGroup, say
+from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_settings
+from branchlake_dagster.cli.registry import CommandGroup, print_progress
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.settings import Settings
 
@@ -23,15 +23,15 @@ class _Commands(CommandGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            say("Ended.")
+            print_progress("Ended.")
             ctx.exit(130)
         except BranchlakeError as error:
             raise click.ClickException(str(error)) from error
         except ValidationError as error:
-            told = "; ".join(
+            problems = "; ".join(
                 f"BRANCHLAKE_{'.'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()
             )
-            raise click.ClickException(f"A setting is wrong: {told.rstrip('.')}.") from error
+            raise click.ClickException(f"A setting is wrong: {problems.rstrip('.')}.") from error
         except OSError as error:
             if error.errno == 28:
                 raise click.ClickException(
@@ -40,7 +40,7 @@ class _Commands(CommandGroup):
             raise
 
 
-_location = click.option("-m", "--module", help=MODULE_HELP)
+_module_option = click.option("-m", "--module", help=MODULE_HELP)
 
 
 _SENSORS = "branchlake_dagster.sda.commands.sensors"
@@ -75,20 +75,20 @@ def main() -> None:
 @click.option("--prepare", is_flag=True, help="Start the servers once, which makes later starts faster.")
 def fetch(to: str | None, prepare: bool) -> None:
     """Download the jars of the embedded servers."""
-    from branchlake_dagster.embedded.jars import copied
+    from branchlake_dagster.embedded.jars import copy_jars
     from branchlake_dagster.embedded.servers import EmbeddedServers
 
-    jars = EmbeddedServers(Settings(), say=say).fetch_jars(s3=to is not None)
+    jars = EmbeddedServers(Settings(), notify=print_progress).fetch_jars(s3=to is not None)
     if to is not None:
-        for path in copied(jars, Path(to)):
+        for path in copy_jars(jars, Path(to)):
             click.echo(path)
     if prepare:
         from branchlake_dagster.cli.server_starts import prepare_starts
 
         try:
-            prepare_starts(Settings(), say=say)
+            prepare_starts(Settings(), say=print_progress)
         except (OSError, BranchlakeError) as error:
-            say(f"Later starts will not be faster: {error}")
+            print_progress(f"Later starts will not be faster: {error}")
 
 
 @main.command()
@@ -98,17 +98,17 @@ def new(folder: Path) -> None:
 
     Its example asset is written to a branch, checked, and published if the check passes.
     """
-    from branchlake_dagster.cli.new import new_project
+    from branchlake_dagster.cli.new import create_project
 
-    for path in new_project(folder):
+    for path in create_project(folder):
         click.echo(path)
-    say(
+    print_progress(
         f"Next: cd {folder}; in a virtual environment pip install -e '.[dev]'; dg check defs; pytest; dg dev."
     )
 
 
 @main.command()
-@_location
+@_module_option
 @click.option("--with", "also", type=click.Choice(["kafka"]), multiple=True, help="Start that as well.")
 def up(module: str | None, also: tuple[str, ...]) -> None:
     """Start the embedded servers.
@@ -117,14 +117,14 @@ def up(module: str | None, also: tuple[str, ...]) -> None:
     """
     from branchlake_dagster.cli.dagster_home import dagster_home
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.lakehouse.web_page import nessie_page, rest_catalogue
+    from branchlake_dagster.lakehouse.web_page import nessie_page_url, rest_catalog_url
 
-    settings = command_settings(module).settings
+    settings = load_command_settings(module).settings
     home = dagster_home(settings)
-    endpoints = Lakehouse(settings, say=say).endpoints()
+    endpoints = Lakehouse(settings, say=print_progress).endpoints()
     click.echo(f"Nessie   {endpoints.nessie_uri}")
-    click.echo(f"Page     {nessie_page(endpoints, settings)}")
-    if rest := rest_catalogue(endpoints, settings):
+    click.echo(f"Page     {nessie_page_url(endpoints, settings)}")
+    if rest := rest_catalog_url(endpoints, settings):
         click.echo(f"REST     {rest}")
     click.echo(f"Spark    {endpoints.spark_remote or 'classic sessions'}")
     click.echo(f"Lake     {settings.warehouse_uri}")
@@ -132,49 +132,49 @@ def up(module: str | None, also: tuple[str, ...]) -> None:
     if "kafka" in also:
         from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 
-        kafka = EmbeddedKafka(settings, say=say)
+        kafka = EmbeddedKafka(settings, say=print_progress)
         click.echo(f"Kafka    {kafka.up()}")
-        if kafka.asks_for_a_password:
+        if kafka.requires_password:
             click.echo(f"         its clients' login: {kafka.client_properties}")
 
 
 @main.command()
-@_location
+@_module_option
 def down(module: str | None) -> None:
     """Stop the embedded servers; data is kept."""
-    from branchlake_dagster.cli.status import still_used
+    from branchlake_dagster.cli.status import find_daemon_warning
     from branchlake_dagster.embedded.servers import EmbeddedServers
     from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 
-    settings = command_settings(module).settings
-    if warning := still_used(settings):
-        say(warning)
-    stopped = (
-        *EmbeddedServers(settings, say=say).down(),
+    settings = load_command_settings(module).settings
+    if warning := find_daemon_warning(settings):
+        print_progress(warning)
+    server_names = (
+        *EmbeddedServers(settings, notify=print_progress).stop_all(),
         *(("kafka",) if EmbeddedKafka(settings).down() else ()),
     )
-    click.echo(f"Stopped {' and '.join(stopped)}." if stopped else "Nothing was running.")
+    click.echo(f"Stopped {' and '.join(server_names)}." if server_names else "Nothing was running.")
 
 
 @main.command()
-@_location
+@_module_option
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def status(module: str | None, as_json: bool) -> None:
     """Show servers, run branches and publications.
 
     Each run branch is shown with its run, the run's state and its age. Starts nothing.
     """
-    from branchlake_dagster.cli.status import gather, show
+    from branchlake_dagster.cli.status import gather_status, show_status
 
-    lake = command_settings(module)
-    found = gather(lake.settings, lake.text)
-    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+    loaded_settings = load_command_settings(module)
+    report = gather_status(loaded_settings.settings, loaded_settings.description)
+    click.echo(json.dumps(report, indent=2)) if as_json else show_status(report)
 
 
 @main.command()
 @click.argument("asset", required=False)
 @click.option("--partitions", is_flag=True, help="List the partitions with something left, and why.")
-@_location
+@_module_option
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def consumers(asset: str | None, partitions: bool, module: str | None, as_json: bool) -> None:
     """Show what incremental tables have left to consume.
@@ -186,43 +186,51 @@ def consumers(asset: str | None, partitions: bool, module: str | None, as_json: 
     why no run is launched for it.
     """
     if asset is None and not partitions:
-        from branchlake_dagster.cli.consumers import gather, show
+        from branchlake_dagster.cli.consumers import gather_consumers, show_consumers
 
-        found = gather(command_settings(module).settings)
-        click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+        report = gather_consumers(load_command_settings(module).settings)
+        click.echo(json.dumps(report, indent=2)) if as_json else show_consumers(report)
         return
     from datetime import UTC, datetime
 
-    from branchlake_dagster.cli.backfill import place
-    from branchlake_dagster.cli.consumers import as_dicts, gather_partitions, show_partitions
+    from branchlake_dagster.cli.backfill import open_location
+    from branchlake_dagster.cli.consumers import (
+        gather_partitions,
+        partitions_to_dicts,
+        show_consumer_partitions,
+    )
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 
-    at = datetime.now(UTC)
-    with place(module) as where:
-        settings = where.lake.effective()
+    now = datetime.now(UTC)
+    with open_location(module) as context:
+        settings = context.lake.effective()
         Lakehouse(settings, start=False).endpoints(spark=False)  # nothing is started to look at it
-        listed = gather_partitions(where, asset, at)
-    click.echo(json.dumps(as_dicts(listed, at), indent=2)) if as_json else show_partitions(listed, at)
+        consumer_partitions = gather_partitions(context, asset, now)
+    click.echo(
+        json.dumps(partitions_to_dicts(consumer_partitions, now), indent=2)
+    ) if as_json else show_consumer_partitions(consumer_partitions, now)
 
 
 @main.command()
-@_location
+@_module_option
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def doctor(module: str | None, as_json: bool) -> None:
     """Check addresses, versions and permissions.
 
     Says what to do about each thing that is wrong. Starts nothing; the exit code is 1 if something is wrong.
     """
-    from branchlake_dagster.cli.doctor import as_dict, examine, show
+    from branchlake_dagster.cli.doctor import examination_to_dict, examine_setup, show_examination
 
-    chosen = command_settings(module)
-    found = examine(chosen.settings, chosen.source, chosen.trouble)
-    click.echo(json.dumps(as_dict(found), indent=2)) if as_json else show(found)
-    sys.exit(0 if found.healthy else 1)
+    loaded_settings = load_command_settings(module)
+    examination = examine_setup(loaded_settings.settings, loaded_settings.source, loaded_settings.trouble)
+    click.echo(json.dumps(examination_to_dict(examination), indent=2)) if as_json else show_examination(
+        examination
+    )
+    sys.exit(0 if examination.healthy else 1)
 
 
 @main.command()
-@_location
+@_module_option
 @click.option("--dry-run", is_flag=True, help="Only say what would be done, and why.")
 @click.option(
     "--branch",
@@ -244,29 +252,32 @@ def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
 
     from branchlake_dagster.cli.dagster_home import dagster_home
     from branchlake_dagster.cli.location import format_settings
-    from branchlake_dagster.cli.reaping import show
+    from branchlake_dagster.cli.reaping import show_reaping
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.publication.cleanup_jobs import end_named, reap_branches, sweep_discarded
+    from branchlake_dagster.publication.cleanup_jobs import end_named_refs, reap_branches, sweep_discarded
 
-    chosen = command_settings(module)
-    settings = chosen.settings
-    lake = Lakehouse(settings, say=say, start=False)
+    loaded_settings = load_command_settings(module)
+    settings = loaded_settings.settings
+    lake = Lakehouse(settings, say=print_progress, start=False)
     lake.endpoints(spark=False)
     dagster_home(settings)
     with DagsterInstance.get() as instance:
         if names:
-            reaped, swept = end_named(lake, instance, names, dry_run=dry_run)
+            reapings, sweepings = end_named_refs(lake, instance, names, dry_run=dry_run)
         else:
-            reaped = list(reap_branches(lake, instance, dry_run=dry_run))
-            swept = list(sweep_discarded(lake, instance, dry_run=dry_run))
-    names_shown = ("keep_failed_hours", "discard_grace_h", "orphan_max_age_h")
-    shown = format_settings(settings, names_shown, chosen.source)
-    say(f"Settings for {'these branches' if names else 'runs that recorded none of their own'}: {shown}.")
-    show(reaped, swept, dry_run=dry_run)
+            reapings = list(reap_branches(lake, instance, dry_run=dry_run))
+            sweepings = list(sweep_discarded(lake, instance, dry_run=dry_run))
+    setting_names = ("keep_failed_hours", "discard_grace_h", "orphan_max_age_h")
+    formatted_settings = format_settings(settings, setting_names, loaded_settings.source)
+    print_progress(
+        f"Settings for {'these branches' if names else 'runs that recorded none of their own'}:"
+        f" {formatted_settings}."
+    )
+    show_reaping(reapings, sweepings, dry_run=dry_run)
 
 
 @main.group(name="set-aside", invoke_without_command=True)
-@_location
+@_module_option
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.pass_context
 def set_aside(ctx: click.Context, module: str | None, as_json: bool) -> None:
@@ -276,10 +287,10 @@ def set_aside(ctx: click.Context, module: str | None, as_json: bool) -> None:
     """
     ctx.obj = module
     if ctx.invoked_subcommand is None:
-        from branchlake_dagster.cli.set_aside import gather, show
+        from branchlake_dagster.cli.set_aside import gather_parked_runs, show_parked_runs
 
-        found = gather(command_settings(module).settings)
-        click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+        runs = gather_parked_runs(load_command_settings(module).settings)
+        click.echo(json.dumps(runs, indent=2)) if as_json else show_parked_runs(runs)
 
 
 @set_aside.command()
@@ -289,7 +300,7 @@ def retry(module: str | None, run_id: str) -> None:
     """Let the publication sensor try the run again."""
     from branchlake_dagster.cli.set_aside import retry_run
 
-    click.echo(retry_run(command_settings(module).settings, run_id))
+    click.echo(retry_run(load_command_settings(module).settings, run_id))
 
 
 @set_aside.command()
@@ -299,4 +310,4 @@ def end(module: str | None, run_id: str) -> None:
     """Discard the run's branch and publish nothing."""
     from branchlake_dagster.cli.set_aside import end_run
 
-    click.echo(end_run(command_settings(module).settings, run_id))
+    click.echo(end_run(load_command_settings(module).settings, run_id))

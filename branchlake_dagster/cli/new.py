@@ -13,21 +13,21 @@ from branchlake_dagster.cli.dagster_home import prepare_home
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import DISTRIBUTION
 
-_NAME = "PROJECT"
+_NAME_PLACEHOLDER = "PROJECT"
 """Stands for the project's name in the template's paths and texts."""
-_REQUIREMENT = "BRANCHLAKE_REQUIREMENT"
-_DAGSTER_HOME = "PROJECT_DAGSTER_HOME"
+_REQUIREMENT_PLACEHOLDER = "BRANCHLAKE_REQUIREMENT"
+_HOME_PLACEHOLDER = "PROJECT_DAGSTER_HOME"
 _SUFFIX = ".template"
 """Of the template's files, so that no tool takes them for this package's own."""
 _EXTRAS = "embedded,query,ui"
 
 
-def new_project(target: Path, *, requirement: str | None = None) -> list[Path]:
+def create_project(target: Path, *, requirement: str | None = None) -> list[Path]:
     """Make a project in the folder `target`, named after it; the files that were made.
 
     `requirement` is how it depends on this package (None: on the one that runs now, see
-    `requirement_of`). Dagster's home is the folder `.branchlake/dagster` of the project; it is made too, with
-    the `dagster.yaml` that `branchlake up` writes, so that `dg dev` may come first.
+    `format_requirement`). Dagster's home is the folder `.branchlake/dagster` of the project; it is made too,
+    with the `dagster.yaml` that `branchlake up` writes, so that `dg dev` may come first.
     Raises ConfigurationError when the folder holds something already, or its name is no Python name.
     """
     name = re.sub(r"[-. ]", "_", target.name)
@@ -46,34 +46,34 @@ def new_project(target: Path, *, requirement: str | None = None) -> list[Path]:
             subject=str(target),
         )
     home = target.absolute() / ".branchlake" / "dagster"
-    texts = {
-        _DAGSTER_HOME: str(home),
-        _REQUIREMENT: requirement or installed_requirement(),
-        _NAME: name,
+    replacements = {
+        _HOME_PLACEHOLDER: str(home),
+        _REQUIREMENT_PLACEHOLDER: requirement or format_own_requirement(),
+        _NAME_PLACEHOLDER: name,
     }
     root = Path(str(files("branchlake_dagster.cli") / "template"))
-    made = []
+    project_paths = []
     for source in sorted(root.rglob(f"*{_SUFFIX}")):
-        place = str(source.relative_to(root)).removesuffix(_SUFFIX).replace(_NAME, name)
-        path = target / place
+        relative_path = str(source.relative_to(root)).removesuffix(_SUFFIX).replace(_NAME_PLACEHOLDER, name)
+        path = target / relative_path
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = source.read_text()
-        for placeholder, value in texts.items():
-            text = text.replace(placeholder, value)
-        path.write_text(text)
-        made.append(path)
+        content = source.read_text()
+        for placeholder, value in replacements.items():
+            content = content.replace(placeholder, value)
+        path.write_text(content)
+        project_paths.append(path)
     home.mkdir(mode=0o700, parents=True)
     prepare_home(home)
-    return made
+    return project_paths
 
 
-def installed_requirement() -> str:
+def format_own_requirement() -> str:
     """How a project depends on this very package, as it was installed."""
-    found = distribution(DISTRIBUTION)
-    return requirement_of(found.read_text("direct_url.json"), found.version)
+    package = distribution(DISTRIBUTION)
+    return format_requirement(package.read_text("direct_url.json"), package.version)
 
 
-def requirement_of(direct_url: str | None, version: str) -> str:
+def format_requirement(direct_url: str | None, version: str) -> str:
     """A dependency on this package for `pyproject.toml`, which pip can resolve on this machine.
 
     `direct_url` is the content of pip's `direct_url.json` (PEP 610): where the package was installed from a

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from branchlake_dagster.query.connection import is_number
-from branchlake_dagster.wording import counted
+from branchlake_dagster.query.connection import is_number_type
+from branchlake_dagster.wording import format_count
 
 if TYPE_CHECKING:
     from branchlake_dagster.query import QueryResult
@@ -24,64 +24,68 @@ _WIDE = 10_000
 """Columns when nobody watches: a line per row, for grep."""
 
 
-def table(result: QueryResult, most: int, output: Path | None) -> None:
-    """At most `most` rows (0: all) with a line that says what was read and whether there are more."""
-    shown = Table(show_edge=False, pad_edge=False)
+def write_table(result: QueryResult, max_rows: int, output: Path | None) -> None:
+    """At most `max_rows` rows (0: all) with a line that says what was read and whether there are more."""
+    grid = Table(show_edge=False, pad_edge=False)
     for name, kind in result.columns:
-        shown.add_column(Text(name), justify="right" if is_number(kind) else "left", overflow="fold")
-    count = 0
-    more = False
-    for row in _texts(result):
-        more = bool(most) and count == most
-        if more:
+        grid.add_column(Text(name), justify="right" if is_number_type(kind) else "left", overflow="fold")
+    row_count = 0
+    has_more = False
+    for row in _iter_text_rows(result):
+        has_more = bool(max_rows) and row_count == max_rows
+        if has_more:
             break
-        shown.add_row(*(Text("NULL", style="dim") if value is None else Text(value) for value in row))
-        count += 1
-    with _text_file(output) as file:
-        seen = file is sys.stdout and file.isatty()
-        console = Console(file=file) if seen else Console(file=file, width=_WIDE)
-        console.print(shown)
-    rows = f"The first {count:,} rows; --rows 0 shows all." if more else f"{counted(count, 'row')}."
-    click.echo(f"{rows} Read at {result.where.told}.", err=True)
+        grid.add_row(*(Text("NULL", style="dim") if value is None else Text(value) for value in row))
+        row_count += 1
+    with _open_text_file(output) as file:
+        is_terminal = file is sys.stdout and file.isatty()
+        console = Console(file=file) if is_terminal else Console(file=file, width=_WIDE)
+        console.print(grid)
+    rows = (
+        f"The first {row_count:,} rows; --rows 0 shows all."
+        if has_more
+        else f"{format_count(row_count, 'row')}."
+    )
+    click.echo(f"{rows} Read at {result.state.label}.", err=True)
 
 
-def csv(result: QueryResult, output: Path | None) -> None:
+def write_csv(result: QueryResult, output: Path | None) -> None:
     """All rows as CSV (RFC 4180, UTF-8) with a header; a null is empty, an empty text `""`."""
     from pyarrow.csv import CSVWriter
 
     # DuckDB's texts: PyArrow's writer takes no lists and no structs.
     with (
-        result.text_batches(numbers=True) as reader,
-        _binary_file(output) as file,
+        result.string_batches(numbers=True) as reader,
+        _open_binary_file(output) as file,
         CSVWriter(file, reader.schema) as writer,
     ):
         for batch in reader:
             writer.write_batch(batch)
 
 
-def arrow(result: QueryResult, output: Path | None) -> None:
+def write_arrow(result: QueryResult, output: Path | None) -> None:
     """All rows as Arrow IPC: a file (which Feather readers take) with `output`, else a stream."""
     import pyarrow as pa
 
     if output is None and sys.stdout.isatty():
         raise click.UsageError("Arrow is binary: name a file with --output, or send it on through a pipe.")
-    make: Callable[..., Any] = pa.ipc.new_stream if output is None else pa.ipc.new_file
+    open_writer: Callable[..., Any] = pa.ipc.new_stream if output is None else pa.ipc.new_file
     with (
         result.batches() as reader,
-        _binary_file(output) as file,
-        make(file, reader.schema) as writer,
+        _open_binary_file(output) as file,
+        open_writer(file, reader.schema) as writer,
     ):
         for batch in reader:
             writer.write_batch(batch)
 
 
-def _texts(result: QueryResult) -> Iterator[tuple[str | None, ...]]:
-    with result.text_batches(1_000) as reader:
+def _iter_text_rows(result: QueryResult) -> Iterator[tuple[str | None, ...]]:
+    with result.string_batches(1_000) as reader:
         for batch in reader:
             yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
-class _Open(io.RawIOBase):
+class _UnclosedStream(io.RawIOBase):
     """A stream that whoever writes to it leaves open: PyArrow's writers close what they are given."""
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -101,7 +105,7 @@ class _Open(io.RawIOBase):
 
 
 @contextmanager
-def _text_file(output: Path | None) -> Iterator[IO[str]]:
+def _open_text_file(output: Path | None) -> Iterator[IO[str]]:
     if output is None:
         yield sys.stdout
         return
@@ -110,9 +114,9 @@ def _text_file(output: Path | None) -> Iterator[IO[str]]:
 
 
 @contextmanager
-def _binary_file(output: Path | None) -> Iterator[Any]:
+def _open_binary_file(output: Path | None) -> Iterator[Any]:
     if output is None:
-        yield _Open(sys.stdout.buffer)
+        yield _UnclosedStream(sys.stdout.buffer)
         return
     with output.open("wb") as file:
         yield file

@@ -11,37 +11,47 @@ from rich.table import Table
 
 from branchlake_dagster.cleanup.reaper_rules import Reaping
 from branchlake_dagster.cleanup.sweeper import Sweeping
-from branchlake_dagster.wording import counted
+from branchlake_dagster.wording import format_count
 
 _WIDE = 200
 """Columns when nobody watches: a line per branch, for grep."""
 
 
-def show(reaped: Sequence[Reaping], swept: Sequence[Sweeping], *, dry_run: bool) -> None:
+def show_reaping(reapings: Sequence[Reaping], sweepings: Sequence[Sweeping], *, dry_run: bool) -> None:
     """Two tables: branches with their decisions, and discarded states with what they free."""
     console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
     would = "would be " if dry_run else ""
-    if reaped:
+    if reapings:
         table = Table("branch", "run", "age", "heartbeat", "decision", "reason")
-        for one in reaped:
-            decision = f"{would}{one.action}" if one.delete else str(one.action)
-            table.add_row(one.branch, str(one.state), _age(one.age), one.heartbeat, decision, one.reason)
+        for reaping in reapings:
+            decision = f"{would}{reaping.action}" if reaping.deletes_branch else str(reaping.action)
+            table.add_row(
+                reaping.branch,
+                str(reaping.state),
+                _format_age(reaping.age),
+                reaping.heartbeat,
+                decision,
+                reaping.reason,
+            )
         console.print(table)
     else:
         console.print("No run branches.")
-    if swept:
+    if sweepings:
         table = Table("discarded", "decision", "files", "size", "reason")
-        for tag in swept:
-            decision = f"{would}swept" if tag.done else "kept"
-            table.add_row(tag.tag, decision, str(tag.files), f"{tag.size / 1e6:.1f} MB", tag.reason)
+        for sweeping in sweepings:
+            decision = f"{would}swept" if sweeping.done else "kept"
+            table.add_row(
+                sweeping.tag, decision, str(sweeping.files), f"{sweeping.size / 1e6:.1f} MB", sweeping.reason
+            )
         console.print(table)
-        freed = sum(tag.size for tag in swept)
+        freed_bytes = sum(tag.size for tag in sweepings)
         console.print(
-            f"{counted(sum(tag.files for tag in swept), 'file')}, {freed / 1e6:.1f} MB {would}freed."
+            f"{format_count(sum(tag.files for tag in sweepings), 'file')}, {freed_bytes / 1e6:.1f} MB"
+            f" {would}freed."
         )
 
 
-def _age(age: timedelta | None) -> str:
+def _format_age(age: timedelta | None) -> str:
     if age is None:
         return "?"
     hours, rest = divmod(int(age.total_seconds()), 3600)

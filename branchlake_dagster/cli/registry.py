@@ -48,17 +48,17 @@ class CommandGroup(click.Group):
         try:
             command: click.Command = copy(getattr(import_module(module), attribute))
         except MissingExtra as error:
-            return _unavailable(cmd_name, error)
+            return _unavailable_command(cmd_name, error)
         command.hidden = cmd_name in self._former_names
         return command
 
 
-def say(text: str) -> None:
+def print_progress(message: str) -> None:
     """Progress goes to standard error, so that `--json` output stays clean."""
-    click.echo(text, err=True)
+    click.echo(message, err=True)
 
 
-def _unavailable(name: str, error: MissingExtra) -> click.Command:
+def _unavailable_command(name: str, error: MissingExtra) -> click.Command:
     """A command whose packages are not installed: help lists it, and running it raises the error."""
 
     def callback(_: tuple[str, ...]) -> None:

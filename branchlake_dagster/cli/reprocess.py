@@ -12,7 +12,7 @@ from branchlake_dagster.cli.command_settings import MODULE_HELP
 from branchlake_dagster.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from branchlake_dagster.ingest.reprocessing import Chosen
+    from branchlake_dagster.ingest.reprocessing import DeadLetterSelection
 
 
 @click.command()
@@ -40,53 +40,55 @@ def reprocess(
     One run of the ingestion does it, on a branch of its own, gated and published as any other. What
     fails again is a new dead letter. Letters of tables whose rows are merged are left out.
     """
-    from branchlake_dagster.ingest.reprocessing import Chosen
+    from branchlake_dagster.ingest.reprocessing import DeadLetterSelection
 
-    chosen = Chosen(kinds, table, _utc(since), _utc(until))
-    counts, run_id = _put_back(ingestion, module, chosen, dry_run=dry_run)
+    selection = DeadLetterSelection(kinds, table, _to_utc(since), _to_utc(until))
+    counts, run_id = _reprocess_dead_letters(ingestion, module, selection, dry_run=dry_run)
     if as_json:
-        letters = [{"table": one, "error_kind": kind, "letters": count} for one, kind, count in counts]
-        click.echo(json.dumps({"letters": letters, "run": run_id}, indent=2))
+        dead_letters = [{"table": one, "error_kind": kind, "letters": count} for one, kind, count in counts]
+        click.echo(json.dumps({"letters": dead_letters, "run": run_id}, indent=2))
         return
-    for one, kind, count in counts:
-        click.echo(f"{count:>10,}  {kind:<12} {one or '(no table)'}")
+    for table_name, kind, count in counts:
+        click.echo(f"{count:>10,}  {kind:<12} {table_name or '(no table)'}")
     if not counts:
         click.echo("No dead letter is chosen.")
     elif run_id is not None:
         click.echo(f"Run {run_id} has put them back on its branch; it is published as any other.")
 
 
-def _utc(moment: datetime | None) -> datetime | None:
+def _to_utc(moment: datetime | None) -> datetime | None:
     return None if moment is None else moment.replace(tzinfo=UTC)
 
 
-def _put_back(
-    ingestion: str, module: str | None, chosen: Chosen, *, dry_run: bool
+def _reprocess_dead_letters(
+    ingestion: str, module: str | None, selection: DeadLetterSelection, *, dry_run: bool
 ) -> tuple[list[tuple[str | None, str, int]], str | None]:
     """How many letters are chosen by table and kind, and the run that has put them back."""
     from dagster import DagsterInstance
 
     from branchlake_dagster.cli.dagster_home import dagster_home
-    from branchlake_dagster.cli.location import required_location
-    from branchlake_dagster.ingest.batch_assets import declared
-    from branchlake_dagster.ingest.batch_context import known_tables
-    from branchlake_dagster.ingest.reprocessing import waiting_letters
+    from branchlake_dagster.cli.location import require_location
+    from branchlake_dagster.ingest.batch_assets import ingests_by_name
+    from branchlake_dagster.ingest.batch_context import load_ingestion_tables
+    from branchlake_dagster.ingest.reprocessing import count_dead_letters
     from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 
-    location, lake_settings = required_location(module)
+    location, lake_settings = require_location(module)
     repository, settings = location.repository, lake_settings.settings
     name = f"ingest_{ingestion}_job"
-    if ingestion not in declared or not repository.has_job(name):
+    if ingestion not in ingests_by_name or not repository.has_job(name):
         raise ConfigurationError(
             f"{location.name} has no ingestion {ingestion}.",
-            hint=f"It has {', '.join(sorted(declared)) or 'none'}.",
+            hint=f"It has {', '.join(sorted(ingests_by_name)) or 'none'}.",
         )
-    ingest = declared[ingestion]
+    ingest = ingests_by_name[ingestion]
     lake = Lakehouse(settings)
-    known = known_tables(ingest, lake.nessie, lake.catalog(MAIN), settings.default_namespace)
+    existing_tables = load_ingestion_tables(
+        ingest, lake.nessie, lake.catalog(MAIN), settings.default_namespace
+    )
     session = lake.spark_session()
     try:
-        counts = waiting_letters(session, known, chosen)
+        counts = count_dead_letters(session, existing_tables, selection)
     finally:
         session.stop()
     if dry_run or not counts:
@@ -94,7 +96,7 @@ def _put_back(
     dagster_home(settings)
     from branchlake_dagster.stored_names import RunTag
 
-    tags = {RunTag.INGESTION: ingestion, RunTag.REPROCESS: chosen.text()}
+    tags = {RunTag.INGESTION: ingestion, RunTag.REPROCESS: selection.to_tag()}
     with DagsterInstance.get() as instance:
-        done = repository.get_job(name).execute_in_process(instance=instance, tags=tags)
-    return counts, done.run_id
+        run_result = repository.get_job(name).execute_in_process(instance=instance, tags=tags)
+    return counts, run_result.run_id

@@ -19,17 +19,17 @@ from tempfile import TemporaryDirectory
 import pyarrow as pa
 
 from branchlake_dagster.embedded import process
-from branchlake_dagster.embedded.archives import Archive, making
+from branchlake_dagster.embedded.archives import Archive, lock_archives
 from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.spark.session import warm_up
 
 _log = logging.getLogger(__name__)
 
 
-class Starting:
+class BackgroundServerStart:
     """Starts the lake's servers in a thread; imports nothing that takes long."""
 
     def __init__(self, settings: Settings, *, say: Callable[[str], None]) -> None:
@@ -52,16 +52,16 @@ class Starting:
         self._thread.join()
 
     def _run(self) -> None:
-        servers = EmbeddedServers(self._settings, say=self._say)
+        servers = EmbeddedServers(self._settings, notify=self._say)
         try:
-            fresh = servers.running() is None
+            is_fresh = servers.find_endpoints() is None
             endpoints = servers.endpoints()
         except Exception as error:  # noqa: BLE001 - it is raised where somebody waits
             self._error = error
             return
         finally:
             self._answer.set()
-        if not fresh:
+        if not is_fresh:
             return
         try:
             from branchlake_dagster.spark.session import warm_up
@@ -72,8 +72,8 @@ class Starting:
             _log.info("The warm-up failed: %s", error)
 
 
-_BRANCH = "rehearsal"
-_TABLE = f"nessie.{_BRANCH}.t"
+_REHEARSAL_BRANCH = "rehearsal"
+_REHEARSAL_TABLE = f"nessie.{_REHEARSAL_BRANCH}.t"
 _GRACE_S = 300.0
 """For a server that writes its archive when it ends."""
 
@@ -84,24 +84,24 @@ def prepare_starts(settings: Settings, *, say: Callable[[str], None]) -> list[Pa
     Takes two processors for half a minute. Raises OSError where they cannot be kept, ServerDidNotStart and
     what the servers answer.
     """
-    servers = EmbeddedServers(settings, say=say)
-    if not _missing(servers):
+    servers = EmbeddedServers(settings, notify=say)
+    if not _missing_archives(servers):
         return []
-    with making(), TemporaryDirectory(prefix="branchlake-rehearsal-") as folder:
-        missing = _missing(servers)  # somebody else may have made them while we waited
+    with lock_archives(), TemporaryDirectory(prefix="branchlake-rehearsal-") as folder:
+        missing = _missing_archives(servers)  # somebody else may have made them while we waited
         if missing:
             say("Rehearsing the servers' start, once, so that the next ones take half as long (40 s) …")
-            _rehearse(settings, Path(folder))
-        return [path for archive in missing if (path := archive.adopt())]
+            _rehearse_start(settings, Path(folder))
+        return [path for archive in missing if (path := archive.store_recording())]
 
 
-def _missing(servers: EmbeddedServers) -> list[Archive]:
-    return [archive for archive in servers.archives().values() if not archive.found()]
+def _missing_archives(servers: EmbeddedServers) -> list[Archive]:
+    return [archive for archive in servers.archives().values() if not archive.find_file()]
 
 
-def _rehearse(settings: Settings, folder: Path) -> None:
+def _rehearse_start(settings: Settings, folder: Path) -> None:
     # Of the user's settings only those that make another JVM.
-    ours = Settings(
+    rehearsal_settings = Settings(
         state_dir=folder,
         spark_master=settings.spark_master,
         spark_driver_memory=settings.spark_driver_memory,
@@ -109,39 +109,45 @@ def _rehearse(settings: Settings, folder: Path) -> None:
         startup_timeout_s=settings.startup_timeout_s,
     )
     shutil.copytree(settings.state_dir / "jars", folder / "jars")
-    recording = EmbeddedServers(ours, recording=True)
+    recording_servers = EmbeddedServers(rehearsal_settings, recording=True)
     try:
-        lake = Lakehouse(ours)
+        lake = Lakehouse(rehearsal_settings)
         with ThreadPoolExecutor(1) as pool:
-            warm = pool.submit(warm_up, ours, recording.endpoints())
+            warm_up_future = pool.submit(warm_up, rehearsal_settings, recording_servers.endpoints())
             _use_nessie(lake)
-            warm.result()
-        _use_both(lake)
+            warm_up_future.result()
+        _use_spark(lake)
     finally:
-        running = [record for record in recording.status().values() if record]
+        running = [record for record in recording_servers.status().values() if record]
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda record: process.stop(record, grace_s=_GRACE_S), running))
+            list(pool.map(lambda record: process.stop_process(record, grace_s=_GRACE_S), running))
 
 
 def _use_nessie(lake: Lakehouse) -> None:
     """A table, written on a branch that is merged."""
     nessie = lake.nessie
-    nessie.create_branch(_BRANCH, from_ref=MAIN, from_hash=main_with_history(nessie))
-    catalog = lake.catalog(_BRANCH)
-    catalog.create_namespace(_BRANCH)
+    nessie.create_branch(_REHEARSAL_BRANCH, from_ref=MAIN, from_hash=ensure_main_has_commit(nessie))
+    catalog = lake.catalog(_REHEARSAL_BRANCH)
+    catalog.create_namespace(_REHEARSAL_BRANCH)
     rows = pa.table({"n": [1, 2]})
-    catalog.create_table((_BRANCH, "t"), schema=rows.schema).append(rows)
-    written = nessie.reference(_BRANCH)
-    list(nessie.diff(MAIN, _BRANCH))
-    head = nessie.reference(MAIN).hash
-    nessie.merge(from_name=_BRANCH, from_hash=written.hash, into=MAIN, expected_hash=head, message=_BRANCH)
-    nessie.delete_branch(_BRANCH, expected_hash=written.hash)
+    catalog.create_table((_REHEARSAL_BRANCH, "t"), schema=rows.schema).append(rows)
+    branch_ref = nessie.reference(_REHEARSAL_BRANCH)
+    list(nessie.diff(MAIN, _REHEARSAL_BRANCH))
+    main_hash = nessie.reference(MAIN).hash
+    nessie.merge(
+        from_name=_REHEARSAL_BRANCH,
+        from_hash=branch_ref.hash,
+        into=MAIN,
+        expected_hash=main_hash,
+        message=_REHEARSAL_BRANCH,
+    )
+    nessie.delete_branch(_REHEARSAL_BRANCH, expected_hash=branch_ref.hash)
 
 
-def _use_both(lake: Lakehouse) -> None:
+def _use_spark(lake: Lakehouse) -> None:
     session = lake.spark_session(MAIN)
     try:
-        session.sql("SELECT CAST(3 AS BIGINT) AS n").writeTo(_TABLE).append()
-        session.table(_TABLE).toPandas()
+        session.sql("SELECT CAST(3 AS BIGINT) AS n").writeTo(_REHEARSAL_TABLE).append()
+        session.table(_REHEARSAL_TABLE).toPandas()
     finally:
         session.stop()

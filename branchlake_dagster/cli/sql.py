@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from branchlake_dagster.cli.command_settings import MODULE_HELP, command_settings
+from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_settings
 
 _FORMATS = ("table", "csv", "arrow")
 
@@ -51,21 +51,21 @@ def sql(
     branchlake sql "FROM shop.prices WHERE eur <= 0" --run a8960950
     branchlake sql "FROM shop.prices" --at 2026-11-20T12:00 --format csv > prices.csv
     """
-    from branchlake_dagster.cli import output as write
+    from branchlake_dagster.cli import output as writers
     from branchlake_dagster.query import connect
 
-    lake = connect(command_settings(module).settings)
-    state: dict[str, Any] = {"branch": branch, "run": run_id, "at": at}
+    lake = connect(load_command_settings(module).settings)
+    selection: dict[str, Any] = {"branch": branch, "run": run_id, "at": at}
     if query is None:
-        place = lake.where(**state)
-        for name in lake.tables(branch=place.ref):
+        ref_selection = lake.find_state(**selection)
+        for name in lake.tables(branch=ref_selection.ref):
             click.echo(name)
-        click.echo(f"Tables at {place.told}.", err=True)
+        click.echo(f"Tables at {ref_selection.label}.", err=True)
         return
-    text = sys.stdin.read() if query == "-" else query
-    with lake.sql(text, **state) as result:
+    statement = sys.stdin.read() if query == "-" else query
+    with lake.sql(statement, **selection) as result:
         if kind == "table":
-            write.table(result, rows, output)
+            writers.write_table(result, rows, output)
         else:
-            write_all = write.csv if kind == "csv" else write.arrow
+            write_all = writers.write_csv if kind == "csv" else writers.write_arrow
             write_all(result, output)

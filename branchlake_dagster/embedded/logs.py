@@ -46,16 +46,16 @@ def rotate_by_copy(log: Path) -> bool:
     the emptying, a few microseconds later, is lost. Where the copy finds no room on the disk, the log is
     emptied all the same. Of several processes one rotates. Never raises.
     """
-    with contextlib.suppress(OSError), _too_large(log) as descriptor:
+    with contextlib.suppress(OSError), _lock_large_log(log) as descriptor:
         if descriptor is None:
             return False
         scratch = log.with_name(f"{log.name}.copy")
         try:
-            _shift(log)
-            with os.fdopen(os.dup(descriptor), "rb") as source, _private(scratch) as target:
+            _shift_earlier_logs(log)
+            with os.fdopen(os.dup(descriptor), "rb") as source, _open_private(scratch) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
             os.ftruncate(descriptor, 0)
-            scratch.replace(_earlier(log, 1))
+            scratch.replace(_numbered_log(log, 1))
         except OSError as error:
             scratch.unlink(missing_ok=True)
             if error.errno in _NOT_WRITABLE:
@@ -71,22 +71,22 @@ def rotate_by_rename(log: Path) -> bool:
     For writers that open the file for each line; they begin a new one. Of several processes one rotates.
     Never raises.
     """
-    with contextlib.suppress(OSError), _too_large(log) as descriptor:
+    with contextlib.suppress(OSError), _lock_large_log(log) as descriptor:
         if descriptor is None:
             return False
-        _shift(log)
-        log.replace(_earlier(log, 1))
+        _shift_earlier_logs(log)
+        log.replace(_numbered_log(log, 1))
         return True
     return False
 
 
 def earlier_log(log: Path) -> Path:
     """Return the path of the newest earlier file of a log, whether it exists or not."""
-    return _earlier(log, 1)
+    return _numbered_log(log, 1)
 
 
 @contextlib.contextmanager
-def _too_large(log: Path) -> Iterator[int | None]:
+def _lock_large_log(log: Path) -> Iterator[int | None]:
     """Lock a log that is too large and yield its descriptor; None if it is not, or if it is locked already.
 
     Raises OSError, also if the log does not exist.
@@ -96,31 +96,31 @@ def _too_large(log: Path) -> Iterator[int | None]:
         return
     descriptor = os.open(log, os.O_RDWR | os.O_CLOEXEC)
     try:
-        yield descriptor if _locked(log, descriptor) else None
+        yield descriptor if _try_lock_log(log, descriptor) else None
     finally:
         os.close(descriptor)
 
 
-def _locked(log: Path, descriptor: int) -> bool:
+def _try_lock_log(log: Path, descriptor: int) -> bool:
     if not try_file_lock(descriptor):
         return False
     # While this process opened and locked it, another one may have rotated it.
-    opened = os.fstat(descriptor)
-    return opened.st_size > LIMIT_BYTES and os.path.samestat(opened, log.stat())
+    opened_stat = os.fstat(descriptor)
+    return opened_stat.st_size > LIMIT_BYTES and os.path.samestat(opened_stat, log.stat())
 
 
-def _shift(log: Path) -> None:
+def _shift_earlier_logs(log: Path) -> None:
     """Rename each earlier file to the next number, from the oldest on, which is replaced."""
     for number in range(EARLIER_FILES - 1, 0, -1):
         with contextlib.suppress(FileNotFoundError):
-            _earlier(log, number).replace(_earlier(log, number + 1))
+            _numbered_log(log, number).replace(_numbered_log(log, number + 1))
 
 
-def _earlier(log: Path, number: int) -> Path:
+def _numbered_log(log: Path, number: int) -> Path:
     return log.with_name(f"{log.name}.{number}")
 
 
-def _private(path: Path) -> BinaryIO:
+def _open_private(path: Path) -> BinaryIO:
     """Open a file for writing that only its owner may read."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
 
@@ -139,9 +139,9 @@ appender.console.layout.pattern = \
 """
 
 
-def configure(folder: Path) -> Path:
+def write_log_config(folder: Path) -> Path:
     """Write the log configuration into `folder`, and return the file."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = folder / "log4j2.properties"
-    found.write_text(_CONFIGURATION)
-    return found
+    config_file = folder / "log4j2.properties"
+    config_file.write_text(_CONFIGURATION)
+    return config_file

@@ -22,22 +22,22 @@ from pathlib import Path
 import psutil
 
 from branchlake_dagster.embedded.logs import rotate_by_copy
-from branchlake_dagster.embedded.state_folder import private_folder
+from branchlake_dagster.embedded.state_folder import make_private_folder
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.waiting import holds_within
 
 LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS, _TRIES = 20_000, 12_000, 50
 """Below Linux's range for clients, which begins at 32,768."""
-_PATIENCE_S = 1.0
+_PORT_TIMEOUT_S = 1.0
 
 
 def choose_port(wanted: int, *, setting: str) -> int:
     """`wanted` when it is free, any free port for 0. Raises ConfigurationError when it is taken."""
     if not wanted:
         # Not one that the kernel gives away by itself: until a JVM listens, somebody's client had taken it.
-        tried = (_FIRST_PORT + secrets.randbelow(_PORTS) for _ in range(_TRIES))
-        return next((port for port in tried if _is_free(port)), 0) or _any_port()
+        candidates = (_FIRST_PORT + secrets.randbelow(_PORTS) for _ in range(_TRIES))
+        return next((port for port in candidates if _is_free(port)), 0) or _any_port()
     if not _is_free(wanted):
         raise ConfigurationError(
             f"Port {wanted} on {LOOPBACK} is in use by another program.",
@@ -54,16 +54,16 @@ def keep_port(wanted: int, path: Path, *, setting: str) -> int:
     `wanted` if it is not 0, as `choose_port`. Otherwise the stored port if it is free within a second, and
     any free port if it is not or none is stored. The port is stored. Raises ConfigurationError and OSError.
     """
-    stored = 0 if wanted else _stored(path)
+    stored_port = 0 if wanted else _load_port(path)
     # The kernel takes some milliseconds to close what a killed process listened on.
-    if stored and holds_within(_PATIENCE_S, lambda: _is_free(stored), every_s=0.02):
-        wanted = stored
+    if stored_port and holds_within(_PORT_TIMEOUT_S, lambda: _is_free(stored_port), every_s=0.02):
+        wanted = stored_port
     port = choose_port(wanted, setting=setting)
-    (private_folder(path.parent) / path.name).write_text(f"{port}\n")
+    (make_private_folder(path.parent) / path.name).write_text(f"{port}\n")
     return port
 
 
-def _stored(path: Path) -> int:
+def _load_port(path: Path) -> int:
     try:
         port = int(path.read_text())
     except (OSError, ValueError):
@@ -106,10 +106,10 @@ class ProcessRecord:
     started_s: float
     port: int
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether this very process still runs."""
-        started = started_s(self.pid)
-        return started is not None and same_start(started, self.started_s)
+        start_s = find_start_s(self.pid)
+        return start_s is not None and is_same_start(start_s, self.started_s)
 
     def save(self, path: Path) -> None:
         """Write the record in one step, so that a reader never sees half of it."""
@@ -126,12 +126,12 @@ class ProcessRecord:
             return None
 
 
-def same_start(one: float, other: float) -> bool:
-    """Whether two times of `started_s` are the start of one process."""
-    return abs(one - other) < _SAME_START_S
+def is_same_start(first: float, second: float) -> bool:
+    """Whether two times of `find_start_s` are the start of one process."""
+    return abs(first - second) < _SAME_START_S
 
 
-def started_s(pid: int) -> float | None:
+def find_start_s(pid: int) -> float | None:
     """When `pid` started, in seconds since boot; None when it does not run, a zombie included."""
     try:
         process = psutil.Process(pid)
@@ -148,7 +148,7 @@ def started_s(pid: int) -> float | None:
         return None
 
 
-def launch(
+def launch_server(
     name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str], port: int
 ) -> ProcessRecord:
     """Start `command` in a session of its own (Ctrl-C in the caller's terminal does not reach it).
@@ -156,7 +156,7 @@ def launch(
     Not through subprocess: the server outlives us on purpose, and a Popen object warns about that. The log is
     opened in append mode, which its rotation needs.
     """
-    private_folder(log.parent)
+    make_private_folder(log.parent)
     rotate_by_copy(log)
     with log.open("a") as output:
         output.write(f"{_MARK} {name}\n")
@@ -171,53 +171,53 @@ def launch(
         ],
         setsid=True,
     )
-    started = started_s(pid)
-    if started is None:
+    start_s = find_start_s(pid)
+    if start_s is None:
         raise ServerDidNotStart(f"{name} ended at once.", hint=f"Its log: {log}")
-    return ProcessRecord(name, pid, started, port)
+    return ProcessRecord(name, pid, start_s, port)
 
 
 def wait_until(ready: Callable[[], bool], record: ProcessRecord, *, log: Path, timeout_s: float) -> None:
     """Return when `ready()`; raise ServerDidNotStart with the end of `log` when it ends or takes too long."""
 
-    def settled() -> bool:
+    def check_ready() -> bool:
         if ready():
             return True
-        if not record.alive():
+        if not record.is_alive():
             raise ServerDidNotStart(
-                f"{record.name} ended: {_tail(log)}",
+                f"{record.name} ended: {_format_log_tail(log)}",
                 hint=f"Its log: {log}",
                 reason="ended",
                 subject=record.name,
             )
         return False
 
-    if not holds_within(timeout_s, settled, every_s=0.1):
-        stop(record)
+    if not holds_within(timeout_s, check_ready, every_s=0.1):
+        stop_process(record)
         raise ServerDidNotStart(
-            f"{record.name} did not answer within {timeout_s:.0f} s: {_tail(log)}",
+            f"{record.name} did not answer within {timeout_s:.0f} s: {_format_log_tail(log)}",
             hint=f"Its log: {log}. A slow machine may need BRANCHLAKE_STARTUP_TIMEOUT_S.",
             reason="no_answer",
             subject=record.name,
         )
 
 
-def stop(record: ProcessRecord, *, grace_s: float = 15.0) -> bool:
+def stop_process(record: ProcessRecord, *, grace_s: float = 15.0) -> bool:
     """Ask the process to end, then insist; it is gone on return. True when it was running."""
-    if not record.alive():
+    if not record.is_alive():
         return False
-    for ending in (signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):  # it ended since we looked
-            os.kill(record.pid, ending)
+            os.kill(record.pid, signal_number)
         # Also after the kill: until it is gone, its successor would meet its port and its store's lock.
-        if holds_within(grace_s, lambda: _gone(record), every_s=0.05):
+        if holds_within(grace_s, lambda: _has_ended(record), every_s=0.05):
             break
     return True
 
 
-def _gone(record: ProcessRecord) -> bool:
+def _has_ended(record: ProcessRecord) -> bool:
     _reap_child(record.pid)
-    return not record.alive()
+    return not record.is_alive()
 
 
 def _reap_child(pid: int) -> None:
@@ -228,15 +228,17 @@ def _reap_child(pid: int) -> None:
         return
 
 
-def listening(port: int) -> bool:
+def is_listening(port: int) -> bool:
     """Whether something accepts connections on the loopback port."""
     with socket.socket() as probe:
         probe.settimeout(0.5)
         return probe.connect_ex((LOOPBACK, port)) == 0
 
 
-def _tail(log: Path) -> str:
+def _format_log_tail(log: Path) -> str:
     latest = log.read_text(errors="replace").rpartition(_MARK)[2]
     lines = [line.strip() for line in latest.splitlines()[1:] if line.strip()]
-    telling = [line for line in lines[-200:] if "ERROR" in line or "Exception" in line or "Caused by" in line]
-    return " | ".join((telling or lines)[-3:])[:600] or "its log is empty"
+    error_lines = [
+        line for line in lines[-200:] if "ERROR" in line or "Exception" in line or "Caused by" in line
+    ]
+    return " | ".join((error_lines or lines)[-3:])[:600] or "its log is empty"

@@ -33,7 +33,7 @@ def catalog_flags(settings: Settings) -> Mapping[str, str]:
     }
     if settings.s3_endpoint:
         flags |= {f"{store}.endpoint": settings.s3_endpoint, f"{store}.path-style-access": "true"}
-    if _keys(settings):
+    if _s3_keys(settings):
         flags[f"{store}.access-key"] = f"urn:nessie-secret:quarkus:{_SECRET}"
     else:
         flags[f"{store}.auth-type"] = "APPLICATION_GLOBAL"
@@ -45,11 +45,11 @@ def catalog_environment(settings: Settings) -> Mapping[str, str]:
     if not serves_rest(settings):
         return {}
     prefix = _SECRET.upper()
-    name, secret = _keys(settings) or ("", "")
+    name, secret = _s3_keys(settings) or ("", "")
     return {f"{prefix}_NAME": name, f"{prefix}_SECRET": secret} if name else {}
 
 
-def _keys(settings: Settings) -> tuple[str, str] | None:
+def _s3_keys(settings: Settings) -> tuple[str, str] | None:
     if not (settings.s3_access_key_id and settings.s3_secret_access_key):
         return None
     return settings.s3_access_key_id.get_secret_value(), settings.s3_secret_access_key.get_secret_value()

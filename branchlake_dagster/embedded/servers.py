@@ -24,14 +24,14 @@ import requests
 from branchlake_dagster.embedded import logs as spark_log
 from branchlake_dagster.embedded import process
 from branchlake_dagster.embedded import worker_daemon as daemon
-from branchlake_dagster.embedded.archives import Archive, archive_of
+from branchlake_dagster.embedded.archives import Archive, find_archive
 from branchlake_dagster.embedded.jars import (
     ICEBERG_AWS,
     ICEBERG_SPARK,
     NESSIE_SERVER,
     SPARK_KAFKA,
     Jar,
-    resolve,
+    resolve_jars,
     spark_home,
 )
 from branchlake_dagster.embedded.java import bundled_java, user_java
@@ -39,15 +39,15 @@ from branchlake_dagster.embedded.logs import rotate_folder
 from branchlake_dagster.embedded.process import LOOPBACK, ProcessRecord, keep_port
 from branchlake_dagster.embedded.rest_catalog import catalog_environment, catalog_flags
 from branchlake_dagster.embedded.state_folder import (
-    not_running,
-    note_place,
-    private_folder,
+    build_not_running,
+    make_private_folder,
+    make_state_folder,
+    record_location,
+    require_location,
     require_no_file,
-    require_place,
-    state_folder,
     write_secret,
 )
-from branchlake_dagster.embedded.token import credentials, stored
+from branchlake_dagster.embedded.token import ensure_credentials, find_credentials
 from branchlake_dagster.file_lock import file_lock
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
@@ -89,7 +89,7 @@ class EmbeddedServers:
         self,
         settings: Settings,
         *,
-        say: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = lambda _: None,
         volatile: bool = False,
         recording: bool = False,
     ) -> None:
@@ -97,12 +97,12 @@ class EmbeddedServers:
         self._volatile = volatile
         self._recording = recording
         self._root = settings.state_dir
-        self._say = say
+        self._notify = notify
 
-    def wanted(self) -> tuple[str, ...]:
+    def server_names(self) -> tuple[str, ...]:
         """Which servers the settings leave to us."""
-        wanted = ((NESSIE, self._settings.embedded_nessie), (SPARK, self._settings.embedded_spark))
-        return tuple(name for name, ours in wanted if ours)
+        servers = ((NESSIE, self._settings.embedded_nessie), (SPARK, self._settings.embedded_spark))
+        return tuple(name for name, ours in servers if ours)
 
     def endpoints(self, *, spark: bool = True, start: bool = True) -> Endpoints:
         """Addresses of running servers; those that do not run are started first. Rotates large logs.
@@ -110,59 +110,62 @@ class EmbeddedServers:
         Costs two loopback connections when they run. `spark=False` neither needs nor starts Spark. Without
         `start` LakeNotRunning is raised instead, and no folder is made. Raises LakeMoved.
         """
-        names = tuple(name for name in self.wanted() if spark or name == NESSIE)
-        records = self._running(names)
+        names = tuple(name for name in self.server_names() if spark or name == NESSIE)
+        records = self._find_running(names)
         if set(records) != set(names):
             if not start:
-                records |= self._answering_late(tuple(name for name in names if name not in records))
+                records |= self._find_late_servers(tuple(name for name in names if name not in records))
                 if set(records) == set(names):
-                    return self._endpoints(records)
-                raise not_running(self._root)
+                    return self._to_endpoints(records)
+                raise build_not_running(self._root)
             with self._lock():
-                records = self._running(names)
-                records |= self._answering_late(tuple(name for name in names if name not in records))
-                records |= self._start(tuple(name for name in names if name not in records))
-        return self._endpoints(records)
+                records = self._find_running(names)
+                records |= self._find_late_servers(tuple(name for name in names if name not in records))
+                records |= self._start_servers(tuple(name for name in names if name not in records))
+        return self._to_endpoints(records)
 
-    def running(self, *, spark: bool = True) -> Endpoints | None:
+    def find_endpoints(self, *, spark: bool = True) -> Endpoints | None:
         """As `endpoints`, if all the servers that are ours to start run; else None. Starts nothing."""
-        names = tuple(name for name in self.wanted() if spark or name == NESSIE)
-        records = self._running(names)
-        return self._endpoints(records) if set(records) == set(names) else None
+        names = tuple(name for name in self.server_names() if spark or name == NESSIE)
+        records = self._find_running(names)
+        return self._to_endpoints(records) if set(records) == set(names) else None
 
     def fetch_jars(self, *, s3: bool = False) -> dict[Jar, Path]:
         """All jars the wanted servers need, downloaded if necessary; `s3`: also those for an S3 warehouse."""
         jars = [ICEBERG_SPARK, *SPARK_KAFKA, NESSIE_SERVER]
         if s3 or self._settings.warehouse_uri.startswith("s3"):
             jars.append(ICEBERG_AWS)
-        return resolve(
-            jars, state_folder(self._root) / "jars", ivy_settings=self._settings.ivy_settings, say=self._say
+        return resolve_jars(
+            jars,
+            make_state_folder(self._root) / "jars",
+            ivy_settings=self._settings.ivy_settings,
+            notify=self._notify,
         )
 
     def archives(self) -> dict[str, Archive]:
         """The archives of the wanted servers, there or not; those left out that cannot have one."""
         jars = self.fetch_jars()
         make = {NESSIE: _nessie_archive, SPARK: _spark_archive}
-        return {name: archive for name in self.wanted() if (archive := make[name](jars))}
+        return {name: archive for name in self.server_names() if (archive := make[name](jars))}
 
     def status(self) -> dict[str, ProcessRecord | None]:
         """The record of each server that runs, None for one that does not."""
-        running = self._running((NESSIE, SPARK))
-        return {name: running.get(name) for name in (NESSIE, SPARK)}
+        records = self._find_running((NESSIE, SPARK))
+        return {name: records.get(name) for name in (NESSIE, SPARK)}
 
-    def down(self) -> tuple[str, ...]:
+    def stop_all(self) -> tuple[str, ...]:
         """Stop what runs, Spark before the catalogue it talks to; the names of what was stopped."""
-        self._require_place()  # the processes of a copy's records are the original's
+        self._require_location()  # the processes of a copy's records are the original's
         if not self._root.exists():
             return ()
-        stopped = []
+        stopped_names = []
         with self._lock():
             for name in (SPARK, NESSIE):
                 record = ProcessRecord.load(self._record_path(name))
-                if record and process.stop(record):
-                    stopped.append(name)
+                if record and process.stop_process(record):
+                    stopped_names.append(name)
                 self._record_path(name).unlink(missing_ok=True)
-        return tuple(stopped)
+        return tuple(stopped_names)
 
     def log_path(self, name: str) -> Path:
         """The log file of a server."""
@@ -170,22 +173,24 @@ class EmbeddedServers:
 
     # -- internals -------------------------------------------------------------------------------------
 
-    def _endpoints(self, records: dict[str, ProcessRecord]) -> Endpoints:
+    def _to_endpoints(self, records: dict[str, ProcessRecord]) -> Endpoints:
         settings = self._settings
         nessie_uri = settings.nessie_uri or f"http://{LOOPBACK}:{records[NESSIE].port}/api/v2"
-        remote, token, nessie_token = settings.spark_remote, settings.spark_token, self._nessie_token()
+        remote, token, nessie_token = settings.spark_remote, settings.spark_token, self._find_nessie_token()
         if SPARK in records:
             # pyspark's client takes a token without TLS for the name localhost only.
             local = f"sc://localhost:{records[SPARK].port}"
-            return Endpoints(nessie_uri, local, self._spark_token(), nessie_token)
+            return Endpoints(nessie_uri, local, self._load_spark_token(), nessie_token)
         return Endpoints(nessie_uri, remote, token.get_secret_value() if token else None, nessie_token)
 
-    def _nessie_token(self) -> str | None:
+    def _find_nessie_token(self) -> str | None:
         """The setting's; without one the embedded server's own, if the one that runs asks for one."""
         if self._settings.nessie_token is not None:
             return self._settings.nessie_token.get_secret_value()
-        found = stored(self._credentials_path) if self._settings.embedded_nessie else None
-        return found.token if found else None
+        stored_credentials = (
+            find_credentials(self._credentials_path) if self._settings.embedded_nessie else None
+        )
+        return stored_credentials.token if stored_credentials else None
 
     @property
     def _credentials_path(self) -> Path:
@@ -194,73 +199,73 @@ class EmbeddedServers:
     def _record_path(self, name: str) -> Path:
         return self._root / "run" / f"{name}.json"
 
-    def _running(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
-        self._require_place()
+    def _find_running(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
+        self._require_location()
         # Every use of the lake comes here, the sensors' every few seconds: no process only watches the logs.
         rotate_folder(self._root / "logs")
         records = ((name, ProcessRecord.load(self._record_path(name))) for name in names)
         return {
             name: record
             for name, record in records
-            if record and record.alive() and process.listening(record.port)
+            if record and record.is_alive() and process.is_listening(record.port)
         }
 
-    def _answering_late(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
+    def _find_late_servers(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
         """Servers of `names` whose process lives and that accept a connection within `_BUSY_S`.
 
         On a busy machine the kernel sends the first packet of a connection again after a second. A server
         that others use must not be stopped for that.
         """
-        found = {}
+        late_records = {}
         for name in names:
             record = ProcessRecord.load(self._record_path(name))
-            if record and record.alive() and _listens_within(record, _BUSY_S):
-                found[name] = record
-        return found
+            if record and record.is_alive() and _listens_within(record, _BUSY_S):
+                late_records[name] = record
+        return late_records
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
         """One process at a time starts or stops servers; the kernel frees the lock of a dead one."""
-        with file_lock(private_folder(self._root / "run") / "lock"):
+        with file_lock(make_private_folder(self._root / "run") / "lock"):
             yield
 
-    def _require_place(self) -> None:
+    def _require_location(self) -> None:
         require_no_file(self._root)
         if self._settings.embedded_nessie:
-            require_place(self._root, tables_elsewhere=not self._settings.embedded_warehouse)
+            require_location(self._root, tables_elsewhere=not self._settings.embedded_warehouse)
 
-    def _start(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
+    def _start_servers(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
         if NESSIE in names:
             bundled_java()  # told before 300 MB are brought for nothing
-            note_place(self._root)
+            record_location(self._root)
         jars = self.fetch_jars()
         for name in names:
-            stale = ProcessRecord.load(self._record_path(name))
-            if stale and process.stop(stale):
-                self._say(f"Stopped a {name} server that did not answer (pid {stale.pid}).")
-        nessie_port = self._port(NESSIE, self._settings.nessie_port, names)
-        started = {}
+            stale_record = ProcessRecord.load(self._record_path(name))
+            if stale_record and process.stop_process(stale_record):
+                self._notify(f"Stopped a {name} server that did not answer (pid {stale_record.pid}).")
+        nessie_port = self._choose_port(NESSIE, self._settings.nessie_port, names)
+        started_records = {}
         # Both start at once: Spark needs Nessie's address, not Nessie itself, until its first query.
         if NESSIE in names:
-            started[NESSIE] = self._launch_nessie(jars, nessie_port)
+            started_records[NESSIE] = self._launch_nessie(jars, nessie_port)
         if SPARK in names:
-            started[SPARK] = self._launch_spark(jars, nessie_port)
-        for record in started.values():
+            started_records[SPARK] = self._launch_spark(jars, nessie_port)
+        for record in started_records.values():
             # Before it answers: should we be killed now, the next caller finds and stops it, instead of
             # meeting an unknown process that holds the store's lock.
             record.save(self._record_path(record.name))
-        return {name: self._await(record) for name, record in started.items()}
+        return {name: self._wait_until_ready(record) for name, record in started_records.items()}
 
-    def _port(self, name: str, wanted: int, starting: tuple[str, ...]) -> int:
+    def _choose_port(self, name: str, wanted: int, starting_names: tuple[str, ...]) -> int:
         """The port `name` has or will have: the setting, else the last one if still free, else any."""
-        if name not in starting:
-            last = ProcessRecord.load(self._record_path(name))
-            return last.port if last else wanted
-        kept = self._root / "run" / f"{name}.port"
-        return keep_port(wanted, kept, setting=f"BRANCHLAKE_{name.upper()}_PORT")
+        if name not in starting_names:
+            last_record = ProcessRecord.load(self._record_path(name))
+            return last_record.port if last_record else wanted
+        port_file = self._root / "run" / f"{name}.port"
+        return keep_port(wanted, port_file, setting=f"BRANCHLAKE_{name.upper()}_PORT")
 
     def _launch_nessie(self, jars: dict[Jar, Path], port: int) -> ProcessRecord:
-        self._say("Starting Nessie …")
+        self._notify("Starting Nessie …")
         flags = {
             **self._store_flags(),
             "quarkus.http.host": LOOPBACK,
@@ -276,7 +281,7 @@ class EmbeddedServers:
                 "nessie.server.authentication.enabled": "true",
                 "quarkus.oidc.tenant-enabled": "true",
                 "quarkus.oidc.client-id": "branchlake",
-                "quarkus.oidc.public-key": credentials(self._credentials_path).public_key,
+                "quarkus.oidc.public-key": ensure_credentials(self._credentials_path).public_key,
             }
         else:
             self._credentials_path.unlink(missing_ok=True)
@@ -286,12 +291,14 @@ class EmbeddedServers:
         command += [f"-D{key}={value}" for key, value in flags.items()]
         command += ["-jar", str(jars[NESSIE_SERVER])]
         environment = catalog_environment(self._settings)
-        return process.launch(NESSIE, command, log=self.log_path(NESSIE), environment=environment, port=port)
+        return process.launch_server(
+            NESSIE, command, log=self.log_path(NESSIE), environment=environment, port=port
+        )
 
     def _store_flags(self) -> dict[str, str]:
         if self._volatile:
             return {"nessie.version.store.type": "IN_MEMORY"}
-        store = private_folder(self._root / "nessie")
+        store = make_private_folder(self._root / "nessie")
         return {
             "nessie.version.store.type": "ROCKSDB",
             "nessie.version.store.persist.rocks.database-path": str(store),
@@ -301,13 +308,13 @@ class EmbeddedServers:
         """Where a JVM unpacks its native libraries: 15 MB at each start, and a killed one leaves them."""
         folder = self._root / "tmp" / name
         shutil.rmtree(folder, ignore_errors=True)  # of the one before, which has ended
-        return f"-Djava.io.tmpdir={private_folder(folder)}"
+        return f"-Djava.io.tmpdir={make_private_folder(folder)}"
 
     def _launch_spark(self, jars: dict[Jar, Path], nessie_port: int) -> ProcessRecord:
-        self._say("Starting Spark Connect …")
+        self._notify("Starting Spark Connect …")
         settings = self._settings
-        port = self._port(SPARK, settings.spark_port, (SPARK,))
-        scratch = private_folder(self._root / "spark")
+        port = self._choose_port(SPARK, settings.spark_port, (SPARK,))
+        scratch = make_private_folder(self._root / "spark")
         home, java = spark_home(), user_java()
         nessie_uri = settings.nessie_uri or f"http://{LOOPBACK}:{nessie_port}/api/v2"
         conf = {
@@ -331,9 +338,9 @@ class EmbeddedServers:
         command += ["--driver-class-path", os.pathsep.join(paths)]
         if not settings.spark_master.startswith("local"):
             command += ["--jars", ",".join(paths)]
-        configured = os.environ.get("SPARK_CONF_DIR")
-        if not configured:
-            options = [f"-Dlog4j2.configurationFile={spark_log.configure(scratch / 'conf').as_uri()}"]
+        conf_folder = os.environ.get("SPARK_CONF_DIR")
+        if not conf_folder:
+            options = [f"-Dlog4j2.configurationFile={spark_log.write_log_config(scratch / 'conf').as_uri()}"]
             options += [self._scratch_option(SPARK)]
             options += avro_options()
             options += self._archive_options(_spark_archive(jars, java))
@@ -352,33 +359,35 @@ class EmbeddedServers:
             "SPARK_LOCAL_IP": LOOPBACK,
             # The server starts its Python workers with this; spark.pyspark.python has no effect there.
             "PYSPARK_PYTHON": sys.executable,
-            daemon.FOLDER: str(self._root / "tmp" / SPARK),
-            "SPARK_CONNECT_AUTHENTICATE_TOKEN": self._spark_token(),
+            daemon.FOLDER_VARIABLE: str(self._root / "tmp" / SPARK),
+            "SPARK_CONNECT_AUTHENTICATE_TOKEN": self._load_spark_token(),
             # Of the JVM that only works the command out; it ends before its second compiler pays.
             "SPARK_LAUNCHER_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
             # A folder on the class path with anything in it, and there is no archive: this one is not there.
-            "SPARK_CONF_DIR": configured or str(home / "no-conf"),
+            "SPARK_CONF_DIR": conf_folder or str(home / "no-conf"),
             **s3_environment(settings),
         }
-        return process.launch(SPARK, command, log=self.log_path(SPARK), environment=environment, port=port)
+        return process.launch_server(
+            SPARK, command, log=self.log_path(SPARK), environment=environment, port=port
+        )
 
     def _archive_options(self, archive: Archive | None) -> list[str]:
         if archive is None:
             return []
-        return archive.record() if self._recording else archive.use()
+        return archive.record_options() if self._recording else archive.use_options()
 
-    def _await(self, record: ProcessRecord) -> ProcessRecord:
-        ready = _nessie_answers if record.name == NESSIE else process.listening
+    def _wait_until_ready(self, record: ProcessRecord) -> ProcessRecord:
+        ready = _nessie_answers if record.name == NESSIE else process.is_listening
         process.wait_until(
             lambda: ready(record.port),
             record,
             log=self.log_path(record.name),
             timeout_s=self._settings.startup_timeout_s,
         )
-        self._say(f"{record.name} answers on port {record.port} (pid {record.pid}).")
+        self._notify(f"{record.name} answers on port {record.port} (pid {record.pid}).")
         return record
 
-    def _spark_token(self) -> str:
+    def _load_spark_token(self) -> str:
         path = self._root / "run" / "spark.token"
         if not path.exists():
             write_secret(path, secrets.token_urlsafe(24))
@@ -395,12 +404,12 @@ def _spark_jars(jars: dict[Jar, Path]) -> list[Path]:
 
 
 def _nessie_archive(jars: dict[Jar, Path]) -> Archive | None:
-    return archive_of(NESSIE, bundled_java(), [jars[NESSIE_SERVER]])
+    return find_archive(NESSIE, bundled_java(), [jars[NESSIE_SERVER]])
 
 
 def _spark_archive(jars: dict[Jar, Path], java: Path | None = None) -> Archive | None:
-    of_spark = sorted((spark_home() / "jars").glob("*.jar"))
-    return archive_of(SPARK, java or user_java(), [*_spark_jars(jars), *of_spark])
+    own_jars = sorted((spark_home() / "jars").glob("*.jar"))
+    return find_archive(SPARK, java or user_java(), [*_spark_jars(jars), *own_jars])
 
 
 def catalog_conf(settings: Settings, nessie_uri: str, *, ref: str = "main") -> dict[str, str]:
@@ -453,5 +462,5 @@ def _nessie_answers(port: int) -> bool:
 
 def _listens_within(record: ProcessRecord, timeout_s: float) -> bool:
     """Whether a process accepts connections within some seconds; False at once when it ends."""
-    holds_within(timeout_s, lambda: process.listening(record.port) or not record.alive(), every_s=0.1)
-    return record.alive() and process.listening(record.port)
+    holds_within(timeout_s, lambda: process.is_listening(record.port) or not record.is_alive(), every_s=0.1)
+    return record.is_alive() and process.is_listening(record.port)

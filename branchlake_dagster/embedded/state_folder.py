@@ -17,16 +17,16 @@ from pathlib import Path
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 
-_OTHERS = 0o077
-_OTHER = "Name another folder in BRANCHLAKE_STATE_DIR."
+_OTHERS_MASK = 0o077
+_OTHER_FOLDER_HINT = "Name another folder in BRANCHLAKE_STATE_DIR."
 
 
-def state_folder(root: Path) -> Path:
+def make_state_folder(root: Path) -> Path:
     """The state folder, made for its owner alone.
 
     One that exists keeps its permissions: somebody may have opened it to a group on purpose. What is secret
-    is in subfolders made by `private_folder`. Raises ConfigurationError for a file, and for a folder that
-    cannot be made or written to.
+    is in subfolders made by `make_private_folder`. Raises ConfigurationError for a file, and for a folder
+    that cannot be made or written to.
     """
     require_no_file(root)
     try:
@@ -37,14 +37,14 @@ def state_folder(root: Path) -> Path:
             raise
         raise ConfigurationError(
             f"The state folder {root} cannot be made: {error.strerror}.",
-            hint=_OTHER,
+            hint=_OTHER_FOLDER_HINT,
             reason="not_made",
             subject=str(root),
         ) from error
     if not os.access(root, os.W_OK | os.X_OK):
         raise ConfigurationError(
             f"The state folder {root} is not writable.",
-            hint=_OTHER,
+            hint=_OTHER_FOLDER_HINT,
             reason="not_writable",
             subject=str(root),
         )
@@ -57,31 +57,31 @@ def require_no_file(root: Path) -> None:
     if file is not None:
         raise ConfigurationError(
             f"The state folder cannot be {root}: {file} is a file.",
-            hint=_OTHER,
+            hint=_OTHER_FOLDER_HINT,
             reason="not_a_folder",
             subject=str(file),
         )
 
 
-def private_folder(folder: Path) -> Path:
+def make_private_folder(folder: Path) -> Path:
     """A folder for its owner alone, also if an older version has made it for everybody."""
-    state_folder(folder.parent)
+    make_state_folder(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_mode & _OTHERS:
+    if folder.stat().st_mode & _OTHERS_MASK:
         folder.chmod(0o700)
     return folder
 
 
-def write_secret(path: Path, text: str) -> None:
+def write_secret(path: Path, secret: str) -> None:
     """A file that was never readable by others, not even before it was complete."""
-    private_folder(path.parent)
+    make_private_folder(path.parent)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
-        handle.write(text)
+        handle.write(secret)
     scratch.replace(path)
 
 
-_NOTE = "lake.json"
+_LOCATION_FILE = "lake.json"
 
 
 class LakeNotRunning(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -97,7 +97,7 @@ def has_lake(root: Path) -> bool:
     return (root / "nessie").is_dir()
 
 
-def not_running(root: Path) -> LakeNotRunning:
+def build_not_running(root: Path) -> LakeNotRunning:
     """Why nothing can be read, with the command that helps."""
     if has_lake(root):
         return LakeNotRunning(
@@ -115,49 +115,50 @@ def not_running(root: Path) -> LakeNotRunning:
     )
 
 
-def require_place(root: Path, *, tables_elsewhere: bool) -> None:
+def require_location(root: Path, *, tables_elsewhere: bool) -> None:
     """Raise LakeMoved when the lake in `root` was made in another folder; nothing is written.
 
     With `tables_elsewhere`, in a warehouse of their own, it may be moved. A copy is refused all the same: its
     clean-up would delete the original's files.
     """
-    made = _noted(root)
-    if made is None or made == root or _same(made, root):
+    recorded_root = _load_location(root)
+    if recorded_root is None or recorded_root == root or _is_same_folder(recorded_root, root):
         return
-    if made.exists():
+    if recorded_root.exists():
         raise LakeMoved(
-            f"{root} is a copy of the lake in {made}: its tables point to files there.",
-            hint=f"Use the original: BRANCHLAKE_STATE_DIR={made}",
+            f"{root} is a copy of the lake in {recorded_root}: its tables point to files there.",
+            hint=f"Use the original: BRANCHLAKE_STATE_DIR={recorded_root}",
             reason="copied",
             subject=str(root),
         )
     if tables_elsewhere:
         return
     raise LakeMoved(
-        f"The lake in {root} was moved from {made}: its tables point to files there.",
-        hint=f"Let the old name lead to it and use that: ln -s {root} {made}; BRANCHLAKE_STATE_DIR={made}",
+        f"The lake in {root} was moved from {recorded_root}: its tables point to files there.",
+        hint=f"Let the old name lead to it and use that: ln -s {root} {recorded_root};"
+        f" BRANCHLAKE_STATE_DIR={recorded_root}",
         reason="moved",
         subject=str(root),
     )
 
 
-def note_place(root: Path) -> None:
+def record_location(root: Path) -> None:
     """Remember that the lake is in `root`."""
-    if _noted(root) != root:
-        scratch = state_folder(root) / f"{_NOTE}.{os.getpid()}.tmp"
+    if _load_location(root) != root:
+        scratch = make_state_folder(root) / f"{_LOCATION_FILE}.{os.getpid()}.tmp"
         scratch.write_text(json.dumps({"state_dir": str(root)}))
-        scratch.replace(root / _NOTE)
+        scratch.replace(root / _LOCATION_FILE)
 
 
-def _noted(root: Path) -> Path | None:
+def _load_location(root: Path) -> Path | None:
     try:
-        return Path(json.loads((root / _NOTE).read_text())["state_dir"])
+        return Path(json.loads((root / _LOCATION_FILE).read_text())["state_dir"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _same(one: Path, other: Path) -> bool:
+def _is_same_folder(first: Path, second: Path) -> bool:
     try:
-        return one.samefile(other)
+        return first.samefile(second)
     except OSError:
         return False

@@ -17,13 +17,13 @@ from pathlib import Path
 from branchlake_dagster.embedded.state_folder import write_secret
 
 _BITS = 2048
-_E = 65537
+_EXPONENT = 65537
 _ROUNDS = 40
 _SHA256 = bytes.fromhex("3031300d060960864801650304020105000420")
 """What PKCS #1 puts before a SHA-256 digest."""
 _RSA = bytes.fromhex("300d06092a864886f70d0101010500")
 """The algorithm identifier of an RSA public key."""
-_SMALL = [n for n in range(3, 2000, 2) if all(n % d for d in range(3, int(n**0.5) + 1, 2))]
+_SMALL_PRIMES = [n for n in range(3, 2000, 2) if all(n % d for d in range(3, int(n**0.5) + 1, 2))]
 _FOREVER = 4102444800  # 2100-01-01: the token lives as long as the state folder
 
 
@@ -38,16 +38,16 @@ class Credentials:
         return "Credentials()"
 
 
-def credentials(path: Path) -> Credentials:
+def ensure_credentials(path: Path) -> Credentials:
     """Those at `path`, made if there are none (0.5 s)."""
-    found = stored(path)
-    if found is None:
-        found = issue()
-        write_secret(path, json.dumps(asdict(found)))
-    return found
+    credentials = find_credentials(path)
+    if credentials is None:
+        credentials = create_credentials()
+        write_secret(path, json.dumps(asdict(credentials)))
+    return credentials
 
 
-def stored(path: Path) -> Credentials | None:
+def find_credentials(path: Path) -> Credentials | None:
     """Those at `path`; None when there are none, or not whole."""
     try:
         return Credentials(**json.loads(path.read_text()))
@@ -55,42 +55,49 @@ def stored(path: Path) -> Credentials | None:
         return None
 
 
-def issue() -> Credentials:
+def create_credentials() -> Credentials:
     """A token under a key that is new and forgotten."""
-    p = _prime(_BITS // 2)
-    q = _prime(_BITS // 2)
-    modulus, private = p * q, pow(_E, -1, (p - 1) * (q - 1))
+    p = _random_prime(_BITS // 2)
+    q = _random_prime(_BITS // 2)
+    modulus, private_exponent = p * q, pow(_EXPONENT, -1, (p - 1) * (q - 1))
     header = {"alg": "RS256", "typ": "JWT"}
     claims = {"sub": "branchlake", "jti": secrets.token_hex(16), "iat": 0, "exp": _FOREVER}
-    signed = ".".join(_url(json.dumps(part).encode()) for part in (header, claims))
+    signed_part = ".".join(_encode_base64url(json.dumps(part).encode()) for part in (header, claims))
     size = _BITS // 8
-    digest = _SHA256 + hashlib.sha256(signed.encode()).digest()
-    padded = b"\x00\x01" + b"\xff" * (size - len(digest) - 3) + b"\x00" + digest
-    signature = pow(int.from_bytes(padded, "big"), private, modulus).to_bytes(size, "big")
-    return Credentials(f"{signed}.{_url(signature)}", base64.b64encode(_public(modulus)).decode())
+    digest = _SHA256 + hashlib.sha256(signed_part.encode()).digest()
+    padded_digest = b"\x00\x01" + b"\xff" * (size - len(digest) - 3) + b"\x00" + digest
+    signature = pow(int.from_bytes(padded_digest, "big"), private_exponent, modulus).to_bytes(size, "big")
+    return Credentials(
+        f"{signed_part}.{_encode_base64url(signature)}",
+        base64.b64encode(_encode_public_key(modulus)).decode(),
+    )
 
 
-def _url(data: bytes) -> str:
+def _encode_base64url(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
-def _prime(bits: int) -> int:
+def _random_prime(bits: int) -> int:
     """A random prime whose two highest bits are set, so that two of them multiply to twice as many bits."""
     while True:
-        found = secrets.randbits(bits) | (3 << (bits - 2)) | 1
-        if all(found % small for small in _SMALL) and _probably_prime(found) and (found - 1) % _E:
-            return found
+        candidate = secrets.randbits(bits) | (3 << (bits - 2)) | 1
+        if (
+            all(candidate % small for small in _SMALL_PRIMES)
+            and _is_probably_prime(candidate)
+            and (candidate - 1) % _EXPONENT
+        ):
+            return candidate
 
 
-def _probably_prime(number: int) -> bool:
+def _is_probably_prime(number: int) -> bool:
     """Miller and Rabin's test."""
     odd, twos = number - 1, 0
     while odd % 2 == 0:
         odd, twos = odd // 2, twos + 1
-    return all(_passes(number, odd, twos, 2 + secrets.randbelow(number - 3)) for _ in range(_ROUNDS))
+    return all(_passes_round(number, odd, twos, 2 + secrets.randbelow(number - 3)) for _ in range(_ROUNDS))
 
 
-def _passes(number: int, odd: int, twos: int, base: int) -> bool:
+def _passes_round(number: int, odd: int, twos: int, base: int) -> bool:
     power = pow(base, odd, number)
     if power in (1, number - 1):
         return True
@@ -101,17 +108,17 @@ def _passes(number: int, odd: int, twos: int, base: int) -> bool:
     return False
 
 
-def _public(modulus: int) -> bytes:
+def _encode_public_key(modulus: int) -> bytes:
     """The DER form of a SubjectPublicKeyInfo."""
-    key = _der(0x30, _integer(modulus) + _integer(_E))
-    return _der(0x30, _RSA + _der(0x03, b"\x00" + key))
+    key = _encode_der(0x30, _encode_integer(modulus) + _encode_integer(_EXPONENT))
+    return _encode_der(0x30, _RSA + _encode_der(0x03, b"\x00" + key))
 
 
-def _integer(number: int) -> bytes:
-    return _der(0x02, number.to_bytes(number.bit_length() // 8 + 1, "big"))
+def _encode_integer(number: int) -> bytes:
+    return _encode_der(0x02, number.to_bytes(number.bit_length() // 8 + 1, "big"))
 
 
-def _der(tag: int, content: bytes) -> bytes:
+def _encode_der(tag: int, content: bytes) -> bytes:
     length = len(content)
     if length < 0x80:
         return bytes([tag, length]) + content

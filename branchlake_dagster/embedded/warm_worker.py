@@ -25,10 +25,10 @@ import numpy
 import psutil
 
 from branchlake_dagster.embedded.idle_daemons import IDLE_S, is_idle
-from branchlake_dagster.internals.json_channel import ChannelClosed, receive, send
-from branchlake_dagster.internals.pyspark import daemon_manager
+from branchlake_dagster.internals.json_channel import ChannelClosed, receive_message, send_message
+from branchlake_dagster.internals.pyspark import load_daemon_manager
 
-_IMPORTED = (
+_IMPORTED_MODULES = (
     "pyspark.worker",
     "pandas",
     "pyarrow.compute",
@@ -36,13 +36,13 @@ _IMPORTED = (
     "pyarrow.parquet",
     "pyiceberg.io.pyarrow",
 )
-_LOOK_EVERY_S = 60.0
-_ORDER_WITHIN_S = 10.0
-_SAME = ("PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS")
+_SWEEP_EVERY_S = 60.0
+_REQUEST_TIMEOUT_S = 10.0
+_IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS")
 """What counts on import: who has it otherwise needs a process of its own."""
 
 
-class Warm:
+class WarmProcess:
     """Forks daemons, and ends those whose sessions do nothing any more."""
 
     def __init__(self, listener: socket.socket, server: psutil.Process) -> None:
@@ -51,100 +51,106 @@ class Warm:
         # Not epoll: its list lies in the kernel and would be shared with the forks.
         self._selector = selectors.PollSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._environment = {name: os.environ.get(name) for name in _SAME}
-        self._looked = time.monotonic()
+        self._environment = {name: os.environ.get(name) for name in _IMPORT_VARIABLES}
+        self._swept_s = time.monotonic()
         with contextlib.suppress(AttributeError, OSError):  # Linux tells when a process ends
             self._selector.register(os.pidfd_open(server.pid), selectors.EVENT_READ)
 
     def serve(self) -> Callable[[], None] | None:
         """Until Spark has ended: then None. In a fork: what that has to do."""
-        while _runs(self._server):
-            for key, _ in self._selector.select(_LOOK_EVERY_S):
+        while _is_running(self._server):
+            for key, _ in self._selector.select(_SWEEP_EVERY_S):
                 if key.fileobj is not self._listener:
                     return None
                 if task := self._accept():
                     return task
-            if time.monotonic() - self._looked >= _LOOK_EVERY_S:
-                self._looked = time.monotonic()
-                self._end_idle()
+            if time.monotonic() - self._swept_s >= _SWEEP_EVERY_S:
+                self._swept_s = time.monotonic()
+                self._end_idle_daemons()
         return None
 
     def _accept(self) -> Callable[[], None] | None:
-        asking, _ = self._listener.accept()
-        passed: list[int] = []
+        connection, _ = self._listener.accept()
+        descriptors: list[int] = []
         try:
-            with asking:
-                asking.settimeout(_ORDER_WITHIN_S)
-                order, passed = receive(asking)
-                asking.settimeout(None)
-                if any(order["environment"].get(name) != it for name, it in self._environment.items()):
-                    send(asking, {"declined": "another environment"})
+            with connection:
+                connection.settimeout(_REQUEST_TIMEOUT_S)
+                request, descriptors = receive_message(connection)
+                connection.settimeout(None)
+                if any(
+                    request["environment"].get(name) != value for name, value in self._environment.items()
+                ):
+                    send_message(connection, {"declined": "another environment"})
                 elif not os.fork():
                     # Whatever it raises: a fork must not go on as another warm process.
-                    return partial(_in_fork, order, passed, socket.socket(fileno=asking.detach()))
+                    return partial(
+                        _run_daemon, request, descriptors, socket.socket(fileno=connection.detach())
+                    )
         except (OSError, ChannelClosed):
             traceback.print_exc()  # who asked becomes an ordinary daemon
-        for descriptor in passed:
+        for descriptor in descriptors:
             os.close(descriptor)
         return None
 
-    def _end_idle(self) -> None:
-        for one in psutil.Process().children():
+    def _end_idle_daemons(self) -> None:
+        for daemon in psutil.Process().children():
             with contextlib.suppress(psutil.Error):  # it ended meanwhile
-                if time.time() - one.create_time() > IDLE_S and is_idle(one):
-                    one.terminate()
+                if time.time() - daemon.create_time() > IDLE_S and is_idle(daemon):
+                    daemon.terminate()
 
 
-def _runs(server: psutil.Process) -> bool:
+def _is_running(server: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return server.is_running() and server.status() != psutil.STATUS_ZOMBIE
     return False
 
 
-def _in_fork(order: dict[str, Any], passed: list[int], asking: socket.socket) -> None:
+def _run_daemon(request: dict[str, Any], descriptors: list[int], connection: socket.socket) -> None:
     """The life of a daemon."""
-    for number, descriptor in enumerate(passed):
+    for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
-    os.environ.update(order["environment"])
-    os.chdir(order["folder"])
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
     if not sys.flags.safe_path:
-        sys.path[0] = order["folder"]
-    sys.argv = ["pyspark.daemon", *order["arguments"]]
-    os.register_at_fork(after_in_child=lambda: _own(asking))
-    manager = daemon_manager(order["arguments"][0])
-    send(asking, {"daemon": os.getpid()})
-    receive(asking)  # who has given up has closed its end, and become a daemon with the same pipes
+        sys.path[0] = request["folder"]
+    sys.argv = ["pyspark.daemon", *request["arguments"]]
+    os.register_at_fork(after_in_child=lambda: _reset_worker(connection))
+    manager = load_daemon_manager(request["arguments"][0])
+    send_message(connection, {"daemon": os.getpid()})
+    receive_message(
+        connection
+    )  # who has given up has closed its end, and become a daemon with the same pipes
     manager()
 
 
-def _own(asking: socket.socket) -> None:
+def _reset_worker(connection: socket.socket) -> None:
     """What a worker must not have in common with others."""
-    asking.close()  # its end tells when the daemon ends
+    connection.close()  # its end tells when the daemon ends
     numpy.random.seed()
 
 
-def _import() -> None:
-    for name in _IMPORTED:
+def _import_modules() -> None:
+    for name in _IMPORTED_MODULES:
         import_module(name)
 
 
-def main(listener: int, server: int) -> int:
+def main(listener_fd: int, server_pid: int) -> int:
     """The exit status, of the warm process and of each of its forks."""
     try:
-        spark = psutil.Process(server)
+        spark = psutil.Process(server_pid)
     except psutil.NoSuchProcess:
         return 0
     os.chdir("/")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a daemon ended
-    _import()
+    _import_modules()
     # What is there now stays for ever; the collector of a fork would otherwise touch, and so copy, all of it.
     gc.collect()
     gc.freeze()
-    with socket.socket(fileno=listener) as listening:
-        task = Warm(listening, spark).serve()
+    with socket.socket(fileno=listener_fd) as listener:
+        task = WarmProcess(listener, spark).serve()
     if task:
         task()
     return 0

@@ -14,39 +14,39 @@ from branchlake_dagster.history.change import (
     ChangeKind,
     ChangeLost,
     ChangeSet,
-    Loss,
+    LossReason,
     Position,
     Step,
-    moment,
+    from_epoch_ms,
 )
 from branchlake_dagster.history.snapshot_files import CACHE, OwnFiles, OwnFilesCache
 from branchlake_dagster.stored_names import LakeProperty
 
 
-def told(snapshot: Snapshot, name: str) -> str | None:
+def summary_value(snapshot: Snapshot, name: str) -> str | None:
     """An entry of a snapshot's summary."""
     return snapshot.summary.additional_properties.get(name) if snapshot.summary else None
 
 
 def replayed_from(snapshot: Snapshot) -> int | None:
     """The snapshot on a run's branch that this one repeats on `main`."""
-    found = told(snapshot, LakeProperty.REPLAYED_FROM) or ""
-    return int(found) if found.isdigit() else None
+    value = summary_value(snapshot, LakeProperty.REPLAYED_FROM) or ""
+    return int(value) if value.isdigit() else None
 
 
-def line(metadata: TableMetadata, stop: int | None = None) -> tuple[list[Snapshot], bool]:
-    """The snapshots after `stop` up to the current one, oldest first, and whether the line reaches it.
+def ancestors_after(metadata: TableMetadata, stop_id: int | None = None) -> tuple[list[Snapshot], bool]:
+    """The snapshots after `stop_id` up to the current one, oldest first, and whether the line reaches it.
 
-    Without `stop`: to the table's first snapshot.
+    Without `stop_id`: to the table's first snapshot.
     """
-    known = {snapshot.snapshot_id: snapshot for snapshot in metadata.snapshots}
-    found: list[Snapshot] = []
+    snapshots_by_id = {snapshot.snapshot_id: snapshot for snapshot in metadata.snapshots}
+    ancestors: list[Snapshot] = []
     current = metadata.current_snapshot_id
-    while current is not None and current != stop and current in known:
-        found.append(known[current])
-        current = known[current].parent_snapshot_id
-    reached = current == stop and (stop is not None or not found or _is_first(found[-1]))
-    return found[::-1], reached
+    while current is not None and current != stop_id and current in snapshots_by_id:
+        ancestors.append(snapshots_by_id[current])
+        current = snapshots_by_id[current].parent_snapshot_id
+    reached = current == stop_id and (stop_id is not None or not ancestors or _is_first(ancestors[-1]))
+    return ancestors[::-1], reached
 
 
 def _is_first(snapshot: Snapshot) -> bool:
@@ -59,27 +59,37 @@ def snapshots_since(metadata: TableMetadata, position: Position, *, table: str) 
 
     Raises ChangeLost.
     """
-    if position.beyond:
+    if position.unpublished_snapshots:
         # Under its own id, the branch's last snapshot is on `main` with all that was before it there.
-        found, reached = line(metadata, position.beyond[-1])
+        snapshots, reached = ancestors_after(metadata, position.unpublished_snapshots[-1])
         if reached:
-            return found
-    found, reached = line(metadata, position.snapshot_id)
-    beyond = set(position.beyond)
-    rest = [one for one in found if not beyond & {one.snapshot_id, replayed_from(one)}]
-    if str(metadata.table_uuid) != position.table_uuid and not (reached and len(rest) < len(found)):
+            return snapshots
+    snapshots, reached = ancestors_after(metadata, position.snapshot_id)
+    unpublished_ids = set(position.unpublished_snapshots)
+    remaining = [
+        snapshot
+        for snapshot in snapshots
+        if not unpublished_ids & {snapshot.snapshot_id, replayed_from(snapshot)}
+    ]
+    if str(metadata.table_uuid) != position.table_uuid and not (reached and len(remaining) < len(snapshots)):
         # Two runs may both create a table: the second one's rows are replayed into the first one's.
-        raise _lost(Loss.RECREATED, table)
+        raise _change_lost_error(LossReason.RECREATED, table)
     if reached:
-        if beyond - {number for one in found for number in (one.snapshot_id, replayed_from(one))}:
-            raise _lost(Loss.ROLLED_BACK, table)  # below what the consumer's own run had added
-        return rest
-    if position.snapshot_id is None and not beyond:
+        if unpublished_ids - {
+            snapshot_id
+            for snapshot in snapshots
+            for snapshot_id in (snapshot.snapshot_id, replayed_from(snapshot))
+        }:
+            raise _change_lost_error(
+                LossReason.ROLLED_BACK, table
+            )  # below what the consumer's own run had added
+        return remaining
+    if position.snapshot_id is None and not unpublished_ids:
         return None  # nothing had been there to consume
-    known = {snapshot.snapshot_id for snapshot in metadata.snapshots}
-    if not found or _is_first(found[0]) or position.snapshot_id in known:
-        raise _lost(Loss.ROLLED_BACK, table)
-    raise _lost(Loss.EXPIRED, table)
+    snapshot_ids = {snapshot.snapshot_id for snapshot in metadata.snapshots}
+    if not snapshots or _is_first(snapshots[0]) or position.snapshot_id in snapshot_ids:
+        raise _change_lost_error(LossReason.ROLLED_BACK, table)
+    raise _change_lost_error(LossReason.EXPIRED, table)
 
 
 def runs_since(metadata: TableMetadata, position: Position | None, *, table: str) -> dict[int, str]:
@@ -89,49 +99,49 @@ def runs_since(metadata: TableMetadata, position: Position | None, *, table: str
     """
     snapshots = snapshots_since(metadata, position, table=table) if position is not None else None
     if snapshots is None:
-        snapshots, _ = line(metadata)
-    runs = {snapshot.snapshot_id: told(snapshot, LakeProperty.RUN_ID) for snapshot in snapshots}
+        snapshots, _ = ancestors_after(metadata)
+    runs = {snapshot.snapshot_id: summary_value(snapshot, LakeProperty.RUN_ID) for snapshot in snapshots}
     return {snapshot_id: run_id for snapshot_id, run_id in runs.items() if run_id}
 
 
-def _lost(loss: Loss, table: str) -> ChangeLost:
-    what = {
-        Loss.ROLLED_BACK: "The table was rolled back, or replaced, below what was consumed of it.",
-        Loss.RECREATED: "The table was dropped and created again since it was consumed.",
-        Loss.EXPIRED: "Snapshots since it was last consumed have expired, so what they changed is not known.",
-        Loss.FILES_GONE: "Files of snapshots since it was last consumed have been deleted.",
-        Loss.RESULT_ROLLED_BACK: "The asset's own table was rolled back: rows that were computed from what it"
+def _change_lost_error(loss: LossReason, table: str) -> ChangeLost:
+    message = {
+        LossReason.ROLLED_BACK: "The table was rolled back, or replaced, below what was consumed of it.",
+        LossReason.RECREATED: "The table was dropped and created again since it was consumed.",
+        LossReason.EXPIRED: "Snapshots since it was last consumed have expired, so what they changed is not known.",
+        LossReason.FILES_GONE: "Files of snapshots since it was last consumed have been deleted.",
+        LossReason.RESULT_ROLLED_BACK: "The asset's own table was rolled back: rows that were computed from what it"
         " says it has consumed are gone.",
     }[loss]
-    return ChangeLost(what, loss=loss, table=table)
+    return ChangeLost(message, loss=loss, table=table)
 
 
-def holds(metadata: TableMetadata, snapshot_id: int | None) -> bool:
+def contains_snapshot(metadata: TableMetadata, snapshot_id: int | None) -> bool:
     """Whether the table's current state was made from a snapshot, or from one that repeats it.
 
     True as well where that is not known any more, because snapshots have expired.
     """
     if snapshot_id is None:
         return True
-    found, reached = line(metadata)
-    if any(snapshot_id in (one.snapshot_id, replayed_from(one)) for one in found):
+    ancestors, reached = ancestors_after(metadata)
+    if any(snapshot_id in (snapshot.snapshot_id, replayed_from(snapshot)) for snapshot in ancestors):
         return True
     return not reached and not any(
-        snapshot_id in (one.snapshot_id, replayed_from(one)) for one in metadata.snapshots
+        snapshot_id in (snapshot.snapshot_id, replayed_from(snapshot)) for snapshot in metadata.snapshots
     )
 
 
-def rolled_back(table: str) -> ChangeLost:
+def result_rolled_back_error(table: str) -> ChangeLost:
     """The error for a consumer whose own table does not hold what it says it was computed from."""
-    return _lost(Loss.RESULT_ROLLED_BACK, table)
+    return _change_lost_error(LossReason.RESULT_ROLLED_BACK, table)
 
 
-def files_gone(table: str) -> ChangeLost:
+def files_gone_error(table: str) -> ChangeLost:
     """The error for a manifest that is missing."""
-    return _lost(Loss.FILES_GONE, table)
+    return _change_lost_error(LossReason.FILES_GONE, table)
 
 
-_RECORDED = {
+_KINDS_BY_WRITE_MODE = {
     "append": ChangeKind.APPEND,
     "replace_partitions": ChangeKind.REPLACE_PARTITIONS,
     "replace_table": ChangeKind.REPLACE_TABLE,
@@ -139,90 +149,99 @@ _RECORDED = {
 }
 
 
-def position_of(table: Table) -> Position:
+def current_position(table: Table) -> Position:
     """Where somebody stands who has consumed all of `table`."""
     return Position(str(table.metadata.table_uuid), table.metadata.current_snapshot_id)
 
 
-def position_on_branch(table: Table, base: Table | None) -> Position:
-    """The same for a table as a run's branch has it; `base` is what it was on `main` where the branch began.
+def position_on_branch(table: Table, main_table: Table | None) -> Position:
+    """The same for a table as a run's branch has it; `main_table` is what it was on `main` where the branch began.
 
     What the branch added to it comes to `main` later, perhaps under other ids, so it is named by itself.
     """
-    same = base is not None and base.metadata.table_uuid == table.metadata.table_uuid
-    start = base.metadata.current_snapshot_id if base is not None and same else None
-    own, reached = line(table.metadata, start)
+    is_same_table = main_table is not None and main_table.metadata.table_uuid == table.metadata.table_uuid
+    start_id = main_table.metadata.current_snapshot_id if main_table is not None and is_same_table else None
+    branch_snapshots, reached = ancestors_after(table.metadata, start_id)
     if not reached:  # the branch set it back, or replaced it
-        return position_of(table)
-    return Position(str(table.metadata.table_uuid), start, tuple(one.snapshot_id for one in own))
+        return current_position(table)
+    return Position(
+        str(table.metadata.table_uuid), start_id, tuple(snapshot.snapshot_id for snapshot in branch_snapshots)
+    )
 
 
-def capture(
+def capture_change(
     table: Table,
     since: Position | None,
     *,
     name: str,
-    upto: Position | None = None,
+    up_to: Position | None = None,
     cache: OwnFilesCache = CACHE,
 ) -> ChangeSet:
     """The change of `table` since a position, from manifests alone; None: everything in it.
 
     What it reads grows with the change: the manifests that its snapshots wrote, each once per process.
-    `upto` is the position that it leads to, when that is not simply the table's head. Raises ChangeLost.
+    `up_to` is the position that it leads to, when that is not simply the table's head. Raises ChangeLost.
     """
     metadata = table.metadata
-    end = upto or position_of(table)
+    end = up_to or current_position(table)
     snapshots = snapshots_since(metadata, since, table=name) if since is not None else None
     try:
         if snapshots is None:
-            return _everything(table, name, end, cache)
-        files = cache.of(snapshots, metadata.current_snapshot(), table.io)
+            return _capture_whole_table(table, name, end, cache)
+        files = cache.load_files(snapshots, metadata.current_snapshot(), table.io)
     except FileNotFoundError as error:
-        raise files_gone(name) from error
+        raise files_gone_error(name) from error
     steps = tuple(
-        _step(snapshot, ordinal, files[snapshot.snapshot_id]) for ordinal, snapshot in enumerate(snapshots)
+        _build_step(snapshot, ordinal, files[snapshot.snapshot_id])
+        for ordinal, snapshot in enumerate(snapshots)
     )
-    added, removed, deletes = _net(steps)
+    added, removed, deletes = _net_files(steps)
     return ChangeSet(name, since, end, steps, added, removed, deletes)
 
 
-def _everything(table: Table, name: str, end: Position, cache: OwnFilesCache) -> ChangeSet:
+def _capture_whole_table(table: Table, name: str, end: Position, cache: OwnFilesCache) -> ChangeSet:
     """All that the table holds, as though it had just been appended."""
     head = table.metadata.current_snapshot()
     if head is None:
         return ChangeSet(name, None, end, (), (), (), ())
-    live = cache.live(head, table.io)
-    data = tuple(ChangedFile(one.file, one.snapshot_id, 0) for one in live if one.is_data)
-    deletes = tuple(ChangedFile(one.file, one.snapshot_id, 0) for one in live if not one.is_data)
-    step = Step(head.snapshot_id, 0, ChangeKind.APPEND, moment(head.timestamp_ms), data, deletes=deletes)
+    live = cache.load_live_files(head, table.io)
+    data = tuple(
+        ChangedFile(live_file.file, live_file.snapshot_id, 0) for live_file in live if live_file.is_data
+    )
+    deletes = tuple(
+        ChangedFile(live_file.file, live_file.snapshot_id, 0) for live_file in live if not live_file.is_data
+    )
+    step = Step(
+        head.snapshot_id, 0, ChangeKind.APPEND, from_epoch_ms(head.timestamp_ms), data, deletes=deletes
+    )
     return ChangeSet(name, None, end, (step,), data, (), deletes)
 
 
-def _step(snapshot: Snapshot, ordinal: int, files: OwnFiles) -> Step:
-    def changed(some: Sequence[DataFile], *, data: bool) -> tuple[ChangedFile, ...]:
+def _build_step(snapshot: Snapshot, ordinal: int, files: OwnFiles) -> Step:
+    def changed_files(data_files: Sequence[DataFile], *, data: bool) -> tuple[ChangedFile, ...]:
         return tuple(
             ChangedFile(file, snapshot.snapshot_id, ordinal)
-            for file in some
+            for file in data_files
             if (file.content is DataFileContent.DATA) is data
         )
 
-    added, removed = changed(files.added, data=True), changed(files.removed, data=True)
+    added, removed = changed_files(files.added, data=True), changed_files(files.removed, data=True)
     # A delete file that is taken out goes with the rows that it hit, or for one that says more.
-    deletes = changed(files.added, data=False)
+    deletes = changed_files(files.added, data=False)
     return Step(
         snapshot.snapshot_id,
         ordinal,
-        _kind(snapshot, added, removed, deletes),
-        moment(snapshot.timestamp_ms),
+        _change_kind(snapshot, added, removed, deletes),
+        from_epoch_ms(snapshot.timestamp_ms),
         added,
         removed,
         deletes,
-        told(snapshot, LakeProperty.RUN_ID),
+        summary_value(snapshot, LakeProperty.RUN_ID),
         replayed_from(snapshot),
     )
 
 
-def _kind(
+def _change_kind(
     snapshot: Snapshot,
     added: Sequence[ChangedFile],
     removed: Sequence[ChangedFile],
@@ -232,18 +251,18 @@ def _kind(
         return ChangeKind.COMPACT
     if deletes:
         return ChangeKind.ROW_DELETES
-    recorded = _RECORDED.get(told(snapshot, LakeProperty.WRITE_MODE) or "")
-    if recorded is not None and not (recorded is ChangeKind.APPEND and removed):
-        return recorded
+    declared_kind = _KINDS_BY_WRITE_MODE.get(summary_value(snapshot, LakeProperty.WRITE_MODE) or "")
+    if declared_kind is not None and not (declared_kind is ChangeKind.APPEND and removed):
+        return declared_kind
     if not removed:
         return ChangeKind.APPEND
     return ChangeKind.UPDATE if added else ChangeKind.DELETE
 
 
-Net = tuple[tuple[ChangedFile, ...], tuple[ChangedFile, ...], tuple[ChangedFile, ...]]
+NetFiles = tuple[tuple[ChangedFile, ...], tuple[ChangedFile, ...], tuple[ChangedFile, ...]]
 
 
-def _net(steps: Sequence[Step]) -> Net:
+def _net_files(steps: Sequence[Step]) -> NetFiles:
     """What was added, removed, and deleted by row, after what cancels out.
 
     A compaction is passed over: the files that it read still stand for their rows, and one that it made
@@ -255,16 +274,16 @@ def _net(steps: Sequence[Step]) -> Net:
     for step in steps:
         if step.kind is ChangeKind.COMPACT:
             continue
-        for one in step.removed:
-            if added.pop(one.path, None) is None:
-                removed[one.path] = one
-        for one in step.added:
-            if removed.pop(one.path, None) is None:
-                added[one.path] = one
-        deletes |= {_delete_key(one): one for one in step.deletes}
+        for file in step.removed:
+            if added.pop(file.path, None) is None:
+                removed[file.path] = file
+        for file in step.added:
+            if removed.pop(file.path, None) is None:
+                added[file.path] = file
+        deletes |= {_delete_file_key(one): one for one in step.deletes}
     return tuple(added.values()), tuple(removed.values()), tuple(deletes.values())
 
 
-def _delete_key(one: ChangedFile) -> str:
+def _delete_file_key(delete_file: ChangedFile) -> str:
     """Several deletion vectors may lie in one file; their bounds name the data file of each."""
-    return f"{one.path}#{one.file.lower_bounds}#{one.file.record_count}#{one.file.partition}"
+    return f"{delete_file.path}#{delete_file.file.lower_bounds}#{delete_file.file.record_count}#{delete_file.file.partition}"

@@ -18,24 +18,25 @@ from branchlake_dagster.errors import BranchlakeError, Terminal
 class Position:
     """How far somebody has consumed a table: its identity, a snapshot, and snapshots of a branch beyond it.
 
-    `snapshot_id` is the one that `main` had (None: it had none), `beyond` are those that the consumer's own
+    `snapshot_id` is the one that `main` had (None: it had none), `unpublished_snapshots` are those that the
+    consumer's own
     run had added to it before it was read. On `main` they come later, some under other ids, and between
     them there may be others that this consumer has not seen.
     """
 
     table_uuid: str
     snapshot_id: int | None
-    beyond: tuple[int, ...] = ()
+    unpublished_snapshots: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        found: dict[str, Any] = {"table": self.table_uuid, "snapshot": self.snapshot_id}
-        return found | ({"beyond": list(self.beyond)} if self.beyond else {})
+        values: dict[str, Any] = {"table": self.table_uuid, "snapshot": self.snapshot_id}
+        return values | ({"beyond": list(self.unpublished_snapshots)} if self.unpublished_snapshots else {})
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Position:
+    def from_dict(cls, values: Mapping[str, Any]) -> Position:
         """Back again; KeyError or TypeError for something else."""
-        return cls(str(told["table"]), told["snapshot"], tuple(told.get("beyond", ())))
+        return cls(str(values["table"]), values["snapshot"], tuple(values.get("beyond", ())))
 
 
 class ChangeKind(StrEnum):
@@ -91,7 +92,7 @@ class Step:
     replayed_from: int | None = None
 
     @property
-    def rows_changed(self) -> bool:
+    def changes_rows(self) -> bool:
         """Whether it is a change of rows at all."""
         return self.kind is not ChangeKind.COMPACT and bool(self.added or self.removed or self.deletes)
 
@@ -108,7 +109,7 @@ class ChangeSet:
     table: str
     since: Position | None
     """None: everything that the table holds is new."""
-    upto: Position
+    up_to: Position
     steps: tuple[Step, ...]
     added: tuple[ChangedFile, ...]
     removed: tuple[ChangedFile, ...]
@@ -127,12 +128,12 @@ class ChangeSet:
     @property
     def rows_added(self) -> int:
         """The rows of the added files."""
-        return sum(one.rows for one in self.added)
+        return sum(file.rows for file in self.added)
 
     @property
     def rows_removed(self) -> int:
         """The rows of the removed files, and what delete files name: rows, or values of them."""
-        return sum(one.rows for one in (*self.removed, *self.deletes))
+        return sum(file.rows for file in (*self.removed, *self.deletes))
 
     @property
     def rows_changed(self) -> int:
@@ -147,17 +148,17 @@ class ChangeSet:
     @property
     def bytes(self) -> int:
         """The size of all its files."""
-        return sum(one.file.file_size_in_bytes for one in self.files())
+        return sum(file.file.file_size_in_bytes for file in self.files())
 
     @property
     def oldest(self) -> datetime | None:
         """When the first change of rows was made."""
-        return min((step.at for step in self.steps if step.rows_changed), default=None)
+        return min((step.at for step in self.steps if step.changes_rows), default=None)
 
     @property
     def kinds(self) -> tuple[ChangeKind, ...]:
         """Of the steps that changed rows, each once, in order."""
-        return tuple(dict.fromkeys(step.kind for step in self.steps if step.rows_changed))
+        return tuple(dict.fromkeys(step.kind for step in self.steps if step.changes_rows))
 
     @property
     def only_appends(self) -> bool:
@@ -165,9 +166,9 @@ class ChangeSet:
         return not (self.removed or self.deletes)
 
     @property
-    def equality_deletes(self) -> bool:
+    def has_equality_deletes(self) -> bool:
         """Whether rows were deleted by value, so that only a scan could tell which."""
-        return any(one.file.content is DataFileContent.EQUALITY_DELETES for one in self.deletes)
+        return any(file.file.content is DataFileContent.EQUALITY_DELETES for file in self.deletes)
 
     def files(self) -> Iterator[ChangedFile]:
         """All files in it."""
@@ -185,17 +186,17 @@ class ChangeSet:
         return ", ".join(parts)
 
 
-def moment(milliseconds: int) -> datetime:
+def from_epoch_ms(milliseconds: int) -> datetime:
     """A snapshot's time stamp as an aware datetime."""
     return datetime.fromtimestamp(milliseconds / 1000, UTC)
 
 
-def position_text(position: Position) -> str:
+def position_to_json(position: Position) -> str:
     """As JSON, the same for the same position."""
     return json.dumps(position.as_dict(), separators=(",", ":"), sort_keys=True)
 
 
-class Loss(StrEnum):
+class LossReason(StrEnum):
     """What became of the state that a position stands for."""
 
     ROLLED_BACK = "rolled back"
@@ -213,7 +214,7 @@ class ChangeLost(BranchlakeError, Terminal):  # noqa: N818 - named like the othe
         self,
         message: str,
         *,
-        loss: Loss,
+        loss: LossReason,
         table: str | None = None,
         partitions: Iterable[str] = (),
         branch: str | None = None,

@@ -14,7 +14,7 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation
 from pyiceberg.typedef import Identifier
 
-from branchlake_dagster.internals.pyiceberg import applied, data_files, snapshot_of
+from branchlake_dagster.internals.pyiceberg import apply_updates, build_snapshot, write_data_files
 from branchlake_dagster.stored_names import LakeProperty
 
 
@@ -23,10 +23,10 @@ class ChangeTable:
     """The metadata of a change table, and the files that were written for it: manifests, and copied rows."""
 
     table: Table
-    written: list[str] = field(default_factory=list)
+    written_paths: list[str] = field(default_factory=list)
 
 
-def referring(
+def build_change_table(
     source: Table,
     files: Iterable[DataFile],
     *,
@@ -51,55 +51,61 @@ def referring(
             "partition_statistics": [],
             "current_snapshot_id": None,
             "last_sequence_number": 0,
-            "properties": _kept(source.metadata.properties),
+            "properties": _reading_properties(source.metadata.properties),
         }
     )
-    made = ChangeTable(_with(source, metadata, name))
-    told = {**properties, LakeProperty.CHANGE_OF: change_of}
-    ordered = sorted(files, key=_spec_id)
-    for spec_id, some in itertools.groupby(ordered, key=_spec_id):
+    change_table = ChangeTable(_with_metadata(source, metadata, name))
+    summary = {**properties, LakeProperty.CHANGE_OF: change_of}
+    ordered_files = sorted(files, key=_spec_id)
+    for spec_id, group in itertools.groupby(ordered_files, key=_spec_id):
         # PyIceberg writes added files under the table's default spec, whatever they were written with.
-        _append(made, list(some), told, spec_id)
-    return made
+        _append_files(change_table, list(group), summary, spec_id)
+    return change_table
 
 
-def _kept(properties: Mapping[str, str]) -> dict[str, str]:
+def _reading_properties(properties: Mapping[str, str]) -> dict[str, str]:
     """What says how the files are to be read; where files go is the source's own affair."""
     mapping = TableProperties.DEFAULT_NAME_MAPPING
-    kept = {mapping: properties[mapping]} if mapping in properties else {}
-    return {**kept, "gc.enabled": "false"}
+    name_mapping = {mapping: properties[mapping]} if mapping in properties else {}
+    return {**name_mapping, "gc.enabled": "false"}
 
 
-def copied(made: ChangeTable, rows: pa.Table) -> list[DataFile]:
+def write_copied_rows(change_table: ChangeTable, rows: pa.Table) -> list[DataFile]:
     """Rows written as files of a change table, for those that no whole file stands for."""
-    table = made.table
-    found = list(data_files(table.metadata, rows, table.io, commit=uuid.uuid4(), numbers=itertools.count()))
-    made.written += [one.file_path for one in found]
-    for one in found:
-        one.spec_id = table.metadata.default_spec_id  # PyIceberg sets it where it reads a manifest
-    return found
+    table = change_table.table
+    written_files = list(
+        write_data_files(table.metadata, rows, table.io, commit=uuid.uuid4(), numbers=itertools.count())
+    )
+    change_table.written_paths += [one.file_path for one in written_files]
+    for file in written_files:
+        file.spec_id = table.metadata.default_spec_id  # PyIceberg sets it where it reads a manifest
+    return written_files
 
 
-def _append(
-    made: ChangeTable, files: Sequence[DataFile], properties: Mapping[str, str], spec_id: int
+def _append_files(
+    change_table: ChangeTable, files: Sequence[DataFile], properties: Mapping[str, str], spec_id: int
 ) -> None:
-    default = made.table.metadata.default_spec_id
-    table = _with(made.table, made.table.metadata.model_copy(update={"default_spec_id": spec_id}))
-    updates = snapshot_of(
+    default_spec_id = change_table.table.metadata.default_spec_id
+    table = _with_metadata(
+        change_table.table, change_table.table.metadata.model_copy(update={"default_spec_id": spec_id})
+    )
+    updates = build_snapshot(
         table,
         added=files,
         removed=(),
         operation=Operation.APPEND,
         properties=dict(properties),
-        written=made.written,
+        written_paths=change_table.written_paths,
     )
-    metadata = applied(table.metadata, updates)
-    made.table = _with(table, metadata.model_copy(update={"default_spec_id": default}))
+    metadata = apply_updates(table.metadata, updates)
+    change_table.table = _with_metadata(
+        table, metadata.model_copy(update={"default_spec_id": default_spec_id})
+    )
 
 
 def _spec_id(file: DataFile) -> int:
     return file.spec_id
 
 
-def _with(table: Table, metadata: TableMetadata, name: Identifier | None = None) -> Table:
+def _with_metadata(table: Table, metadata: TableMetadata, name: Identifier | None = None) -> Table:
     return Table(name or table.name(), metadata, table.metadata_location, table.io, table.catalog)

@@ -38,7 +38,7 @@ time or time stamp, the 16 bytes of a UUID."""
 
 
 @dataclass(frozen=True)
-class Facts:
+class ColumnFacts:
     """What holds for all rows of a file; False and None mean that it is not known.
 
     Every value that is neither null nor NaN is within `low` and `high`.
@@ -51,44 +51,44 @@ class Facts:
     high: Any = None
 
 
-def facts(
+def column_facts(
     file: DataFile,
     field: ice.NestedField,
     spec: PartitionSpec,
-    complete: Callable[[DataFile, int], bool] = lambda *_: False,
-) -> Facts:
+    is_complete: Callable[[DataFile, int], bool] = lambda *_: False,
+) -> ColumnFacts:
     """The facts on a top-level column; `spec` is the one that the file was written with.
 
-    `complete` is asked about a text column, by field id, when the manifest entry does not show that its
+    `is_complete` is asked about a text column, by field id, when the manifest entry does not show that its
     bounds are of all row groups.
     """
     kind = field.field_type
     if not isinstance(kind, ice.PrimitiveType):
-        return Facts()
+        return ColumnFacts()
     for index, part in enumerate(spec.fields):
         if part.source_id == field.field_id and isinstance(part.transform, IdentityTransform):
-            return _constant(file.partition[index], kind)
-    metrics, number = reliable_metrics(file, [field], complete), field.field_id
-    nulls = metrics.null_value_counts.get(number)
+            return _constant_facts(file.partition[index], kind)
+    metrics, field_id = reliable_metrics(file, [field], is_complete), field.field_id
+    null_count = metrics.null_value_counts.get(field_id)
     floating = isinstance(kind, ice.FloatType | ice.DoubleType)
-    return Facts(
-        no_null=nulls == 0,
-        all_null=nulls == file.record_count,
-        no_nan=not floating or metrics.nan_value_counts.get(number) == 0,
-        low=_bound(metrics.lower_bounds.get(number), kind),
-        high=_bound(metrics.upper_bounds.get(number), kind),
+    return ColumnFacts(
+        no_null=null_count == 0,
+        all_null=null_count == file.record_count,
+        no_nan=not floating or metrics.nan_value_counts.get(field_id) == 0,
+        low=_decode_bound(metrics.lower_bounds.get(field_id), kind),
+        high=_decode_bound(metrics.upper_bounds.get(field_id), kind),
     )
 
 
-def _constant(value: Any, kind: ice.PrimitiveType) -> Facts:
+def _constant_facts(value: Any, kind: ice.PrimitiveType) -> ColumnFacts:
     """The facts on a column that the file is partitioned by."""
     if value is None:
-        return Facts(all_null=True, no_nan=True)
+        return ColumnFacts(all_null=True, no_nan=True)
     if type(value) is not _VALUES.get(type(kind)) or value != value:
-        return Facts(no_null=True)
-    return Facts(no_null=True, no_nan=True, low=value, high=value)
+        return ColumnFacts(no_null=True)
+    return ColumnFacts(no_null=True, no_nan=True, low=value, high=value)
 
 
-def _bound(stored: bytes | None, kind: ice.PrimitiveType) -> Any:
+def _decode_bound(stored: bytes | None, kind: ice.PrimitiveType) -> Any:
     """A bound as a value; None if it is missing or of a type without order here."""
     return None if stored is None or type(kind) not in _VALUES else bound_value(stored, kind)

@@ -24,7 +24,7 @@ from pyiceberg.transforms import (
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.change import ChangedFile, ChangeSet
-from branchlake_dagster.history.file_facts import facts
+from branchlake_dagster.history.file_facts import column_facts
 
 _EPOCH = datetime(1970, 1, 1)
 """The wall clock that plain time stamps and dates count from."""
@@ -75,58 +75,61 @@ class Ranges:
 
     def __or__(self, other: Ranges) -> Ranges:
         anything = self.anything or other.anything
-        parts = () if anything else joined([*self.parts, *other.parts])
+        parts = () if anything else merge_ranges([*self.parts, *other.parts])
         return Ranges(parts, self.nulls or other.nulls, anything)
 
-    def meets(self, low: Any, high: Any) -> bool:
+    def overlaps(self, low: Any, high: Any) -> bool:
         """Whether a value of low <= value < high may be in it."""
         return self.anything or any(part.low < high and low <= part.high for part in self.parts)
 
-    def text(self) -> str:
+    def label(self) -> str:
         """For people."""
         if self.anything:
             return "any value"
-        shown = [
+        labels = [
             str(part.low) if part.low == part.high else f"{part.low} to {part.high}" for part in self.parts
         ]
-        return ", ".join([*shown, *(["null"] if self.nulls else [])]) or "none"
+        return ", ".join([*labels, *(["null"] if self.nulls else [])]) or "none"
 
 
 NOTHING = Ranges()
 
 
-def union(found: Iterable[Ranges]) -> Ranges:
+def union_ranges(ranges: Iterable[Ranges]) -> Ranges:
     """All of them together; of several inputs' changes, say. Their fields must be of one type."""
-    return reduce(lambda one, other: one | other, found, NOTHING)
+    return reduce(lambda first, other: first | other, ranges, NOTHING)
 
 
-def comparable(found: Mapping[str, Ranges], columns: Mapping[str, str]) -> list[Ranges]:
+def unify_types(ranges_by_table: Mapping[str, Ranges], columns: Mapping[str, str]) -> list[Ranges]:
     """The values of a column of each of several tables, by table, as values of one type.
 
     Where dates meet time stamps a date is a whole day of UTC, as Iceberg and Spark promote it; a time stamp
     without zone is the wall clock of UTC. Numbers of any type are compared as they are. Raises
     ConfigurationError for other types that differ.
     """
-    kinds = {name: _kinds(ranges) for name, ranges in found.items()}
-    every = set().union(*kinds.values())
-    if every <= {"date", "naive", "aware"}:
-        return [_moments(ranges) if len(every) > 1 else ranges for ranges in found.values()]
-    if len(every) > 1:
+    kinds = {name: _value_kinds(ranges) for name, ranges in ranges_by_table.items()}
+    all_kinds = set().union(*kinds.values())
+    if all_kinds <= {"date", "naive", "aware"}:
+        return [
+            _to_timestamps(ranges) if len(all_kinds) > 1 else ranges for ranges in ranges_by_table.values()
+        ]
+    if len(all_kinds) > 1:
         types = "; ".join(
-            f"{name}.{columns[name]}: {', '.join(sorted(kinds[name])) or 'no value'}" for name in found
+            f"{name}.{columns[name]}: {', '.join(sorted(kinds[name])) or 'no value'}"
+            for name in ranges_by_table
         )
         raise ConfigurationError(
             f"Change ranges are asked for, and the types of the columns cannot be compared: {types}.",
             hint="Name a column that has the same type in all inputs, or consume them by keys.",
         )
-    return [*found.values()]
+    return [*ranges_by_table.values()]
 
 
-def _kinds(ranges: Ranges) -> set[str]:
-    return {_kind(value) for part in ranges.parts for value in (part.low, part.high)}
+def _value_kinds(ranges: Ranges) -> set[str]:
+    return {_value_kind(value) for part in ranges.parts for value in (part.low, part.high)}
 
 
-def _kind(value: Any) -> str:
+def _value_kind(value: Any) -> str:
     if isinstance(value, datetime):
         return "naive" if value.tzinfo is None else "aware"
     if isinstance(value, date):
@@ -134,93 +137,98 @@ def _kind(value: Any) -> str:
     return "text" if isinstance(value, str) else "number"
 
 
-def _moments(ranges: Ranges) -> Ranges:
+def _to_timestamps(ranges: Ranges) -> Ranges:
     """Dates and time stamps as time stamps in UTC."""
     return replace(
         ranges,
-        parts=joined([Range(_moment(part.low), _moment(part.high, last=True)) for part in ranges.parts]),
+        parts=merge_ranges(
+            [Range(_to_timestamp(part.low), _to_timestamp(part.high, last=True)) for part in ranges.parts]
+        ),
     )
 
 
-def _moment(value: date | datetime, *, last: bool = False) -> datetime:
+def _to_timestamp(value: date | datetime, *, last: bool = False) -> datetime:
     if isinstance(value, datetime):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value
     return datetime.combine(value, time.max if last else time.min, UTC)
 
 
-def joined(parts: Sequence[Range]) -> tuple[Range, ...]:
+def merge_ranges(parts: Sequence[Range]) -> tuple[Range, ...]:
     """The same values in as few ranges as possible."""
-    done: list[Range] = []
+    result: list[Range] = []
     for part in sorted(parts):
-        if done and _touch(done[-1].high, part.low):
-            done[-1] = Range(done[-1].low, max(done[-1].high, part.high))
+        if result and _is_adjacent(result[-1].high, part.low):
+            result[-1] = Range(result[-1].low, max(result[-1].high, part.high))
         else:
-            done.append(part)
-    return tuple(done)
+            result.append(part)
+    return tuple(result)
 
 
-def _touch(end: Any, start: Any) -> bool:
+def _is_adjacent(end: Any, start: Any) -> bool:
     if start <= end:
         return True
-    whole = type(end) is int or type(end) is date
+    is_discrete = type(end) is int or type(end) is date
     step: Any = timedelta(days=1) if type(end) is date else 1
-    return whole and bool(start == end + step)
+    return is_discrete and bool(start == end + step)
 
 
-def changed(change: ChangeSet, field: str, metadata: TableMetadata) -> Ranges:
+def changed_ranges(change: ChangeSet, field: str, metadata: TableMetadata) -> Ranges:
     """The values of a top-level field in all rows of a change, from the bounds and partitions of its files.
 
     Raises ConfigurationError for a field that the table lacks or whose type has no order.
     """
-    bounds = Bounds(metadata, field, table=change.table)
+    bounds = ColumnRanges(metadata, field, table=change.table)
     # Each file by itself, also two of one path: the deletion vectors of several partitions lie in one file.
-    return union(bounds.of(one) for one in change.files())
+    return union_ranges(bounds.ranges_of(file) for file in change.files())
 
 
-class Bounds:
+class ColumnRanges:
     """Tells of single files between which values a field lies. Everything unknown widens to anything."""
 
     def __init__(self, metadata: TableMetadata, field: str, *, table: str) -> None:
         schema = metadata.schema()
-        self._field = _field(schema, field, table)
+        self._field = _require_ordered_field(schema, field, table)
         self._specs: Mapping[int, PartitionSpec] = metadata.specs()
 
-    def of(self, one: ChangedFile) -> Ranges:
+    def ranges_of(self, changed_file: ChangedFile) -> Ranges:
         """The values of a file's rows; for a delete file, of the rows that it may hit."""
         try:
-            return self._of(one.file, self._specs[one.file.spec_id])
+            return self._ranges_of_file(changed_file.file, self._specs[changed_file.file.spec_id])
         except OverflowError:  # a day in the year 40000, from somebody's broken clock
             return Ranges(anything=True, nulls=True)
 
-    def _of(self, file: DataFile, spec: PartitionSpec) -> Ranges:
-        by_partition = self._partition(file, spec)
+    def _ranges_of_file(self, file: DataFile, spec: PartitionSpec) -> Ranges:
+        partition_ranges = self._ranges_from_partition(file, spec)
         if file.content is DataFileContent.POSITION_DELETES:
-            return self._bounds(file, spec) if self._constant(spec) else by_partition
+            return self._ranges_from_bounds(file, spec) if self._is_constant(spec) else partition_ranges
         if file.content is DataFileContent.EQUALITY_DELETES:
-            told = self._constant(spec) or self._field.field_id in (file.equality_ids or [])
-            return _narrower(self._bounds(file, spec) if told else Ranges(anything=True), by_partition)
-        return _narrower(self._bounds(file, spec), by_partition)
+            has_bounds = self._is_constant(spec) or self._field.field_id in (file.equality_ids or [])
+            return _intersect_ranges(
+                self._ranges_from_bounds(file, spec) if has_bounds else Ranges(anything=True),
+                partition_ranges,
+            )
+        return _intersect_ranges(self._ranges_from_bounds(file, spec), partition_ranges)
 
-    def _constant(self, spec: PartitionSpec) -> bool:
+    def _is_constant(self, spec: PartitionSpec) -> bool:
         """Whether each partition has one value of the field."""
         return any(
             part.source_id == self._field.field_id and isinstance(part.transform, IdentityTransform)
             for part in spec.fields
         )
 
-    def _bounds(self, file: DataFile, spec: PartitionSpec) -> Ranges:
-        known = facts(file, self._field, spec)
-        if known.all_null:
+    def _ranges_from_bounds(self, file: DataFile, spec: PartitionSpec) -> Ranges:
+        file_facts = column_facts(file, self._field, spec)
+        if file_facts.all_null:
             return Ranges(nulls=True)
         kind = self._field.field_type
-        if known.low is None or known.high is None or not known.no_nan:
-            return Ranges(anything=True, nulls=not known.no_null)
-        part = Range(_value(known.low, kind), _value(known.high, kind))
-        return Ranges((part,), nulls=not known.no_null)
+        if file_facts.low is None or file_facts.high is None or not file_facts.no_nan:
+            return Ranges(anything=True, nulls=not file_facts.no_null)
+        part = Range(_decode_value(file_facts.low, kind), _decode_value(file_facts.high, kind))
+        return Ranges((part,), nulls=not file_facts.no_null)
 
-    def _partition(self, file: DataFile, spec: PartitionSpec) -> Ranges:
+    def _ranges_from_partition(self, file: DataFile, spec: PartitionSpec) -> Ranges:
         """What the partition says of the field, where it is partitioned by it in some way."""
-        found = Ranges(anything=True, nulls=True)
+        ranges = Ranges(anything=True, nulls=True)
         for index, part in enumerate(spec.fields):
             window = _WINDOWS.get(type(part.transform))
             if part.source_id != self._field.field_id or window is None:
@@ -229,28 +237,28 @@ class Bounds:
             if value is None:
                 return Ranges(nulls=True)
             if isinstance(value, int):
-                one = window(value, self._field.field_type)
-                found = _narrower(found, Ranges((one,))) if one else found
-        return found
+                window_range = window(value, self._field.field_type)
+                ranges = _intersect_ranges(ranges, Ranges((window_range,))) if window_range else ranges
+        return ranges
 
 
-def _narrower(one: Ranges, other: Ranges) -> Ranges:
+def _intersect_ranges(left: Ranges, right: Ranges) -> Ranges:
     """What both allow; each is true of the file."""
-    nulls = one.nulls and other.nulls
-    if one.anything or other.anything:
-        told = other if one.anything else one
-        return Ranges(told.parts, nulls, told.anything)
+    nulls = left.nulls and right.nulls
+    if left.anything or right.anything:
+        known_ranges = right if left.anything else left
+        return Ranges(known_ranges.parts, nulls, known_ranges.anything)
     parts = [
         Range(max(a.low, b.low), min(a.high, b.high))
-        for a in one.parts
-        for b in other.parts
+        for a in left.parts
+        for b in right.parts
         if max(a.low, b.low) <= min(a.high, b.high)
     ]
     # Bounds that contradict the partition are somebody's mistake; the bounds are of the rows themselves.
-    return Ranges(joined(parts) or one.parts, nulls)
+    return Ranges(merge_ranges(parts) or left.parts, nulls)
 
 
-def _field(schema: Schema, name: str, table: str) -> ice.NestedField:
+def _require_ordered_field(schema: Schema, name: str, table: str) -> ice.NestedField:
     for field in schema.fields:
         if field.name == name:
             if isinstance(field.field_type, _ORDERED):
@@ -267,7 +275,7 @@ def _field(schema: Schema, name: str, table: str) -> ice.NestedField:
     )
 
 
-def _value(stored: Any, kind: ice.IcebergType) -> Any:
+def _decode_value(stored: Any, kind: ice.IcebergType) -> Any:
     """A bound as Iceberg counts it, as a value of its type."""
     if isinstance(kind, ice.DateType) and type(stored) is int:
         return _EPOCH.date() + timedelta(days=stored)
@@ -278,27 +286,27 @@ def _value(stored: Any, kind: ice.IcebergType) -> Any:
     return stored
 
 
-def _days(value: int, kind: ice.IcebergType) -> Range | None:
-    return _between(_EPOCH + timedelta(days=value), _EPOCH + timedelta(days=value + 1), kind)
+def _day_range(value: int, kind: ice.IcebergType) -> Range | None:
+    return _range_between(_EPOCH + timedelta(days=value), _EPOCH + timedelta(days=value + 1), kind)
 
 
-def _hours(value: int, kind: ice.IcebergType) -> Range | None:
-    return _between(_EPOCH + timedelta(hours=value), _EPOCH + timedelta(hours=value + 1), kind)
+def _hour_range(value: int, kind: ice.IcebergType) -> Range | None:
+    return _range_between(_EPOCH + timedelta(hours=value), _EPOCH + timedelta(hours=value + 1), kind)
 
 
-def _months(value: int, kind: ice.IcebergType) -> Range | None:
-    return _between(_month(value), _month(value + 1), kind)
+def _month_range(value: int, kind: ice.IcebergType) -> Range | None:
+    return _range_between(_month_start(value), _month_start(value + 1), kind)
 
 
-def _years(value: int, kind: ice.IcebergType) -> Range | None:
-    return _between(_month(value * 12), _month(value * 12 + 12), kind)
+def _year_range(value: int, kind: ice.IcebergType) -> Range | None:
+    return _range_between(_month_start(value * 12), _month_start(value * 12 + 12), kind)
 
 
-def _month(number: int) -> datetime:
+def _month_start(number: int) -> datetime:
     return _EPOCH.replace(year=1970 + number // 12, month=number % 12 + 1)
 
 
-def _between(start: datetime, end: datetime, kind: ice.IcebergType) -> Range | None:
+def _range_between(start: datetime, end: datetime, kind: ice.IcebergType) -> Range | None:
     if isinstance(kind, ice.DateType):
         return Range(start.date(), (end - timedelta(days=1)).date())
     last = end - timedelta(microseconds=1)
@@ -310,8 +318,8 @@ def _between(start: datetime, end: datetime, kind: ice.IcebergType) -> Range | N
 
 
 _WINDOWS: dict[type[Transform[Any, Any]], Callable[[int, ice.IcebergType], Range | None]] = {
-    DayTransform: _days,
-    HourTransform: _hours,
-    MonthTransform: _months,
-    YearTransform: _years,
+    DayTransform: _day_range,
+    HourTransform: _hour_range,
+    MonthTransform: _month_range,
+    YearTransform: _year_range,
 }

@@ -25,10 +25,10 @@ from pyiceberg.table import FileScanTask, Table
 from pyiceberg.table.snapshots import Snapshot
 
 from branchlake_dagster.history import capture as history
-from branchlake_dagster.history.capture import files_gone
+from branchlake_dagster.history.capture import files_gone_error
 from branchlake_dagster.history.change import ChangedFile, ChangeKind, ChangeSet, RowsUnreadable
 from branchlake_dagster.internals.column_metrics import data_paths
-from branchlake_dagster.internals.pyiceberg import deleted_positions
+from branchlake_dagster.internals.pyiceberg import read_deleted_positions
 
 CHANGE_TYPE = "_change_type"
 ORDINAL = "_change_ordinal"
@@ -46,9 +46,9 @@ class ChangedRows:
     added: pa.Table
     removed: pa.Table
 
-    def tracked(self) -> pa.Table:
+    def with_change_types(self) -> pa.Table:
         """All of them in one table, by type."""
-        sides = [_typed(self.added, INSERT), _typed(self.removed, DELETE)]
+        sides = [_add_change_type(self.added, INSERT), _add_change_type(self.removed, DELETE)]
         return pa.concat_tables(sides, promote_options="permissive")
 
 
@@ -66,10 +66,10 @@ class RowReader:
         self._commits = commits
         schema = table.schema()
         self._schema = schema if columns is None else schema.select(*columns)
-        if change.equality_deletes:
-            raise self._by_value()
+        if change.has_equality_deletes:
+            raise self._equality_delete_error()
 
-    def _by_value(self) -> RowsUnreadable:
+    def _equality_delete_error(self) -> RowsUnreadable:
         return RowsUnreadable(
             "Rows were deleted by value (equality deletes), and only a scan of the table tells which.",
             table=self._change.table,
@@ -79,53 +79,56 @@ class RowReader:
     def read(self) -> ChangedRows:
         """Both sides, as the files have them. Raises RowsUnreadable and ChangeLost."""
         try:
-            return ChangedRows(self.added(), self.removed())
+            return ChangedRows(self.read_added(), self.read_removed())
         except FileNotFoundError as error:
-            raise files_gone(self._change.table) from error
+            raise files_gone_error(self._change.table) from error
 
-    def added(self) -> pa.Table:
+    def read_added(self) -> pa.Table:
         """The rows of the added files, without those that were deleted again."""
-        deletes = [one.file for one in self._change.deletes]
-        return self._read(self._change.added, deletes)
+        deletes = [file.file for file in self._change.deletes]
+        return self._read_files(self._change.added, deletes)
 
-    def removed(self) -> pa.Table:
+    def read_removed(self) -> pa.Table:
         """The rows of removed files as they were at the position, and what delete files hit elsewhere."""
         change = self._change
         if change.only_appends:
-            return self._empty()
-        before = self._deletes_before()
-        gone = self._read(change.removed, before)
-        return self._together([gone, *self._hit(before)])
+            return self._empty_rows()
+        earlier_deletes = self._deletes_before()
+        removed_rows = self._read_files(change.removed, earlier_deletes)
+        return self._concat_rows([removed_rows, *self._iter_deleted_rows(earlier_deletes)])
 
-    def whole_files(self) -> bool:
+    def has_whole_files(self) -> bool:
         """Whether the files alone are the rows: no delete file takes any of them out."""
         if self._change.deletes:
             return False
-        before = self._deletes_before() if self._change.removed else []
-        return not any(_applying(one.file, before) for one in self._change.removed)
+        earlier_deletes = self._deletes_before() if self._change.removed else []
+        return not any(_applicable_deletes(file.file, earlier_deletes) for file in self._change.removed)
 
     # -- files ---------------------------------------------------------------------------------------
 
-    def _read(self, files: Sequence[ChangedFile], deletes: Sequence[DataFile]) -> pa.Table:
+    def _read_files(self, files: Sequence[ChangedFile], deletes: Sequence[DataFile]) -> pa.Table:
         parts: list[pa.Table] = []
-        ordered = sorted(files, key=_step)
-        for (ordinal, snapshot_id), some in groupby(ordered, key=_step):
-            tasks = [FileScanTask(one.file, delete_files=_applying(one.file, deletes)) for one in some]
-            parts.append(self._marked(self._scan(tasks), ordinal, snapshot_id))
-        return self._together(parts)
+        ordered = sorted(files, key=_step_key)
+        for (ordinal, snapshot_id), group in groupby(ordered, key=_step_key):
+            tasks = [
+                FileScanTask(file.file, delete_files=_applicable_deletes(file.file, deletes))
+                for file in group
+            ]
+            parts.append(self._add_commit_columns(self._scan(tasks), ordinal, snapshot_id))
+        return self._concat_rows(parts)
 
-    def _together(self, parts: Sequence[pa.Table]) -> pa.Table:
+    def _concat_rows(self, parts: Sequence[pa.Table]) -> pa.Table:
         """All of them; scans differ in how they hold text, and a table without rows says nothing."""
-        filled = [part for part in parts if part.num_rows]
-        return pa.concat_tables(filled, promote_options="permissive") if filled else self._empty()
+        non_empty = [part for part in parts if part.num_rows]
+        return pa.concat_tables(non_empty, promote_options="permissive") if non_empty else self._empty_rows()
 
     def _scan(self, tasks: Sequence[FileScanTask]) -> pa.Table:
         return ArrowScan(self._table.metadata, self._table.io, self._schema, AlwaysTrue()).to_table(tasks)
 
-    def _empty(self) -> pa.Table:
-        return self._marked(arrow_schema(self._schema).empty_table(), 0, 0)
+    def _empty_rows(self) -> pa.Table:
+        return self._add_commit_columns(arrow_schema(self._schema).empty_table(), 0, 0)
 
-    def _marked(self, rows: pa.Table, ordinal: int, snapshot_id: int) -> pa.Table:
+    def _add_commit_columns(self, rows: pa.Table, ordinal: int, snapshot_id: int) -> pa.Table:
         if not self._commits:
             return rows
         count = rows.num_rows
@@ -143,69 +146,73 @@ class RowReader:
         since, metadata = self._change.since, self._table.metadata
         if since is None:
             return []
-        line, _ = history.line(metadata, since.snapshot_id)
-        known = {step.snapshot_id for step in self._change.steps}
-        found: list[DataFile] = []
-        for number, snapshot in enumerate(line):
-            if number and snapshot.snapshot_id in known:
+        ancestors, _ = history.ancestors_after(metadata, since.snapshot_id)
+        step_ids = {step.snapshot_id for step in self._change.steps}
+        delete_files: list[DataFile] = []
+        for number, snapshot in enumerate(ancestors):
+            if number and snapshot.snapshot_id in step_ids:
                 continue
-            for entry in self._delete_entries(snapshot):
+            for entry in self._iter_delete_entries(snapshot):
                 own = entry.snapshot_id == snapshot.snapshot_id
                 if entry.status == ManifestEntryStatus.DELETED:
-                    held = own and not number
+                    is_in_force = own and not number
                 elif own and entry.status == ManifestEntryStatus.ADDED:
-                    held = snapshot.snapshot_id not in known
+                    is_in_force = snapshot.snapshot_id not in step_ids
                 else:
-                    held = not number
-                if held:
-                    found.append(entry.data_file)
-        if any(one.content is DataFileContent.EQUALITY_DELETES for one in found):
-            raise self._by_value()
-        return found
+                    is_in_force = not number
+                if is_in_force:
+                    delete_files.append(entry.data_file)
+        if any(file.content is DataFileContent.EQUALITY_DELETES for file in delete_files):
+            raise self._equality_delete_error()
+        return delete_files
 
-    def _delete_entries(self, snapshot: Snapshot) -> Iterator[ManifestEntry]:
+    def _iter_delete_entries(self, snapshot: Snapshot) -> Iterator[ManifestEntry]:
         for manifest in snapshot.manifests(self._table.io):
             if manifest.content == ManifestContent.DELETES:
                 yield from manifest.fetch_manifest_entry(self._table.io, discard_deleted=False)
 
-    def _hit(self, before: Sequence[DataFile]) -> Iterator[pa.Table]:
+    def _iter_deleted_rows(self, earlier_deletes: Sequence[DataFile]) -> Iterator[pa.Table]:
         """The rows of files beyond this change that delete files hit, and none before did, each once.
 
         A delete file may repeat what an older one names, to take its place.
         """
         change = self._change
         # Of a file that goes, all rows go; one that is only compacted has lost these rows before.
-        known = {
+        changed_paths = {
             changed.path
             for step in change.steps
             if step.kind is not ChangeKind.COMPACT
             for changed in step.removed
         }
-        known |= {changed.path for changed in change.added}
-        seen: dict[str, pa.Array] = {}
-        for one in change.deletes:
-            named = deleted_positions(self._table.io, one.file)
-            for file in self._live(named.keys() - known, one.snapshot_id):
+        changed_paths |= {changed.path for changed in change.added}
+        seen_positions: dict[str, pa.Array] = {}
+        for delete_file in change.deletes:
+            positions_by_path = read_deleted_positions(self._table.io, delete_file.file)
+            for file in self._iter_live_files(
+                positions_by_path.keys() - changed_paths, delete_file.snapshot_id
+            ):
                 path = file.file_path
-                if path not in seen:
-                    seen[path] = self._positions(file, before)
-                new = pc.unique(named[path].cast(pa.int64()))
-                new = new.filter(pc.invert(pc.is_in(new, seen[path])))
-                seen[path] = pa.concat_arrays([seen[path], new])
-                if len(new):
-                    taken = self._scan([FileScanTask(file)]).take(new.sort())
-                    yield self._marked(taken, one.ordinal, one.snapshot_id)
+                if path not in seen_positions:
+                    seen_positions[path] = self._deleted_positions(file, earlier_deletes)
+                new_positions = pc.unique(positions_by_path[path].cast(pa.int64()))
+                new_positions = new_positions.filter(pc.invert(pc.is_in(new_positions, seen_positions[path])))
+                seen_positions[path] = pa.concat_arrays([seen_positions[path], new_positions])
+                if len(new_positions):
+                    deleted_rows = self._scan([FileScanTask(file)]).take(new_positions.sort())
+                    yield self._add_commit_columns(deleted_rows, delete_file.ordinal, delete_file.snapshot_id)
 
-    def _positions(self, file: DataFile, deletes: Sequence[DataFile]) -> pa.Array:
-        found = [pa.array([], pa.int64())]
-        for one in _applying(file, deletes):
-            named = deleted_positions(self._table.io, one).get(file.file_path)
-            found += [] if named is None else [part.cast(pa.int64()) for part in named.chunks]
-        return pa.concat_arrays(found)
+    def _deleted_positions(self, file: DataFile, deletes: Sequence[DataFile]) -> pa.Array:
+        positions = [pa.array([], pa.int64())]
+        for delete_file in _applicable_deletes(file, deletes):
+            file_positions = read_deleted_positions(self._table.io, delete_file).get(file.file_path)
+            positions += (
+                [] if file_positions is None else [part.cast(pa.int64()) for part in file_positions.chunks]
+            )
+        return pa.concat_arrays(positions)
 
-    def _live(self, wanted: AbstractSet[str], snapshot_id: int) -> Iterator[DataFile]:
+    def _iter_live_files(self, file_paths: AbstractSet[str], snapshot_id: int) -> Iterator[DataFile]:
         """The data files of these paths in a snapshot."""
-        snapshot, paths = self._table.metadata.snapshot_by_id(snapshot_id), set(wanted)
+        snapshot, paths = self._table.metadata.snapshot_by_id(snapshot_id), set(file_paths)
         for manifest in snapshot.manifests(self._table.io) if snapshot and paths else ():
             if manifest.content != ManifestContent.DATA or not paths:
                 continue
@@ -215,14 +222,20 @@ class RowReader:
                     yield entry.data_file
 
 
-def _step(one: ChangedFile) -> tuple[int, int]:
-    return one.ordinal, one.snapshot_id
+def _step_key(file: ChangedFile) -> tuple[int, int]:
+    return file.ordinal, file.snapshot_id
 
 
-def _applying(file: DataFile, deletes: Sequence[DataFile]) -> set[DataFile]:
+def _applicable_deletes(file: DataFile, deletes: Sequence[DataFile]) -> set[DataFile]:
     """The position delete files that may name rows of a data file."""
-    positions = (one for one in deletes if one.content is DataFileContent.POSITION_DELETES)
-    return {one for one in positions if (paths := data_paths(one)) is None or paths.may_name(file.file_path)}
+    positions = (
+        delete_file for delete_file in deletes if delete_file.content is DataFileContent.POSITION_DELETES
+    )
+    return {
+        delete_file
+        for delete_file in positions
+        if (paths := data_paths(delete_file)) is None or paths.may_name(file.file_path)
+    }
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
@@ -230,11 +243,11 @@ def arrow_schema(schema: Schema) -> pa.Schema:
     return schema_to_pyarrow(schema, include_field_ids=False)
 
 
-def _typed(rows: pa.Table, kind: str) -> pa.Table:
+def _add_change_type(rows: pa.Table, kind: str) -> pa.Table:
     return rows.append_column(CHANGE_TYPE, pa.repeat(pa.scalar(kind), rows.num_rows))
 
 
-def without_carried(rows: ChangedRows) -> ChangedRows:
+def drop_unchanged_rows(rows: ChangedRows) -> ChangedRows:
     """Without the rows that are on both sides: a rewritten file carries those along that did not change.
 
     Rows are compared as a whole, null equal to null; of a type that cannot be, nothing is left out.
@@ -247,11 +260,11 @@ def without_carried(rows: ChangedRows) -> ChangedRows:
             pl.DataFrame(pl.from_arrow(side)).with_columns(pl.lit(sign, pl.Int64).alias(_COUNT))
             for side, sign in ((rows.added, 1), (rows.removed, -1))
         ]
-        left = pl.concat(sides).group_by(columns).agg(pl.col(_COUNT).sum())
+        net_counts = pl.concat(sides).group_by(columns).agg(pl.col(_COUNT).sum())
         schema = rows.added.schema
         return ChangedRows(
-            _repeated(left.filter(pl.col(_COUNT) > 0), schema),
-            _repeated(left.filter(pl.col(_COUNT) < 0), schema),
+            _repeat_by_count(net_counts.filter(pl.col(_COUNT) > 0), schema),
+            _repeat_by_count(net_counts.filter(pl.col(_COUNT) < 0), schema),
         )
     except (pl.exceptions.PolarsError, pa.ArrowException):  # a map, or an opaque type
         return rows
@@ -260,7 +273,7 @@ def without_carried(rows: ChangedRows) -> ChangedRows:
 _COUNT = "branchlake_count"
 
 
-def _repeated(rows: pl.DataFrame, schema: pa.Schema) -> pa.Table:
+def _repeat_by_count(rows: pl.DataFrame, schema: pa.Schema) -> pa.Table:
     """Each row as often as it is counted."""
     times = rows[_COUNT].abs().to_numpy()
     return rows.drop(_COUNT).to_arrow().cast(schema).take(pa.array(np.repeat(np.arange(len(times)), times)))

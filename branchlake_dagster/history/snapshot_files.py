@@ -20,9 +20,9 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.table.snapshots import Operation, Snapshot
 
-from branchlake_dagster.internals.pyiceberg_manifests import entries_of
+from branchlake_dagster.internals.pyiceberg_manifests import iter_entries
 
-_READERS = 8
+_MAX_READERS = 8
 """Manifests that are read side by side: each is a request to the store."""
 _LIVE = -1
 """In the place of a snapshot's id: all that is in a manifest."""
@@ -56,76 +56,84 @@ class OwnFilesCache:
     Holds what was used last, at most `most_bytes` by an estimate that is rather too large.
     """
 
-    def __init__(self, *, most_bytes: int = 256 << 20) -> None:
+    def __init__(self, *, max_bytes: int = 256 << 20) -> None:
         self._lock = threading.Lock()
-        self._found: LRUCache[tuple[str, int], tuple[OwnFiles | tuple[LiveFile, ...], int]]
-        self._found = LRUCache(most_bytes, getsizeof=lambda kept: kept[1])
+        self._cache: LRUCache[tuple[str, int], tuple[OwnFiles | tuple[LiveFile, ...], int]]
+        self._cache = LRUCache(max_bytes, getsizeof=lambda entry: entry[1])
 
-    def of(self, snapshots: Sequence[Snapshot], head: Snapshot | None, io: FileIO) -> dict[int, OwnFiles]:
+    def load_files(
+        self, snapshots: Sequence[Snapshot], head: Snapshot | None, io: FileIO
+    ) -> dict[int, OwnFiles]:
         """The files of each snapshot by its id; `head` is the table's current one.
 
         Raises FileNotFoundError when a manifest is gone.
         """
-        found: dict[int, OwnFiles] = {}
+        files_by_snapshot: dict[int, OwnFiles] = {}
         missing: list[Snapshot] = []
-        for one in snapshots:
-            held = self._held_for((one.manifest_list, one.snapshot_id))
-            if isinstance(held, OwnFiles):
-                found[one.snapshot_id] = held
+        for snapshot in snapshots:
+            cached_files = self._find_cached((snapshot.manifest_list, snapshot.snapshot_id))
+            if isinstance(cached_files, OwnFiles):
+                files_by_snapshot[snapshot.snapshot_id] = cached_files
             else:
-                missing.append(one)
+                missing.append(snapshot)
         if missing:
-            for one, files in _read(missing, head, io):
-                found[one.snapshot_id] = files
-                self._keep((one.manifest_list, one.snapshot_id), files)
-        return found
+            for snapshot, files in _read_snapshots(missing, head, io):
+                files_by_snapshot[snapshot.snapshot_id] = files
+                self._store_files((snapshot.manifest_list, snapshot.snapshot_id), files)
+        return files_by_snapshot
 
-    def live(self, snapshot: Snapshot, io: FileIO) -> list[LiveFile]:
+    def load_live_files(self, snapshot: Snapshot, io: FileIO) -> list[LiveFile]:
         """All files that a snapshot has. Raises FileNotFoundError when a manifest is gone."""
         manifests = snapshot.manifests(io)
-        with ThreadPoolExecutor(min(_READERS, len(manifests)) or 1) as pool:
+        with ThreadPoolExecutor(min(_MAX_READERS, len(manifests)) or 1) as pool:
             return [
-                file for files in pool.map(lambda one: self._live_in(one, io), manifests) for file in files
+                file
+                for files in pool.map(lambda manifest: self._load_live_manifest(manifest, io), manifests)
+                for file in files
             ]
 
-    def _live_in(self, manifest: ManifestFile, io: FileIO) -> tuple[LiveFile, ...]:
+    def _load_live_manifest(self, manifest: ManifestFile, io: FileIO) -> tuple[LiveFile, ...]:
         key = manifest.manifest_path, _LIVE
-        held = self._held_for(key)
-        if isinstance(held, tuple):
-            return held
+        cached_files = self._find_cached(key)
+        if isinstance(cached_files, tuple):
+            return cached_files
         is_data = manifest.content is ManifestContent.DATA
         with io.new_input(manifest.manifest_path).open() as stream:
             content = stream.read()
         files = tuple(
             LiveFile(entry.data_file, entry.snapshot_id or manifest.added_snapshot_id or 0, is_data)
-            for entry in entries_of(manifest, content)
+            for entry in iter_entries(manifest, content)
             if entry.status != ManifestEntryStatus.DELETED
         )
-        self._keep(key, files)
+        self._store_files(key, files)
         return files
 
-    def _held_for(self, key: tuple[str, int]) -> OwnFiles | tuple[LiveFile, ...] | None:
+    def _find_cached(self, key: tuple[str, int]) -> OwnFiles | tuple[LiveFile, ...] | None:
         with self._lock:
-            kept = self._found.get(key)
-        return None if kept is None else kept[0]
+            entry = self._cache.get(key)
+        return None if entry is None else entry[0]
 
-    def _keep(self, key: tuple[str, int], files: OwnFiles | tuple[LiveFile, ...]) -> None:
-        held = (*files.added, *files.removed) if isinstance(files, OwnFiles) else [one.file for one in files]
-        size = _BYTES_OF_A_FILE + sum(map(_bytes_of, held))
+    def _store_files(self, key: tuple[str, int], files: OwnFiles | tuple[LiveFile, ...]) -> None:
+        data_files = (
+            (*files.added, *files.removed)
+            if isinstance(files, OwnFiles)
+            else [live_file.file for live_file in files]
+        )
+        size = _BYTES_OF_A_FILE + sum(map(_estimate_bytes, data_files))
         with self._lock:
-            if size <= self._found.maxsize:
-                self._found[key] = files, size
+            if size <= self._cache.maxsize:
+                self._cache[key] = files, size
 
 
 _BYTES_OF_A_FILE, _BYTES_OF_A_COLUMN = 2_000, 350
 """In CPython 3.11: what a file takes without its columns, and a column with its counts and short bounds."""
 
 
-def _bytes_of(file: DataFile) -> int:
+def _estimate_bytes(file: DataFile) -> int:
     """The memory that the description of a file takes: 7 kB with 20 columns, 75 kB with 200."""
-    bounds = [one for one in (file.lower_bounds, file.upper_bounds) if one is not None]
+    bounds = [values for values in (file.lower_bounds, file.upper_bounds) if values is not None]
     columns = max(len(file.value_counts or ()), *map(len, bounds), 0)
-    lengths = sum(len(bound) for one in bounds for bound in one.values())
+    lengths = sum(len(bound) for values in bounds for bound in values.values())
     return _BYTES_OF_A_FILE + columns * _BYTES_OF_A_COLUMN + lengths
 
 
@@ -133,7 +141,7 @@ CACHE = OwnFilesCache()
 """Of this process."""
 
 
-def _read(
+def _read_snapshots(
     snapshots: Sequence[Snapshot], head: Snapshot | None, io: FileIO
 ) -> list[tuple[Snapshot, OwnFiles]]:
     by_snapshot: dict[int, list[ManifestFile]] = {}
@@ -143,31 +151,31 @@ def _read(
         for manifest in head.manifests(io):
             if manifest.added_snapshot_id in wanted:
                 by_snapshot.setdefault(manifest.added_snapshot_id, []).append(manifest)
-    with ThreadPoolExecutor(min(_READERS, len(snapshots))) as pool:
+    with ThreadPoolExecutor(min(_MAX_READERS, len(snapshots))) as pool:
         lists = list(
-            pool.map(lambda one: _manifests(one, by_snapshot.get(one.snapshot_id, []), io), snapshots)
+            pool.map(lambda one: _own_manifests(one, by_snapshot.get(one.snapshot_id, []), io), snapshots)
         )
         reads = [
-            [pool.submit(_entries, manifest, one.snapshot_id, io) for manifest in manifests]
+            [pool.submit(_read_own_entries, manifest, one.snapshot_id, io) for manifest in manifests]
             for one, manifests in zip(snapshots, lists, strict=True)
         ]
         return [
-            (one, _joined([read.result() for read in each]))
+            (one, _merge_files([read.result() for read in each]))
             for one, each in zip(snapshots, reads, strict=True)
         ]
 
 
-def _manifests(snapshot: Snapshot, kept: list[ManifestFile], io: FileIO) -> list[ManifestFile]:
+def _own_manifests(snapshot: Snapshot, known_manifests: list[ManifestFile], io: FileIO) -> list[ManifestFile]:
     """The manifests that name what the snapshot changed."""
-    if _is_whole_append(snapshot, kept):
-        return kept
-    own: list[ManifestFile] = []
+    if _is_whole_append(snapshot, known_manifests):
+        return known_manifests
+    own_manifests: list[ManifestFile] = []
     for manifest in read_manifest_list(io.new_input(snapshot.manifest_list)):
         if manifest.added_snapshot_id == snapshot.snapshot_id and _has_changes(manifest):
-            own.append(manifest)
-            if _is_whole_append(snapshot, own):
+            own_manifests.append(manifest)
+            if _is_whole_append(snapshot, own_manifests):
                 break  # engines put the new ones first, and the list is as long as the table is old
-    return own
+    return own_manifests
 
 
 def _has_changes(manifest: ManifestFile) -> bool:
@@ -181,23 +189,25 @@ def _is_whole_append(snapshot: Snapshot, manifests: list[ManifestFile]) -> bool:
     summary = snapshot.summary
     if summary is None or summary.operation is not Operation.APPEND or not manifests:
         return False
-    told = summary.additional_properties.get("added-data-files", "")
-    return told.isdigit() and int(told) == sum(one.added_files_count or 0 for one in manifests)
+    added_count = summary.additional_properties.get("added-data-files", "")
+    return added_count.isdigit() and int(added_count) == sum(
+        manifest.added_files_count or 0 for manifest in manifests
+    )
 
 
-def _entries(manifest: ManifestFile, snapshot_id: int, io: FileIO) -> OwnFiles:
+def _read_own_entries(manifest: ManifestFile, snapshot_id: int, io: FileIO) -> OwnFiles:
     with io.new_input(manifest.manifest_path).open() as stream:
         content = stream.read()
-    places = _places(content, manifest, snapshot_id) if _mostly_others(manifest) else None
-    own = [
+    entry_indexes = _find_entry_indexes(content, manifest, snapshot_id) if _mostly_others(manifest) else None
+    own_entries = [
         entry
-        for entry in entries_of(manifest, content, places)
+        for entry in iter_entries(manifest, content, entry_indexes)
         if entry.snapshot_id == snapshot_id and entry.status != ManifestEntryStatus.EXISTING
     ]
-    of: Callable[[bool], tuple[DataFile, ...]] = lambda new: tuple(  # noqa: E731
-        one.data_file for one in own if (one.status == ManifestEntryStatus.ADDED) is new
+    files_by_status: Callable[[bool], tuple[DataFile, ...]] = lambda is_new: tuple(  # noqa: E731
+        entry.data_file for entry in own_entries if (entry.status == ManifestEntryStatus.ADDED) is is_new
     )
-    return OwnFiles(of(True), of(False))
+    return OwnFiles(files_by_status(True), files_by_status(False))
 
 
 def _mostly_others(manifest: ManifestFile) -> bool:
@@ -205,7 +215,7 @@ def _mostly_others(manifest: ManifestFile) -> bool:
     return manifest.existing_files_count is None or manifest.existing_files_count > _FEW_ENTRIES
 
 
-def _places(content: bytes, manifest: ManifestFile, snapshot_id: int) -> list[int] | None:
+def _find_entry_indexes(content: bytes, manifest: ManifestFile, snapshot_id: int) -> list[int] | None:
     """Where in a manifest the snapshot's own entries are; None: not known.
 
     A merged manifest may name all the files of a table, and its status column alone is read in a tenth of
@@ -215,12 +225,12 @@ def _places(content: bytes, manifest: ManifestFile, snapshot_id: int) -> list[in
         columns = pl.read_avro(BytesIO(content), columns=["status", "snapshot_id"])
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException):  # a codec that it does not know
         return None
-    by = pl.col("snapshot_id").fill_null(manifest.added_snapshot_id)
-    mine = (pl.col("status") != ManifestEntryStatus.EXISTING.value) & (by == snapshot_id)
-    return columns.select(mine.arg_true()).to_series().to_list()
+    added_by = pl.col("snapshot_id").fill_null(manifest.added_snapshot_id)
+    is_own = (pl.col("status") != ManifestEntryStatus.EXISTING.value) & (added_by == snapshot_id)
+    return columns.select(is_own.arg_true()).to_series().to_list()
 
 
-def _joined(parts: Sequence[OwnFiles]) -> OwnFiles:
+def _merge_files(parts: Sequence[OwnFiles]) -> OwnFiles:
     return OwnFiles(
         tuple(file for part in parts for file in part.added),
         tuple(file for part in parts for file in part.removed),

@@ -21,9 +21,9 @@ from dagster import (
     TimeWindowPartitionsDefinition,
 )
 
-from branchlake_dagster.history.ranges import Range, Ranges, joined
+from branchlake_dagster.history.ranges import Range, Ranges, merge_ranges
 
-_NONE = timedelta()
+_ZERO = timedelta()
 _DAY = timedelta(days=1)
 LAST_DAY = date(9999, 12, 30)
 """The day after it is a date too, which those who compare with `<` need."""
@@ -37,33 +37,34 @@ class Reach:
     definition, as those of Dagster's TimeWindowPartitionMapping do.
     """
 
-    before: timedelta = _NONE
-    after: timedelta = _NONE
+    before: timedelta = _ZERO
+    after: timedelta = _ZERO
     start_offset: int = 0
     end_offset: int = 0
 
     @property
-    def nothing(self) -> bool:
+    def is_own_window(self) -> bool:
         """Whether results depend on the rows of their own window alone."""
         return self == Reach()
 
-    def of_window(self, definition: TimeWindowPartitionsDefinition, own: TimeWindow) -> TimeWindow:
+    def required_window(self, definition: TimeWindowPartitionsDefinition, own: TimeWindow) -> TimeWindow:
         """The window of the rows that the results of a window depend on; it may begin before the first."""
-        start = _border(definition, own.start, self.start_offset)
-        end = _border(definition, own.end, self.end_offset)
+        start = _shift_window_border(definition, own.start, self.start_offset)
+        end = _shift_window_border(definition, own.end, self.end_offset)
         return TimeWindow(start - self.before, end + self.after)
 
-    def affected(
+    def affected_interval(
         self, definition: TimeWindowPartitionsDefinition, start: datetime, end: datetime
     ) -> TimeWindow:
         """An interval that holds every window whose results depend on a row of `start` to `end`.
 
-        It may hold others too, which `of_window` sorts out.
+        It may hold others too, which `required_window` sorts out.
         """
-        low = _outer(definition, start - self.after, -1)
-        high = _outer(definition, end + self.before, 1)
+        low = _nearest_window_border(definition, start - self.after, -1)
+        high = _nearest_window_border(definition, end + self.before, 1)
         return TimeWindow(
-            _border(definition, low, -self.end_offset), _border(definition, high, -self.start_offset)
+            _shift_window_border(definition, low, -self.end_offset),
+            _shift_window_border(definition, high, -self.start_offset),
         )
 
     def complete_before(
@@ -73,29 +74,36 @@ class Reach:
         if definition is None or self.end_offset <= 0:
             return through - self.after
         return min(
-            _border(definition, _outer(definition, through - self.after, -1), -self.end_offset), through
+            _shift_window_border(
+                definition, _nearest_window_border(definition, through - self.after, -1), -self.end_offset
+            ),
+            through,
         )
 
-    def around(self, ranges: Ranges, *, rows: bool) -> Ranges:
-        """The values whose results a change of these values affects; `rows`: that results of these need.
+    def widen_ranges(self, ranges: Ranges, *, to_required_rows: bool) -> Ranges:
+        """The values whose results a change of these values affects; `to_required_rows`: that results of these need.
 
         Dates are moved by whole days.
         """
-        back, ahead = (self.before, self.after) if rows else (self.after, self.before)
-        if ranges.anything or self.nothing:
+        back, ahead = (self.before, self.after) if to_required_rows else (self.after, self.before)
+        if ranges.anything or self.is_own_window:
             return ranges
-        parts = [Range(_moved(one.low, -back), _moved(one.high, ahead)) for one in ranges.parts]
-        return Ranges(joined(parts), ranges.nulls)
+        parts = [
+            Range(_shift_value(part.low, -back), _shift_value(part.high, ahead)) for part in ranges.parts
+        ]
+        return Ranges(merge_ranges(parts), ranges.nulls)
 
 
-def mapped(mapping: PartitionMapping | None, widen: tuple[timedelta, timedelta]) -> Reach:
+def build_reach(mapping: PartitionMapping | None, widen: tuple[timedelta, timedelta]) -> Reach:
     """The reach that a partition mapping and a `widen` give together."""
     if isinstance(mapping, TimeWindowPartitionMapping):
         return Reach(*widen, start_offset=mapping.start_offset, end_offset=mapping.end_offset)
     return Reach(*widen)
 
 
-def _border(definition: TimeWindowPartitionsDefinition, border: datetime, count: int) -> datetime:
+def _shift_window_border(
+    definition: TimeWindowPartitionsDefinition, border: datetime, count: int
+) -> datetime:
     """The border between two windows that is so many windows later; earlier with a negative count."""
     for _ in range(abs(count)):
         if count > 0:
@@ -107,7 +115,9 @@ def _border(definition: TimeWindowPartitionsDefinition, border: datetime, count:
     return border
 
 
-def _outer(definition: TimeWindowPartitionsDefinition, moment: datetime, direction: int) -> datetime:
+def _nearest_window_border(
+    definition: TimeWindowPartitionsDefinition, moment: datetime, direction: int
+) -> datetime:
     """The nearest border between two windows that is not after a moment; with direction 1: not before it."""
     if direction > 0:
         following = definition.get_next_partition_window(moment, respect_bounds=False)
@@ -116,15 +126,15 @@ def _outer(definition: TimeWindowPartitionsDefinition, moment: datetime, directi
     return previous.end if previous is not None else moment
 
 
-def _moved(value: Any, by: timedelta) -> Any:
+def _shift_value(value: Any, by: timedelta) -> Any:
     """A date or time stamp moved, dates by whole days; at most to the ends of the calendar."""
     try:
         if isinstance(value, datetime):
             return value + by
-        return value + _DAY * (-(abs(by) // -_DAY)) * (1 if by >= _NONE else -1)
+        return value + _DAY * (-(abs(by) // -_DAY)) * (1 if by >= _ZERO else -1)
     except OverflowError:
-        day = LAST_DAY if by >= _NONE else date.min
-        at = time.max if by >= _NONE else time.min
+        day = LAST_DAY if by >= _ZERO else date.min
+        at = time.max if by >= _ZERO else time.min
         return datetime.combine(day, at, value.tzinfo) if isinstance(value, datetime) else day
 
 
@@ -133,46 +143,55 @@ _OWN_ROWS = Reach()
 _TICK = timedelta(microseconds=1)
 
 
-def dimensions(definition: PartitionsDefinition[str]) -> dict[str, PartitionsDefinition[str]]:
+def dimension_definitions(definition: PartitionsDefinition[str]) -> dict[str, PartitionsDefinition[str]]:
     """The partition definition of each dimension; the only one has the empty string for a name."""
     if isinstance(definition, MultiPartitionsDefinition):
-        return {one.name: one.partitions_def for one in definition.partitions_defs}
+        return {dimension.name: dimension.partitions_def for dimension in definition.partitions_defs}
     return {"": definition}
 
 
-def affected(
+def affected_partition_keys(
     definition: PartitionsDefinition[str],
-    changed: Mapping[str, Ranges],
+    changed_ranges: Mapping[str, Ranges],
     *,
     reach: Reach = _OWN_ROWS,
     instance: DagsterInstance | None = None,
 ) -> set[str]:
     """The keys of the partitions whose results may depend on rows of a change.
 
-    `changed` are the values by partition dimension, `reach` how far results depend on rows beside their own.
+    `changed_ranges` are the values by partition dimension, `reach` how far results depend on rows beside
+    their own.
     What is not told counts as all partitions. A date is a day of the partitions' own calendar, a time stamp
     without zone the wall clock of UTC. Null is in none.
     """
-    if any(ranges.empty for ranges in changed.values()):
+    if any(ranges.empty for ranges in changed_ranges.values()):
         return set()
     if not isinstance(definition, MultiPartitionsDefinition):
-        return _keys(definition, changed.get("", _ANYTHING), reach, instance)
-    parts = dimensions(definition)
-    values = [_keys(part, changed.get(name, _ANYTHING), reach, instance) for name, part in parts.items()]
-    return {str(MultiPartitionKey(dict(zip(parts, combined, strict=True)))) for combined in product(*values)}
+        return _keys_in_dimension(definition, changed_ranges.get("", _ANYTHING), reach, instance)
+    parts = dimension_definitions(definition)
+    dimension_keys = [
+        _keys_in_dimension(part, changed_ranges.get(name, _ANYTHING), reach, instance)
+        for name, part in parts.items()
+    ]
+    return {
+        str(MultiPartitionKey(dict(zip(parts, combined, strict=True))))
+        for combined in product(*dimension_keys)
+    }
 
 
 def time_dimension(
     definition: PartitionsDefinition[str] | None,
 ) -> tuple[str, TimeWindowPartitionsDefinition] | None:
     """The dimension whose partitions are time windows, with its definition; None if there is not just one."""
-    parts = dimensions(definition) if definition is not None else {}
-    found = [(name, one) for name, one in parts.items() if isinstance(one, TimeWindowPartitionsDefinition)]
-    return found[0] if len(found) == 1 else None
+    parts = dimension_definitions(definition) if definition is not None else {}
+    time_dimensions = [
+        (name, part) for name, part in parts.items() if isinstance(part, TimeWindowPartitionsDefinition)
+    ]
+    return time_dimensions[0] if len(time_dimensions) == 1 else None
 
 
 class PartitionFinder:
-    """Finds which of some partitions rows may belong to, as `affected` does, for one file after another.
+    """Finds which of some partitions rows may belong to, as `affected_partition_keys` does, for one file after another.
 
     The windows of the partitions are computed once, so a question costs a binary search and its answer.
     """
@@ -180,29 +199,36 @@ class PartitionFinder:
     def __init__(
         self, definition: PartitionsDefinition[str], keys: Iterable[str], *, reach: Reach = _OWN_ROWS
     ) -> None:
-        self._keys: dict[str, Mapping[str, str]] = {}
+        self._values_by_key: dict[str, Mapping[str, str]] = {}
         for key in keys:
             if isinstance(definition, MultiPartitionsDefinition):
-                self._keys[key] = definition.get_partition_key_from_str(key).keys_by_dimension
+                self._values_by_key[key] = definition.get_partition_key_from_str(key).keys_by_dimension
             else:
-                self._keys[key] = {"": key}
+                self._values_by_key[key] = {"": key}
         self._by_dimension = {
-            name: _DimensionFinder(part, {values[name] for values in self._keys.values()}, reach)
-            for name, part in dimensions(definition).items()
+            name: _DimensionFinder(part, {values[name] for values in self._values_by_key.values()}, reach)
+            for name, part in dimension_definitions(definition).items()
         }
 
-    def of(self, changed: Mapping[str, Ranges]) -> set[str]:
-        """The keys of the partitions; `changed` are the values by partition dimension, as for `affected`."""
-        if any(ranges.empty for ranges in changed.values()):
+    def affected_keys(self, changed_ranges: Mapping[str, Ranges]) -> set[str]:
+        """The keys of the partitions; `changed_ranges` are the values by partition dimension, as for `affected_partition_keys`."""
+        if any(ranges.empty for ranges in changed_ranges.values()):
             return set()
-        found = {name: finder.of(changed.get(name, _ANYTHING)) for name, finder in self._by_dimension.items()}
-        if len(found) == 1:
-            ((name, keys),) = found.items()
-            return keys if name == "" else {key for key, one in self._keys.items() if one[name] in keys}
+        keys_by_dimension = {
+            name: finder.affected_keys(changed_ranges.get(name, _ANYTHING))
+            for name, finder in self._by_dimension.items()
+        }
+        if len(keys_by_dimension) == 1:
+            ((name, keys),) = keys_by_dimension.items()
+            return (
+                keys
+                if name == ""
+                else {key for key, values in self._values_by_key.items() if values[name] in keys}
+            )
         return {
             key
-            for key, values in self._keys.items()
-            if all(values[name] in keys for name, keys in found.items())
+            for key, values in self._values_by_key.items()
+            if all(values[name] in keys for name, keys in keys_by_dimension.items())
         }
 
 
@@ -210,98 +236,114 @@ class _DimensionFinder:
     """The same in one dimension."""
 
     def __init__(self, definition: PartitionsDefinition[str], keys: set[str], reach: Reach) -> None:
-        self._every = keys
+        self._all_keys = keys
         self._zone: tzinfo | None = None
         if isinstance(definition, TimeWindowPartitionsDefinition):
             self._zone = ZoneInfo(definition.timezone)
             windows = [
-                (reach.of_window(definition, definition.time_window_for_partition_key(key)), key)
+                (reach.required_window(definition, definition.time_window_for_partition_key(key)), key)
                 for key in keys
             ]
-            windows.sort(key=lambda one: one[0].start)
+            windows.sort(key=lambda window_and_key: window_and_key[0].start)
             self._starts = [window.start for window, _ in windows]
             self._ends = [window.end for window, _ in windows]
-            self._keys = [key for _, key in windows]
+            self._window_keys = [key for _, key in windows]
 
-    def of(self, changed: Ranges) -> set[str]:
-        if changed.anything:
-            return set(self._every)
+    def affected_keys(self, changed_ranges: Ranges) -> set[str]:
+        if changed_ranges.anything:
+            return set(self._all_keys)
         if self._zone is None:
-            return {key for key in self._every if any(part.low <= key <= part.high for part in changed.parts)}
-        return {key for part in changed.parts for key in self._meeting(part, self._zone)}
+            return {
+                key
+                for key in self._all_keys
+                if any(part.low <= key <= part.high for part in changed_ranges.parts)
+            }
+        return {key for part in changed_ranges.parts for key in self._iter_overlapping_keys(part, self._zone)}
 
-    def _meeting(self, part: Range, zone: tzinfo) -> Iterable[str]:
-        start, end = _moment(part.low, zone), _end(part.high, zone)
+    def _iter_overlapping_keys(self, part: Range, zone: tzinfo) -> Iterable[str]:
+        start, end = _to_datetime(part.low, zone), _exclusive_end(part.high, zone)
         first = bisect_right(self._ends, start)
-        for number in range(first, len(self._keys)):
-            if self._starts[number] >= end:
+        for index in range(first, len(self._window_keys)):
+            if self._starts[index] >= end:
                 return
-            yield self._keys[number]
+            yield self._window_keys[index]
 
 
-def coverage(
+def partition_coverage(
     definition: PartitionsDefinition[str], *, instance: DagsterInstance | None = None
 ) -> dict[str, Any]:
     """Which partitions there are now, in few words: by dimension from when to when, or the keys."""
-    found: dict[str, Any] = {}
-    for name, part in dimensions(definition).items():
+    by_dimension: dict[str, Any] = {}
+    for name, part in dimension_definitions(definition).items():
         if isinstance(part, TimeWindowPartitionsDefinition):
             first, last = part.get_first_partition_window(), part.get_last_partition_window()
             ends = (first.start, last.end) if first and last else ()
-            found[name] = "/".join(one.astimezone(UTC).isoformat() for one in ends)
+            by_dimension[name] = "/".join(end.astimezone(UTC).isoformat() for end in ends)
         else:
-            found[name] = sorted(part.get_partition_keys(dynamic_partitions_store=instance))
-    return found
+            by_dimension[name] = sorted(part.get_partition_keys(dynamic_partitions_store=instance))
+    return by_dimension
 
 
-def covers(told: Mapping[str, Any], definition: PartitionsDefinition[str], key: str) -> bool:
-    """Whether a partition was among those of a `coverage`."""
+def is_covered_partition(
+    coverage: Mapping[str, Any], definition: PartitionsDefinition[str], key: str
+) -> bool:
+    """Whether a partition was among those of a `partition_coverage`."""
     if isinstance(definition, MultiPartitionsDefinition):
         values: Mapping[str, str] = definition.get_partition_key_from_str(key).keys_by_dimension
     else:
         values = {"": key}
-    return all(_covered(told.get(name), part, values[name]) for name, part in dimensions(definition).items())
+    return all(
+        _is_covered_key(coverage.get(name), part, values[name])
+        for name, part in dimension_definitions(definition).items()
+    )
 
 
-def _covered(told: Any, definition: PartitionsDefinition[str], key: str) -> bool:
+def _is_covered_key(coverage: Any, definition: PartitionsDefinition[str], key: str) -> bool:
     if isinstance(definition, TimeWindowPartitionsDefinition):
-        if not isinstance(told, str) or told.count("/") != 1:
+        if not isinstance(coverage, str) or coverage.count("/") != 1:
             return False  # there were none, or it is not ours: what is not known to be covered is new
         window = definition.time_window_for_partition_key(key)
-        start, end = map(datetime.fromisoformat, told.split("/"))
+        start, end = map(datetime.fromisoformat, coverage.split("/"))
         return start <= window.start and window.end <= end
-    return isinstance(told, list) and key in told
+    return isinstance(coverage, list) and key in coverage
 
 
-def _keys(
-    definition: PartitionsDefinition[str], changed: Ranges, reach: Reach, instance: DagsterInstance | None
+def _keys_in_dimension(
+    definition: PartitionsDefinition[str],
+    changed_ranges: Ranges,
+    reach: Reach,
+    instance: DagsterInstance | None,
 ) -> set[str]:
-    if isinstance(definition, TimeWindowPartitionsDefinition) and not changed.anything:
-        return {key for part in changed.parts for key in _windows(definition, part, reach)}
-    every = definition.get_partition_keys(dynamic_partitions_store=instance)
-    if changed.anything:
-        return set(every)
+    if isinstance(definition, TimeWindowPartitionsDefinition) and not changed_ranges.anything:
+        return {
+            key for part in changed_ranges.parts for key in _affected_window_keys(definition, part, reach)
+        }
+    all_keys = definition.get_partition_keys(dynamic_partitions_store=instance)
+    if changed_ranges.anything:
+        return set(all_keys)
     # Texts: another type of column cannot hold a partition key.
-    return {key for key in every if any(part.low <= key <= part.high for part in changed.parts)}
+    return {key for key in all_keys if any(part.low <= key <= part.high for part in changed_ranges.parts)}
 
 
-def _windows(definition: TimeWindowPartitionsDefinition, part: Range, reach: Reach) -> Iterable[str]:
+def _affected_window_keys(
+    definition: TimeWindowPartitionsDefinition, part: Range, reach: Reach
+) -> Iterable[str]:
     """The keys of the windows whose results depend on rows of a range of dates or time stamps."""
     first, last = definition.get_first_partition_window(), definition.get_last_partition_window()
     zone = ZoneInfo(definition.timezone)
-    start, end = _moment(part.low, zone), _end(part.high, zone)
+    start, end = _to_datetime(part.low, zone), _exclusive_end(part.high, zone)
     if first is None or last is None:
         return []
     if reach != _OWN_ROWS:
-        around = reach.affected(definition, start, end)
-        found = _between(definition, first, last, around.start, around.end)
-        windows = {key: definition.time_window_for_partition_key(key) for key in found}
-        needed = {key: reach.of_window(definition, window) for key, window in windows.items()}
-        return [key for key, window in needed.items() if window.start < end and start < window.end]
-    return _between(definition, first, last, start, end)
+        interval = reach.affected_interval(definition, start, end)
+        candidate_keys = _overlapping_window_keys(definition, first, last, interval.start, interval.end)
+        windows = {key: definition.time_window_for_partition_key(key) for key in candidate_keys}
+        required_windows = {key: reach.required_window(definition, window) for key, window in windows.items()}
+        return [key for key, window in required_windows.items() if window.start < end and start < window.end]
+    return _overlapping_window_keys(definition, first, last, start, end)
 
 
-def _between(
+def _overlapping_window_keys(
     definition: TimeWindowPartitionsDefinition,
     first: TimeWindow,
     last: TimeWindow,
@@ -312,19 +354,21 @@ def _between(
     if end <= first.start or start >= last.end:
         return []
     # Dagster asks for the windows that begin in an interval; the first of ours may have begun before it.
-    before = definition.get_prev_partition_window(max(start, first.start))
-    begin = before.end if before is not None else first.start
+    previous = definition.get_prev_partition_window(max(start, first.start))
+    begin = previous.end if previous is not None else first.start
     return definition.get_partition_keys_in_time_window(TimeWindow(begin, min(end, last.end)))
 
 
-def _moment(value: Any, zone: tzinfo) -> datetime:
+def _to_datetime(value: Any, zone: tzinfo) -> datetime:
     if isinstance(value, datetime):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value
     return datetime(value.year, value.month, value.day, tzinfo=zone)
 
 
-def _end(value: Any, zone: tzinfo) -> datetime:
+def _exclusive_end(value: Any, zone: tzinfo) -> datetime:
     """The first moment after a value."""
     return (
-        _moment(value, zone) + _TICK if isinstance(value, datetime) else _moment(value + timedelta(1), zone)
+        _to_datetime(value, zone) + _TICK
+        if isinstance(value, datetime)
+        else _to_datetime(value + timedelta(1), zone)
     )

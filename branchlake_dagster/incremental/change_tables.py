@@ -14,23 +14,23 @@ from pyiceberg.table import Table
 from pyiceberg.table.locations import load_location_provider
 
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.errors import all_of
+from branchlake_dagster.errors import call_all
 from branchlake_dagster.history.change import ChangedFile, ChangeSet
-from branchlake_dagster.history.change_table import ChangeTable, copied, referring
+from branchlake_dagster.history.change_table import ChangeTable, build_change_table, write_copied_rows
 from branchlake_dagster.history.rows import ChangedRows, RowReader
-from branchlake_dagster.incremental.consumer import Identifier, Input
+from branchlake_dagster.incremental.consumer import Identifier, UpstreamTable
 from branchlake_dagster.internals.column_metrics import ReliableInclusiveEvaluator, ReliableStrictEvaluator
 from branchlake_dagster.internals.pyiceberg import write_metadata
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.stored_names import CHANGE_TABLE_INFIX
-from branchlake_dagster.tables.selection import Selection, inside, to_iceberg
-from branchlake_dagster.tables.specification import table_name
+from branchlake_dagster.tables.selection import Selection, selection_mask, to_iceberg_filter
+from branchlake_dagster.tables.specification import format_table_name
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Pair:
+class ChangeTablePair:
     """The identifiers of the tables of rows that came and rows that went; None: no row did."""
 
     added: Identifier | None
@@ -42,81 +42,94 @@ class ChangeTables:
 
     def __init__(self, lake: LakehouseResource) -> None:
         self._lake = lake
-        self._made: dict[Identifier, ChangeTable] = {}
+        self._tables_by_name: dict[Identifier, ChangeTable] = {}
 
-    def make(
+    def create_pair(
         self,
-        one: Input,
+        upstream: UpstreamTable,
         identifier: Identifier,
-        consumer: Identifier,
+        consumer_identifier: Identifier,
         change: ChangeSet,
         *,
         where: Selection | None = None,
-    ) -> Pair:
+    ) -> ChangeTablePair:
         """The change tables of an input for a consumer; with `where`, of these rows alone.
 
         They refer to the changed files where all rows of these belong to them; otherwise rows are copied.
         """
-        number = len(self._made)
-        base = f"{identifier[-1]}{CHANGE_TABLE_INFIX}{'_'.join(consumer)}_{number}"
+        number = len(self._tables_by_name)
+        base_name = f"{identifier[-1]}{CHANGE_TABLE_INFIX}{'_'.join(consumer_identifier)}_{number}"
         if where is not None:
-            change = _possible(change, where, one.table)
-        reader = RowReader(one.table, change)
-        if reader.whole_files() and (where is None or _all_inside(change, where, one.table)):
-            added = self._refer(one, (*identifier[:-1], base), change.added)
-            removed = self._refer(one, (*identifier[:-1], f"{base}_removed"), change.removed)
-            return Pair(added, removed)
+            change = _prune_by_bounds(change, where, upstream.table)
+        reader = RowReader(upstream.table, change)
+        if reader.has_whole_files() and (where is None or _is_all_selected(change, where, upstream.table)):
+            added = self._refer_to_files(upstream, (*identifier[:-1], base_name), change.added)
+            removed = self._refer_to_files(
+                upstream, (*identifier[:-1], f"{base_name}_removed"), change.removed
+            )
+            return ChangeTablePair(added, removed)
         rows = reader.read()
         if where is not None:
-            sides = (side.filter(inside(where, side)) for side in (rows.added, rows.removed))
+            sides = (side.filter(selection_mask(where, side)) for side in (rows.added, rows.removed))
             rows = ChangedRows(*sides)
-        return Pair(
-            self._copy(one, (*identifier[:-1], base), rows.added),
-            self._copy(one, (*identifier[:-1], f"{base}_removed"), rows.removed),
+        return ChangeTablePair(
+            self._copy_rows(upstream, (*identifier[:-1], base_name), rows.added),
+            self._copy_rows(upstream, (*identifier[:-1], f"{base_name}_removed"), rows.removed),
         )
 
-    def empty(self, one: Input, identifier: Identifier) -> Identifier:
+    def create_empty(self, upstream: UpstreamTable, identifier: Identifier) -> Identifier:
         """A table of the input's columns without a row."""
-        name = (*identifier[:-1], f"{identifier[-1]}{CHANGE_TABLE_INFIX}empty_{len(self._made)}")
-        made = referring(
-            one.table, (), name=name, location=self._location(name), change_of=one.name, properties={}
+        name = (*identifier[:-1], f"{identifier[-1]}{CHANGE_TABLE_INFIX}empty_{len(self._tables_by_name)}")
+        change_table = build_change_table(
+            upstream.table,
+            (),
+            name=name,
+            location=self._location(name),
+            change_of=upstream.name,
+            properties={},
         )
-        return self._commit(name, made)
+        return self._register_table(name, change_table)
 
-    def _refer(self, one: Input, name: Identifier, files: Sequence[ChangedFile]) -> Identifier | None:
+    def _refer_to_files(
+        self, upstream: UpstreamTable, name: Identifier, files: Sequence[ChangedFile]
+    ) -> Identifier | None:
         if not files:
             return None
-        made = referring(
-            one.table,
+        change_table = build_change_table(
+            upstream.table,
             [changed.file for changed in files],
             name=name,
             location=self._location(name),
-            change_of=one.name,
+            change_of=upstream.name,
             properties={},
         )
-        return self._commit(name, made)
+        return self._register_table(name, change_table)
 
-    def _copy(self, one: Input, name: Identifier, rows: pa.Table) -> Identifier | None:
+    def _copy_rows(self, upstream: UpstreamTable, name: Identifier, rows: pa.Table) -> Identifier | None:
         if not rows.num_rows:
             return None
         location = self._location(name)
-        empty = referring(one.table, (), name=name, location=location, change_of=one.name, properties={})
-        files = copied(empty, rows)
-        made = referring(empty.table, files, name=name, location=location, change_of=one.name, properties={})
-        made.written += empty.written
-        return self._commit(name, made)
+        empty_table = build_change_table(
+            upstream.table, (), name=name, location=location, change_of=upstream.name, properties={}
+        )
+        files = write_copied_rows(empty_table, rows)
+        change_table = build_change_table(
+            empty_table.table, files, name=name, location=location, change_of=upstream.name, properties={}
+        )
+        change_table.written_paths += empty_table.written_paths
+        return self._register_table(name, change_table)
 
     def _location(self, name: Identifier) -> str:
         warehouse = self._lake.lakehouse.settings.warehouse_uri.rstrip("/")
-        return f"{warehouse}/_branchlake/changes/{table_name(name)}_{uuid.uuid4()}"
+        return f"{warehouse}/_branchlake/changes/{format_table_name(name)}_{uuid.uuid4()}"
 
-    def _commit(self, name: Identifier, made: ChangeTable) -> Identifier:
-        self._made[name] = made
-        catalog, metadata = self._lake.own_catalog(), made.table.metadata
+    def _register_table(self, name: Identifier, change_table: ChangeTable) -> Identifier:
+        self._tables_by_name[name] = change_table
+        catalog, metadata = self._lake.own_catalog(), change_table.table.metadata
         provider = load_location_provider(metadata.location, metadata.properties)
         location = provider.new_table_metadata_file_location(0)
-        made.written.append(location)
-        write_metadata(catalog, metadata, made.table.io, location)
+        change_table.written_paths.append(location)
+        write_metadata(catalog, metadata, change_table.table.io, location)
         # An earlier attempt of the step may have left one of this name.
         catalog.register_table(name, location, overwrite=True)
         return name
@@ -128,34 +141,34 @@ class ChangeTables:
         that are still there may be tried again.
         """
         catalog = self._lake.own_catalog()
-        all_of(partial(self._drop, catalog, name) for name in tuple(self._made))
+        call_all(partial(self._drop_table, catalog, name) for name in tuple(self._tables_by_name))
 
-    def _drop(self, catalog: NessieCatalog, name: Identifier) -> None:
+    def _drop_table(self, catalog: NessieCatalog, name: Identifier) -> None:
         try:
             catalog.drop_table(name)
         except NoSuchTableError:
-            _log.warning("The change table %s was gone already.", table_name(name))
-        made = self._made.pop(name)
-        for path in made.written:
+            _log.warning("The change table %s was gone already.", format_table_name(name))
+        change_table = self._tables_by_name.pop(name)
+        for path in change_table.written_paths:
             try:
-                made.table.io.delete(path)
+                change_table.table.io.delete(path)
             except OSError as error:
                 _log.warning("%s of a change table is still there: %s", path, error)
 
 
-def _possible(change: ChangeSet, where: Selection, table: Table) -> ChangeSet:
+def _prune_by_bounds(change: ChangeSet, where: Selection, table: Table) -> ChangeSet:
     """The change without data files that cannot hold a row of the selection, by their bounds."""
     schema = table.schema()
-    may_match = ReliableInclusiveEvaluator(schema, to_iceberg(where, schema)).eval
+    may_match = ReliableInclusiveEvaluator(schema, to_iceberg_filter(where, schema)).eval
     return replace(
         change,
-        added=tuple(one for one in change.added if may_match(one.file)),
-        removed=tuple(one for one in change.removed if may_match(one.file)),
+        added=tuple(file for file in change.added if may_match(file.file)),
+        removed=tuple(file for file in change.removed if may_match(file.file)),
     )
 
 
-def _all_inside(change: ChangeSet, where: Selection, table: Table) -> bool:
+def _is_all_selected(change: ChangeSet, where: Selection, table: Table) -> bool:
     """Whether all rows of the changed data files belong to the selection, by their bounds."""
     schema = table.schema()
-    all_match = ReliableStrictEvaluator(schema, to_iceberg(where, schema)).eval
-    return all(all_match(one.file) for one in (*change.added, *change.removed))
+    all_match = ReliableStrictEvaluator(schema, to_iceberg_filter(where, schema)).eval
+    return all(all_match(file.file) for file in (*change.added, *change.removed))

@@ -9,7 +9,7 @@ from datetime import datetime
 from pyiceberg.table import Table
 
 from branchlake_dagster.history import capture as history
-from branchlake_dagster.history.capture import position_of
+from branchlake_dagster.history.capture import current_position
 from branchlake_dagster.history.change import ChangeSet, Position
 from branchlake_dagster.incremental.consumer import Identifier
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -43,79 +43,100 @@ class MainCommit:
     snapshots: tuple[int, ...]
 
 
-def commits_of(
+def commits_of_change(
     client: NessieClient,
     identifier: Identifier,
     table: Table,
     change: ChangeSet,
     *,
-    at: str = "",
-    after: str = "",
+    main_hash: str = "",
+    after_hash: str = "",
 ) -> list[MainCommit]:
     """The commits that published the snapshots of a change, oldest first; none for a whole table.
 
-    Reads `main`'s log from the commit `at` (none: its head) back to the one before the change, of which only
-    the entries of this table are sent. `after` is a commit before the change, where one is known. Snapshots
-    that are not on `main` yet, such as those of the run itself, are in none.
+    Reads `main`'s log from the commit `main_hash` (none: its head) back to the one before the change, of
+    which only
+    the entries of this table are sent. `after_hash` is a commit before the change, where one is known.
+    Snapshots that are not on `main` yet, such as those of the run itself, are in none.
     """
     if change.since is None or not change.steps:
         return []
-    line, _ = history.line(table.metadata, change.since.snapshot_id)
-    place = {snapshot.snapshot_id: number for number, snapshot in enumerate(line)}
+    ancestors, _ = history.ancestors_after(table.metadata, change.since.snapshot_id)
+    ancestor_index = {snapshot.snapshot_id: number for number, snapshot in enumerate(ancestors)}
     heads: list[tuple[int, LogEntry]] = []
-    for entry, snapshot_id in _puts(client, ContentKey(identifier), f"{MAIN}@{at}" if at else MAIN, after):
-        if snapshot_id not in place:
+    for entry, snapshot_id in _iter_put_entries(
+        client, ContentKey(identifier), f"{MAIN}@{main_hash}" if main_hash else MAIN, after_hash
+    ):
+        if snapshot_id not in ancestor_index:
             break
-        heads.append((place[snapshot_id], entry))
-    found, begin = [], 0
-    wanted = {step.snapshot_id for step in change.steps}
+        heads.append((ancestor_index[snapshot_id], entry))
+    commits, begin = [], 0
+    step_ids = {step.snapshot_id for step in change.steps}
     for end, entry in reversed(heads):
-        new = tuple(one.snapshot_id for one in line[begin : end + 1] if one.snapshot_id in wanted)
+        new_snapshots = tuple(
+            snapshot.snapshot_id
+            for snapshot in ancestors[begin : end + 1]
+            if snapshot.snapshot_id in step_ids
+        )
         begin = max(begin, end + 1)  # one that changes only properties brings no snapshot
-        if new:
+        if new_snapshots:
             commit = entry.commit
-            found.append(
-                MainCommit(commit.hash, commit.commit_time, commit.properties.get(LakeProperty.RUN_ID), new)
+            commits.append(
+                MainCommit(
+                    commit.hash, commit.commit_time, commit.properties.get(LakeProperty.RUN_ID), new_snapshots
+                )
             )
-    return found
+    return commits
 
 
-def by_snapshot(commits: list[MainCommit]) -> Mapping[int, MainCommit]:
+def commits_by_snapshot(commits: list[MainCommit]) -> Mapping[int, MainCommit]:
     """The same by the snapshots that they brought."""
-    return {number: commit for commit in commits for number in commit.snapshots}
+    return {snapshot_id: commit for commit in commits for snapshot_id in commit.snapshots}
 
 
-def _puts(client: NessieClient, key: ContentKey, ref: str, after: str) -> Iterator[tuple[LogEntry, int]]:
+def _iter_put_entries(
+    client: NessieClient, key: ContentKey, ref: str, after_hash: str
+) -> Iterator[tuple[LogEntry, int]]:
     """The commits that put a table there, newest first, with the snapshot that it then had."""
-    told = 0
+    entry_count = 0
     try:
-        for entry in client.log(ref, filter=_FILTER % _text(key), since=after or None, fetch_operations=True):
-            told += 1
-            yield from _put(entry, key)
+        for entry in client.log(
+            ref, filter=_FILTER % _cel_literal(key), since=after_hash or None, fetch_operations=True
+        ):
+            entry_count += 1
+            yield from _iter_puts_of_entry(entry, key)
     except ReferenceNotFound:
-        if not after:
+        if not after_hash:
             raise
         # `main` has lost that commit: it was set back. What was told so far was told all the same.
-        yield from _rest(client, key, ref, told)
+        yield from _iter_remaining_puts(client, key, ref, entry_count)
 
 
-def _rest(client: NessieClient, key: ContentKey, ref: str, told: int) -> Iterator[tuple[LogEntry, int]]:
-    for number, entry in enumerate(client.log(ref, filter=_FILTER % _text(key), fetch_operations=True)):
-        if number >= told:
-            yield from _put(entry, key)
+def _iter_remaining_puts(
+    client: NessieClient, key: ContentKey, ref: str, skip_count: int
+) -> Iterator[tuple[LogEntry, int]]:
+    for number, entry in enumerate(
+        client.log(ref, filter=_FILTER % _cel_literal(key), fetch_operations=True)
+    ):
+        if number >= skip_count:
+            yield from _iter_puts_of_entry(entry, key)
 
 
-def _put(entry: LogEntry, key: ContentKey) -> Iterator[tuple[LogEntry, int]]:
-    for done in entry.operations:
-        if isinstance(done, Put) and done.key == key and isinstance(done.content, IcebergTable):
-            yield entry, done.content.snapshot_id
+def _iter_puts_of_entry(entry: LogEntry, key: ContentKey) -> Iterator[tuple[LogEntry, int]]:
+    for operation in entry.operations:
+        if (
+            isinstance(operation, Put)
+            and operation.key == key
+            and isinstance(operation.content, IcebergTable)
+        ):
+            yield entry, operation.content.snapshot_id
 
 
 _FILTER = "operations.exists(op, op.name == %s)"
 """By the last name alone: how Nessie writes the rest of a key there, it does not say."""
 
 
-def _text(key: ContentKey) -> str:
+def _cel_literal(key: ContentKey) -> str:
     """The last name as a literal of CEL."""
     return "'" + key[-1].replace("\\", "\\\\").replace("'", "\\'") + "'"
 
@@ -127,11 +148,11 @@ def position_at(lake: Lakehouse, identifier: tuple[str, ...], at: datetime) -> P
     """
     key = ContentKey(identifier)
     for entry in lake.nessie.log(MAIN):
-        made = entry.commit.commit_time
-        if made is not None and made <= at:
+        commit_time = entry.commit.commit_time
+        if commit_time is not None and commit_time <= at:
             ref = f"{MAIN}@{entry.commit.hash}"
-            found = lake.nessie.contents(ref, [key]).get(key)
-            if not isinstance(found, IcebergTable):
+            content = lake.nessie.contents(ref, [key]).get(key)
+            if not isinstance(content, IcebergTable):
                 return None
-            return position_of(lake.catalog(ref).table_of(identifier, found))
+            return current_position(lake.catalog(ref).table_of(identifier, content))
     return None

@@ -9,10 +9,10 @@ from dagster import AssetKey, PartitionsDefinition, TimeWindowPartitionsDefiniti
 from pyiceberg.table import Table
 
 from branchlake_dagster.history.change import Position
-from branchlake_dagster.incremental.affected_partitions import Reach, dimensions
+from branchlake_dagster.incremental.affected_partitions import Reach, dimension_definitions
 from branchlake_dagster.incremental.declaration import Declaration, Pattern, WhenRemoved
 from branchlake_dagster.tables.errors import InputColumnGone
-from branchlake_dagster.tables.specification import TableSpec, table_name
+from branchlake_dagster.tables.specification import TableSpec, format_table_name
 
 Identifier = tuple[str, ...]
 
@@ -30,14 +30,14 @@ class Consumer:
     """By input how far results depend on rows beside their own; without an entry: on their own alone."""
 
     @property
-    def by_partition(self) -> bool:
+    def tracks_partitions(self) -> bool:
         """Whether each of its partitions has a position of its own."""
         return self.definition is not None and bool(self.spec.columns_by_dimension)
 
     @property
-    def in_order(self) -> bool:
+    def computes_in_order(self) -> bool:
         """Whether each partition is computed from the one before it, which has to be published first."""
-        return self.by_partition and self.declaration.from_start
+        return self.tracks_partitions and self.declaration.from_start
 
     def reach_of(self, key: AssetKey) -> Reach:
         """How far the results depend on rows of an input beside their own."""
@@ -46,34 +46,34 @@ class Consumer:
     @property
     def when_removed(self) -> WhenRemoved:
         """What becomes of rows that have gone from an input of the pattern `rows`."""
-        told = self.declaration.when_removed
-        if told is not None:
-            return told
+        declared_choice = self.declaration.when_removed
+        if declared_choice is not None:
+            return declared_choice
         return "apply" if self.spec.write_mode == "upsert" and not self.declaration.commits else "fail"
 
     def column_of_input(self, key: AssetKey, dimension: str) -> str:
         """The column of an input that decides on a partition of the asset."""
-        own = self.spec.columns_by_dimension[dimension]
-        part = dimensions(self.definition).get(dimension) if self.definition is not None else None
-        in_time = isinstance(part, TimeWindowPartitionsDefinition)
-        return self.declaration.on_of(key) or own if in_time else own
+        own_column = self.spec.columns_by_dimension[dimension]
+        part = dimension_definitions(self.definition).get(dimension) if self.definition is not None else None
+        is_time_window = isinstance(part, TimeWindowPartitionsDefinition)
+        return self.declaration.time_column_of(key) or own_column if is_time_window else own_column
 
     def columns_of_input(self, key: AssetKey, table: Table) -> dict[str, str]:
         """By dimension the column of an input that decides on a partition, as far as the input has it."""
-        known = {field.name for field in table.schema().fields}
+        column_names = {field.name for field in table.schema().fields}
         columns = {name: self.column_of_input(key, name) for name in self.spec.columns_by_dimension}
-        return {name: column for name, column in columns.items() if column in known}
+        return {name: column for name, column in columns.items() if column in column_names}
 
 
 @dataclass(frozen=True)
-class Input:
+class UpstreamTable:
     """An input as the run's branch has it, and as `main` had it where the branch began."""
 
     key: AssetKey
     name: str
     pattern: Pattern
     table: Table
-    upto: Position
+    up_to: Position
 
 
 def require_columns(consumer: Consumer, key: AssetKey, table: Table) -> None:
@@ -85,32 +85,32 @@ def require_columns(consumer: Consumer, key: AssetKey, table: Table) -> None:
     """
     declaration = consumer.declaration
     pattern = declaration.inputs[key]
-    required = declaration.keys_of(key) if pattern == "keys" else ()
-    if key in declaration.columns and (named := declaration.columns[key].on):
-        required = (*required, named)
-    deciding = [consumer.column_of_input(key, name) for name in consumer.spec.columns_by_dimension]
-    if consumer.by_partition and pattern != "range":
-        required = (*required, *deciding)
-    optional = deciding
+    required = declaration.key_columns_of(key) if pattern == "keys" else ()
+    if key in declaration.column_overrides and (time_column := declaration.column_overrides[key].on):
+        required = (*required, time_column)
+    partition_columns = [consumer.column_of_input(key, name) for name in consumer.spec.columns_by_dimension]
+    if consumer.tracks_partitions and pattern != "range":
+        required = (*required, *partition_columns)
+    optional = partition_columns
     if pattern == "range":
         optional += [name for name in (declaration.range_column_of(key),) if name]
-    known = {field.name for field in table.schema().fields}
+    column_names = {field.name for field in table.schema().fields}
     for column in (*required, *optional):
-        if column in known:
+        if column in column_names:
             continue
-        field_id = _earlier_id(table, column)
+        field_id = _find_earlier_field_id(table, column)
         if field_id is not None or column in required:
-            raise _gone(consumer, key, table, column, field_id)
+            raise _column_gone_error(consumer, key, table, column, field_id)
 
 
-def _earlier_id(table: Table, column: str) -> int | None:
+def _find_earlier_field_id(table: Table, column: str) -> int | None:
     """The id of a column that an earlier schema of the table had."""
     schemas = sorted(table.metadata.schemas, key=lambda schema: schema.schema_id, reverse=True)
-    found = (field.field_id for schema in schemas for field in schema.fields if field.name == column)
-    return next(found, None)
+    field_ids = (field.field_id for schema in schemas for field in schema.fields if field.name == column)
+    return next(field_ids, None)
 
 
-def _gone(
+def _column_gone_error(
     consumer: Consumer, key: AssetKey, table: Table, column: str, field_id: int | None
 ) -> InputColumnGone:
     fields = table.schema().fields
@@ -121,7 +121,7 @@ def _gone(
         f" that {what}.",
         column=column,
         renamed_to=renamed_to,
-        table=table_name(consumer.inputs[key]),
+        table=format_table_name(consumer.inputs[key]),
         hint=(
             f"Rename it back, or name {renamed_to} in consumes(…) of the asset and launch that with the run"
             " tag branchlake/rebuild=true."

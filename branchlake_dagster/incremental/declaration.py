@@ -12,7 +12,7 @@ from dagster import AssetKey
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import CoercibleToAssetKey
 from branchlake_dagster.stored_names import AssetMetadata
-from branchlake_dagster.tables.specification import plain
+from branchlake_dagster.tables.specification import unwrap_metadata
 
 Pattern = Literal["rows", "keys", "range"]
 WhenLost = Literal["fail", "rebuild", "skip"]
@@ -168,23 +168,25 @@ def consumes(
             def spent(orders: pl.DataFrame) -> pl.DataFrame:
                 return orders.group_by("account").agg(pl.col("price").sum())
     """
-    told = {
+    declaration = {
         "inputs": {
-            AssetKey.from_coercible(key).to_user_string(): how if isinstance(how, str) else asdict(how)
-            for key, how in inputs.items()
+            AssetKey.from_coercible(key).to_user_string(): consumed_input
+            if isinstance(consumed_input, str)
+            else asdict(consumed_input)
+            for key, consumed_input in inputs.items()
         },
         "keys": list(keys),
         "on": on,
         "into": into,
         "from_start": from_start,
-        "widen": _seconds(widen),
+        "widen": _widen_to_seconds(widen),
         "start": start,
         "when_lost": when_lost,
         "when_removed": when_removed,
         "commits": commits,
     }
-    _read(told, "this asset")
-    return {AssetMetadata.CONSUMES: told}
+    _build_declaration(declaration, "this asset")
+    return {AssetMetadata.CONSUMES: declaration}
 
 
 @dataclass(frozen=True)
@@ -201,34 +203,38 @@ class Declaration:
     commits: bool = False
     from_start: bool = False
     widen: tuple[timedelta, timedelta] = (timedelta(), timedelta())
-    columns: Mapping[AssetKey, ConsumedInput] = field(default_factory=dict)
+    column_overrides: Mapping[AssetKey, ConsumedInput] = field(default_factory=dict)
     """The inputs that name columns of their own."""
     patterns: frozenset[Pattern] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patterns", frozenset(self.inputs.values()))
 
-    def keys_of(self, key: AssetKey) -> tuple[str, ...]:
+    def key_columns_of(self, key: AssetKey) -> tuple[str, ...]:
         """The columns of an input that hold the keys, in the sequence of `keys`."""
-        named = self.columns.get(key)
-        return named.keys if named is not None and named.keys else self.keys
+        override = self.column_overrides.get(key)
+        return override.keys if override is not None and override.keys else self.keys
 
-    def on_of(self, key: AssetKey) -> str | None:
+    def time_column_of(self, key: AssetKey) -> str | None:
         """The column of an input whose values in time decide on partitions and ranges, if it is named."""
-        named = self.columns.get(key)
-        return named.on if named is not None and named.on is not None else self.on
+        override = self.column_overrides.get(key)
+        return override.on if override is not None and override.on is not None else self.on
 
     def range_column_of(self, key: AssetKey) -> str | None:
         """The column of an input that the pattern `range` is about."""
-        return self.on_of(key) or self.into
+        return self.time_column_of(key) or self.into
 
     @property
     def range_column(self) -> str | None:
         """The column of the asset's own table that the pattern `range` is about."""
         if self.into or self.on:
             return self.into or self.on
-        named = {one.on for one in self.columns.values()}
-        return named.pop() if len(named) == 1 and len(self.columns) == len(self.inputs) else None
+        time_columns = {override.on for override in self.column_overrides.values()}
+        return (
+            time_columns.pop()
+            if len(time_columns) == 1 and len(self.column_overrides) == len(self.inputs)
+            else None
+        )
 
     @property
     def start_time(self) -> datetime | None:
@@ -236,96 +242,98 @@ class Declaration:
         return None if self.start in ("beginning", "now") else datetime.fromisoformat(self.start)
 
 
-def declared(metadata: Mapping[str, Any], *, asset: str) -> Declaration | None:
+def parse_declaration(metadata: Mapping[str, Any], *, asset: str) -> Declaration | None:
     """What an asset's metadata says; None when it consumes no changes. Raises ConfigurationError."""
-    told = plain(metadata.get(AssetMetadata.CONSUMES))
-    if told is None:
+    value = unwrap_metadata(metadata.get(AssetMetadata.CONSUMES))
+    if value is None:
         return None
-    if not isinstance(told, Mapping):
-        raise ConfigurationError(f"{AssetMetadata.CONSUMES} of {asset} is {told!r}.", hint="Use consumes(…).")
-    return _read(told, asset)
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(
+            f"{AssetMetadata.CONSUMES} of {asset} is {value!r}.", hint="Use consumes(…)."
+        )
+    return _build_declaration(value, asset)
 
 
-def _read(told: Mapping[str, Any], asset: str) -> Declaration:
-    inputs = {AssetKey.from_user_string(key): _input(how) for key, how in told["inputs"].items()}
-    found = Declaration(
-        {key: one.pattern for key, one in inputs.items()},
-        tuple(told.get("keys") or ()),
-        told.get("on"),
-        told.get("into"),
-        told.get("start") or "beginning",
-        told.get("when_lost") or "fail",
-        told.get("when_removed"),
-        bool(told.get("commits")),
-        bool(told.get("from_start")),
-        _lengths(told.get("widen")),
-        {key: one for key, one in inputs.items() if one.keys or one.on is not None},
+def _build_declaration(values: Mapping[str, Any], asset: str) -> Declaration:
+    inputs = {AssetKey.from_user_string(key): _parse_input(how) for key, how in values["inputs"].items()}
+    declaration = Declaration(
+        {key: consumed_input.pattern for key, consumed_input in inputs.items()},
+        tuple(values.get("keys") or ()),
+        values.get("on"),
+        values.get("into"),
+        values.get("start") or "beginning",
+        values.get("when_lost") or "fail",
+        values.get("when_removed"),
+        bool(values.get("commits")),
+        bool(values.get("from_start")),
+        _widen_from_seconds(values.get("widen")),
+        {
+            key: consumed_input
+            for key, consumed_input in inputs.items()
+            if consumed_input.keys or consumed_input.on is not None
+        },
     )
-    wrong = _mistake(found)
-    if wrong:
-        raise ConfigurationError(f"consumes() of {asset}: {wrong}")
-    return found
+    problem = _find_problem(declaration)
+    if problem:
+        raise ConfigurationError(f"consumes() of {asset}: {problem}")
+    return declaration
 
 
-def _input(how: Any) -> ConsumedInput:
-    if isinstance(how, Mapping):
-        return ConsumedInput(how["pattern"], tuple(how.get("keys") or ()), how.get("on"))
-    return ConsumedInput(how)
+def _parse_input(value: Any) -> ConsumedInput:
+    if isinstance(value, Mapping):
+        return ConsumedInput(value["pattern"], tuple(value.get("keys") or ()), value.get("on"))
+    return ConsumedInput(value)
 
 
-def _seconds(widen: timedelta | tuple[timedelta, timedelta] | None) -> list[float]:
+def _widen_to_seconds(widen: timedelta | tuple[timedelta, timedelta] | None) -> list[float]:
     if widen is None:
         return [0.0, 0.0]
     before, after = widen if isinstance(widen, tuple) else (widen, timedelta())
     return [before.total_seconds(), after.total_seconds()]
 
 
-def _lengths(seconds: Sequence[float] | None) -> tuple[timedelta, timedelta]:
+def _widen_from_seconds(seconds: Sequence[float] | None) -> tuple[timedelta, timedelta]:
     before, after = seconds or (0.0, 0.0)
     return timedelta(seconds=before), timedelta(seconds=after)
 
 
-def _mistake(found: Declaration) -> str | None:
+def _find_problem(declaration: Declaration) -> str | None:
     choices: tuple[tuple[str, Any, Any], ...] = (
-        *(("pattern", how, Pattern) for how in found.inputs.values()),
-        ("when_lost", found.when_lost, WhenLost),
-        *([("when_removed", found.when_removed, WhenRemoved)] if found.when_removed else []),
+        *(("pattern", pattern, Pattern) for pattern in declaration.inputs.values()),
+        ("when_lost", declaration.when_lost, WhenLost),
+        *([("when_removed", declaration.when_removed, WhenRemoved)] if declaration.when_removed else []),
     )
     for name, value, allowed in choices:
         if value not in get_args(allowed):
             return f"{name} is {value!r}; it is one of {', '.join(get_args(allowed))}."
-    if not found.inputs:
+    if not declaration.inputs:
         return "it names no input."
-    if len(found.patterns) > 1:
+    if len(declaration.patterns) > 1:
         return "its inputs have different patterns, and one result cannot replace keys and ranges at once."
-    if found.from_start and "range" not in found.patterns:
+    if declaration.from_start and "range" not in declaration.patterns:
         return "from_start=True is for the pattern `range`."
-    if min(found.widen) < timedelta():
+    if min(declaration.widen) < timedelta():
         return "widen=… is how much earlier and later rows may be, so it cannot be negative."
-    if found.from_start and any(found.widen):
+    if declaration.from_start and any(declaration.widen):
         return "from_start=True recomputes all that follows; it takes no widen=…."
-    if found.when_removed is not None and "rows" not in found.patterns:
-        return (
-            f"when_removed={found.when_removed!r} is for the pattern `rows`; the others follow by themselves."
-        )
-    if found.when_removed == "apply" and found.commits:
+    if declaration.when_removed is not None and "rows" not in declaration.patterns:
+        return f"when_removed={declaration.when_removed!r} is for the pattern `rows`; the others follow by themselves."
+    if declaration.when_removed == "apply" and declaration.commits:
         return (
             "when_removed='apply' gives rows that no commit has changed, so commits=True has nothing to say."
         )
-    if "keys" in found.patterns and not found.keys:
+    if "keys" in declaration.patterns and not declaration.keys:
         return "the pattern `keys` needs keys=[…], the columns of the asset's own table."
-    for key, one in found.columns.items():
-        if one.keys and len(one.keys) != len(found.keys):
+    for key, consumed_input in declaration.column_overrides.items():
+        if consumed_input.keys and len(consumed_input.keys) != len(declaration.keys):
             return (
-                f"{key.to_user_string()} names the keys {', '.join(one.keys)}, and keys=[…] has"
-                f" {len(found.keys)}: each of its columns needs one of the input."
+                f"{key.to_user_string()} names the keys {', '.join(consumed_input.keys)}, and keys=[…] has"
+                f" {len(declaration.keys)}: each of its columns needs one of the input."
             )
     try:
-        started = found.start_time
+        start_time = declaration.start_time
     except ValueError:
-        return (
-            f"start is {found.start!r}; it is `beginning`, `now` or a time stamp such as 2026-01-31T00:00Z."
-        )
-    if started is not None and started.tzinfo is None:
-        return f"start is {found.start!r}, without a time zone."
+        return f"start is {declaration.start!r}; it is `beginning`, `now` or a time stamp such as 2026-01-31T00:00Z."
+    if start_time is not None and start_time.tzinfo is None:
+        return f"start is {declaration.start!r}, without a time zone."
     return None

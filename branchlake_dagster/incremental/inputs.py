@@ -27,26 +27,40 @@ from pyiceberg.table import Table
 from pyiceberg.types import DateType, TimestampType, TimestamptzType
 
 from branchlake_dagster.history.change import ChangeSet
-from branchlake_dagster.history.ranges import Range, Ranges, joined
-from branchlake_dagster.history.rows import COMMIT, ORDINAL, SNAPSHOT, ChangedRows, RowReader, without_carried
+from branchlake_dagster.history.ranges import Range, Ranges, merge_ranges
+from branchlake_dagster.history.rows import (
+    COMMIT,
+    ORDINAL,
+    SNAPSHOT,
+    ChangedRows,
+    RowReader,
+    drop_unchanged_rows,
+)
 from branchlake_dagster.incremental.affected_partitions import LAST_DAY
-from branchlake_dagster.incremental.consumer import Input
-from branchlake_dagster.incremental.consumption import Consumption, Group
+from branchlake_dagster.incremental.consumer import UpstreamTable
+from branchlake_dagster.incremental.consumption import Consumption, PartitionGroup
 from branchlake_dagster.incremental.declaration import Declaration
 from branchlake_dagster.tables.errors import RowsRemoved, SchemaMismatch
-from branchlake_dagster.tables.selection import DateRange, Selection, TimeRange, inside, select, to_iceberg
-from branchlake_dagster.wording import counted
+from branchlake_dagster.tables.selection import (
+    DateRange,
+    Selection,
+    TimeRange,
+    select_partitions,
+    selection_mask,
+    to_iceberg_filter,
+)
+from branchlake_dagster.wording import format_count
 
 _DAY = timedelta(days=1)
 _TICK = timedelta(microseconds=1)
 
 
-def by_days(ranges: Ranges) -> Ranges:
+def widen_to_days(ranges: Ranges) -> Ranges:
     """The same widened to whole days, of UTC where they are time stamps."""
-    return Ranges(joined([Range(_day(part.low), _day(part.high)) for part in ranges.parts]))
+    return Ranges(merge_ranges([Range(_to_date(part.low), _to_date(part.high)) for part in ranges.parts]))
 
 
-def selection(ranges: Ranges, column: str, schema: Schema, *, table: str) -> Selection:
+def select_ranges(ranges: Ranges, column: str, schema: Schema, *, table: str) -> Selection:
     """The rows whose column lies in the ranges: dates on a column of time stamps are whole days of UTC.
 
     Raises SchemaMismatch for a column that is neither a date nor a time stamp.
@@ -60,7 +74,7 @@ def selection(ranges: Ranges, column: str, schema: Schema, *, table: str) -> Sel
             hint=f"Its columns are {', '.join(field.name for field in schema.fields)}.",
         ) from error
     if isinstance(kind, DateType):
-        days = by_days(ranges)
+        days = widen_to_days(ranges)
         return Selection(tuple((DateRange(column, part.low, part.high + _DAY),) for part in days.parts))
     if not isinstance(kind, TimestampType | TimestamptzType):
         raise SchemaMismatch(
@@ -68,61 +82,67 @@ def selection(ranges: Ranges, column: str, schema: Schema, *, table: str) -> Sel
             table=table,
             hint="Name a date or time stamp column, or use the pattern `keys`.",
         )
-    return Selection(tuple((TimeRange(column, start, end),) for start, end in _moments(ranges)))
+    return Selection(tuple((TimeRange(column, start, end),) for start, end in _iter_time_ranges(ranges)))
 
 
-def _moments(ranges: Ranges) -> Iterable[tuple[datetime, datetime]]:
+def _iter_time_ranges(ranges: Ranges) -> Iterable[tuple[datetime, datetime]]:
     for part in ranges.parts:
         if isinstance(part.low, datetime):
-            yield _aware(part.low), _aware(part.high) + _TICK
+            yield _to_utc(part.low), _to_utc(part.high) + _TICK
         else:
-            yield _midnight(part.low), _midnight(part.high) + _DAY
+            yield _utc_midnight(part.low), _utc_midnight(part.high) + _DAY
 
 
-def _day(value: Any) -> date:
+def _to_date(value: Any) -> date:
     return value.date() if isinstance(value, datetime) else value
 
 
-def _aware(value: datetime) -> datetime:
+def _to_utc(value: datetime) -> datetime:
     return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
-def _midnight(value: date) -> datetime:
+def _utc_midnight(value: date) -> datetime:
     return datetime(value.year, value.month, value.day, tzinfo=UTC)
 
 
-MOST_COMPARED = 1_000_000
+MAX_COMPARED_ROWS = 1_000_000
 """Rows of a change that are read whole to tell which of them a rewritten file only carries along."""
 
 
-def of_partitions(consumption: Consumption, one: Input, partitions: tuple[str, ...]) -> Selection | None:
+def select_partition_rows(
+    consumption: Consumption, upstream: UpstreamTable, partitions: tuple[str, ...]
+) -> Selection | None:
     """The rows of an input that partitions of the asset depend on; None: all rows.
 
     An input that lacks the column of a dimension has the same rows for all keys of that dimension.
     """
     consumer = consumption.consumer
-    if not consumer.by_partition or consumer.definition is None:
+    if not consumer.tracks_partitions or consumer.definition is None:
         return None
-    columns = consumer.columns_of_input(one.key, one.table)
+    columns = consumer.columns_of_input(upstream.key, upstream.table)
     if not columns:
         return None
-    return select(
+    return select_partitions(
         partitions,
         consumer.definition,
         columns,
-        schema=one.table.schema(),
-        table=one.name,
-        window=consumer.reach_of(one.key).of_window,
+        schema=upstream.table.schema(),
+        table_name=upstream.name,
+        map_window=consumer.reach_of(upstream.key).required_window,
         all_dimensions=False,
     )
 
 
-def of_range(consumption: Consumption, one: Input) -> Selection | None:
+def select_range_rows(consumption: Consumption, upstream: UpstreamTable) -> Selection | None:
     """The rows of an input that the results of the changed ranges depend on; None: all rows."""
-    if consumption.whole or consumption.consumer.by_partition:
-        return of_partitions(consumption, one, consumption.partitions)
-    ranges = consumption.consumer.reach_of(one.key).around(target_ranges(consumption), rows=True)
-    return selection(ranges, _range_column(consumption, one), one.table.schema(), table=one.name)
+    if consumption.whole or consumption.consumer.tracks_partitions:
+        return select_partition_rows(consumption, upstream, consumption.partitions)
+    ranges = consumption.consumer.reach_of(upstream.key).widen_ranges(
+        target_ranges(consumption), to_required_rows=True
+    )
+    return select_ranges(
+        ranges, _range_column(consumption, upstream), upstream.table.schema(), table=upstream.name
+    )
 
 
 def target_ranges(consumption: Consumption) -> Ranges:
@@ -133,16 +153,16 @@ def target_ranges(consumption: Consumption) -> Ranges:
     declaration = consumption.consumer.declaration
     ranges = consumption.affected_ranges
     if declaration.from_start:
-        ranges = from_smallest(ranges)
-    dates = any(
-        isinstance(one.table.schema().find_type(_range_column(consumption, one)), DateType)
-        for one in consumption.inputs.values()
+        ranges = extend_to_last_day(ranges)
+    has_dates = any(
+        isinstance(upstream.table.schema().find_type(_range_column(consumption, upstream)), DateType)
+        for upstream in consumption.inputs.values()
     )
-    own = consumption.target_type(declaration.range_column or "")
-    return by_days(ranges) if dates or isinstance(own, DateType) else ranges
+    own_type = consumption.target_column_type(declaration.range_column or "")
+    return widen_to_days(ranges) if has_dates or isinstance(own_type, DateType) else ranges
 
 
-def from_smallest(ranges: Ranges) -> Ranges:
+def extend_to_last_day(ranges: Ranges) -> Ranges:
     """From the smallest of the values on; the last day is the last but one of the year 9999."""
     if ranges.anything or not ranges.parts:
         return ranges
@@ -151,63 +171,73 @@ def from_smallest(ranges: Ranges) -> Ranges:
     return replace(ranges, parts=(Range(low, last),))
 
 
-def _range_column(consumption: Consumption, one: Input) -> str:
-    found = consumption.consumer.declaration.range_column_of(one.key)
-    assert found is not None  # noqa: S101 - `steps` has looked
-    return found
+def _range_column(consumption: Consumption, upstream: UpstreamTable) -> str:
+    column_name = consumption.consumer.declaration.range_column_of(upstream.key)
+    assert column_name is not None  # noqa: S101 - `steps` has looked
+    return column_name
 
 
-def changed_rows(consumption: Consumption, one: Input) -> ChangedRows:
+def read_changed_rows(consumption: Consumption, upstream: UpstreamTable) -> ChangedRows:
     """The rows that came and went, without those that were only carried along in rewritten files."""
     parts = [
-        _inside(
-            RowReader(one.table, change, commits=consumption.consumer.declaration.commits).read(),
-            of_partitions(consumption, one, group.partitions),
+        _filter_rows(
+            RowReader(upstream.table, change, commits=consumption.consumer.declaration.commits).read(),
+            select_partition_rows(consumption, upstream, group.partitions),
         )
-        for group, change in consumption.changes(one.key)
+        for group, change in consumption.changes(upstream.key)
     ]
-    together = ChangedRows(_all(part.added for part in parts), _all(part.removed for part in parts))
-    found = without_carried(together)
+    all_rows = ChangedRows(
+        _concat_tables(part.added for part in parts), _concat_tables(part.removed for part in parts)
+    )
+    net_rows = drop_unchanged_rows(all_rows)
     if not consumption.consumer.declaration.commits:
-        return found
-    hashes = {number: commit.hash for commit in consumption.commits(one.key) for number in commit.snapshots}
-    return ChangedRows(_with_commits(found.added, hashes), _with_commits(found.removed, hashes))
+        return net_rows
+    hashes = {
+        number: commit.hash for commit in consumption.commits(upstream.key) for number in commit.snapshots
+    }
+    return ChangedRows(
+        _add_commit_hashes(net_rows.added, hashes), _add_commit_hashes(net_rows.removed, hashes)
+    )
 
 
-def _with_commits(rows: pa.Table, hashes: Mapping[int, str]) -> pa.Table:
-    known = pa.array([*hashes], pa.int64())
-    by_place = pa.array([*hashes.values()], pa.string())
-    return rows.append_column(COMMIT, by_place.take(pc.index_in(rows[SNAPSHOT], known)))
+def _add_commit_hashes(rows: pa.Table, hashes: Mapping[int, str]) -> pa.Table:
+    snapshot_ids = pa.array([*hashes], pa.int64())
+    commit_hashes = pa.array([*hashes.values()], pa.string())
+    return rows.append_column(COMMIT, commit_hashes.take(pc.index_in(rows[SNAPSHOT], snapshot_ids)))
 
 
-def everything(rows: pa.Table, declaration: Declaration) -> pa.Table:
+def add_change_columns(rows: pa.Table, declaration: Declaration) -> pa.Table:
     """All rows, with the columns that changed ones would have."""
     if declaration.commits:
         for name, kind in COMMIT_COLUMNS.items():
             rows = rows.append_column(name, pa.nulls(rows.num_rows, kind))
     deliver = declaration.when_removed == "deliver"
-    return ChangedRows(rows, rows.slice(0, 0)).tracked() if deliver else rows
+    return ChangedRows(rows, rows.slice(0, 0)).with_change_types() if deliver else rows
 
 
 COMMIT_COLUMNS = {ORDINAL: pa.int32(), SNAPSHOT: pa.int64(), COMMIT: pa.string()}
 
 
-def delivered(consumption: Consumption, one: Input, rows: ChangedRows) -> pa.Table:
+def deliver_rows(consumption: Consumption, upstream: UpstreamTable, rows: ChangedRows) -> pa.Table:
     """The rows as the asset is to get them. Raises RowsRemoved."""
-    how = consumption.consumer.when_removed
-    if how == "deliver":
-        return rows.tracked()
-    if rows.removed.num_rows and how in ("fail", "apply"):
-        raise rows_removed(consumption, one, rows.removed.num_rows)
+    policy = consumption.consumer.when_removed
+    if policy == "deliver":
+        return rows.with_change_types()
+    if rows.removed.num_rows and policy in ("fail", "apply"):
+        raise rows_removed_error(consumption, upstream, rows.removed.num_rows)
     return rows.added
 
 
-def rows_removed(consumption: Consumption, one: Input, count: int) -> RowsRemoved:
+def rows_removed_error(consumption: Consumption, upstream: UpstreamTable, count: int) -> RowsRemoved:
     """The error for rows that have gone and cannot be taken out of the asset's table."""
-    consumer, what = consumption.consumer, counted(count, "row")
+    consumer, what = consumption.consumer, format_count(count, "row")
     if consumer.when_removed == "apply":
-        columns = [{field.name for field in its.table.schema().fields} for its in consumption.inputs.values()]
-        missing = ", ".join(key for key in consumer.spec.keys if any(key not in known for known in columns))
+        columns = [
+            {field.name for field in source.table.schema().fields} for source in consumption.inputs.values()
+        ]
+        missing = ", ".join(
+            key for key in consumer.spec.keys if any(key not in column_names for column_names in columns)
+        )
         why = f"{consumer.asset} merges by {missing}, which not every input has"
         hint = f"Give each input the column {missing}, or choose"
     else:
@@ -215,120 +245,132 @@ def rows_removed(consumption: Consumption, one: Input, count: int) -> RowsRemove
         hint = "Use an upsert by keys that the input has, or the pattern `keys` or `range`, or choose"
     return RowsRemoved(
         f"{what} of the input {'was' if count == 1 else 'were'} updated or deleted, and {why}.",
-        table=one.name,
+        table=upstream.name,
         hint=f"{hint} consumes(when_removed=…), or compute everything anew with the run tag"
         " branchlake/rebuild=true.",
     )
 
 
-def changed_keys(consumption: Consumption) -> pa.Table:
+def read_changed_keys(consumption: Consumption) -> pa.Table:
     """The keys of all rows that came or went in any input, each once, by the asset's names. Read once."""
-    return consumption.once("keys", lambda: _changed_keys(consumption))
+    return consumption.get_or_compute("keys", lambda: _collect_changed_keys(consumption))
 
 
-def _changed_keys(consumption: Consumption) -> pa.Table:
+def _collect_changed_keys(consumption: Consumption) -> pa.Table:
     keys = list(consumption.replaced_keys)
-    found: list[pa.Table] = []
-    for one in consumption.inputs.values():
-        for group, change in consumption.changes(one.key):
-            found += _key_rows(consumption, one, group, change, keys)
-    together = pa.concat_tables(found, promote_options="permissive")
-    return together.group_by(keys, use_threads=False).aggregate([])
+    key_tables: list[pa.Table] = []
+    for upstream in consumption.inputs.values():
+        for group, change in consumption.changes(upstream.key):
+            key_tables += _iter_changed_keys(consumption, upstream, group, change, keys)
+    all_keys = pa.concat_tables(key_tables, promote_options="permissive")
+    return all_keys.group_by(keys, use_threads=False).aggregate([])
 
 
-def _key_rows(
-    consumption: Consumption, one: Input, group: Group, change: ChangeSet, keys: list[str]
+def _iter_changed_keys(
+    consumption: Consumption,
+    upstream: UpstreamTable,
+    group: PartitionGroup,
+    change: ChangeSet,
+    keys: list[str],
 ) -> Iterator[pa.Table]:
-    where = of_partitions(consumption, one, group.partitions)
-    of_input = keys_of_input(consumption, one, keys)
-    columns: list[str] | None = list(dict.fromkeys([*of_input, *(where.columns() if where else ())]))
-    compared = not change.only_appends and change.rows_changed <= MOST_COMPARED
-    if compared:
+    where = select_partition_rows(consumption, upstream, group.partitions)
+    key_columns = input_key_columns(consumption, upstream, keys)
+    columns: list[str] | None = list(dict.fromkeys([*key_columns, *(where.column_names() if where else ())]))
+    compares_rows = not change.only_appends and change.rows_changed <= MAX_COMPARED_ROWS
+    if compares_rows:
         columns = None  # what a rewritten file carries along shows in all of its columns
-    rows = _inside(RowReader(one.table, change, columns=columns).read(), where)
-    if compared:
-        rows = without_carried(rows)
-    yield rows.added.select(of_input).rename_columns(keys)
-    yield rows.removed.select(of_input).rename_columns(keys)
+    rows = _filter_rows(RowReader(upstream.table, change, columns=columns).read(), where)
+    if compares_rows:
+        rows = drop_unchanged_rows(rows)
+    yield rows.added.select(key_columns).rename_columns(keys)
+    yield rows.removed.select(key_columns).rename_columns(keys)
 
 
-def keys_of_input(consumption: Consumption, one: Input, keys: Sequence[str]) -> list[str]:
+def input_key_columns(consumption: Consumption, upstream: UpstreamTable, keys: Sequence[str]) -> list[str]:
     """The columns of an input that hold the asset's key columns `keys`."""
-    return [*consumption.consumer.declaration.keys_of(one.key)] if one.pattern == "keys" else [*keys]
+    return (
+        [*consumption.consumer.declaration.key_columns_of(upstream.key)]
+        if upstream.pattern == "keys"
+        else [*keys]
+    )
 
 
-def changed_keys_of(consumption: Consumption, one: Input) -> pa.Table:
-    """`changed_keys` under the names that the columns have in an input."""
-    found = changed_keys(consumption)
-    return found.rename_columns(keys_of_input(consumption, one, found.column_names))
+def read_input_keys(consumption: Consumption, upstream: UpstreamTable) -> pa.Table:
+    """`read_changed_keys` under the names that the columns have in an input."""
+    changed_keys = read_changed_keys(consumption)
+    return changed_keys.rename_columns(input_key_columns(consumption, upstream, changed_keys.column_names))
 
 
-def _inside(rows: ChangedRows, where: Selection | None) -> ChangedRows:
+def _filter_rows(rows: ChangedRows, where: Selection | None) -> ChangedRows:
     if where is None:
         return rows
-    return ChangedRows(*(side.filter(inside(where, side)) for side in (rows.added, rows.removed)))
+    return ChangedRows(*(side.filter(selection_mask(where, side)) for side in (rows.added, rows.removed)))
 
 
-def _all(parts: Iterator[pa.Table]) -> pa.Table:
-    found = list(parts)
-    filled = [part for part in found if part.num_rows]
-    return pa.concat_tables(filled, promote_options="permissive") if filled else found[0]
+def _concat_tables(parts: Iterator[pa.Table]) -> pa.Table:
+    tables = list(parts)
+    non_empty = [part for part in tables if part.num_rows]
+    return pa.concat_tables(non_empty, promote_options="permissive") if non_empty else tables[0]
 
 
-def rows_of_keys(rows: pa.Table, keys: pa.Table) -> pa.Table:
+def filter_by_keys(rows: pa.Table, keys: pa.Table) -> pa.Table:
     """The rows whose key is among `keys`, null equal to null."""
     names = keys.column_names
-    left = pl.DataFrame(pl.from_arrow(rows.select(names))).with_row_index("branchlake_row")
-    found = left.join(pl.DataFrame(pl.from_arrow(keys)), on=names, how="semi", nulls_equal=True)
-    return rows.take(found["branchlake_row"].to_arrow())
+    row_keys = pl.DataFrame(pl.from_arrow(rows.select(names))).with_row_index("branchlake_row")
+    matches = row_keys.join(pl.DataFrame(pl.from_arrow(keys)), on=names, how="semi", nulls_equal=True)
+    return rows.take(matches["branchlake_row"].to_arrow())
 
 
-MOST_LITERALS = 2_000
+MAX_LITERALS = 2_000
 """More values of a key are asked for by their lowest and highest."""
 
 
-def load(consumption: Consumption, one: Input) -> pa.Table:
+def load_rows(consumption: Consumption, upstream: UpstreamTable) -> pa.Table:
     """The rows of an input that the asset is to get. Raises RowsRemoved, RowsUnreadable, ChangeLost."""
-    where = of_partitions(consumption, one, consumption.partitions)
-    if one.pattern == "range":
-        return _scan(one.table, _filter(of_range(consumption, one), one.table))
+    where = select_partition_rows(consumption, upstream, consumption.partitions)
+    if upstream.pattern == "range":
+        return _scan_table(
+            upstream.table, _row_filter(select_range_rows(consumption, upstream), upstream.table)
+        )
     if consumption.whole:
-        rows = _scan(one.table, _filter(where, one.table))
-        return everything(rows, consumption.consumer.declaration) if one.pattern == "rows" else rows
+        rows = _scan_table(upstream.table, _row_filter(where, upstream.table))
+        return (
+            add_change_columns(rows, consumption.consumer.declaration) if upstream.pattern == "rows" else rows
+        )
     if not consumption.replaced_keys:
-        return delivered(consumption, one, changed_rows(consumption, one))
-    keys = changed_keys_of(consumption, one)
-    rows = _scan(one.table, And(_filter(where, one.table), may_have(keys)))
-    return rows_of_keys(rows, keys)
+        return deliver_rows(consumption, upstream, read_changed_rows(consumption, upstream))
+    keys = read_input_keys(consumption, upstream)
+    rows = _scan_table(upstream.table, And(_row_filter(where, upstream.table), key_prefilter(keys)))
+    return filter_by_keys(rows, keys)
 
 
-def _scan(table: Table, row_filter: BooleanExpression) -> pa.Table:
+def _scan_table(table: Table, row_filter: BooleanExpression) -> pa.Table:
     return table.scan(row_filter=row_filter).to_arrow()
 
 
-def _filter(selection: Selection | None, table: Table) -> BooleanExpression:
-    return AlwaysTrue() if selection is None else to_iceberg(selection, table.schema())
+def _row_filter(selection: Selection | None, table: Table) -> BooleanExpression:
+    return AlwaysTrue() if selection is None else to_iceberg_filter(selection, table.schema())
 
 
-def may_have(keys: pa.Table) -> BooleanExpression:
+def key_prefilter(keys: pa.Table) -> BooleanExpression:
     """A filter that lets through all rows of the keys, and of others as few as files can tell apart."""
     if not keys.num_rows:
         return AlwaysFalse()
-    return reduce(And, (_column(name, keys[name]) for name in keys.column_names), AlwaysTrue())
+    return reduce(And, (_column_filter(name, keys[name]) for name in keys.column_names), AlwaysTrue())
 
 
-def _column(name: str, values: pa.ChunkedArray) -> BooleanExpression:
+def _column_filter(name: str, values: pa.ChunkedArray) -> BooleanExpression:
     present = pc.unique(values.drop_null())
     null = IsNull(name) if values.null_count else None
-    found: BooleanExpression | None = None
-    if 0 < len(present) <= MOST_LITERALS:
-        found = In(name, _literals(present))
+    condition: BooleanExpression | None = None
+    if 0 < len(present) <= MAX_LITERALS:
+        condition = In(name, _to_literals(present))
     elif len(present):
         ends = pc.min_max(present).as_py()
-        found = And(GreaterThanOrEqual(name, ends["min"]), LessThanOrEqual(name, ends["max"]))
-    parts = [part for part in (found, null) if part is not None]
+        condition = And(GreaterThanOrEqual(name, ends["min"]), LessThanOrEqual(name, ends["max"]))
+    parts = [part for part in (condition, null) if part is not None]
     return reduce(Or, parts) if parts else AlwaysTrue()
 
 
-def _literals(values: pa.Array) -> Sequence[Any]:
+def _to_literals(values: pa.Array) -> Sequence[Any]:
     return tuple(values.to_pylist())

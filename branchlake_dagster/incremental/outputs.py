@@ -10,72 +10,82 @@ from dagster import MetadataValue
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
-from branchlake_dagster.history.change import moment
+from branchlake_dagster.history.change import from_epoch_ms
 from branchlake_dagster.incremental.commits import MainCommit
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.inputs import selection, target_ranges
+from branchlake_dagster.incremental.inputs import select_ranges, target_ranges
 from branchlake_dagster.incremental.positions import recorded_time
-from branchlake_dagster.internals.pyiceberg import transaction_on
+from branchlake_dagster.internals.pyiceberg import open_transaction
 from branchlake_dagster.runs.approval import Approvals
-from branchlake_dagster.runs.run_tags import GIVEN, REQUIRED
+from branchlake_dagster.runs.run_tags import APPROVAL_GIVEN, APPROVAL_REQUIRED
 from branchlake_dagster.stored_names import EventMetadata
-from branchlake_dagster.tables.selection import Selection, inside, to_sql
+from branchlake_dagster.tables.selection import Selection, selection_mask, to_sql_predicate
 from branchlake_dagster.tables.specification import TableSpec
 
 
-def effective(consumption: Consumption, spec: TableSpec) -> TableSpec:
+def effective_spec(consumption: Consumption, spec: TableSpec) -> TableSpec:
     """The spec of this write: a result computed of everything takes the place of everything."""
     if consumption.whole:
-        by_partition = consumption.consumer.by_partition
+        by_partition = consumption.consumer.tracks_partitions
         return replace(spec, write_mode="replace_partitions" if by_partition else "replace_table")
-    if by_range(consumption):
+    if replaces_ranges(consumption):
         return replace(spec, write_mode="replace_partitions")
     return spec
 
 
-def by_range(consumption: Consumption) -> bool:
+def replaces_ranges(consumption: Consumption) -> bool:
     """Whether the result replaces ranges of a table that has no partitions of Dagster's."""
     declaration = consumption.consumer.declaration
-    return "range" in declaration.patterns and not consumption.whole and not consumption.consumer.by_partition
+    return (
+        "range" in declaration.patterns
+        and not consumption.whole
+        and not consumption.consumer.tracks_partitions
+    )
 
 
-def replaced_range(consumption: Consumption, schema: Schema) -> Selection:
+def select_replaced_rows(consumption: Consumption, schema: Schema) -> Selection:
     """The rows of the asset's table that the result of changed ranges takes the place of."""
     consumer = consumption.consumer
     column = consumer.declaration.range_column or ""
-    return selection(target_ranges(consumption), column, schema, table=consumer.spec.name)
+    return select_ranges(target_ranges(consumption), column, schema, table=consumer.spec.name)
 
 
-def own_rows(frame: Any, consumption: Consumption, chosen: Selection | None, schema: Schema) -> Any:
+def keep_own_rows(
+    frame: Any, consumption: Consumption, own_selection: Selection | None, schema: Schema
+) -> Any:
     """What of an Arrow or Spark frame is written, where results depend on rows beside their own.
 
     Rows beside the run's partitions or ranges were computed from a part of what they depend on. A frame that
-    lacks a column of `chosen` is left as it is: the write refuses it.
+    lacks a column of `own_selection` is left as it is: the write refuses it.
     """
-    if chosen is None or all(one.nothing for one in consumption.consumer.reaches.values()):
+    if own_selection is None or all(reach.is_own_window for reach in consumption.consumer.reaches.values()):
         return frame
     columns = frame.column_names if isinstance(frame, pa.Table) else frame.columns
-    if not {*chosen.columns()} <= {*columns}:
+    if not {*own_selection.column_names()} <= {*columns}:
         return frame
-    return frame.filter(inside(chosen, frame) if isinstance(frame, pa.Table) else to_sql(chosen, schema))
+    return frame.filter(
+        selection_mask(own_selection, frame)
+        if isinstance(frame, pa.Table)
+        else to_sql_predicate(own_selection, schema)
+    )
 
 
-def record(consumption: Consumption, table: Table) -> Table:
+def record_consumption(consumption: Consumption, table: Table) -> Table:
     """Note in the table what has been consumed for it, as its properties.
 
     A run that has consumed a result that waits for approval, or did, waits for approval as well.
     """
     _inherit_approval(consumption)
-    update = consumption.update(at=table.metadata.current_snapshot_id)
-    held = table.metadata.properties
-    new = {name: value for name, value in update.set.items() if held.get(name) != value}
-    gone = [name for name in update.remove if name in held]
-    if new or gone:
-        with transaction_on(table) as transaction:
-            if new:
-                transaction.set_properties(new)
-            if gone:
-                transaction.remove_properties(*gone)
+    update = consumption.build_update(snapshot_id=table.metadata.current_snapshot_id)
+    properties = table.metadata.properties
+    new_properties = {name: value for name, value in update.set.items() if properties.get(name) != value}
+    removed_names = [name for name in update.remove if name in properties]
+    if new_properties or removed_names:
+        with open_transaction(table) as transaction:
+            if new_properties:
+                transaction.set_properties(new_properties)
+            if removed_names:
+                transaction.remove_properties(*removed_names)
     return table
 
 
@@ -84,72 +94,79 @@ def _inherit_approval(consumption: Consumption) -> None:
     if consumption.instance is None or run_id is None:
         return
     # What is computed from everything was also computed from results that were approved long ago.
-    states = (REQUIRED,) if consumption.whole else (REQUIRED, GIVEN)
+    states = (APPROVAL_REQUIRED,) if consumption.whole else (APPROVAL_REQUIRED, APPROVAL_GIVEN)
     approvals = Approvals(consumption.instance, states)
-    consumed = consumption.runs(approvals.chosen)
-    approvals.inherit(run_id, consumed, asset=consumption.consumer.asset)
+    consumed_runs = consumption.consumed_run_ids(approvals.filter_runs)
+    approvals.inherit_approval(run_id, consumed_runs, asset=consumption.consumer.asset)
 
 
-_MOST_COMMITS = 100
+_MAX_COMMITS = 100
 """Rows of a table on an asset's page."""
 
 
-def consumed_metadata(consumption: Consumption, table: Table) -> dict[str, Any]:
+def consumption_metadata(consumption: Consumption, table: Table) -> dict[str, Any]:
     """What a materialisation says of the changes it was computed from: a table, and numbers to plot.
 
-    `table` is the asset's own, after `record`. Its valid-through time is among them, if it has one.
+    `table` is the asset's own, after `record_consumption`. Its valid-through time is among them, if it has
+    one.
     """
     time = recorded_time(table.metadata, consumption.consumer.spec.name)
-    valid = {} if time is None else {EventMetadata.VALID_THROUGH: MetadataValue.timestamp(moment(time.ms))}
-    return valid | _consumed(consumption)
+    valid = (
+        {} if time is None else {EventMetadata.VALID_THROUGH: MetadataValue.timestamp(from_epoch_ms(time.ms))}
+    )
+    return valid | _change_metadata(consumption)
 
 
-def _consumed(consumption: Consumption) -> dict[str, Any]:
-    early = _too_early(consumption)
+def _change_metadata(consumption: Consumption) -> dict[str, Any]:
+    early_metadata = _too_early_metadata(consumption)
     if consumption.whole:
-        because = consumption.positions.restarts_because
-        why = f", because {because}" if because else ""
-        return {EventMetadata.CONSUMED: MetadataValue.text(f"everything: it was computed anew{why}"), **early}
+        reason = consumption.positions.restart_reason
+        reason_clause = f", because {reason}" if reason else ""
+        return {
+            EventMetadata.CONSUMED: MetadataValue.text(f"everything: it was computed anew{reason_clause}"),
+            **early_metadata,
+        }
     lines = ["| input | change | how | up to snapshot |", "| --- | --- | --- | --- |"]
     rows = files = 0
     commits: list[str] = []
-    for key, one in consumption.inputs.items():
+    for key, upstream in consumption.inputs.items():
         for _, change in consumption.changes(key):
             rows += change.rows_changed
             files += change.files_changed
             kinds = ", ".join(change.kinds) or "nothing"
-            lines.append(f"| {one.name} | {change.label()} | {kinds} | {one.upto.snapshot_id} |")
+            lines.append(f"| {upstream.name} | {change.label()} | {kinds} | {upstream.up_to.snapshot_id} |")
         if consumption.consumer.declaration.commits:
-            commits += [_commit_row(one.name, commit) for commit in consumption.commits(key)]
-    found: dict[str, Any] = {
+            commits += [_format_commit_row(upstream.name, commit) for commit in consumption.commits(key)]
+    metadata: dict[str, Any] = {
         EventMetadata.CONSUMED_ROWS: MetadataValue.int(rows),
         EventMetadata.CONSUMED_FILES: MetadataValue.int(files),
         EventMetadata.CONSUMED: MetadataValue.md("\n".join(lines)),
-        **early,
+        **early_metadata,
     }
     if commits:
         head = ["| input | commit on main | at | by run |", "| --- | --- | --- | --- |"]
-        found[EventMetadata.CONSUMED_COMMITS] = MetadataValue.md(
-            "\n".join([*head, *commits[-_MOST_COMMITS:]])
+        metadata[EventMetadata.CONSUMED_COMMITS] = MetadataValue.md(
+            "\n".join([*head, *commits[-_MAX_COMMITS:]])
         )
-    if by_range(consumption):
-        found[EventMetadata.CHANGED_RANGE] = MetadataValue.text(consumption.changed_ranges.text())
-    return found
+    if replaces_ranges(consumption):
+        metadata[EventMetadata.CHANGED_RANGE] = MetadataValue.text(consumption.changed_ranges.label())
+    return metadata
 
 
-def _too_early(consumption: Consumption) -> dict[str, Any]:
+def _too_early_metadata(consumption: Consumption) -> dict[str, Any]:
     """What a materialisation says of partitions that are computed again after an earlier one."""
-    earlier = consumption.waits_for
-    if earlier is None:
+    blocking_partition = consumption.blocking_partition
+    if blocking_partition is None:
         return {}
     return {
         EventMetadata.WAITS_FOR_PARTITION: MetadataValue.text(
-            f"Partition {earlier} still has changes to consume. The partitions of this run are computed from"
+            f"Partition {blocking_partition} still has changes to consume. The partitions of this run are"
+            " computed from"
             " it, so they are computed again after it."
         )
     }
 
 
-def _commit_row(name: str, commit: MainCommit) -> str:
+def _format_commit_row(name: str, commit: MainCommit) -> str:
     at = commit.at.isoformat(timespec="seconds") if commit.at else ""
     return f"| {name} | {commit.hash[:16]} | {at} | {commit.run_id or 'somebody outside branchlake'} |"

@@ -19,33 +19,33 @@ from dagster import (
 from pyiceberg.table import Table
 
 from branchlake_dagster.history.capture import runs_since
-from branchlake_dagster.history.change import ChangedFile, ChangeLost, ChangeSet, Position, moment
-from branchlake_dagster.history.ranges import Bounds, Ranges, union
+from branchlake_dagster.history.change import ChangedFile, ChangeLost, ChangeSet, Position, from_epoch_ms
+from branchlake_dagster.history.ranges import ColumnRanges, Ranges, union_ranges
 from branchlake_dagster.incremental.affected_partitions import (
     PartitionFinder,
     Reach,
-    affected,
-    covers,
-    dimensions,
+    affected_partition_keys,
+    dimension_definitions,
+    is_covered_partition,
     time_dimension,
 )
-from branchlake_dagster.incremental.consumer import Consumer, Input
-from branchlake_dagster.incremental.positions import Consumed, Positions
+from branchlake_dagster.incremental.consumer import Consumer, UpstreamTable
+from branchlake_dagster.incremental.positions import ConsumptionRecord, Positions
 from branchlake_dagster.incremental.redefinition import shares_rows
 from branchlake_dagster.incremental.valid_through import (
     InputTime,
     UnconsumedPart,
     ValidThrough,
+    earliest_time,
     table_time_ms,
-    to_ms,
-    together,
+    to_epoch_ms,
 )
-from branchlake_dagster.tables.selection import select, to_iceberg
+from branchlake_dagster.tables.selection import select_partitions, to_iceberg_filter
 
 
 @dataclass(frozen=True)
 class Backlog:
-    """What `pending` is found from: an asset, what it has consumed, and its inputs as they are now.
+    """What `pending_partitions` is found from: an asset, what it has consumed, and its inputs as they are now.
 
     `change_since` is the change of an input, None: everything; `instance` knows the dynamic partitions.
     `own_table` is the asset's table on `main`; None: there is none yet.
@@ -53,102 +53,127 @@ class Backlog:
 
     consumer: Consumer
     positions: Positions
-    inputs: Collection[Input]
-    change_since: Callable[[Input, Position | None], ChangeSet]
+    inputs: Collection[UpstreamTable]
+    change_since: Callable[[UpstreamTable, Position | None], ChangeSet]
     instance: DagsterInstance | None = None
     own_table: Table | None = None
     lost_is_all: bool = False
     """Whether a change that cannot be told any more counts for all partitions, rather than as an error."""
 
 
-def pending(backlog: Backlog) -> set[str]:
+def pending_partitions(backlog: Backlog) -> set[str]:
     """The partitions for which an input has changes that were not consumed.
 
     Those ahead of the rest are asked for one by one, those that came later than the rest by whether their
     inputs have files for them, or the asset's own table has: such a partition was computed, left the
     definition and came back, and what its inputs have lost meanwhile is still in the table. Where each
-    partition is computed from the one before it, all partitions from the first of them on, see `following`.
-    Raises ChangeLost, unless `lost_is_all`.
+    partition is computed from the one before it, all partitions from the first of them on, see
+    `with_successors`. Raises ChangeLost, unless `lost_is_all`.
     """
-    definition = _definition(backlog)
+    definition = _require_definition(backlog)
     positions = backlog.positions
-    found = set() if positions.floor is None else _affected(backlog, positions.floor)
-    for partition, consumed in positions.partitions.items():
-        found.discard(partition)
-        if partition in _affected(backlog, consumed):
-            found.add(partition)
-    every = definition.get_partition_keys(dynamic_partitions_store=backlog.instance)
-    new = [
-        key for key in every if key not in positions.partitions and not is_covered(positions, definition, key)
+    pending_keys = (
+        set()
+        if positions.common_position is None
+        else _affected_partitions(backlog, positions.common_position)
+    )
+    for partition, record in positions.partitions.items():
+        pending_keys.discard(partition)
+        if partition in _affected_partitions(backlog, record):
+            pending_keys.add(partition)
+    all_keys = definition.get_partition_keys(dynamic_partitions_store=backlog.instance)
+    new_keys = [
+        key
+        for key in all_keys
+        if key not in positions.partitions and not is_at_common_position(positions, definition, key)
     ]
-    left = {key for key in new if _may_be_left(positions, definition, key)}
-    found = (found | left | _with_rows(backlog, [key for key in new if key not in left])) & set(every)
-    if not backlog.consumer.in_order:
-        return found
-    return following(definition, found | _computed_from_others(positions, definition, every, {*new}), every)
+    stale_keys = {key for key in new_keys if _may_hold_old_rows(positions, definition, key)}
+    pending_keys = (
+        pending_keys
+        | stale_keys
+        | _partitions_with_rows(backlog, [key for key in new_keys if key not in stale_keys])
+    ) & set(all_keys)
+    if not backlog.consumer.computes_in_order:
+        return pending_keys
+    return with_successors(
+        definition,
+        pending_keys | _outdated_partitions(positions, definition, all_keys, {*new_keys}),
+        all_keys,
+    )
 
 
-def chains(definition: PartitionsDefinition[str], keys: Iterable[str]) -> list[list[str]]:
+def partition_chains(definition: PartitionsDefinition[str], keys: Iterable[str]) -> list[list[str]]:
     """Partitions in the order of time, for each combination of keys of the other dimensions by itself.
 
     `keys` come in the order of the definition, which is that of time.
     """
     if not isinstance(definition, MultiPartitionsDefinition):
         return [[*keys]]
-    others = [
+    other_dimensions = [
         name
-        for name, part in dimensions(definition).items()
+        for name, part in dimension_definitions(definition).items()
         if not isinstance(part, TimeWindowPartitionsDefinition)
     ]
-    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    chains_by_values: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for key in keys:
         values = definition.get_partition_key_from_str(key).keys_by_dimension
-        found[tuple(values[name] for name in others)].append(key)
-    return [*found.values()]
+        chains_by_values[tuple(values[name] for name in other_dimensions)].append(key)
+    return [*chains_by_values.values()]
 
 
-def following(
-    definition: PartitionsDefinition[str], partitions: Collection[str], every: Iterable[str]
+def with_successors(
+    definition: PartitionsDefinition[str], partitions: Collection[str], all_keys: Iterable[str]
 ) -> set[str]:
     """These partitions, and all that come after one of them in its chain."""
-    found: set[str] = set()
-    for chain in chains(definition, every):
+    successors: set[str] = set()
+    for chain in partition_chains(definition, all_keys):
         first = next((number for number, key in enumerate(chain) if key in partitions), len(chain))
-        found.update(chain[first:])
-    return found
+        successors.update(chain[first:])
+    return successors
 
 
 @dataclass(frozen=True)
-class Batch:
+class PartitionBatch:
     """The partitions that one run can compute now, and those that wait until it is published."""
 
     partitions: tuple[str, ...]
     waiting: tuple[str, ...] = ()
 
 
-def batches(
+def plan_batches(
     definition: PartitionsDefinition[str],
-    left: Collection[str],
-    every: Iterable[str],
-    most: int | None,
-) -> list[Batch]:
-    """By chain the first `most` of the partitions that are left, all with None, and those after them."""
-    found = ([key for key in chain if key in left] for chain in chains(definition, every))
-    ends = ((part, len(part) if most is None else most) for part in found if part)
-    return [Batch(tuple(part[:end]), tuple(part[end:])) for part, end in ends]
+    remaining: Collection[str],
+    all_keys: Iterable[str],
+    max_partitions: int | None,
+) -> list[PartitionBatch]:
+    """By chain the first `max_partitions` of the partitions that are left, all with None, and those after them."""
+    remaining_chains = (
+        [key for key in chain if key in remaining] for chain in partition_chains(definition, all_keys)
+    )
+    ends = (
+        (part, len(part) if max_partitions is None else max_partitions) for part in remaining_chains if part
+    )
+    return [PartitionBatch(tuple(part[:end]), tuple(part[end:])) for part, end in ends]
 
 
-def predecessors(definition: PartitionsDefinition[str], every: Iterable[str]) -> dict[str, str]:
+def partition_predecessors(definition: PartitionsDefinition[str], all_keys: Iterable[str]) -> dict[str, str]:
     """By partition the one before it in its chain; the first ones are not in it."""
-    return {key: before for chain in chains(definition, every) for before, key in pairwise(chain)}
+    return {
+        key: predecessor
+        for chain in partition_chains(definition, all_keys)
+        for predecessor, key in pairwise(chain)
+    }
 
 
-def _run_of(positions: Positions, partition: str | None, new: Collection[str]) -> str:
-    return positions.run_of(partition, lambda: partition not in new) if partition is not None else ""
+def _run_of_partition(positions: Positions, partition: str | None, new_keys: Collection[str]) -> str:
+    return positions.run_of(partition, lambda: partition not in new_keys) if partition is not None else ""
 
 
-def _computed_from_others(
-    positions: Positions, definition: PartitionsDefinition[str], every: Sequence[str], new: Collection[str]
+def _outdated_partitions(
+    positions: Positions,
+    definition: PartitionsDefinition[str],
+    all_keys: Sequence[str],
+    new_keys: Collection[str],
 ) -> set[str]:
     """The partitions that are not computed from the present result of the one before them.
 
@@ -156,105 +181,113 @@ def _computed_from_others(
     as current as the one before it when the whole table was; and a new one comes after those that were
     computed even if its inputs have no row for it.
     """
-    found = {*positions.void}
-    for chain in chains(definition, every):
-        computed = False
-        before: str | None = None
+    outdated_keys = {*positions.void_partitions}
+    for chain in partition_chains(definition, all_keys):
+        has_result = False
+        predecessor: str | None = None
         for key in chain:
-            own = positions.partitions.get(key)
-            if own is not None:
-                stale = own.follows != _run_of(positions, before, new)
-            elif key in new:
-                stale = computed
+            record = positions.partitions.get(key)
+            if record is not None:
+                is_outdated = record.predecessor_run != _run_of_partition(positions, predecessor, new_keys)
+            elif key in new_keys:
+                is_outdated = has_result
             else:
-                stale = before is not None and before in positions.partitions
-            if stale:
-                found.add(key)
+                is_outdated = predecessor is not None and predecessor in positions.partitions
+            if is_outdated:
+                outdated_keys.add(key)
                 break  # all that follow are stale with it
-            computed, before = computed or key not in new, key
-    return found
+            has_result, predecessor = has_result or key not in new_keys, key
+    return outdated_keys
 
 
 @dataclass(frozen=True)
 class PartitionChange:
     """What one partition has not consumed: `rows` that came or went in `files`, since `oldest`.
 
-    `consumed` is the partition's position; None if nothing was consumed for it, so that nothing is counted.
+    `record` is the partition's position; None if nothing was consumed for it, so that nothing is counted.
     A file with rows of several partitions counts in each of them with all of its rows.
     """
 
-    consumed: Consumed | None
+    record: ConsumptionRecord | None
     files: int = 0
     rows: int = 0
     oldest: datetime | None = None
 
 
 def changes_by_partition(backlog: Backlog, partitions: Iterable[str]) -> dict[str, PartitionChange]:
-    """What each of these partitions has left, from the manifests that `pending` reads. Raises ChangeLost."""
-    found: dict[str, PartitionChange] = {}
-    for consumed, keys in _by_position(backlog, partitions):
-        if consumed is None:
-            found |= {key: PartitionChange(None) for key in keys}
+    """What each of these partitions has left, from the manifests that `pending_partitions` reads. Raises ChangeLost."""
+    changes: dict[str, PartitionChange] = {}
+    for record, keys in _group_by_position(backlog, partitions):
+        if record is None:
+            changes |= {key: PartitionChange(None) for key in keys}
         else:
-            found |= _counted(backlog, consumed, keys)
-    return found
+            changes |= _count_changes(backlog, record, keys)
+    return changes
 
 
 def runs_by_partition(
     backlog: Backlog,
     partitions: Iterable[str],
-    chosen: Callable[[Collection[str]], Collection[str]],
+    select_runs: Callable[[Collection[str]], Collection[str]],
 ) -> dict[str, set[str]]:
     """The runs that made what each of these partitions has left, without partitions that have none of them.
 
-    Only runs that `chosen` returns of those that changed an input are counted. A run counts for each
+    Only runs that `select_runs` returns of those that changed an input are counted. A run counts for each
     partition that any file which it added or removed may have rows of, also when a later change has undone
     its own. Manifests are read only if there are such runs. Raises ChangeLost.
     """
-    found: dict[str, set[str]] = defaultdict(set)
-    for consumed, keys in _by_position(backlog, partitions):
-        for one in backlog.inputs:
-            position = consumed.inputs.get(one.name) if consumed is not None else None
-            runs = runs_since(one.table.metadata, position, table=one.name)
-            wanted = {*chosen({*runs.values()})}
-            if not wanted:
+    run_ids_by_key: dict[str, set[str]] = defaultdict(set)
+    for record, keys in _group_by_position(backlog, partitions):
+        for upstream in backlog.inputs:
+            position = record.inputs.get(upstream.name) if record is not None else None
+            runs = runs_since(upstream.table.metadata, position, table=upstream.name)
+            selected_runs = {*select_runs({*runs.values()})}
+            if not selected_runs:
                 continue
-            bounds = _bounds(backlog, one)
-            finder = PartitionFinder(_definition(backlog), keys, reach=backlog.consumer.reach_of(one.key))
-            for step in backlog.change_since(one, position).steps:
+            bounds = _input_bounds(backlog, upstream)
+            finder = PartitionFinder(
+                _require_definition(backlog), keys, reach=backlog.consumer.reach_of(upstream.key)
+            )
+            for step in backlog.change_since(upstream, position).steps:
                 for file in (*step.added, *step.removed, *step.deletes):
-                    if (run_id := runs.get(file.snapshot_id)) in wanted and run_id is not None:
-                        for key in finder.of({name: its.of(file) for name, its in bounds.items()}):
-                            found[key].add(run_id)
-    return dict(found)
+                    if (run_id := runs.get(file.snapshot_id)) in selected_runs and run_id is not None:
+                        for key in finder.affected_keys(
+                            {name: column_bounds.ranges_of(file) for name, column_bounds in bounds.items()}
+                        ):
+                            run_ids_by_key[key].add(run_id)
+    return dict(run_ids_by_key)
 
 
-def _by_position(backlog: Backlog, partitions: Iterable[str]) -> Iterator[tuple[Consumed | None, list[str]]]:
+def _group_by_position(
+    backlog: Backlog, partitions: Iterable[str]
+) -> Iterator[tuple[ConsumptionRecord | None, list[str]]]:
     """The partitions that stand at the same position, with it; None: nothing was consumed for them."""
-    definition, positions = _definition(backlog), backlog.positions
-    covered: list[str] = []
-    new: list[str] = []
+    definition, positions = _require_definition(backlog), backlog.positions
+    common_keys: list[str] = []
+    new_keys: list[str] = []
     for key in partitions:
-        if (own := positions.partitions.get(key)) is not None:
-            yield own, [key]
+        if (record := positions.partitions.get(key)) is not None:
+            yield record, [key]
         else:
-            (covered if is_covered(positions, definition, key) else new).append(key)
-    if covered:
-        yield positions.floor, covered
-    if new:
-        yield None, new
+            (common_keys if is_at_common_position(positions, definition, key) else new_keys).append(key)
+    if common_keys:
+        yield positions.common_position, common_keys
+    if new_keys:
+        yield None, new_keys
 
 
-def unconsumed_parts(backlog: Backlog) -> set[str] | set[None]:
+def unconsumed_partitions(backlog: Backlog) -> set[str] | set[None]:
     """The partitions that have something left; `{None}` for an asset without partitions that has.
 
     Raises ChangeLost, unless `lost_is_all`.
     """
-    if backlog.consumer.by_partition:
-        return pending(backlog)
-    floor = backlog.positions.floor
-    for one in backlog.inputs:
-        if not backlog.change_since(one, floor.inputs.get(one.name) if floor is not None else None).empty:
+    if backlog.consumer.tracks_partitions:
+        return pending_partitions(backlog)
+    common_position = backlog.positions.common_position
+    for upstream in backlog.inputs:
+        if not backlog.change_since(
+            upstream, common_position.inputs.get(upstream.name) if common_position is not None else None
+        ).empty:
             return {None}
     return set()
 
@@ -265,17 +298,17 @@ def windows_end_ms(consumer: Consumer) -> int | None:
     Ask for it before the partitions that have something left: these then include a window that begins
     meanwhile.
     """
-    if not consumer.by_partition or consumer.definition is None:
+    if not consumer.tracks_partitions or consumer.definition is None:
         return None
     ends = []
-    for part in dimensions(consumer.definition).values():
+    for part in dimension_definitions(consumer.definition).values():
         if isinstance(part, TimeWindowPartitionsDefinition):
             last = part.get_last_partition_window()
-            ends.append(to_ms(part.start if last is None else last.end))
+            ends.append(to_epoch_ms(part.start if last is None else last.end))
     return min(ends, default=None)
 
 
-def valid_through(
+def compute_valid_through(
     backlog: Backlog,
     input_times: Mapping[AssetKey, InputTime | None],
     unconsumed: Iterable[str | None],
@@ -286,124 +319,147 @@ def valid_through(
     `unconsumed` are the partitions that have something left, `{None}` for a table without partitions that
     has. `end_ms` is `windows_end_ms` of before. Nothing is read: only recorded times are compared.
     """
-    inputs = together(_complete_inputs(backlog, input_times))
+    inputs = earliest_time(_iter_complete_times(backlog, input_times))
     if inputs is None:
         return None
-    parts = [_part(backlog, key, inputs.sources) for key in unconsumed]
+    parts = [_unconsumed_part(backlog, key, inputs.sources) for key in unconsumed]
     return ValidThrough(inputs.ms, table_time_ms(inputs.ms, parts, end_ms), inputs.sources)
 
 
-def _complete_inputs(
+def _iter_complete_times(
     backlog: Backlog, input_times: Mapping[AssetKey, InputTime | None]
 ) -> Iterable[InputTime | None]:
     """The time of each input, less what results need of the rows after their own."""
     windows = time_dimension(backlog.consumer.definition)
     definition = windows[1] if windows is not None else None
-    for one in backlog.inputs:
-        time = input_times[one.key]
+    for upstream in backlog.inputs:
+        time = input_times[upstream.key]
         if time is None:
             yield None
             continue
-        before = backlog.consumer.reach_of(one.key).complete_before(definition, moment(time.ms))
-        yield InputTime(to_ms(before), time.sources)
+        complete_before = backlog.consumer.reach_of(upstream.key).complete_before(
+            definition, from_epoch_ms(time.ms)
+        )
+        yield InputTime(to_epoch_ms(complete_before), time.sources)
 
 
-def _part(backlog: Backlog, key: str | None, sources: frozenset[str]) -> UnconsumedPart:
+def _unconsumed_part(backlog: Backlog, key: str | None, sources: frozenset[str]) -> UnconsumedPart:
     consumer, positions = backlog.consumer, backlog.positions
-    consumed = positions.of(key, lambda: key is not None and is_covered(positions, _definition(backlog), key))
-    names = [one.name for one in backlog.inputs]
-    consumed_ms = consumed.inputs_time_ms(names, sources) if consumed is not None else None
+    record = positions.find_record(
+        key, lambda: key is not None and is_at_common_position(positions, _require_definition(backlog), key)
+    )
+    names = [upstream.name for upstream in backlog.inputs]
+    consumed_ms = record.inputs_time_ms(names, sources) if record is not None else None
     windows = time_dimension(consumer.definition)
     start_ms: int | None = None
     if key is not None and windows is not None and windows[0] in consumer.spec.columns_by_dimension:
         definition: Any = consumer.definition
-        start_ms = to_ms(definition.time_window_for_partition_key(key).start)
+        start_ms = to_epoch_ms(definition.time_window_for_partition_key(key).start)
     return UnconsumedPart(start_ms, consumed_ms)
 
 
-def _counted(backlog: Backlog, consumed: Consumed, keys: list[str]) -> dict[str, PartitionChange]:
+def _count_changes(
+    backlog: Backlog, record: ConsumptionRecord, keys: list[str]
+) -> dict[str, PartitionChange]:
     """What partitions that stand at one position have left."""
     files: dict[str, int] = defaultdict(int)
     rows: dict[str, int] = defaultdict(int)
     oldest: dict[str, datetime] = {}
-    for one in backlog.inputs:
-        position = consumed.inputs.get(one.name)
+    for upstream in backlog.inputs:
+        position = record.inputs.get(upstream.name)
         if position is None:  # the input was declared later, and all of it is new
             return {key: PartitionChange(None) for key in keys}
-        change = backlog.change_since(one, position)
+        change = backlog.change_since(upstream, position)
         times = {step.ordinal: step.at for step in change.steps}
-        bounds = _bounds(backlog, one)
-        finder = PartitionFinder(_definition(backlog), keys, reach=backlog.consumer.reach_of(one.key))
+        bounds = _input_bounds(backlog, upstream)
+        finder = PartitionFinder(
+            _require_definition(backlog), keys, reach=backlog.consumer.reach_of(upstream.key)
+        )
         for file in change.files():
-            for key in finder.of({name: its.of(file) for name, its in bounds.items()}):
+            for key in finder.affected_keys(
+                {name: column_bounds.ranges_of(file) for name, column_bounds in bounds.items()}
+            ):
                 files[key] += 1
                 rows[key] += file.rows
                 at = times[file.ordinal]
                 oldest[key] = min(oldest.get(key, at), at)
-    return {key: PartitionChange(consumed, files[key], rows[key], oldest.get(key)) for key in keys}
+    return {key: PartitionChange(record, files[key], rows[key], oldest.get(key)) for key in keys}
 
 
-def _bounds(backlog: Backlog, one: Input) -> dict[str, Bounds]:
-    columns = backlog.consumer.columns_of_input(one.key, one.table)
-    return {name: Bounds(one.table.metadata, column, table=one.name) for name, column in columns.items()}
+def _input_bounds(backlog: Backlog, upstream: UpstreamTable) -> dict[str, ColumnRanges]:
+    columns = backlog.consumer.columns_of_input(upstream.key, upstream.table)
+    return {
+        name: ColumnRanges(upstream.table.metadata, column, table=upstream.name)
+        for name, column in columns.items()
+    }
 
 
-def _may_be_left(positions: Positions, definition: PartitionsDefinition[str], key: str) -> bool:
+def _may_hold_old_rows(positions: Positions, definition: PartitionsDefinition[str], key: str) -> bool:
     """Whether the table may hold rows of a new partition that count for nothing any more.
 
     It is computed anew even where its inputs have no rows for it any more: they have to go.
     """
-    if positions.all_left or key in positions.void:
+    if positions.may_hold_old_rows or key in positions.void_partitions:
         return True
-    return any(shares_rows(one, definition, key) for one in positions.redefined)
+    return any(shares_rows(extent, definition, key) for extent in positions.redefined_extents)
 
 
-def is_covered(positions: Positions, definition: PartitionsDefinition[str], key: str) -> bool:
+def is_at_common_position(positions: Positions, definition: PartitionsDefinition[str], key: str) -> bool:
     """Whether a partition without an entry of its own stands where the table as a whole does."""
-    floor = positions.floor
-    if floor is None or not floor.covers or not covers(floor.covers, definition, key):
+    common_position = positions.common_position
+    if (
+        common_position is None
+        or not common_position.coverage
+        or not is_covered_partition(common_position.coverage, definition, key)
+    ):
         return False
-    return not any(shares_rows(one, definition, key) for one in positions.redefined)
+    return not any(shares_rows(extent, definition, key) for extent in positions.redefined_extents)
 
 
-def _definition(backlog: Backlog) -> PartitionsDefinition[str]:
+def _require_definition(backlog: Backlog) -> PartitionsDefinition[str]:
     definition = backlog.consumer.definition
     assert definition is not None  # noqa: S101 - only asked where there are partitions
     return definition
 
 
-def _affected(backlog: Backlog, consumed: Consumed) -> set[str]:
+def _affected_partitions(backlog: Backlog, record: ConsumptionRecord) -> set[str]:
     """The partitions that the changes since then may have rows for."""
-    found: set[str] = set()
-    for one in backlog.inputs:
+    partitions: set[str] = set()
+    for upstream in backlog.inputs:
         try:
-            change = backlog.change_since(one, consumed.inputs.get(one.name))
+            change = backlog.change_since(upstream, record.inputs.get(upstream.name))
         except ChangeLost:
             if not backlog.lost_is_all:
                 raise
-            return set(_definition(backlog).get_partition_keys(dynamic_partitions_store=backlog.instance))
+            return set(
+                _require_definition(backlog).get_partition_keys(dynamic_partitions_store=backlog.instance)
+            )
         if not change.empty:
-            reach = backlog.consumer.reach_of(one.key)
-            found |= _partitions(backlog, _bounds(backlog, one), tuple(change.files()), reach)
-    return found
+            reach = backlog.consumer.reach_of(upstream.key)
+            partitions |= _partitions_of_files(
+                backlog, _input_bounds(backlog, upstream), tuple(change.files()), reach
+            )
+    return partitions
 
 
-def _with_rows(backlog: Backlog, keys: list[str]) -> set[str]:
+def _partitions_with_rows(backlog: Backlog, keys: list[str]) -> set[str]:
     """Those of the partitions for which an input, or the asset's own table, may have rows at all."""
     if not keys:
         return set()
-    found: set[str] = set()
-    for one in backlog.inputs:
-        columns = backlog.consumer.columns_of_input(one.key, one.table)
-        reach = backlog.consumer.reach_of(one.key)
-        found |= _with_files(backlog, keys, one.table, one.name, columns, reach)
-    if backlog.own_table is not None and backlog.positions.floor is not None:
+    partitions: set[str] = set()
+    for upstream in backlog.inputs:
+        columns = backlog.consumer.columns_of_input(upstream.key, upstream.table)
+        reach = backlog.consumer.reach_of(upstream.key)
+        partitions |= _partitions_with_files(backlog, keys, upstream.table, upstream.name, columns, reach)
+    if backlog.own_table is not None and backlog.positions.common_position is not None:
         spec = backlog.consumer.spec
-        found |= _with_files(backlog, keys, backlog.own_table, spec.name, spec.columns_by_dimension, Reach())
-    return found
+        partitions |= _partitions_with_files(
+            backlog, keys, backlog.own_table, spec.name, spec.columns_by_dimension, Reach()
+        )
+    return partitions
 
 
-def _with_files(
+def _partitions_with_files(
     backlog: Backlog, keys: list[str], table: Table, name: str, columns: Mapping[str, str], reach: Reach
 ) -> set[str]:
     """Those of the partitions that a table may have rows for, by its manifests.
@@ -412,32 +468,38 @@ def _with_files(
     that dimension.
     """
     schema = table.schema()
-    names = {field.name for field in schema.fields}
-    known = {dimension: column for dimension, column in columns.items() if column in names}
+    column_names = {field.name for field in schema.fields}
+    present_columns = {dimension: column for dimension, column in columns.items() if column in column_names}
     scan = table.scan()
-    if known:
-        selection = select(
+    if present_columns:
+        selection = select_partitions(
             keys,
-            _definition(backlog),
-            known,
+            _require_definition(backlog),
+            present_columns,
             schema=schema,
-            table=name,
-            window=reach.of_window,
+            table_name=name,
+            map_window=reach.required_window,
             all_dimensions=False,
         )
-        scan = table.scan(row_filter=to_iceberg(selection, schema))
+        scan = table.scan(row_filter=to_iceberg_filter(selection, schema))
     files = tuple(ChangedFile(task.file, 0, 0) for task in scan.plan_files())
-    bounds = {dimension: Bounds(table.metadata, column, table=name) for dimension, column in known.items()}
-    return _partitions(backlog, bounds, files, reach) & set(keys)
+    bounds = {
+        dimension: ColumnRanges(table.metadata, column, table=name)
+        for dimension, column in present_columns.items()
+    }
+    return _partitions_of_files(backlog, bounds, files, reach) & set(keys)
 
 
-def _partitions(
-    backlog: Backlog, bounds: Mapping[str, Bounds], files: tuple[ChangedFile, ...], reach: Reach
+def _partitions_of_files(
+    backlog: Backlog, bounds: Mapping[str, ColumnRanges], files: tuple[ChangedFile, ...], reach: Reach
 ) -> set[str]:
     """The partitions whose results may depend on rows of these files."""
     if not files:
         return set()
     ranges: dict[str, Ranges] = {
-        dimension: union(its.of(file) for file in files) for dimension, its in bounds.items()
+        dimension: union_ranges(column_bounds.ranges_of(file) for file in files)
+        for dimension, column_bounds in bounds.items()
     }
-    return affected(_definition(backlog), ranges, reach=reach, instance=backlog.instance)
+    return affected_partition_keys(
+        _require_definition(backlog), ranges, reach=reach, instance=backlog.instance
+    )

@@ -9,35 +9,35 @@ from typing import Any
 
 from pyiceberg.table.metadata import TableMetadata
 
-from branchlake_dagster.history.capture import holds
+from branchlake_dagster.history.capture import contains_snapshot
 from branchlake_dagster.history.change import Position
-from branchlake_dagster.incremental.valid_through import InputTime, ValidThrough, ingested_time, together
+from branchlake_dagster.incremental.valid_through import InputTime, ValidThrough, earliest_time, ingested_time
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import PositionUnreadable
 
 
 @dataclass(frozen=True)
-class Consumed:
-    """How far each input was consumed, by its dotted name, and by which run; `base` is the hash it began at.
+class ConsumptionRecord:
+    """How far each input was consumed, by its dotted name, and by which run; `base_hash` is the hash it began at.
 
-    `covers` are the partitions that there were then, see `affected.coverage`: of one that came later nothing
-    has been consumed, though its rows may have been there before it.
+    `coverage` are the partitions that there were then, see `affected.coverage`: of one that came later
+    nothing has been consumed, though its rows may have been there before it.
     """
 
     inputs: Mapping[str, Position]
     run_id: str = ""
-    base: str = ""
-    covers: Mapping[str, Any] = field(default_factory=dict)
-    at: int | None = None
+    base_hash: str = ""
+    coverage: Mapping[str, Any] = field(default_factory=dict)
+    snapshot_id: int | None = None
     """The snapshot of the consumer's own table that was computed from it; None: none, or not told."""
-    definition: Mapping[str, str] = field(default_factory=dict)
+    partition_identity: Mapping[str, str] = field(default_factory=dict)
     """What the partitions were then, see `redefinition.identity`; empty: not recorded, or there were none."""
     extent: Mapping[str, str] = field(default_factory=dict)
     """Of one partition: what it held then, see `redefinition.extent`."""
-    follows: str = ""
+    predecessor_run: str = ""
     """Of one partition that is computed from the one before it: the run that had computed that one then."""
-    turned: bool = False
-    """Says nothing, and is the other way round after each run that left the floor: see `advance`."""
+    toggle: bool = False
+    """Says nothing, and is the other way round after each run that left the floor: see `advance_positions`."""
     valid_through: ValidThrough | None = None
     """Up to which time the inputs had all records then, and the table after the run; None: not known."""
 
@@ -52,102 +52,115 @@ class Consumed:
             return None
         return recorded.inputs_ms
 
-    def text(self) -> str:
+    def to_json(self) -> str:
         """As a property's value."""
         return json.dumps(
             {
-                "inputs": {name: one.as_dict() for name, one in sorted(self.inputs.items())},
+                "inputs": {name: position.as_dict() for name, position in sorted(self.inputs.items())},
                 "run": self.run_id,
-                "base": self.base,
-                **({"covers": dict(self.covers)} if self.covers else {}),
-                **({"at": self.at} if self.at is not None else {}),
-                **({"definition": dict(self.definition)} if self.definition else {}),
+                "base": self.base_hash,
+                **({"covers": dict(self.coverage)} if self.coverage else {}),
+                **({"at": self.snapshot_id} if self.snapshot_id is not None else {}),
+                **({"definition": dict(self.partition_identity)} if self.partition_identity else {}),
                 **({"extent": dict(self.extent)} if self.extent else {}),
-                **({"follows": self.follows} if self.follows else {}),
-                **({"turned": True} if self.turned else {}),
+                **({"follows": self.predecessor_run} if self.predecessor_run else {}),
+                **({"turned": True} if self.toggle else {}),
                 **({"valid_through": self.valid_through.as_dict()} if self.valid_through else {}),
             },
             separators=(",", ":"),
         )
 
     @classmethod
-    def from_text(cls, text: str) -> Consumed:
+    def from_json(cls, content: str) -> ConsumptionRecord:
         """Back again. Raises ValueError, KeyError or TypeError."""
-        told = json.loads(text)
-        inputs = {name: Position.from_dict(one) for name, one in told["inputs"].items()}
+        values = json.loads(content)
+        inputs = {name: Position.from_dict(position) for name, position in values["inputs"].items()}
         return cls(
             inputs,
-            told["run"],
-            told["base"],
-            told.get("covers", {}),
-            told.get("at"),
-            told.get("definition", {}),
-            told.get("extent", {}),
-            told.get("follows", ""),
-            told.get("turned", False),
-            ValidThrough.from_dict(told["valid_through"]) if "valid_through" in told else None,
+            values["run"],
+            values["base"],
+            values.get("covers", {}),
+            values.get("at"),
+            values.get("definition", {}),
+            values.get("extent", {}),
+            values.get("follows", ""),
+            values.get("turned", False),
+            ValidThrough.from_dict(values["valid_through"]) if "valid_through" in values else None,
         )
 
 
 @dataclass(frozen=True)
 class Positions:
-    """All that a table has consumed: `floor` counts for all partitions that have no entry of their own."""
+    """All that a table has consumed: `common_position` counts for all partitions that have no entry of their own."""
 
-    floor: Consumed | None = None
-    partitions: Mapping[str, Consumed] = field(default_factory=dict)
-    void: frozenset[str] = frozenset()
+    common_position: ConsumptionRecord | None = None
+    partitions: Mapping[str, ConsumptionRecord] = field(default_factory=dict)
+    void_partitions: frozenset[str] = frozenset()
     """Partitions whose entries count for nothing and are still to be taken away."""
-    restarts_because: str = ""
+    restart_reason: str = ""
     """Why something that was consumed counts for nothing, as a clause; empty: all of it counts."""
-    all_left: bool = False
+    may_hold_old_rows: bool = False
     """Whether the table may hold rows of any partition that were computed before."""
-    redefined: tuple[Mapping[str, str], ...] = ()
+    redefined_extents: tuple[Mapping[str, str], ...] = ()
     """The extents of partitions that were ahead of the floor under another definition: see `redefinition`."""
 
-    def without_lost(self, holds: Callable[[int | None], bool]) -> Positions:
-        """Only what was consumed for rows that are still there; `holds` tells it by `Consumed.at`."""
-        kept = {name: one for name, one in self.partitions.items() if holds(one.at)}
-        floor = self.floor if self.floor is not None and holds(self.floor.at) else None
-        void = self.void | (self.partitions.keys() - kept.keys())
-        lost = floor != self.floor or kept != self.partitions
-        because = "the asset's own table was rolled back" if lost else self.restarts_because
-        left = self.all_left or floor != self.floor
-        return replace(self, floor=floor, partitions=kept, void=void, restarts_because=because, all_left=left)
+    def without_lost(self, is_current: Callable[[int | None], bool]) -> Positions:
+        """Only what was consumed for rows that are still there; `is_current` tells it by `Consumed.snapshot_id`."""
+        partitions = {
+            name: record for name, record in self.partitions.items() if is_current(record.snapshot_id)
+        }
+        common_position = (
+            self.common_position
+            if self.common_position is not None and is_current(self.common_position.snapshot_id)
+            else None
+        )
+        void_partitions = self.void_partitions | (self.partitions.keys() - partitions.keys())
+        has_lost = common_position != self.common_position or partitions != self.partitions
+        reason = "the asset's own table was rolled back" if has_lost else self.restart_reason
+        may_hold_old_rows = self.may_hold_old_rows or common_position != self.common_position
+        return replace(
+            self,
+            common_position=common_position,
+            partitions=partitions,
+            void_partitions=void_partitions,
+            restart_reason=reason,
+            may_hold_old_rows=may_hold_old_rows,
+        )
 
-    def of(self, partition: str | None, covered: Callable[[], bool]) -> Consumed | None:
+    def find_record(self, partition: str | None, is_covered: Callable[[], bool]) -> ConsumptionRecord | None:
         """What was consumed for a partition, or for a table without partitions; None: nothing.
 
-        `covered` returns whether it is among the partitions that the floor speaks of.
+        `is_covered` returns whether it is among the partitions that the floor speaks of.
         """
         if partition is None:
-            return self.floor
+            return self.common_position
         if partition in self.partitions:
             return self.partitions[partition]
-        return self.floor if self.floor is not None and covered() else None
+        return self.common_position if self.common_position is not None and is_covered() else None
 
-    def run_of(self, partition: str, covered: Callable[[], bool]) -> str:
+    def run_of(self, partition: str, is_covered: Callable[[], bool]) -> str:
         """The run that computed a partition, as far as the positions tell it; empty: none did.
 
         Partitions that stand where the table as a whole does have the run that moved the table.
         """
-        consumed = self.of(partition, covered)
-        return consumed.run_id if consumed is not None else ""
+        record = self.find_record(partition, is_covered)
+        return record.run_id if record is not None else ""
 
 
-def property_of(partition: str | None) -> str:
+def property_name(partition: str | None) -> str:
     """The name of the property."""
     return LakeProperty.CONSUMED if partition is None else f"{LakeProperty.CONSUMED_PREFIX}{partition}"
 
 
-def read(properties: Mapping[str, str], *, table: str) -> Positions:
+def read_positions(properties: Mapping[str, str], *, table: str) -> Positions:
     """The positions in a table's properties. Raises PositionUnreadable."""
-    floor: Consumed | None = None
-    partitions: dict[str, Consumed] = {}
+    common_position: ConsumptionRecord | None = None
+    partitions: dict[str, ConsumptionRecord] = {}
     for name, value in properties.items():
         if name != LakeProperty.CONSUMED and not name.startswith(LakeProperty.CONSUMED_PREFIX):
             continue
         try:
-            found = Consumed.from_text(value)
+            record = ConsumptionRecord.from_json(value)
         except (ValueError, KeyError, TypeError) as error:
             raise PositionUnreadable(
                 f"The property {name} cannot be read, so what was consumed is not known.",
@@ -155,10 +168,10 @@ def read(properties: Mapping[str, str], *, table: str) -> Positions:
                 hint="Compute everything anew: launch the asset with the run tag branchlake/rebuild=true.",
             ) from error
         if name == LakeProperty.CONSUMED:
-            floor = found
+            common_position = record
         else:
-            partitions[name.removeprefix(LakeProperty.CONSUMED_PREFIX)] = found
-    return Positions(floor, partitions)
+            partitions[name.removeprefix(LakeProperty.CONSUMED_PREFIX)] = record
+    return Positions(common_position, partitions)
 
 
 def recorded_time(metadata: TableMetadata, name: str) -> InputTime | None:
@@ -173,68 +186,92 @@ def recorded_time(metadata: TableMetadata, name: str) -> InputTime | None:
         else []
     )
     try:
-        positions = read(metadata.properties, table=name)
+        positions = read_positions(metadata.properties, table=name)
     except PositionUnreadable:
         return None
-    every = [*positions.partitions.values(), *([positions.floor] if positions.floor else [])]
-    if every:
-        times.append(_latest(every, name) if all(holds(metadata, one.at) for one in every) else None)
-    return together(times)
+    records = [
+        *positions.partitions.values(),
+        *([positions.common_position] if positions.common_position else []),
+    ]
+    if records:
+        times.append(
+            _latest_time(records, name)
+            if all(contains_snapshot(metadata, record.snapshot_id) for record in records)
+            else None
+        )
+    return earliest_time(times)
 
 
-def _latest(every: Iterable[Consumed], name: str) -> InputTime | None:
+def _latest_time(records: Iterable[ConsumptionRecord], name: str) -> InputTime | None:
     """The latest time; None if a run recorded none, or the inputs or the partitions were declared anew.
 
     A run without a time may have consumed an input that had lost rows, whatever an earlier run recorded.
     """
     times: list[InputTime] = []
-    for one in every:
-        recorded = one.valid_through
+    for record in records:
+        recorded = record.valid_through
         if recorded is None or recorded.table_ms is None:
             return None
-        times.append(InputTime(recorded.table_ms, recorded.sources).partitioned(name, one.covers))
+        times.append(InputTime(recorded.table_ms, recorded.sources).with_partitions(name, record.coverage))
     latest = max(times, key=lambda one: one.ms)
     return latest if all(one.sources == latest.sources for one in times) else None
 
 
 @dataclass(frozen=True)
-class Update:
+class PropertyUpdate:
     """Properties to set and to remove."""
 
     set: Mapping[str, str]
     remove: tuple[str, ...] = ()
 
 
-def advance(
+def advance_positions(
     positions: Positions,
-    now: Consumed,
+    record: ConsumptionRecord,
     partitions: Iterable[str],
-    affected: Iterable[str] | None,
+    remaining: Iterable[str] | None,
     *,
-    each: bool = False,
+    keep_entries: bool = False,
     extents: Mapping[str, Mapping[str, str]] | None = None,
-    follows: Mapping[str, str] | None = None,
-) -> Update:
-    """The properties after a run that consumed up to `now` for these partitions.
+    predecessor_runs: Mapping[str, str] | None = None,
+) -> PropertyUpdate:
+    """The properties after a run that consumed up to `record` for these partitions.
 
-    `affected` are the partitions for which the table as a whole has something left to consume up to there;
-    None when that is not known. With nothing left, the whole table stands at `now` and no partition needs
-    an entry of its own; `each` sets those of the run all the same, so that it meets every other run of one
+    `remaining` are the partitions for which the table as a whole has something left to consume up to there;
+    None when that is not known. With nothing left, the whole table stands at `record` and no partition needs
+    an entry of its own; `keep_entries` sets those of the run all the same, so that it meets every other run
+    of one
     of them. And a run that leaves the floor turns it, so that it meets those that moved it meanwhile: they
     may have taken away the entries that it would have met. Two that turn it say the same.
-    `extents` are what the partitions hold, `follows` the runs that had computed the partitions before them,
-    where each is computed from the one before it.
+    `extents` are what the partitions hold, `predecessor_runs` the runs that had computed the partitions
+    before them, where each is computed from the one before it.
     """
     entries = {
-        one: replace(now, extent=(extents or {}).get(one, {}), follows=(follows or {}).get(one, ""))
-        for one in partitions
-    }
-    mine = {property_of(one): entry.text() for one, entry in entries.items()}
-    if mine and (affected is None or not {property_of(one) for one in affected} <= mine.keys()):
-        floor = positions.floor if each else None
-        return Update(
-            mine | ({LakeProperty.CONSUMED: replace(floor, turned=not floor.turned).text()} if floor else {})
+        partition: replace(
+            record,
+            extent=(extents or {}).get(partition, {}),
+            predecessor_run=(predecessor_runs or {}).get(partition, ""),
         )
-    kept = mine if each else {}
-    gone = {property_of(one) for one in (*positions.partitions, *positions.void)} - kept.keys()
-    return Update({LakeProperty.CONSUMED: now.text(), **kept}, tuple(sorted(gone)))
+        for partition in partitions
+    }
+    own_properties = {property_name(partition): entry.to_json() for partition, entry in entries.items()}
+    if own_properties and (
+        remaining is None
+        or not {property_name(partition) for partition in remaining} <= own_properties.keys()
+    ):
+        common_position = positions.common_position if keep_entries else None
+        return PropertyUpdate(
+            own_properties
+            | (
+                {LakeProperty.CONSUMED: replace(common_position, toggle=not common_position.toggle).to_json()}
+                if common_position
+                else {}
+            )
+        )
+    entry_properties = own_properties if keep_entries else {}
+    removed_names = {
+        property_name(partition) for partition in (*positions.partitions, *positions.void_partitions)
+    } - entry_properties.keys()
+    return PropertyUpdate(
+        {LakeProperty.CONSUMED: record.to_json(), **entry_properties}, tuple(sorted(removed_names))
+    )

@@ -14,27 +14,27 @@ from pyspark.sql.pandas.types import from_arrow_schema, from_arrow_type
 
 from branchlake_dagster.history.rows import CHANGE_TYPE, DELETE, INSERT
 from branchlake_dagster.incremental import inputs as arrow_inputs
-from branchlake_dagster.incremental.change_tables import ChangeTables, Pair
-from branchlake_dagster.incremental.consumer import Identifier, Input
+from branchlake_dagster.incremental.change_tables import ChangeTablePair, ChangeTables
+from branchlake_dagster.incremental.consumer import Identifier, UpstreamTable
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.incremental.declaration import Declaration
 from branchlake_dagster.incremental.inputs import (
     COMMIT_COLUMNS,
-    changed_keys_of,
-    of_partitions,
-    of_range,
-    rows_removed,
+    read_input_keys,
+    rows_removed_error,
+    select_partition_rows,
+    select_range_rows,
 )
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.spark.session import dotted, quoted
-from branchlake_dagster.tables.selection import Selection, to_sql
+from branchlake_dagster.spark.session import quote_spark_name, quote_spark_path
+from branchlake_dagster.tables.selection import Selection, to_sql_predicate
 
-MOST_LITERALS = 200
+MAX_LITERALS = 200
 """More values of a key are asked for by their lowest and highest."""
-MOST_PARTS = 32
+MAX_FILTER_PARTS = 32
 """Values, times the other columns, beside which those are asked for: of more the method that Spark makes
 would be longer than 8,000 bytes, which Java compiles no more."""
-MOST_OF_ONE, MOST_NEARLY = 5_000, 50_000
+MAX_VALUES_PER_PART, MAX_FILTER_VALUES = 5_000, 50_000
 """The same for the values beside one value, and for all of a filter: each is an expression to be planned."""
 
 
@@ -50,151 +50,170 @@ def same_keys(keys: pa.Table, left: Callable[[str], Column], right: Callable[[st
     return reduce(Column.__and__, parts)
 
 
-def may_have(keys: pa.Table, column: Callable[[str], Column]) -> Column:
+def key_prefilter(keys: pa.Table, column: Callable[[str], Column]) -> Column:
     """A filter that lets through all rows of the keys, and of others as few as files can tell apart.
 
     Spark passes no join's keys on to the scan of a file, but what stands in the query it does.
     """
-    parts = [_may_be(keys[name], column(name)) for name in keys.column_names]
+    parts = [_value_prefilter(keys[name], column(name)) for name in keys.column_names]
     return reduce(Column.__and__, parts, F.lit(True))
 
 
-def nearly(keys: pa.Table, column: Callable[[str], Column]) -> Column:
+def row_prefilter(keys: pa.Table, column: Callable[[str], Column]) -> Column:
     """A filter of single rows before a shuffle or a look-up among all keys: lets through all rows of them.
 
     It asks for the values of the other columns by each value of the one that has fewest, a day say: of an
     old day few accounts have changed, of today all. Nothing of it is passed on to files, which would look it
     up in each of their dictionaries in vain.
     """
-    few = {name: len(pc.unique(keys[name])) for name in keys.column_names if _comparable(keys[name].type)}
-    lead = min(few, key=lambda name: few[name], default="")
-    others = [name for name in few if name != lead]
-    if not others or not 0 < few[lead] * len(others) <= MOST_PARTS:
+    value_counts = {
+        name: len(pc.unique(keys[name])) for name in keys.column_names if _is_comparable(keys[name].type)
+    }
+    lead_column = min(value_counts, key=lambda name: value_counts[name], default="")
+    other_columns = [name for name in value_counts if name != lead_column]
+    if not other_columns or not 0 < value_counts[lead_column] * len(other_columns) <= MAX_FILTER_PARTS:
         return F.lit(True)
-    left, parts = MOST_NEARLY, []
-    for rows in sorted(_by_value(keys, lead), key=lambda rows: rows.num_rows):
-        found = _may_be(rows[lead], column(lead))
-        for name in others:
-            found = found & _may_be(rows[name], column(name), most=min(left, MOST_OF_ONE))
-        left -= len(others) * rows.num_rows if rows.num_rows <= MOST_OF_ONE else 0
-        parts.append(found)
-    return F.coalesce(_any(parts), F.lit(False))
+    values_left, parts = MAX_FILTER_VALUES, []
+    for rows in sorted(_split_by_value(keys, lead_column), key=lambda rows: rows.num_rows):
+        condition = _value_prefilter(rows[lead_column], column(lead_column))
+        for name in other_columns:
+            condition = condition & _value_prefilter(
+                rows[name], column(name), max_values=min(values_left, MAX_VALUES_PER_PART)
+            )
+        values_left -= len(other_columns) * rows.num_rows if rows.num_rows <= MAX_VALUES_PER_PART else 0
+        parts.append(condition)
+    return F.coalesce(_build_or_tree(parts), F.lit(False))
 
 
-def _any(parts: Sequence[Column]) -> Column:
+def _build_or_tree(parts: Sequence[Column]) -> Column:
     """As a tree of little depth: what is sent to the server may only be nested so far."""
     if len(parts) == 1:
         return parts[0]
     middle = len(parts) // 2
-    return _any(parts[:middle]) | _any(parts[middle:])
+    return _build_or_tree(parts[:middle]) | _build_or_tree(parts[middle:])
 
 
-def _by_value(keys: pa.Table, name: str) -> list[pa.Table]:
+def _split_by_value(keys: pa.Table, name: str) -> list[pa.Table]:
     """The keys in tables that have one value of the column each."""
     ordered = keys.sort_by(name)
     ends = [*pc.run_end_encode(ordered[name].combine_chunks()).run_ends.to_pylist()]
     return [ordered.slice(start, end - start) for start, end in pairwise([0, *ends])]
 
 
-def _may_be(values: pa.ChunkedArray, column: Column, *, most: int = MOST_LITERALS) -> Column:
+def _value_prefilter(values: pa.ChunkedArray, column: Column, *, max_values: int = MAX_LITERALS) -> Column:
     present = pc.unique(values.drop_null())
-    if not _comparable(values.type):
+    if not _is_comparable(values.type):
         return F.lit(True)
     if not len(present):
         return column.isNull() if values.null_count else F.lit(True)
-    if len(present) <= most:
-        found = column.isin(present.to_pylist())
+    if len(present) <= max_values:
+        condition = column.isin(present.to_pylist())
     else:
         ends = pc.min_max(present).as_py()
-        found = column.between(F.lit(ends["min"]), F.lit(ends["max"]))
-    return found | column.isNull() if values.null_count else found
+        condition = column.between(F.lit(ends["min"]), F.lit(ends["max"]))
+    return condition | column.isNull() if values.null_count else condition
 
 
-def _comparable(kind: pa.DataType) -> bool:
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return bool(pa.types.is_integer(kind) or pa.types.is_date(kind) or text)
+def _is_comparable(kind: pa.DataType) -> bool:
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return bool(pa.types.is_integer(kind) or pa.types.is_date(kind) or is_text)
 
 
-FEW_ROWS = 20_000
+MAX_SENT_ROWS = 20_000
 """A change of so many rows is sent to Spark with the query, which needs no table for it."""
 
 
-def load(consumption: Consumption, one: Input, session: SparkSession, lake: LakehouseResource) -> DataFrame:
+def load_frame(
+    consumption: Consumption, upstream: UpstreamTable, session: SparkSession, lake: LakehouseResource
+) -> DataFrame:
     """The rows of an input that the asset is to get, lazily. Raises as `arrow_inputs.load` does."""
-    identifier = consumption.consumer.inputs[one.key]
-    frame = _table(session, identifier)
-    if one.pattern == "range":
-        return _where(frame, of_range(consumption, one), one)
+    identifier = consumption.consumer.inputs[upstream.key]
+    frame = _read_table(session, identifier)
+    if upstream.pattern == "range":
+        return _filter_frame(frame, select_range_rows(consumption, upstream), upstream)
     if consumption.whole:
-        found = _where(frame, of_partitions(consumption, one, consumption.partitions), one)
-        return _everything(found, consumption.consumer.declaration) if one.pattern == "rows" else found
+        input_rows = _filter_frame(
+            frame, select_partition_rows(consumption, upstream, consumption.partitions), upstream
+        )
+        return (
+            _add_change_columns(input_rows, consumption.consumer.declaration)
+            if upstream.pattern == "rows"
+            else input_rows
+        )
     if consumption.replaced_keys:
-        found = _where(frame, of_partitions(consumption, one, consumption.partitions), one)
-        return of_keys(found, changed_keys_of(consumption, one))
-    rows = sum(change.rows_changed for _, change in consumption.changes(one.key))
+        input_rows = _filter_frame(
+            frame, select_partition_rows(consumption, upstream, consumption.partitions), upstream
+        )
+        return filter_by_keys(input_rows, read_input_keys(consumption, upstream))
+    rows = sum(change.rows_changed for _, change in consumption.changes(upstream.key))
     # Which commit a row of a change table came with, nothing in the table says.
-    if rows <= FEW_ROWS or consumption.consumer.declaration.commits:
-        return from_arrow(session, arrow_inputs.load(consumption, one))
+    if rows <= MAX_SENT_ROWS or consumption.consumer.declaration.commits:
+        return from_arrow(session, arrow_inputs.load_rows(consumption, upstream))
     tables = ChangeTables(lake)
-    consumption.when_written.append(tables.drop)
-    return _changed_rows(consumption, one, session, tables)
+    consumption.cleanup_callbacks.append(tables.drop)
+    return _load_changed_rows(consumption, upstream, session, tables)
 
 
-def _everything(frame: DataFrame, declaration: Declaration) -> DataFrame:
+def _add_change_columns(frame: DataFrame, declaration: Declaration) -> DataFrame:
     for name, kind in COMMIT_COLUMNS.items() if declaration.commits else ():
         frame = frame.withColumn(name, F.lit(None).cast(from_arrow_type(kind)))
     deliver = declaration.when_removed == "deliver"
     return frame.withColumn(CHANGE_TYPE, F.lit(INSERT)) if deliver else frame
 
 
-def of_keys(frame: DataFrame, keys: pa.Table) -> DataFrame:
+def filter_by_keys(frame: DataFrame, keys: pa.Table) -> DataFrame:
     """The rows whose key is among `keys`, null equal to null."""
     if not keys.num_rows:
         return frame.limit(0)  # Spark makes no scan of it
-    wanted = from_arrow(frame.sparkSession, keys)
-    found = frame.filter(
-        may_have(keys, lambda name: frame[quoted(name)]) & nearly(keys, lambda name: frame[quoted(name)])
+    key_frame = from_arrow(frame.sparkSession, keys)
+    candidates = frame.filter(
+        key_prefilter(keys, lambda name: frame[quote_spark_name(name)])
+        & row_prefilter(keys, lambda name: frame[quote_spark_name(name)])
     )
-    same = same_keys(keys, lambda name: found[quoted(name)], lambda name: wanted[quoted(name)])
-    return found.join(F.broadcast(wanted), same, "left_semi")
+    same = same_keys(
+        keys, lambda name: candidates[quote_spark_name(name)], lambda name: key_frame[quote_spark_name(name)]
+    )
+    return candidates.join(F.broadcast(key_frame), same, "left_semi")
 
 
 def from_arrow(session: SparkSession, rows: pa.Table) -> DataFrame:
     """Rows of our own as a frame."""
     # Without a schema Spark cannot take an empty table, and gives a time stamp without zone the session's.
-    found: DataFrame = session.createDataFrame(
+    frame: DataFrame = session.createDataFrame(
         rows, from_arrow_schema(rows.schema, prefer_timestamp_ntz=True)
     )
-    return found
+    return frame
 
 
-def _changed_rows(
-    consumption: Consumption, one: Input, session: SparkSession, tables: ChangeTables
+def _load_changed_rows(
+    consumption: Consumption, upstream: UpstreamTable, session: SparkSession, tables: ChangeTables
 ) -> DataFrame:
-    identifier, consumer = consumption.consumer.inputs[one.key], consumption.consumer.spec.identifier
+    identifier, consumer = consumption.consumer.inputs[upstream.key], consumption.consumer.spec.identifier
     added: list[DataFrame] = []
     removed: list[DataFrame] = []
-    for group, change in consumption.changes(one.key):
-        pair: Pair = tables.make(one, identifier, consumer, change)
-        where = of_partitions(consumption, one, group.partitions)
+    for group, change in consumption.changes(upstream.key):
+        pair: ChangeTablePair = tables.create_pair(upstream, identifier, consumer, change)
+        where = select_partition_rows(consumption, upstream, group.partitions)
         for name, frames in ((pair.added, added), (pair.removed, removed)):
             if name is not None:
-                frames.append(_where(_table(session, name), where, one))
-    empty = _table(session, identifier).limit(0)
-    came, went = reduce(DataFrame.union, added, empty), reduce(DataFrame.union, removed, empty)
-    how = consumption.consumer.when_removed
+                frames.append(_filter_frame(_read_table(session, name), where, upstream))
+    empty = _read_table(session, identifier).limit(0)
+    added_rows, removed_rows = reduce(DataFrame.union, added, empty), reduce(DataFrame.union, removed, empty)
+    policy = consumption.consumer.when_removed
     if removed:
-        came, went = came.exceptAll(went), went.exceptAll(came)
-        if how in ("fail", "apply") and (count := went.count()):
-            raise rows_removed(consumption, one, count)
-    if how != "deliver":
-        return came
-    return came.withColumn(CHANGE_TYPE, F.lit(INSERT)).union(went.withColumn(CHANGE_TYPE, F.lit(DELETE)))
+        added_rows, removed_rows = added_rows.exceptAll(removed_rows), removed_rows.exceptAll(added_rows)
+        if policy in ("fail", "apply") and (count := removed_rows.count()):
+            raise rows_removed_error(consumption, upstream, count)
+    if policy != "deliver":
+        return added_rows
+    return added_rows.withColumn(CHANGE_TYPE, F.lit(INSERT)).union(
+        removed_rows.withColumn(CHANGE_TYPE, F.lit(DELETE))
+    )
 
 
-def _table(session: SparkSession, identifier: Identifier) -> DataFrame:
-    return session.table(f"nessie.{dotted(identifier)}")
+def _read_table(session: SparkSession, identifier: Identifier) -> DataFrame:
+    return session.table(f"nessie.{quote_spark_path(identifier)}")
 
 
-def _where(frame: DataFrame, selection: Selection | None, one: Input) -> DataFrame:
-    return frame if selection is None else frame.filter(to_sql(selection, one.table.schema()))
+def _filter_frame(frame: DataFrame, selection: Selection | None, upstream: UpstreamTable) -> DataFrame:
+    return frame if selection is None else frame.filter(to_sql_predicate(selection, upstream.table.schema()))

@@ -12,20 +12,20 @@ from pyiceberg.exceptions import NoSuchTableError
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.ranges import Ranges
 from branchlake_dagster.incremental import outputs
-from branchlake_dagster.incremental.change_tables import ChangeTables, Pair
+from branchlake_dagster.incremental.change_tables import ChangeTablePair, ChangeTables
 from branchlake_dagster.incremental.commits import MainCommit
-from branchlake_dagster.incremental.consumer import Input
+from branchlake_dagster.incremental.consumer import UpstreamTable
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.inputs import of_partitions
+from branchlake_dagster.incremental.inputs import select_partition_rows
 from branchlake_dagster.incremental.step_consumption import consumption_of
 from branchlake_dagster.internals.dagster import CoercibleToAssetKey
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.spark.session import dotted
+from branchlake_dagster.spark.session import quote_spark_path
 from branchlake_dagster.tables.errors import TableMissing
 
 
 class Changes:
-    """What a running asset consumes, as `consume` gives it.
+    """What a running asset consumes, as `read_changes` gives it.
 
     Attributes:
         whole (bool): Whether it gets everything, so that its result must replace all there was: the first
@@ -45,7 +45,7 @@ class Changes:
     def __init__(self, consumption: Consumption, tables: ChangeTables) -> None:
         self._consumption = consumption
         self._tables = tables
-        self._pairs: dict[AssetKey, Pair] = {}
+        self._pairs: dict[AssetKey, ChangeTablePair] = {}
         self.whole = consumption.whole
         self.empty = not consumption.whole and consumption.empty
         self.partitions = consumption.partitions
@@ -57,22 +57,22 @@ class Changes:
         columns. It refers to the changed files and is gone when the asset ends. Also PyIceberg and DuckDB
         read it.
         """
-        one = self._input(asset)
+        upstream = self._require_input(asset)
         if self.whole and not self.partitions:
-            return f"nessie.{dotted(self._consumption.consumer.inputs[one.key])}"
-        return self._table(one, removed=False)
+            return f"nessie.{quote_spark_path(self._consumption.consumer.inputs[upstream.key])}"
+        return self._change_table_name(upstream, removed=False)
 
     def removed(self, asset: CoercibleToAssetKey) -> str:
         """The Spark name of a table of an input's rows that went; rewritten files carry some along.
 
         What is in both tables has not changed. Raises ConfigurationError with `whole`.
         """
-        one = self._input(asset)
+        upstream = self._require_input(asset)
         if self.whole:
             raise ConfigurationError(
                 "Everything is computed anew, so no row has gone.", hint="Ask changes.whole first."
             )
-        return self._table(one, removed=True)
+        return self._change_table_name(upstream, removed=True)
 
     def ranges(self, column: str) -> Ranges:
         """The values of a column in all changed rows, of all inputs, from bounds alone."""
@@ -83,13 +83,13 @@ class Changes:
 
         Rows that this run itself has published nowhere yet are of none.
         """
-        one = self._input(asset)
-        return [] if self.whole else self._consumption.commits(one.key)
+        upstream = self._require_input(asset)
+        return [] if self.whole else self._consumption.commits(upstream.key)
 
-    def _input(self, asset: CoercibleToAssetKey) -> Input:
+    def _require_input(self, asset: CoercibleToAssetKey) -> UpstreamTable:
         key = AssetKey.from_coercible(asset)
         if key not in self._consumption.inputs:
-            names = ", ".join(one.to_user_string() for one in self._consumption.inputs)
+            names = ", ".join(asset_key.to_user_string() for asset_key in self._consumption.inputs)
             raise ConfigurationError(
                 f"{key.to_user_string()} is not among the inputs that {self._consumption.consumer.asset}"
                 f" consumes: {names}.",
@@ -97,25 +97,25 @@ class Changes:
             )
         return self._consumption.inputs[key]
 
-    def _table(self, one: Input, *, removed: bool) -> str:
+    def _change_table_name(self, upstream: UpstreamTable, *, removed: bool) -> str:
         consumer = self._consumption.consumer
-        if one.key not in self._pairs:
-            ((_, change),) = self._consumption.changes(one.key)
-            made = self._tables.make(
-                one,
-                consumer.inputs[one.key],
+        if upstream.key not in self._pairs:
+            ((_, change),) = self._consumption.changes(upstream.key)
+            new_pair = self._tables.create_pair(
+                upstream,
+                consumer.inputs[upstream.key],
                 consumer.spec.identifier,
                 change,
-                where=of_partitions(self._consumption, one, self.partitions),
+                where=select_partition_rows(self._consumption, upstream, self.partitions),
             )
-            self._pairs[one.key] = made
-        pair = self._pairs[one.key]
+            self._pairs[upstream.key] = new_pair
+        pair = self._pairs[upstream.key]
         name = pair.removed if removed else pair.added
-        return f"nessie.{dotted(name or self._tables.empty(one, consumer.inputs[one.key]))}"
+        return f"nessie.{quote_spark_path(name or self._tables.create_empty(upstream, consumer.inputs[upstream.key]))}"
 
 
 @contextmanager
-def consume(context: AssetExecutionContext, lakehouse: LakehouseResource) -> Iterator[Changes]:
+def read_changes(context: AssetExecutionContext, lakehouse: LakehouseResource) -> Iterator[Changes]:
     """The changes that a running asset consumes, for one that writes its table by SQL.
 
     When the block ends without an error, the asset's table is told what was consumed, and the change tables
@@ -155,7 +155,7 @@ def consume(context: AssetExecutionContext, lakehouse: LakehouseResource) -> Ite
                         sql("DELETE FROM nessie.lake.lines")
                     sql(f"INSERT INTO nessie.lake.lines SELECT price FROM {changes.added('orders')}")
     """
-    consumption = consumption_of(_step(context), lakehouse)
+    consumption = consumption_of(_step_context(context), lakehouse)
     if consumption is None:
         raise ConfigurationError(
             f"{context.asset_key.to_user_string()} does not say what it consumes.",
@@ -168,7 +168,7 @@ def consume(context: AssetExecutionContext, lakehouse: LakehouseResource) -> Ite
             hint="Launch them as runs of their own, or load the input as a frame.",
         )
     tables = ChangeTables(lakehouse)
-    consumption.when_written.append(tables.drop)
+    consumption.cleanup_callbacks.append(tables.drop)
     yield Changes(consumption, tables)
     spec = consumption.consumer.spec
     try:
@@ -180,9 +180,9 @@ def consume(context: AssetExecutionContext, lakehouse: LakehouseResource) -> Ite
             branch=lakehouse.open_branch(),
             hint="Create it in the asset.",
         ) from error
-    outputs.record(consumption, table)
-    consumption.written()
+    outputs.record_consumption(consumption, table)
+    consumption.clean_up()
 
 
-def _step(context: AssetExecutionContext) -> Any:
+def _step_context(context: AssetExecutionContext) -> Any:
     return context.op_execution_context.get_step_execution_context()

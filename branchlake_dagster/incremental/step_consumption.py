@@ -18,15 +18,15 @@ from dagster import (
 )
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.affected_partitions import dimensions, mapped
+from branchlake_dagster.incremental.affected_partitions import build_reach, dimension_definitions
 from branchlake_dagster.incremental.consumer import Consumer
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.declaration import Declaration, declared
+from branchlake_dagster.incremental.declaration import Declaration, parse_declaration
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.stored_names import RunTag
-from branchlake_dagster.tables.specification import TableSpec, identifier_of, table_spec
+from branchlake_dagster.tables.specification import TableSpec, parse_table_spec, table_identifier
 
-_MOST = 16
+_MAX_LIVE = 16
 _lock = threading.Lock()
 _live: OrderedDict[tuple[int, str, str, int], Consumption] = OrderedDict()
 
@@ -39,49 +39,53 @@ def consumption_of(step: Any, lake: LakehouseResource) -> Consumption | None:
     assets = step.assets_def
     if assets is None:
         return None
-    found = [
-        (spec, told)
+    declarations = [
+        (spec, candidate)
         for spec in assets.specs
-        if (told := declared(spec.metadata, asset=spec.key.to_user_string())) is not None
+        if (candidate := parse_declaration(spec.metadata, asset=spec.key.to_user_string())) is not None
     ]
-    if not found:
+    if not declarations:
         return None
-    if len(found) > 1 or len(assets.keys) > 1:
+    if len(declarations) > 1 or len(assets.keys) > 1:
         raise ConfigurationError(
             f"{step.step.key} makes several assets, and one of them consumes changes.",
             hint="Let an asset that consumes changes be the only one of its function.",
         )
-    asked = os.getpid(), step.run_id, step.step.key, step.previous_attempt_count
+    cache_key = os.getpid(), step.run_id, step.step.key, step.previous_attempt_count
     with _lock:
-        if asked not in _live:
-            spec, declaration = found[0]
-            consumer = consumer_of(
-                spec, declaration, assets.partitions_def, _namespace(lake), assets.get_partition_mapping
+        if cache_key not in _live:
+            spec, declaration = declarations[0]
+            consumer = build_consumer(
+                spec,
+                declaration,
+                assets.partitions_def,
+                _default_namespace(lake),
+                assets.get_partition_mapping,
             )
-            partitions = _partitions(step, assets.partitions_def) if consumer.by_partition else ()
-            _live[asked] = Consumption(
+            partitions = _run_partitions(step, assets.partitions_def) if consumer.tracks_partitions else ()
+            _live[cache_key] = Consumption(
                 lake,
                 consumer,
                 partitions=tuple(partitions),
                 rebuild=step.dagster_run.tags.get(RunTag.REBUILD, "").lower() in ("true", "1", "yes"),
                 instance=step.instance,
             )
-            while len(_live) > _MOST:
+            while len(_live) > _MAX_LIVE:
                 _live.popitem(last=False)
-        return _live[asked]
+        return _live[cache_key]
 
 
-def _partitions(step: Any, definition: PartitionsDefinition[str]) -> Sequence[str]:
+def _run_partitions(step: Any, definition: PartitionsDefinition[str]) -> Sequence[str]:
     """The partitions of the run, of which one process may have a range."""
     with partition_loading_context(dynamic_partitions_store=step.instance):
         return definition.get_partition_keys_in_range(step.partition_key_range)
 
 
-def _namespace(lake: LakehouseResource) -> str:
+def _default_namespace(lake: LakehouseResource) -> str:
     return lake.lakehouse.settings.default_namespace
 
 
-def consumer_of(
+def build_consumer(
     spec: AssetSpec,
     declaration: Declaration,
     definition: PartitionsDefinition[str] | None,
@@ -93,19 +97,19 @@ def consumer_of(
     `mapping_of` is the partition mapping of an input.
     """
     asset = spec.key.to_user_string()
-    table = table_spec(
+    table = parse_table_spec(
         spec.key, spec.metadata, default_namespace=default_namespace, partitioned=definition is not None
     )
-    if wrong := _mistake(declaration, table, partitioned=definition is not None):
-        raise ConfigurationError(f"consumes() of {asset}: {wrong}", table=table.name)
-    inputs = {key: identifier_of(key, default_namespace) for key in declaration.inputs}
-    reaches = {key: mapped(mapping_of(key), declaration.widen) for key in inputs}
+    if problem := _find_mode_problem(declaration, table, partitioned=definition is not None):
+        raise ConfigurationError(f"consumes() of {asset}: {problem}", table=table.name)
+    inputs = {key: table_identifier(key, default_namespace) for key in declaration.inputs}
+    reaches = {key: build_reach(mapping_of(key), declaration.widen) for key in inputs}
     consumer = Consumer(asset, table, declaration, inputs, definition, reaches)
-    if wrong := _reaches_too_far(consumer):
-        raise ConfigurationError(f"consumes() of {asset}: {wrong}", table=table.name)
-    if wrong := _has_no_order(consumer):
+    if problem := _find_reach_problem(consumer):
+        raise ConfigurationError(f"consumes() of {asset}: {problem}", table=table.name)
+    if problem := _find_order_problem(consumer):
         raise ConfigurationError(
-            f"consumes() of {asset}: {wrong}",
+            f"consumes() of {asset}: {problem}",
             table=table.name,
             hint="Partition it by time, and name that dimension's column in partition_by; or leave its"
             " partitions out.",
@@ -113,42 +117,42 @@ def consumer_of(
     return consumer
 
 
-def _has_no_order(consumer: Consumer) -> str | None:
+def _find_order_problem(consumer: Consumer) -> str | None:
     """What is wrong with partitions that would each be computed from the one before it."""
     if not consumer.declaration.from_start or consumer.definition is None:
         return None
-    in_time = [
+    time_dimensions = [
         name
-        for name, part in dimensions(consumer.definition).items()
+        for name, part in dimension_definitions(consumer.definition).items()
         if isinstance(part, TimeWindowPartitionsDefinition) and name in consumer.spec.columns_by_dimension
     ]
-    if len(in_time) == 1:
+    if len(time_dimensions) == 1:
         return None
     return (
         "with from_start=True each partition is computed from the one before it, so exactly one dimension of"
-        f" its partitions must be windows of time with a column, and {len(in_time)} are."
+        f" its partitions must be windows of time with a column, and {len(time_dimensions)} are."
     )
 
 
-def _reaches_too_far(consumer: Consumer) -> str | None:
+def _find_reach_problem(consumer: Consumer) -> str | None:
     """What is wrong with results that depend on rows beside their own."""
-    if all(one.nothing for one in consumer.reaches.values()):
+    if all(reach.is_own_window for reach in consumer.reaches.values()):
         return None
     if "rows" in consumer.declaration.patterns:
         return (
             "with the pattern `rows` each result comes from one row, so widen=… and a partition mapping with"
             " offsets have no meaning; use `range` or `keys`."
         )
-    in_time = consumer.definition is not None and any(
-        isinstance(dimensions(consumer.definition).get(name), TimeWindowPartitionsDefinition)
+    has_time_windows = consumer.definition is not None and any(
+        isinstance(dimension_definitions(consumer.definition).get(name), TimeWindowPartitionsDefinition)
         for name in consumer.spec.columns_by_dimension
     )
-    if not in_time and (consumer.by_partition or "range" not in consumer.declaration.patterns):
+    if not has_time_windows and (consumer.tracks_partitions or "range" not in consumer.declaration.patterns):
         return "widen=… is about time, and neither its partitions nor its ranges are."
     return None
 
 
-def _mistake(declaration: Declaration, table: TableSpec, *, partitioned: bool) -> str | None:
+def _find_mode_problem(declaration: Declaration, table: TableSpec, *, partitioned: bool) -> str | None:
     mode = table.write_mode
     if "rows" in declaration.patterns and mode == "replace_partitions":
         return f"changed rows are appended, merged or make a new table, and its write mode is {mode}."

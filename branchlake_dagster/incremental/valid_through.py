@@ -15,13 +15,13 @@ from typing import Any
 
 from pyiceberg.table.metadata import TableMetadata
 
-from branchlake_dagster.history.capture import line, replayed_from
+from branchlake_dagster.history.capture import ancestors_after, replayed_from
 from branchlake_dagster.stored_names import LakeProperty
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def to_ms(time: datetime) -> int:
+def to_epoch_ms(time: datetime) -> int:
     """A time in ms since 1970, never later than it is."""
     return (time - _EPOCH) // timedelta(milliseconds=1)
 
@@ -30,22 +30,26 @@ def to_ms(time: datetime) -> int:
 class InputTime:
     """Up to which time an input has all records, and what they come from.
 
-    `sources` are the ingested tables and, for each consumer between, which partitions it has (`partitioned`).
+    `sources` are the ingested tables and, for each consumer between, which partitions it has
+    (`with_partitions`).
     """
 
     ms: int
     sources: frozenset[str]
 
-    def partitioned(self, name: str, coverage: Mapping[str, Any]) -> InputTime:
+    def with_partitions(self, name: str, coverage: Mapping[str, Any]) -> InputTime:
         """The same for a consumer's table with the partitions of a `coverage`, when the last one ends aside.
 
         With another first window or other keys it gets rows that are older than times recorded before.
         """
         if not coverage:
             return self
-        scope = {dim: one.split("/")[0] if isinstance(one, str) else one for dim, one in coverage.items()}
-        text = json.dumps(scope, sort_keys=True)
-        source = f"{name}:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        scope = {
+            dimension: value.split("/")[0] if isinstance(value, str) else value
+            for dimension, value in coverage.items()
+        }
+        scope_json = json.dumps(scope, sort_keys=True)
+        source = f"{name}:{hashlib.sha256(scope_json.encode()).hexdigest()[:16]}"
         return InputTime(self.ms, self.sources | {source})
 
 
@@ -89,13 +93,13 @@ class UnconsumedPart:
         return max((at for at in (self.start_ms, self.consumed_ms) if at is not None), default=None)
 
 
-def together(inputs: Iterable[InputTime | None]) -> InputTime | None:
+def earliest_time(inputs: Iterable[InputTime | None]) -> InputTime | None:
     """The time of several inputs, which is the earliest one; None if one has none."""
     times: list[InputTime] = []
-    for one in inputs:
-        if one is None:
+    for time in inputs:
+        if time is None:
             return None
-        times.append(one)
+        times.append(time)
     if not times:
         return None
     return InputTime(min(one.ms for one in times), frozenset[str]().union(*(one.sources for one in times)))
@@ -124,22 +128,26 @@ def ingested_time(metadata: TableMetadata, name: str) -> InputTime | None:
     may be further.
     """
     times: list[int] = []
-    for key, text in metadata.properties.items():
+    for key, value in metadata.properties.items():
         if not key.startswith(LakeProperty.OFFSETS_PREFIX):
             continue
         try:
-            recorded = json.loads(text)
-            at, until, ms = recorded.get("at"), recorded.get("until"), recorded.get("valid_through_ms")
+            recorded = json.loads(value)
+            snapshot_id, until, ms = (
+                recorded.get("at"),
+                recorded.get("until"),
+                recorded.get("valid_through_ms"),
+            )
         except (ValueError, AttributeError):
             return None
-        if ms is None or until or not _is_ancestor(metadata, at):
+        if ms is None or until or not _is_ancestor(metadata, snapshot_id):
             return None
         times.append(ms)
     return InputTime(min(times), frozenset({name})) if times else None
 
 
 def _is_ancestor(metadata: TableMetadata, snapshot_id: int | None) -> bool:
-    ancestors, _ = line(metadata)
+    ancestors, _ = ancestors_after(metadata)
     return snapshot_id is None or any(
-        snapshot_id in (one.snapshot_id, replayed_from(one)) for one in ancestors
+        snapshot_id in (ancestor.snapshot_id, replayed_from(ancestor)) for ancestor in ancestors
     )

@@ -7,140 +7,151 @@ from typing import Any
 import dagster as dg
 
 from branchlake_dagster.checks.column_metadata import column_metadata
-from branchlake_dagster.ingest.batch_context import Place, known_tables, look
+from branchlake_dagster.ingest.batch_context import BatchContext, load_ingestion_tables, plan_next_batch
 from branchlake_dagster.ingest.batch_report import (
-    check_results,
-    check_specs,
-    evaluation,
-    sentence,
-    table_metadata_of,
+    batch_table_metadata,
+    build_ingest_check_specs,
+    format_batch_summary,
+    iter_check_results,
+    to_check_evaluation,
 )
 from branchlake_dagster.ingest.batch_tables import Target
-from branchlake_dagster.ingest.declaration import Expanded, Ingest, IngestTable, expanded
-from branchlake_dagster.ingest.earlier_attempts import take_back
+from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest, IngestTable, expand_families
+from branchlake_dagster.ingest.earlier_attempts import undo_earlier_attempt
 from branchlake_dagster.ingest.ingest_batch import BatchResult, ingest_batch
 from branchlake_dagster.ingest.observation import topic_key
-from branchlake_dagster.ingest.reprocessing import Chosen, reprocess_batch
-from branchlake_dagster.ingest.topic_source import source_of
+from branchlake_dagster.ingest.reprocessing import DeadLetterSelection, reprocess_batch
+from branchlake_dagster.ingest.topic_source import open_topic_source
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.provenance import materialisation_metadata
+from branchlake_dagster.runs.provenance import materialization_metadata
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import AssetMetadata, LakeProperty, RunTag
-from branchlake_dagster.tables.specification import table_metadata, table_spec
+from branchlake_dagster.tables.specification import parse_table_spec, table_metadata
 
-declared: dict[str, Ingest] = {}
+ingests_by_name: dict[str, Ingest] = {}
 """The ingestions of the code locations that this process has loaded, by name."""
 
 _KINDS = {"kafka": "kafka", "landing": "parquet"}
 
 
-def tasks_of(lake: Lakehouse) -> int:
+def count_read_tasks(lake: Lakehouse) -> int:
     """How many tasks read a batch: as many as the embedded Spark has cores; a cluster has its own mind."""
     return max(2, os.cpu_count() or 2) if lake.settings.embedded_spark else 32
 
 
-def batch_assets(ingest: Ingest, *, live: bool = True) -> dg.AssetsDefinition:
+def build_batch_assets(ingest: Ingest, *, live: bool = True) -> dg.AssetsDefinition:
     """The tables of an ingestion, and its dead letters, as one multi-asset; `live`: it has a live run too."""
-    declared[ingest.name] = ingest
+    ingests_by_name[ingest.name] = ingest
 
     @dg.multi_asset(
         name=f"ingest_{ingest.name}",
-        specs=list(asset_specs(ingest, live=live)),
-        check_specs=check_specs(ingest),
+        specs=list(build_asset_specs(ingest, live=live)),
+        check_specs=build_ingest_check_specs(ingest),
         op_tags={RunTag.INGESTION: ingest.name},
     )
-    def ingested(
+    def run_batch(
         context: dg.AssetExecutionContext, lakehouse: LakehouseResource, spark: BranchSparkResource
     ) -> Iterator[dg.MaterializeResult[Any] | dg.AssetCheckResult]:
         lake = lakehouse.lakehouse
-        if (text := context.run.tags.get(RunTag.REPROCESS)) is not None:
-            yield from _reprocessed(ingest, context, lakehouse, spark, Chosen.from_text(text))
+        if (selection_text := context.run.tags.get(RunTag.REPROCESS)) is not None:
+            yield from _reprocess_dead_letters(
+                ingest, context, lakehouse, spark, DeadLetterSelection.from_tag(selection_text)
+            )
             return
-        source, space = source_of(ingest, lake.settings), lake.settings.default_namespace
-        place = _place(context, lakehouse, spark)
-        _begin_anew(context, ingest, place)
-        before = look(ingest, lake.nessie, lakehouse.own_catalog(), source.topics, namespace=space)
-        for note in before.plan.notes:
+        source, default_namespace = open_topic_source(ingest, lake.settings), lake.settings.default_namespace
+        batch_context = _build_batch_context(context, lakehouse, spark)
+        _restart_from_base(context, ingest, batch_context)
+        planned_batch = plan_next_batch(
+            ingest, lake.nessie, lakehouse.own_catalog(), source.topics, namespace=default_namespace
+        )
+        for note in planned_batch.plan.notes:
             context.log.warning(note)
-        if before.plan.empty:
+        if planned_batch.plan.is_empty:
             context.log.info("There is nothing to read.")
-            yield from check_results(expanded(ingest, {}), {}, before.wanted)
+            yield from iter_check_results(expand_families(ingest, {}), {}, planned_batch.identifiers)
             return
-        result = ingest_batch(before, place, source.records, tasks=tasks_of(lake))
-        for note in result.notes[len(before.plan.notes) :]:
+        result = ingest_batch(planned_batch, batch_context, source.records, tasks=count_read_tasks(lake))
+        for note in result.notes[len(planned_batch.plan.notes) :]:
             context.log.warning(note)
-        context.log.info(sentence(result))
-        again = context.op_execution_context.retry_number > 0
-        found = _materialised(result, lakehouse, again, known=before.tables.get)
-        names = [one.name for one in result.targets]
-        checks = check_results(result.ingest, result.scanned.counts, names)
-        yield from _declared_alone(context, ingest, [*found, *checks])
+        context.log.info(format_batch_summary(result))
+        is_retry = context.op_execution_context.retry_number > 0
+        materializations = _iter_materializations(
+            result, lakehouse, is_retry, find_table=planned_batch.loaded_tables.get
+        )
+        table_names = [one.name for one in result.targets]
+        checks = iter_check_results(result.ingest, result.scan_result.counts, table_names)
+        yield from _yield_declared_results(context, ingest, [*materializations, *checks])
 
-    return ingested
+    return run_batch
 
 
-def _reprocessed(
+def _reprocess_dead_letters(
     ingest: Ingest,
     context: dg.AssetExecutionContext,
     lakehouse: LakehouseResource,
     spark: BranchSparkResource,
-    chosen: Chosen,
+    selection: DeadLetterSelection,
 ) -> Iterator[dg.MaterializeResult[Any] | dg.AssetCheckResult]:
     """Dead letters put back, what became of the tables that took them, and the verdicts."""
-    place = _place(context, lakehouse, spark)
-    _begin_anew(context, ingest, place)
-    done = reprocess_batch(ingest, place, chosen)
-    if done is None:
+    batch_context = _build_batch_context(context, lakehouse, spark)
+    _restart_from_base(context, ingest, batch_context)
+    result = reprocess_batch(ingest, batch_context, selection)
+    if result is None:
         context.log.info("No dead letter is to be put back.")
-        yield from check_results(expanded(ingest, {}), {}, (), again=True)
+        yield from iter_check_results(expand_families(ingest, {}), {}, (), is_reprocessing=True)
         return
-    counts = done.scanned.counts
+    counts = result.scanned.counts
     context.log.info(f"Put {counts['records']} dead letters back; {counts['dead']} failed again.")
-    found = _changed(
-        done.ingest, done.targets, lakehouse, lambda number, last: bool(done.scanned.rows(number) or last)
+    changed_assets = _iter_changed_assets(
+        result.ingest,
+        result.targets,
+        lakehouse,
+        lambda number, last: bool(result.scanned.count_rows(number) or last),
     )
-    materialised = [dg.MaterializeResult[Any](asset_key=key, metadata=told) for _, key, told in found]
-    names = [one.name for one in done.targets]
-    checks = check_results(done.ingest, counts, names, again=True)
-    yield from _declared_alone(context, ingest, [*materialised, *checks])
+    materializations = [
+        dg.MaterializeResult[Any](asset_key=key, metadata=metadata) for _, key, metadata in changed_assets
+    ]
+    table_names = [one.name for one in result.targets]
+    checks = iter_check_results(result.ingest, counts, table_names, is_reprocessing=True)
+    yield from _yield_declared_results(context, ingest, [*materializations, *checks])
 
 
-def _declared_alone(
+def _yield_declared_results(
     context: dg.AssetExecutionContext,
     ingest: Ingest,
-    found: Sequence[dg.MaterializeResult[Any] | dg.AssetCheckResult],
+    results: Sequence[dg.MaterializeResult[Any] | dg.AssetCheckResult],
 ) -> Iterator[dg.MaterializeResult[Any] | dg.AssetCheckResult]:
     """What is of the step's own assets; of tables that records have named Dagster is told by events.
 
     They have no definition: what the code location is made of is settled before records are read.
     """
-    declared = {*(one.asset for one in ingest.tables), ingest.dead_letters_asset}
-    for one in found:
-        if one.asset_key in declared:
-            yield one
-        elif isinstance(one, dg.AssetCheckResult):
-            context.log_event(evaluation(one))
+    declared_keys = {*(one.asset for one in ingest.tables), ingest.dead_letters_asset}
+    for result in results:
+        if result.asset_key in declared_keys:
+            yield result
+        elif isinstance(result, dg.AssetCheckResult):
+            context.log_event(to_check_evaluation(result))
         else:
-            assert one.asset_key is not None  # noqa: S101 - each of ours names its asset
-            context.log_event(dg.AssetMaterialization(one.asset_key, metadata=dict(one.metadata or {})))
+            assert result.asset_key is not None  # noqa: S101 - each of ours names its asset
+            context.log_event(dg.AssetMaterialization(result.asset_key, metadata=dict(result.metadata or {})))
 
 
-def asset_specs(ingest: Ingest, *, live: bool = True) -> Iterator[dg.AssetSpec]:
+def build_asset_specs(ingest: Ingest, *, live: bool = True) -> Iterator[dg.AssetSpec]:
     """Each table's asset, made from the topics."""
     filled_live = {AssetMetadata.LIVE_INGESTION: ingest.name} if live else {}
     topics = [topic_key(ingest, topic) for topic in ingest.topics]
     for table in ingest.tables:
         if table.is_family:
             continue
-        mode = _mode(table) | filled_live
+        metadata = _write_metadata(table) | filled_live
         if table.contract is not None:
-            mode |= column_metadata(table.contract)
+            metadata |= column_metadata(table.contract)
         yield dg.AssetSpec(
             table.asset,
             deps=topics,
-            description=_described(ingest, table, live=live),
-            metadata=mode,
+            description=_format_description(ingest, table, live=live),
+            metadata=metadata,
             skippable=True,
             kinds={"iceberg", _KINDS[ingest.source], "spark"},
             freshness_policy=table.freshness_policy,
@@ -157,15 +168,15 @@ def asset_specs(ingest: Ingest, *, live: bool = True) -> Iterator[dg.AssetSpec]:
     )
 
 
-def _described(ingest: Ingest, table: IngestTable, *, live: bool) -> str:
+def _format_description(ingest: Ingest, table: IngestTable, *, live: bool) -> str:
     """With the jobs: Dagster lists those of assets on their pages, and the live one is none."""
-    what = table.description or f"Records of {', '.join(ingest.topics)}, ingested by {ingest.name}."
+    summary = table.description or f"Records of {', '.join(ingest.topics)}, ingested by {ingest.name}."
     name = f"ingest_{ingest.name}"
-    or_live = f", or by the live run of `{name}_live`" if live else ""
-    return f"{what}\n\nFilled by runs of `{name}_job`, one for each batch{or_live}."
+    live_clause = f", or by the live run of `{name}_live`" if live else ""
+    return f"{summary}\n\nFilled by runs of `{name}_job`, one for each batch{live_clause}."
 
 
-def _mode(table: IngestTable) -> dict[str, Any]:
+def _write_metadata(table: IngestTable) -> dict[str, Any]:
     return table_metadata(
         write_mode="append" if table.mode == "append" else "upsert",
         keys=table.keys,
@@ -174,77 +185,96 @@ def _mode(table: IngestTable) -> dict[str, Any]:
     )
 
 
-def _place(
+def _build_batch_context(
     context: dg.AssetExecutionContext, lakehouse: LakehouseResource, spark: BranchSparkResource
-) -> Place:
-    run = lakehouse.run_branch
-    opened = run.open() if run is not None else None
-    origin = {
+) -> BatchContext:
+    run_branch = lakehouse.run_branch
+    opened_branch = run_branch.open() if run_branch is not None else None
+    snapshot_properties = {
         LakeProperty.RUN_ID: context.run.run_id,
         LakeProperty.ROOT_RUN_ID: context.run.root_run_id or context.run.run_id,
         LakeProperty.STEP: str(context.op_execution_context.op_handle),
         LakeProperty.ATTEMPT: str(context.op_execution_context.retry_number + 1),
     }
-    if opened is not None:
-        origin[LakeProperty.BASE_HASH] = opened.base_hash
-    return Place(
+    if opened_branch is not None:
+        snapshot_properties[LakeProperty.BASE_HASH] = opened_branch.base_hash
+    return BatchContext(
         lakehouse.lakehouse,
         lakehouse.open_branch(),
         lakehouse.own_catalog(),
         spark.own_session,
         context.run.run_id,
-        origin,
-        lakehouse.maker(),
+        snapshot_properties,
+        lakehouse.maker_properties(),
     )
 
 
-def _begin_anew(context: dg.AssetExecutionContext, ingest: Ingest, place: Place) -> None:
+def _restart_from_base(
+    context: dg.AssetExecutionContext, ingest: Ingest, batch_context: BatchContext
+) -> None:
     """Forget what an earlier attempt of the step committed: in this run, or in the one that it retries."""
-    base, settings = place.origin.get(LakeProperty.BASE_HASH), place.lake.settings
-    if base is None:
+    base_hash, settings = (
+        batch_context.snapshot_properties.get(LakeProperty.BASE_HASH),
+        batch_context.lake.settings,
+    )
+    if base_hash is None:
         return
-    known = known_tables(ingest, place.lake.nessie, place.catalog, settings.default_namespace)
-    if take_back(
-        place.lake.nessie,
-        place.branch,
-        base,
-        known.wanted.values(),
+    ingestion_tables = load_ingestion_tables(
+        ingest, batch_context.lake.nessie, batch_context.catalog, settings.default_namespace
+    )
+    if undo_earlier_attempt(
+        batch_context.lake.nessie,
+        batch_context.branch,
+        base_hash,
+        ingestion_tables.identifiers.values(),
         ingestion=ingest.name,
-        properties=place.properties,
+        properties=batch_context.commit_properties,
     ):
         context.log.warning("An earlier attempt had committed its batch. It was taken back.")
 
 
-def _materialised(
-    result: BatchResult, lakehouse: LakehouseResource, again: bool, *, known: Callable[[str], object]
+def _iter_materializations(
+    result: BatchResult, lakehouse: LakehouseResource, is_retry: bool, *, find_table: Callable[[str], object]
 ) -> Iterator[dg.MaterializeResult[Any]]:
     """What became of the tables that the batch has changed; after a retry of all, for an attempt may have."""
 
-    def changed(number: int, last: bool) -> bool:
+    def is_changed(number: int, is_last: bool) -> bool:
         return bool(
-            last or again or result.scanned.rows(number) or known(result.targets[number].name) is None
+            is_last
+            or is_retry
+            or result.scan_result.count_rows(number)
+            or find_table(result.targets[number].name) is None
         )
 
-    for number, key, told in _changed(result.ingest, result.targets, lakehouse, changed):
-        yield dg.MaterializeResult(asset_key=key, metadata={**told, **table_metadata_of(result, number)})
+    for number, key, metadata in _iter_changed_assets(result.ingest, result.targets, lakehouse, is_changed):
+        yield dg.MaterializeResult(
+            asset_key=key, metadata={**metadata, **batch_table_metadata(result, number)}
+        )
 
 
-def _changed(
-    ingest: Expanded,
+def _iter_changed_assets(
+    ingest: ExpandedIngest,
     targets: Sequence[Target],
     lakehouse: LakehouseResource,
-    changed: Callable[[int, bool], bool],
+    is_changed: Callable[[int, bool], bool],
 ) -> Iterator[tuple[int, dg.AssetKey, dict[str, Any]]]:
-    """Number, asset and metadata of the changed tables; `changed` gets a number, and if it is the last."""
+    """Number, asset and metadata of the changed tables; `is_changed` gets a number, and if it is the last."""
     catalog, settings = lakehouse.own_catalog(), lakehouse.lakehouse.settings
     keys = [*(table.asset for table in ingest.tables), ingest.dead_letters_asset]
-    modes = [*(_mode(table) for table in ingest.tables), table_metadata(write_mode="append")]
-    for number, (key, mode, target) in enumerate(zip(keys, modes, targets, strict=True)):
-        if changed(number, number == len(keys) - 1):
+    write_metadata_list = [
+        *(_write_metadata(table) for table in ingest.tables),
+        table_metadata(write_mode="append"),
+    ]
+    for number, (key, write_metadata, target) in enumerate(
+        zip(keys, write_metadata_list, targets, strict=True)
+    ):
+        if is_changed(number, number == len(keys) - 1):
             table = catalog.load_table(target.identifier)
-            spec = table_spec(key, mode, default_namespace=settings.default_namespace, partitioned=False)
+            spec = parse_table_spec(
+                key, write_metadata, default_namespace=settings.default_namespace, partitioned=False
+            )
             yield (
                 number,
                 key,
-                materialisation_metadata(table, spec, lakehouse.run_branch, partition_rows=None),
+                materialization_metadata(table, spec, lakehouse.run_branch, partition_rows=None),
             )

@@ -18,48 +18,49 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import OutcomeUnknown
-from branchlake_dagster.history.capture import line
+from branchlake_dagster.history.capture import ancestors_after
 from branchlake_dagster.ingest.batch_tables import Identifier, Target
 from branchlake_dagster.ingest.declaration import TOMBSTONE
 from branchlake_dagster.ingest.errors import EarlierAttemptLate
-from branchlake_dagster.ingest.offsets import Recorded
-from branchlake_dagster.ingest.progress import PutBack, with_put_back
-from branchlake_dagster.internals.pyiceberg import applied, snapshot_of
+from branchlake_dagster.ingest.offsets import TableProgress
+from branchlake_dagster.ingest.progress import ReprocessingRun, add_reprocessing_run
+from branchlake_dagster.internals.pyiceberg import apply_updates, build_snapshot
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, Delete, IcebergTable, Put, Reference
 from branchlake_dagster.nessie.model import Operation as NessieOperation
-from branchlake_dagster.publication.replay import IcebergTables, Staged
-from branchlake_dagster.spark.session import dotted, quoted
+from branchlake_dagster.publication.replay import IcebergTableFormat, StagedState
+from branchlake_dagster.spark.session import quote_spark_name, quote_spark_path
 from branchlake_dagster.stored_names import LakeProperty
-from branchlake_dagster.tables.schemas import arrow_schema, iceberg_schema
-from branchlake_dagster.tables.spark_frames import session_properties
-from branchlake_dagster.tables.specification import table_name
+from branchlake_dagster.tables.schemas import build_iceberg_schema, table_arrow_schema
+from branchlake_dagster.tables.spark_frames import set_session_properties
+from branchlake_dagster.tables.specification import format_table_name
 
 
 @dataclass(frozen=True)
-class TableChange:
+class BatchTableChange:
     """What a batch does to one table.
 
-    `recorded` are its offsets afterwards, None for a table that records none; `origin` goes into the summary
-    of its snapshot beside them, and `properties` are set on the table. `put_back_by` is the run whose dead
-    letters are put back into it, or marked in it.
+    `progress` are its offsets afterwards, None for a table that records none; `snapshot_properties` goes into
+    the summary
+    of its snapshot beside them, and `table_properties` are set on the table. `reprocessed_by` is the run
+    whose dead letters are put back into it, or marked in it.
     """
 
     identifier: Identifier
     table: Table
     files: Sequence[DataFile] = ()
-    recorded: Recorded | None = None
-    origin: Mapping[str, str] = field(default_factory=dict)
-    properties: Mapping[str, str] = field(default_factory=dict)
-    put_back_by: str | None = None
+    progress: TableProgress | None = None
+    snapshot_properties: Mapping[str, str] = field(default_factory=dict)
+    table_properties: Mapping[str, str] = field(default_factory=dict)
+    reprocessed_by: str | None = None
 
-    def told(self, ingestion: str) -> list[str]:
+    def property_names(self, ingestion: str) -> list[str]:
         """The properties that it sets."""
-        offsets = [LakeProperty.OFFSETS_PREFIX + ingestion] if self.recorded else []
+        offsets = [LakeProperty.OFFSETS_PREFIX + ingestion] if self.progress else []
         return [
-            *self.properties,
+            *self.table_properties,
             *offsets,
-            *([LakeProperty.REPROCESSED_PREFIX + ingestion] if self.put_back_by else []),
+            *([LakeProperty.REPROCESSED_PREFIX + ingestion] if self.reprocessed_by else []),
         ]
 
 
@@ -67,111 +68,129 @@ def commit_tables(
     client: NessieClient,
     catalog: NessieCatalog,
     branch: str,
-    changes: Sequence[TableChange],
+    changes: Sequence[BatchTableChange],
     *,
     ingestion: str,
     message: str,
     properties: Mapping[str, str],
-    tables: IcebergTables,
-    keep: int | None = None,
-    dropped: Sequence[Identifier] = (),
+    tables: IcebergTableFormat,
+    keep_snapshots: int | None = None,
+    tables_to_drop: Sequence[Identifier] = (),
 ) -> Reference:
-    """Commit the files and offsets of all tables at once, and forget the tables that are `dropped`.
+    """Commit the files and offsets of all tables at once, and forget the tables that are `tables_to_drop`.
 
-    Of tables without files the offsets alone; with `keep` so many snapshots stay of one that has a quarter
+    Of tables without files the offsets alone; with `keep_snapshots` so many snapshots stay of one that has a
+    quarter
     more. The branch as it is then. Raises EarlierAttemptLate where the branch has, since a table was loaded,
     come to say something else of what is set on it here. Nessie's errors pass through; nothing is left of a
     commit that certainly did not happen but data files.
     """
     keys = [ContentKey(one.identifier) for one in changes]
-    gone = [ContentKey(one) for one in dropped]
-    seen = client.contents_at(branch, [*keys, *gone])
-    operations: list[NessieOperation] = [Delete(key) for key in gone if key in seen.contents]
-    staged: list[Staged] = []
+    dropped_keys = [ContentKey(one) for one in tables_to_drop]
+    branch_contents = client.contents_at(branch, [*keys, *dropped_keys])
+    operations: list[NessieOperation] = [
+        Delete(key) for key in dropped_keys if key in branch_contents.contents
+    ]
+    staged_changes: list[StagedState] = []
     try:
         for key, change in zip(keys, changes, strict=True):
-            content = seen.contents.get(key)
+            content = branch_contents.contents.get(key)
             assert isinstance(content, IcebergTable)  # noqa: S101 - it was loaded or made on this branch
             table = change.table
             if content.metadata_location != table.metadata_location:
                 table = catalog.table_of(key, content)
-                _require_unsaid(change, table, ingestion, branch)
-            one = _staged(table, change, ingestion, keep)
-            staged.append(one)
-            operations.append(Put(key, tables.write(one, content.content_id)))
+                _require_unchanged(change, table, ingestion, branch)
+            staged_change = _stage_change(table, change, ingestion, keep_snapshots)
+            staged_changes.append(staged_change)
+            operations.append(Put(key, tables.write(staged_change, content.content_id)))
         result = client.commit(
             branch,
-            expected_hash=seen.reference.hash,
+            expected_hash=branch_contents.reference.hash,
             operations=operations,
             message=message,
             properties=properties,
         )
     except Exception as error:
         if not isinstance(error, OutcomeUnknown):
-            for one in staged:
-                tables.discard(one)
+            for staged_change in staged_changes:
+                tables.discard(staged_change)
         raise
-    return replace(seen.reference, hash=result.hash)
+    return replace(branch_contents.reference, hash=result.hash)
 
 
-def _require_unsaid(change: TableChange, now: Table, ingestion: str, branch: str) -> None:
+def _require_unchanged(change: BatchTableChange, current_table: Table, ingestion: str, branch: str) -> None:
     """Raise EarlierAttemptLate where an attempt that was given up has committed since: no other one may.
 
     Its rows would stay under ours, which has read the same records.
     """
-    told = change.told(ingestion)
-    if any(now.metadata.properties.get(one) != change.table.metadata.properties.get(one) for one in told):
+    property_names = change.property_names(ingestion)
+    if any(
+        current_table.metadata.properties.get(one) != change.table.metadata.properties.get(one)
+        for one in property_names
+    ):
         raise EarlierAttemptLate(
             f"An earlier attempt of ingestion {ingestion} has committed its batch after this one had begun.",
-            table=table_name(change.identifier),
+            table=format_table_name(change.identifier),
             branch=branch,
             hint="Nothing of this attempt was committed. The next attempt of the step takes the earlier one's"
             " back and begins anew; where the step has no retry, retry the run from its failure.",
         )
 
 
-def _outgrown(metadata: TableMetadata, keep: int) -> list[int]:
+def _expired_snapshots(metadata: TableMetadata, keep_snapshots: int) -> list[int]:
     """The oldest snapshots of the line, beyond those that are kept; none that a reference names."""
-    if len(metadata.snapshots) <= keep + keep // 4:
+    if len(metadata.snapshots) <= keep_snapshots + keep_snapshots // 4:
         return []
-    found, _ = line(metadata)
-    named = {reference.snapshot_id for reference in metadata.refs.values()}
-    return [one.snapshot_id for one in found[:-keep] if one.snapshot_id not in named]
+    ancestors, _ = ancestors_after(metadata)
+    referenced_ids = {reference.snapshot_id for reference in metadata.refs.values()}
+    return [one.snapshot_id for one in ancestors[:-keep_snapshots] if one.snapshot_id not in referenced_ids]
 
 
-def _staged(table: Table, change: TableChange, ingestion: str, keep: int | None) -> Staged:
-    recorded = change.recorded
-    written: list[str] = []
+def _stage_change(
+    table: Table, change: BatchTableChange, ingestion: str, keep_snapshots: int | None
+) -> StagedState:
+    progress = change.progress
+    written_paths: list[str] = []
     updates: tuple[TableUpdate, ...] = ()
-    now = table.metadata.current_snapshot()
+    current_snapshot = table.metadata.current_snapshot()
     if change.files:
-        updates = snapshot_of(
+        updates = build_snapshot(
             table,
             added=change.files,
             removed=(),
             operation=Operation.APPEND,
-            properties={**change.origin, **(recorded.summary(ingestion) if recorded else {})},
-            written=written,
+            properties={**change.snapshot_properties, **(progress.to_summary(ingestion) if progress else {})},
+            written_paths=written_paths,
         )
-        now = next(one for one in updates if isinstance(one, AddSnapshotUpdate)).snapshot
-    at = now.snapshot_id if now else None
-    if recorded is not None:
-        text = replace(recorded, at=at).text()
-        updates += (SetPropertiesUpdate(updates={LakeProperty.OFFSETS_PREFIX + ingestion: text}),)
-    if change.put_back_by is not None:
-        run = PutBack(change.put_back_by, at, (now.sequence_number or 0) if now else 0)
-        text = with_put_back(ingestion, table.metadata, run)
-        updates += (SetPropertiesUpdate(updates={LakeProperty.REPROCESSED_PREFIX + ingestion: text}),)
-    if change.files and keep is not None and (old := _outgrown(table.metadata, keep)):
-        updates += (RemoveSnapshotsUpdate(snapshot_ids=old),)
-    if change.properties:
-        updates += (SetPropertiesUpdate(updates=dict(change.properties)),)
-    metadata = applied(table.metadata, updates)
-    state = Table(table.name(), metadata, table.metadata_location, table.io, table.catalog)
-    return Staged(table, state, written)
+        current_snapshot = next(one for one in updates if isinstance(one, AddSnapshotUpdate)).snapshot
+    snapshot_id = current_snapshot.snapshot_id if current_snapshot else None
+    if progress is not None:
+        property_value = replace(progress, snapshot_id=snapshot_id).to_json()
+        updates += (SetPropertiesUpdate(updates={LakeProperty.OFFSETS_PREFIX + ingestion: property_value}),)
+    if change.reprocessed_by is not None:
+        reprocessing_run = ReprocessingRun(
+            change.reprocessed_by,
+            snapshot_id,
+            (current_snapshot.sequence_number or 0) if current_snapshot else 0,
+        )
+        property_value = add_reprocessing_run(ingestion, table.metadata, reprocessing_run)
+        updates += (
+            SetPropertiesUpdate(updates={LakeProperty.REPROCESSED_PREFIX + ingestion: property_value}),
+        )
+    if (
+        change.files
+        and keep_snapshots is not None
+        and (expired_ids := _expired_snapshots(table.metadata, keep_snapshots))
+    ):
+        updates += (RemoveSnapshotsUpdate(snapshot_ids=expired_ids),)
+    if change.table_properties:
+        updates += (SetPropertiesUpdate(updates=dict(change.table_properties)),)
+    metadata = apply_updates(table.metadata, updates)
+    staged_table = Table(table.name(), metadata, table.metadata_location, table.io, table.catalog)
+    return StagedState(table, staged_table, written_paths)
 
 
-_BESIDE = {
+_STAGING_COLUMN_TYPES = {
     "op": pa.string(),
     "topic": pa.string(),
     "partition": pa.int32(),
@@ -179,79 +198,96 @@ _BESIDE = {
     "timestamp": pa.timestamp("us", "UTC"),
 }
 """What a staged row has of its record, by attribute."""
-_STAGED = re.compile(r"(.+)__staged_[0-9a-f]{16}")
+_STAGING_NAME = re.compile(r"(.+)__staged_[0-9a-f]{16}")
 
 
-def beside(target: Target) -> dict[str, str]:
+def staging_columns(target: Target) -> dict[str, str]:
     """The columns for that, by attribute: under names that no column of the table has."""
-    return {attribute: _free(f"__{attribute}", target) for attribute in _BESIDE}
+    return {attribute: _unused_column_name(f"__{attribute}", target) for attribute in _STAGING_COLUMN_TYPES}
 
 
-def _free(name: str, target: Target) -> str:
+def _unused_column_name(name: str, target: Target) -> str:
     # Debezium's transforms give records fields like __op; Spark tells no case apart.
-    used = {one.name.casefold() for one in target.table.schema().fields}
-    while name in used:
+    used_names = {one.name.casefold() for one in target.table.schema().fields}
+    while name in used_names:
         name = f"_{name}"
     return name
 
 
-def staging_table(catalog: NessieCatalog, target: Target, batch: str) -> tuple[Identifier, Table]:
+def create_staging_table(catalog: NessieCatalog, target: Target, batch_id: str) -> tuple[Identifier, Table]:
     """Create a table for the rows of one batch; its identifier, and the table. It never leaves the branch.
 
     An earlier pass of the batch may have left one behind: it is made anew. No other batch knows its name: an
     attempt that was given up would take the rows of the next one away.
     """
-    *home, name = target.identifier
-    identifier = (*home, f"{name}__staged_{hashlib.sha256(batch.encode()).hexdigest()[:16]}")
-    names = beside(target)
-    more = [pa.field(names[attribute], kind) for attribute, kind in _BESIDE.items()]
-    schema = pa.schema([*arrow_schema(target.table.schema(), name=target.name), *more])
+    *namespace, name = target.identifier
+    identifier = (*namespace, f"{name}__staged_{hashlib.sha256(batch_id.encode()).hexdigest()[:16]}")
+    attribute_columns = staging_columns(target)
+    record_fields = [
+        pa.field(attribute_columns[attribute], data_type)
+        for attribute, data_type in _STAGING_COLUMN_TYPES.items()
+    ]
+    schema = pa.schema([*table_arrow_schema(target.table.schema(), table_name=target.name), *record_fields])
     if catalog.table_exists(identifier):
         catalog.drop_table(identifier)
-    return identifier, catalog.create_table(identifier, iceberg_schema(schema, table=target.name))
+    return identifier, catalog.create_table(identifier, build_iceberg_schema(schema, table_name=target.name))
 
 
-def staging_tables(client: NessieClient, ref: str, tables: Iterable[Identifier]) -> list[Identifier]:
+def list_staging_tables(client: NessieClient, ref: str, tables: Iterable[Identifier]) -> list[Identifier]:
     """All that a reference has for these tables: those of attempts that were given up too."""
-    wanted = {*tables}
-    if not wanted:
+    target_identifiers = {*tables}
+    if not target_identifiers:
         return []
-    found = []
+    staging_identifiers = []
     for entry in client.entries(ref, filter="entry.name.contains('__staged_')"):
-        *home, name = entry.key.elements
-        if (match := _STAGED.fullmatch(name)) and (*home, match[1]) in wanted:
-            found.append(entry.key.elements)
-    return found
+        *namespace, name = entry.key.elements
+        if (match := _STAGING_NAME.fullmatch(name)) and (*namespace, match[1]) in target_identifiers:
+            staging_identifiers.append(entry.key.elements)
+    return staging_identifiers
 
 
-def merge(session: SparkSession, target: Target, staged: Identifier, properties: Mapping[str, str]) -> None:
+def merge_staged_rows(
+    session: SparkSession, target: Target, staging_identifier: Identifier, properties: Mapping[str, str]
+) -> None:
     """Let the staged rows take the place of those with the same keys; of one key the last record counts.
 
     Of one partition the greatest offset is the last record; of several partitions that of the latest time,
     then that of the greatest topic and partition. Deletions of keys that are not there change nothing.
     """
-    assert target.declared is not None  # noqa: S101 - dead letters are appended
-    keys, names, nth = list(target.declared.keys), beside(target), _free("__nth", target)
-    partition = [F.col(names[one]) for one in ("topic", "partition")]
-    by_key = Window.partitionBy(*map(quoted, keys))
-    in_partition = by_key.partitionBy(*map(quoted, keys), *partition).orderBy(F.col(names["offset"]).desc())
-    latest = by_key.orderBy(F.col(names["timestamp"]).desc_nulls_last(), *(one.desc() for one in partition))
-    source = session.table(f"nessie.{dotted(staged)}")
+    assert target.declaration is not None  # noqa: S101 - dead letters are appended
+    keys, attribute_columns, row_number_column = (
+        list(target.declaration.keys),
+        staging_columns(target),
+        _unused_column_name("__nth", target),
+    )
+    partition = [F.col(attribute_columns[one]) for one in ("topic", "partition")]
+    by_key = Window.partitionBy(*map(quote_spark_name, keys))
+    in_partition = by_key.partitionBy(*map(quote_spark_name, keys), *partition).orderBy(
+        F.col(attribute_columns["offset"]).desc()
+    )
+    latest = by_key.orderBy(
+        F.col(attribute_columns["timestamp"]).desc_nulls_last(), *(one.desc() for one in partition)
+    )
+    source = session.table(f"nessie.{quote_spark_path(staging_identifier)}")
     for window in (in_partition, latest):
-        source = source.withColumn(nth, F.row_number().over(window)).filter(F.col(nth) == 1)
+        source = source.withColumn(row_number_column, F.row_number().over(window)).filter(
+            F.col(row_number_column) == 1
+        )
     source = source.alias("incoming")
-    name = f"nessie.{dotted(target.identifier)}"
+    target_name = f"nessie.{quote_spark_path(target.identifier)}"
     # Keys are never null: such records are dead letters.
-    on = " AND ".join(f"{name}.{quoted(key)} = incoming.{quoted(key)}" for key in keys)
-    own = [one.name for one in target.table.schema().fields]
-    columns = {quoted(one): F.col(f"incoming.{quoted(one)}") for one in own}
-    deletions = ("delete", TOMBSTONE) if target.declared.mode == "changes" else (TOMBSTONE,)
-    gone = F.coalesce(F.col(f"incoming.{names['op']}").isin(*deletions), F.lit(False))
-    with session_properties(session, properties):
-        merging = source.mergeInto(name, F.expr(on))
-        if target.declared.mode == "changes" or target.declared.keyed_by_record:
-            merging = merging.whenMatched(gone).delete().whenMatched().update(columns)
-            merging = merging.whenNotMatched(~gone).insert(columns)
+    merge_condition = " AND ".join(
+        f"{target_name}.{quote_spark_name(key)} = incoming.{quote_spark_name(key)}" for key in keys
+    )
+    column_names = [one.name for one in target.table.schema().fields]
+    columns = {quote_spark_name(one): F.col(f"incoming.{quote_spark_name(one)}") for one in column_names}
+    deletions = ("delete", TOMBSTONE) if target.declaration.mode == "changes" else (TOMBSTONE,)
+    is_deletion = F.coalesce(F.col(f"incoming.{attribute_columns['op']}").isin(*deletions), F.lit(False))
+    with set_session_properties(session, properties):
+        merge_builder = source.mergeInto(target_name, F.expr(merge_condition))
+        if target.declaration.mode == "changes" or target.declaration.keyed_by_record:
+            merge_builder = merge_builder.whenMatched(is_deletion).delete().whenMatched().update(columns)
+            merge_builder = merge_builder.whenNotMatched(~is_deletion).insert(columns)
         else:
-            merging = merging.whenMatched().update(columns).whenNotMatched().insert(columns)
-        merging.merge()
+            merge_builder = merge_builder.whenMatched().update(columns).whenNotMatched().insert(columns)
+        merge_builder.merge()

@@ -10,17 +10,17 @@ from pyiceberg.table import Table
 from pyspark.sql import SparkSession
 
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.ingest.batch_tables import Identifier, identifiers, load
+from branchlake_dagster.ingest.batch_tables import Identifier, load_tables, table_identifiers
 from branchlake_dagster.ingest.declaration import (
     ROUTE,
-    Expanded,
+    ExpandedIngest,
+    FamilyTable,
     Ingest,
-    NamedTable,
-    Names,
-    expanded,
-    names_from,
-    names_of,
-    names_text,
+    RouteNames,
+    collect_route_names,
+    expand_families,
+    format_route_names,
+    parse_route_names,
 )
 from branchlake_dagster.ingest.errors import PositionLost, StartOffsetsMissing
 from branchlake_dagster.ingest.kafka_topics import Topics
@@ -34,178 +34,212 @@ from branchlake_dagster.ingest.planning import (
     starting_offsets,
 )
 from branchlake_dagster.ingest.progress import (
-    Standing,
-    require_alone,
-    require_put_back,
+    IngestionProgress,
+    read_progress,
     require_replayable,
-    standing,
+    require_reprocessed_rows,
+    require_single_ingestion,
 )
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.stored_names import LakeProperty
 
 
 @dataclass(frozen=True)
-class KnownTables:
+class IngestionTables:
     """An ingestion's tables as a reference has them, the dead letters last, by dotted name.
 
-    `there` has None for one that is not there: those with a key of their own, for one that a record has
-    named and that was dropped is made again when a record names it.
+    `loaded_tables` has None for one that is not there: those with a key of their own, for one that a record
+    has named and that was dropped is made again when a record names it.
     """
 
-    ingest: Expanded
-    wanted: Mapping[str, Identifier]
-    there: Mapping[str, Table | None]
+    ingest: ExpandedIngest
+    identifiers: Mapping[str, Identifier]
+    loaded_tables: Mapping[str, Table | None]
 
     @property
-    def anchor(self) -> Table | None:
+    def dead_letter_table(self) -> Table | None:
         """The dead letters, which take part in each batch."""
-        return list(self.there.values())[-1]
+        return list(self.loaded_tables.values())[-1]
 
     @property
-    def dead_letters(self) -> str:
+    def dead_letter_table_name(self) -> str:
         """The name of that table."""
-        return list(self.wanted)[-1]
+        return list(self.identifiers)[-1]
 
     @property
-    def names(self) -> dict[str, list[str]]:
+    def route_names(self) -> dict[str, list[str]]:
         """What records have put into the names of tables, by family."""
-        return names_of(self.ingest.named)
+        return collect_route_names(self.ingest.family_tables)
 
-    def without_unknown_columns(self) -> KnownTables:
+    def without_unknown_columns(self) -> IngestionTables:
         """The same without the tables that are not there yet and whose columns are found in records."""
-        full = dict(zip(self.wanted, self.ingest.tables, strict=False))
-        kept = {
+        declarations = dict(zip(self.identifiers, self.ingest.tables, strict=False))
+        kept_identifiers = {
             name: one
-            for name, one in self.wanted.items()
-            if self.there[name] is not None or name == self.dead_letters or full[name].columns
+            for name, one in self.identifiers.items()
+            if self.loaded_tables[name] is not None
+            or name == self.dead_letter_table_name
+            or declarations[name].columns
         }
-        tables = [full[name] for name in kept if name in full]
-        return KnownTables(
-            replace(self.ingest, tables=tables), kept, {name: self.there[name] for name in kept}
+        tables = [declarations[name] for name in kept_identifiers if name in declarations]
+        return IngestionTables(
+            replace(self.ingest, tables=tables),
+            kept_identifiers,
+            {name: self.loaded_tables[name] for name in kept_identifiers},
         )
 
     @property
-    def told(self) -> Mapping[str, str]:
+    def changed_properties(self) -> Mapping[str, str]:
         """What the dead letters' table is to say of that; empty where it says so."""
         if not self.ingest.families:
             return {}
-        key, text = LakeProperty.TABLES_PREFIX + self.ingest.name, names_text(self.names)
-        before = self.anchor.metadata.properties.get(key) if self.anchor is not None else None
-        return {} if text == before else {key: text}
+        key, route_names_json = (
+            LakeProperty.TABLES_PREFIX + self.ingest.name,
+            format_route_names(self.route_names),
+        )
+        stored_json = (
+            self.dead_letter_table.metadata.properties.get(key)
+            if self.dead_letter_table is not None
+            else None
+        )
+        return {} if route_names_json == stored_json else {key: route_names_json}
 
 
 @dataclass(frozen=True)
-class Before:
+class PlannedBatch:
     """What is known before a batch."""
 
-    known: KnownTables
-    standing: Standing
+    ingestion_tables: IngestionTables
+    progress: IngestionProgress
     topics: Mapping[str, Topic]
     plan: BatchPlan
 
     @property
-    def ingest(self) -> Expanded:
+    def ingest(self) -> ExpandedIngest:
         """The ingestion with all tables that are known."""
-        return self.known.ingest
+        return self.ingestion_tables.ingest
 
     @property
-    def wanted(self) -> Mapping[str, Identifier]:
+    def identifiers(self) -> Mapping[str, Identifier]:
         """Their identifiers by dotted name, the dead letters last."""
-        return self.known.wanted
+        return self.ingestion_tables.identifiers
 
     @property
-    def current(self) -> Offsets:
+    def current_offsets(self) -> Offsets:
         """How far the tables are in the topics as they are now: nothing of what was before them."""
-        now = {one for topic in self.topics.values() for one in topic.partitions()}
-        return {one: offset for one, offset in self.standing.position.items() if one in now}
+        current_partitions = {one for topic in self.topics.values() for one in topic.partitions()}
+        return {one: offset for one, offset in self.progress.position.items() if one in current_partitions}
 
     @property
-    def tables(self) -> Mapping[str, Table | None]:
+    def loaded_tables(self) -> Mapping[str, Table | None]:
         """They themselves; None: not there."""
-        return self.known.there
+        return self.ingestion_tables.loaded_tables
 
 
-def known_tables(
+def load_ingestion_tables(
     ingest: Ingest,
     client: NessieClient,
     catalog: NessieCatalog,
     namespace: str,
-    tables: IcebergTables | None = None,
-) -> KnownTables:
+    tables: IcebergTableFormat | None = None,
+) -> IngestionTables:
     """The tables of an ingestion at the catalogue's reference; `namespace` is that of keys without one."""
-    opened = tables or IcebergTables(catalog)
-    fixed = expanded(ingest, {})
-    wanted = identifiers(fixed, namespace)
-    there = load(client, catalog, wanted, opened)
-    known = KnownTables(fixed, wanted, there)
-    if not fixed.families:
-        return known
-    names = _told_names(known)
-    if names is None:
-        names = _found_names(fixed, client, catalog, namespace, opened)
-    return with_names(known, names, client, catalog, namespace, opened)
+    iceberg_tables = tables or IcebergTableFormat(catalog)
+    expanded_ingest = expand_families(ingest, {})
+    identifiers_by_name = table_identifiers(expanded_ingest, namespace)
+    loaded_tables = load_tables(client, catalog, identifiers_by_name, iceberg_tables)
+    ingestion_tables = IngestionTables(expanded_ingest, identifiers_by_name, loaded_tables)
+    if not expanded_ingest.families:
+        return ingestion_tables
+    route_names = _recorded_route_names(ingestion_tables)
+    if route_names is None:
+        route_names = _find_route_names(expanded_ingest, client, catalog, namespace, iceberg_tables)
+    return with_route_names(ingestion_tables, route_names, client, catalog, namespace, iceberg_tables)
 
 
-def with_names(
-    known: KnownTables,
-    names: Names,
+def with_route_names(
+    ingestion_tables: IngestionTables,
+    route_names: RouteNames,
     client: NessieClient,
     catalog: NessieCatalog,
     namespace: str,
-    tables: IcebergTables,
+    tables: IcebergTableFormat,
     *,
-    make: bool = False,
-) -> KnownTables:
-    """The same with the tables of these names that are there; with `make` also with those that are not."""
-    full = expanded(known.ingest, names)
-    wanted = identifiers(full, namespace)
-    new = {name: one for name, one in wanted.items() if name not in known.there}
-    there = {**known.there, **(load(client, catalog, new, tables) if new else {})}
-    if not make:
-        held = [one for one, name in zip(full.tables, wanted, strict=False) if _stays(one, there[name])]
-        full = replace(full, tables=held)
-        wanted = identifiers(full, namespace)
-    return KnownTables(full, wanted, {name: there[name] for name in wanted})
+    create_missing: bool = False,
+) -> IngestionTables:
+    """The same with the tables of these names that are there; with `create_missing` also with those that are not."""
+    expanded_ingest = expand_families(ingestion_tables.ingest, route_names)
+    identifiers_by_name = table_identifiers(expanded_ingest, namespace)
+    new_identifiers = {
+        name: one for name, one in identifiers_by_name.items() if name not in ingestion_tables.loaded_tables
+    }
+    loaded_tables = {
+        **ingestion_tables.loaded_tables,
+        **(load_tables(client, catalog, new_identifiers, tables) if new_identifiers else {}),
+    }
+    if not create_missing:
+        remaining_tables = [
+            one
+            for one, name in zip(expanded_ingest.tables, identifiers_by_name, strict=False)
+            if _is_needed(one, loaded_tables[name])
+        ]
+        expanded_ingest = replace(expanded_ingest, tables=remaining_tables)
+        identifiers_by_name = table_identifiers(expanded_ingest, namespace)
+    return IngestionTables(
+        expanded_ingest, identifiers_by_name, {name: loaded_tables[name] for name in identifiers_by_name}
+    )
 
 
-def _stays(declared: object, table: Table | None) -> bool:
-    return table is not None or not isinstance(declared, NamedTable)
+def _is_needed(declared: object, table: Table | None) -> bool:
+    return table is not None or not isinstance(declared, FamilyTable)
 
 
-def _told_names(known: KnownTables) -> Names | None:
+def _recorded_route_names(ingestion_tables: IngestionTables) -> RouteNames | None:
     """What the dead letters' table says; None: nothing, or nothing that can be read."""
-    text = (
-        known.anchor.metadata.properties.get(LakeProperty.TABLES_PREFIX + known.ingest.name)
-        if known.anchor is not None
+    property_value = (
+        ingestion_tables.dead_letter_table.metadata.properties.get(
+            LakeProperty.TABLES_PREFIX + ingestion_tables.ingest.name
+        )
+        if ingestion_tables.dead_letter_table is not None
         else None
     )
     try:
-        return names_from(text) if text else None
+        return parse_route_names(property_value) if property_value else None
     except ValueError:
         return None
 
 
-def _found_names(
-    ingest: Expanded, client: NessieClient, catalog: NessieCatalog, namespace: str, tables: IcebergTables
-) -> Names:
+def _find_route_names(
+    ingest: ExpandedIngest,
+    client: NessieClient,
+    catalog: NessieCatalog,
+    namespace: str,
+    tables: IcebergTableFormat,
+) -> RouteNames:
     """The names of tables that have offsets of the ingestion, of all that have a family's name.
 
     For an ingestion that begins, or whose dead letters' table was dropped.
     """
-    found: dict[str, list[str]] = {}
+    route_names: dict[str, list[str]] = {}
     for family, declared in ingest.families.items():
-        (*home, last), fixed = declared.asset.path, len(declared.asset.path) > 1
-        begin, end = last.split(ROUTE)
-        space = tuple(home) if fixed else (namespace,)
-        for entry in client.entries(catalog.ref, filter=f"size(entry.keyElements) == {len(space) + 1}"):
-            *where, name = entry.key.elements
-            middle = name[len(begin) : len(name) - len(end)]
-            if tuple(where) != space or not middle or name != begin + middle + end:
+        (*key_namespace, name_pattern), has_namespace = declared.asset.path, len(declared.asset.path) > 1
+        prefix, suffix = name_pattern.split(ROUTE)
+        family_namespace = tuple(key_namespace) if has_namespace else (namespace,)
+        for entry in client.entries(
+            catalog.ref, filter=f"size(entry.keyElements) == {len(family_namespace) + 1}"
+        ):
+            *entry_namespace, name = entry.key.elements
+            route_name = name[len(prefix) : len(name) - len(suffix)]
+            if (
+                tuple(entry_namespace) != family_namespace
+                or not route_name
+                or name != prefix + route_name + suffix
+            ):
                 continue
-            key = ContentKey((*space, name))
+            key = ContentKey((*family_namespace, name))
             content = client.contents(catalog.ref, [key]).get(key)
             if not isinstance(content, IcebergTable):
                 continue
@@ -213,55 +247,59 @@ def _found_names(
                 LakeProperty.OFFSETS_PREFIX + ingest.name
                 in tables.open(key, content).table.metadata.properties
             ):
-                found.setdefault(family, []).append(middle)
-    return found
+                route_names.setdefault(family, []).append(route_name)
+    return route_names
 
 
-def look(
+def plan_next_batch(
     ingest: Ingest,
     client: NessieClient,
     catalog: NessieCatalog,
     topics: Topics,
     *,
     namespace: str,
-    tables: IcebergTables | None = None,
-) -> Before:
+    tables: IcebergTableFormat | None = None,
+) -> PlannedBatch:
     """Where an ingestion stands on a reference, and its next batch. Changes nothing.
 
     Raises PositionLost, TopicChanged, AnotherIngestion, StartOffsetsMissing, StartOffsetsOutOfRange,
     ConsumerGroupActive, KafkaUnavailable or KafkaRefused.
     """
-    tables_known = known_tables(ingest, client, catalog, namespace, tables)
-    there = tables_known.there
-    require_put_back(
+    ingestion_tables = load_ingestion_tables(ingest, client, catalog, namespace, tables)
+    loaded_tables = ingestion_tables.loaded_tables
+    require_reprocessed_rows(
         ingest.name,
-        there,
+        loaded_tables,
         on_rollback=ingest.on_rollback,
         branch=catalog.ref,
-        dead_letters=tables_known.dead_letters,
+        dead_letter_table_name=ingestion_tables.dead_letter_table_name,
     )
-    known = standing(ingest.name, there, on_rollback=ingest.on_rollback)
-    described = topics.describe(ingest.topics)
-    require_alone(ingest.name, there, {one.name: one.incarnation for one in described.values()})
-    now = {name: one.as_recorded(known.position) for name, one in described.items()}
-    require_replayable(known, now.values())
+    progress = read_progress(ingest.name, loaded_tables, on_rollback=ingest.on_rollback)
+    topics_by_name = topics.describe(ingest.topics)
+    require_single_ingestion(
+        ingest.name, loaded_tables, {one.name: one.incarnation for one in topics_by_name.values()}
+    )
+    current_topics = {
+        name: one.with_recorded_resets(progress.position) for name, one in topics_by_name.items()
+    }
+    require_replayable(progress, current_topics.values())
 
-    starts = _Starts(ingest, topics)
+    topic_starts = _TopicStarts(ingest, topics)
     plan = plan_batch(
-        now.values(),
-        known.start,
-        starts.of,
-        most_records=ingest.most_records,
-        rules=ingest.rules,
-        started=known.started,
+        current_topics.values(),
+        progress.start,
+        topic_starts.first_offsets,
+        max_records=ingest.most_records,
+        rules=ingest.change_rules,
+        first_offsets=progress.first_offsets,
     )
-    if starts.notes:
+    if topic_starts.notes:
         # Recorded at once, also where nothing waits: the group may be gone by the first record.
-        plan = replace(plan, notes=(*starts.notes, *plan.notes), due=True)
-    return Before(tables_known, known, now, plan)
+        plan = replace(plan, notes=(*topic_starts.notes, *plan.notes), must_record=True)
+    return PlannedBatch(ingestion_tables, progress, current_topics, plan)
 
 
-class _Starts:
+class _TopicStarts:
     """Where topics start that no table has a position in. `notes` reports starts at given offsets."""
 
     def __init__(self, ingest: Ingest, topics: Topics) -> None:
@@ -270,26 +308,26 @@ class _Starts:
         self._committed: Mapping[str, Mapping[int, int]] | None = None
         self.notes: list[str] = []
 
-    def of(self, topic: Topic) -> Offsets:
-        """By partition the first offset that is read. Raises as `look`."""
+    def first_offsets(self, topic: Topic) -> Offsets:
+        """By partition the first offset that is read. Raises as `plan_next_batch`."""
         start = self._ingest.start
         if isinstance(start, CommittedOffsets):
             origin = f"the committed offsets of consumer group {start.group}"
-            given = self._committed_by(start.group).get(topic.name, {})
+            given_offsets = self._committed_by(start.group).get(topic.name, {})
         elif isinstance(start, StartingOffsets):
-            origin, given = "the given offsets", start.offsets.get(topic.name, {})
+            origin, given_offsets = "the given offsets", start.offsets.get(topic.name, {})
         elif isinstance(start, datetime):
-            return self._topics.at_time(topic, start)
+            return self._topics.offsets_at_time(topic, start)
         else:
-            edge = topic.begins if start == "earliest" else topic.ends
-            return {one: edge[one.partition] for one in topic.partitions()}
-        offsets = starting_offsets(topic, given, start.otherwise, origin=origin)
+            edge_offsets = topic.begins if start == "earliest" else topic.ends
+            return {one: edge_offsets[one.partition] for one in topic.partitions()}
+        offsets = starting_offsets(topic, given_offsets, start.otherwise, origin=origin)
         self.notes.append(f"Topic {topic.name} starts at {origin}: {format_offsets(offsets)}.")
         return offsets
 
     def _committed_by(self, group: str) -> Mapping[str, Mapping[int, int]]:
         if self._committed is None:
-            committed = self._topics.committed(group, self._ingest.topics)
+            committed = self._topics.committed_offsets(group, self._ingest.topics)
             if not any(committed.values()):
                 raise StartOffsetsMissing(
                     f"Consumer group {group} has not committed any offset for topic"
@@ -301,47 +339,58 @@ class _Starts:
         return self._committed
 
 
-def with_new_names(
-    known: KnownTables,
-    names: Names,
+def with_new_route_names(
+    ingestion_tables: IngestionTables,
+    route_names: RouteNames,
     incarnations: Mapping[str, str],
     client: NessieClient,
     catalog: NessieCatalog,
     namespace: str,
-    tables: IcebergTables,
-) -> KnownTables:
+    tables: IcebergTableFormat,
+) -> IngestionTables:
     """The tables, and those that records name for the first time, of as many as the ingestion may have.
 
     `incarnations` are Kafka's topic ids by name. Raises AnotherIngestion where one is there that somebody
     else fills, and PositionLost where one says that this ingestion has filled it, and the dead letters' table
     does not know it.
     """
-    ingest = known.ingest
-    more: dict[str, list[str]] = {family: list(found) for family, found in known.names.items()}
-    for family, found in names.items():
-        mine = more.setdefault(family, [])
-        mine += sorted({*found} - {*mine})[: max(0, ingest.most_tables - len(mine))]
-    grown = with_names(known, more, client, catalog, namespace, tables, make=ingest.create)
-    new = {name: grown.there[name] for name in grown.wanted if name not in known.wanted}
-    require_alone(ingest.name, new, incarnations)
-    for name, table in new.items():
+    ingest = ingestion_tables.ingest
+    all_names: dict[str, list[str]] = {
+        family: list(found) for family, found in ingestion_tables.route_names.items()
+    }
+    for family, new_names in route_names.items():
+        family_names = all_names.setdefault(family, [])
+        family_names += sorted({*new_names} - {*family_names})[
+            : max(0, ingest.most_tables - len(family_names))
+        ]
+    extended_tables = with_route_names(
+        ingestion_tables, all_names, client, catalog, namespace, tables, create_missing=ingest.create
+    )
+    new_tables = {
+        name: extended_tables.loaded_tables[name]
+        for name in extended_tables.identifiers
+        if name not in ingestion_tables.identifiers
+    }
+    require_single_ingestion(ingest.name, new_tables, incarnations)
+    for name, table in new_tables.items():
         if table is not None and LakeProperty.OFFSETS_PREFIX + ingest.name in table.metadata.properties:
             raise PositionLost(
-                f"The table says that ingestion {ingest.name} has filled it, and {list(known.wanted)[-1]}"
+                f"The table says that ingestion {ingest.name} has filled it, and"
+                f" {list(ingestion_tables.identifiers)[-1]}"
                 " does not have it among the ingestion's tables.",
                 table=name,
                 hint=f"Remove the property {LakeProperty.TABLES_PREFIX}{ingest.name} of the dead letters'"
                 " table: the tables are then looked for. Or drop this table.",
                 reason="not_among_tables",
             )
-    return grown
+    return extended_tables
 
 
 @dataclass(frozen=True)
-class Place:
+class BatchContext:
     """Where a batch works: a branch, its catalogue and sessions, and who it is.
 
-    `origin` goes into the summary of each snapshot, `properties` into each commit.
+    `snapshot_properties` goes into the summary of each snapshot, `commit_properties` into each commit.
     """
 
     lake: Lakehouse
@@ -349,14 +398,26 @@ class Place:
     catalog: NessieCatalog
     session: Callable[[], SparkSession]
     run_id: str
-    origin: Mapping[str, str]
-    properties: Mapping[str, str]
-    trims: bool = False
+    snapshot_properties: Mapping[str, str]
+    commit_properties: Mapping[str, str]
+    expires_snapshots: bool = False
     """Whether old snapshots are taken out of tables that have many. A replay would not carry that."""
 
-    def with_new_names(
-        self, known: KnownTables, names: Names, incarnations: Mapping[str, str], tables: IcebergTables
-    ) -> KnownTables:
-        """`with_new_names` on this branch."""
-        space = self.lake.settings.default_namespace
-        return with_new_names(known, names, incarnations, self.lake.nessie, self.catalog, space, tables)
+    def with_new_route_names(
+        self,
+        ingestion_tables: IngestionTables,
+        route_names: RouteNames,
+        incarnations: Mapping[str, str],
+        tables: IcebergTableFormat,
+    ) -> IngestionTables:
+        """`with_new_route_names` on this branch."""
+        default_namespace = self.lake.settings.default_namespace
+        return with_new_route_names(
+            ingestion_tables,
+            route_names,
+            incarnations,
+            self.lake.nessie,
+            self.catalog,
+            default_namespace,
+            tables,
+        )

@@ -11,25 +11,25 @@ from typing import Any
 import dagster as dg
 from dagster import MetadataValue
 
-from branchlake_dagster.ingest.declaration import Expanded, Ingest
+from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest
 from branchlake_dagster.ingest.ingest_batch import BatchResult
-from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, in_words
+from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, format_ranges
 from branchlake_dagster.stored_names import AssetMetadata, EventMetadata
-from branchlake_dagster.wording import counted
+from branchlake_dagster.wording import format_count
 
-CONVERTED = "converted"
+CONVERTED_CHECK = "converted"
 """The check on each table: its records became rows."""
-TOLERATED = "tolerated"
+TOLERATED_CHECK = "tolerated"
 """The check on the dead letters: not more than the ingestion tolerates."""
 
 
-def check_specs(ingest: Ingest) -> list[dg.AssetCheckSpec]:
+def build_ingest_check_specs(ingest: Ingest) -> list[dg.AssetCheckSpec]:
     """The checks of all its tables."""
     scope = {AssetMetadata.CHECK_SCOPE: "rows"}
     blocks = "blocks the batch" if ingest.on_contract == "block" else "warns"
     tables = [
         dg.AssetCheckSpec(
-            CONVERTED,
+            CONVERTED_CHECK,
             asset=table.asset,
             description="Every record that is meant for the table became a row of it. One that did not is a"
             f" dead letter; a broken contract {blocks}.",
@@ -42,7 +42,7 @@ def check_specs(ingest: Ingest) -> list[dg.AssetCheckSpec]:
     return [
         *tables,
         dg.AssetCheckSpec(
-            TOLERATED,
+            TOLERATED_CHECK,
             asset=ingest.dead_letters_asset,
             description=f"Dead letters are {share}.",
             metadata=scope,
@@ -50,50 +50,63 @@ def check_specs(ingest: Ingest) -> list[dg.AssetCheckSpec]:
     ]
 
 
-def check_results(
-    ingest: Expanded, counts: Mapping[str, int], names: Iterable[str], *, again: bool = False
+def iter_check_results(
+    ingest: ExpandedIngest,
+    counts: Mapping[str, int],
+    table_names: Iterable[str],
+    *,
+    is_reprocessing: bool = False,
 ) -> Iterator[dg.AssetCheckResult]:
-    """The verdicts on a batch by what its pass has counted; `names` are its tables' dotted names, in order.
+    """The verdicts on a batch by what its pass has counted; `table_names` are its tables' dotted names, in order.
 
-    With `again` the records are dead letters that are put back: those that fail again are lost to nobody, and
-    nothing is said against the others. A broken contract blocks them as it blocks new records.
+    With `is_reprocessing` the records are dead letters that are put back: those that fail again are lost to
+    nobody, and nothing is said against the others. A broken contract blocks them as it blocks new records.
     """
-    broken = counts.get("dead/contract", 0) if ingest.on_contract == "block" else 0
-    for table, name in zip(ingest.tables, names, strict=False):
-        dead = counts.get(f"dead_of/{name}", 0)
-        blocks = bool(broken and dead)
+    broken_contracts = counts.get("dead/contract", 0) if ingest.on_contract == "block" else 0
+    for table, name in zip(ingest.tables, table_names, strict=False):
+        dead_letter_count = counts.get(f"dead_of/{name}", 0)
+        blocks = bool(broken_contracts and dead_letter_count)
         yield dg.AssetCheckResult(
             asset_key=table.asset,
-            check_name=CONVERTED,
-            passed=not dead,
+            check_name=CONVERTED_CHECK,
+            passed=not dead_letter_count,
             severity=dg.AssetCheckSeverity.ERROR if blocks else dg.AssetCheckSeverity.WARN,
-            description=f"{counted(dead, 'record')} for this table could not be converted." if dead else None,
-            metadata={"failing_rows": dead},
+            description=f"{format_count(dead_letter_count, 'record')} for this table could not be converted."
+            if dead_letter_count
+            else None,
+            metadata={"failing_rows": dead_letter_count},
         )
-    dead, records = counts.get("dead", 0), counts.get("records", 0)
-    share = dead / records if records else 0.0
+    dead_letter_count, record_count = counts.get("dead", 0), counts.get("records", 0)
+    share = dead_letter_count / record_count if record_count else 0.0
     kinds = {
         name.removeprefix("dead/"): count
         for name, count in sorted(counts.items())
         if name.startswith("dead/")
     }
-    failed = f"Of {counted(records, 'dead letter')} that were put back {dead} failed again."
+    reprocessing_message = (
+        f"Of {format_count(record_count, 'dead letter')} that were put back {dead_letter_count} failed again."
+    )
     yield dg.AssetCheckResult(
         asset_key=ingest.dead_letters_asset,
-        check_name=TOLERATED,
-        passed=again or share <= ingest.tolerance,
+        check_name=TOLERATED_CHECK,
+        passed=is_reprocessing or share <= ingest.tolerance,
         severity=dg.AssetCheckSeverity.ERROR,
-        description=failed if again else _tolerated(dead, records, share, ingest.tolerance),
-        metadata={"failing_rows": dead, **{f"dead_letters/{kind}": count for kind, count in kinds.items()}},
+        description=reprocessing_message
+        if is_reprocessing
+        else _format_dead_share(dead_letter_count, record_count, share, ingest.tolerance),
+        metadata={
+            "failing_rows": dead_letter_count,
+            **{f"dead_letters/{kind}": count for kind, count in kinds.items()},
+        },
     )
 
 
-def evaluation(result: dg.AssetCheckResult) -> dg.AssetCheckEvaluation:
+def to_check_evaluation(result: dg.AssetCheckResult) -> dg.AssetCheckEvaluation:
     """The same as an event, for an asset that has no definition or is written by a plain op."""
     assert result.asset_key is not None  # noqa: S101 - each of ours names its asset and check
     return dg.AssetCheckEvaluation(
         asset_key=result.asset_key,
-        check_name=result.check_name or CONVERTED,
+        check_name=result.check_name or CONVERTED_CHECK,
         passed=bool(result.passed),
         severity=result.severity,
         description=result.description,
@@ -101,64 +114,75 @@ def evaluation(result: dg.AssetCheckResult) -> dg.AssetCheckEvaluation:
     )
 
 
-def _tolerated(dead: int, records: int, share: float, tolerance: float) -> str | None:
-    if not dead:
+def _format_dead_share(
+    dead_letter_count: int, record_count: int, share: float, tolerance: float
+) -> str | None:
+    if not dead_letter_count:
         return None
-    told = f"{counted(dead, 'dead letter')} among {counted(records, 'record')} ({share:.2%})"
-    return f"{told}; {tolerance:.2%} is tolerated."
+    summary = f"{format_count(dead_letter_count, 'dead letter')} among {format_count(record_count, 'record')} ({share:.2%})"
+    return f"{summary}; {tolerance:.2%} is tolerated."
 
 
-def blocked_because(result: BatchResult) -> str | None:
+def find_block_reason(result: BatchResult) -> str | None:
     """Why a batch may not be published; None: it may."""
     failed = [
         one
-        for one in check_results(result.ingest, result.scanned.counts, [one.name for one in result.targets])
+        for one in iter_check_results(
+            result.ingest, result.scan_result.counts, [one.name for one in result.targets]
+        )
         if not one.passed and one.severity is dg.AssetCheckSeverity.ERROR
     ]
     return "; ".join((one.description or one.check_name or "").rstrip(".") for one in failed) or None
 
 
-def combined(results: Sequence[BatchResult]) -> BatchResult:
+def combine_results(results: Sequence[BatchResult]) -> BatchResult:
     """Batches that followed each other, at least one, as though they were one: the last, with all records."""
-    last = results[-1]
+    last_result = results[-1]
     counts: Counter[str] = Counter()
     ranges: dict[TopicPartition, OffsetRange] = {}
-    for one in results:
-        counts += one.scanned.counts
-        for place, span in one.plan.ranges.items():
-            first = ranges.get(place, span)
-            ranges[place] = OffsetRange(min(first.start, span.start), max(first.end, span.end))
+    for result in results:
+        counts += result.scan_result.counts
+        for partition, offset_range in result.plan.ranges.items():
+            merged_range = ranges.get(partition, offset_range)
+            ranges[partition] = OffsetRange(
+                min(merged_range.start, offset_range.start), max(merged_range.end, offset_range.end)
+            )
     notes = tuple(dict.fromkeys(note for one in results for note in one.notes))
-    plan, scanned = replace(last.plan, ranges=ranges), replace(last.scanned, counts=counts)
-    return replace(last, plan=plan, scanned=scanned, notes=notes)
+    plan, scan_result = (
+        replace(last_result.plan, ranges=ranges),
+        replace(last_result.scan_result, counts=counts),
+    )
+    return replace(last_result, plan=plan, scan_result=scan_result, notes=notes)
 
 
-def table_metadata_of(result: BatchResult, number: int) -> dict[str, Any]:
+def batch_table_metadata(result: BatchResult, number: int) -> dict[str, Any]:
     """What is told of one table of a batch."""
     target = result.targets[number]
-    last = number == len(result.targets) - 1
-    rows = result.dead if last else result.scanned.rows(number)
-    found: dict[str, Any] = {
+    is_dead_letters = number == len(result.targets) - 1
+    rows = result.dead_letter_count if is_dead_letters else result.scan_result.count_rows(number)
+    metadata: dict[str, Any] = {
         EventMetadata.ROWS_OF_BATCH: MetadataValue.int(rows),
         EventMetadata.COMMIT_ID: MetadataValue.text(result.commit_id),
         EventMetadata.TABLE: MetadataValue.text(target.name),
     }
-    return {**found, **batch_metadata(result)}
+    return {**metadata, **batch_metadata(result)}
 
 
 def batch_metadata(result: BatchResult) -> dict[str, Any]:
     """What is told of the batch on each of its tables."""
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         EventMetadata.OFFSETS: offsets_table(result.plan.ranges),
         EventMetadata.LAG: MetadataValue.int(result.plan.lag),
-        EventMetadata.RECORDS: MetadataValue.int(result.records),
-        EventMetadata.DEAD_LETTERS: MetadataValue.int(result.dead),
+        EventMetadata.RECORDS: MetadataValue.int(result.record_count),
+        EventMetadata.DEAD_LETTERS: MetadataValue.int(result.dead_letter_count),
     }
-    if result.recorded.valid_through_ms is not None:
-        found[EventMetadata.VALID_THROUGH] = MetadataValue.timestamp(moment(result.recorded.valid_through_ms))
+    if result.progress.valid_through_ms is not None:
+        metadata[EventMetadata.VALID_THROUGH] = MetadataValue.timestamp(
+            to_utc_datetime(result.progress.valid_through_ms)
+        )
     if result.notes:
-        found[EventMetadata.NOTES] = MetadataValue.md("\n".join(f"- {note}" for note in result.notes))
-    return found
+        metadata[EventMetadata.NOTES] = MetadataValue.md("\n".join(f"- {note}" for note in result.notes))
+    return metadata
 
 
 def offsets_table(ranges: Ranges) -> dg.TableMetadataValue | dg.TextMetadataValue:
@@ -172,14 +196,12 @@ def offsets_table(ranges: Ranges) -> dg.TableMetadataValue | dg.TextMetadataValu
     return MetadataValue.table(records) if records else MetadataValue.text("none")
 
 
-def sentence(result: BatchResult) -> str:
+def format_batch_summary(result: BatchResult) -> str:
     """One line for the run's log."""
-    dead = f", {counted(result.dead, 'dead letter')}" if result.dead else ""
-    return (
-        f"{in_words(result.plan.ranges)}: {counted(result.records, 'record')}{dead}, {result.plan.lag} left."
-    )
+    dead = f", {format_count(result.dead_letter_count, 'dead letter')}" if result.dead_letter_count else ""
+    return f"{format_ranges(result.plan.ranges)}: {format_count(result.record_count, 'record')}{dead}, {result.plan.lag} left."
 
 
-def moment(ms: int) -> datetime:
+def to_utc_datetime(ms: int) -> datetime:
     """A time in ms since 1970."""
     return datetime.fromtimestamp(ms / 1000, UTC)

@@ -16,10 +16,17 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from pyspark.sql.avro.functions import from_avro
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.extras import require
+from branchlake_dagster.extras import require_modules
 from branchlake_dagster.ingest.errors import KafkaUnavailable
-from branchlake_dagster.ingest.formats import VALUE, WHY, Decode, Decoded, enveloped, fit_struct
-from branchlake_dagster.ingest.spark_expressions import Column, because, case
+from branchlake_dagster.ingest.formats import (
+    REASON_SUFFIX,
+    VALUE_COLUMN,
+    Decoded,
+    DecodeFunction,
+    convert_struct_rows,
+    row_in_envelope,
+)
+from branchlake_dagster.ingest.spark_expressions import RecordColumn, build_case, build_reason
 
 _TIMEOUT_S = 10.0
 _MAGIC = b"\x00"
@@ -38,35 +45,39 @@ class Avro:
     schema: str
 
     def __post_init__(self) -> None:
-        fields_of(self.schema)
+        avro_field_names(self.schema)
 
     def read(self, records: DataFrame) -> DataFrame:
         """See `Format`."""
-        return _read(records, "__avro", F.col(VALUE), self.schema)
+        return _with_avro_column(records, "__avro", F.col(VALUE_COLUMN), self.schema)
 
-    def fit(
-        self, frame: DataFrame, row: str, columns: Sequence[Column], gone: Expression | None = None
+    def convert_rows(
+        self,
+        frame: DataFrame,
+        row_column: str,
+        columns: Sequence[RecordColumn],
+        is_deletion: Expression | None = None,
     ) -> DataFrame:
         """See `Format`."""
-        source, names = _inside(F.col("__avro"), self.schema, gone)
-        unread = F.col("__avro").isNull(), because("format", "The value is no Avro of the schema.")
-        return fit_struct(frame, row, source, names, columns, [unread])
+        source, names = _select_row(F.col("__avro"), self.schema, is_deletion)
+        unread = F.col("__avro").isNull(), build_reason("format", "The value is no Avro of the schema.")
+        return convert_struct_rows(frame, row_column, source, names, columns, [unread])
 
-    def text(self, field: str) -> Expression:
+    def field_text(self, field: str) -> Expression:
         """See `Format`."""
-        return _text(F.col("__avro"), self.schema, field)
+        return _field_text(F.col("__avro"), self.schema, field)
 
-    def names(self, *, given: bool = False, gone: Expression | None = None) -> None:
+    def record_field_names(self, *, with_values: bool = False, is_deletion: Expression | None = None) -> None:
         """See `Format`."""
 
-    def field_names(self, *, envelope: bool) -> list[str]:
+    def schema_field_names(self, *, has_envelope: bool) -> list[str]:
         """See `Format`."""
-        return fields_of(self.schema, "after" if envelope else None)
+        return avro_field_names(self.schema, "after" if has_envelope else None)
 
-    def own_text(self, gone: Expression | None) -> None:
+    def row_json(self, is_deletion: Expression | None) -> None:
         """See `Format`: there is a schema."""
 
-    def struct(self) -> Expression:
+    def value_struct(self) -> Expression:
         """See `Format`."""
         return F.col("__avro")
 
@@ -87,92 +98,108 @@ class RegistryAvro:
 
     url: str
     subject: str
-    get: Callable[[str], Any] = field(default=lambda url: _get(url), repr=False, compare=False)
+    get: Callable[[str], Any] = field(default=lambda url: _get_json(url), repr=False, compare=False)
 
-    def schemas(self) -> Mapping[int, str]:
+    def load_schemas(self) -> Mapping[int, str]:
         """The schemas of the subject by id. Raises KafkaUnavailable or ConfigurationError."""
         base = f"{self.url.rstrip('/')}/subjects/{self.subject}/versions"
-        found = {}
+        schemas = {}
         for version in self.get(base):
-            told = self.get(f"{base}/{version}")
-            found[int(told["id"])] = str(told["schema"])
-        return found
+            version_json = self.get(f"{base}/{version}")
+            schemas[int(version_json["id"])] = str(version_json["schema"])
+        return schemas
 
     def read(self, records: DataFrame) -> DataFrame:
         """See `Format`."""
-        value = F.col(VALUE)
+        value = F.col(VALUE_COLUMN)
         framed = F.octet_length(value).between(6, 1 << 30) & (F.substring(value, 1, 1) == F.lit(_MAGIC))
-        number = F.conv(F.hex(F.substring(value, 2, 4)), 16, 10).cast("bigint")
-        payload = F.expr(f"substring({VALUE}, 6)")
-        frame = records.withColumn("__schema", F.when(framed, number))
-        for one, schema in self._known().items():
-            mine = F.when(F.col("__schema") == one, payload)
-            frame = _read(frame, f"__avro_{one}", mine, schema)
+        schema_id_column = F.conv(F.hex(F.substring(value, 2, 4)), 16, 10).cast("bigint")
+        payload = F.expr(f"substring({VALUE_COLUMN}, 6)")
+        frame = records.withColumn("__schema", F.when(framed, schema_id_column))
+        for schema_id, schema in self._schemas_by_id().items():
+            schema_payload = F.when(F.col("__schema") == schema_id, payload)
+            frame = _with_avro_column(frame, f"__avro_{schema_id}", schema_payload, schema)
         return frame
 
-    def _known(self) -> Mapping[int, str]:
+    def _schemas_by_id(self) -> Mapping[int, str]:
         # Asked for once a batch: `read` is called before the others, on one object that was `fetched`.
-        found: Mapping[int, str] | None = self.__dict__.get("_schemas")
-        if found is None:
-            found = self.schemas()
-            object.__setattr__(self, "_schemas", found)
-        return found
+        schemas: Mapping[int, str] | None = self.__dict__.get("_schemas")
+        if schemas is None:
+            schemas = self.load_schemas()
+            object.__setattr__(self, "_schemas", schemas)
+        return schemas
 
-    def fresh(self) -> RegistryAvro:
+    def with_empty_cache(self) -> RegistryAvro:
         """The same, asking the registry anew."""
         return RegistryAvro(self.url, self.subject, self.get)
 
-    def fit(
-        self, frame: DataFrame, row: str, columns: Sequence[Column], gone: Expression | None = None
+    def convert_rows(
+        self,
+        frame: DataFrame,
+        row_column: str,
+        columns: Sequence[RecordColumn],
+        is_deletion: Expression | None = None,
     ) -> DataFrame:
         """See `Format`."""
-        known = self._known()
-        for one, schema in known.items():
-            source, names = _inside(F.col(f"__avro_{one}"), schema, gone)
-            unread = F.col(f"__avro_{one}").isNull(), because("format", "The value is no Avro of its schema.")
-            frame = fit_struct(frame, f"{row}_{one}", source, names, columns, [unread])
-        mine = [(F.col("__schema") == one, one) for one in known]
-        empty = F.struct(*(F.lit(None).cast(one.kind).alias(one.name) for one in columns))
-        rows = case([(which, F.col(f"{row}_{one}")) for which, one in mine], empty)
-        strange = F.concat(F.lit("The registry's subject has no schema "), F.col("__schema").cast("string"))
-        whys = case(
-            [
-                (F.col("__schema").isNull(), because("format", "The value has no frame of a registry.")),
-                *((which, F.col(f"{row}_{one}{WHY}")) for which, one in mine),
-            ],
-            because("schema", strange),
+        schemas = self._schemas_by_id()
+        for schema_id, schema in schemas.items():
+            source, names = _select_row(F.col(f"__avro_{schema_id}"), schema, is_deletion)
+            unread = (
+                F.col(f"__avro_{schema_id}").isNull(),
+                build_reason("format", "The value is no Avro of its schema."),
+            )
+            frame = convert_struct_rows(frame, f"{row_column}_{schema_id}", source, names, columns, [unread])
+        schema_conditions = [(F.col("__schema") == one, one) for one in schemas]
+        null_row = F.struct(*(F.lit(None).cast(one.kind).alias(one.name) for one in columns))
+        rows = build_case(
+            [(which, F.col(f"{row_column}_{one}")) for which, one in schema_conditions], null_row
         )
-        done = frame.withColumn(row, rows).withColumn(f"{row}{WHY}", whys)
-        return done.drop(*(f"{row}_{one}{end}" for one in known for end in ("", WHY)))
+        unknown_schema = F.concat(
+            F.lit("The registry's subject has no schema "), F.col("__schema").cast("string")
+        )
+        reasons = build_case(
+            [
+                (F.col("__schema").isNull(), build_reason("format", "The value has no frame of a registry.")),
+                *((which, F.col(f"{row_column}_{one}{REASON_SUFFIX}")) for which, one in schema_conditions),
+            ],
+            build_reason("schema", unknown_schema),
+        )
+        result = frame.withColumn(row_column, rows).withColumn(f"{row_column}{REASON_SUFFIX}", reasons)
+        return result.drop(*(f"{row_column}_{one}{end}" for one in schemas for end in ("", REASON_SUFFIX)))
 
-    def text(self, field: str) -> Expression:
+    def field_text(self, field: str) -> Expression:
         """See `Format`."""
-        found = [_text(F.col(f"__avro_{one}"), schema, field) for one, schema in self._known().items()]
-        return F.coalesce(*found, F.lit(None).cast("string"))
+        field_texts = [
+            _field_text(F.col(f"__avro_{one}"), schema, field)
+            for one, schema in self._schemas_by_id().items()
+        ]
+        return F.coalesce(*field_texts, F.lit(None).cast("string"))
 
-    def names(self, *, given: bool = False, gone: Expression | None = None) -> None:
+    def record_field_names(self, *, with_values: bool = False, is_deletion: Expression | None = None) -> None:
         """See `Format`."""
 
-    def field_names(self, *, envelope: bool) -> list[str]:
+    def schema_field_names(self, *, has_envelope: bool) -> list[str]:
         """See `Format`: those of the newest schema."""
-        known = self._known()
-        return fields_of(known[max(known)], "after" if envelope else None) if known else []
+        schemas = self._schemas_by_id()
+        return avro_field_names(schemas[max(schemas)], "after" if has_envelope else None) if schemas else []
 
-    def own_text(self, gone: Expression | None) -> None:
+    def row_json(self, is_deletion: Expression | None) -> None:
         """See `Format`: there are schemas."""
 
-    def struct(self) -> Expression:
+    def value_struct(self) -> Expression:
         """See `Format`: the newest of the schemas is the table's."""
-        return F.col(f"__avro_{max(self._known())}")
+        return F.col(f"__avro_{max(self._schemas_by_id())}")
 
 
-def fields_of(schema: str, inside: str | None = None) -> list[str]:
-    """The fields of a record schema, or of the record `inside` it. Raises ConfigurationError."""
+def avro_field_names(schema: str, record_field: str | None = None) -> list[str]:
+    """The fields of a record schema, or of the record `record_field` it. Raises ConfigurationError."""
     try:
-        told: Any = json.loads(schema)
-        if inside is not None:
-            told = _record(next(one["type"] for one in told["fields"] if one["name"] == inside))
-        return [str(one["name"]) for one in told["fields"]]
+        parsed_schema: Any = json.loads(schema)
+        if record_field is not None:
+            parsed_schema = _record_type(
+                next(one["type"] for one in parsed_schema["fields"] if one["name"] == record_field)
+            )
+        return [str(one["name"]) for one in parsed_schema["fields"]]
     except (ValueError, TypeError, KeyError, StopIteration) as error:
         raise ConfigurationError(
             "An Avro schema of values is a record in JSON.",
@@ -180,50 +207,56 @@ def fields_of(schema: str, inside: str | None = None) -> list[str]:
         ) from error
 
 
-def _record(kind: Any) -> Any:
+def _record_type(avro_type: Any) -> Any:
     """The record of a type that may be a union with null."""
-    return next(one for one in kind if isinstance(one, dict)) if isinstance(kind, list) else kind
+    return (
+        next(one for one in avro_type if isinstance(one, dict)) if isinstance(avro_type, list) else avro_type
+    )
 
 
-def _read(frame: DataFrame, name: str, value: Expression, schema: str) -> DataFrame:
+def _with_avro_column(frame: DataFrame, name: str, value: Expression, schema: str) -> DataFrame:
     """The frame with a column of records, null where a value is none.
 
     Spark makes a record of nulls out of what it cannot read.
     """
-    raw, read = f"{name}_raw", f"{name}_read"
-    frame = frame.withColumn(raw, value)
-    frame = frame.withColumn(read, from_avro(F.col(raw), schema, {"mode": "PERMISSIVE"}))
-    told = json.loads(schema)["fields"]
-    sure = [one["name"] for one in told if not _takes_null(one["type"])]
-    if sure:
-        fits = F.col(read).getField(sure[0]).isNotNull()
+    raw_column, read_column = f"{name}_raw", f"{name}_read"
+    frame = frame.withColumn(raw_column, value)
+    frame = frame.withColumn(read_column, from_avro(F.col(raw_column), schema, {"mode": "PERMISSIVE"}))
+    avro_fields = json.loads(schema)["fields"]
+    required_names = [one["name"] for one in avro_fields if not _accepts_null(one["type"])]
+    if required_names:
+        fits = F.col(read_column).getField(required_names[0]).isNotNull()
     else:
-        nothing = b"".join(bytes([one["type"].index("null") * 2]) for one in told if one["type"] != "null")
-        some = [F.col(read).getField(one["name"]).isNotNull() for one in told]
-        fits = reduce(lambda a, b: a | b, some, F.col(raw) == F.lit(nothing))
-    return frame.withColumn(name, F.when(fits, F.col(read))).drop(raw, read)
+        null_record = b"".join(
+            bytes([one["type"].index("null") * 2]) for one in avro_fields if one["type"] != "null"
+        )
+        has_value = [F.col(read_column).getField(one["name"]).isNotNull() for one in avro_fields]
+        fits = reduce(lambda a, b: a | b, has_value, F.col(raw_column) == F.lit(null_record))
+    return frame.withColumn(name, F.when(fits, F.col(read_column))).drop(raw_column, read_column)
 
 
-def _takes_null(kind: Any) -> bool:
-    return kind == "null" or (isinstance(kind, list) and "null" in kind)
+def _accepts_null(avro_type: Any) -> bool:
+    return avro_type == "null" or (isinstance(avro_type, list) and "null" in avro_type)
 
 
-def _inside(source: Expression, schema: str, gone: Expression | None) -> tuple[Expression, list[str]]:
-    if gone is None:
-        return source, fields_of(schema)
-    return enveloped(source, gone), fields_of(schema, "after")
+def _select_row(
+    source: Expression, schema: str, is_deletion: Expression | None
+) -> tuple[Expression, list[str]]:
+    if is_deletion is None:
+        return source, avro_field_names(schema)
+    return row_in_envelope(source, is_deletion), avro_field_names(schema, "after")
 
 
-def _text(source: Expression, schema: str, field: str) -> Expression:
-    if field.split(".")[0] not in fields_of(schema):
+def _field_text(source: Expression, schema: str, field: str) -> Expression:
+    if field.split(".")[0] not in avro_field_names(schema):
         return F.lit(None).cast("string")
-    found = source
+    field_value = source
     for part in field.split("."):
-        found = found.getField(part)
-    return found.cast("string")
+        field_value = field_value.getField(part)
+    return field_value.cast("string")
 
 
-def _get(url: str) -> Any:
+def _get_json(url: str) -> Any:
     try:
         answer = requests.get(url, timeout=_TIMEOUT_S)
     except requests.RequestException as error:
@@ -270,14 +303,14 @@ def protobuf(descriptors: bytes, message: str) -> Decoded:
             reading = protobuf(descriptors, "shop.Order")
             ingest = Ingest(name="orders", topics=["orders"], format=reading, tables=[orders])
     """
-    require("kafka", "ptars", wanted_by="Protobuf values")
-    handler = _handler(descriptors, message)
+    require_modules("kafka", "ptars", needed_by="Protobuf values")
+    handler = _load_message_handler(descriptors, message)
     schema: pa.Schema = handler.list_to_record_batch([]).schema
-    kind = _signed(pa.struct(list(schema)))
-    return Decoded(_decode(descriptors, message, kind), pa.schema(list(kind)))
+    kind = _to_signed_type(pa.struct(list(schema)))
+    return Decoded(_build_decoder(descriptors, message, kind), pa.schema(list(kind)))
 
 
-def _handler(descriptors: bytes, message: str):  # type: ignore[no-untyped-def]
+def _load_message_handler(descriptors: bytes, message: str):  # type: ignore[no-untyped-def]
     import ptars
     from google.protobuf import descriptor_pb2, descriptor_pool
     from google.protobuf.message import DecodeError
@@ -287,7 +320,7 @@ def _handler(descriptors: bytes, message: str):  # type: ignore[no-untyped-def]
         pool = descriptor_pool.DescriptorPool()
         for file in files:
             pool.Add(file)
-        found = pool.FindMessageTypeByName(message)
+        message_type = pool.FindMessageTypeByName(message)
     except (KeyError, TypeError, DecodeError) as error:
         raise ConfigurationError(
             f"The descriptors have no message {message}.",
@@ -295,27 +328,27 @@ def _handler(descriptors: bytes, message: str):  # type: ignore[no-untyped-def]
             reason="unknown_message",
             subject=message,
         ) from error
-    return ptars.HandlerPool([found.file]).get_for_message(found)
+    return ptars.HandlerPool([message_type.file]).get_for_message(message_type)
 
 
-def _decode(descriptors: bytes, message: str, kind: pa.StructType) -> Decode:
-    made: list[object] = []
+def _build_decoder(descriptors: bytes, message: str, kind: pa.StructType) -> DecodeFunction:
+    handlers: list[object] = []
 
     def decode(values: pa.BinaryArray) -> tuple[pa.StructArray, pa.StringArray]:
-        if not made:
-            made.append(_handler(descriptors, message))
-        rows = made[0].array_to_record_batch(values).to_struct_array()  # type: ignore[attr-defined]
+        if not handlers:
+            handlers.append(_load_message_handler(descriptors, message))
+        rows = handlers[0].array_to_record_batch(values).to_struct_array()  # type: ignore[attr-defined]
         return rows.cast(kind), pa.nulls(len(values), pa.string())
 
     return decode
 
 
-def _signed(kind: pa.DataType) -> pa.DataType:
+def _to_signed_type(kind: pa.DataType) -> pa.DataType:
     """The type with signed numbers in place of unsigned ones, which neither Spark nor Iceberg has."""
     if pa.types.is_struct(kind):
-        return pa.struct([pa.field(one.name, _signed(one.type), one.nullable) for one in kind])
+        return pa.struct([pa.field(one.name, _to_signed_type(one.type), one.nullable) for one in kind])
     if pa.types.is_list(kind):
-        return pa.list_(_signed(kind.value_type))
+        return pa.list_(_to_signed_type(kind.value_type))
     if pa.types.is_map(kind):
-        return pa.map_(_signed(kind.key_type), _signed(kind.item_type))
+        return pa.map_(_to_signed_type(kind.key_type), _to_signed_type(kind.item_type))
     return {pa.uint32(): pa.int64(), pa.uint64(): pa.decimal128(20, 0)}.get(kind, kind)

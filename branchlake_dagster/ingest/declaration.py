@@ -13,25 +13,25 @@ from dagster import AssetKey, FreshnessPolicy
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.formats import Format, Json
-from branchlake_dagster.ingest.planning import CommittedOffsets, Rules, Start, StartingOffsets
+from branchlake_dagster.ingest.planning import CommittedOffsets, Start, StartingOffsets, TopicRules
 from branchlake_dagster.ingest.progress import OnRollback
 from branchlake_dagster.tables.specification import require_parquet
 
 if TYPE_CHECKING:
     from pandera.pyspark import DataFrameModel
 
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_INGESTION_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 Attribute = Literal["topic", "partition", "offset", "timestamp", "key"]
-Mode = Literal["append", "upsert", "changes"]
-Operation = Literal["insert", "update", "delete"]
+IngestMode = Literal["append", "upsert", "changes"]
+RecordOperation = Literal["insert", "update", "delete"]
 Evolution = Literal["add", "widen", "relax"]
 _ATTRIBUTES = ("topic", "partition", "offset", "timestamp", "key")
 TOMBSTONE = "tombstone"
 """The operation of a record that has a key and no value."""
 ROUTE = "{route}"
 """In the last part of a table's key: what is between its other characters, the record says."""
-_DEBEZIUM: Mapping[str, Operation] = {"c": "insert", "r": "insert", "u": "update", "d": "delete"}
-_WORDS: Mapping[str, Operation] = {
+_DEBEZIUM: Mapping[str, RecordOperation] = {"c": "insert", "r": "insert", "u": "update", "d": "delete"}
+_OPERATION_WORDS: Mapping[str, RecordOperation] = {
     **dict.fromkeys(("i", "insert", "c", "create", "r", "read"), "insert"),
     **dict.fromkeys(("u", "update", "upsert"), "update"),
     **dict.fromkeys(("d", "delete"), "delete"),
@@ -76,7 +76,7 @@ class IngestTable:
     key: str | Sequence[str] | AssetKey
     columns: Mapping[str, str] = field(default_factory=dict)
     route: str | None = None
-    mode: Mode = "append"
+    mode: IngestMode = "append"
     keys: Sequence[str] = ()
     required: Sequence[str] = ()
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class IngestTable:
     @property
     def asset(self) -> AssetKey:
         """The asset's key."""
-        return asset_key(self.key)
+        return to_asset_key(self.key)
 
     @property
     def keyed_by_record(self) -> bool:
@@ -103,39 +103,45 @@ class IngestTable:
         return ROUTE in self.asset.path[-1]
 
     def __post_init__(self) -> None:
-        name = self.asset.to_user_string()
-        if name.count(ROUTE) > self.is_family:
+        table_name = self.asset.to_user_string()
+        if table_name.count(ROUTE) > self.is_family:
             raise ConfigurationError(
-                f"{ROUTE} can be in the last part of a key, once.", table=name, hint=f'key="raw/{ROUTE}"'
+                f"{ROUTE} can be in the last part of a key, once.",
+                table=table_name,
+                hint=f'key="raw/{ROUTE}"',
             )
         if self.is_family and self.freshness_policy is not None:
             raise ConfigurationError(
                 "Tables that records name have no freshness policy: Dagster learns of them by their rows.",
-                table=name,
+                table=table_name,
                 hint="Declare those that need one: a table that has a key of its own.",
             )
         if self.mode not in ("append", "upsert", "changes"):
             raise ConfigurationError(
-                f"Unknown mode {self.mode!r}.", table=name, hint="append, upsert, changes"
+                f"Unknown mode {self.mode!r}.", table=table_name, hint="append, upsert, changes"
             )
         if self.mode != "append" and not self.keys:
             raise ConfigurationError(
-                f"Mode {self.mode} needs the columns that identify a row.", table=name, hint='keys=["id"]'
+                f"Mode {self.mode} needs the columns that identify a row.",
+                table=table_name,
+                hint='keys=["id"]',
             )
         for column, attribute in self.attributes.items():
             if attribute not in _ATTRIBUTES:
                 raise ConfigurationError(
                     f"Column {column} wants {attribute!r} of a record.",
-                    table=name,
+                    table=table_name,
                     hint=f"Use one of {', '.join(_ATTRIBUTES)}.",
                 )
-        require_parquet({str(key): str(value) for key, value in self.properties.items()}, table=name)
+        require_parquet(
+            {str(key): str(value) for key, value in self.properties.items()}, table_name=table_name
+        )
         if self.route is not None:
             try:
                 re.compile(self.route)
             except re.error as error:
                 raise ConfigurationError(
-                    f"The route {self.route!r} is no regular expression: {error}.", table=name
+                    f"The route {self.route!r} is no regular expression: {error}.", table=table_name
                 ) from error
 
 
@@ -229,7 +235,7 @@ class Ingest:
     evolve: Sequence[Evolution] = ()
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not _INGESTION_NAME.fullmatch(self.name):
             raise ConfigurationError(
                 f"{self.name!r} cannot name an ingestion.",
                 hint="Lower-case letters, digits and _, a letter first, at most 64 of them.",
@@ -266,21 +272,22 @@ class Ingest:
 
     def _require_start(self) -> None:
         """Raise ConfigurationError for a start that this source or these topics do not have."""
-        start, what = self.start, f"Ingestion {self.name}"
+        start, subject = self.start, f"Ingestion {self.name}"
         if isinstance(start, CommittedOffsets) and self.source == "landing":
             raise ConfigurationError(
-                f"{what} reads a landing folder, which has no consumer groups.",
+                f"{subject} reads a landing folder, which has no consumer groups.",
                 hint='Give the offsets themselves: start=StartingOffsets({"orders": {0: 120}}).',
             )
         if isinstance(start, StartingOffsets):
-            if strange := sorted({*start.offsets} - {*self.topics}):
+            if unknown_topics := sorted({*start.offsets} - {*self.topics}):
                 raise ConfigurationError(
-                    f"{what} has starting offsets for topic {', '.join(strange)}, which it does not read.",
+                    f"{subject} has starting offsets for topic {', '.join(unknown_topics)}, which it does"
+                    " not read.",
                     hint=f"Its topics are {', '.join(self.topics)}.",
                 )
         elif not isinstance(start, CommittedOffsets | datetime) and start not in ("earliest", "latest"):
             raise ConfigurationError(
-                f"{what} has the unknown start {start!r}.",
+                f"{subject} has the unknown start {start!r}.",
                 hint="earliest, latest, a datetime, CommittedOffsets(…) or StartingOffsets(…).",
             )
 
@@ -288,9 +295,9 @@ class Ingest:
     def dead_letters_asset(self) -> AssetKey:
         """The asset of the dead letters."""
         if self.dead_letters is not None:
-            return asset_key(self.dead_letters)
-        home = list(self.tables[0].asset.path[:-1])
-        return AssetKey([*home, f"{self.name}_dead_letters"])
+            return to_asset_key(self.dead_letters)
+        namespace = list(self.tables[0].asset.path[:-1])
+        return AssetKey([*namespace, f"{self.name}_dead_letters"])
 
     @property
     def group(self) -> str:
@@ -298,33 +305,33 @@ class Ingest:
         return f"branchlake-{self.name}"
 
     @property
-    def rules(self) -> Rules:
+    def change_rules(self) -> TopicRules:
         """For planning."""
-        return Rules(self.on_recreated, self.on_reset, self.on_lost)
+        return TopicRules(self.on_recreated, self.on_reset, self.on_lost)
 
     @property
-    def operations(self) -> Mapping[str, Operation]:
+    def operations(self) -> Mapping[str, RecordOperation]:
         """What the operation's value means, in lower case."""
-        return _DEBEZIUM if self.envelope == "debezium" else _WORDS
+        return _DEBEZIUM if self.envelope == "debezium" else _OPERATION_WORDS
 
 
-def asset_key(key: Any) -> AssetKey:
+def to_asset_key(key: Any) -> AssetKey:
     """An asset's key as users write it: `raw/orders`, a list of parts, or the key itself."""
     if isinstance(key, AssetKey):
         return key
     return AssetKey(key.split("/") if isinstance(key, str) else list(key))
 
 
-NAME = "[A-Za-z0-9]+(?:[_-][A-Za-z0-9]+)*"
-"""What a record may put into a table's name, and `NAME_LENGTH` characters of it at most. Two underscores
+ROUTE_NAME_PATTERN = "[A-Za-z0-9]+(?:[_-][A-Za-z0-9]+)*"
+"""What a record may put into a table's name, and `MAX_ROUTE_NAME_LENGTH` characters of it at most. Two underscores
 together are kept for the tables that only branches have."""
-NAME_LENGTH = 128
-Names = Mapping[str, Collection[str]]
+MAX_ROUTE_NAME_LENGTH = 128
+RouteNames = Mapping[str, Collection[str]]
 """By family, as its key is written, what records have put into the names of its tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedTable(IngestTable):
+class FamilyTable(IngestTable):
     """A table of a family: `name` is what the record says, `family` the key with the place for it."""
 
     name: str
@@ -332,7 +339,7 @@ class NamedTable(IngestTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expanded(Ingest):
+class ExpandedIngest(Ingest):
     """An ingestion whose families are given apart, and in whose tables are those of them that are known."""
 
     families: Mapping[str, IngestTable] = field(default_factory=dict)
@@ -341,58 +348,61 @@ class Expanded(Ingest):
         """Nothing: the ingestion that it is made of was looked at, and may have no table yet."""
 
     @property
-    def named(self) -> list[NamedTable]:
+    def family_tables(self) -> list[FamilyTable]:
         """The tables that records have named."""
-        return [one for one in self.tables if isinstance(one, NamedTable)]
+        return [one for one in self.tables if isinstance(one, FamilyTable)]
 
 
-def expanded(ingest: Ingest, names: Names) -> Expanded:
+def expand_families(ingest: Ingest, route_names: RouteNames) -> ExpandedIngest:
     """The ingestion with a table for each name, behind those that have a key of their own.
 
     A name whose table is one of the others', or the dead letters', has none.
     """
-    if isinstance(ingest, Expanded):
-        families, fixed = ingest.families, [one for one in ingest.tables if not isinstance(one, NamedTable)]
+    if isinstance(ingest, ExpandedIngest):
+        families, fixed_tables = (
+            ingest.families,
+            [one for one in ingest.tables if not isinstance(one, FamilyTable)],
+        )
     else:
         families = {one.asset.to_user_string(): one for one in ingest.tables if one.is_family}
-        fixed = [one for one in ingest.tables if not one.is_family]
-    taken = {ingest.dead_letters_asset, *(one.asset for one in fixed)}
-    tables = list(fixed)
-    for family, declared in families.items():
-        for name in sorted(names.get(family, ())):
-            table = _named(declared, family, name)
-            if table.asset not in taken:
-                taken.add(table.asset)
+        fixed_tables = [one for one in ingest.tables if not one.is_family]
+    used_keys = {ingest.dead_letters_asset, *(one.asset for one in fixed_tables)}
+    tables = list(fixed_tables)
+    for family, declaration in families.items():
+        for name in sorted(route_names.get(family, ())):
+            table = _build_family_table(declaration, family, name)
+            if table.asset not in used_keys:
+                used_keys.add(table.asset)
                 tables.append(table)
-    given = {one.name: getattr(ingest, one.name) for one in fields(Ingest)}
+    ingest_fields = {one.name: getattr(ingest, one.name) for one in fields(Ingest)}
     # The place of the dead letters goes by the first table that was declared.
-    given |= {"tables": tables, "dead_letters": ingest.dead_letters_asset}
-    return Expanded(**given, families=families)
+    ingest_fields |= {"tables": tables, "dead_letters": ingest.dead_letters_asset}
+    return ExpandedIngest(**ingest_fields, families=families)
 
 
-def names_of(tables: Iterable[NamedTable]) -> dict[str, list[str]]:
+def collect_route_names(tables: Iterable[FamilyTable]) -> dict[str, list[str]]:
     """The names of tables by family."""
-    found: dict[str, list[str]] = {}
-    for one in tables:
-        found.setdefault(one.family, []).append(one.name)
-    return found
+    route_names: dict[str, list[str]] = {}
+    for table in tables:
+        route_names.setdefault(table.family, []).append(table.name)
+    return route_names
 
 
-def names_text(names: Names) -> str:
+def format_route_names(route_names: RouteNames) -> str:
     """As a table's property has them."""
-    return json.dumps({family: sorted(found) for family, found in sorted(names.items())})
+    return json.dumps({family: sorted(names) for family, names in sorted(route_names.items())})
 
 
-def names_from(text: str) -> dict[str, list[str]]:
+def parse_route_names(route_names_json: str) -> dict[str, list[str]]:
     """Back again. Raises ValueError for anything else."""
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise ValueError(text)
-    return {str(family): [str(one) for one in names] for family, names in found.items()}
+    parsed_names = json.loads(route_names_json)
+    if not isinstance(parsed_names, dict):
+        raise ValueError(route_names_json)
+    return {str(family): [str(one) for one in names] for family, names in parsed_names.items()}
 
 
-def _named(declared: IngestTable, family: str, name: str) -> NamedTable:
-    given = {one.name: getattr(declared, one.name) for one in fields(IngestTable)}
-    *home, last = declared.asset.path
-    given["key"] = AssetKey([*home, last.replace(ROUTE, name)])
-    return NamedTable(**given, name=name, family=family)
+def _build_family_table(declaration: IngestTable, family: str, name: str) -> FamilyTable:
+    table_fields = {one.name: getattr(declaration, one.name) for one in fields(IngestTable)}
+    *namespace, name_pattern = declaration.asset.path
+    table_fields["key"] = AssetKey([*namespace, name_pattern.replace(ROUTE, name)])
+    return FamilyTable(**table_fields, name=name, family=family)

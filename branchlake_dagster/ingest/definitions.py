@@ -7,10 +7,10 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.extras import require
-from branchlake_dagster.ingest.batch_assets import batch_assets
+from branchlake_dagster.extras import require_modules
+from branchlake_dagster.ingest.batch_assets import build_batch_assets
 from branchlake_dagster.ingest.declaration import Ingest
-from branchlake_dagster.ingest.ingest_sensor import batch_sensor
+from branchlake_dagster.ingest.ingest_sensor import build_batch_sensor
 from branchlake_dagster.ingest.landing_files_job import landing_files_job, landing_files_schedule
 from branchlake_dagster.ingest.live_job import live_job, live_sensor
 from branchlake_dagster.ingest.observation import receiver_key, receiver_spec, topic_key, topic_spec
@@ -63,24 +63,26 @@ def ingest_definitions(
             defs = branchlake_definitions(definitions=ingest_definitions(orders))
     """
     if any(one.source == "kafka" for one in ingests):
-        require("kafka", "confluent_kafka", wanted_by="ingestion from Kafka")
-    external = {topic_key(one, topic): topic_spec(one, topic) for one in ingests for topic in one.topics}
-    external |= {receiver_key(one): receiver_spec(one) for one in receivers}
+        require_modules("kafka", "confluent_kafka", needed_by="ingestion from Kafka")
+    external_specs = {
+        topic_key(one, topic): topic_spec(one, topic) for one in ingests for topic in one.topics
+    }
+    external_specs |= {receiver_key(one): receiver_spec(one) for one in receivers}
     assets: list[dg.AssetsDefinition] = []
     jobs: list[Any] = []
     sensors: list[dg.SensorDefinition] = []
-    for one in ingests:
-        tables = batch_assets(one, live=live)
-        tags = {RunTag.INGESTION: one.name}
+    for ingest in ingests:
+        tables = build_batch_assets(ingest, live=live)
+        tags = {RunTag.INGESTION: ingest.name}
         job = dg.define_asset_job(
-            f"ingest_{one.name}_job", selection=dg.AssetSelection.assets(tables), tags=tags
+            f"ingest_{ingest.name}_job", selection=dg.AssetSelection.assets(tables), tags=tags
         )
         assets.append(tables)
         jobs.append(job)
         sensors.append(
-            batch_sensor(
-                one,
-                f"ingest_{one.name}_job",
+            build_batch_sensor(
+                ingest,
+                f"ingest_{ingest.name}_job",
                 lakehouse_key=lakehouse_key,
                 least_records=least_records,
                 most_age_s=most_age_s,
@@ -88,16 +90,16 @@ def ingest_definitions(
         )
         if live:
             jobs.append(
-                live_job(one, lakehouse_key=lakehouse_key, interval_s=live_interval_s, run_s=live_run_s)
+                live_job(ingest, lakehouse_key=lakehouse_key, interval_s=live_interval_s, run_s=live_run_s)
             )
-            sensors.append(live_sensor(one, lakehouse_key=lakehouse_key))
+            sensors.append(live_sensor(ingest, lakehouse_key=lakehouse_key))
     schedules = []
-    if landed := [one for one in ingests if one.source == "landing"]:
-        removing = landing_files_job(landed, lakehouse_key=lakehouse_key)
-        jobs.append(removing)
-        schedules.append(landing_files_schedule(removing))
+    if landing_ingests := [one for one in ingests if one.source == "landing"]:
+        removal_job = landing_files_job(landing_ingests, lakehouse_key=lakehouse_key)
+        jobs.append(removal_job)
+        schedules.append(landing_files_schedule(removal_job))
     return dg.Definitions(
-        assets=[*(external[key] for key in sorted(external)), *assets],
+        assets=[*(external_specs[key] for key in sorted(external_specs)), *assets],
         jobs=jobs,
         schedules=schedules,
         sensors=sensors,

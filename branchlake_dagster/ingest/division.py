@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, records
+from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, count_offsets
 
-Position = tuple[TopicPartition, int]
+RecordPosition = tuple[TopicPartition, int]
 """One record: its partition and its offset."""
-MOST_PASSES = 64
+MAX_PASSES = 64
 """Passes of one search. What is not divided by then is left to the next batches."""
 
 
@@ -27,110 +27,113 @@ class Division:
     """
 
     resolved: Sequence[Ranges]
-    unwritable: Mapping[Position, Exception] = field(default_factory=dict)
+    unwritable: Mapping[RecordPosition, Exception] = field(default_factory=dict)
 
 
-def divide(
-    failing: Ranges, error_of: Callable[[Ranges], Exception | None], *, most_passes: int = MOST_PASSES
+def find_unwritable_records(
+    failing_ranges: Ranges, error_of: Callable[[Ranges], Exception | None], *, max_passes: int = MAX_PASSES
 ) -> Division:
     """Find the records that fail a batch by themselves.
 
-    `failing` are the ranges of a batch that failed; `error_of` makes a pass over some of them and returns the
+    `failing_ranges` are the ranges of a batch that failed; `error_of` makes a pass over some of them and
+    returns the
     error that their records caused, None where the pass succeeds. What it raises ends the search. A record is
     only called unwritable after it has failed alone, which is tried twice: a passing cause does not count.
     """
-    search = _Search(error_of, most_passes)
+    search = _PassCounter(error_of, max_passes)
     resolved: list[Ranges] = []
-    unwritable: dict[Position, Exception] = {}
-    waiting = [(failing, True)]
-    while waiting:
-        part, fails = waiting.pop()
+    unwritable: dict[RecordPosition, Exception] = {}
+    pending_parts = [(failing_ranges, True)]
+    while pending_parts:
+        part, fails = pending_parts.pop()
         if not fails:
-            if search.exhausted:
+            if search.is_exhausted:
                 break
-            if search.passes(part):
+            if search.succeeds(part):
                 resolved.append(part)
                 continue
-        if records(part) > 1:
-            left, right = halves(part)
-            if search.exhausted:
+        if count_offsets(part) > 1:
+            left, right = split_in_halves(part)
+            if search.is_exhausted:
                 break
-            if search.passes(left):
+            if search.succeeds(left):
                 resolved.append(left)
-                waiting.append((right, True))
+                pending_parts.append((right, True))
             else:
-                waiting += [(right, False), (left, True)]
+                pending_parts += [(right, False), (left, True)]
             continue
-        errors = [error for error in (search.error(part), search.error(part)) if error is not None]
+        errors = [error for error in (search.run_pass(part), search.run_pass(part)) if error is not None]
         resolved.append(part)
         if len(errors) < _TRIES:
             continue
-        unwritable[_only(part)] = errors[0]
-        rest = [one for one, _ in reversed(waiting)]
-        if rest and not search.exhausted and search.passes(joined(rest)):
-            return Division([*resolved, *rest], unwritable)
+        unwritable[_single_record(part)] = errors[0]
+        remaining_parts = [one for one, _ in reversed(pending_parts)]
+        if remaining_parts and not search.is_exhausted and search.succeeds(join_ranges(remaining_parts)):
+            return Division([*resolved, *remaining_parts], unwritable)
     return Division(resolved, unwritable)
 
 
 _TRIES = 2
 
 
-class _Search:
+class _PassCounter:
     """Passes over parts of a batch, counted."""
 
-    def __init__(self, error_of: Callable[[Ranges], Exception | None], most_passes: int) -> None:
+    def __init__(self, error_of: Callable[[Ranges], Exception | None], max_passes: int) -> None:
         self._error_of = error_of
-        self._left = most_passes
+        self._passes_left = max_passes
 
     @property
-    def exhausted(self) -> bool:
-        return self._left <= 0
+    def is_exhausted(self) -> bool:
+        return self._passes_left <= 0
 
-    def error(self, part: Ranges) -> Exception | None:
-        self._left -= 1
+    def run_pass(self, part: Ranges) -> Exception | None:
+        self._passes_left -= 1
         return self._error_of(part)
 
-    def passes(self, part: Ranges) -> bool:
-        return self.error(part) is None
+    def succeeds(self, part: Ranges) -> bool:
+        return self.run_pass(part) is None
 
 
-def halves(ranges: Ranges) -> tuple[dict[TopicPartition, OffsetRange], dict[TopicPartition, OffsetRange]]:
+def split_in_halves(
+    ranges: Ranges,
+) -> tuple[dict[TopicPartition, OffsetRange], dict[TopicPartition, OffsetRange]]:
     """The first and the second half of the offsets, in the order of partitions and offsets."""
     left: dict[TopicPartition, OffsetRange] = {}
     right: dict[TopicPartition, OffsetRange] = {}
-    missing = records(ranges) // 2
-    for one, span in sorted(ranges.items()):
-        cut = span.start + min(len(span), missing)
-        missing -= cut - span.start
-        if cut > span.start:
-            left[one] = OffsetRange(span.start, cut)
-        if cut < span.end:
-            right[one] = OffsetRange(cut, span.end)
+    missing_records = count_offsets(ranges) // 2
+    for partition, offset_range in sorted(ranges.items()):
+        cut = offset_range.start + min(len(offset_range), missing_records)
+        missing_records -= cut - offset_range.start
+        if cut > offset_range.start:
+            left[partition] = OffsetRange(offset_range.start, cut)
+        if cut < offset_range.end:
+            right[partition] = OffsetRange(cut, offset_range.end)
     return left, right
 
 
-def joined(parts: Iterable[Ranges]) -> dict[TopicPartition, OffsetRange]:
+def join_ranges(parts: Iterable[Ranges]) -> dict[TopicPartition, OffsetRange]:
     """Parts that follow each other as one."""
-    whole: dict[TopicPartition, OffsetRange] = {}
+    joined_ranges: dict[TopicPartition, OffsetRange] = {}
     for part in parts:
-        for one, span in part.items():
-            before = whole.get(one, span)
-            whole[one] = OffsetRange(before.start, span.end)
-    return whole
+        for partition, offset_range in part.items():
+            earlier_range = joined_ranges.get(partition, offset_range)
+            joined_ranges[partition] = OffsetRange(earlier_range.start, offset_range.end)
+    return joined_ranges
 
 
-def without(ranges: Ranges, positions: Iterable[Position]) -> list[Ranges]:
+def exclude_records(ranges: Ranges, positions: Iterable[RecordPosition]) -> list[Ranges]:
     """The ranges without some records, as ranges with one span for each partition each; perhaps none."""
     spans: dict[TopicPartition, list[OffsetRange]] = {one: [span] for one, span in ranges.items()}
-    for one, offset in sorted(positions):
-        last = spans[one].pop()
-        cut = [OffsetRange(last.start, offset), OffsetRange(offset + 1, last.end)]
-        spans[one] += cut
-    kept = {one: [span for span in found if len(span)] for one, found in spans.items()}
-    depth = max(map(len, kept.values()), default=0)
-    return [{one: found[at] for one, found in kept.items() if at < len(found)} for at in range(depth)]
+    for partition, offset in sorted(positions):
+        last_range = spans[partition].pop()
+        cut_ranges = [OffsetRange(last_range.start, offset), OffsetRange(offset + 1, last_range.end)]
+        spans[partition] += cut_ranges
+    remaining = {one: [span for span in found if len(span)] for one, found in spans.items()}
+    depth = max(map(len, remaining.values()), default=0)
+    return [{one: found[at] for one, found in remaining.items() if at < len(found)} for at in range(depth)]
 
 
-def _only(part: Ranges) -> Position:
-    ((one, span),) = part.items()
-    return one, span.start
+def _single_record(part: Ranges) -> RecordPosition:
+    ((partition, offset_range),) = part.items()
+    return partition, offset_range.start

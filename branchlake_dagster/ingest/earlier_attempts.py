@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from branchlake_dagster.ingest.batch_commit import staging_tables
+from branchlake_dagster.ingest.batch_commit import list_staging_tables
 from branchlake_dagster.ingest.batch_tables import Identifier
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, Delete, Operation, Put
 
 
-def take_back(
+def undo_earlier_attempt(
     client: NessieClient,
     branch: str,
     base_hash: str,
@@ -33,19 +33,19 @@ def take_back(
     """
     if client.reference(branch).hash == base_hash:
         return False
-    wanted = list(tables)
-    keys = [ContentKey(one) for one in (*wanted, *staging_tables(client, branch, wanted))]
-    now = client.contents_at(branch, keys)
-    before = client.contents(f"{MAIN}@{base_hash}", keys)
+    identifiers = list(tables)
+    keys = [ContentKey(one) for one in (*identifiers, *list_staging_tables(client, branch, identifiers))]
+    current_contents = client.contents_at(branch, keys)
+    base_contents = client.contents(f"{MAIN}@{base_hash}", keys)
     operations: list[Operation] = []
     for key in keys:
-        was = before.get(key)
-        if was != now.contents.get(key):
-            operations.append(Put(key, was) if was is not None else Delete(key))
+        base_content = base_contents.get(key)
+        if base_content != current_contents.contents.get(key):
+            operations.append(Put(key, base_content) if base_content is not None else Delete(key))
     if operations:
         client.commit(
             branch,
-            expected_hash=now.reference.hash,
+            expected_hash=current_contents.reference.hash,
             operations=operations,
             message=f"Ingest {ingestion}: an earlier attempt of the step is taken back",
             properties=properties,

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from branchlake_dagster.embedded import process
-from branchlake_dagster.embedded.jars import Jar, resolve, resolve_with_all
+from branchlake_dagster.embedded.jars import Jar, resolve_class_path, resolve_jars
 from branchlake_dagster.embedded.java import bundled_java
 from branchlake_dagster.embedded.logs import rotate_by_copy
 from branchlake_dagster.embedded.process import (
@@ -33,17 +33,17 @@ from branchlake_dagster.embedded.process import (
     choose_port,
     keep_port,
 )
-from branchlake_dagster.embedded.state_folder import private_folder, state_folder, write_secret
+from branchlake_dagster.embedded.state_folder import make_private_folder, make_state_folder, write_secret
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.file_lock import file_lock
-from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 from branchlake_dagster.settings import Settings
 
-USER = "branchlake"
-CLIENTS, CONTROLLER = "LOCAL", "CONTROLLER"
+BROKER_USER = "branchlake"
+CLIENT_LISTENER, CONTROLLER_LISTENER = "LOCAL", "CONTROLLER"
 """Names of the broker's two listeners."""
-_SECURITY, _MECHANISM = "SASL_PLAINTEXT", "PLAIN"
-_MODULE = "org.apache.kafka.common.security.plain.PlainLoginModule"
+_SECURITY_PROTOCOL, _SASL_MECHANISM = "SASL_PLAINTEXT", "PLAIN"
+_LOGIN_MODULE = "org.apache.kafka.common.security.plain.PlainLoginModule"
 
 
 class BrokerLogin:
@@ -65,20 +65,24 @@ class BrokerLogin:
         """Return the password, created if there is none, and write the file for Kafka's console tools."""
         password = self._stored_password() or secrets.token_urlsafe(24)
         write_secret(self._password_path, password)
-        login = f'{_MODULE} required username="{USER}" password="{password}";'
+        login = f'{_LOGIN_MODULE} required username="{BROKER_USER}" password="{password}";'
         write_secret(
             self.client_properties,
-            f"security.protocol={_SECURITY}\nsasl.mechanism={_MECHANISM}\nsasl.jaas.config={login}\n",
+            f"security.protocol={_SECURITY_PROTOCOL}\nsasl.mechanism={_SASL_MECHANISM}\nsasl.jaas.config={login}\n",
         )
         return password
 
-    def cluster(self, address: str) -> Cluster:
+    def cluster(self, address: str) -> KafkaCluster:
         """Return the broker at `address` with its login.
 
         Without a password if none is stored: the broker that runs was started by a release that had none.
         """
         password = self._stored_password()
-        return Cluster(address, _SECURITY, _MECHANISM, USER, password) if password else Cluster(address)
+        return (
+            KafkaCluster(address, _SECURITY_PROTOCOL, _SASL_MECHANISM, BROKER_USER, password)
+            if password
+            else KafkaCluster(address)
+        )
 
     def _stored_password(self) -> str | None:
         try:
@@ -92,24 +96,24 @@ def login_properties(password: str) -> Mapping[str, str]:
 
     The password is in them: write them only into a file that nobody else can read.
     """
-    login = f'{_MODULE} required username="{USER}" password="{password}" user_{USER}="{password}";'
+    login = f'{_LOGIN_MODULE} required username="{BROKER_USER}" password="{password}" user_{BROKER_USER}="{password}";'
     properties = {
-        "listener.security.protocol.map": f"{CLIENTS}:{_SECURITY},{CONTROLLER}:{_SECURITY}",
-        "inter.broker.listener.name": CLIENTS,
-        "sasl.mechanism.inter.broker.protocol": _MECHANISM,
-        "sasl.mechanism.controller.protocol": _MECHANISM,
+        "listener.security.protocol.map": f"{CLIENT_LISTENER}:{_SECURITY_PROTOCOL},{CONTROLLER_LISTENER}:{_SECURITY_PROTOCOL}",
+        "inter.broker.listener.name": CLIENT_LISTENER,
+        "sasl.mechanism.inter.broker.protocol": _SASL_MECHANISM,
+        "sasl.mechanism.controller.protocol": _SASL_MECHANISM,
     }
-    for listener in (CLIENTS, CONTROLLER):
+    for listener in (CLIENT_LISTENER, CONTROLLER_LISTENER):
         prefix = f"listener.name.{listener.lower()}"
         properties |= {
-            f"{prefix}.sasl.enabled.mechanisms": _MECHANISM,
+            f"{prefix}.sasl.enabled.mechanisms": _SASL_MECHANISM,
             f"{prefix}.plain.sasl.jaas.config": login,
         }
     return properties
 
 
 KAFKA = "kafka"
-_JOINED = ("listeners", "advertised.listeners", "listener.security.protocol.map")
+_APPENDED_PROPERTIES = ("listeners", "advertised.listeners", "listener.security.protocol.map")
 BROKER = Jar("org.apache.kafka", "kafka_2.13", "4.1.1", megabytes=40)
 BROKER_LOGGING = Jar("org.apache.logging.log4j", "log4j-slf4j-impl", "2.24.3")
 """The broker brings none, and would say nothing of why it does not start."""
@@ -135,35 +139,35 @@ class EmbeddedKafka:
         self,
         settings: Settings,
         *,
-        more: Mapping[str, str] | None = None,
+        extra_properties: Mapping[str, str] | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._settings = settings
         self._root = settings.state_dir
         self._login = BrokerLogin(self._root)
-        self._more = more or {}
+        self._extra_properties = extra_properties or {}
         self._say = say
 
     def running(self) -> str | None:
         """Its address, `host:port`, if it runs. Rotates its log if that is large."""
         rotate_by_copy(self.log_path)
         record = ProcessRecord.load(self.record_path)
-        if record and record.alive() and process.listening(record.port):
+        if record and record.is_alive() and process.is_listening(record.port):
             return f"{LOOPBACK}:{record.port}"
         return None
 
     def up(self) -> str:
         """Its address; it is started if it does not run. Raises ServerDidNotStart or DownloadFailed."""
-        if found := self.running():
-            return found
+        if address := self.running():
+            return address
         with self._lock():
             return self.running() or self._start()
 
-    def cluster(self) -> Cluster:
+    def cluster(self) -> KafkaCluster:
         """The broker with its login; it is started if it does not run. Raises as `up`."""
         return self._login.cluster(self.up())
 
-    def running_cluster(self) -> Cluster | None:
+    def running_cluster(self) -> KafkaCluster | None:
         """The broker with its login, if it runs."""
         address = self.running()
         return self._login.cluster(address) if address else None
@@ -174,12 +178,12 @@ class EmbeddedKafka:
             return False
         with self._lock():
             record = ProcessRecord.load(self.record_path)
-            stopped = bool(record and process.stop(record))
+            stopped = bool(record and process.stop_process(record))
             self.record_path.unlink(missing_ok=True)
         return stopped
 
     @property
-    def asks_for_a_password(self) -> bool:
+    def requires_password(self) -> bool:
         """Whether clients log in. A broker that an earlier release started has no login before it ends."""
         return self._login.exists
 
@@ -205,32 +209,34 @@ class EmbeddedKafka:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        with file_lock(private_folder(self._root / "run") / f"{KAFKA}.lock"):
+        with file_lock(make_private_folder(self._root / "run") / f"{KAFKA}.lock"):
             yield
 
     def _start(self) -> str:
-        stale = ProcessRecord.load(self.record_path)
-        if stale and process.stop(stale):
-            self._say(f"Stopped a Kafka broker that did not answer (pid {stale.pid}).")
-        kept = self.record_path.with_suffix(".port")
-        port = keep_port(self._settings.kafka_port, kept, setting="BRANCHLAKE_KAFKA_PORT")
-        controller = choose_port(0, setting="the port of Kafka's controller")
-        home = private_folder(self._root / KAFKA)
-        path = self._class_path()
+        stale_record = ProcessRecord.load(self.record_path)
+        if stale_record and process.stop_process(stale_record):
+            self._say(f"Stopped a Kafka broker that did not answer (pid {stale_record.pid}).")
+        port_path = self.record_path.with_suffix(".port")
+        port = keep_port(self._settings.kafka_port, port_path, setting="BRANCHLAKE_KAFKA_PORT")
+        controller_port = choose_port(0, setting="the port of Kafka's controller")
+        home = make_private_folder(self._root / KAFKA)
+        class_path = self._class_path()
         configuration = home / "server.properties"
         password = self._login.create_password()
-        write_secret(configuration, _properties(home, port, controller, password, self._more))
+        write_secret(
+            configuration, _server_properties(home, port, controller_port, password, self._extra_properties)
+        )
         (home / "log4j2.properties").write_text(_LOG4J)
         self._say("Starting Kafka …")
         if not (home / "log" / "meta.properties").exists():
-            self._format(path, configuration)
+            self._format_storage(class_path, configuration)
         command = [str(bundled_java()), "-Xms64m", "-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
         command += [f"-Dlog4j2.configurationFile={(home / 'log4j2.properties').as_uri()}"]
-        command += ["-cp", path, "kafka.Kafka", str(configuration)]
-        record = process.launch(KAFKA, command, log=self.log_path, environment={}, port=port)
+        command += ["-cp", class_path, "kafka.Kafka", str(configuration)]
+        record = process.launch_server(KAFKA, command, log=self.log_path, environment={}, port=port)
         record.save(self.record_path)
         process.wait_until(
-            lambda: process.listening(port),
+            lambda: process.is_listening(port),
             record,
             log=self.log_path,
             timeout_s=self._settings.startup_timeout_s,
@@ -239,15 +245,15 @@ class EmbeddedKafka:
         return f"{LOOPBACK}:{port}"
 
     def _class_path(self) -> str:
-        folder = state_folder(self._root) / "jars" / KAFKA
+        folder = make_state_folder(self._root) / "jars" / KAFKA
         ivy = self._settings.ivy_settings
-        jars = resolve_with_all(BROKER, folder, ivy_settings=ivy, say=self._say)
-        logging = resolve([BROKER_LOGGING], folder, ivy_settings=ivy, say=self._say)
+        jars = resolve_class_path(BROKER, folder, ivy_settings=ivy, notify=self._say)
+        logging = resolve_jars([BROKER_LOGGING], folder, ivy_settings=ivy, notify=self._say)
         return ":".join(map(str, [*jars, *logging.values()]))
 
-    def _format(self, path: str, configuration: Path) -> None:
+    def _format_storage(self, class_path: str, configuration: Path) -> None:
         """Give the empty log a cluster's id, as Kafka asks for before its first start."""
-        command = [str(bundled_java()), "-XX:TieredStopAtLevel=1", "-cp", path]
+        command = [str(bundled_java()), "-XX:TieredStopAtLevel=1", "-cp", class_path]
         command += ["kafka.tools.StorageTool", "format", "-t", new_cluster_id(), "-c", str(configuration)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         if done.returncode:
@@ -262,15 +268,15 @@ def new_cluster_id(draw: Callable[[], uuid.UUID] = uuid.uuid4) -> str:
     They take one that does for an option of theirs: one first start in 64 failed by it.
     """
     while True:
-        found = base64.urlsafe_b64encode(draw().bytes).decode().rstrip("=")
-        if not found.startswith("-"):
-            return found
+        cluster_id = base64.urlsafe_b64encode(draw().bytes).decode().rstrip("=")
+        if not cluster_id.startswith("-"):
+            return cluster_id
 
 
-def cluster_of(settings: Settings) -> Cluster:
+def configured_cluster(settings: Settings) -> KafkaCluster:
     """The cluster of the settings, or the embedded broker if it runs. Raises ConfigurationError."""
     if settings.kafka_bootstrap is not None:
-        return cluster_at(settings, settings.kafka_bootstrap)
+        return cluster_at_address(settings, settings.kafka_bootstrap)
     embedded = EmbeddedKafka(settings).running_cluster()
     if embedded is None:
         raise ConfigurationError(
@@ -280,7 +286,7 @@ def cluster_of(settings: Settings) -> Cluster:
     return embedded
 
 
-def cluster_at(settings: Settings, bootstrap: str) -> Cluster:
+def cluster_at_address(settings: Settings, bootstrap: str) -> KafkaCluster:
     """The cluster at `bootstrap` (`host:port,…`), with the credentials of the settings.
 
     The embedded broker gets its own login if the settings name no security, so that whoever has its address
@@ -290,17 +296,19 @@ def cluster_at(settings: Settings, bootstrap: str) -> Cluster:
         embedded = EmbeddedKafka(settings).running_cluster()
         if embedded is not None and bootstrap.replace("localhost", LOOPBACK) == embedded.bootstrap:
             return embedded
-    return Cluster.of(settings, bootstrap)
+    return KafkaCluster.from_settings(settings, bootstrap)
 
 
-def _properties(home: Path, port: int, controller: int, password: str, more: Mapping[str, str]) -> str:
+def _server_properties(
+    home: Path, port: int, controller_port: int, password: str, extra_properties: Mapping[str, str]
+) -> str:
     values = {
         "process.roles": "broker,controller",
         "node.id": "1",
-        "controller.quorum.voters": f"1@{LOOPBACK}:{controller}",
-        "controller.listener.names": CONTROLLER,
-        "listeners": f"{CLIENTS}://{LOOPBACK}:{port},{CONTROLLER}://{LOOPBACK}:{controller}",
-        "advertised.listeners": f"{CLIENTS}://{LOOPBACK}:{port}",
+        "controller.quorum.voters": f"1@{LOOPBACK}:{controller_port}",
+        "controller.listener.names": CONTROLLER_LISTENER,
+        "listeners": f"{CLIENT_LISTENER}://{LOOPBACK}:{port},{CONTROLLER_LISTENER}://{LOOPBACK}:{controller_port}",
+        "advertised.listeners": f"{CLIENT_LISTENER}://{LOOPBACK}:{port}",
         **login_properties(password),
         "log.dirs": str(home / "log"),
         "num.partitions": "2",
@@ -312,7 +320,7 @@ def _properties(home: Path, port: int, controller: int, password: str, more: Map
         "transaction.state.log.num.partitions": "1",
         "group.initial.rebalance.delay.ms": "0",
     }
-    for name, value in more.items():
-        values[name] = f"{values[name]},{value}" if name in _JOINED else value
+    for name, value in extra_properties.items():
+        values[name] = f"{values[name]},{value}" if name in _APPENDED_PROPERTIES else value
     # A backslash begins an escape in such a file.
     return "".join(f"{name}={value}\n".replace("\\", "\\\\") for name, value in values.items())

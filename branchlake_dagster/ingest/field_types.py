@@ -34,7 +34,7 @@ from branchlake_dagster.ingest.errors import ColumnsUnknown
 from branchlake_dagster.ingest.formats import Format
 from branchlake_dagster.ingest.spark_expressions import is_deep_json, is_json_object
 
-MOST_LEVELS = 20
+MAX_LEVELS = 20
 """Structs and lists inside each other that a column may have.
 
 Each level costs up to three of the 100 messages that Spark Connect may nest, and rows, casts and answers need
@@ -43,7 +43,7 @@ some themselves.
 _NAME = re.compile(r"`((?:[^`]|``)*)`|([A-Za-z0-9_]+)")
 _WORD = re.compile(r"[A-Z0-9_]+(?:\(\d+,\s*\d+\))?")
 _BRACKET = re.compile(r"`(?:[^`]|``)*`|([<>])")
-_PLAIN: dict[str, DataType] = {
+_PLAIN_TYPES: dict[str, DataType] = {
     "VOID": NullType(),
     "BOOLEAN": BooleanType(),
     "BIGINT": LongType(),
@@ -53,57 +53,59 @@ _PLAIN: dict[str, DataType] = {
 }
 
 
-def variant_type(text: str) -> DataType:
+def parse_variant_type(type_text: str) -> DataType:
     """The type that a text such as ``OBJECT<id: BIGINT, tags: ARRAY<STRING>>`` describes.
 
-    Whatever lies below `MOST_LEVELS`, and every type that JSON values do not have, becomes `VariantType`.
+    Whatever lies below `MAX_LEVELS`, and every type that JSON values do not have, becomes `VariantType`.
     Decimals become `DoubleType`: the next record may have more digits. Raises ValueError for another grammar.
     """
-    kind, end = _type(text, 0, 0)
-    if end != len(text):
-        raise ValueError(f"{text[end : end + 50]!r} follows the type of a variant.")
+    kind, end = _parse_type(type_text, 0, 0)
+    if end != len(type_text):
+        raise ValueError(f"{type_text[end : end + 50]!r} follows the type of a variant.")
     return kind
 
 
-def _type(text: str, at: int, level: int) -> tuple[DataType, int]:
+def _parse_type(type_text: str, position: int, level: int) -> tuple[DataType, int]:
     """The type that begins at a position, and the position behind it."""
-    word = _WORD.match(text, at)
+    word = _WORD.match(type_text, position)
     if word is None:
-        raise ValueError(f"{text[at : at + 50]!r} is not the type of a variant.")
-    name, at = word[0], word.end()
-    if not text.startswith("<", at):
+        raise ValueError(f"{type_text[position : position + 50]!r} is not the type of a variant.")
+    name, position = word[0], word.end()
+    if not type_text.startswith("<", position):
         if name.startswith("DECIMAL"):
-            return DoubleType(), at
-        return _PLAIN.get(name, VariantType()), at
-    if level == MOST_LEVELS:
-        return VariantType(), _behind_brackets(text, at)
+            return DoubleType(), position
+        return _PLAIN_TYPES.get(name, VariantType()), position
+    if level == MAX_LEVELS:
+        return VariantType(), _skip_brackets(type_text, position)
     if name == "ARRAY":
-        element, at = _type(text, at + 1, level + 1)
-        return ArrayType(element), _behind(text, at, ">")
+        element, position = _parse_type(type_text, position + 1, level + 1)
+        return ArrayType(element), _skip_expected(type_text, position, ">")
     fields = []
-    at += 1
-    while not text.startswith(">", at):
-        field = _NAME.match(text, at)
+    position += 1
+    while not type_text.startswith(">", position):
+        field = _NAME.match(type_text, position)
         if field is None:
-            raise ValueError(f"{text[at : at + 50]!r} does not begin with the name of a field.")
+            raise ValueError(
+                f"{type_text[position : position + 50]!r} does not begin with the name of a field."
+            )
         label = field[2] if field[1] is None else field[1].replace("``", "`")
-        kind, at = _type(text, _behind(text, field.end(), ": "), level + 1)
+        kind, position = _parse_type(type_text, _skip_expected(type_text, field.end(), ": "), level + 1)
         fields.append(StructField(label, kind))
-        if text.startswith(", ", at):
-            at += 2
-    return StructType(fields), at + 1
+        if type_text.startswith(", ", position):
+            position += 2
+    return StructType(fields), position + 1
 
 
-def _behind(text: str, at: int, expected: str) -> int:
-    if not text.startswith(expected, at):
-        raise ValueError(f"{expected!r} is missing before {text[at : at + 50]!r}.")
-    return at + len(expected)
+def _skip_expected(type_text: str, position: int, expected: str) -> int:
+    if not type_text.startswith(expected, position):
+        raise ValueError(f"{expected!r} is missing before {type_text[position : position + 50]!r}.")
+    return position + len(expected)
 
 
-def _behind_brackets(text: str, at: int) -> int:
-    """The position behind the bracket that closes the one at `at`; names in backticks may hold brackets."""
+def _skip_brackets(type_text: str, position: int) -> int:
+    """The position behind the bracket that closes the one at `position`; names in backticks may hold brackets."""
     depth = 0
-    for part in _BRACKET.finditer(text, at):
+    for part in _BRACKET.finditer(type_text, position):
         depth += {"<": 1, ">": -1}.get(part[1], 0)
         if depth == 0:
             return part.end()
@@ -114,39 +116,40 @@ _SAMPLE = 10_000
 """Records from which types are found."""
 
 
-def found_types(
+def infer_field_types(
     records: DataFrame,
-    reading: Format,
+    record_format: Format,
     *,
-    envelope: bool,
-    only: Collection[str] | None = None,
-    of: Expression | None = None,
-    whole: bool = False,
+    has_envelope: bool,
+    only_fields: Collection[str] | None = None,
+    condition: Expression | None = None,
+    all_records: bool = False,
 ) -> StructType:
-    """The types of the fields of the records, or of those `of` which something holds; or of some fields.
+    """The types of the fields of the records, or of those `condition` which something holds; or of some fields.
 
-    Of JSON those of the first records, or of all with `whole`: whole numbers are bigint, others double, and
+    Of JSON those of the first records, or of all with `all_records`: whole numbers are bigint, others double,
+    and
     what is sometimes this and sometimes that is text. A field that is null in all of them has no type, and
     is not among them, nor are those of records that are too deep, see `is_deep_json`. Raises ColumnsUnknown
     where nothing is found of a table's fields.
     """
-    if only is not None and not only:
+    if only_fields is not None and not only_fields:
         return StructType([])
-    frame = reading.read(records)
-    if of is not None:
-        frame = frame.filter(F.coalesce(of, F.lit(False)))
-    names = reading.names(gone=F.lit(False) if envelope else None)
-    if only is not None and names is not None:
-        wanted = F.array(*(F.lit(name) for name in sorted(only)))
-        frame = frame.filter(F.coalesce(F.arrays_overlap(names, wanted), F.lit(False)))
-    text = reading.own_text(F.lit(False) if envelope else None)
-    found = (
-        _schema_of(frame, reading, envelope)
-        if text is None
-        else _of_json(frame if whole else frame.limit(_SAMPLE), text)
+    frame = record_format.read(records)
+    if condition is not None:
+        frame = frame.filter(F.coalesce(condition, F.lit(False)))
+    record_names = record_format.record_field_names(is_deletion=F.lit(False) if has_envelope else None)
+    if only_fields is not None and record_names is not None:
+        wanted_names = F.array(*(F.lit(name) for name in sorted(only_fields)))
+        frame = frame.filter(F.coalesce(F.arrays_overlap(record_names, wanted_names), F.lit(False)))
+    row_json = record_format.row_json(F.lit(False) if has_envelope else None)
+    row_type = (
+        _schema_row_type(frame, record_format, has_envelope)
+        if row_json is None
+        else _infer_json_type(frame if all_records else frame.limit(_SAMPLE), row_json)
     )
-    fields = [one for one in found.fields if only is None or one.name in only]
-    if not fields and only is None:
+    fields = [one for one in row_type.fields if only_fields is None or one.name in only_fields]
+    if not fields and only_fields is None:
         raise ColumnsUnknown(
             "The first records have no fields from which a table's columns could be found.",
             hint='Declare them: columns={"id": "bigint"}.',
@@ -154,35 +157,39 @@ def found_types(
     return StructType(fields)
 
 
-def _schema_of(frame: DataFrame, reading: Format, envelope: bool) -> StructType:
-    source = reading.struct()
+def _schema_row_type(frame: DataFrame, record_format: Format, has_envelope: bool) -> StructType:
+    source = record_format.value_struct()
     kind = (
-        frame.select((source.getField("after") if envelope else source).alias("row")).schema["row"].dataType
+        frame.select((source.getField("after") if has_envelope else source).alias("row"))
+        .schema["row"]
+        .dataType
     )
     assert isinstance(kind, StructType)  # noqa: S101 - the formats say so
     return kind
 
 
-def _of_json(frame: DataFrame, text: Expression) -> StructType:
+def _infer_json_type(frame: DataFrame, row_json: Expression) -> StructType:
     # Anything else is a dead letter, and would make the whole no object.
-    objects = frame.filter(is_json_object(text) & ~is_deep_json(text)).select(
-        F.try_parse_json(text).alias("v")
+    objects = frame.filter(is_json_object(row_json) & ~is_deep_json(row_json)).select(
+        F.try_parse_json(row_json).alias("v")
     )
-    told = objects.agg(F.schema_of_variant_agg("v")).collect()[0][0]
-    if not told or not str(told).startswith("OBJECT<"):
+    type_text = objects.agg(F.schema_of_variant_agg("v")).collect()[0][0]
+    if not type_text or not str(type_text).startswith("OBJECT<"):
         return StructType([])
-    stored = _stored(variant_type(str(told)))
-    return stored if isinstance(stored, StructType) else StructType([])
+    column_type = _to_column_type(parse_variant_type(str(type_text)))
+    return column_type if isinstance(column_type, StructType) else StructType([])
 
 
-def _stored(kind: DataType) -> DataType | None:
+def _to_column_type(kind: DataType) -> DataType | None:
     """A type that a table may have; None: nothing is known of it."""
     if isinstance(kind, StructType):
-        fields = [(one.name, _stored(one.dataType)) for one in kind.fields]
-        there = [StructField(name, found) for name, found in fields if found is not None]
-        return StructType(there) if there else None
+        fields = [(one.name, _to_column_type(one.dataType)) for one in kind.fields]
+        typed_fields = [
+            StructField(name, column_type) for name, column_type in fields if column_type is not None
+        ]
+        return StructType(typed_fields) if typed_fields else None
     if isinstance(kind, ArrayType):
-        element = _stored(kind.elementType)
+        element = _to_column_type(kind.elementType)
         return None if element is None else ArrayType(element)
     if isinstance(kind, MapType):
         return kind

@@ -18,21 +18,21 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 
 from branchlake_dagster.ingest.spark_expressions import (
     JSON_STRING,
-    Column,
+    RecordColumn,
     any_of,
-    because,
-    bound,
-    case,
-    first_of,
+    bind_value,
+    build_case,
+    build_reason,
+    first_reason,
+    interpret_when,
     is_json_object,
     no_reason,
-    seldom,
 )
-from branchlake_dagster.spark.session import quoted
+from branchlake_dagster.spark.session import quote_spark_name
 
-VALUE = "__value"
-_CORRUPT = "__corrupt"
-WHY = "_why"
+VALUE_COLUMN = "__value"
+_CORRUPT_FIELD = "__corrupt"
+REASON_SUFFIX = "_why"
 """Behind the name of a column of rows: the column of why there is none."""
 
 
@@ -40,34 +40,41 @@ class Format(Protocol):
     """How a record's value is read."""
 
     def read(self, records: DataFrame) -> DataFrame:
-        """The records with what `fit` and `text` need; its columns begin with two underscores."""
+        """The records with what `convert_rows` and `field_text` need; its columns begin with two underscores."""
 
-    def fit(
-        self, frame: DataFrame, row: str, columns: Sequence[Column], gone: Expression | None = None
+    def convert_rows(
+        self,
+        frame: DataFrame,
+        row_column: str,
+        columns: Sequence[RecordColumn],
+        is_deletion: Expression | None = None,
     ) -> DataFrame:
         """The frame with two columns more.
 
-        `row` is a struct of the table's columns, `row` with `WHY` behind it a struct of `kind` and `detail`
-        where the value is no such row, else null. With `gone` the row is in an envelope: in its field
-        `before` where `gone` holds, else in `after`.
+        `row_column` is a struct of the table's columns, `row_column` with `REASON_SUFFIX` behind it a struct
+        of `kind` and `detail`
+        where the value is no such row, else null. With `is_deletion` the row is in an envelope: in its field
+        `before` where `is_deletion` holds, else in `after`.
         """
 
-    def text(self, field: str) -> Expression:
+    def field_text(self, field: str) -> Expression:
         """A field as text; null where it is not there."""
 
-    def names(self, *, given: bool = False, gone: Expression | None = None) -> Expression | None:
-        """The names of the fields that a record's row has, as an array; None: `field_names` has them.
+    def record_field_names(
+        self, *, with_values: bool = False, is_deletion: Expression | None = None
+    ) -> Expression | None:
+        """The names of the fields that a record's row has, as an array; None: `schema_field_names` has them.
 
-        With `given` those that have a value, which costs more. `gone` as for `fit`.
+        With `with_values` those that have a value, which costs more. `is_deletion` as for `convert_rows`.
         """
 
-    def field_names(self, *, envelope: bool) -> Sequence[str] | None:
+    def schema_field_names(self, *, has_envelope: bool) -> Sequence[str] | None:
         """The fields that every row has by the schema of the values; None: each record has its own."""
 
-    def own_text(self, gone: Expression | None) -> Expression | None:
-        """The row as JSON, `gone` as for `fit`; None: its schema is known, and `struct` has it."""
+    def row_json(self, is_deletion: Expression | None) -> Expression | None:
+        """The row as JSON, `is_deletion` as for `convert_rows`; None: its schema is known, and `value_struct` has it."""
 
-    def struct(self) -> Expression:
+    def value_struct(self) -> Expression:
         """The whole value as a struct, where the format has a schema."""
 
 
@@ -93,169 +100,199 @@ class Json:
 
     def read(self, records: DataFrame) -> DataFrame:
         """See `Format`."""
-        text = F.col(VALUE).cast("string")
-        return records.withColumn("__text", F.when(F.is_valid_utf8(text), text)).withColumn(
-            "__not_text", F.col(VALUE).isNotNull() & F.col("__text").isNull()
+        value_text = F.col(VALUE_COLUMN).cast("string")
+        return records.withColumn("__text", F.when(F.is_valid_utf8(value_text), value_text)).withColumn(
+            "__not_text", F.col(VALUE_COLUMN).isNotNull() & F.col("__text").isNull()
         )
 
-    def fit(
-        self, frame: DataFrame, row: str, columns: Sequence[Column], gone: Expression | None = None
+    def convert_rows(
+        self,
+        frame: DataFrame,
+        row_column: str,
+        columns: Sequence[RecordColumn],
+        is_deletion: Expression | None = None,
     ) -> DataFrame:
         """See `Format`.
 
         In steps, a frame each: what several expressions of one frame name, Spark may compute for each of
         them, and for records that need none of it. That was six times slower.
         """
-        text, read, times, good, rest = (
-            f"{row}_{part}" for part in ("text", "read", "times", "good", "rest")
+        text_column, read_column, times_column, good_column, rest_column = (
+            f"{row_column}_{part}" for part in ("text", "read", "times", "good", "rest")
         )
         fields = {name: one.kind for one in columns for name in one.fields}
         # Spark's reader takes an object for whole whatever is behind it. In another one it has to end.
-        inside = ", ".join(f"{quoted(name)}: {_read_as(kind)}" for name, kind in fields.items())
-        schema = f"v struct<{inside}>, {_CORRUPT} string"
-        options = {"columnNameOfCorruptRecord": _CORRUPT, "allowSingleQuotes": "false"}
-        frame = frame.withColumn(text, F.concat(F.lit('{"v":'), self.own_text(gone), F.lit("}")))
-        taken = F.col(text)
+        row_fields = ", ".join(
+            f"{quote_spark_name(name)}: {_reader_type(kind)}" for name, kind in fields.items()
+        )
+        schema = f"v struct<{row_fields}>, {_CORRUPT_FIELD} string"
+        options = {"columnNameOfCorruptRecord": _CORRUPT_FIELD, "allowSingleQuotes": "false"}
+        frame = frame.withColumn(
+            text_column, F.concat(F.lit('{"v":'), self.row_json(is_deletion), F.lit("}"))
+        )
+        reader_input = F.col(text_column)
         if any("decimal" in kind for kind in fields.values()):
-            taken = F.when(~_takes_minutes(taken), taken)
-        frame = frame.withColumn(read, F.from_json(taken, schema, options))
-        values = F.col(read).getField("v")
-        good_values = F.col(read).getField(_CORRUPT).isNull() & values.isNotNull()
-        texts = [name for name, kind in fields.items() if _read_as(kind) != kind]
-        if texts:
-            found = (_of_text(values.getField(name), fields[name]).alias(name) for name in texts)
-            frame = frame.withColumn(times, F.struct(*found))
-            for name in texts:
-                fits = values.getField(name).isNull() | F.col(times).getField(name).isNotNull()
-                good_values = good_values & fits
+            reader_input = F.when(~_is_slow_decimal(reader_input), reader_input)
+        frame = frame.withColumn(read_column, F.from_json(reader_input, schema, options))
+        values = F.col(read_column).getField("v")
+        good_values = F.col(read_column).getField(_CORRUPT_FIELD).isNull() & values.isNotNull()
+        time_fields = [name for name, kind in fields.items() if _reader_type(kind) != kind]
+        if time_fields:
+            parsed_times = (
+                _parse_time_text(values.getField(name), fields[name]).alias(name) for name in time_fields
+            )
+            frame = frame.withColumn(times_column, F.struct(*parsed_times))
+            for name in time_fields:
+                is_valid = values.getField(name).isNull() | F.col(times_column).getField(name).isNotNull()
+                good_values = good_values & is_valid
 
-        def exact(name: str) -> Expression:
-            return (F.col(times) if name in texts else values).getField(name)
+        def exact_field(name: str) -> Expression:
+            return (F.col(times_column) if name in time_fields else values).getField(name)
 
-        frame = frame.withColumn(good, F.coalesce(good_values, F.lit(False)))
+        frame = frame.withColumn(good_column, F.coalesce(good_values, F.lit(False)))
 
-        def fitted(name: str, kind: str, variant: Expression) -> Expression:
-            cast = _cast(variant, F.col(text), name, kind)
+        def convert_field(name: str, spark_type: str, variant: Expression) -> Expression:
+            cast_value = _cast_variant_field(variant, F.col(text_column), name, spark_type)
             # Of what fits no whole record the reader keeps parts, also the parts of something nested.
-            return cast if kind.startswith(_NESTED) else F.coalesce(exact(name), cast)
-
-        def otherwise(variant: Expression) -> Expression:
-            cast = _struct(columns, lambda name, kind: fitted(name, kind, variant))
-            own = self.own_text(gone)
-            return bound(
-                cast, lambda mine: F.struct(mine.alias("row"), self._why(variant, own, mine, columns))
+            return (
+                cast_value
+                if spark_type.startswith(_NESTED_TYPES)
+                else F.coalesce(exact_field(name), cast_value)
             )
 
-        frame = frame.withColumn(rest, seldom(~F.col(good), F.try_parse_json(F.col(text)), otherwise))
-        mine = F.when(F.col(good), _struct(columns, lambda name, _: exact(name))).otherwise(
-            F.col(rest).getField("row")
+        def cast_each_field(variant: Expression) -> Expression:
+            cast_struct = _build_struct(columns, lambda name, kind: convert_field(name, kind, variant))
+            row_json = self.row_json(is_deletion)
+            return bind_value(
+                cast_struct,
+                lambda cast_row: F.struct(
+                    cast_row.alias("row"), self._reason_struct(variant, row_json, cast_row, columns)
+                ),
+            )
+
+        frame = frame.withColumn(
+            rest_column,
+            interpret_when(~F.col(good_column), F.try_parse_json(F.col(text_column)), cast_each_field),
         )
-        frame = frame.withColumn(row, mine).withColumn(f"{row}{WHY}", F.col(rest).getField("why"))
-        return frame.drop(text, read, times, good, rest)
+        row_struct = F.when(
+            F.col(good_column), _build_struct(columns, lambda name, _: exact_field(name))
+        ).otherwise(F.col(rest_column).getField("row"))
+        frame = frame.withColumn(row_column, row_struct).withColumn(
+            f"{row_column}{REASON_SUFFIX}", F.col(rest_column).getField("why")
+        )
+        return frame.drop(text_column, read_column, times_column, good_column, rest_column)
 
-    def own_text(self, gone: Expression | None) -> Expression:
+    def row_json(self, is_deletion: Expression | None) -> Expression:
         """See `Format`. Kafka Connect may have put the envelope into another one."""
-        if gone is None:
+        if is_deletion is None:
             return F.col("__text")
-        before = F.coalesce(self.text("before"), self.text("payload.before"))
-        after = F.coalesce(self.text("after"), self.text("payload.after"))
-        return F.when(gone, before).otherwise(after)
+        before = F.coalesce(self.field_text("before"), self.field_text("payload.before"))
+        after = F.coalesce(self.field_text("after"), self.field_text("payload.after"))
+        return F.when(is_deletion, before).otherwise(after)
 
-    def _why(
-        self, variant: Expression, text: Expression, row: Expression, columns: Sequence[Column]
+    def _reason_struct(
+        self, variant: Expression, row_json: Expression, cast_row: Expression, columns: Sequence[RecordColumn]
     ) -> Expression:
-        lost = F.coalesce(*(_lost(variant, row, one) for one in columns), F.lit(None).cast("string"))
+        lost_detail = F.coalesce(
+            *(_conversion_detail(variant, cast_row, one) for one in columns), F.lit(None).cast("string")
+        )
         return (
-            F.when(F.col("__not_text"), because("encoding", "The value is no UTF-8."))
-            .when(variant.isNull(), because("syntax", "The value is no JSON."))
-            .when(~is_json_object(text), because("syntax", "The value is JSON, but no object."))
-            .otherwise(F.when(lost.isNotNull(), because("conversion", lost)))
+            F.when(F.col("__not_text"), build_reason("encoding", "The value is no UTF-8."))
+            .when(variant.isNull(), build_reason("syntax", "The value is no JSON."))
+            .when(~is_json_object(row_json), build_reason("syntax", "The value is JSON, but no object."))
+            .otherwise(F.when(lost_detail.isNotNull(), build_reason("conversion", lost_detail)))
             .alias("why")
         )
 
-    def text(self, field: str) -> Expression:
+    def field_text(self, field: str) -> Expression:
         """See `Format`. A path of names parted by dots."""
         parts = field.split(".")
         if all(map(_PLAIN_NAME.fullmatch, parts)):
             return F.get_json_object(F.col("__text"), "$" + "".join(f"['{part}']" for part in parts))
-        return reduce(_member, parts, F.col("__text"))
+        return reduce(_member_text, parts, F.col("__text"))
 
-    def names(self, *, given: bool = False, gone: Expression | None = None) -> Expression | None:
+    def record_field_names(
+        self, *, with_values: bool = False, is_deletion: Expression | None = None
+    ) -> Expression | None:
         """See `Format`: those of the outermost object."""
-        text = self.own_text(gone)
-        if not given:
-            return F.json_object_keys(text)
-        values = F.from_json(text, "map<string, string>")
+        row_json = self.row_json(is_deletion)
+        if not with_values:
+            return F.json_object_keys(row_json)
+        values = F.from_json(row_json, "map<string, string>")
         # What is empty has no type of its own either.
-        there = F.map_filter(values, lambda _, value: value.isNotNull() & ~_holds_nothing(value))
-        return F.map_keys(there)
+        filled_fields = F.map_filter(values, lambda _, value: value.isNotNull() & ~_is_empty_json(value))
+        return F.map_keys(filled_fields)
 
-    def field_names(self, *, envelope: bool) -> None:
+    def schema_field_names(self, *, has_envelope: bool) -> None:
         """See `Format`."""
 
-    def struct(self) -> Expression:
+    def value_struct(self) -> Expression:
         """See `Format`: it has no schema."""
         raise NotImplementedError
 
 
-_TIMES = ("timestamp", "timestamp_ntz")
-_WHOLE = ("tinyint", "smallint", "int", "bigint")
-_NESTED = ("struct<", "array<", "map<")
-_LONGEST_REASON = 500
-_MOST_DIGITS = 400
+_TIME_TYPES = ("timestamp", "timestamp_ntz")
+_INTEGER_TYPES = ("tinyint", "smallint", "int", "bigint")
+_NESTED_TYPES = ("struct<", "array<", "map<")
+_MAX_REASON_LENGTH = 500
+_MAX_DIGITS = 400
 """A decimal has 38; zeros may come before and behind. A double has up to 309 before its point."""
-_LONG = "[0-9.][eE][+-]?[0-9]{5}"
+_LONG_EXPONENT = "[0-9.][eE][+-]?[0-9]{5}"
 """An exponent of which Spark's reader makes no decimal in bearable time."""
-_LONG_IN_QUOTES = r'"\s*[+-]?[0-9.]+[eE][+-]?[0-9]{5,}\s*"'
+_QUOTED_LONG_EXPONENT = r'"\s*[+-]?[0-9.]+[eE][+-]?[0-9]{5,}\s*"'
 _SHORTEST_TIME = 8
 """Of what has fewer characters Spark would make a year, and a number means seconds."""
 
 
-def _holds_nothing(json: Expression) -> Expression:
+def _is_empty_json(json: Expression) -> Expression:
     """Whether an object or a list has no value, however deep."""
     rest = F.regexp_replace(json, rf"{JSON_STRING}\s*:|null|[\[\]{{}},\s]", "")
     return json.rlike(r"^[\[{]") & (rest == "")
 
 
-def _read_as(kind: str) -> str:
+def _reader_type(kind: str) -> str:
     """The type as which a field is read first.
 
     Of numbers Spark's reader makes times that overflow, and of "12" the date of the twelfth day since 1970.
     Decimals are read as such: as text a number has passed through a double, and has lost digits.
     """
-    return "string" if kind in (*_TIMES, "date") else kind
+    return "string" if kind in (*_TIME_TYPES, "date") else kind
 
 
-def _takes_minutes(json: Expression) -> Expression:
+def _is_slow_decimal(json: Expression) -> Expression:
     """Whether Spark's reader would count for minutes to write out a decimal of it, which nothing can stop.
 
     Numbers alone or in quotes, not what looks like one in a text: hashes have them often.
     """
-    bare = F.regexp_replace(json, JSON_STRING, '""').rlike(_LONG)
-    return F.coalesce(F.when(json.rlike(_LONG), json.rlike(_LONG_IN_QUOTES) | bare), F.lit(False))
+    bare = F.regexp_replace(json, JSON_STRING, '""').rlike(_LONG_EXPONENT)
+    return F.coalesce(
+        F.when(json.rlike(_LONG_EXPONENT), json.rlike(_QUOTED_LONG_EXPONENT) | bare), F.lit(False)
+    )
 
 
-def _of_text(text: Expression, kind: str) -> Expression:
+def _parse_time_text(time_text: Expression, kind: str) -> Expression:
     if kind == "date":
-        return F.when(F.length(text) >= _SHORTEST_TIME, text.try_cast("date"))
-    return _time(text, kind)
+        return F.when(F.length(time_text) >= _SHORTEST_TIME, time_text.try_cast("date"))
+    return _parse_timestamp(time_text, kind)
 
 
-def _too_long(text: Expression) -> Expression:
+def _has_too_many_digits(number_text: Expression) -> Expression:
     """Whether a number has more digits than any decimal, written out or not."""
-    return (F.length(text) > _MOST_DIGITS) | text.rlike("[eE][+-]?0*[0-9]{3}")
+    return (F.length(number_text) > _MAX_DIGITS) | number_text.rlike("[eE][+-]?0*[0-9]{3}")
 
 
-def _time(text: Expression, kind: str) -> Expression:
+def _parse_timestamp(time_text: Expression, kind: str) -> Expression:
     """Text as a time; a wall clock is that of UTC, whatever zone the text is in."""
-    return F.when(F.length(text) >= _SHORTEST_TIME, text.try_cast("timestamp")).cast(kind)
+    return F.when(F.length(time_text) >= _SHORTEST_TIME, time_text.try_cast("timestamp")).cast(kind)
 
 
-def _struct(columns: Sequence[Column], value: Callable[[str, str], Expression]) -> Expression:
+def _build_struct(
+    columns: Sequence[RecordColumn], build_value: Callable[[str, str], Expression]
+) -> Expression:
     fields = []
-    for one in columns:
-        found = [value(name, one.kind) for name in one.fields]
-        fields.append((F.coalesce(*found) if len(found) > 1 else found[0]).alias(one.name))
+    for column in columns:
+        candidates = [build_value(name, column.kind) for name in column.fields]
+        fields.append((F.coalesce(*candidates) if len(candidates) > 1 else candidates[0]).alias(column.name))
     return F.struct(*fields)
 
 
@@ -263,102 +300,104 @@ _PLAIN_NAME = re.compile(r"[\w$:@/-](?:[\w$:@/ -]*[\w$:@/-])?")
 """Names that a path into JSON or a variant can hold: paths have no escapes for quotes, `?` and brackets."""
 
 
-def _field(variant: Expression, name: str) -> tuple[Expression, str]:
+def _field_path(variant: Expression, name: str) -> tuple[Expression, str]:
     """A variant and the path in it at which a field of the record is, by its exact name."""
     if _PLAIN_NAME.fullmatch(name):
         return variant, f"$.v['{name}']"
     return F.try_variant_get(variant, "$.v", "map<string, variant>").getItem(name), "$"
 
 
-def _member(json: Expression, name: str) -> Expression:
+def _member_text(json: Expression, name: str) -> Expression:
     """A field of a JSON object, as text: what is in quotes without them; null where it is not there."""
     if _PLAIN_NAME.fullmatch(name):
         return F.get_json_object(json, f"$['{name}']")
     return F.from_json(json, "map<string, string>").getItem(name)
 
 
-def _cast(variant: Expression, text: Expression, name: str, kind: str) -> Expression:
+def _cast_variant_field(variant: Expression, wrapped_json: Expression, name: str, kind: str) -> Expression:
     if kind == "binary":
         return F.lit(None).cast(kind)
-    value, path = _field(variant, name)
-    if kind.startswith(_NESTED):
+    value, path = _field_path(variant, name)
+    if kind.startswith(_NESTED_TYPES):
         # Cast as a whole, what does not fit inside would be null there, and nobody would know.
-        plain = _PLAIN_NAME.fullmatch(name)
-        own = (
-            F.get_json_object(text, f"$.v['{name}']")
-            if plain
-            else _member(F.get_json_object(text, "$.v"), name)
+        is_plain = _PLAIN_NAME.fullmatch(name)
+        field_json = (
+            F.get_json_object(wrapped_json, f"$.v['{name}']")
+            if is_plain
+            else _member_text(F.get_json_object(wrapped_json, "$.v"), name)
         )
         if "decimal" in kind:
-            own = F.when(~_takes_minutes(own), own)
-        read = F.from_json(
-            F.concat(F.lit('{"v":'), own, F.lit("}")),
-            f"v {kind}, {_CORRUPT} string",
-            {"columnNameOfCorruptRecord": _CORRUPT, "allowSingleQuotes": "false"},
+            field_json = F.when(~_is_slow_decimal(field_json), field_json)
+        parsed_struct = F.from_json(
+            F.concat(F.lit('{"v":'), field_json, F.lit("}")),
+            f"v {kind}, {_CORRUPT_FIELD} string",
+            {"columnNameOfCorruptRecord": _CORRUPT_FIELD, "allowSingleQuotes": "false"},
         )
-        return F.when(read.getField(_CORRUPT).isNull(), read.getField("v"))
-    if kind in _TIMES:
-        moment = F.try_variant_get(value, path, "timestamp")
-        return F.when(F.year(moment).between(1, 9999), moment).cast(kind)
-    found = F.try_variant_get(value, path, kind)
+        return F.when(parsed_struct.getField(_CORRUPT_FIELD).isNull(), parsed_struct.getField("v"))
+    if kind in _TIME_TYPES:
+        timestamp = F.try_variant_get(value, path, "timestamp")
+        return F.when(F.year(timestamp).between(1, 9999), timestamp).cast(kind)
+    cast_value = F.try_variant_get(value, path, kind)
     if kind.startswith("decimal"):
-        return F.when(~_too_long(F.try_variant_get(value, path, "string")), found)
-    if kind not in _WHOLE:
-        return found
-    fraction = F.try_variant_get(value, path, "double") != found.cast("double")
+        return F.when(~_has_too_many_digits(F.try_variant_get(value, path, "string")), cast_value)
+    if kind not in _INTEGER_TYPES:
+        return cast_value
+    has_fraction = F.try_variant_get(value, path, "double") != cast_value.cast("double")
     # A double has no more than 17 digits; but a text such as "1e-99999999" takes minutes to become a decimal.
-    exact = F.when(
-        ~_too_long(F.try_variant_get(value, path, "string")),
+    exact_decimal = F.when(
+        ~_has_too_many_digits(F.try_variant_get(value, path, "string")),
         F.try_variant_get(value, path, "decimal(38,15)"),
     )
-    fraction = F.coalesce(fraction, F.lit(False)) | (exact != found.cast("decimal(38,15)"))
-    return F.when(~F.coalesce(fraction, F.lit(False)), found)
+    has_fraction = F.coalesce(has_fraction, F.lit(False)) | (
+        exact_decimal != cast_value.cast("decimal(38,15)")
+    )
+    return F.when(~F.coalesce(has_fraction, F.lit(False)), cast_value)
 
 
-def _lost(variant: Expression, row: Expression, one: Column) -> Expression:
+def _conversion_detail(variant: Expression, row: Expression, column: RecordColumn) -> Expression:
     """What to say of a column whose field has a value that is none of its type; null where it fits."""
-    there = [F.try_variant_get(*_field(variant, name), "variant") for name in one.fields]
-    given = F.coalesce(*there) if len(there) > 1 else there[0]
-    bad = row.getField(one.name).isNull() & given.isNotNull() & ~F.is_variant_null(given)
-    return F.when(bad, F.lit(f"{one.name} is no {one.kind}."))
+    field_variants = [F.try_variant_get(*_field_path(variant, name), "variant") for name in column.fields]
+    field_value = F.coalesce(*field_variants) if len(field_variants) > 1 else field_variants[0]
+    is_lost = row.getField(column.name).isNull() & field_value.isNotNull() & ~F.is_variant_null(field_value)
+    return F.when(is_lost, F.lit(f"{column.name} is no {column.kind}."))
 
 
-def enveloped(source: Expression, gone: Expression) -> Expression:
+def row_in_envelope(source: Expression, is_deletion: Expression) -> Expression:
     """The row's own struct in that of an envelope."""
-    return F.when(gone, source.getField("before")).otherwise(source.getField("after"))
+    return F.when(is_deletion, source.getField("before")).otherwise(source.getField("after"))
 
 
-def fit_struct(
+def convert_struct_rows(
     frame: DataFrame,
-    row: str,
+    row_column: str,
     source: Expression,
-    known: Iterable[str],
-    columns: Sequence[Column],
+    field_names: Iterable[str],
+    columns: Sequence[RecordColumn],
     reasons: Sequence[tuple[Expression, Expression]],
 ) -> DataFrame:
-    """`Format.fit` for values that are structs with the fields `known`: by Spark's casts.
+    """`Format.convert_rows` for values that are structs with the fields `field_names`: by Spark's casts.
 
     `reasons` are conditions under which there is no row, each with its reason, before those of the casts.
     """
-    there = set(known)
-    held = f"{row}_held"
-    frame = frame.withColumn(held, source)
-    value = F.col(held)
+    available_names = set(field_names)
+    source_column = f"{row_column}_held"
+    frame = frame.withColumn(source_column, source)
+    value = F.col(source_column)
 
-    def cast(name: str, kind: str) -> Expression:
-        return _try_cast(value.getField(name), kind) if name in there else F.lit(None).cast(kind)
+    def cast_field(name: str, kind: str) -> Expression:
+        return _try_cast(value.getField(name), kind) if name in available_names else F.lit(None).cast(kind)
 
-    frame = frame.withColumn(row, _struct(columns, cast))
-    lost = [
+    frame = frame.withColumn(row_column, _build_struct(columns, cast_field))
+    lost_values = [
         (
-            _any_given(value, one, there) & F.col(row).getField(one.name).isNull(),
+            _any_field_present(value, one, available_names) & F.col(row_column).getField(one.name).isNull(),
             f"{one.name} is no {one.kind}.",
         )
         for one in columns
-        if there.intersection(one.fields)
+        if available_names.intersection(one.fields)
     ]
-    why = case([*reasons, *first_of("conversion", lost)], no_reason())
-    return frame.withColumn(f"{row}{WHY}", why).drop(held)
+    reason = build_case([*reasons, *first_reason("conversion", lost_values)], no_reason())
+    return frame.withColumn(f"{row_column}{REASON_SUFFIX}", reason).drop(source_column)
 
 
 def _try_cast(value: Expression, kind: str) -> Expression:
@@ -370,16 +409,16 @@ def _try_cast(value: Expression, kind: str) -> Expression:
     fits = value.try_cast(kind)
     if "decimal" not in kind:
         return fits
-    if kind.startswith(_NESTED):
-        return F.when(~_takes_minutes(F.to_json(F.struct(value.alias("v")))), fits)
-    return F.when((F.typeof(value) != "string") | ~_too_long(value.cast("string")), fits)
+    if kind.startswith(_NESTED_TYPES):
+        return F.when(~_is_slow_decimal(F.to_json(F.struct(value.alias("v")))), fits)
+    return F.when((F.typeof(value) != "string") | ~_has_too_many_digits(value.cast("string")), fits)
 
 
-def _any_given(value: Expression, one: Column, there: set[str]) -> Expression:
-    return any_of(value.getField(name).isNotNull() for name in one.fields if name in there)
+def _any_field_present(value: Expression, column: RecordColumn, available_names: set[str]) -> Expression:
+    return any_of(value.getField(name).isNotNull() for name in column.fields if name in available_names)
 
 
-Decode = Callable[[pa.BinaryArray], tuple[pa.StructArray, pa.StringArray]]
+DecodeFunction = Callable[[pa.BinaryArray], tuple[pa.StructArray, pa.StringArray]]
 """Values to structs, and by value why it has none (null: it has one). Called with whole batches.
 
 Where it raises, it is called again with halves of the batch, down to the value, which becomes a dead letter.
@@ -398,7 +437,7 @@ class Decoded:
             Ingest(name="radar", topics=["radar"], format=Decoded(decode_radar, RADAR), tables=[frames])
     """
 
-    decode: Decode
+    decode: DecodeFunction
     schema: pa.Schema
 
     def read(self, records: DataFrame) -> DataFrame:
@@ -407,61 +446,74 @@ class Decoded:
         from pyspark.sql.types import StringType, StructField, StructType
 
         kind = from_arrow_type(pa.struct(list(self.schema)))
-        extra = [StructField("__decoded", kind), StructField("__undecoded", StringType())]
+        decoded_fields = [StructField("__decoded", kind), StructField("__undecoded", StringType())]
         return records.mapInArrow(
-            _decoding(self.decode, pa.struct(list(self.schema))), StructType([*records.schema.fields, *extra])
+            _build_batch_decoder(self.decode, pa.struct(list(self.schema))),
+            StructType([*records.schema.fields, *decoded_fields]),
         )
 
-    def fit(
-        self, frame: DataFrame, row: str, columns: Sequence[Column], gone: Expression | None = None
+    def convert_rows(
+        self,
+        frame: DataFrame,
+        row_column: str,
+        columns: Sequence[RecordColumn],
+        is_deletion: Expression | None = None,
     ) -> DataFrame:
         """See `Format`."""
         source, names = F.col("__decoded"), self.schema.names
-        if gone is not None:
-            source, names = enveloped(source, gone), [one.name for one in self.schema.field("after").type]
+        if is_deletion is not None:
+            source, names = (
+                row_in_envelope(source, is_deletion),
+                [one.name for one in self.schema.field("after").type],
+            )
         undecoded = F.col("__undecoded").isNotNull()
-        return fit_struct(
-            frame, row, source, names, columns, [(undecoded, because("format", F.col("__undecoded")))]
+        return convert_struct_rows(
+            frame,
+            row_column,
+            source,
+            names,
+            columns,
+            [(undecoded, build_reason("format", F.col("__undecoded")))],
         )
 
-    def text(self, field: str) -> Expression:
+    def field_text(self, field: str) -> Expression:
         """See `Format`."""
-        found = F.col("__decoded")
+        field_value = F.col("__decoded")
         for part in field.split("."):
-            found = found.getField(part)
-        return found.cast("string")
+            field_value = field_value.getField(part)
+        return field_value.cast("string")
 
-    def names(self, *, given: bool = False, gone: Expression | None = None) -> None:
+    def record_field_names(self, *, with_values: bool = False, is_deletion: Expression | None = None) -> None:
         """See `Format`."""
 
-    def field_names(self, *, envelope: bool) -> list[str]:
+    def schema_field_names(self, *, has_envelope: bool) -> list[str]:
         """See `Format`."""
-        schema = self.schema.field("after").type if envelope else self.schema
+        schema = self.schema.field("after").type if has_envelope else self.schema
         return [one.name for one in schema]
 
-    def own_text(self, gone: Expression | None) -> None:
+    def row_json(self, is_deletion: Expression | None) -> None:
         """See `Format`: there is a schema."""
 
-    def struct(self) -> Expression:
+    def value_struct(self) -> Expression:
         """See `Format`."""
         return F.col("__decoded")
 
 
-def _decoding(
-    decode: Decode, kind: pa.StructType
+def _build_batch_decoder(
+    decode: DecodeFunction, kind: pa.StructType
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    def decoding(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def decode_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             values = batch.column(batch.schema.get_field_index("__value"))
-            rows, reasons = decoded(decode, values, kind)
+            rows, reasons = decode_values(decode, values, kind)
             columns = [*batch.columns, rows, reasons]
             yield pa.RecordBatch.from_arrays(columns, [*batch.schema.names, "__decoded", "__undecoded"])
 
-    return decoding
+    return decode_batches
 
 
-def decoded(
-    decode: Decode, values: pa.BinaryArray, kind: pa.StructType
+def decode_values(
+    decode: DecodeFunction, values: pa.BinaryArray, kind: pa.StructType
 ) -> tuple[pa.StructArray, pa.StringArray]:
     """What `decode` returns; where it raises, that of halves of the batch until the value stands alone."""
     try:
@@ -474,10 +526,10 @@ def decoded(
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
         if len(values) == 1:
-            text = f"The value cannot be decoded: {type(error).__name__}: {error}"[:_LONGEST_REASON]
-            return pa.nulls(1, kind), pa.array([text], pa.string())
+            message = f"The value cannot be decoded: {type(error).__name__}: {error}"[:_MAX_REASON_LENGTH]
+            return pa.nulls(1, kind), pa.array([message], pa.string())
         half = len(values) // 2
-        parts = [decoded(decode, part, kind) for part in (values[:half], values[half:])]
+        parts = [decode_values(decode, part, kind) for part in (values[:half], values[half:])]
     return pa.concat_arrays([rows for rows, _ in parts]), pa.concat_arrays([why for _, why in parts])
 
 

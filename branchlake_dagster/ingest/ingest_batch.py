@@ -12,47 +12,64 @@ from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 
 from branchlake_dagster.ingest.batch_commit import (
-    TableChange,
-    beside,
+    BatchTableChange,
     commit_tables,
-    merge,
-    staging_table,
-    staging_tables,
+    create_staging_table,
+    list_staging_tables,
+    merge_staged_rows,
+    staging_columns,
 )
-from branchlake_dagster.ingest.batch_context import Before, KnownTables, Place
+from branchlake_dagster.ingest.batch_context import BatchContext, IngestionTables, PlannedBatch
 from branchlake_dagster.ingest.batch_tables import Identifier, Target
 from branchlake_dagster.ingest.binary_formats import RegistryAvro
-from branchlake_dagster.ingest.declaration import Expanded
-from branchlake_dagster.ingest.division import Position, divide, joined, without
+from branchlake_dagster.ingest.declaration import ExpandedIngest
+from branchlake_dagster.ingest.division import (
+    RecordPosition,
+    exclude_records,
+    find_unwritable_records,
+    join_ranges,
+)
 from branchlake_dagster.ingest.errors import ColumnsUnknown
 from branchlake_dagster.ingest.formats import Format
-from branchlake_dagster.ingest.offsets import Offsets, Ranges, Recorded, in_words, merged, topic_id
-from branchlake_dagster.ingest.planning import BatchPlan, latest_times, narrowed, valid_through_ms
+from branchlake_dagster.ingest.offsets import (
+    Offsets,
+    Ranges,
+    TableProgress,
+    format_ranges,
+    merge_offsets,
+    topic_id,
+)
+from branchlake_dagster.ingest.planning import (
+    BatchPlan,
+    compute_valid_through_ms,
+    merge_latest_times,
+    narrow_plan,
+)
 from branchlake_dagster.ingest.record_frames import RECORD_SCHEMA, Records
-from branchlake_dagster.ingest.reprocessing import with_waiting
+from branchlake_dagster.ingest.reprocessing import with_waiting_tables
 from branchlake_dagster.ingest.scan import (
     FailedScans,
-    Scanned,
+    ScanResult,
+    build_worker_targets,
     delete_files,
+    delete_on_failure,
     delete_staging_metadata,
-    deleted_on_failure,
-    scan,
-    worker_targets,
+    scan_records,
 )
-from branchlake_dagster.ingest.schema_evolution import Settled, settle, targets_of
+from branchlake_dagster.ingest.schema_evolution import SchemaEvolution, build_targets, evolve_until_stable
 from branchlake_dagster.ingest.unwritable_records import (
     UNWRITABLE,
     UnwritableRecord,
-    due_tables,
+    build_dead_letters,
+    dead_letter_targets,
+    error_reason,
+    format_note,
     is_caused_by_records,
-    letters_of,
-    note_of,
-    reason_of,
     restore_tables,
 )
-from branchlake_dagster.ingest.worker_writer import Work, dead_letter_files
+from branchlake_dagster.ingest.worker_writer import Work, write_dead_letters
 from branchlake_dagster.nessie.model import Reference
-from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.stored_names import LakeProperty
 
 
@@ -61,40 +78,40 @@ class BatchResult:
     """What a batch did on its branch."""
 
     commit_id: str
-    ingest: Expanded
+    ingest: ExpandedIngest
     plan: BatchPlan
     targets: Sequence[Target]
-    scanned: Scanned
-    recorded: Recorded
+    scan_result: ScanResult
+    progress: TableProgress
     head: Reference
     notes: tuple[str, ...] = ()
 
     @property
-    def records(self) -> int:
+    def record_count(self) -> int:
         """Records read."""
-        return self.scanned.counts["records"]
+        return self.scan_result.counts["records"]
 
     @property
-    def current(self) -> Offsets:
+    def current_offsets(self) -> Offsets:
         """How far the tables are in the topics as they are now: nothing of what was before them."""
-        now = {one for topic in self.plan.topics.values() for one in topic.partitions()}
-        return {one: offset for one, offset in self.recorded.offsets.items() if one in now}
+        current_partitions = {one for topic in self.plan.topics.values() for one in topic.partitions()}
+        return {one: offset for one, offset in self.progress.offsets.items() if one in current_partitions}
 
     @property
-    def dead(self) -> int:
+    def dead_letter_count(self) -> int:
         """Dead letters written."""
-        return self.scanned.counts["dead"]
+        return self.scan_result.counts["dead"]
 
 
 def ingest_batch(
-    before: Before,
-    place: Place,
+    planned_batch: PlannedBatch,
+    batch_context: BatchContext,
     records: Records,
     *,
     tasks: int,
-    now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     commit_id: str | None = None,
-    tables: IcebergTables | None = None,
+    tables: IcebergTableFormat | None = None,
 ) -> BatchResult:
     """Read the planned offsets into the tables on the branch, with the offsets, in one commit.
 
@@ -105,207 +122,265 @@ def ingest_batch(
     data files of earlier passes, of rows that were merged, of scans that failed, and of a batch that has
     certainly failed; the metadata of the tables in which rows were staged, once the branch has dropped them.
 
-    Raises what `settle` raises; LandingDamaged where files had other records than their names say;
-    TopicReplaced and EarlierAttemptLate where the world has changed meanwhile.
+    Raises what `evolve_until_stable` raises; LandingDamaged where files had other records than their names
+    say; TopicReplaced and EarlierAttemptLate where the world has changed meanwhile.
     """
-    batch = commit_id or str(uuid.uuid4())
-    opened = tables or IcebergTables(place.catalog)
-    ingest = before.ingest
-    reading = ingest.format.fresh() if isinstance(ingest.format, RegistryAvro) else ingest.format
-    started_us = int(now().timestamp() * 1_000_000)
-    if not before.plan.ranges:
-        targets = targets_of(before.known, place, None, reading)
-        return _committed(before, place, targets, Scanned(), {}, [], batch, opened, started_us=started_us)
-    passes = _Passes(before, place, records, reading, tasks, batch, started_us, opened)
+    batch_id = commit_id or str(uuid.uuid4())
+    iceberg_tables = tables or IcebergTableFormat(batch_context.catalog)
+    ingest = planned_batch.ingest
+    record_format = (
+        ingest.format.with_empty_cache() if isinstance(ingest.format, RegistryAvro) else ingest.format
+    )
+    started_us = int(clock().timestamp() * 1_000_000)
+    if not planned_batch.plan.ranges:
+        targets = build_targets(planned_batch.ingestion_tables, batch_context, None, record_format)
+        return _finish_batch(
+            planned_batch,
+            batch_context,
+            targets,
+            ScanResult(),
+            {},
+            [],
+            batch_id,
+            iceberg_tables,
+            started_us=started_us,
+        )
+    passes = _BatchPasses(
+        planned_batch, batch_context, records, record_format, tasks, batch_id, started_us, iceberg_tables
+    )
     # A pass may make tables and columns. Before the first one, for the case that its records fail it.
-    start = place.lake.nessie.reference(place.branch).hash
+    start_hash = batch_context.lake.nessie.reference(batch_context.branch).hash
     try:
-        passed = passes.over([before.plan.ranges], before.known)
+        pass_result = passes.run_on_ranges([planned_batch.plan.ranges], planned_batch.ingestion_tables)
     except Exception as error:
         if not is_caused_by_records(error):
             raise
-        before, passed = _divided(before, passes, start, error)
+        planned_batch, pass_result = _ingest_divided_batch(planned_batch, passes, start_hash, error)
     finally:
         passes.failed_scans.delete_files()
-    settled = passed.settled
-    scanned, written = settled.scanned, settled.targets
-    with deleted_on_failure(scanned, written):
-        records.require(before.plan.ranges, scanned.counts["records"])
-    before, notes = replace(before, known=settled.known), (*settled.left_out, *passed.notes)
+    evolution = pass_result.evolution
+    scan_result, written_targets = evolution.scanned, evolution.targets
+    with delete_on_failure(scan_result, written_targets):
+        records.require_complete(planned_batch.plan.ranges, scan_result.counts["records"])
+    planned_batch, notes = (
+        replace(planned_batch, ingestion_tables=evolution.ingestion_tables),
+        (*evolution.left_out, *pass_result.notes),
+    )
     # Those of staging tables may be in a commit on the branch, which is swept when it is discarded.
-    with deleted_on_failure(scanned, written, {*scanned.files} - {*passed.staged}):
-        result = _committed(
-            before,
-            place,
-            written,
-            scanned,
-            passed.staged,
-            passes.staging,
-            batch,
-            opened,
+    with delete_on_failure(
+        scan_result, written_targets, {*scan_result.files} - {*pass_result.staging_identifiers}
+    ):
+        result = _finish_batch(
+            planned_batch,
+            batch_context,
+            written_targets,
+            scan_result,
+            pass_result.staging_identifiers,
+            passes.staging_tables,
+            batch_id,
+            iceberg_tables,
             notes,
             started_us=started_us,
         )
-    delete_files(scanned, written, {*passed.staged})
-    delete_staging_metadata(passes.staging)
+    delete_files(scan_result, written_targets, {*pass_result.staging_identifiers})
+    delete_staging_metadata(passes.staging_tables)
     return result
 
 
 @dataclass(frozen=True)
-class _Passed:
-    """A pass that succeeded; `staged` has by target the table in which its rows wait to be merged."""
+class _PassResult:
+    """A pass that succeeded; `staging_identifiers` has by target the table in which its rows wait to be merged."""
 
-    settled: Settled
-    staged: Mapping[int, Identifier]
+    evolution: SchemaEvolution
+    staging_identifiers: Mapping[int, Identifier]
     notes: tuple[str, ...] = ()
 
 
-class _Passes:
+class _BatchPasses:
     """Passes over some of a batch's records."""
 
     def __init__(
         self,
-        before: Before,
-        place: Place,
+        planned_batch: PlannedBatch,
+        batch_context: BatchContext,
         records: Records,
-        reading: Format,
+        record_format: Format,
         tasks: int,
-        batch: str,
+        batch_id: str,
         started_us: int,
-        tables: IcebergTables,
+        tables: IcebergTableFormat,
     ) -> None:
-        self._before = before
-        self._place = place
+        self._planned_batch = planned_batch
+        self._batch_context = batch_context
         self._records = records
-        self._reading = reading
+        self._record_format = record_format
         self._tasks = tasks
-        self._batch = batch
+        self._batch_id = batch_id
         self._started_us = started_us
         self._tables = tables
-        self.staging: list[Table] = []
+        self.staging_tables: list[Table] = []
         """The staging tables that all passes created, as they were then, and with what was appended since."""
         self.failed_scans = FailedScans()
 
-    def over(self, pieces: Sequence[Ranges], known: KnownTables) -> _Passed:
+    def run_on_ranges(self, pieces: Sequence[Ranges], ingestion_tables: IngestionTables) -> _PassResult:
         """Write the records of these ranges into the tables. Nothing is committed but tables and columns."""
-        frames = [self._records.frame(self._place.session(), one, tasks=self._tasks) for one in pieces]
+        frames = [
+            self._records.load_frame(self._batch_context.session(), one, tasks=self._tasks) for one in pieces
+        ]
         frame = reduce(DataFrame.unionAll, frames)
-        if self._before.standing.replayed:
-            frame = with_waiting(frame, self._before.known.anchor, joined(pieces))
-        return self._over(frame, known)
+        if self._planned_batch.progress.replay_offsets:
+            frame = with_waiting_tables(
+                frame, self._planned_batch.ingestion_tables.dead_letter_table, join_ranges(pieces)
+            )
+        return self._run_on_frame(frame, ingestion_tables)
 
-    def over_one_without_value(self) -> None:
+    def run_on_empty_record(self) -> None:
         """Make a pass over one record that is no different from a tombstone.
 
         If it fails too, not the records are the cause but Spark, the warehouse or a table's declaration.
         """
-        one = min(self._before.plan.ranges)
-        record = (one.topic, one.partition, self._before.plan.ranges[one].start, None, None, None, None)
-        frame = self._place.session().createDataFrame([record], RECORD_SCHEMA)
-        tried = self._over(frame, self._before.known.without_unknown_columns()).settled
-        delete_files(tried.scanned, tried.targets)
+        first_partition = min(self._planned_batch.plan.ranges)
+        record = (
+            first_partition.topic,
+            first_partition.partition,
+            self._planned_batch.plan.ranges[first_partition].start,
+            None,
+            None,
+            None,
+            None,
+        )
+        frame = self._batch_context.session().createDataFrame([record], RECORD_SCHEMA)
+        evolution = self._run_on_frame(
+            frame, self._planned_batch.ingestion_tables.without_unknown_columns()
+        ).evolution
+        delete_files(evolution.scanned, evolution.targets)
 
-    def _over(self, frame: DataFrame, known: KnownTables) -> _Passed:
+    def _run_on_frame(self, frame: DataFrame, ingestion_tables: IngestionTables) -> _PassResult:
         staged: dict[int, tuple[Identifier, Table]] = {}
 
-        def read(known: KnownTables, targets: Sequence[Target]) -> Scanned:
+        def scan_targets(ingestion_tables: IngestionTables, targets: Sequence[Target]) -> ScanResult:
             nonlocal staged
             staged = {
-                number: staging_table(self._place.catalog, one, self._batch)
+                number: create_staging_table(self._batch_context.catalog, one, self._batch_id)
                 for number, one in enumerate(targets[:-1])
-                if one.declared is not None and one.declared.mode != "append"
+                if one.declaration is not None and one.declaration.mode != "append"
             }
-            self.staging += [table for _, table in staged.values()]
-            beside_rows = {
-                number: (table.metadata.model_dump_json(), beside(targets[number]))
+            self.staging_tables += [table for _, table in staged.values()]
+            staging_info = {
+                number: (table.metadata.model_dump_json(), staging_columns(targets[number]))
                 for number, (_, table) in staged.items()
             }
-            work = self._work(targets, beside_rows)
-            floors = self.floors([one.name for one in targets])
-            with self.failed_scans.remembering(work, targets[-1].table.io):
-                return scan(frame, known.ingest, self._reading, targets, floors, work)
+            work = self._build_work(targets, staging_info)
+            min_offsets = self.min_offsets([one.name for one in targets])
+            with self.failed_scans.remember_failure(work, targets[-1].table.io):
+                return scan_records(
+                    frame, ingestion_tables.ingest, self._record_format, targets, min_offsets, work
+                )
 
-        topics = self._before.topics
+        topics = self._planned_batch.topics
         incarnations = {name: topic_id(topic.incarnation) for name, topic in topics.items()}
-        with self._records.reading():
-            settled = settle(known, self._place, frame, self._reading, read, incarnations, self._tables)
-        return _Passed(settled, {number: identifier for number, (identifier, _) in staged.items()})
+        with self._records.translate_errors():
+            evolution = evolve_until_stable(
+                ingestion_tables,
+                self._batch_context,
+                frame,
+                self._record_format,
+                scan_targets,
+                incarnations,
+                self._tables,
+            )
+        return _PassResult(evolution, {number: identifier for number, (identifier, _) in staged.items()})
 
-    def of_dead_letters_alone(self) -> _Passed:
+    def build_empty_result(self) -> _PassResult:
         """A pass over nothing."""
-        known = self._before.known.without_unknown_columns()
-        targets = targets_of(known, self._place, None, self._reading)
-        return _Passed(Settled(known, targets, Scanned()), {})
+        ingestion_tables = self._planned_batch.ingestion_tables.without_unknown_columns()
+        targets = build_targets(ingestion_tables, self._batch_context, None, self._record_format)
+        return _PassResult(SchemaEvolution(ingestion_tables, targets, ScanResult()), {})
 
-    def floors(self, tables: Sequence[str]) -> dict[str, Offsets]:
+    def min_offsets(self, tables: Sequence[str]) -> dict[str, Offsets]:
         """See `Standing.floors`."""
-        return self._before.standing.floors(tables, self._before.plan.ranges)
+        return self._planned_batch.progress.min_offsets(tables, self._planned_batch.plan.ranges)
 
-    def _work(self, targets: Sequence[Target], staged: Mapping[int, tuple[str, Mapping[str, str]]]) -> Work:
-        ingest, plan = self._before.ingest, self._before.plan
+    def _build_work(
+        self, targets: Sequence[Target], staging_info: Mapping[int, tuple[str, Mapping[str, str]]]
+    ) -> Work:
+        ingest, plan = self._planned_batch.ingest, self._planned_batch.plan
         return Work(
-            self._batch,
+            self._batch_id,
             list(ingest.topics),
             [plan.topics[name].incarnation for name in ingest.topics],
-            worker_targets(targets, staged),
-            self._place.lake.settings.worker_file_io_properties(),
+            build_worker_targets(targets, staging_info),
+            self._batch_context.lake.settings.worker_file_io_properties(),
             self._started_us,
             len(ingest.families),
             ingest.most_tables,
             ingest.most_columns,
         )
 
-    def restore(self, at_hash: str) -> None:
+    def undo_table_changes(self, at_hash: str) -> None:
         """Undo what a pass has made of tables and columns."""
         restore_tables(
-            self._place.lake.nessie,
-            self._place.branch,
+            self._batch_context.lake.nessie,
+            self._batch_context.branch,
             at_hash,
-            ingestion=self._before.ingest.name,
-            properties=self._place.properties,
+            ingestion=self._planned_batch.ingest.name,
+            properties=self._batch_context.commit_properties,
         )
 
-    def with_letters(self, passed: _Passed, unwritable: Mapping[Position, Exception]) -> _Passed:
+    def with_dead_letters(
+        self, pass_result: _PassResult, unwritable: Mapping[RecordPosition, Exception]
+    ) -> _PassResult:
         """The pass and the dead letters of records that it did not read."""
         if not unwritable:
-            return passed
-        targets, scanned = passed.settled.targets, passed.settled.scanned
-        dead, dead_name = passed.settled.known.anchor, targets[-1].name
-        floors = self.floors([one.name for one in targets])
-        raw = {(one.topic, one.partition, one.offset): one for one in self._records.fetch(unwritable)}
-        letters = [
+            return pass_result
+        targets, scan_result = pass_result.evolution.targets, pass_result.evolution.scanned
+        dead_letter_table, dead_letter_table_name = (
+            pass_result.evolution.ingestion_tables.dead_letter_table,
+            targets[-1].name,
+        )
+        min_offsets = self.min_offsets([one.name for one in targets])
+        raw_records = {(one.topic, one.partition, one.offset): one for one in self._records.fetch(unwritable)}
+        unwritable_records = [
             UnwritableRecord(
-                raw[one.topic, one.partition, offset],
+                raw_records[one.topic, one.partition, offset],
                 one.incarnation,
                 error,
-                due_tables((one, offset), floors, dead, dead_name),
+                dead_letter_targets((one, offset), min_offsets, dead_letter_table, dead_letter_table_name),
             )
             for (one, offset), error in sorted(unwritable.items(), key=lambda item: item[0])
         ]
-        columns = letters_of(letters, batch=self._batch, received_at_us=self._started_us)
+        columns = build_dead_letters(
+            unwritable_records, batch_id=self._batch_id, received_at_us=self._started_us
+        )
         count = len(columns["offset"])
         if count:
-            files = dead_letter_files(self._work(targets, {}), columns, count)
-            scanned.files.setdefault(len(targets) - 1, []).extend(files)
-        scanned.counts.update({"records": len(letters), "dead": count, f"dead/{UNWRITABLE}": count})
-        return replace(passed, notes=(note_of(unwritable),))
+            files = write_dead_letters(self._build_work(targets, {}), columns, count)
+            scan_result.files.setdefault(len(targets) - 1, []).extend(files)
+        scan_result.counts.update(
+            {"records": len(unwritable_records), "dead": count, f"dead/{UNWRITABLE}": count}
+        )
+        return replace(pass_result, notes=(format_note(unwritable),))
 
 
-def _divided(before: Before, passes: _Passes, start: str, error: Exception) -> tuple[Before, _Passed]:
+def _ingest_divided_batch(
+    planned_batch: PlannedBatch, passes: _BatchPasses, start_hash: str, error: Exception
+) -> tuple[PlannedBatch, _PassResult]:
     """The batch without the records that fail it, which become dead letters; perhaps only its first part.
 
-    `start` is the branch's hash before the first pass, `error` what that one failed with. Raises `error`
+    `start_hash` is the branch's hash before the first pass, `error` what that one failed with. Raises `error`
     where a pass over one harmless record fails too, and where no part of the batch can be written.
     """
     # A table that no pass has written may be declared wrongly: each record fails alone, and none is at fault.
-    proved = len(before.known.without_unknown_columns().wanted) == len(before.known.wanted)
+    any_pass_succeeded = len(planned_batch.ingestion_tables.without_unknown_columns().identifiers) == len(
+        planned_batch.ingestion_tables.identifiers
+    )
 
     def error_of(ranges: Ranges) -> Exception | None:
-        nonlocal proved
+        nonlocal any_pass_succeeded
         try:
-            tried = passes.over([ranges], before.known).settled
-            delete_files(tried.scanned, tried.targets)
-            proved = True
+            evolution = passes.run_on_ranges([ranges], planned_batch.ingestion_tables).evolution
+            delete_files(evolution.scanned, evolution.targets)
+            any_pass_succeeded = True
         except ColumnsUnknown:
             return None  # these records alone make no table, and together with the others they may
         except Exception as failure:
@@ -313,175 +388,211 @@ def _divided(before: Before, passes: _Passes, start: str, error: Exception) -> t
                 raise
             return failure
         finally:
-            passes.restore(start)
+            passes.undo_table_changes(start_hash)
         return None
 
-    passes.restore(start)
+    passes.undo_table_changes(start_hash)
     try:
-        passes.over_one_without_value()
+        passes.run_on_empty_record()
     except Exception as other:
-        error.add_note(f"A pass over one record without a value failed too: {reason_of(other)}")
+        error.add_note(f"A pass over one record without a value failed too: {error_reason(other)}")
         raise error from other
     finally:
-        passes.restore(start)
-    division = divide(before.plan.ranges, error_of)
-    if not proved:
+        passes.undo_table_changes(start_hash)
+    division = find_unwritable_records(planned_batch.plan.ranges, error_of)
+    if not any_pass_succeeded:
         raise error
     for parts in (division.resolved, division.resolved[:1]):
-        ranges = joined(parts)
-        unwritable = {one: cause for one, cause in division.unwritable.items() if _is_in(one, ranges)}
-        pieces = without(ranges, unwritable)
+        ranges = join_ranges(parts)
+        unwritable = {one: cause for one, cause in division.unwritable.items() if _is_in_ranges(one, ranges)}
+        pieces = exclude_records(ranges, unwritable)
         try:
-            passed = passes.over(pieces, before.known) if pieces else passes.of_dead_letters_alone()
+            pass_result = (
+                passes.run_on_ranges(pieces, planned_batch.ingestion_tables)
+                if pieces
+                else passes.build_empty_result()
+            )
         except Exception as failure:
-            passes.restore(start)
+            passes.undo_table_changes(start_hash)
             if not is_caused_by_records(failure):
                 raise
             continue
-        before = replace(before, plan=narrowed(before.plan, ranges))
-        with deleted_on_failure(passed.settled.scanned, passed.settled.targets):
-            return before, passes.with_letters(passed, unwritable)
+        planned_batch = replace(planned_batch, plan=narrow_plan(planned_batch.plan, ranges))
+        with delete_on_failure(pass_result.evolution.scanned, pass_result.evolution.targets):
+            return planned_batch, passes.with_dead_letters(pass_result, unwritable)
     raise error
 
 
-def _is_in(position: Position, ranges: Ranges) -> bool:
-    span = ranges.get(position[0])
-    return span is not None and span.start <= position[1] < span.end
+def _is_in_ranges(position: RecordPosition, ranges: Ranges) -> bool:
+    offset_range = ranges.get(position[0])
+    return offset_range is not None and offset_range.start <= position[1] < offset_range.end
 
 
-def _committed(
-    before: Before,
-    place: Place,
+def _finish_batch(
+    planned_batch: PlannedBatch,
+    batch_context: BatchContext,
     targets: Sequence[Target],
-    scanned: Scanned,
-    staged: Mapping[int, Identifier],
-    staging: list[Table],
-    batch: str,
-    tables: IcebergTables,
+    scan_result: ScanResult,
+    staging_identifiers: Mapping[int, Identifier],
+    staged_tables: list[Table],
+    batch_id: str,
+    tables: IcebergTableFormat,
     more_notes: Sequence[str] = (),
     *,
     started_us: int,
 ) -> BatchResult:
-    notes = (*before.plan.notes, *more_notes)
-    recorded = _recorded(before, scanned, batch, place.run_id, now_ms=started_us // 1000)
-    head = _commit(before, place, targets, scanned, recorded, staged, staging, tables)
-    return BatchResult(batch, before.ingest, before.plan, targets, scanned, recorded, head, notes)
+    notes = (*planned_batch.plan.notes, *more_notes)
+    progress = _build_progress(
+        planned_batch, scan_result, batch_id, batch_context.run_id, now_ms=started_us // 1000
+    )
+    head = _commit_targets(
+        planned_batch,
+        batch_context,
+        targets,
+        scan_result,
+        progress,
+        staging_identifiers,
+        staged_tables,
+        tables,
+    )
+    return BatchResult(
+        batch_id, planned_batch.ingest, planned_batch.plan, targets, scan_result, progress, head, notes
+    )
 
 
-def _commit(
-    before: Before,
-    place: Place,
+def _commit_targets(
+    planned_batch: PlannedBatch,
+    batch_context: BatchContext,
     targets: Sequence[Target],
-    scanned: Scanned,
-    recorded: Recorded,
-    staged: Mapping[int, Identifier],
-    staging: list[Table],
-    tables: IcebergTables,
+    scan_result: ScanResult,
+    progress: TableProgress,
+    staging_identifiers: Mapping[int, Identifier],
+    staged_tables: list[Table],
+    tables: IcebergTableFormat,
 ) -> Reference:
-    anchor, ingest = len(targets) - 1, before.ingest
+    dead_letter_number, ingest = len(targets) - 1, planned_batch.ingest
     changes = []
-    for number, one in enumerate(targets):
-        files = scanned.files.get(number, [])
-        if number in staged or not (files or number == anchor or one.name in before.standing.replayed):
+    for number, target in enumerate(targets):
+        files = scan_result.files.get(number, [])
+        if number in staging_identifiers or not (
+            files or number == dead_letter_number or target.name in planned_batch.progress.replay_offsets
+        ):
             continue
         # A table that is filled again says how far it is even where there was nothing for it.
-        mode = {LakeProperty.WRITE_MODE: "append", LakeProperty.ASSET: "/".join(one.identifier)}
+        write_properties = {
+            LakeProperty.WRITE_MODE: "append",
+            LakeProperty.ASSET: "/".join(target.identifier),
+        }
         changes.append(
-            TableChange(
-                one.identifier,
-                one.table,
+            BatchTableChange(
+                target.identifier,
+                target.table,
                 files,
-                before.standing.recorded(one.name, recorded, before.plan),
-                {**place.origin, **mode},
-                before.known.told if number == anchor else {},
+                planned_batch.progress.table_progress(target.name, progress, planned_batch.plan),
+                {**batch_context.snapshot_properties, **write_properties},
+                planned_batch.ingestion_tables.changed_properties if number == dead_letter_number else {},
             )
         )
-    if any(scanned.files.get(number) for number in staged):
-        staging += _merge_staged(before, place, targets, scanned, recorded, staged, tables)
-    merged_into = [one.identifier for one in targets if one.declared and one.declared.mode != "append"]
-    for number in staged:
-        one = targets[number]
-        if scanned.files.get(number) or one.name in before.standing.replayed:
-            fresh = place.catalog.load_table(one.identifier)
-            mine = before.standing.recorded(one.name, recorded, before.plan)
-            changes.append(TableChange(one.identifier, fresh, (), mine))
+    if any(scan_result.files.get(number) for number in staging_identifiers):
+        staged_tables += _merge_staged(
+            planned_batch, batch_context, targets, scan_result, progress, staging_identifiers, tables
+        )
+    merge_identifiers = [
+        one.identifier for one in targets if one.declaration and one.declaration.mode != "append"
+    ]
+    for number in staging_identifiers:
+        target = targets[number]
+        if scan_result.files.get(number) or target.name in planned_batch.progress.replay_offsets:
+            merged_table = batch_context.catalog.load_table(target.identifier)
+            table_progress = planned_batch.progress.table_progress(target.name, progress, planned_batch.plan)
+            changes.append(BatchTableChange(target.identifier, merged_table, (), table_progress))
     return commit_tables(
-        place.lake.nessie,
-        place.catalog,
-        place.branch,
+        batch_context.lake.nessie,
+        batch_context.catalog,
+        batch_context.branch,
         changes,
         ingestion=ingest.name,
-        message=f"Ingest {ingest.name}: {in_words(before.plan.ranges)}",
-        properties=place.properties,
+        message=f"Ingest {ingest.name}: {format_ranges(planned_batch.plan.ranges)}",
+        properties=batch_context.commit_properties,
         tables=tables,
-        keep=ingest.keep_snapshots if place.trims else None,
+        keep_snapshots=ingest.keep_snapshots if batch_context.expires_snapshots else None,
         # Of an attempt that was given up one may have come late: none must be published.
-        dropped=staging_tables(place.lake.nessie, place.branch, merged_into),
+        tables_to_drop=list_staging_tables(
+            batch_context.lake.nessie, batch_context.branch, merge_identifiers
+        ),
     )
 
 
 def _merge_staged(
-    before: Before,
-    place: Place,
+    planned_batch: PlannedBatch,
+    batch_context: BatchContext,
     targets: Sequence[Target],
-    scanned: Scanned,
-    recorded: Recorded,
-    staged: Mapping[int, Identifier],
-    tables: IcebergTables,
+    scan_result: ScanResult,
+    progress: TableProgress,
+    staging_identifiers: Mapping[int, Identifier],
+    tables: IcebergTableFormat,
 ) -> list[Table]:
     """Append the staged rows to their tables and merge these; the staging tables with what was appended."""
-    waiting = [
-        TableChange(identifier, place.catalog.load_table(identifier), scanned.files[number])
-        for number, identifier in staged.items()
-        if scanned.files.get(number)
+    staged_changes = [
+        BatchTableChange(identifier, batch_context.catalog.load_table(identifier), scan_result.files[number])
+        for number, identifier in staging_identifiers.items()
+        if scan_result.files.get(number)
     ]
     commit_tables(
-        place.lake.nessie,
-        place.catalog,
-        place.branch,
-        waiting,
-        ingestion=before.ingest.name,
-        message=f"Ingest {before.ingest.name}: rows to merge",
-        properties=place.properties,
+        batch_context.lake.nessie,
+        batch_context.catalog,
+        batch_context.branch,
+        staged_changes,
+        ingestion=planned_batch.ingest.name,
+        message=f"Ingest {planned_batch.ingest.name}: rows to merge",
+        properties=batch_context.commit_properties,
         tables=tables,
     )
-    filled = [place.catalog.load_table(one.identifier) for one in waiting]
-    session = place.session()
-    for number, identifier in staged.items():
-        if not scanned.files.get(number):
+    filled_tables = [batch_context.catalog.load_table(one.identifier) for one in staged_changes]
+    session = batch_context.session()
+    for number, identifier in staging_identifiers.items():
+        if not scan_result.files.get(number):
             continue
-        one = targets[number]
-        assert one.declared is not None  # noqa: S101 - dead letters are not staged
-        origin = {
-            **place.origin,
-            **before.standing.recorded(one.name, recorded, before.plan).summary(before.ingest.name),
+        target = targets[number]
+        assert target.declaration is not None  # noqa: S101 - dead letters are not staged
+        snapshot_properties = {
+            **batch_context.snapshot_properties,
+            **planned_batch.progress.table_progress(target.name, progress, planned_batch.plan).to_summary(
+                planned_batch.ingest.name
+            ),
             LakeProperty.WRITE_MODE: "upsert",
-            LakeProperty.KEYS: ",".join(one.declared.keys),
-            LakeProperty.ASSET: "/".join(one.identifier),
+            LakeProperty.KEYS: ",".join(target.declaration.keys),
+            LakeProperty.ASSET: "/".join(target.identifier),
         }
-        merge(session, one, identifier, origin)
-    return filled
+        merge_staged_rows(session, target, identifier, snapshot_properties)
+    return filled_tables
 
 
-def _recorded(before: Before, scanned: Scanned, batch: str, run_id: str, *, now_ms: int) -> Recorded:
+def _build_progress(
+    planned_batch: PlannedBatch, scan_result: ScanResult, batch_id: str, run_id: str, *, now_ms: int
+) -> TableProgress:
     """What the tables record after the batch; `now_ms` is the time at which it began, ms since 1970."""
-    known, plan, idle_after = before.standing, before.plan, before.ingest.idle_after
-    reached, topics = known.after(plan), list(plan.topics.values())
-    latest = latest_times(known.latest_ms, scanned.latest, topics, now_ms=now_ms)
-    through = valid_through_ms(
+    earlier_progress, plan, idle_after = (
+        planned_batch.progress,
+        planned_batch.plan,
+        planned_batch.ingest.idle_after,
+    )
+    reached_offsets, topics = earlier_progress.position_after(plan), list(plan.topics.values())
+    latest_ms = merge_latest_times(earlier_progress.latest_ms, scan_result.latest_ms, topics, now_ms=now_ms)
+    valid_through = compute_valid_through_ms(
         topics,
-        latest,
-        reached,
-        known.valid_through_ms,
+        latest_ms,
+        reached_offsets,
+        earlier_progress.valid_through_ms,
         now_ms=now_ms,
         idle_after_ms=None if idle_after is None else int(idle_after.total_seconds() * 1000),
     )
-    return Recorded(
-        reached,
-        batch,
+    return TableProgress(
+        reached_offsets,
+        batch_id,
         run_id,
-        through,
-        started=merged(known.started, plan.started),
-        latest_ms=latest,
-        dead_letters=before.known.dead_letters,
+        valid_through,
+        first_offsets=merge_offsets(earlier_progress.first_offsets, plan.first_offsets),
+        latest_ms=latest_ms,
+        dead_letter_table_name=planned_batch.ingestion_tables.dead_letter_table_name,
     )

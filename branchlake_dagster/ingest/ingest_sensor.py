@@ -19,60 +19,67 @@ from itertools import takewhile
 import dagster as dg
 
 from branchlake_dagster.errors import BranchlakeError, Transient
-from branchlake_dagster.ingest.batch_context import Before, look
+from branchlake_dagster.ingest.batch_context import PlannedBatch, plan_next_batch
 from branchlake_dagster.ingest.declaration import Ingest
-from branchlake_dagster.ingest.observation import observations, without_brokers
-from branchlake_dagster.ingest.offsets import records
-from branchlake_dagster.ingest.topic_source import source_of
+from branchlake_dagster.ingest.observation import build_observations, build_offline_observations
+from branchlake_dagster.ingest.offsets import count_offsets
+from branchlake_dagster.ingest.topic_source import open_topic_source
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.receivers.metrics_client import Monitored, scrape
-from branchlake_dagster.runs.discarding import FAILS, FAILS_BY_ITSELF, FAILURE_REASON_TAG
+from branchlake_dagster.receivers.metrics_client import MonitorReport, scrape_monitors
+from branchlake_dagster.runs.discarding import FAILING_STATUSES, FAILURE_REASON_TAG, PERMANENT_FAILURES
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import SET_ASIDE, Status
+from branchlake_dagster.runs.run_tags import PARKED, Status
 from branchlake_dagster.stored_names import RunTag
-from branchlake_dagster.wording import counted
+from branchlake_dagster.wording import format_count
 
-_WAITS_S = (10.0, 30.0, 90.0, 270.0, 600.0)
+_PAUSES_S = (10.0, 30.0, 90.0, 270.0, 600.0)
 """After the second failure in a row (none after the first), the third, …; then always the last of them."""
-_SOON_S = 600.0
+_FAILS_SOON_S = 600.0
 """A run that worked for longer has failed for something new."""
 
 
-def pause(instance: dg.DagsterInstance, ingest: Ingest, job: str, now: float) -> str | None:
+def find_pause_reason(instance: dg.DagsterInstance, ingest: Ingest, job_name: str, now: float) -> str | None:
     """Why no run is to be started yet: those before it have failed, one after the other. None: one may.
 
     `now` is a wall clock, seconds since 1970.
     """
-    wanted = dg.RunsFilter(job_name=job, tags={RunTag.INGESTION: ingest.name})
-    newest = instance.get_run_records(wanted, limit=len(_WAITS_S) + 1)
-    failed = list(takewhile(lambda one: _failed_soon(one) and _by_itself(one.dagster_run), newest))
-    if len(failed) < 2:
+    runs_filter = dg.RunsFilter(job_name=job_name, tags={RunTag.INGESTION: ingest.name})
+    newest_runs = instance.get_run_records(runs_filter, limit=len(_PAUSES_S) + 1)
+    failed_runs = list(
+        takewhile(lambda one: _has_failed_soon(one) and _has_failed_by_itself(one.dagster_run), newest_runs)
+    )
+    if len(failed_runs) < 2:
         return None
-    last, next_at = failed[0], _ended(failed[0]) + _WAITS_S[len(failed) - 2]
+    last_failure, next_at = failed_runs[0], _end_time(failed_runs[0]) + _PAUSES_S[len(failed_runs) - 2]
     if now >= next_at:
         return None
-    count = f"{len(failed)} or more" if len(failed) > len(_WAITS_S) else str(len(failed))
+    count = f"{len(failed_runs)} or more" if len(failed_runs) > len(_PAUSES_S) else str(len(failed_runs))
     return (
-        f"{count} runs have failed one after the other, run {last.dagster_run.run_id[:8]} last."
+        f"{count} runs have failed one after the other, run {last_failure.dagster_run.run_id[:8]} last."
         f" The next one starts at {datetime.fromtimestamp(next_at, UTC):%H:%M:%S} UTC;"
-        f" to try at once, launch {job}."
+        f" to try at once, launch {job_name}."
     )
 
 
-def _ended(record: dg.RunRecord) -> float:
-    return record.end_time if record.end_time is not None else record.update_timestamp.timestamp()
+def _end_time(run_record: dg.RunRecord) -> float:
+    return run_record.end_time if run_record.end_time is not None else run_record.update_timestamp.timestamp()
 
 
-def _failed_soon(record: dg.RunRecord) -> bool:
-    if record.dagster_run.status is not dg.DagsterRunStatus.FAILURE:
+def _has_failed_soon(run_record: dg.RunRecord) -> bool:
+    if run_record.dagster_run.status is not dg.DagsterRunStatus.FAILURE:
         return False
-    ended = _ended(record)
-    return ended - (record.start_time if record.start_time is not None else ended) < _SOON_S
+    end_time = _end_time(run_record)
+    return (
+        end_time - (run_record.start_time if run_record.start_time is not None else end_time) < _FAILS_SOON_S
+    )
 
 
-def _by_itself(run: dg.DagsterRun) -> bool:
+def _has_failed_by_itself(run: dg.DagsterRun) -> bool:
     """Whether it has failed by what it did, or by what its publication found."""
-    return run.tags.get(FAILURE_REASON_TAG) in FAILS_BY_ITSELF or run.tags.get(RunTag.STATUS) in FAILS
+    return (
+        run.tags.get(FAILURE_REASON_TAG) in PERMANENT_FAILURES
+        or run.tags.get(RunTag.STATUS) in FAILING_STATUSES
+    )
 
 
 _ACTIVE = [
@@ -86,64 +93,73 @@ _OBSERVED_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
 
-def active_runs(instance: dg.DagsterInstance, ingest: Ingest) -> list[dg.DagsterRun]:
+def list_active_runs(instance: dg.DagsterInstance, ingest: Ingest) -> list[dg.DagsterRun]:
     """The runs of an ingestion that have not ended."""
-    wanted = dg.RunsFilter(tags={RunTag.INGESTION: ingest.name}, statuses=_ACTIVE)
-    return list(instance.get_runs(wanted))
+    runs_filter = dg.RunsFilter(tags={RunTag.INGESTION: ingest.name}, statuses=_ACTIVE)
+    return list(instance.get_runs(runs_filter))
 
 
-def unpublished_run(instance: dg.DagsterInstance, ingest: Ingest, job: str) -> dg.DagsterRun | None:
+def find_unpublished_run(instance: dg.DagsterInstance, ingest: Ingest, job_name: str) -> dg.DagsterRun | None:
     """The newest run of an ingestion's job, if it has succeeded and is yet to be published.
 
     Another one would read the same records, and be refused. Not one that waits for somebody's word: the
     records are published without it, and it is refused when it is taken up again.
     """
-    wanted = dg.RunsFilter(job_name=job, tags={RunTag.INGESTION: ingest.name})
-    for run in instance.get_runs(wanted, limit=1):
-        done, tags = run.status is dg.DagsterRunStatus.SUCCESS, run.tags
-        if done and tags.get(RunTag.STATUS) == Status.PENDING and tags.get(RunTag.NEXT_ATTEMPT) != SET_ASIDE:
+    runs_filter = dg.RunsFilter(job_name=job_name, tags={RunTag.INGESTION: ingest.name})
+    for run in instance.get_runs(runs_filter, limit=1):
+        has_succeeded, tags = run.status is dg.DagsterRunStatus.SUCCESS, run.tags
+        if (
+            has_succeeded
+            and tags.get(RunTag.STATUS) == Status.PENDING
+            and tags.get(RunTag.NEXT_ATTEMPT) != PARKED
+        ):
             return run
     return None
 
 
-def waiting(ingest: Ingest, lake: Lakehouse) -> Before:
-    """What waits, by `main`. Raises as `look`."""
-    topics, space = source_of(ingest, lake.settings).topics, lake.settings.default_namespace
-    return look(ingest, lake.nessie, lake.catalog(MAIN), topics, namespace=space)
+def plan_batch_on_main(ingest: Ingest, lake: Lakehouse) -> PlannedBatch:
+    """What waits, by `main`. Raises as `plan_next_batch`."""
+    topics, default_namespace = (
+        open_topic_source(ingest, lake.settings).topics,
+        lake.settings.default_namespace,
+    )
+    return plan_next_batch(ingest, lake.nessie, lake.catalog(MAIN), topics, namespace=default_namespace)
 
 
-def told_and_observations(
-    ingest: Ingest, lake: Lakehouse, told: float, at: float
+def observe_topics(
+    ingest: Ingest, lake: Lakehouse, last_observed: float, now: float
 ) -> tuple[float, list[dg.AssetObservation]]:
     """How the topics are, if it was told a minute ago or longer, and when it was told last.
 
     Of topics that cannot be looked at only what receivers count is told: the batches say why.
     """
-    if at - told < _OBSERVED_EVERY_S:
-        return told, []
-    monitors: list[Monitored] = []
+    if now - last_observed < _OBSERVED_EVERY_S:
+        return last_observed, []
+    monitors: list[MonitorReport] = []
     try:
-        monitors = scrape(lake.settings.receiver_monitors)
-        topics = source_of(ingest, lake.settings).topics
-        before = waiting(ingest, lake)
+        monitors = scrape_monitors(lake.settings.receiver_monitors)
+        topics = open_topic_source(ingest, lake.settings).topics
+        planned_batch = plan_batch_on_main(ingest, lake)
         # Runs of one batch each end before they are published: what the group has is what `main` has.
-        topics.report(ingest.group, before.current)
-        return at, observations(ingest, before, topics, monitors)
+        topics.report_offsets(ingest.group, planned_batch.current_offsets)
+        return now, build_observations(ingest, planned_batch, topics, monitors)
     except Exception as error:  # noqa: BLE001 - what cannot be told holds up no batch, which says why itself
-        strange = not isinstance(error, BranchlakeError)
-        _log.warning("The topics of %s could not be looked at: %s", ingest.name, error, exc_info=strange)
-        return at, without_brokers(ingest, monitors)
+        is_unexpected = not isinstance(error, BranchlakeError)
+        _log.warning(
+            "The topics of %s could not be looked at: %s", ingest.name, error, exc_info=is_unexpected
+        )
+        return now, build_offline_observations(ingest, monitors)
 
 
-def batch_sensor(
+def build_batch_sensor(
     ingest: Ingest,
-    job: str,
+    job_name: str,
     *,
     lakehouse_key: str = "lakehouse",
     least_records: int = 10_000,
     most_age_s: float = 60.0,
     interval_s: int = 5,
-    now: Callable[[], float] = time.time,
+    clock: Callable[[], float] = time.time,
 ) -> dg.SensorDefinition:
     """A sensor that starts the job for a batch, one at a time.
 
@@ -153,7 +169,7 @@ def batch_sensor(
 
     @dg.sensor(
         name=f"ingest_{ingest.name}_sensor",
-        job_name=job,
+        job_name=job_name,
         minimum_interval_seconds=interval_s,
         required_resource_keys={lakehouse_key},
         description=f"Starts a batch of {ingest.name} when {least_records:,} records wait, or some for"
@@ -161,36 +177,40 @@ def batch_sensor(
     )
     def sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
-        held = json.loads(context.cursor or "{}")
-        at = now()
-        told, events = told_and_observations(ingest, resource.lakehouse, held.get("told", 0.0), at)
-        if active := active_runs(context.instance, ingest):
+        stored_cursor = json.loads(context.cursor or "{}")
+        now = clock()
+        last_observed, events = observe_topics(
+            ingest, resource.lakehouse, stored_cursor.get("told", 0.0), now
+        )
+        if active := list_active_runs(context.instance, ingest):
             reason = f"Run {active[0].run_id[:8]} is at it."
-        elif done := unpublished_run(context.instance, ingest, job):
-            reason = f"Run {done.run_id[:8]} is to be published first."
+        elif ended_run := find_unpublished_run(context.instance, ingest, job_name):
+            reason = f"Run {ended_run.run_id[:8]} is to be published first."
         else:
             reason = None
         if reason is not None:
-            cursor = json.dumps({**held, "told": told})
+            cursor = json.dumps({**stored_cursor, "told": last_observed})
             return dg.SensorResult(skip_reason=reason, cursor=cursor, asset_events=events)
         try:
-            before = waiting(ingest, resource.lakehouse)
+            planned_batch = plan_batch_on_main(ingest, resource.lakehouse)
         except BranchlakeError as error:
             if not isinstance(error, Transient):
                 raise
-            cursor = json.dumps({**held, "told": told})
+            cursor = json.dumps({**stored_cursor, "told": last_observed})
             return dg.SensorResult(skip_reason=str(error), cursor=cursor, asset_events=events)
-        count = records(before.plan.ranges) + before.plan.lag
-        since = held.get("since", at) if count else None
-        cursor = json.dumps({"told": told, **({"since": since} if since is not None else {})})
-        aged = since is not None and at - since >= most_age_s
-        if before.plan.due or count >= least_records or (count and aged):
-            if later := pause(context.instance, ingest, job, at):
-                return dg.SensorResult(skip_reason=later, cursor=cursor, asset_events=events)
-            cursor = json.dumps({"told": told})
+        count = count_offsets(planned_batch.plan.ranges) + planned_batch.plan.lag
+        waiting_since = stored_cursor.get("since", now) if count else None
+        cursor = json.dumps(
+            {"told": last_observed, **({"since": waiting_since} if waiting_since is not None else {})}
+        )
+        is_old_enough = waiting_since is not None and now - waiting_since >= most_age_s
+        if planned_batch.plan.must_record or count >= least_records or (count and is_old_enough):
+            if pause_reason := find_pause_reason(context.instance, ingest, job_name, now):
+                return dg.SensorResult(skip_reason=pause_reason, cursor=cursor, asset_events=events)
+            cursor = json.dumps({"told": last_observed})
             request = dg.RunRequest(tags={RunTag.INGESTION: ingest.name})
             return dg.SensorResult([request], cursor=cursor, asset_events=events)
-        reason = f"{counted(count, 'record')} waiting." if count else "Nothing waits."
+        reason = f"{format_count(count, 'record')} waiting." if count else "Nothing waits."
         return dg.SensorResult(skip_reason=reason, cursor=cursor, asset_events=events)
 
     return sensor

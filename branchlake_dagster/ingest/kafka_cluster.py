@@ -10,32 +10,32 @@ from pathlib import Path
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.settings import Settings
 
-_CERTIFICATES = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-_KEY = re.compile(r"-----BEGIN PRIVATE KEY-----.+?-----END PRIVATE KEY-----", re.DOTALL)
+_CERTIFICATE_BLOCK = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_KEY_BLOCK = re.compile(r"-----BEGIN PRIVATE KEY-----.+?-----END PRIVATE KEY-----", re.DOTALL)
 
 
-def certificates(file: Path) -> str:
+def read_ca_bundle(file: Path) -> str:
     """A bundle of authorities, as it is. Raises ConfigurationError."""
     hint = "BRANCHLAKE_KAFKA_CA is a file of PEM certificates."
-    found = _text(file, "certificates", hint)
-    if "-----BEGIN CERTIFICATE-----" not in found:
+    pem = _read_pem(file, "certificates", hint)
+    if "-----BEGIN CERTIFICATE-----" not in pem:
         raise ConfigurationError(
             f"{file} holds no certificate.", hint=hint, reason="no_certificate", subject=str(file)
         )
-    return found
+    return pem
 
 
-def own_certificate(file: Path) -> tuple[str, str]:
+def read_client_certificate(file: Path) -> tuple[str, str]:
     """The private key, and the chain of certificates. Raises ConfigurationError, which never has the key."""
     hint = "BRANCHLAKE_KAFKA_CERTIFICATE is a PEM file with a private key (PKCS #8) and its certificates."
-    found = _text(file, "certificate", hint)
-    key, chain = _KEY.search(found), _CERTIFICATES.findall(found)
+    pem = _read_pem(file, "certificate", hint)
+    key, chain = _KEY_BLOCK.search(pem), _CERTIFICATE_BLOCK.findall(pem)
     if not chain:
         raise ConfigurationError(
             f"{file} holds no certificate.", hint=hint, reason="no_certificate", subject=str(file)
         )
     if key is None:
-        if "PRIVATE KEY-----" not in found:
+        if "PRIVATE KEY-----" not in pem:
             raise ConfigurationError(
                 f"{file} holds no private key.", hint=hint, reason="no_private_key", subject=str(file)
             )
@@ -49,7 +49,7 @@ def own_certificate(file: Path) -> tuple[str, str]:
     return key[0], "\n".join(chain)
 
 
-def _text(file: Path, what: str, hint: str) -> str:
+def _read_pem(file: Path, what: str, hint: str) -> str:
     try:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -67,7 +67,7 @@ _LOGIN_MODULES = {
 
 
 @dataclass(frozen=True)
-class Cluster:
+class KafkaCluster:
     """Addresses and credentials of a Kafka cluster.
 
     `bootstrap` is `host:port,…`; `security` is Kafka's `security.protocol`; `ca` is a file of PEM
@@ -83,7 +83,7 @@ class Cluster:
     certificate: Path | None = None
 
     @classmethod
-    def of(cls, settings: Settings, bootstrap: str) -> Cluster:
+    def from_settings(cls, settings: Settings, bootstrap: str) -> KafkaCluster:
         """The cluster at an address, with the credentials of the settings. Raises ConfigurationError."""
         password = settings.kafka_password.get_secret_value() if settings.kafka_password else None
         return cls(
@@ -119,40 +119,40 @@ class Cluster:
 
     def client_options(self) -> dict[str, str]:
         """For librdkafka (confluent-kafka). Secrets included: never log them. Raises ConfigurationError."""
-        found = {"bootstrap.servers": self.bootstrap, "security.protocol": self.security}
+        options = {"bootstrap.servers": self.bootstrap, "security.protocol": self.security}
         if self.mechanism and self.username and self.password:
-            found |= {
+            options |= {
                 "sasl.mechanism": self.mechanism,
                 "sasl.username": self.username,
                 "sasl.password": self.password,
             }
         if self.ca is not None:
-            certificates(self.ca)
-            found["ssl.ca.location"] = str(self.ca)
+            read_ca_bundle(self.ca)
+            options["ssl.ca.location"] = str(self.ca)
         if self.certificate is not None:
-            own_certificate(self.certificate)
-            place = str(self.certificate)
-            found |= {"ssl.certificate.location": place, "ssl.key.location": place}
-        return found
+            read_client_certificate(self.certificate)
+            certificate_path = str(self.certificate)
+            options |= {"ssl.certificate.location": certificate_path, "ssl.key.location": certificate_path}
+        return options
 
     def spark_options(self) -> dict[str, str]:
         """For Spark's source `kafka`. Secrets included; Spark hides options of this name in its plans.
 
         Raises ConfigurationError.
         """
-        found: Mapping[str, str] = {
+        options: Mapping[str, str] = {
             "bootstrap.servers": self.bootstrap,
             "security.protocol": self.security,
             **self._java_sasl(),
             **self._java_trust(),
             **self._java_certificate(),
         }
-        return {f"kafka.{name}": value for name, value in found.items()}
+        return {f"kafka.{name}": value for name, value in options.items()}
 
     def _java_sasl(self) -> dict[str, str]:
         if not (self.mechanism and self.username and self.password):
             return {}
-        login = f'username="{_escaped(self.username)}" password="{_escaped(self.password)}"'
+        login = f'username="{_escape_quotes(self.username)}" password="{_escape_quotes(self.password)}"'
         return {
             "sasl.mechanism": self.mechanism,
             "sasl.jaas.config": f"{_LOGIN_MODULES[self.mechanism]} required {login};",
@@ -162,12 +162,12 @@ class Cluster:
         if self.ca is None:
             return {}
         # By value: the executors need not have the file.
-        return {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": certificates(self.ca)}
+        return {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": read_ca_bundle(self.ca)}
 
     def _java_certificate(self) -> dict[str, str]:
         if self.certificate is None:
             return {}
-        key, chain = own_certificate(self.certificate)
+        key, chain = read_client_certificate(self.certificate)
         return {
             "ssl.keystore.type": "PEM",
             "ssl.keystore.key": key,
@@ -175,5 +175,5 @@ class Cluster:
         }
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"')
+def _escape_quotes(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"')

@@ -7,34 +7,37 @@ from typing import Any
 import dagster as dg
 
 from branchlake_dagster.ingest.declaration import Ingest
-from branchlake_dagster.ingest.ingest_sensor import waiting
-from branchlake_dagster.ingest.topic_source import least, remove_read
+from branchlake_dagster.ingest.ingest_sensor import plan_batch_on_main
+from branchlake_dagster.ingest.topic_source import common_offsets, remove_read_files
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.landing import Landing, LandingFile
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.wording import counted
+from branchlake_dagster.wording import format_count
 
 
 def remove_landing_files(
-    topic: str, ingests: Sequence[Ingest], lake: Lakehouse, *, now: Callable[[], float] = time.time
+    topic: str, ingests: Sequence[Ingest], lake: Lakehouse, *, clock: Callable[[], float] = time.time
 ) -> list[LandingFile]:
     """Remove the files of a topic that all `ingests` have on `main` and that are older than `landing_keep_h`.
 
     Raises as `look`, before anything is removed.
     """
     # A table that was rolled back and is to be filled again needs what is before the others' position.
-    looks = [waiting(one, lake) for one in ingests]
-    read = least(one.standing.start for one in looks)
-    finished_before = now() - lake.settings.landing_keep_h * 3600
-    return remove_read(
-        Landing(lake.settings.landing_folder), [looks[0].topics[topic]], read, finished_before=finished_before
+    planned_batches = [plan_batch_on_main(one, lake) for one in ingests]
+    read_offsets = common_offsets(one.progress.start for one in planned_batches)
+    finished_before = clock() - lake.settings.landing_keep_h * 3600
+    return remove_read_files(
+        Landing(lake.settings.landing_folder),
+        [planned_batches[0].topics[topic]],
+        read_offsets,
+        finished_before=finished_before,
     )
 
 
 def landing_files_job(ingests: Sequence[Ingest], *, lakehouse_key: str) -> dg.JobDefinition:
     """The job, for all topics of these ingestions."""
-    topics = sorted({topic for one in ingests for topic in one.topics})
-    name = _name(ingests)
+    topics = sorted({topic for ingest in ingests for topic in ingest.topics})
+    name = _job_name(ingests)
 
     @dg.op(
         name=f"{name}_op",
@@ -45,11 +48,11 @@ def landing_files_job(ingests: Sequence[Ingest], *, lakehouse_key: str) -> dg.Jo
     def remove(context: dg.OpExecutionContext) -> None:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
         for topic in topics:
-            readers = [one for one in ingests if topic in one.topics]
+            readers = [ingest for ingest in ingests if topic in ingest.topics]
             removed = remove_landing_files(topic, readers, resource.lakehouse)
             rows = sum(file.rows for file in removed)
             context.log.info(
-                f"{topic}: {counted(len(removed), 'file')} with {counted(rows, 'record')} removed."
+                f"{topic}: {format_count(len(removed), 'file')} with {format_count(rows, 'record')} removed."
             )
 
     @dg.job(
@@ -73,6 +76,6 @@ def landing_files_schedule(job: Any) -> dg.ScheduleDefinition:
     )
 
 
-def _name(ingests: Sequence[Ingest]) -> str:
+def _job_name(ingests: Sequence[Ingest]) -> str:
     """A name that another group of ingestions in one code location would not have."""
-    return f"landing_files_{min(one.name for one in ingests)}"
+    return f"landing_files_{min(ingest.name for ingest in ingests)}"

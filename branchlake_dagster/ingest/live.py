@@ -19,8 +19,8 @@ from pyspark.sql import SparkSession
 
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Transient
-from branchlake_dagster.ingest.batch_context import Place, look
-from branchlake_dagster.ingest.batch_report import blocked_because
+from branchlake_dagster.ingest.batch_context import BatchContext, plan_next_batch
+from branchlake_dagster.ingest.batch_report import find_block_reason
 from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.ingest.errors import Superseded, TooManyDeadLetters
 from branchlake_dagster.ingest.ingest_batch import BatchResult, ingest_batch
@@ -30,12 +30,12 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieError, ReferenceNotFound
 from branchlake_dagster.publication.committer import PublicationContended
-from branchlake_dagster.publication.ledger import Candidate, Published, Refused, write_set
-from branchlake_dagster.publication.publisher import publisher_of
-from branchlake_dagster.publication.replay import IcebergTables
-from branchlake_dagster.runs.branch_owner import batch_branch
-from branchlake_dagster.runs.discarding import drop_branch
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.publication.ledger import Candidate, Published, Refused, load_write_set
+from branchlake_dagster.publication.publisher import build_publisher
+from branchlake_dagster.publication.replay import IcebergTableFormat
+from branchlake_dagster.runs.branch_owner import build_batch_branch_name
+from branchlake_dagster.runs.discarding import end_judged_branch
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.stored_names import LakeProperty
 
 _ATTEMPTS = 5
@@ -43,10 +43,12 @@ _ATTEMPTS = 5
 _log = logging.getLogger(__name__)
 
 
-def may_go_on(error: Exception) -> bool:
+def can_continue_after(error: Exception) -> bool:
     """Whether a live run goes on after it: the batch's branch is thrown away, and `main` says what it has."""
-    commit = CommitFailedException | CommitStateUnknownException  # PyIceberg's, where a table was being made
-    return isinstance(error, Transient | OutcomeUnknown | commit)
+    commit_errors = (
+        CommitFailedException | CommitStateUnknownException
+    )  # PyIceberg's, where a table was being made
+    return isinstance(error, Transient | OutcomeUnknown | commit_errors)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class LiveBatch:
     result: BatchResult
     publication: str
     seconds: float
-    at: datetime
+    published_at: datetime
 
 
 class LiveIngestion:
@@ -89,72 +91,75 @@ class LiveIngestion:
         self._sleep = sleep
         self._now = now
         self._number = 0
-        self._untrimmed = False
-        self._shared: tuple[str | None, SparkSession] | None = None
+        self._keeps_snapshots = False
+        self._shared_session: tuple[str | None, SparkSession] | None = None
         self._connect(lake.nessie)
 
-    def batch(self) -> LiveBatch | None:
+    def publish_next_batch(self) -> LiveBatch | None:
         """Ingest and publish what waits; None: nothing waits.
 
-        Raises TooManyDeadLetters, Superseded, and what `look` raises. Whatever is raised: nothing of the
+        Raises TooManyDeadLetters, Superseded, and what `plan_next_batch` raises. Whatever is raised: nothing
+        of the
         batch is on `main`, unless the error is an OutcomeUnknown; then the next batch sees whether it is.
         """
-        began, client = self._clock(), self._lake.nessie
+        start_time, client = self._clock(), self._lake.nessie
         if client is not self._client:
             self._connect(client)  # an embedded Nessie that was started again is at another address
-        base = main_with_history(client) if not self._number else client.reference(MAIN).hash
+        base_hash = ensure_main_has_commit(client) if not self._number else client.reference(MAIN).hash
         self._number += 1
-        before = look(
+        planned_batch = plan_next_batch(
             self._ingest,
             client,
-            self._lake.catalog(f"{MAIN}@{base}"),
+            self._lake.catalog(f"{MAIN}@{base_hash}"),
             self._topics,
             namespace=self._lake.settings.default_namespace,
             tables=self._tables,
         )
-        if before.plan.empty:
+        if planned_batch.plan.is_empty:
             return None
-        name = self._branch_name()
-        session: list[SparkSession] = []
+        branch_name = self._branch_name()
+        sessions: list[SparkSession] = []
         published = False
         # The run may be interrupted anywhere, also while a branch is being made.
         try:
-            branch = self._lake.nessie.create_branch(name, from_ref=MAIN, from_hash=base)
-            place = self._place(branch.name, base, session)
+            branch = self._lake.nessie.create_branch(branch_name, from_ref=MAIN, from_hash=base_hash)
+            batch_context = self._build_batch_context(branch.name, base_hash, sessions)
             result = ingest_batch(
-                before,
-                place,
+                planned_batch,
+                batch_context,
                 self._records,
                 tasks=self._tasks,
-                now=self._now,
+                clock=self._now,
                 commit_id=str(uuid.uuid4()),
                 tables=self._tables,
             )
-            if why := blocked_because(result):
+            if reason := find_block_reason(result):
                 raise TooManyDeadLetters(
-                    f"Ingestion {self._ingest.name}: {why}.",
+                    f"Ingestion {self._ingest.name}: {reason}.",
                     branch=branch.name,
                     run_id=self._run_id,
                     hint="Nothing was published, and it goes on from here. Correct what writes the records,"
                     " or the tables and contracts, or raise the tolerance.",
                 )
-            publication = self._publish(base, result)
+            publication = self._publish(base_hash, result)
             published = True
         finally:
-            self._end(name, session, published=published)
-        return LiveBatch(result, publication, self._clock() - began, self._now())
+            self._clean_up(branch_name, sessions, published=published)
+        return LiveBatch(result, publication, self._clock() - start_time, self._now())
 
     def _branch_name(self) -> str:
         """It says whose the branch is and how old: the process may die at any time."""
         instance, now = self._properties.get(LakeProperty.INSTANCE, ""), self._now()
-        return batch_branch(self._run_id, instance, now=now, unique=uuid.uuid4())
+        return build_batch_branch_name(self._run_id, instance, now=now, random_id=uuid.uuid4())
 
     def _connect(self, client: NessieClient) -> None:
         self._client = client
-        self._publisher = publisher_of(self._lake)
-        self._tables = IcebergTables(self._lake.catalog(MAIN))
+        self._publisher = build_publisher(self._lake)
+        self._tables = IcebergTableFormat(self._lake.catalog(MAIN))
 
-    def _place(self, branch: str, base: str, session: list[SparkSession]) -> Place:
+    def _build_batch_context(
+        self, branch_name: str, base_hash: str, sessions: list[SparkSession]
+    ) -> BatchContext:
         options = {NAMESPACE_CREATE: "true"} | {
             f"{COMMIT_PROPERTY}{name}": value for name, value in self._properties.items()
         }
@@ -164,105 +169,116 @@ class LiveIngestion:
                 # It reads topics and writes files: no reference matters to it.
                 # A Spark that was started again is at another address, and its old sessions are gone.
                 server = self._lake.endpoints().spark_remote
-                if self._shared is None or self._shared[0] != server:
-                    self._shared = server, self._session_at(MAIN)
-                return self._shared[1]
-            if not session:
-                session.append(self._session_at(branch))
-            return session[0]
+                if self._shared_session is None or self._shared_session[0] != server:
+                    self._shared_session = server, self._session_at(MAIN)
+                return self._shared_session[1]
+            if not sessions:
+                sessions.append(self._session_at(branch_name))
+            return sessions[0]
 
-        origin = {
+        snapshot_properties = {
             LakeProperty.RUN_ID: self._run_id,
             LakeProperty.ROOT_RUN_ID: self._run_id,
-            LakeProperty.BASE_HASH: base,
+            LakeProperty.BASE_HASH: base_hash,
             LakeProperty.STEP: f"live-{self._number}",
             LakeProperty.ATTEMPT: "1",
         }
-        catalog = self._lake.catalog(branch, properties=options)
-        run = self._run_id, origin, self._properties
-        return Place(self._lake, branch, catalog, open_session, *run, trims=not self._untrimmed)
+        catalog = self._lake.catalog(branch_name, properties=options)
+        run_arguments = self._run_id, snapshot_properties, self._properties
+        return BatchContext(
+            self._lake,
+            branch_name,
+            catalog,
+            open_session,
+            *run_arguments,
+            expires_snapshots=not self._keeps_snapshots,
+        )
 
-    def _publish(self, base: str, result: BatchResult) -> str:
+    def _publish(self, base_hash: str, result: BatchResult) -> str:
         client, branch = self._lake.nessie, result.head
-        self._alive(branch.name)
+        self._require_branch(branch.name)
         candidate = Candidate(
             branch=branch.name,
             head_hash=branch.hash,
-            base_hash=base,
+            base_hash=base_hash,
             run_id=self._run_id,
             root_run_id=self._run_id,
-            verdict="passed_with_warnings" if result.dead else "passed",
-            changes=write_set(client, base, branch),
+            verdict="passed_with_warnings" if result.dead_letter_count else "passed",
+            changes=load_write_set(client, base_hash, branch),
         )
         wait = 0.2
         for attempt in range(1, _ATTEMPTS + 1):
-            found = self._publisher.publish([candidate], alive=lambda: self._alive(branch.name))[branch.name]
-            if isinstance(found, Published):
-                return found.hash
-            if isinstance(found, Refused):
-                raise self._refused(found, branch.name)
-            if not isinstance(found, Exception):
+            outcome = self._publisher.publish([candidate], alive=lambda: self._require_branch(branch.name))[
+                branch.name
+            ]
+            if isinstance(outcome, Published):
+                return outcome.hash
+            if isinstance(outcome, Refused):
+                raise self._refusal_error(outcome, branch.name)
+            if not isinstance(outcome, Exception):
                 raise Superseded(
                     "It needs checks that a batch has not got.", branch=branch.name, reason="checks_needed"
                 )
-            if attempt == _ATTEMPTS or not isinstance(found, Transient | OutcomeUnknown):
-                raise found
+            if attempt == _ATTEMPTS or not isinstance(outcome, Transient | OutcomeUnknown):
+                raise outcome
             self._sleep(wait)
             wait *= 2
         raise AssertionError("unreachable")
 
-    def _refused(self, found: Refused, branch: str) -> BranchlakeError:
-        if not self._untrimmed and found.only_expired:
+    def _refusal_error(self, refusal: Refused, branch_name: str) -> BranchlakeError:
+        if not self._keeps_snapshots and refusal.only_expired:
             # Somebody else writes into these tables. What is replayed on theirs may take no snapshots out.
-            self._untrimmed = True
+            self._keeps_snapshots = True
             return PublicationContended(
-                f"Ingestion {self._ingest.name} meets another writer: {found.reason()}",
-                branch=branch,
+                f"Ingestion {self._ingest.name} meets another writer: {refusal.format_reason()}",
+                branch=branch_name,
                 run_id=self._run_id,
                 hint="It goes on without taking old snapshots out of the tables.",
                 reason="expired_snapshots",
             )
         return Superseded(
-            f"Ingestion {self._ingest.name}: {found.reason()}",
-            branch=branch,
+            f"Ingestion {self._ingest.name}: {refusal.format_reason()}",
+            branch=branch_name,
             run_id=self._run_id,
             hint="Nothing of this batch was published. The next one begins with what main has now.",
-            reason=found.codes[0] if len(found.codes) == 1 else "refused",
+            reason=refusal.codes[0] if len(refusal.codes) == 1 else "refused",
         )
 
-    def _alive(self, branch: str) -> None:
+    def _require_branch(self, branch_name: str) -> None:
         """Raise Superseded when somebody has fenced us: our branch is gone."""
         try:
-            self._lake.nessie.reference(branch)
+            self._lake.nessie.reference(branch_name)
         except ReferenceNotFound as gone:
             raise Superseded(
                 f"Ingestion {self._ingest.name} is fenced: the branch of this batch is gone.",
-                branch=branch,
+                branch=branch_name,
                 run_id=self._run_id,
                 hint="It was deleted, or reaped while this run slept. A new run goes on from main.",
                 reason="fenced",
             ) from gone
 
-    def _end(self, name: str, session: list[SparkSession], *, published: bool) -> None:
+    def _clean_up(self, branch_name: str, sessions: list[SparkSession], *, published: bool) -> None:
         try:
-            for one in session:
-                one.stop()
-            self._drop(name, published=published)
+            for session in sessions:
+                session.stop()
+            self._drop_branch(branch_name, published=published)
         except BaseException:
             # An interruption comes once: what it broke off is done again.
-            self._drop(name, published=published)
+            self._drop_branch(branch_name, published=published)
             raise
 
-    def _drop(self, name: str, *, published: bool) -> None:
+    def _drop_branch(self, branch_name: str, *, published: bool) -> None:
         try:
-            drop_branch(self._lake.nessie, self._lake.nessie.reference(name), keep_data=published)
+            end_judged_branch(
+                self._lake.nessie, self._lake.nessie.reference(branch_name), keep_data=published
+            )
         except ReferenceNotFound:
             pass  # it was never made, or somebody has fenced us
         except NessieError as error:
-            _log.warning("Branch %s is left to the reaper: %s", name, error)
+            _log.warning("Branch %s is left to the reaper: %s", branch_name, error)
 
     def close(self) -> None:
         """End the session that all batches have shared."""
-        if self._shared is not None:
-            self._shared[1].stop()
-            self._shared = None
+        if self._shared_session is not None:
+            self._shared_session[1].stop()
+            self._shared_session = None

@@ -7,28 +7,28 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.ingest.batch_assets import tasks_of
+from branchlake_dagster.ingest.batch_assets import count_read_tasks
 from branchlake_dagster.ingest.batch_report import (
-    check_results,
-    combined,
-    evaluation,
-    sentence,
-    table_metadata_of,
+    batch_table_metadata,
+    combine_results,
+    format_batch_summary,
+    iter_check_results,
+    to_check_evaluation,
 )
 from branchlake_dagster.ingest.declaration import Ingest
-from branchlake_dagster.ingest.ingest_sensor import active_runs, pause, told_and_observations
+from branchlake_dagster.ingest.ingest_sensor import find_pause_reason, list_active_runs, observe_topics
 from branchlake_dagster.ingest.kafka_topics import Topics
-from branchlake_dagster.ingest.live import LiveBatch, LiveIngestion, may_go_on
-from branchlake_dagster.ingest.topic_source import source_of
+from branchlake_dagster.ingest.live import LiveBatch, LiveIngestion, can_continue_after
+from branchlake_dagster.ingest.topic_source import open_topic_source
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 
-_TOLD_EVERY_S = 10.0
+_REPORT_EVERY_S = 10.0
 """A batch a second would be 86,400 rows a day for each table in Dagster's database."""
-_GROUP_TOLD_EVERY_S = 5.0
-_MOST_FAILURES = 10
+_GROUP_REPORT_EVERY_S = 5.0
+_MAX_FAILURES = 10
 """In a row, before the run gives up; each waits twice as long as the one before."""
-_LONGEST_WAIT_S = 30.0
+_MAX_WAIT_S = 30.0
 
 
 def live_job(ingest: Ingest, *, lakehouse_key: str, interval_s: float, run_s: float) -> dg.JobDefinition:
@@ -48,7 +48,7 @@ def live_job(ingest: Ingest, *, lakehouse_key: str, interval_s: float, run_s: fl
     )
     def batches(context: dg.OpExecutionContext) -> None:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
-        _run(context, ingest, resource)
+        _run_live(context, ingest, resource)
 
     @dg.job(
         name=f"ingest_{ingest.name}_live",
@@ -67,39 +67,39 @@ def live_sensor(
     *,
     lakehouse_key: str = "lakehouse",
     interval_s: int = 5,
-    now: Callable[[], float] = time.time,
+    clock: Callable[[], float] = time.time,
 ) -> dg.SensorDefinition:
     """A sensor that starts the live run when none is there: the first, and after each that has ended.
 
     Ever later while they fail one after the other. How the topics are is told on their assets each minute.
     """
-    job = f"ingest_{ingest.name}_live"
+    job_name = f"ingest_{ingest.name}_live"
 
     @dg.sensor(
         name=f"ingest_{ingest.name}_live_sensor",
-        job_name=job,
+        job_name=job_name,
         minimum_interval_seconds=interval_s,
         required_resource_keys={lakehouse_key},
         description=f"Keeps a live run of {ingest.name} going.",
     )
     def sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
-        at, told = now(), float(context.cursor or 0.0)
-        told, events = told_and_observations(ingest, resource.lakehouse, told, at)
-        if active := active_runs(context.instance, ingest):
-            reason = f"Run {active[0].run_id[:8]} is at it."
-            return dg.SensorResult(skip_reason=reason, cursor=str(told), asset_events=events)
-        if later := pause(context.instance, ingest, job, at):
-            return dg.SensorResult(skip_reason=later, cursor=str(told), asset_events=events)
+        now, last_observed = clock(), float(context.cursor or 0.0)
+        last_observed, events = observe_topics(ingest, resource.lakehouse, last_observed, now)
+        if live_runs := list_active_runs(context.instance, ingest):
+            reason = f"Run {live_runs[0].run_id[:8]} is at it."
+            return dg.SensorResult(skip_reason=reason, cursor=str(last_observed), asset_events=events)
+        if pause_reason := find_pause_reason(context.instance, ingest, job_name, now):
+            return dg.SensorResult(skip_reason=pause_reason, cursor=str(last_observed), asset_events=events)
         request = dg.RunRequest(tags={RunTag.INGESTION: ingest.name})
-        return dg.SensorResult([request], cursor=str(told), asset_events=events)
+        return dg.SensorResult([request], cursor=str(last_observed), asset_events=events)
 
     return sensor
 
 
-def _run(context: dg.OpExecutionContext, ingest: Ingest, resource: LakehouseResource) -> None:
+def _run_live(context: dg.OpExecutionContext, ingest: Ingest, resource: LakehouseResource) -> None:
     lake = resource.lakehouse
-    source = source_of(ingest, lake.settings)
+    source = open_topic_source(ingest, lake.settings)
     topics = source.topics
     conf = resource.session_conf()
     live = LiveIngestion(
@@ -109,23 +109,23 @@ def _run(context: dg.OpExecutionContext, ingest: Ingest, resource: LakehouseReso
         topics,
         source.records,
         session_at=lambda ref: lake.spark_session(ref, conf=conf),
-        tasks=tasks_of(lake),
-        properties=resource.maker(),
+        tasks=count_read_tasks(lake),
+        properties=resource.maker_properties(),
     )
     config: dict[str, Any] = context.op_config
-    with _closing(live):
-        keep_going(context, ingest, live, topics, run_s=config["run_s"], interval_s=config["interval_s"])
+    with _close_at_end(live):
+        run_batches(context, ingest, live, topics, run_s=config["run_s"], interval_s=config["interval_s"])
 
 
 @contextmanager
-def _closing(live: LiveIngestion) -> Iterator[None]:
+def _close_at_end(live: LiveIngestion) -> Iterator[None]:
     try:
         yield
     finally:
         live.close()
 
 
-def keep_going(
+def run_batches(
     context: dg.OpExecutionContext,
     ingest: Ingest,
     live: LiveIngestion,
@@ -135,80 +135,81 @@ def keep_going(
     interval_s: float,
 ) -> None:
     """Batch after batch until the time is over; what is told is told in time also when it is interrupted."""
-    ends, failures = time.monotonic() + run_s, 0
-    with _Telling(context, ingest, topics) as telling:
-        while (began := time.monotonic()) < ends:
+    end_time, failures = time.monotonic() + run_s, 0
+    with _BatchReporter(context, ingest, topics) as reporter:
+        while (start_time := time.monotonic()) < end_time:
             try:
-                batch = live.batch()
+                batch = live.publish_next_batch()
             except Exception as error:
                 failures += 1
-                if not may_go_on(error) or failures > _MOST_FAILURES:
+                if not can_continue_after(error) or failures > _MAX_FAILURES:
                     raise
-                wait = min(0.5 * 2**failures, _LONGEST_WAIT_S)
-                context.log.warning(f"{error} Again in {wait:g} s ({failures} of {_MOST_FAILURES}).")
+                wait = min(0.5 * 2**failures, _MAX_WAIT_S)
+                context.log.warning(f"{error} Again in {wait:g} s ({failures} of {_MAX_FAILURES}).")
                 time.sleep(wait)
                 continue
             failures = 0
             if batch is not None:
-                telling.add(batch)
-            telling.now_and_then()
-            time.sleep(max(0.0, interval_s - (time.monotonic() - began)))
+                reporter.add(batch)
+            reporter.report_if_due()
+            time.sleep(max(0.0, interval_s - (time.monotonic() - start_time)))
 
 
-class _Telling:
+class _BatchReporter:
     """What Dagster and the consumer group are told: of several batches at once, not of each."""
 
     def __init__(self, context: dg.OpExecutionContext, ingest: Ingest, topics: Topics) -> None:
         self._context = context
         self._ingest = ingest
         self._topics = topics
-        self._waiting: list[LiveBatch] = []
-        self._told = self._group_told = 0.0
+        self._unreported: list[LiveBatch] = []
+        self._reported_at = self._group_reported_at = 0.0
         self._batches = 0
-        self._noted: set[str] = set()
+        self._logged_notes: set[str] = set()
 
-    def __enter__(self) -> "_Telling":
+    def __enter__(self) -> "_BatchReporter":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tell()
+        self._report()
 
     def add(self, batch: LiveBatch) -> None:
         """A batch that is on `main`."""
-        if self._waiting and _names(self._waiting[-1]) != _names(batch):
-            self._tell()  # what is told together is of the same tables
+        if self._unreported and _table_names(self._unreported[-1]) != _table_names(batch):
+            self._report()  # what is told together is of the same tables
         self._batches += 1
-        self._waiting.append(batch)
+        self._unreported.append(batch)
         # Some are the same with every batch, which may be a second long.
-        for note in {*batch.result.notes} - self._noted:
-            self._noted.add(note)
+        for note in {*batch.result.notes} - self._logged_notes:
+            self._logged_notes.add(note)
             self._context.log.warning(note)
         self._context.log.debug(
-            f"Batch {self._batches}: {sentence(batch.result)} On main as {batch.publication[:12]} after"
+            f"Batch {self._batches}: {format_batch_summary(batch.result)} On main as"
+            f" {batch.publication[:12]} after"
             f" {batch.seconds:.2f} s."
         )
 
-    def now_and_then(self) -> None:
+    def report_if_due(self) -> None:
         """Tell what has come together, if it is time."""
         now = time.monotonic()
-        if self._waiting and now - self._group_told >= _GROUP_TOLD_EVERY_S:
-            self._group_told = now
-            self._topics.report(self._ingest.group, self._waiting[-1].result.current)
-        if now - self._told >= _TOLD_EVERY_S:
-            self._told = now
-            self._tell()
+        if self._unreported and now - self._group_reported_at >= _GROUP_REPORT_EVERY_S:
+            self._group_reported_at = now
+            self._topics.report_offsets(self._ingest.group, self._unreported[-1].result.current_offsets)
+        if now - self._reported_at >= _REPORT_EVERY_S:
+            self._reported_at = now
+            self._report()
 
-    def _tell(self) -> None:
-        if not self._waiting:
+    def _report(self) -> None:
+        if not self._unreported:
             return
-        batches, self._waiting = self._waiting, []
+        batches, self._unreported = self._unreported, []
         last = batches[-1]
-        records = sum(one.result.records for one in batches)
+        records = sum(batch.result.record_count for batch in batches)
         self._context.log.info(
             f"{len(batches)} batches, {records:,} records on main, the last after {last.seconds:.2f} s;"
             f" {last.result.plan.lag:,} left."
         )
-        self._topics.report(self._ingest.group, last.result.current)
+        self._topics.report_offsets(self._ingest.group, last.result.current_offsets)
         for event in self._events(batches):
             self._context.log_event(event)
 
@@ -216,20 +217,24 @@ class _Telling:
         last = batches[-1]
         ingest = last.result.ingest
         keys = [*(table.asset for table in ingest.tables), ingest.dead_letters_asset]
-        together = combined([one.result for one in batches])
+        combined_result = combine_results([batch.result for batch in batches])
         for number, key in enumerate(keys):
-            dead = number == len(keys) - 1
-            if not (together.dead if dead else together.scanned.rows(number)):
+            is_dead_letters = number == len(keys) - 1
+            if not (
+                combined_result.dead_letter_count
+                if is_dead_letters
+                else combined_result.scan_result.count_rows(number)
+            ):
                 continue
             metadata = {
-                **table_metadata_of(together, number),
+                **batch_table_metadata(combined_result, number),
                 EventMetadata.BATCHES: dg.MetadataValue.int(len(batches)),
                 EventMetadata.VISIBLE_AFTER_S: dg.MetadataValue.float(
                     round(max(b.seconds for b in batches), 3)
                 ),
             }
             yield dg.AssetMaterialization(key, metadata=metadata)
-            verdict = "passed_with_warnings" if together.dead else "passed"
+            verdict = "passed_with_warnings" if combined_result.dead_letter_count else "passed"
             yield dg.AssetObservation(
                 key,
                 description=f"Published as {last.publication}.",
@@ -240,9 +245,9 @@ class _Telling:
                     EventMetadata.TABLES: dg.MetadataValue.text(last.result.targets[number].name),
                 },
             )
-        for result in check_results(ingest, together.scanned.counts, _names(last)):
-            yield evaluation(result)
+        for result in iter_check_results(ingest, combined_result.scan_result.counts, _table_names(last)):
+            yield to_check_evaluation(result)
 
 
-def _names(batch: LiveBatch) -> list[str]:
-    return [one.name for one in batch.result.targets]
+def _table_names(batch: LiveBatch) -> list[str]:
+    return [target.name for target in batch.result.targets]

@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 
 import dagster as dg
 
-from branchlake_dagster.ingest.batch_context import Before
-from branchlake_dagster.ingest.batch_report import moment
+from branchlake_dagster.ingest.batch_context import PlannedBatch
+from branchlake_dagster.ingest.batch_report import to_utc_datetime
 from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.ingest.kafka_topics import Topics
-from branchlake_dagster.ingest.offsets import Recorded, Topic, TopicPartition
-from branchlake_dagster.receivers.metrics_client import Monitored, TopicCounts, together
+from branchlake_dagster.ingest.offsets import TableProgress, Topic, TopicPartition
+from branchlake_dagster.receivers.metrics_client import MonitorReport, TopicCounts, sum_by_topic
 from branchlake_dagster.stored_names import EventMetadata, LakeProperty
 
 
@@ -35,44 +35,44 @@ def receiver_spec(monitor: str) -> dg.AssetSpec:
 
 
 def receiver_observations(
-    monitors: Iterable[Monitored], topics: Collection[str]
+    monitors: Iterable[MonitorReport], topics: Collection[str]
 ) -> list[dg.AssetObservation]:
     """How the receivers of one of the topics are, and those that do not answer: nobody knows theirs."""
     return [
-        dg.AssetObservation(receiver_key(one.address), metadata=_metadata(one))
-        for one in monitors
-        if one.silent or not one.counts.keys().isdisjoint(topics)
+        dg.AssetObservation(receiver_key(report.address), metadata=_receiver_metadata(report))
+        for report in monitors
+        if report.silent or not report.counts.keys().isdisjoint(topics)
     ]
 
 
-def counted(counts: TopicCounts) -> dict[str, Any]:
+def counts_metadata(counts: TopicCounts) -> dict[str, Any]:
     """What was counted since the start, and how full the buffers are."""
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         EventMetadata.RECEIVED: dg.MetadataValue.int(counts.received),
         EventMetadata.HANDED_OVER: dg.MetadataValue.int(counts.handed_over),
         EventMetadata.DROPPED: dg.MetadataValue.int(counts.dropped.total()),
     }
     for reason, number in sorted(counts.dropped.items()):
-        found[f"branchlake/dropped_{reason}"] = dg.MetadataValue.int(number)
-    found[EventMetadata.RECEIVER_BUFFERED] = dg.MetadataValue.int(counts.waiting)
-    if counts.buffer:
+        metadata[f"branchlake/dropped_{reason}"] = dg.MetadataValue.int(number)
+    metadata[EventMetadata.RECEIVER_BUFFERED] = dg.MetadataValue.int(counts.waiting)
+    if counts.buffer_capacity:
         # What waits includes what the sink has in hand.
-        used = min(counts.waiting / counts.buffer, 1.0)
-        found[EventMetadata.RECEIVER_BUFFER_USED] = dg.MetadataValue.float(round(used, 4))
-    return found
+        used = min(counts.waiting / counts.buffer_capacity, 1.0)
+        metadata[EventMetadata.RECEIVER_BUFFER_USED] = dg.MetadataValue.float(round(used, 4))
+    return metadata
 
 
-def _metadata(monitor: Monitored) -> dict[str, Any]:
-    found: dict[str, Any] = {EventMetadata.STATE: dg.MetadataValue.text(monitor.state)}
+def _receiver_metadata(monitor: MonitorReport) -> dict[str, Any]:
+    metadata: dict[str, Any] = {EventMetadata.STATE: dg.MetadataValue.text(monitor.state)}
     if monitor.silent:
-        return found
-    every = TopicCounts()
+        return metadata
+    totals = TopicCounts()
     for counts in monitor.counts.values():
-        every.add(counts)
-    found[EventMetadata.TOPICS] = dg.MetadataValue.text(", ".join(sorted(monitor.counts)))
+        totals.add(counts)
+    metadata[EventMetadata.TOPICS] = dg.MetadataValue.text(", ".join(sorted(monitor.counts)))
     if monitor.reasons:
-        found[EventMetadata.REASONS] = dg.MetadataValue.text("; ".join(monitor.reasons))
-    return {**found, **counted(every)}
+        metadata[EventMetadata.REASONS] = dg.MetadataValue.text("; ".join(monitor.reasons))
+    return {**metadata, **counts_metadata(totals)}
 
 
 def topic_key(ingest: Ingest, topic: str) -> dg.AssetKey:
@@ -83,9 +83,9 @@ def topic_key(ingest: Ingest, topic: str) -> dg.AssetKey:
 def topic_spec(ingest: Ingest, topic: str) -> dg.AssetSpec:
     """That asset."""
     if ingest.source == "landing":
-        text = f"The topic {topic} of the landing folder, as its receiver fills it."
+        description = f"The topic {topic} of the landing folder, as its receiver fills it."
         return dg.AssetSpec(
-            topic_key(ingest, topic), description=text, kinds={"parquet"}, group_name="landing"
+            topic_key(ingest, topic), description=description, kinds={"parquet"}, group_name="landing"
         )
     return dg.AssetSpec(
         topic_key(ingest, topic),
@@ -95,56 +95,60 @@ def topic_spec(ingest: Ingest, topic: str) -> dg.AssetSpec:
     )
 
 
-def observations(
+def build_observations(
     ingest: Ingest,
-    before: Before,
+    planned_batch: PlannedBatch,
     topics: Topics,
-    monitors: Sequence[Monitored],
+    monitors: Sequence[MonitorReport],
     *,
-    now: Callable[[], float] = time.time,
+    clock: Callable[[], float] = time.time,
 ) -> list[dg.AssetObservation]:
     """One for each topic of an ingestion, on the topic's asset, and for each receiver of one of them.
 
     `monitors` are what the receivers have told. Raises what `topics` raises.
     """
-    counts, silent = together(monitors), [one.address for one in monitors if one.silent]
-    found = []
-    for name, topic in sorted(before.topics.items()):
-        waiting = _waiting(before, topic)
+    counts, silent = sum_by_topic(monitors), [one.address for one in monitors if one.silent]
+    topic_observations = []
+    for name, topic in sorted(planned_batch.topics.items()):
+        waiting = _waiting_offsets(planned_batch, topic)
         metadata: dict[str, Any] = {
             EventMetadata.LAG: dg.MetadataValue.int(
                 sum(topic.ends[one.partition] - at for one, at in waiting.items())
             ),
             EventMetadata.PARTITIONS: dg.MetadataValue.int(len(topic.ends)),
             EventMetadata.TOPIC_ID: dg.MetadataValue.text(topic.incarnation),
-            **_oldest(topics.time_of(waiting) if waiting else None, now()),
-            **_valid_through(ingest, before, now()),
-            **_received(counts.get(name), silent),
+            **_oldest_metadata(topics.earliest_time(waiting) if waiting else None, clock()),
+            **_valid_through_metadata(ingest, planned_batch, clock()),
+            **_received_metadata(counts.get(name), silent),
         }
-        found.append(dg.AssetObservation(topic_key(ingest, name), metadata=metadata))
-    return [*found, *receiver_observations(monitors, ingest.topics)]
+        topic_observations.append(dg.AssetObservation(topic_key(ingest, name), metadata=metadata))
+    return [*topic_observations, *receiver_observations(monitors, ingest.topics)]
 
 
-def without_brokers(ingest: Ingest, monitors: Sequence[Monitored]) -> list[dg.AssetObservation]:
+def build_offline_observations(
+    ingest: Ingest, monitors: Sequence[MonitorReport]
+) -> list[dg.AssetObservation]:
     """What receivers have counted of the topics, without a look at these: they fill when brokers are away."""
-    counts, silent = together(monitors), [one.address for one in monitors if one.silent]
-    told = {name: _received(counts.get(name), silent) for name in sorted(ingest.topics)}
-    of_topics = [
+    counts, silent = sum_by_topic(monitors), [report.address for report in monitors if report.silent]
+    metadata_by_topic = {name: _received_metadata(counts.get(name), silent) for name in sorted(ingest.topics)}
+    topic_observations = [
         dg.AssetObservation(topic_key(ingest, name), metadata=metadata)
-        for name, metadata in told.items()
+        for name, metadata in metadata_by_topic.items()
         if metadata
     ]
-    return [*of_topics, *receiver_observations(monitors, ingest.topics)]
+    return [*topic_observations, *receiver_observations(monitors, ingest.topics)]
 
 
-def _waiting(before: Before, topic: Topic) -> dict[TopicPartition, int]:
+def _waiting_offsets(planned_batch: PlannedBatch, topic: Topic) -> dict[TopicPartition, int]:
     """Where each partition is gone on with that has records no table has."""
-    begun = {one: before.standing.position.get(one, 0) for one in topic.partitions()}
-    starts = {one: max(at, topic.begins[one.partition]) for one, at in begun.items()}
-    return {one: at for one, at in starts.items() if at < topic.ends[one.partition]}
+    next_offsets = {
+        partition: planned_batch.progress.position.get(partition, 0) for partition in topic.partitions()
+    }
+    starts = {partition: max(at, topic.begins[partition.partition]) for partition, at in next_offsets.items()}
+    return {partition: at for partition, at in starts.items() if at < topic.ends[partition.partition]}
 
 
-def _oldest(at: datetime | None, now: float) -> Mapping[str, Any]:
+def _oldest_metadata(at: datetime | None, now: float) -> Mapping[str, Any]:
     """When the oldest record that waits was received, and how long ago; 0 s where none waits."""
     if at is None:
         return {EventMetadata.OLDEST_WAITING_S: dg.MetadataValue.float(0.0)}
@@ -154,20 +158,20 @@ def _oldest(at: datetime | None, now: float) -> Mapping[str, Any]:
     }
 
 
-def _valid_through(ingest: Ingest, before: Before, now: float) -> Mapping[str, Any]:
+def _valid_through_metadata(ingest: Ingest, planned_batch: PlannedBatch, now: float) -> Mapping[str, Any]:
     """As the last batch on `main` has it, and how long ago that is, which Dagster plots.
 
     The table of dead letters takes part in each batch.
     """
-    anchor = before.known.anchor
-    text = (
-        anchor.metadata.properties.get(LakeProperty.OFFSETS_PREFIX + ingest.name)
-        if anchor is not None
+    dead_letter_table = planned_batch.ingestion_tables.dead_letter_table
+    progress_json = (
+        dead_letter_table.metadata.properties.get(LakeProperty.OFFSETS_PREFIX + ingest.name)
+        if dead_letter_table is not None
         else None
     )
     try:
-        at = Recorded.from_text(text).valid_through_ms if text else None
-        valid = None if at is None else moment(at)
+        at = TableProgress.from_json(progress_json).valid_through_ms if progress_json else None
+        valid = None if at is None else to_utc_datetime(at)
     except (ValueError, KeyError, TypeError, OverflowError):
         return {}  # the next batch says so
     if at is None or valid is None:
@@ -178,9 +182,9 @@ def _valid_through(ingest: Ingest, before: Before, now: float) -> Mapping[str, A
     }
 
 
-def _received(counts: TopicCounts | None, silent: Sequence[str]) -> Mapping[str, Any]:
+def _received_metadata(counts: TopicCounts | None, silent: Sequence[str]) -> Mapping[str, Any]:
     """What the topic's receivers have counted since they started, and how full their buffers are."""
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     if silent:
-        found[EventMetadata.RECEIVERS_SILENT] = dg.MetadataValue.text(", ".join(silent))
-    return found if counts is None else {**found, **counted(counts)}
+        metadata[EventMetadata.RECEIVERS_SILENT] = dg.MetadataValue.text(", ".join(silent))
+    return metadata if counts is None else {**metadata, **counts_metadata(counts)}

@@ -44,42 +44,44 @@ class OffsetRange:
 Ranges = Mapping[TopicPartition, OffsetRange]
 
 
-def merged(*known: Offsets) -> dict[TopicPartition, int]:
+def merge_offsets(*offset_maps: Offsets) -> dict[TopicPartition, int]:
     """The greatest of each: an older record never takes a partition back."""
-    found: dict[TopicPartition, int] = {}
-    for offsets in known:
+    greatest: dict[TopicPartition, int] = {}
+    for offsets in offset_maps:
         for partition, offset in offsets.items():
-            found[partition] = max(offset, found.get(partition, 0))
-    return found
+            greatest[partition] = max(offset, greatest.get(partition, 0))
+    return greatest
 
 
-def covers(one: Offsets, other: Offsets) -> bool:
-    """Whether `one` is as far as `other` in all of its partitions."""
-    return all(one.get(partition, 0) >= offset for partition, offset in other.items())
+def has_reached(position: Offsets, target: Offsets) -> bool:
+    """Whether `position` is as far as `target` in all of its partitions."""
+    return all(position.get(partition, 0) >= offset for partition, offset in target.items())
 
 
-def ends(ranges: Ranges) -> dict[TopicPartition, int]:
+def end_offsets(ranges: Ranges) -> dict[TopicPartition, int]:
     """The offsets after these ranges."""
-    return {partition: one.end for partition, one in ranges.items()}
+    return {partition: offset_range.end for partition, offset_range in ranges.items()}
 
 
-def records(ranges: Ranges) -> int:
+def count_offsets(ranges: Ranges) -> int:
     """How many offsets they span: as many records, or fewer where a log was compacted."""
-    return sum(len(one) for one in ranges.values())
+    return sum(len(offset_range) for offset_range in ranges.values())
 
 
-def in_words(ranges: Ranges, *, most: int = 5) -> str:
+def format_ranges(ranges: Ranges, *, max_partitions: int = 5) -> str:
     """`topic[0] 5 to 9, …`, the last offset included."""
-    told = [
-        f"{one.topic}[{one.partition}] {r.start} to {r.end - 1}" for one, r in sorted(ranges.items()) if r
+    texts = [
+        f"{partition.topic}[{partition.partition}] {offset_range.start} to {offset_range.end - 1}"
+        for partition, offset_range in sorted(ranges.items())
+        if offset_range
     ]
-    return _some(told, most) or "nothing"
+    return _join_some(texts, max_partitions) or "nothing"
 
 
-def _some(told: Iterable[str], most: int) -> str:
-    shown = list(told)
-    more = f" and {len(shown) - most} more" if len(shown) > most else ""
-    return ", ".join(shown[:most]) + more
+def _join_some(texts: Iterable[str], max_count: int) -> str:
+    shown = list(texts)
+    more = f" and {len(shown) - max_count} more" if len(shown) > max_count else ""
+    return ", ".join(shown[:max_count]) + more
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,18 @@ class Topic:
         """All of its partitions, in order."""
         return [TopicPartition(self.name, self.incarnation, number) for number in sorted(self.ends)]
 
-    def as_recorded(self, known: Iterable[TopicPartition]) -> Topic:
+    def with_recorded_resets(self, partitions: Iterable[TopicPartition]) -> Topic:
         """The topic with the number of set-backs that tables know of."""
-        mine = [one.incarnation for one in known if one.topic == self.name and _same_id(self, one)]
-        return replace(self, incarnation=max(mine, key=set_backs)) if mine else self
+        incarnations = [
+            partition.incarnation
+            for partition in partitions
+            if partition.topic == self.name and _has_same_id(self, partition)
+        ]
+        return replace(self, incarnation=max(incarnations, key=count_resets)) if incarnations else self
 
-    def set_back(self) -> Topic:
+    def after_reset(self) -> Topic:
         """The topic after its offsets were set back once more."""
-        return replace(self, incarnation=f"{topic_id(self.incarnation)}~{set_backs(self.incarnation) + 1}")
+        return replace(self, incarnation=f"{topic_id(self.incarnation)}~{count_resets(self.incarnation) + 1}")
 
 
 def topic_id(incarnation: str) -> str:
@@ -117,107 +123,131 @@ def topic_id(incarnation: str) -> str:
     return incarnation.partition("~")[0]
 
 
-def set_backs(incarnation: str) -> int:
+def count_resets(incarnation: str) -> int:
     """How often its offsets were set back."""
     return int(incarnation.partition("~")[2] or 0)
 
 
-def _same_id(topic: Topic, one: TopicPartition) -> bool:
-    return topic_id(one.incarnation) == topic_id(topic.incarnation)
+def _has_same_id(topic: Topic, partition: TopicPartition) -> bool:
+    return topic_id(partition.incarnation) == topic_id(topic.incarnation)
 
 
 @dataclass(frozen=True)
-class Recorded:
+class TableProgress:
     """The offsets up to which a table holds an ingestion's records, and the batch that said so.
 
     `valid_through_ms` is the time up to which all records are in the tables, ms since 1970; None as long as
-    a partition has had no record. `at` is the snapshot that the batch made, None when it made none.
+    a partition has had no record. `snapshot_id` is the snapshot that the batch made, None when it made none.
     """
 
     offsets: Offsets
     commit_id: str
     run_id: str
     valid_through_ms: int | None = None
-    at: int | None = None
-    until: Offsets = field(default_factory=dict)
+    snapshot_id: int | None = None
+    refill_until: Offsets = field(default_factory=dict)
     """Not empty: the table was rolled back, and takes records again up to here, which the others have."""
-    started: Offsets = field(default_factory=dict)
+    first_offsets: Offsets = field(default_factory=dict)
     """The first offset that was read of each partition, unless that is 0. A table that is rolled back to
     before its first batch is filled again from here."""
     latest_ms: Mapping[TopicPartition, int] = field(default_factory=dict)
     """The latest time of a record that was read of each partition, ms since 1970."""
-    dead_letters: str | None = None
+    dead_letter_table_name: str | None = None
     """The dotted name of the ingestion's table of dead letters, which takes part in each of its batches."""
 
-    def text(self) -> str:
+    def to_json(self) -> str:
         """As a property's value."""
-        told = {
-            "topics": _by_topic(self.offsets),
+        fields = {
+            "topics": _offsets_to_json(self.offsets),
             "commit": self.commit_id,
             "run": self.run_id,
             **({"valid_through_ms": self.valid_through_ms} if self.valid_through_ms is not None else {}),
-            **({"at": self.at} if self.at is not None else {}),
-            **({"until": _by_topic(self.until)} if self.until else {}),
-            **({"started": _by_topic(self.started)} if self.started else {}),
-            **({"latest_ms": _by_topic(self.latest_ms)} if self.latest_ms else {}),
-            **({"dead_letters": self.dead_letters} if self.dead_letters else {}),
+            **({"at": self.snapshot_id} if self.snapshot_id is not None else {}),
+            **({"until": _offsets_to_json(self.refill_until)} if self.refill_until else {}),
+            **({"started": _offsets_to_json(self.first_offsets)} if self.first_offsets else {}),
+            **({"latest_ms": _offsets_to_json(self.latest_ms)} if self.latest_ms else {}),
+            **({"dead_letters": self.dead_letter_table_name} if self.dead_letter_table_name else {}),
         }
-        return json.dumps(told, separators=(",", ":"))
+        return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
-    def from_text(cls, text: str) -> Recorded:
+    def from_json(cls, progress_json: str) -> TableProgress:
         """Back again. Raises ValueError, KeyError or TypeError."""
-        told = json.loads(text)
-        valid, at = told.get("valid_through_ms"), told.get("at")
-        offsets, until = _offsets(told["topics"]), _offsets(told.get("until", {}))
-        started, latest = _offsets(told.get("started", {})), _offsets(told.get("latest_ms", {}))
-        letters = told.get("dead_letters")
-        return cls(offsets, told["commit"], told["run"], valid, at, until, started, latest, letters)
+        fields = json.loads(progress_json)
+        valid, snapshot_id = fields.get("valid_through_ms"), fields.get("at")
+        offsets, refill_until = (
+            _offsets_from_json(fields["topics"]),
+            _offsets_from_json(fields.get("until", {})),
+        )
+        first_offsets, latest_ms = (
+            _offsets_from_json(fields.get("started", {})),
+            _offsets_from_json(fields.get("latest_ms", {})),
+        )
+        dead_letter_table_name = fields.get("dead_letters")
+        return cls(
+            offsets,
+            fields["commit"],
+            fields["run"],
+            valid,
+            snapshot_id,
+            refill_until,
+            first_offsets,
+            latest_ms,
+            dead_letter_table_name,
+        )
 
-    def refilled_to(self, offsets: Offsets) -> Recorded:
+    def refilled_to(self, offsets: Offsets) -> TableProgress:
         """What a table says that is filled again, and has come to these offsets."""
-        return replace(self, offsets=offsets, until={} if covers(offsets, self.offsets) else self.offsets)
+        return replace(
+            self, offsets=offsets, refill_until={} if has_reached(offsets, self.offsets) else self.offsets
+        )
 
-    def summary(self, ingestion: str) -> dict[str, str]:
+    def to_summary(self, ingestion: str) -> dict[str, str]:
         """The entries of a snapshot's summary: the offsets, without what only the property records."""
-        lasting = replace(self, at=None, started={}, latest_ms={}, dead_letters=None)
+        summary_progress = replace(
+            self, snapshot_id=None, first_offsets={}, latest_ms={}, dead_letter_table_name=None
+        )
         valid = (
             {}
             if self.valid_through_ms is None
             else {LakeProperty.VALID_THROUGH_MS: str(self.valid_through_ms)}
         )
         return {
-            LakeProperty.OFFSETS_PREFIX + ingestion: lasting.text(),
+            LakeProperty.OFFSETS_PREFIX + ingestion: summary_progress.to_json(),
             LakeProperty.COMMIT_ID: self.commit_id,
             **valid,
         }
 
 
-def _by_topic(offsets: Offsets) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
-    for one, offset in sorted(offsets.items()):
-        found.setdefault(f"{one.topic}@{one.incarnation}", {})[str(one.partition)] = offset
-    return found
+def _offsets_to_json(offsets: Offsets) -> dict[str, dict[str, int]]:
+    by_topic: dict[str, dict[str, int]] = {}
+    for partition, offset in sorted(offsets.items()):
+        by_topic.setdefault(f"{partition.topic}@{partition.incarnation}", {})[str(partition.partition)] = (
+            offset
+        )
+    return by_topic
 
 
-def _offsets(topics: Any) -> dict[TopicPartition, int]:
-    if not isinstance(topics, dict) or not all(isinstance(one, dict) for one in topics.values()):
+def _offsets_from_json(topics: Any) -> dict[TopicPartition, int]:
+    if not isinstance(topics, dict) or not all(
+        isinstance(partitions, dict) for partitions in topics.values()
+    ):
         raise ValueError(f"{topics!r} tells no offsets")
     return {
-        TopicPartition(*_name_and_id(topic), int(number)): int(offset)
+        TopicPartition(*_parse_topic_key(topic), int(number)): int(offset)
         for topic, partitions in topics.items()
         for number, offset in partitions.items()
     }
 
 
-def _name_and_id(text: str) -> tuple[str, str]:
-    name, _, incarnation = text.rpartition("@")
+def _parse_topic_key(topic_key: str) -> tuple[str, str]:
+    name, _, incarnation = topic_key.rpartition("@")
     if not name:
-        raise ValueError(f"{text!r} names no topic")
+        raise ValueError(f"{topic_key!r} names no topic")
     return name, incarnation
 
 
-def ingestions_in(properties: Mapping[str, str]) -> dict[str, str]:
+def recorded_ingestions(properties: Mapping[str, str]) -> dict[str, str]:
     """The texts of all ingestions that a table's properties record, by name."""
     return {
         name.removeprefix(LakeProperty.OFFSETS_PREFIX): text

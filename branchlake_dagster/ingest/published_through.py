@@ -25,33 +25,38 @@ from dagster import (
 )
 from pyiceberg.table import Table
 
-from branchlake_dagster.automation.consumers import consumers
+from branchlake_dagster.automation.consumers import iter_consumers
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.history.capture import capture, holds, position_of
+from branchlake_dagster.history.capture import capture_change, contains_snapshot, current_position
 from branchlake_dagster.history.change import ChangeLost, ChangeSet, Position
-from branchlake_dagster.incremental.affected_partitions import coverage
-from branchlake_dagster.incremental.consumer import Consumer, Input, require_columns
-from branchlake_dagster.incremental.pending import Backlog, unconsumed_parts, valid_through, windows_end_ms
-from branchlake_dagster.incremental.positions import read, recorded_time
-from branchlake_dagster.incremental.redefinition import fitting
-from branchlake_dagster.incremental.valid_through import InputTime, to_ms
-from branchlake_dagster.ingest.batch_assets import declared
-from branchlake_dagster.ingest.batch_report import moment
-from branchlake_dagster.ingest.batch_tables import Identifier, load
+from branchlake_dagster.incremental.affected_partitions import partition_coverage
+from branchlake_dagster.incremental.consumer import Consumer, UpstreamTable, require_columns
+from branchlake_dagster.incremental.pending import (
+    Backlog,
+    compute_valid_through,
+    unconsumed_partitions,
+    windows_end_ms,
+)
+from branchlake_dagster.incremental.positions import read_positions, recorded_time
+from branchlake_dagster.incremental.redefinition import fit_positions
+from branchlake_dagster.incremental.valid_through import InputTime, to_epoch_ms
+from branchlake_dagster.ingest.batch_assets import ingests_by_name
+from branchlake_dagster.ingest.batch_report import to_utc_datetime
+from branchlake_dagster.ingest.batch_tables import Identifier, load_tables
 from branchlake_dagster.ingest.errors import PositionLost
-from branchlake_dagster.ingest.offsets import Recorded, ingestions_in
-from branchlake_dagster.ingest.progress import standing
+from branchlake_dagster.ingest.offsets import TableProgress, recorded_ingestions
+from branchlake_dagster.ingest.progress import read_progress
 from branchlake_dagster.internals.dagster import AssetGraph, EntitySubset
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey
-from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import InputColumnGone, PositionUnreadable
-from branchlake_dagster.tables.specification import identifier_of, table_name
+from branchlake_dagster.tables.specification import format_table_name, table_identifier
 
 TableName = str | AssetKey
 """A dotted table name (`raw.orders`), or the key of its asset, also as text (`raw/orders`)."""
@@ -74,7 +79,7 @@ class PublishedTime:
     @property
     def input_time(self) -> InputTime | None:
         """The same for a table that consumes this one."""
-        return None if self.at is None else InputTime(to_ms(self.at), self.sources)
+        return None if self.at is None else InputTime(to_epoch_ms(self.at), self.sources)
 
     def reaches(self, wanted: datetime) -> bool:
         """Whether all records of before `wanted` are in the table."""
@@ -89,7 +94,7 @@ class DeclaredConsumers:
     default_namespace: str
     instance: DagsterInstance | None = None
 
-    def of(self, identifier: Identifier) -> Consumer | None:
+    def find_consumer(self, identifier: Identifier) -> Consumer | None:
         """The consumer that computes a table; None if this code location declares none.
 
         Raises ConfigurationError for one that contradicts itself.
@@ -97,7 +102,7 @@ class DeclaredConsumers:
         keys = [AssetKey(list(identifier))]
         if identifier[:-1] == (self.default_namespace,):
             keys.append(AssetKey(identifier[-1:]))
-        return next((one.consumer for one in consumers(self.graph, self.default_namespace, keys)), None)
+        return next((one.consumer for one in iter_consumers(self.graph, self.default_namespace, keys)), None)
 
 
 def identifier_of_table(table: TableName, default_namespace: str) -> Identifier:
@@ -106,12 +111,12 @@ def identifier_of_table(table: TableName, default_namespace: str) -> Identifier:
     Raises ConfigurationError for what can name no table.
     """
     if isinstance(table, AssetKey):
-        return identifier_of(table, default_namespace)
+        return table_identifier(table, default_namespace)
     try:
         parts = table.split("/") if "/" in table else ContentKey.from_path(table).elements
     except ValueError as error:
         raise ConfigurationError(f"{table!r} is not the name of a table.", hint='"raw.orders"') from error
-    return identifier_of(AssetKey(list(parts)), default_namespace)
+    return table_identifier(AssetKey(list(parts)), default_namespace)
 
 
 def format_table(table: TableName) -> str:
@@ -137,14 +142,14 @@ def published_time(
     finds it, from the manifests of the change. Give a catalog at one commit, so that all tables are of the
     same time. Nessie's errors pass through.
     """
-    opened = IcebergTables(catalog)
+    iceberg_tables = IcebergTableFormat(catalog)
     reader = TimeReader(
-        lambda wanted: load(client, catalog, wanted, opened),
+        lambda wanted: load_tables(client, catalog, wanted, iceberg_tables),
         default_namespace,
-        declared_consumers.of if declared_consumers is not None else lambda _: None,
+        declared_consumers.find_consumer if declared_consumers is not None else lambda _: None,
         declared_consumers.instance if declared_consumers is not None else None,
     )
-    return reader.time_of(identifier)
+    return reader.published_time(identifier)
 
 
 @dataclass
@@ -161,10 +166,10 @@ class TimeReader:
     instance: DagsterInstance | None = None
     _times: dict[Identifier, PublishedTime] = field(default_factory=dict, init=False)
 
-    def time_of(self, identifier: Identifier) -> PublishedTime:
+    def published_time(self, identifier: Identifier) -> PublishedTime:
         """Up to which time a table is published, or why up to none."""
         if identifier not in self._times:
-            name = table_name(identifier)
+            name = format_table_name(identifier)
             # Tables of other code locations might be computed from each other.
             self._times[identifier] = PublishedTime(None, f"Table {name} is computed from itself")
             self._times[identifier] = self._read(identifier, name)
@@ -174,33 +179,43 @@ class TimeReader:
         table = self.load_tables({name: identifier})[name]
         if table is None:
             return PublishedTime(None, f"Table {name} does not exist yet")
-        ingested = self._ingested(identifier, name, table)
+        ingested = self._ingestion_time(identifier, name, table)
         if ingested is not None:
             return ingested
         consumer = self.consumer_of(identifier)
-        return self._recorded(name, table) if consumer is None else self._consumed(consumer, name, table)
+        return (
+            self._recorded_time(name, table)
+            if consumer is None
+            else self._consumed_time(consumer, name, table)
+        )
 
-    def _ingested(self, identifier: Identifier, name: str, table: Table) -> PublishedTime | None:
+    def _ingestion_time(self, identifier: Identifier, name: str, table: Table) -> PublishedTime | None:
         """The time by the ingestions that fill the table; None if none does."""
         times: list[datetime] = []
         properties = table.metadata.properties
-        for ingestion, dead_letters in _ingestions(identifier, properties, self.default_namespace):
+        for ingestion, dead_letter_identifier in _iter_ingestions(
+            identifier, properties, self.default_namespace
+        ):
             tables: dict[str, Table | None] = {name: table}
-            if dead_letters is not None and dead_letters != identifier:
-                tables |= self.load_tables({table_name(dead_letters): dead_letters})
+            if dead_letter_identifier is not None and dead_letter_identifier != identifier:
+                tables |= self.load_tables(
+                    {format_table_name(dead_letter_identifier): dead_letter_identifier}
+                )
             try:
-                known = standing(ingestion, tables, on_rollback="replay")
+                progress = read_progress(ingestion, tables, on_rollback="replay")
             except PositionLost as lost:
                 return PublishedTime(None, f"The position of ingestion {ingestion} is lost: {lost.message}")
-            if known.replayed:
-                back = ", ".join(sorted(known.replayed))
-                return PublishedTime(None, f"Ingestion {ingestion} has to fill {back} again after a rollback")
-            if known.valid_through_ms is None:
+            if progress.replay_offsets:
+                refill_tables = ", ".join(sorted(progress.replay_offsets))
+                return PublishedTime(
+                    None, f"Ingestion {ingestion} has to fill {refill_tables} again after a rollback"
+                )
+            if progress.valid_through_ms is None:
                 return PublishedTime(None, f"Ingestion {ingestion} has not recorded a valid-through time yet")
-            times.append(moment(known.valid_through_ms))
-        return _published(name, min(times), frozenset({name})) if times else None
+            times.append(to_utc_datetime(progress.valid_through_ms))
+        return _build_published_time(name, min(times), frozenset({name})) if times else None
 
-    def _recorded(self, name: str, table: Table) -> PublishedTime:
+    def _recorded_time(self, name: str, table: Table) -> PublishedTime:
         """The time that the runs of a consumer of another code location recorded."""
         properties = table.metadata.properties
         if not any(
@@ -208,27 +223,27 @@ class TimeReader:
         ):
             reason = f"No ingestion has recorded a position in table {name}, nor has a consumer"
             return PublishedTime(None, reason, ingested=False)
-        found = recorded_time(table.metadata, name)
-        if found is None:
+        input_time = recorded_time(table.metadata, name)
+        if input_time is None:
             reason = f"The runs of table {name} have not recorded a valid-through time, or it was rolled back"
             return PublishedTime(None, reason)
-        return _published(name, moment(found.ms), found.sources)
+        return _build_published_time(name, to_utc_datetime(input_time.ms), input_time.sources)
 
-    def _consumed(self, consumer: Consumer, name: str, table: Table) -> PublishedTime:
+    def _consumed_time(self, consumer: Consumer, name: str, table: Table) -> PublishedTime:
         """The time of a consumer that this code location declares."""
-        times = {key: self.time_of(identifier) for key, identifier in consumer.inputs.items()}
+        times = {key: self.published_time(identifier) for key, identifier in consumer.inputs.items()}
         for key, time in times.items():
             if time.at is None:
                 reason = f"Table {name} consumes {key.to_user_string()}: {time.reason}"
                 return PublishedTime(None, reason, time.ingested)
-        tables = self.load_tables({table_name(one): one for one in consumer.inputs.values()})
+        tables = self.load_tables({format_table_name(one): one for one in consumer.inputs.values()})
         try:
-            found = _consumer_time(consumer, table, tables, times, self.instance)
+            input_time = _consumer_time(consumer, table, tables, times, self.instance)
         except (ChangeLost, InputColumnGone, PositionUnreadable) as error:
             return PublishedTime(None, f"What table {name} has consumed is not known: {error.message}")
-        if isinstance(found, str):
-            return PublishedTime(None, f"Table {name} {found}")
-        return _published(name, moment(found.ms), found.sources)
+        if isinstance(input_time, str):
+            return PublishedTime(None, f"Table {name} {input_time}")
+        return _build_published_time(name, to_utc_datetime(input_time.ms), input_time.sources)
 
 
 def _consumer_time(
@@ -242,42 +257,48 @@ def _consumer_time(
 
     Raises ChangeLost, InputColumnGone or PositionUnreadable.
     """
-    recorded = read(table.metadata.properties, table=consumer.spec.name)
-    positions = fitting(recorded, consumer).without_lost(lambda at: holds(table.metadata, at))
-    if positions.restarts_because:
-        return f"has to be computed anew: {positions.restarts_because}"
-    if positions.floor is None and not positions.partitions:
+    recorded = read_positions(table.metadata.properties, table=consumer.spec.name)
+    positions = fit_positions(recorded, consumer).without_lost(
+        lambda at: contains_snapshot(table.metadata, at)
+    )
+    if positions.restart_reason:
+        return f"has to be computed anew: {positions.restart_reason}"
+    if positions.common_position is None and not positions.partitions:
         return "has not recorded yet what it has consumed"
     inputs = [
-        _input(consumer, key, input_tables[table_name(identifier)])
+        _build_upstream(consumer, key, input_tables[format_table_name(identifier)])
         for key, identifier in consumer.inputs.items()
     ]
     changes: dict[tuple[str, Position | None], ChangeSet] = {}
 
-    def change_since(one: Input, since: Position | None) -> ChangeSet:
-        if (one.name, since) not in changes:
-            changes[one.name, since] = capture(one.table, since, name=one.name)
-        return changes[one.name, since]
+    def change_since(upstream: UpstreamTable, since: Position | None) -> ChangeSet:
+        if (upstream.name, since) not in changes:
+            changes[upstream.name, since] = capture_change(upstream.table, since, name=upstream.name)
+        return changes[upstream.name, since]
 
     backlog = Backlog(consumer, positions, inputs, change_since, instance)
     end_ms = windows_end_ms(consumer)
     input_times = {key: time.input_time for key, time in times.items()}
-    found = valid_through(backlog, input_times, unconsumed_parts(backlog), end_ms)
-    if found is None or found.table_ms is None:
+    backlog_time = compute_valid_through(backlog, input_times, unconsumed_partitions(backlog), end_ms)
+    if backlog_time is None or backlog_time.table_ms is None:
         return "has not consumed everything yet, and it is not recorded up to which time it has"
-    parts = consumer.definition if consumer.by_partition else None
-    covers = coverage(parts, instance=instance) if parts is not None else {}
-    return InputTime(found.table_ms, found.sources).partitioned(consumer.spec.name, covers)
+    parts = consumer.definition if consumer.tracks_partitions else None
+    covered_partitions = partition_coverage(parts, instance=instance) if parts is not None else {}
+    return InputTime(backlog_time.table_ms, backlog_time.sources).with_partitions(
+        consumer.spec.name, covered_partitions
+    )
 
 
-def _input(consumer: Consumer, key: AssetKey, table: Table | None) -> Input:
+def _build_upstream(consumer: Consumer, key: AssetKey, table: Table | None) -> UpstreamTable:
     assert table is not None  # noqa: S101 - its time is known
     require_columns(consumer, key, table)
     pattern = consumer.declaration.inputs[key]
-    return Input(key, table_name(consumer.inputs[key]), pattern, table, position_of(table))
+    return UpstreamTable(
+        key, format_table_name(consumer.inputs[key]), pattern, table, current_position(table)
+    )
 
 
-def _published(name: str, at: datetime, sources: frozenset[str]) -> PublishedTime:
+def _build_published_time(name: str, at: datetime, sources: frozenset[str]) -> PublishedTime:
     return PublishedTime(at, f"Table {name} is published through {at.isoformat()}", sources=sources)
 
 
@@ -292,27 +313,27 @@ def parse_time(time: datetime | str) -> datetime:
     return at
 
 
-def _ingestions(
+def _iter_ingestions(
     identifier: Identifier, properties: dict[str, str], default_namespace: str
 ) -> Iterator[tuple[str, Identifier | None]]:
     """The ingestions that fill a table, each with its table of dead letters, None if that is not known.
 
     A table says so itself with its first rows; until then the declarations of this code location count.
     """
-    recorded = ingestions_in(properties)
-    for name, text in recorded.items():
+    recorded = recorded_ingestions(properties)
+    for name, progress_json in recorded.items():
         try:
-            dead_letters = Recorded.from_text(text).dead_letters
+            dead_letter_table_name = TableProgress.from_json(progress_json).dead_letter_table_name
         except (ValueError, KeyError, TypeError):
-            dead_letters = None  # `standing` reports the damage
-        yield name, ContentKey.from_path(dead_letters).elements if dead_letters else None
-    for name, ingest in declared.items():
+            dead_letter_table_name = None  # `read_progress` reports the damage
+        yield name, ContentKey.from_path(dead_letter_table_name).elements if dead_letter_table_name else None
+    for name, ingest in ingests_by_name.items():
         if name not in recorded and any(
-            identifier_of(one.asset, default_namespace) == identifier
-            for one in ingest.tables
-            if not one.is_family
+            table_identifier(table.asset, default_namespace) == identifier
+            for table in ingest.tables
+            if not table.is_family
         ):
-            yield name, identifier_of(ingest.dead_letters_asset, default_namespace)
+            yield name, table_identifier(ingest.dead_letters_asset, default_namespace)
 
 
 def published_through(
@@ -377,7 +398,7 @@ def published_through(
     """
     at = None if time is None else parse_time(time)
     identifier_of_table(table, "default")
-    lake = LakehouseResource.of(settings) if settings else LakehouseResource()
+    lake = LakehouseResource.from_settings(settings) if settings else LakehouseResource()
     return PublishedThrough(table, at, allowed_lateness, lake)
 
 
@@ -418,40 +439,42 @@ class PublishedThrough(AutomationCondition[Any]):
         published = self._published(context)
         if not published.ingested:
             context.log.warning("%s: %s.", self.name, published.reason)
-        return AutomationResult(context, self._reached(context, candidates, published))
+        return AutomationResult(context, self._reached_candidates(context, candidates, published))
 
     def _published(self, context: AutomationContext[Any]) -> PublishedTime:
         lake = self.lake.lakehouse
         namespace = lake.settings.default_namespace
         identifier = identifier_of_table(self.table, namespace)
-        declared = DeclaredConsumers(context.asset_graph, namespace, context.asset_graph_view.instance)
+        declared_consumers = DeclaredConsumers(
+            context.asset_graph, namespace, context.asset_graph_view.instance
+        )
         catalog = lake.catalog(f"{MAIN}@{lake.nessie.reference(MAIN).hash}")
-        return published_time(lake.nessie, catalog, identifier, namespace, declared)
+        return published_time(lake.nessie, catalog, identifier, namespace, declared_consumers)
 
-    def _reached(
+    def _reached_candidates(
         self, context: AutomationContext[Any], candidates: EntitySubset[Any], published: PublishedTime
     ) -> EntitySubset[Any]:
         if published.at is None:
             return context.get_empty_subset()
         if self.time is not None:
-            reached = published.reaches(self.time + self.allowed_lateness)
-            return candidates if reached else context.get_empty_subset()
+            is_reached = published.reaches(self.time + self.allowed_lateness)
+            return candidates if is_reached else context.get_empty_subset()
         definition: Any = candidates.partitions_def
-        ends = {
+        end_times = {
             key: definition.time_window_for_partition_key(key).end
             for key in candidates.expensively_compute_partition_keys()
         }
         return candidates.compute_intersection_with_partition_keys(
-            {key for key, end in ends.items() if published.reaches(end + self.allowed_lateness)}
+            {key for key, end in end_times.items() if published.reaches(end + self.allowed_lateness)}
         )
 
 
 def require_time_partitions(definition: PartitionsDefinition[Any] | None, name: str) -> None:
     """Raise ConfigurationError for an asset whose partitions have no end, `name`."""
-    by_time = isinstance(definition, TimeWindowPartitionsDefinition) or (
+    has_time_windows = isinstance(definition, TimeWindowPartitionsDefinition) or (
         isinstance(definition, MultiPartitionsDefinition) and definition.has_time_window_dimension
     )
-    if not by_time:
+    if not has_time_windows:
         raise ConfigurationError(
             f"{name} is not partitioned by time, so published_through() has no time to wait for.",
             hint='Give one: published_through("raw.orders", "2026-11-24T06:00Z").',

@@ -8,7 +8,12 @@ from typing import Any, Literal
 
 import dagster as dg
 
-from branchlake_dagster.checks.asset_checks import CheckedAsset, asset_key, check_specs, checked_partitions
+from branchlake_dagster.checks.asset_checks import (
+    CheckedAsset,
+    asset_key,
+    build_check_specs,
+    check_partitions_def,
+)
 from branchlake_dagster.checks.constraints import ContractError
 from branchlake_dagster.ingest.published_through import (
     DeclaredConsumers,
@@ -78,20 +83,20 @@ def published_through_check(
     if severity not in ("error", "warn"):
         raise ContractError(f"Check {name} has severity {severity!r}.", hint="Say 'error' or 'warn'.")
     key = asset_key(asset)
-    at = None if time is None else parse_time(time)
+    fixed_time = None if time is None else parse_time(time)
     identifier_of_table(table, "default")
-    partitions = checked_partitions(asset, partitions_def, whole_table=False)
-    if at is None:
+    partitions = check_partitions_def(asset, partitions_def, whole_table=False)
+    if fixed_time is None:
         require_time_partitions(partitions, key.to_user_string())
-    until = "the end of the run's partitions" if at is None else at.isoformat()
-    late = f" and {allowed_lateness} more" if allowed_lateness else ""
-    promise = f"{format_table(table)} has all records through {until}{late}"
+    time_text = "the end of the run's partitions" if fixed_time is None else fixed_time.isoformat()
+    lateness_text = f" and {allowed_lateness} more" if allowed_lateness else ""
+    promise = f"{format_table(table)} has all records through {time_text}{lateness_text}"
     warned = frozenset({name} if severity == "warn" else ())
 
     @dg.multi_asset_check(
         name=f"{key.to_python_identifier()}__{name}",
         description=f"Whether {promise}.",
-        specs=check_specs(asset, {name: promise}, partitions, warned=warned),
+        specs=build_check_specs(asset, {name: promise}, partitions, warn_names=warned),
         required_resource_keys={lakehouse_key},
         compute_kind="iceberg",
     )
@@ -100,25 +105,31 @@ def published_through_check(
         lake, catalog = resource.lakehouse, resource.own_catalog()
         namespace = lake.settings.default_namespace
         graph = asset_graph_of(context.get_step_execution_context().job)
-        declared = DeclaredConsumers(graph, namespace, context.instance)
+        declared_consumers = DeclaredConsumers(graph, namespace, context.instance)
         identifier = identifier_of_table(table, namespace)
-        found = published_time(lake.nessie, catalog, identifier, namespace, declared)
-        wanted = (context.partition_time_window.end if at is None else at) + allowed_lateness
-        return _result(name, found, wanted, warn=severity == "warn")
+        table_time = published_time(lake.nessie, catalog, identifier, namespace, declared_consumers)
+        required_time = (
+            context.partition_time_window.end if fixed_time is None else fixed_time
+        ) + allowed_lateness
+        return _build_result(name, table_time, required_time, warn=severity == "warn")
 
     return published
 
 
-def _result(name: str, found: PublishedTime, wanted: datetime, *, warn: bool) -> dg.AssetCheckResult:
-    passed = found.reaches(wanted)
-    metadata: dict[str, Any] = {EventMetadata.WANTED_THROUGH: dg.MetadataValue.timestamp(wanted)}
-    if found.at is not None:
-        metadata[EventMetadata.VALID_THROUGH] = dg.MetadataValue.timestamp(found.at)
-    missing = "" if passed else f", not through {wanted.isoformat()}" if found.at is not None else ""
+def _build_result(
+    name: str, table_time: PublishedTime, required_time: datetime, *, warn: bool
+) -> dg.AssetCheckResult:
+    passed = table_time.reaches(required_time)
+    metadata: dict[str, Any] = {EventMetadata.WANTED_THROUGH: dg.MetadataValue.timestamp(required_time)}
+    if table_time.at is not None:
+        metadata[EventMetadata.VALID_THROUGH] = dg.MetadataValue.timestamp(table_time.at)
+    shortfall = (
+        "" if passed else f", not through {required_time.isoformat()}" if table_time.at is not None else ""
+    )
     return dg.AssetCheckResult(
         check_name=name,
         passed=passed,
         severity=dg.AssetCheckSeverity.WARN if warn else dg.AssetCheckSeverity.ERROR,
         metadata=metadata,
-        description=f"{found.reason}{missing}.",
+        description=f"{table_time.reason}{shortfall}.",
     )

@@ -26,26 +26,38 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.batch_commit import TableChange, commit_tables
-from branchlake_dagster.ingest.batch_context import KnownTables, Place, known_tables
+from branchlake_dagster.ingest.batch_commit import BatchTableChange, commit_tables
+from branchlake_dagster.ingest.batch_context import BatchContext, IngestionTables, load_ingestion_tables
 from branchlake_dagster.ingest.batch_tables import Target
 from branchlake_dagster.ingest.binary_formats import RegistryAvro
-from branchlake_dagster.ingest.declaration import Expanded, Ingest
+from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest
 from branchlake_dagster.ingest.errors import LettersLeftOut, PositionLost
-from branchlake_dagster.ingest.offsets import OffsetRange, Offsets, Ranges, Recorded, TopicPartition, topic_id
-from branchlake_dagster.ingest.prepared_records import FOR, WAITS
-from branchlake_dagster.ingest.progress import OnRollback, put_back, require_put_back, standing
-from branchlake_dagster.ingest.scan import FailedScans, Scanned, scan, worker_targets
-from branchlake_dagster.ingest.schema_evolution import Settled, settle
+from branchlake_dagster.ingest.offsets import (
+    OffsetRange,
+    Offsets,
+    Ranges,
+    TableProgress,
+    TopicPartition,
+    topic_id,
+)
+from branchlake_dagster.ingest.prepared_records import FOR_TABLE, WAITING_TABLES
+from branchlake_dagster.ingest.progress import (
+    OnRollback,
+    read_progress,
+    reprocessing_runs,
+    require_reprocessed_rows,
+)
+from branchlake_dagster.ingest.scan import FailedScans, ScanResult, build_worker_targets, scan_records
+from branchlake_dagster.ingest.schema_evolution import SchemaEvolution, evolve_until_stable
 from branchlake_dagster.ingest.worker_writer import Work
-from branchlake_dagster.publication.replay import IcebergTables
-from branchlake_dagster.spark.session import dotted
+from branchlake_dagster.publication.replay import IcebergTableFormat
+from branchlake_dagster.spark.session import quote_spark_path
 from branchlake_dagster.stored_names import LakeProperty
-from branchlake_dagster.tables.spark_frames import session_properties
+from branchlake_dagster.tables.spark_frames import set_session_properties
 
 
 @dataclass(frozen=True)
-class Chosen:
+class DeadLetterSelection:
     """Which dead letters: of these kinds, of this table, received from `since` on and before `until`.
 
     What is None or empty does not choose. Letters that were taken up before are never chosen.
@@ -56,30 +68,35 @@ class Chosen:
     since: datetime | None = None
     until: datetime | None = None
 
-    def text(self) -> str:
+    def to_tag(self) -> str:
         """As a tag of a run has it."""
         times = {name: moment and moment.isoformat() for name, moment in self._times().items()}
         return json.dumps({"kinds": list(self.kinds), "table": self.table, **times})
 
     @classmethod
-    def from_text(cls, text: str) -> Chosen:
+    def from_tag(cls, tag: str) -> DeadLetterSelection:
         """Back again."""
-        told = json.loads(text)
+        fields = json.loads(tag)
         times = {
-            name: datetime.fromisoformat(told[name]) if told[name] else None for name in ("since", "until")
+            name: datetime.fromisoformat(fields[name]) if fields[name] else None
+            for name in ("since", "until")
         }
-        return cls(tuple(told["kinds"]), told["table"], **times)
+        return cls(tuple(fields["kinds"]), fields["table"], **times)
 
     def _times(self) -> dict[str, datetime | None]:
         return {"since": self.since, "until": self.until}
 
-    def condition(self, known: KnownTables) -> tuple[str, dict[str, object]]:
+    def to_sql(self, ingestion_tables: IngestionTables) -> tuple[str, dict[str, object]]:
         """The condition in SQL, and its arguments.
 
         Without the letters of tables whose rows take each other's place: a newer record may have.
         """
-        ingest = known.ingest
-        names = [n for n, one in zip(known.wanted, ingest.tables, strict=False) if one.mode == "append"]
+        ingest = ingestion_tables.ingest
+        names = [
+            n
+            for n, table in zip(ingestion_tables.identifiers, ingest.tables, strict=False)
+            if table.mode == "append"
+        ]
         if self.table is not None and self.table not in names:
             raise ConfigurationError(
                 f"Letters of {self.table} cannot be put back by ingestion {ingest.name}.",
@@ -90,11 +107,11 @@ class Chosen:
             )
         parts = ["reprocessed_in IS NULL"]
         arguments: dict[str, object] = {}
-        wanted = names if self.table is None else [self.table]
-        own = " OR ".join(f"table = :table{number}" for number in range(len(wanted)))
-        arguments |= {f"table{number}": name for number, name in enumerate(wanted)}
-        anyone = "table IS NULL" if self.table is None else "false"
-        parts.append(f"({anyone}{' OR ' + own if own else ''})")
+        table_names = names if self.table is None else [self.table]
+        own_condition = " OR ".join(f"table = :table{number}" for number in range(len(table_names)))
+        arguments |= {f"table{number}": name for number, name in enumerate(table_names)}
+        null_condition = "table IS NULL" if self.table is None else "false"
+        parts.append(f"({null_condition}{' OR ' + own_condition if own_condition else ''})")
         if self.kinds:
             parts.append(f"error_kind IN ({', '.join(f':kind{n}' for n in range(len(self.kinds)))})")
             arguments |= {f"kind{number}": kind for number, kind in enumerate(self.kinds)}
@@ -106,179 +123,226 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Reprocessed:
+class ReprocessingResult:
     """What became of the letters that were put back."""
 
-    ingest: Expanded
+    ingest: ExpandedIngest
     targets: Sequence[Target]
-    scanned: Scanned
+    scanned: ScanResult
 
 
-def waiting_letters(
-    session: SparkSession, known: KnownTables, chosen: Chosen
+def count_dead_letters(
+    session: SparkSession, ingestion_tables: IngestionTables, selection: DeadLetterSelection
 ) -> list[tuple[str | None, str, int]]:
     """How many letters are chosen, by table and kind."""
-    condition, arguments = chosen.condition(known)
-    dead = dotted(list(known.wanted.values())[-1])
-    told = session.sql(
-        f"SELECT table, error_kind, count(*) FROM nessie.{dead} WHERE {condition}"  # noqa: S608 - by name
+    condition, arguments = selection.to_sql(ingestion_tables)
+    table_sql = quote_spark_path(list(ingestion_tables.identifiers.values())[-1])
+    counts = session.sql(
+        f"SELECT table, error_kind, count(*) FROM nessie.{table_sql} WHERE {condition}"  # noqa: S608 - by name
         " GROUP BY 1, 2 ORDER BY 1, 2",
         args=arguments,
     )
-    return [(row[0], row[1], row[2]) for row in told.collect()]
+    return [(row[0], row[1], row[2]) for row in counts.collect()]
 
 
 def reprocess_batch(
     ingest: Ingest,
-    place: Place,
-    chosen: Chosen,
+    batch_context: BatchContext,
+    selection: DeadLetterSelection,
     *,
-    now: Callable[[], datetime] = lambda: datetime.now(UTC),
-) -> Reprocessed | None:
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+) -> ReprocessingResult | None:
     """Put the chosen dead letters into their tables on the branch; what fails again is a new dead letter.
 
     None: the branch has it from an earlier attempt, or there are none. Raises PositionLost while a table is
     rolled back or filled again, which would add the same records, and where letters were marked and are not
-    any more; LettersLeftOut; what `settle` raises; and EarlierAttemptLate.
+    any more; LettersLeftOut; what `evolve_until_stable` raises; and EarlierAttemptLate.
     """
-    tables, space = IcebergTables(place.catalog), place.lake.settings.default_namespace
-    known = known_tables(ingest, place.lake.nessie, place.catalog, space, tables)
-    if known.anchor is None:
+    tables, default_namespace = (
+        IcebergTableFormat(batch_context.catalog),
+        batch_context.lake.settings.default_namespace,
+    )
+    ingestion_tables = load_ingestion_tables(
+        ingest, batch_context.lake.nessie, batch_context.catalog, default_namespace, tables
+    )
+    if ingestion_tables.dead_letter_table is None:
         return None
-    if any(one.run_id == place.run_id for one in put_back(ingest.name, known.anchor.metadata.properties)):
+    if any(
+        run.run_id == batch_context.run_id
+        for run in reprocessing_runs(ingest.name, ingestion_tables.dead_letter_table.metadata.properties)
+    ):
         return None
-    require_put_back(
+    require_reprocessed_rows(
         ingest.name,
-        known.there,
+        ingestion_tables.loaded_tables,
         on_rollback=ingest.on_rollback,
-        branch=place.branch,
-        dead_letters=known.dead_letters,
-        again=True,
+        branch=batch_context.branch,
+        dead_letter_table_name=ingestion_tables.dead_letter_table_name,
+        is_reprocessing=True,
     )
     # What is left out on purpose is not read again, so no letter's row comes twice.
     rule: OnRollback = "skip" if ingest.on_rollback == "skip" else "replay"
-    before = standing(ingest.name, known.there, on_rollback=rule)
-    if again := before.replayed:
+    progress = read_progress(ingest.name, ingestion_tables.loaded_tables, on_rollback=rule)
+    if replay_offsets := progress.replay_offsets:
         raise PositionLost(
             "The table is to be filled again, which may add what these dead letters would.",
-            table=next(iter(again)),
+            table=next(iter(replay_offsets)),
             hint="Let the ingestion read until the table has caught up, then reprocess.",
             reason="replay_pending",
         )
-    session = place.session()
-    frame = _taken_up(session, known, place, chosen)
+    session = batch_context.session()
+    frame = _mark_selected(session, ingestion_tables, batch_context, selection)
     pairs = [tuple(row) for row in frame.select("__topic", "__incarnation").distinct().collect()]
     if not pairs:
         return None
-    reading = ingest.format.fresh() if isinstance(ingest.format, RegistryAvro) else ingest.format
+    record_format = (
+        ingest.format.with_empty_cache() if isinstance(ingest.format, RegistryAvro) else ingest.format
+    )
     failed_scans = FailedScans()
 
-    def read(known: KnownTables, targets: Sequence[Target]) -> Scanned:
+    def scan_targets(ingestion_tables: IngestionTables, targets: Sequence[Target]) -> ScanResult:
         work = Work(
-            place.run_id,
+            batch_context.run_id,
             [topic for topic, _ in pairs],
             [incarnation for _, incarnation in pairs],
-            worker_targets(targets, {}),
-            place.lake.settings.worker_file_io_properties(),
-            int(now().timestamp() * 1_000_000),
-            len(known.ingest.families),
+            build_worker_targets(targets, {}),
+            batch_context.lake.settings.worker_file_io_properties(),
+            int(clock().timestamp() * 1_000_000),
+            len(ingestion_tables.ingest.families),
             ingest.most_tables,
             ingest.most_columns,
-            letters=True,
+            is_reprocessing=True,
         )
-        with failed_scans.remembering(work, targets[-1].table.io):
-            return scan(frame, known.ingest, reading, targets, {}, work)
+        with failed_scans.remember_failure(work, targets[-1].table.io):
+            return scan_records(frame, ingestion_tables.ingest, record_format, targets, {}, work)
 
     ids = {topic: topic_id(incarnation) for topic, incarnation in pairs}
     try:
-        settled = settle(known, place, frame, reading, read, ids, tables)
+        evolution = evolve_until_stable(
+            ingestion_tables, batch_context, frame, record_format, scan_targets, ids, tables
+        )
     finally:
         failed_scans.delete_files()
-    if left_out := settled.scanned.counts["left_out"]:
+    if left_out := evolution.scanned.counts["left_out"]:
         raise LettersLeftOut(
-            f"Of {settled.scanned.counts['records']} dead letters {left_out} would give neither a row nor a"
+            f"Of {evolution.scanned.counts['records']} dead letters {left_out} would give neither a row nor a"
             f" dead letter; ingestion {ingest.name} puts none back.",
-            branch=place.branch,
-            run_id=place.run_id,
+            branch=batch_context.branch,
+            run_id=batch_context.run_id,
             hint="Choose others with --table, --error-kind or --since, and report this one with its record.",
         )
-    _commit(settled, place, before.position, tables)
-    return Reprocessed(settled.known.ingest, settled.targets, settled.scanned)
+    _commit_rows(evolution, batch_context, progress.position, tables)
+    return ReprocessingResult(evolution.ingestion_tables.ingest, evolution.targets, evolution.scanned)
 
 
-def _taken_up(session: SparkSession, known: KnownTables, place: Place, chosen: Chosen) -> DataFrame:
+def _mark_selected(
+    session: SparkSession,
+    ingestion_tables: IngestionTables,
+    batch_context: BatchContext,
+    selection: DeadLetterSelection,
+) -> DataFrame:
     """The chosen letters as records, marked on the branch. Also those that an earlier attempt has marked."""
-    condition, arguments = chosen.condition(known)
-    dead = f"nessie.{dotted(list(known.wanted.values())[-1])}"
-    with session_properties(session, {**place.origin, LakeProperty.WRITE_MODE: "upsert"}):
+    condition, arguments = selection.to_sql(ingestion_tables)
+    table_sql = f"nessie.{quote_spark_path(list(ingestion_tables.identifiers.values())[-1])}"
+    with set_session_properties(
+        session, {**batch_context.snapshot_properties, LakeProperty.WRITE_MODE: "upsert"}
+    ):
         session.sql(
-            f"UPDATE {dead} SET reprocessed_in = :run WHERE {condition}",  # noqa: S608 - by name
-            args={**arguments, "run": place.run_id},
+            f"UPDATE {table_sql} SET reprocessed_in = :run WHERE {condition}",  # noqa: S608 - by name
+            args={**arguments, "run": batch_context.run_id},
         )
-    letters = session.table(dead).filter(F.col("reprocessed_in") == place.run_id)
-    named = ("topic", "incarnation", "partition", "offset", "timestamp", "key", "value", "headers")
-    return letters.select(*(F.col(one).alias(f"__{one}") for one in named), F.col("table").alias(FOR))
+    dead_letters = session.table(table_sql).filter(F.col("reprocessed_in") == batch_context.run_id)
+    columns = ("topic", "incarnation", "partition", "offset", "timestamp", "key", "value", "headers")
+    return dead_letters.select(
+        *(F.col(name).alias(f"__{name}") for name in columns), F.col("table").alias(FOR_TABLE)
+    )
 
 
-def _commit(settled: Settled, place: Place, position: Offsets, tables: IcebergTables) -> None:
-    changes, ingest = [], settled.known.ingest
+def _commit_rows(
+    evolution: SchemaEvolution, batch_context: BatchContext, position: Offsets, tables: IcebergTableFormat
+) -> None:
+    changes, ingest = [], evolution.ingestion_tables.ingest
     # A replay would begin before what batches told that had nothing for a table, and their letters are in it.
-    upto = {
-        LakeProperty.REPROCESSED_PREFIX + ingest.name: Recorded(position, place.run_id, place.run_id).text()
+    position_properties = {
+        LakeProperty.REPROCESSED_PREFIX + ingest.name: TableProgress(
+            position, batch_context.run_id, batch_context.run_id
+        ).to_json()
     }
-    for number, one in enumerate(settled.targets):
-        files, last = settled.scanned.files.get(number, []), one is settled.targets[-1]
-        if files or last:
-            mode = {LakeProperty.WRITE_MODE: "append", LakeProperty.ASSET: "/".join(one.identifier)}
-            told, origin = settled.known.told if last else {}, {**place.origin, **mode, **upto}
+    for number, target in enumerate(evolution.targets):
+        files, is_dead_letters = evolution.scanned.files.get(number, []), target is evolution.targets[-1]
+        if files or is_dead_letters:
+            mode = {LakeProperty.WRITE_MODE: "append", LakeProperty.ASSET: "/".join(target.identifier)}
+            table_properties, snapshot_properties = (
+                evolution.ingestion_tables.changed_properties if is_dead_letters else {},
+                {**batch_context.snapshot_properties, **mode, **position_properties},
+            )
             changes.append(
-                TableChange(one.identifier, one.table, files, None, origin, told, put_back_by=place.run_id)
+                BatchTableChange(
+                    target.identifier,
+                    target.table,
+                    files,
+                    None,
+                    snapshot_properties,
+                    table_properties,
+                    reprocessed_by=batch_context.run_id,
+                )
             )
     commit_tables(
-        place.lake.nessie,
-        place.catalog,
-        place.branch,
+        batch_context.lake.nessie,
+        batch_context.catalog,
+        batch_context.branch,
         changes,
         ingestion=ingest.name,
         message=f"Reprocess dead letters of {ingest.name}",
-        properties=place.properties,
+        properties=batch_context.commit_properties,
         tables=tables,
     )
 
 
-_OF_RECORD = ("topic", "partition", "offset")
+_POSITION_COLUMNS = ("topic", "partition", "offset")
 
 
-def with_waiting(records: DataFrame, dead_letters: Table | None, ranges: Ranges) -> DataFrame:
+def with_waiting_tables(records: DataFrame, dead_letter_table: Table | None, ranges: Ranges) -> DataFrame:
     """The records, with a column of the tables for which a letter of them waits; "" is one for any table.
 
     A table that is filled again may take by now what it could not then: its letter would add the row once
     more when it is put back. All letters that wait are read, and those of the ranges count.
     """
-    if dead_letters is None:
+    if dead_letter_table is None:
         return records
-    columns = (*_OF_RECORD, "incarnation", "table")
-    held = dead_letters.scan(row_filter="reprocessed_in is null", selected_fields=columns).to_arrow()
-    parts = [held.filter(_within(held, one, span)) for one, span in ranges.items()]
-    letters = pa.concat_tables(parts) if parts else held.slice(0, 0)
-    if not letters.num_rows:
+    columns = (*_POSITION_COLUMNS, "incarnation", "table")
+    waiting_rows = dead_letter_table.scan(
+        row_filter="reprocessed_in is null", selected_fields=columns
+    ).to_arrow()
+    parts = [
+        waiting_rows.filter(_is_in_range(waiting_rows, one, offset_range))
+        for one, offset_range in ranges.items()
+    ]
+    dead_letters = pa.concat_tables(parts) if parts else waiting_rows.slice(0, 0)
+    if not dead_letters.num_rows:
         return records
-    told = letters.select([*_OF_RECORD]).append_column(WAITS, pc.fill_null(letters["table"], ""))
-    grouped = told.group_by([*_OF_RECORD]).aggregate([(WAITS, "list")])
-    named = grouped.rename_columns([*(f"_{WAITS}_{one}" for one in _OF_RECORD), WAITS])
+    positions = dead_letters.select([*_POSITION_COLUMNS]).append_column(
+        WAITING_TABLES, pc.fill_null(dead_letters["table"], "")
+    )
+    grouped = positions.group_by([*_POSITION_COLUMNS]).aggregate([(WAITING_TABLES, "list")])
+    named = grouped.rename_columns(
+        [*(f"_{WAITING_TABLES}_{one}" for one in _POSITION_COLUMNS), WAITING_TABLES]
+    )
     waiting = records.sparkSession.createDataFrame(named)
-    same = [F.col(f"__{one}") == F.col(f"_{WAITS}_{one}") for one in _OF_RECORD]
-    joined = records.join(F.broadcast(waiting), same, "left")
-    return joined.drop(*(f"_{WAITS}_{one}" for one in _OF_RECORD))
+    is_same_record = [F.col(f"__{one}") == F.col(f"_{WAITING_TABLES}_{one}") for one in _POSITION_COLUMNS]
+    joined = records.join(F.broadcast(waiting), is_same_record, "left")
+    return joined.drop(*(f"_{WAITING_TABLES}_{one}" for one in _POSITION_COLUMNS))
 
 
-def _within(letters: pa.Table, one: TopicPartition, span: OffsetRange) -> pa.ChunkedArray:
+def _is_in_range(
+    dead_letters: pa.Table, partition: TopicPartition, offset_range: OffsetRange
+) -> pa.ChunkedArray:
     """Of which letters the records are in this range of a partition."""
     conditions = [
-        pc.equal(letters["topic"], one.topic),
-        pc.equal(letters["incarnation"], one.incarnation),
-        pc.equal(letters["partition"], one.partition),
-        pc.greater_equal(letters["offset"], span.start),
-        pc.less(letters["offset"], span.end),
+        pc.equal(dead_letters["topic"], partition.topic),
+        pc.equal(dead_letters["incarnation"], partition.incarnation),
+        pc.equal(dead_letters["partition"], partition.partition),
+        pc.greater_equal(dead_letters["offset"], offset_range.start),
+        pc.less(dead_letters["offset"], offset_range.end),
     ]
     return pc.fill_null(reduce(pc.and_, conditions), fill_value=False)

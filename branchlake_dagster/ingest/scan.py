@@ -30,104 +30,113 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.errors import OutcomeUnknown
-from branchlake_dagster.ingest.batch_tables import Evolving, Target
-from branchlake_dagster.ingest.declaration import Expanded
+from branchlake_dagster.ingest.batch_tables import EvolutionNeeds, Target
+from branchlake_dagster.ingest.declaration import ExpandedIngest
 from branchlake_dagster.ingest.formats import Format
 from branchlake_dagster.ingest.offsets import Offsets
-from branchlake_dagster.ingest.prepared_records import FOR, Prepared, fields_taken, row_columns
-from branchlake_dagster.ingest.worker_writer import SENT_BACK, Work, WorkerTarget, writing
+from branchlake_dagster.ingest.prepared_records import FOR_TABLE, PreparedRecords, mapped_fields, row_columns
+from branchlake_dagster.ingest.worker_writer import SENT_BACK, Work, WorkerTarget, build_writer
 
 _ARROW = "spark.sql.execution.arrow"
-_MOST_RECORDS, _MOST_BYTES = 2_500, 64 << 20
+_MAX_RECORDS, _MAX_BYTES = 2_500, 64 << 20
 """Of what Spark sends to its workers at once. The bytes it bounds by adding up all columns after each record,
 which was a sixth of a batch's time. So it is asked to only where records may be large: in a session's first
 batch, after one with large records, and after one that failed. Without that bound, 2,500 records of a
 megabyte are more than a vector of Arrow holds."""
 _NO_BOUND = (1 << 31) - 1
-_small: WeakSet[SparkSession] = WeakSet()
+_small_record_sessions: WeakSet[SparkSession] = WeakSet()
 """Sessions whose last batch had small records."""
-_cut_by: WeakKeyDictionary[SparkSession, int] = WeakKeyDictionary()
+_byte_limits: WeakKeyDictionary[SparkSession, int] = WeakKeyDictionary()
 """What each session bounds the bytes by."""
 
 
 @dataclass
-class Scanned:
+class ScanResult:
     """What a pass found: data files by target, counts, and by `topic/partition` the latest time, in ms."""
 
     files: dict[int, list[DataFile]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
-    latest: dict[str, int] = field(default_factory=dict)
+    latest_ms: dict[str, int] = field(default_factory=dict)
 
-    def rows(self, target: int) -> int:
+    def count_rows(self, target: int) -> int:
         """The rows written for a target."""
         return self.counts[f"rows/{target}"]
 
-    def evolving(self) -> dict[int, Evolving]:
+    def evolution_needs(self) -> dict[int, EvolutionNeeds]:
         """What the records want of the tables, by target."""
-        found: dict[int, dict[str, set[str]]] = {}
+        names_by_need: dict[int, dict[str, set[str]]] = {}
         for name in self.counts:
             if name.startswith("evolve/"):
                 _, target, how, what = name.split("/", 3)
-                found.setdefault(int(target), {}).setdefault(how, set()).add(what)
+                names_by_need.setdefault(int(target), {}).setdefault(how, set()).add(what)
         return {
-            target: Evolving(**{how: frozenset(names) for how, names in wanted.items()})
-            for target, wanted in found.items()
+            target: EvolutionNeeds(**{how: frozenset(names) for how, names in wanted.items()})
+            for target, wanted in names_by_need.items()
         }
 
-    def names(self, families: Sequence[str]) -> dict[str, set[str]]:
+    def new_route_names(self, families: Sequence[str]) -> dict[str, set[str]]:
         """What records have put into the names of tables that are not known, by family."""
-        found: dict[str, set[str]] = {}
-        for told in self.counts:
-            if told.startswith("new/"):
-                _, number, name = told.split("/", 2)
-                found.setdefault(families[int(number)], set()).add(name)
-        return found
+        route_names: dict[str, set[str]] = {}
+        for count_name in self.counts:
+            if count_name.startswith("new/"):
+                _, number, name = count_name.split("/", 2)
+                route_names.setdefault(families[int(number)], set()).add(name)
+        return route_names
 
 
-def scan(
+def scan_records(
     records: DataFrame,
-    ingest: Expanded,
-    reading: Format,
+    ingest: ExpandedIngest,
+    record_format: Format,
     targets: Sequence[Target],
-    floors: Mapping[str, Offsets],
+    min_offsets: Mapping[str, Offsets],
     work: Work,
-) -> Scanned:
+) -> ScanResult:
     """Convert the records, write them to data files of the targets, and count.
 
-    `floors` are by table the offsets before which it takes nothing; `targets` end with the dead letters.
+    `min_offsets` are by table the offsets before which it takes nothing; `targets` end with the dead letters.
     """
     session = records.sparkSession
-    _cut_batches(session, _NO_BOUND if session in _small else _MOST_BYTES)
-    _small.discard(session)
-    frame = reading.read(records)
-    letters = list(zip(work.topics, work.incarnations, strict=True)) if FOR in records.columns else []
-    prepared = Prepared(ingest, reading, targets[:-1], floors, floors.get(targets[-1].name), letters)
-    frame = prepared.columns(frame)
-    sent = frame.mapInArrow(writing(work), from_arrow_schema(SENT_BACK)).toArrow()
-    found = Scanned()
-    for row in sent.to_pylist():
+    _limit_batch_bytes(session, _NO_BOUND if session in _small_record_sessions else _MAX_BYTES)
+    _small_record_sessions.discard(session)
+    frame = record_format.read(records)
+    dead_letter_topics = (
+        list(zip(work.topics, work.incarnations, strict=True)) if FOR_TABLE in records.columns else []
+    )
+    prepared = PreparedRecords(
+        ingest,
+        record_format,
+        targets[:-1],
+        min_offsets,
+        min_offsets.get(targets[-1].name),
+        dead_letter_topics,
+    )
+    frame = prepared.select_columns(frame)
+    sent_rows = frame.mapInArrow(build_writer(work), from_arrow_schema(SENT_BACK)).toArrow()
+    result = ScanResult()
+    for row in sent_rows.to_pylist():
         if row["kind"] == "file":
             # Made by our own function on our own workers a moment ago.
-            found.files.setdefault(row["target"], []).append(pickle.loads(row["payload"]))  # noqa: S301
+            result.files.setdefault(row["target"], []).append(pickle.loads(row["payload"]))  # noqa: S301
         else:
-            told = json.loads(row["payload"])
-            found.counts.update(told["counts"])
-            for name, at in told["latest"].items():
-                found.latest[name] = max(at, found.latest.get(name, at))
-    if found.counts["bytes"] * _MOST_RECORDS < _MOST_BYTES * found.counts["records"]:
-        _small.add(session)
-    return found
+            counts = json.loads(row["payload"])
+            result.counts.update(counts["counts"])
+            for name, time_ms in counts["latest"].items():
+                result.latest_ms[name] = max(time_ms, result.latest_ms.get(name, time_ms))
+    if result.counts["bytes"] * _MAX_RECORDS < _MAX_BYTES * result.counts["records"]:
+        _small_record_sessions.add(session)
+    return result
 
 
-def _cut_batches(session: SparkSession, most_bytes: int) -> None:
+def _limit_batch_bytes(session: SparkSession, max_bytes: int) -> None:
     """Let a session bound the bytes by this; it is asked where that is new."""
-    if _cut_by.get(session) != most_bytes:
-        session.conf.set(f"{_ARROW}.maxRecordsPerBatch", str(_MOST_RECORDS))
-        session.conf.set(f"{_ARROW}.maxBytesPerBatch", str(most_bytes))
-        _cut_by[session] = most_bytes
+    if _byte_limits.get(session) != max_bytes:
+        session.conf.set(f"{_ARROW}.maxRecordsPerBatch", str(_MAX_RECORDS))
+        session.conf.set(f"{_ARROW}.maxBytesPerBatch", str(max_bytes))
+        _byte_limits[session] = max_bytes
 
 
-def worker_targets(
+def build_worker_targets(
     targets: Sequence[Target], staged: Mapping[int, tuple[str, Mapping[str, str]]]
 ) -> list[WorkerTarget]:
     """The targets as workers need them.
@@ -136,39 +145,44 @@ def worker_targets(
     of itself, by attribute.
     """
     rows = row_columns(targets[:-1])
-    made = [
+    table_targets = [
         WorkerTarget(
-            staged[number][0] if number in staged else one.table.metadata.model_dump_json(),
+            staged[number][0] if number in staged else target.table.metadata.model_dump_json(),
             rows[number],
             {
-                **(one.declared.attributes if one.declared else {}),
+                **(target.declaration.attributes if target.declaration else {}),
                 **(
                     {column: attribute for attribute, column in staged[number][1].items()}
                     if number in staged
                     else {}
                 ),
             },
-            one.name,
-            frozenset(fields_taken(one)),
+            target.name,
+            frozenset(mapped_fields(target)),
         )
-        for number, one in enumerate(targets[:-1])
+        for number, target in enumerate(targets[:-1])
     ]
-    return [*made, WorkerTarget(targets[-1].table.metadata.model_dump_json(), None, {}, targets[-1].name)]
+    return [
+        *table_targets,
+        WorkerTarget(targets[-1].table.metadata.model_dump_json(), None, {}, targets[-1].name),
+    ]
 
 
-_AT_ONCE = 8
+_MAX_PARALLEL = 8
 """Files that are deleted side by side: each is a request to the store."""
-LISTED_UP_TO = 100_000
+MAX_LISTED_FILES = 100_000
 """Data files of a table whose data folder is listed after a failed scan: a page of a listing has 1,000."""
 _log = logging.getLogger(__name__)
 
 
-def delete_files(scanned: Scanned, targets: Sequence[Target], numbers: Collection[int] | None = None) -> None:
+def delete_files(
+    scanned: ScanResult, targets: Sequence[Target], numbers: Collection[int] | None = None
+) -> None:
     """Delete the data files of a pass over the records; with `numbers` those of these targets only.
 
     Raises nothing: a file that cannot be deleted is logged, and stays for whoever searches for orphans.
     """
-    _delete(
+    _delete_paths(
         [
             (targets[number].table.io, file.file_path)
             for number, files in scanned.files.items()
@@ -183,7 +197,7 @@ def delete_staging_metadata(tables: Iterable[Table]) -> None:
 
     Reads one manifest list per table with rows. Raises nothing, as `delete_files`.
     """
-    wanted: dict[str, FileIO] = {}
+    files: dict[str, FileIO] = {}
     for table in tables:
         metadata, snapshot = table.metadata, table.current_snapshot()
         paths = [table.metadata_location, *(one.metadata_file for one in metadata.metadata_log)]
@@ -198,20 +212,20 @@ def delete_staging_metadata(tables: Iterable[Table]) -> None:
                     type(error).__name__,
                     error,
                 )
-        wanted |= dict.fromkeys(paths, table.io)
-    _delete([(io, path) for path, io in wanted.items()])
+        files |= dict.fromkeys(paths, table.io)
+    _delete_paths([(io, path) for path, io in files.items()])
 
 
-def _delete(wanted: Sequence[tuple[FileIO, str]]) -> None:
-    if not wanted:
+def _delete_paths(files: Sequence[tuple[FileIO, str]]) -> None:
+    if not files:
         return
-    with ThreadPoolExecutor(min(_AT_ONCE, len(wanted))) as pool:
-        for (_, path), error in zip(wanted, pool.map(lambda one: _deleted(*one), wanted), strict=True):
+    with ThreadPoolExecutor(min(_MAX_PARALLEL, len(files))) as pool:
+        for (_, path), error in zip(files, pool.map(lambda one: _try_delete(*one), files), strict=True):
             if error is not None:
                 _log.warning("%s was not deleted: %s: %s", path, type(error).__name__, error)
 
 
-def _deleted(io: FileIO, path: str) -> Exception | None:
+def _try_delete(io: FileIO, path: str) -> Exception | None:
     try:
         io.delete(path)
     except FileNotFoundError:
@@ -222,8 +236,8 @@ def _deleted(io: FileIO, path: str) -> Exception | None:
 
 
 @contextlib.contextmanager
-def deleted_on_failure(
-    scanned: Scanned, targets: Sequence[Target], numbers: Collection[int] | None = None
+def delete_on_failure(
+    scanned: ScanResult, targets: Sequence[Target], numbers: Collection[int] | None = None
 ) -> Iterator[None]:
     """Delete the data files if what is done within fails, unless a commit may have happened all the same."""
     try:
@@ -241,7 +255,7 @@ class FailedScans:
     _scans: list[tuple[Work, FileIO]] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def remembering(self, work: Work, io: FileIO) -> Iterator[None]:
+    def remember_failure(self, work: Work, io: FileIO) -> Iterator[None]:
         """Remember the scan of `work` if it fails; `io` is the FileIO of its tables."""
         try:
             yield
@@ -252,41 +266,42 @@ class FailedScans:
     def delete_files(self) -> None:
         """Delete what these scans wrote: one listing of each table's data folder, however many scans failed.
 
-        A table with more than `LISTED_UP_TO` data files is not searched, and a task that goes on after its
+        A table with more than `MAX_LISTED_FILES` data files is not searched, and a task that goes on after
+        its
         scan has failed may write files later: these files stay, as those that cannot be deleted do. Raises
         nothing.
         """
-        found: dict[str, FileIO] = {}
-        searched: dict[str, tuple[FileIO, set[str]]] = {}
+        paths: dict[str, FileIO] = {}
+        folders: dict[str, tuple[FileIO, set[str]]] = {}
         for work, io in self._scans:
             for target in work.targets:
-                folder = searchable_folder(TableMetadataUtil.parse_raw(target.metadata_json))
+                folder = find_data_folder(TableMetadataUtil.parse_raw(target.metadata_json))
                 if folder is None:
                     _log.warning("%s has too many files to be searched after a failed scan.", target.name)
                 else:
-                    searched.setdefault(folder, (io, set()))[1].add(work.file_name_part)
-        for folder, (io, parts) in searched.items():
+                    folders.setdefault(folder, (io, set()))[1].add(work.file_name_part)
+        for folder, (io, parts) in folders.items():
             try:
-                found |= dict.fromkeys(files_named(io, folder, parts), io)
+                paths |= dict.fromkeys(list_named_files(io, folder, parts), io)
             except Exception as error:  # noqa: BLE001 - whatever a store raises; it is logged
                 _log.warning(
                     "%s was not searched after a failed scan: %s: %s", folder, type(error).__name__, error
                 )
-        _delete([(io, path) for path, io in found.items()])
+        _delete_paths([(io, path) for path, io in paths.items()])
         self._scans.clear()
 
 
-def searchable_folder(metadata: TableMetadata) -> str | None:
-    """The data folder of a table; None if its current snapshot has more than `LISTED_UP_TO` data files."""
+def find_data_folder(metadata: TableMetadata) -> str | None:
+    """The data folder of a table; None if its current snapshot has more than `MAX_LISTED_FILES` data files."""
     snapshot = metadata.current_snapshot()
     summary = snapshot.summary if snapshot is not None else None
     count = summary.additional_properties.get("total-data-files", "0") if summary is not None else "0"
-    if int(count) > LISTED_UP_TO:
+    if int(count) > MAX_LISTED_FILES:
         return None
     return load_location_provider(metadata.location, metadata.properties).data_path
 
 
-def files_named(io: FileIO, folder: str, parts: Collection[str]) -> list[str]:
+def list_named_files(io: FileIO, folder: str, parts: Collection[str]) -> list[str]:
     """The locations of the files in a folder, and in those below it, whose name contains one of `parts`."""
     if not isinstance(io, PyArrowFileIO):
         return []

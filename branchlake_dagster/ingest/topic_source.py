@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.declaration import Ingest
-from branchlake_dagster.ingest.embedded_kafka import cluster_of
+from branchlake_dagster.ingest.embedded_kafka import configured_cluster
 from branchlake_dagster.ingest.errors import LandingUnavailable
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics, Topics
 from branchlake_dagster.ingest.offsets import Offsets, Topic, TopicPartition
@@ -49,9 +49,12 @@ class LandingTopics:
         begins = {number: span[0] for number, span in spans.items()}
         return Topic(name, incarnation, begins, {number: span[1] for number, span in spans.items()})
 
-    def at_time(self, topic: Topic, moment: datetime) -> Offsets:
+    def offsets_at_time(self, topic: Topic, moment: datetime) -> Offsets:
         """See `Topics`. A record's time is its receipt."""
-        return {one: self._first_since(topic, one.partition, moment) for one in topic.partitions()}
+        return {
+            partition: self._first_since(topic, partition.partition, moment)
+            for partition in topic.partitions()
+        }
 
     def _first_since(self, topic: Topic, partition: int, moment: datetime) -> int:
         for file in self._landing.files(topic.name, partition):
@@ -61,89 +64,99 @@ class LandingTopics:
                 return int(since["offset"][0].as_py())
         return topic.ends[partition]
 
-    def committed(self, group: str, topics: Iterable[str]) -> Mapping[str, Mapping[int, int]]:
+    def committed_offsets(self, group: str, topics: Iterable[str]) -> Mapping[str, Mapping[int, int]]:
         """See `Topics`. Raises ConfigurationError."""
         raise ConfigurationError(
             f"A landing folder has no consumer groups: {group} cannot have offsets in {', '.join(topics)}.",
             hint='Give the offsets themselves: start=StartingOffsets({"orders": {0: 120}}).',
         )
 
-    def time_of(self, offsets: Offsets) -> datetime | None:
+    def earliest_time(self, offsets: Offsets) -> datetime | None:
         """See `Topics`."""
-        found = []
-        for one, offset in offsets.items():
-            file = self._holding(one.topic, one.partition, offset)
+        record_times = []
+        for partition, offset in offsets.items():
+            file = self._file_of_offset(partition.topic, partition.partition, offset)
             if file is not None:
                 times = pq.read_table(file.path, columns=["timestamp"], partitioning=None)["timestamp"]
-                found.append(_moment(times[max(offset - file.first, 0)]))
-        return min((at for at in found if at is not None), default=None)
+                record_times.append(_to_datetime(times[max(offset - file.first, 0)]))
+        return min((at for at in record_times if at is not None), default=None)
 
-    def _holding(self, topic: str, partition: int, offset: int) -> LandingFile | None:
+    def _file_of_offset(self, topic: str, partition: int, offset: int) -> LandingFile | None:
         first, end = self._landing.offsets(topic, partition)
-        at = max(offset, first)
-        return self._landing.files_of(topic, partition, at, at + 1)[0] if at < end else None
+        offset_in_log = max(offset, first)
+        return (
+            self._landing.files_with_offsets(topic, partition, offset_in_log, offset_in_log + 1)[0]
+            if offset_in_log < end
+            else None
+        )
 
-    def report(self, group: str, offsets: Offsets) -> None:
+    def report_offsets(self, group: str, offsets: Offsets) -> None:
         """See `Topics`. A folder has no consumer groups: the lag is on the topic's asset."""
 
 
-def _moment(at: pa.TimestampScalar) -> datetime | None:
+def _to_datetime(at: pa.TimestampScalar) -> datetime | None:
     """The time; None: there is none, or no calendar has it."""
     try:
-        found: datetime | None = at.as_py()
+        time: datetime | None = at.as_py()
     except (ValueError, OverflowError):
         return None
-    return found and found.astimezone(UTC)
+    return time and time.astimezone(UTC)
 
 
-def least(known: Iterable[Offsets]) -> dict[TopicPartition, int]:
+def common_offsets(positions: Iterable[Offsets]) -> dict[TopicPartition, int]:
     """Up to where every one of several ingestions has read; what one of them has not begun is left out."""
-    every = list(known)
-    shared = set.intersection(*(set(one) for one in every)) if every else set()
-    return {one: min(offsets[one] for offsets in every) for one in shared}
+    offset_maps = list(positions)
+    shared_partitions = (
+        set.intersection(*(set(partition) for partition in offset_maps)) if offset_maps else set()
+    )
+    return {partition: min(offsets[partition] for offsets in offset_maps) for partition in shared_partitions}
 
 
-def remove_read(
-    landing: Landing, topics: Iterable[Topic], read: Offsets, *, finished_before: float
+def remove_read_files(
+    landing: Landing, topics: Iterable[Topic], read_offsets: Offsets, *, finished_before: float
 ) -> list[LandingFile]:
     """Remove the files that are read and were finished before a time (seconds since 1970); say which.
 
-    `read` are offsets that `main` holds, by the incarnation that it has them of: of another one nothing is
-    removed. The newest file of a partition stays, for it says where offsets go on.
+    `read_offsets` are offsets that `main` holds, by the incarnation that it has them of: of another one
+    nothing is removed. The newest file of a partition stays, for it says where offsets go on.
     """
     removed = []
     for topic in topics:
-        for one in topic.partitions():
-            cut = _cut(landing.files(one.topic, one.partition), read.get(one, 0), finished_before)
-            removed += landing.remove_before(one.topic, one.partition, cut)
+        for partition in topic.partitions():
+            first_kept = _first_kept_offset(
+                landing.files(partition.topic, partition.partition),
+                read_offsets.get(partition, 0),
+                finished_before,
+            )
+            removed += landing.remove_before(partition.topic, partition.partition, first_kept)
     return removed
 
 
-def _cut(files: list[LandingFile], read: int, finished_before: float) -> int:
+def _first_kept_offset(files: list[LandingFile], read_offset: int, finished_before: float) -> int:
     """The first offset that stays."""
-    cut = 0
+    first_kept = 0
     for file in files:
-        if file.last >= read or file.path.stat().st_mtime >= finished_before:
+        if file.last >= read_offset or file.path.stat().st_mtime >= finished_before:
             break
-        cut = file.last + 1
-    return cut
+        first_kept = file.last + 1
+    return first_kept
 
 
 @dataclass(frozen=True)
-class Source:
+class TopicSource:
     """The topics, and how their records are read."""
 
     topics: Topics
     records: Records
 
 
-def source_of(ingest: Ingest, settings: Settings) -> Source:
+def open_topic_source(ingest: Ingest, settings: Settings) -> TopicSource:
     """Kafka or the landing folder. Raises ConfigurationError, SecretWithoutTls or MissingExtra."""
     if ingest.source == "landing":
         folder = settings.landing_folder
-        return Source(LandingTopics(folder), LandingRecords(folder))
-    cluster = cluster_of(settings)
+        return TopicSource(LandingTopics(folder), LandingRecords(folder))
+    cluster = configured_cluster(settings)
     if cluster.password is not None:
         settings.require_tls_to_spark(f"Kafka's password for {cluster.bootstrap}")
     topics = KafkaTopics(cluster)
-    return Source(topics, KafkaRecords(cluster, topics))
+    return TopicSource(topics, KafkaRecords(cluster, topics))

@@ -16,8 +16,8 @@ from pyiceberg.expressions import And, EqualTo
 from pyiceberg.table import Table
 
 from branchlake_dagster.errors import BranchlakeError, without_credentials
-from branchlake_dagster.ingest.batch_tables import DEAD_LETTERS
-from branchlake_dagster.ingest.division import Position
+from branchlake_dagster.ingest.batch_tables import DEAD_LETTER_SCHEMA
+from branchlake_dagster.ingest.division import RecordPosition
 from branchlake_dagster.ingest.errors import TableTooNarrow
 from branchlake_dagster.ingest.offsets import Offsets, TopicPartition
 from branchlake_dagster.ingest.record_frames import RawRecord
@@ -25,16 +25,16 @@ from branchlake_dagster.ingest.worker_writer import SCHEMA_VERSION
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import Delete, IcebergTable, Operation, Put
 from branchlake_dagster.tables.errors import ColumnUnsupported, SchemaMismatch
-from branchlake_dagster.wording import counted
+from branchlake_dagster.wording import format_count
 
 UNWRITABLE = "unwritable"
 """The kind of these dead letters."""
-_OF_DATA = (ColumnUnsupported, SchemaMismatch, TableTooNarrow)
-_OF_ELSEWHERE = (OSError, MemoryError, CommitFailedException, CommitStateUnknownException)
+_DATA_ERRORS = (ColumnUnsupported, SchemaMismatch, TableTooNarrow)
+_OTHER_ERRORS = (OSError, MemoryError, CommitFailedException, CommitStateUnknownException)
 _CAUSE = re.compile(
     r"^\s*(?:Caused by: )?((?:[A-Za-z_][\w$]*\.)*[A-Za-z_]\w*(?:Error|Exception)\b.*)$", re.MULTILINE
 )
-_LONGEST = 500
+_MAX_LENGTH = 500
 _SHOWN = 3
 
 
@@ -44,24 +44,28 @@ def is_caused_by_records(error: Exception) -> bool:
     Not what Kafka, Nessie, a folder or Spark's server answer, nor an unknown outcome: those are not divided.
     """
     if isinstance(error, BranchlakeError):
-        return isinstance(error, _OF_DATA)
-    return not isinstance(error, _OF_ELSEWHERE)
+        return isinstance(error, _DATA_ERRORS)
+    return not isinstance(error, _OTHER_ERRORS)
 
 
-def reason_of(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """The innermost cause in an error's text, which may be a stack trace; at most 500 characters."""
     causes = _CAUSE.findall(str(error))
-    text = causes[-1] if causes else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-    return without_credentials(text.strip())[:_LONGEST]
+    reason = causes[-1] if causes else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    return without_credentials(reason.strip())[:_MAX_LENGTH]
 
 
-def note_of(unwritable: Mapping[Position, Exception]) -> str:
+def format_note(unwritable: Mapping[RecordPosition, Exception]) -> str:
     """The sentence about these records in the batch's notes and the run's log."""
-    shown = [f"{one.topic}[{one.partition}] {offset}" for one, offset in sorted(unwritable)[:_SHOWN]]
+    shown = [
+        f"{partition.topic}[{partition.partition}] {offset}"
+        for partition, offset in sorted(unwritable)[:_SHOWN]
+    ]
     more = ", …" if len(unwritable) > _SHOWN else ""
-    reason = reason_of(unwritable[min(unwritable)])
+    reason = error_reason(unwritable[min(unwritable)])
     return (
-        f"{counted(len(unwritable), 'record')} failed the batch and became dead letters of kind {UNWRITABLE}:"
+        f"{format_count(len(unwritable), 'record')} failed the batch and became dead letters of kind"
+        f" {UNWRITABLE}:"
         f" {', '.join(shown)}{more}. The cause of the first: {reason}"
     )
 
@@ -76,58 +80,72 @@ class UnwritableRecord:
     tables: Sequence[str] | None = None
 
 
-def letters_of(
-    records: Iterable[UnwritableRecord], *, batch: str, received_at_us: int
+def build_dead_letters(
+    records: Iterable[UnwritableRecord], *, batch_id: str, received_at_us: int
 ) -> dict[str, pa.Array]:
     """The dead letters of these records by column, one for each of a record's tables."""
     rows = [
         {
-            "topic": one.record.topic,
-            "incarnation": one.incarnation,
-            "partition": one.record.partition,
-            "offset": one.record.offset,
-            "timestamp": one.record.timestamp_us,
-            "key": one.record.key,
-            "value": one.record.value,
-            "headers": [{"key": name, "value": value} for name, value in one.record.headers],
+            "topic": unwritable.record.topic,
+            "incarnation": unwritable.incarnation,
+            "partition": unwritable.record.partition,
+            "offset": unwritable.record.offset,
+            "timestamp": unwritable.record.timestamp_us,
+            "key": unwritable.record.key,
+            "value": unwritable.record.value,
+            "headers": [{"key": name, "value": value} for name, value in unwritable.record.headers],
             "table": table,
             "error_kind": UNWRITABLE,
-            "error": reason_of(one.error),
-            "batch": batch,
+            "error": error_reason(unwritable.error),
+            "batch": batch_id,
             "received_at": received_at_us,
             "schema_version": SCHEMA_VERSION,
             "reprocessed_in": None,
         }
-        for one in records
-        for table in ([None] if one.tables is None else one.tables)
+        for unwritable in records
+        for table in ([None] if unwritable.tables is None else unwritable.tables)
     ]
-    made = pa.Table.from_pylist(rows, DEAD_LETTERS).combine_chunks()
-    return {name: made[name].combine_chunks() for name in DEAD_LETTERS.names}
+    dead_letters = pa.Table.from_pylist(rows, DEAD_LETTER_SCHEMA).combine_chunks()
+    return {name: dead_letters[name].combine_chunks() for name in DEAD_LETTER_SCHEMA.names}
 
 
-def due_tables(
-    position: Position, floors: Mapping[str, Offsets], dead_letters: Table | None, dead_letter_name: str
+def dead_letter_targets(
+    position: RecordPosition,
+    min_offsets: Mapping[str, Offsets],
+    dead_letter_table: Table | None,
+    dead_letter_table_name: str,
 ) -> Sequence[str] | None:
     """The tables that the dead letter of a record is for; None: whichever take it.
 
-    `floors` are by table the offsets before which it takes nothing, empty unless tables are filled again:
+    `min_offsets` are by table the offsets before which it takes nothing, empty unless tables are filled
+    again:
     then others have the record, or it is a dead letter already, and only tables that are filled may take it.
     """
-    one, offset = position
-    if offset >= floors.get(dead_letter_name, {}).get(one, 0):
+    partition, offset = position
+    if offset >= min_offsets.get(dead_letter_table_name, {}).get(partition, 0):
         return None
-    if dead_letters is not None and _has_letter(dead_letters, one, offset):
+    if dead_letter_table is not None and _has_dead_letter(dead_letter_table, partition, offset):
         return ()
     return [
-        name for name, floor in floors.items() if name != dead_letter_name and offset >= floor.get(one, 0)
+        name
+        for name, table_offsets in min_offsets.items()
+        if name != dead_letter_table_name and offset >= table_offsets.get(partition, 0)
     ]
 
 
-def _has_letter(dead_letters: Table, one: TopicPartition, offset: int) -> bool:
-    same: And | EqualTo = EqualTo("offset", offset)
-    for name, value in (("topic", one.topic), ("incarnation", one.incarnation), ("partition", one.partition)):
-        same = And(same, EqualTo(name, value))
-    return bool(dead_letters.scan(row_filter=same, selected_fields=("offset",), limit=1).to_arrow().num_rows)
+def _has_dead_letter(dead_letter_table: Table, partition: TopicPartition, offset: int) -> bool:
+    is_same_record: And | EqualTo = EqualTo("offset", offset)
+    for name, value in (
+        ("topic", partition.topic),
+        ("incarnation", partition.incarnation),
+        ("partition", partition.partition),
+    ):
+        is_same_record = And(is_same_record, EqualTo(name, value))
+    return bool(
+        dead_letter_table.scan(row_filter=is_same_record, selected_fields=("offset",), limit=1)
+        .to_arrow()
+        .num_rows
+    )
 
 
 def restore_tables(
@@ -147,7 +165,7 @@ def restore_tables(
     if operations:
         client.commit(
             branch,
-            expected_hash=changed.to.hash,
+            expected_hash=changed.to_reference.hash,
             operations=operations,
             message=f"Ingest {ingestion}: restore the tables after a failed pass",
             properties=properties,

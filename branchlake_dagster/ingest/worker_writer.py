@@ -24,17 +24,20 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.manifest import DataFile
 from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
 
-from branchlake_dagster.internals.pyiceberg import data_files
+from branchlake_dagster.internals.pyiceberg import write_data_files
 
 SENT_BACK = pa.schema([("kind", pa.string()), ("target", pa.int32()), ("payload", pa.binary())])
 SCHEMA_VERSION = 1
 """Of the dead letters."""
-_OF_RECORD, _OF_BAD = ("topic", "incarnation", "partition", "timestamp"), ("offset", "key", "value")
-MOVED = "_moved"
+_RECORD_ATTRIBUTES, _BAD_ATTRIBUTES = (
+    ("topic", "incarnation", "partition", "timestamp"),
+    ("offset", "key", "value"),
+)
+MOVED_SUFFIX = "_moved"
 """Behind the name of a column of rows: the column of the keys that a row had before its record."""
-SET = 62
+TABLES_PER_SET = 62
 """So many tables have a bit in one number."""
-_MORE_NAMES = 100
+_EXTRA_NAMES = 100
 """Than a table may have columns: of some names none can be made."""
 _FLUSH_BYTES = 128 << 20
 """Of Arrow memory, before a file is written: about a tenth of that in Parquet."""
@@ -52,7 +55,7 @@ class WorkerTarget:
     row: str | None
     attributes: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
-    known: frozenset[str] = frozenset()
+    mapped_fields: frozenset[str] = frozenset()
     """The fields of a record that its columns take."""
 
 
@@ -63,7 +66,7 @@ class Work:
     `topics` and their `incarnations` are in one order.
     """
 
-    batch: str
+    batch_id: str
     topics: Sequence[str]
     incarnations: Sequence[str]
     targets: Sequence[WorkerTarget]
@@ -74,7 +77,7 @@ class Work:
     """How many families of tables that records name there are, and tables of each."""
     most_columns: int = 0
     """Of new fields so many are told, whatever records have."""
-    letters: bool = False
+    is_reprocessing: bool = False
     """The records are dead letters that are put back: each must give something."""
     scan_id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
     """Begins the UUID in the names of all data files of one scan."""
@@ -85,22 +88,22 @@ class Work:
         return f"-{self.scan_id[:8]}-{self.scan_id[8:12]}-{self.scan_id[12:]}-"
 
 
-def writing(work: Work) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+def build_writer(work: Work) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """The function for `DataFrame.mapInArrow`."""
 
     def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         task = _Task(work)
         for batch in batches:
-            task.take(batch)
-        yield task.end()
+            task.add_batch(batch)
+        yield task.finish()
 
     return write
 
 
-def dead_letter_files(work: Work, letters: Mapping[str, pa.Array], count: int) -> list[DataFile]:
+def write_dead_letters(work: Work, dead_letters: Mapping[str, pa.Array], count: int) -> list[DataFile]:
     """Write dead letters to data files of their table: those of records that no pass could read."""
     table = _TableWriter(work, work.targets[-1])
-    table.keep(table.fitted(letters, count))
+    table.append(table.fit_columns(dead_letters, count))
     return list(table.flush())
 
 
@@ -108,29 +111,29 @@ _FIRST_US, _LAST_US = -62_135_596_800_000_000, 253_402_300_799_999_999
 """The years 1 to 9999, which is what Python and PyIceberg's partitions have of times."""
 
 
-def _with_times(batch: pa.RecordBatch) -> pa.RecordBatch:
+def _without_invalid_times(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch without times that there are not: who sends microseconds as milliseconds says some.
 
     One of them in a table by days would fail each batch that reads it, for ever.
     """
-    place = batch.schema.get_field_index("__timestamp")
-    times = batch.column(place)
+    index = batch.schema.get_field_index("__timestamp")
+    times = batch.column(index)
     numbers = times.cast(pa.int64())
-    known = pc.min_max(numbers)
-    if known["min"].as_py() is None or (
-        known["min"].as_py() >= _FIRST_US and known["max"].as_py() <= _LAST_US
+    bounds = pc.min_max(numbers)
+    if bounds["min"].as_py() is None or (
+        bounds["min"].as_py() >= _FIRST_US and bounds["max"].as_py() <= _LAST_US
     ):
         return batch
-    there = pc.and_(pc.greater_equal(numbers, _FIRST_US), pc.less_equal(numbers, _LAST_US))
-    kept = pc.if_else(there, times, pa.scalar(None, times.type))
-    return batch.set_column(place, batch.schema.field(place), kept)
+    is_valid = pc.and_(pc.greater_equal(numbers, _FIRST_US), pc.less_equal(numbers, _LAST_US))
+    valid_times = pc.if_else(is_valid, times, pa.scalar(None, times.type))
+    return batch.set_column(index, batch.schema.field(index), valid_times)
 
 
-def _among(batch: pa.RecordBatch, what: str, number: int) -> pa.BooleanArray:
+def _is_in_set(batch: pa.RecordBatch, what: str, number: int) -> pa.BooleanArray:
     """Of which records the table with this number is one of those that `what` holds of."""
-    found = batch.column(f"__{what}_{number // SET}")
-    bit = pa.scalar(1 << number % SET, pa.int64())
-    return pc.not_equal(pc.bit_wise_and(found, bit), pa.scalar(0, pa.int64()))
+    bits = batch.column(f"__{what}_{number // TABLES_PER_SET}")
+    bit = pa.scalar(1 << number % TABLES_PER_SET, pa.int64())
+    return pc.not_equal(pc.bit_wise_and(bits, bit), pa.scalar(0, pa.int64()))
 
 
 class _Task:
@@ -149,60 +152,71 @@ class _Task:
         self._latest: dict[str, int] = {}
         self._sent: list[tuple[str, int, bytes]] = []
 
-    def take(self, batch: pa.RecordBatch) -> None:
+    def add_batch(self, batch: pa.RecordBatch) -> None:
         """Divide a batch of records among the tables."""
         if not batch.num_rows:
             return
-        batch = _with_times(batch)
-        self._count(batch)
-        self._new_names(batch)
-        placed = pa.repeat(pa.scalar(value=False), batch.num_rows)
+        batch = _without_invalid_times(batch)
+        self._count_records(batch)
+        self._count_route_names(batch)
+        has_result = pa.repeat(pa.scalar(value=False), batch.num_rows)
         for number, table in enumerate(self._tables[:-1]):
-            mine, why = _among(batch, "mine", number), batch.column(f"{table.row}_why")
-            good = pc.and_(mine, pc.is_null(why)) if why.null_count < len(why) else mine
+            is_for_table, reasons = _is_in_set(batch, "mine", number), batch.column(f"{table.row}_why")
+            is_good = (
+                pc.and_(is_for_table, pc.is_null(reasons))
+                if reasons.null_count < len(reasons)
+                else is_for_table
+            )
             if f"{table.row}_evolve" in batch.schema.names:
                 # What does not fit yet is not written; the batch is read again when it does.
-                good = pc.and_(good, pc.is_null(batch.column(f"{table.row}_evolve")))
-            if self._work.letters:
-                placed = pc.or_(placed, mine)
-            if count := good.true_count:
+                is_good = pc.and_(is_good, pc.is_null(batch.column(f"{table.row}_evolve")))
+            if self._work.is_reprocessing:
+                has_result = pc.or_(has_result, is_for_table)
+            if count := is_good.true_count:
                 # All of it without a copy, which is the usual case of one table and no bad record.
-                rows = None if count == batch.num_rows else pc.indices_nonzero(good)
-                self._keep(number, table, table.rows(batch, rows, self._record(batch)))
+                rows = None if count == batch.num_rows else pc.indices_nonzero(is_good)
+                self._keep(number, table, table.build_rows(batch, rows, self._record(batch)))
                 self._counts[f"rows/{number}"] += count
-                if f"{table.row}{MOVED}" in batch.schema.names:
-                    self._take_old_rows_away(batch, number, table, good)
-            self._evolving(batch, number, table, mine)
-            if why.null_count < len(why):
+                if f"{table.row}{MOVED_SUFFIX}" in batch.schema.names:
+                    self._delete_old_rows(batch, number, table, is_good)
+            self._count_changes(batch, number, table, is_for_table)
+            if reasons.null_count < len(reasons):
                 # While tables are filled again, their dead letters of the first time are still there.
-                due = _among(batch, "bad" if "__bad_0" in batch.schema.names else "mine", number)
-                bad = pc.indices_nonzero(pc.and_(due, pc.is_valid(why)))
+                is_due = _is_in_set(batch, "bad" if "__bad_0" in batch.schema.names else "mine", number)
+                bad = pc.indices_nonzero(pc.and_(is_due, pc.is_valid(reasons)))
                 if len(bad):
-                    said = why.take(bad)
-                    self._bad(batch, bad, table.name, said.field("kind"), said.field("detail"))
+                    bad_reasons = reasons.take(bad)
+                    self._keep_dead_letters(
+                        batch, bad, table.name, bad_reasons.field("kind"), bad_reasons.field("detail")
+                    )
         if batch.column("__rest").null_count < batch.num_rows:
             lost = pc.struct_field(batch.column("__rest"), "lost")
-            placed = pc.or_(placed, pc.is_valid(lost))
+            has_result = pc.or_(has_result, pc.is_valid(lost))
             rows = pc.indices_nonzero(pc.is_valid(lost))
             if len(rows):
-                said = lost.take(rows)
-                self._bad(batch, rows, None, said.field("kind"), said.field("detail"))
-        if self._work.letters:
-            self._counts["left_out"] += batch.num_rows - placed.true_count
+                bad_reasons = lost.take(rows)
+                self._keep_dead_letters(
+                    batch, rows, None, bad_reasons.field("kind"), bad_reasons.field("detail")
+                )
+        if self._work.is_reprocessing:
+            self._counts["left_out"] += batch.num_rows - has_result.true_count
 
-    def _take_old_rows_away(
+    def _delete_old_rows(
         self, batch: pa.RecordBatch, number: int, table: _TableWriter, good: pa.Array
     ) -> None:
         """Keep a deletion of the row with the old keys for each good record that has changed them."""
-        moved = pc.indices_nonzero(pc.and_(good, pc.is_valid(batch.column(f"{table.row}{MOVED}"))))
+        moved = pc.indices_nonzero(pc.and_(good, pc.is_valid(batch.column(f"{table.row}{MOVED_SUFFIX}"))))
         if len(moved):
             deletion = pa.repeat(pa.scalar("delete"), batch.num_rows)
             record = self._record(batch)
             self._keep(
                 number,
                 table,
-                table.rows(
-                    batch, moved, lambda name: deletion if name == "op" else record(name), table.row + MOVED
+                table.build_rows(
+                    batch,
+                    moved,
+                    lambda name: deletion if name == "op" else record(name),
+                    table.row + MOVED_SUFFIX,
                 ),
             )
 
@@ -215,11 +229,11 @@ class _Task:
 
         return attribute
 
-    def _count(self, batch: pa.RecordBatch) -> None:
+    def _count_records(self, batch: pa.RecordBatch) -> None:
         """Records, their bytes, and the latest time of each partition, ms since 1970."""
         self._counts["records"] += batch.num_rows
         self._counts["bytes"] += batch.nbytes
-        found = pa.table(
+        times = pa.table(
             [
                 batch.column("__topic"),
                 batch.column("__partition"),
@@ -227,13 +241,13 @@ class _Task:
             ],
             names=["topic", "partition", "timestamp"],
         )
-        for one in found.group_by(["topic", "partition"]).aggregate([("timestamp", "max")]).to_pylist():
-            at = one["timestamp_max"]
-            if at is not None:
-                name = f"{self._work.topics[one['topic']]}/{one['partition']}"
-                self._latest[name] = max(at // 1000, self._latest.get(name, at // 1000))
+        for group in times.group_by(["topic", "partition"]).aggregate([("timestamp", "max")]).to_pylist():
+            time_us = group["timestamp_max"]
+            if time_us is not None:
+                name = f"{self._work.topics[group['topic']]}/{group['partition']}"
+                self._latest[name] = max(time_us // 1000, self._latest.get(name, time_us // 1000))
 
-    def _new_names(self, batch: pa.RecordBatch) -> None:
+    def _count_route_names(self, batch: pa.RecordBatch) -> None:
         """Names of tables that are not known: `new/<family>/<name>`, of so many as there may be."""
         for number in range(self._work.families):
             names = batch.column(f"__new{number}")
@@ -246,73 +260,79 @@ class _Task:
                     seen.add(name)
                     self._counts[f"new/{number}/{name}"] += 1
 
-    def _evolving(self, batch: pa.RecordBatch, number: int, table: _TableWriter, mine: pa.Array) -> None:
+    def _count_changes(
+        self, batch: pa.RecordBatch, number: int, table: _TableWriter, is_for_table: pa.Array
+    ) -> None:
         """What the records want of the table: `evolve/<target>/add/<field>`, or widen, or relax."""
         if "__unknown" in batch.schema.names:
-            for text in pc.unique(batch.column("__unknown").filter(mine).drop_null()).to_pylist():
-                for name in json.loads(text):
-                    if name not in table.known:
-                        self._new_field(number, name)
-        told = f"{table.row}_evolve"
-        if told in batch.schema.names:
-            for text in pc.unique(batch.column(told).filter(mine).drop_null()).to_pylist():
-                for wanted in text.splitlines():
-                    self._counts[f"evolve/{number}/{wanted}"] += 1
+            for change_text in pc.unique(
+                batch.column("__unknown").filter(is_for_table).drop_null()
+            ).to_pylist():
+                for name in json.loads(change_text):
+                    if name not in table.mapped_fields:
+                        self._count_new_field(number, name)
+        column_name = f"{table.row}_evolve"
+        if column_name in batch.schema.names:
+            for change_text in pc.unique(
+                batch.column(column_name).filter(is_for_table).drop_null()
+            ).to_pylist():
+                for change in change_text.splitlines():
+                    self._counts[f"evolve/{number}/{change}"] += 1
 
-    def _new_field(self, number: int, name: str) -> None:
+    def _count_new_field(self, number: int, name: str) -> None:
         """Some put ids into names: what is sent back is bounded."""
         seen = self._fields.setdefault(number, set())
-        if name in seen or len(seen) < self._work.most_columns + _MORE_NAMES:
+        if name in seen or len(seen) < self._work.most_columns + _EXTRA_NAMES:
             seen.add(name)
             self._counts[f"evolve/{number}/add/{name}"] += 1
 
-    def _bad(
+    def _keep_dead_letters(
         self, batch: pa.RecordBatch, rows: pa.Array, name: str | None, kinds: pa.Array, details: pa.Array
     ) -> None:
         table, record, count = self._tables[-1], self._record(batch), len(rows)
         rest = batch.column("__rest").take(rows)
         received = pa.scalar(self._work.received_at_us, pa.timestamp("us", "UTC"))
-        made = {
-            **{one: record(one).take(rows) for one in _OF_RECORD},
-            **{one: rest.field(one) for one in _OF_BAD},
-            "headers": _headers(rest.field("headers")),
+        dead_letters = {
+            **{attribute: record(attribute).take(rows) for attribute in _RECORD_ATTRIBUTES},
+            **{attribute: rest.field(attribute) for attribute in _BAD_ATTRIBUTES},
+            "headers": _parse_headers(rest.field("headers")),
             "table": self._table_of(rest, name),
             "error_kind": kinds,
             "error": details,
-            "batch": pa.repeat(self._work.batch, count),
+            "batch": pa.repeat(self._work.batch_id, count),
             "received_at": pa.repeat(received, count),
             "schema_version": pa.repeat(pa.scalar(SCHEMA_VERSION, pa.int32()), count),
         }
-        self._keep(len(self._tables) - 1, table, table.fitted(made, count))
+        self._keep(len(self._tables) - 1, table, table.fit_columns(dead_letters, count))
         self._counts["dead"] += count
         self._counts[f"dead_of/{name or ''}"] += count
         tallied = pc.value_counts(kinds)
-        for kind, times in zip(
+        for kind, number in zip(
             tallied.field("values").to_pylist(), tallied.field("counts").to_pylist(), strict=True
         ):
-            self._counts[f"dead/{kind}"] += times
+            self._counts[f"dead/{kind}"] += number
 
     def _table_of(self, rest: pa.StructArray, name: str | None) -> pa.Array:
         """The table that the records were meant for; one that is put back and finds none keeps its own."""
-        if name is None and self._work.letters:
+        if name is None and self._work.is_reprocessing:
             # Without it, it was anybody's when it was put back once more, and twice in a table that has it.
             return rest.field("table")
         return pa.repeat(pa.scalar(name, pa.string()), len(rest))
 
     def _keep(self, number: int, table: _TableWriter, rows: pa.RecordBatch) -> None:
-        table.keep(rows)
+        table.append(rows)
         if table.bytes > _FLUSH_BYTES:
             self._flush(number, table)
 
     def _flush(self, number: int, table: _TableWriter) -> None:
         self._sent += [("file", number, pickle.dumps(one)) for one in table.flush()]
 
-    def end(self) -> pa.RecordBatch:
+    def finish(self) -> pa.RecordBatch:
         """Write what is left; everything that is sent back."""
         for number, table in enumerate(self._tables):
             self._flush(number, table)
-        told = {"counts": dict(self._counts), "latest": self._latest}
-        self._sent.append(("told", 0, json.dumps(told).encode()))
+        summary = {"counts": dict(self._counts), "latest": self._latest}
+        self._sent.append(("told", 0, json.dumps(summary).encode()))
         kinds, targets, payloads = zip(*self._sent, strict=True)
         return pa.RecordBatch.from_arrays(
             [pa.array(kinds), pa.array(targets, pa.int32()), pa.array(payloads, pa.binary())],
@@ -320,18 +340,21 @@ class _Task:
         )
 
 
-_HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+_HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
-def _headers(texts: pa.Array) -> pa.Array:
+def _parse_headers(headers_json: pa.Array) -> pa.Array:
     """Headers as Spark prints them, values in base64. Only dead letters have them, and most of those none."""
-    found = []
-    for text in texts.to_pylist():
-        told = json.loads(text) if text else []
-        found.append(
-            [(one.get("key"), base64.b64decode(one["value"]) if "value" in one else None) for one in told]
+    headers = []
+    for record_json in headers_json.to_pylist():
+        entries = json.loads(record_json) if record_json else []
+        headers.append(
+            [
+                (entry.get("key"), base64.b64decode(entry["value"]) if "value" in entry else None)
+                for entry in entries
+            ]
         )
-    return pa.array(found, _HEADERS)
+    return pa.array(headers, _HEADERS_TYPE)
 
 
 class _TableWriter:
@@ -343,7 +366,7 @@ class _TableWriter:
         self._metadata: TableMetadata = TableMetadataUtil.parse_raw(target.metadata_json)
         self._schema = schema_to_pyarrow(self._metadata.schema(), include_field_ids=False)
         self._io: FileIO | None = None
-        self._kept: list[pa.RecordBatch] = []
+        self._batches: list[pa.RecordBatch] = []
         self._numbers = itertools.count(0)
         self._commit = uuid.UUID(work.scan_id + uuid.uuid4().hex[16:])
         self.bytes = 0
@@ -354,9 +377,9 @@ class _TableWriter:
         return self._target.name
 
     @property
-    def known(self) -> frozenset[str]:
+    def mapped_fields(self) -> frozenset[str]:
         """The fields that its columns take."""
-        return self._target.known
+        return self._target.mapped_fields
 
     @property
     def row(self) -> str:
@@ -364,64 +387,70 @@ class _TableWriter:
         assert self._target.row is not None  # noqa: S101 - the dead letters have rows of their own
         return self._target.row
 
-    def rows(
+    def build_rows(
         self,
         batch: pa.RecordBatch,
-        chosen: pa.Array | None,
+        indices: pa.Array | None,
         record: Callable[[str], pa.Array],
         column_of_rows: str | None = None,
     ) -> pa.RecordBatch:
         """The chosen records as rows of the table; None: all of them. `column_of_rows`: default `row`."""
         structs: pa.StructArray = batch.column(column_of_rows or self.row)
-        if chosen is not None:
-            structs = structs.take(chosen)
+        if indices is not None:
+            structs = structs.take(indices)
         values: dict[str, pa.Array] = {
             structs.type.field(number).name: structs.field(number)
             for number in range(structs.type.num_fields)
         }
         for column, attribute in self._target.attributes.items():
-            found = record(attribute)
-            values[column] = found if chosen is None else found.take(chosen)
-        return self.fitted(values, len(structs))
+            attribute_values = record(attribute)
+            values[column] = attribute_values if indices is None else attribute_values.take(indices)
+        return self.fit_columns(values, len(structs))
 
-    def fitted(self, values: Mapping[str, pa.Array], count: int) -> pa.RecordBatch:
+    def fit_columns(self, values: Mapping[str, pa.Array], count: int) -> pa.RecordBatch:
         """Columns in the table's types and order; those that are not there are null."""
         columns = []
-        for one in self._schema:
-            column = values.get(one.name)
-            columns.append(pa.nulls(count, one.type) if column is None else _cast(column, one.type))
+        for target_field in self._schema:
+            column = values.get(target_field.name)
+            columns.append(
+                pa.nulls(count, target_field.type)
+                if column is None
+                else _cast_column(column, target_field.type)
+            )
         # Nullability is the checks' matter.
         fields = [pa.field(one.name, one.type) for one in self._schema]
         return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
-    def keep(self, rows: pa.RecordBatch) -> None:
+    def append(self, rows: pa.RecordBatch) -> None:
         """Rows for the next file."""
-        self._kept.append(rows)
+        self._batches.append(rows)
         self.bytes += rows.nbytes
 
     def flush(self) -> Iterator[DataFile]:
         """Write what was kept."""
-        if not self._kept:
+        if not self._batches:
             return
-        rows, self._kept, self.bytes = pa.Table.from_batches(self._kept), [], 0
+        rows, self._batches, self.bytes = pa.Table.from_batches(self._batches), [], 0
         if self._io is None:
             self._io = load_file_io(dict(self._work.io), self._metadata.location)
-        yield from data_files(self._metadata, rows, self._io, commit=self._commit, numbers=self._numbers)
+        yield from write_data_files(
+            self._metadata, rows, self._io, commit=self._commit, numbers=self._numbers
+        )
 
 
-def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
+def _cast_column(column: pa.Array, kind: pa.DataType) -> pa.Array:
     if column.type == kind:
         return column
     if isinstance(kind, pa.UuidType) and pa.types.is_string(column.type):
-        return pa.ExtensionArray.from_storage(kind, _bytes_of(column))
+        return pa.ExtensionArray.from_storage(kind, _uuid_bytes(column))
     return column.cast(kind)
 
 
-def _bytes_of(uuids: pa.StringArray) -> pa.FixedSizeBinaryArray:
+def _uuid_bytes(uuids: pa.StringArray) -> pa.FixedSizeBinaryArray:
     """UUIDs in hexadecimal, with or without dashes, as 16 bytes each."""
     digits = pc.fill_null(pc.replace_substring(uuids, "-", ""), "0" * 32)
-    one = pa.ListArray.from_arrays(pa.array([0, len(digits)], pa.int32()), digits)
-    joined = bytes.fromhex(pc.binary_join(one, "")[0].as_py())
+    digit_list = pa.ListArray.from_arrays(pa.array([0, len(digits)], pa.int32()), digits)
+    joined = bytes.fromhex(pc.binary_join(digit_list, "")[0].as_py())
     kind = pa.binary(16)
-    made = pa.FixedSizeBinaryArray.from_buffers(kind, len(digits), [None, pa.py_buffer(joined)])
-    return pc.if_else(pc.is_valid(uuids), made, pa.scalar(None, kind))
+    storage = pa.FixedSizeBinaryArray.from_buffers(kind, len(digits), [None, pa.py_buffer(joined)])
+    return pc.if_else(pc.is_valid(uuids), storage, pa.scalar(None, kind))

@@ -88,13 +88,17 @@ class ReliableMetrics:
     lower_bounds: Mapping[int, bytes] = field(default_factory=dict)
     upper_bounds: Mapping[int, bytes] = field(default_factory=dict)
 
-    def of_every_row(self, fields: Iterable[ice.NestedField]) -> ReliableMetrics:
+    def for_every_row(self, fields: Iterable[ice.NestedField]) -> ReliableMetrics:
         """Without the bounds of columns that may hold nulls or NaN: those rows are within no bounds."""
-        whole = {one.field_id for one in fields if self._has_values_only(one)}
+        complete_ids = {column.field_id for column in fields if self._has_values_only(column)}
         return replace(
             self,
-            lower_bounds={number: bound for number, bound in self.lower_bounds.items() if number in whole},
-            upper_bounds={number: bound for number, bound in self.upper_bounds.items() if number in whole},
+            lower_bounds={
+                field_id: bound for field_id, bound in self.lower_bounds.items() if field_id in complete_ids
+            },
+            upper_bounds={
+                field_id: bound for field_id, bound in self.upper_bounds.items() if field_id in complete_ids
+            },
         )
 
     def _has_values_only(self, column: ice.NestedField) -> bool:
@@ -106,12 +110,12 @@ class ReliableMetrics:
 def reliable_metrics(
     file: DataFile,
     fields: Iterable[ice.NestedField],
-    complete: Callable[[DataFile, int], bool] = lambda *_: False,
+    is_complete: Callable[[DataFile, int], bool] = lambda *_: False,
 ) -> ReliableMetrics:
     """The metrics of `fields` in `file` that may be relied upon, from the manifest entry alone.
 
-    `complete` is asked about a column of variable length, by field id, when the entry does not show that its
-    bounds are of all row groups. Cost: a few microseconds per column.
+    `is_complete` is asked about a column of variable length, by field id, when the entry does not show that
+    its bounds are of all row groups. Cost: a few microseconds per column.
     """
     values: dict[int, int] = {}
     nulls: dict[int, int] = {}
@@ -119,30 +123,30 @@ def reliable_metrics(
     lower: dict[int, bytes] = {}
     upper: dict[int, bytes] = {}
     for column in fields:
-        number, kind = column.field_id, column.field_type
-        if not isinstance(kind, ice.PrimitiveType):
+        field_id, column_type = column.field_id, column.field_type
+        if not isinstance(column_type, ice.PrimitiveType):
             continue
         # A list's elements are counted, not its rows; other writers count otherwise.
-        if (file.value_counts or {}).get(number) == file.record_count:
-            values[number] = file.record_count
-            _copy(file.null_value_counts, number, nulls)
-            _copy(file.nan_value_counts, number, nan)
-        low, high = (file.lower_bounds or {}).get(number), (file.upper_bounds or {}).get(number)
+        if (file.value_counts or {}).get(field_id) == file.record_count:
+            values[field_id] = file.record_count
+            _copy_count(file.null_value_counts, field_id, nulls)
+            _copy_count(file.nan_value_counts, field_id, nan)
+        low, high = (file.lower_bounds or {}).get(field_id), (file.upper_bounds or {}).get(field_id)
         if low is None and high is None:
             continue
-        if not _covers_all_row_groups(file, column) and not complete(file, number):
+        if not _covers_all_row_groups(file, column) and not is_complete(file, field_id):
             continue
-        if low is not None and bound_value(low, kind) is not None:
-            lower[number] = low
-        if high is not None and bound_value(high, kind) is not None:
-            upper[number] = high
+        if low is not None and bound_value(low, column_type) is not None:
+            lower[field_id] = low
+        if high is not None and bound_value(high, column_type) is not None:
+            upper[field_id] = high
     return ReliableMetrics(file.record_count, values, nulls, nan, lower, upper)
 
 
-def _copy(source: Mapping[int, int] | None, number: int, target: dict[int, int]) -> None:
-    count = (source or {}).get(number)
+def _copy_count(source: Mapping[int, int] | None, field_id: int, target: dict[int, int]) -> None:
+    count = (source or {}).get(field_id)
     if count is not None:
-        target[number] = count
+        target[field_id] = count
 
 
 def _covers_all_row_groups(file: DataFile, column: ice.NestedField) -> bool:
@@ -159,13 +163,13 @@ def _covers_all_row_groups(file: DataFile, column: ice.NestedField) -> bool:
     )
 
 
-def bound_value(stored: bytes, kind: ice.PrimitiveType) -> Any:
-    """A bound as a value; None if it was written in a type that cannot be read as `kind`, or is NaN."""
-    widths = _WIDTHS.get(type(kind))
+def bound_value(stored: bytes, column_type: ice.PrimitiveType) -> Any:
+    """A bound as a value; None if it was written in a type that cannot be read as `column_type`, or is NaN."""
+    widths = _WIDTHS.get(type(column_type))
     if widths is not None and len(stored) not in widths:
         return None
     try:
-        value = from_bytes(kind, stored)
+        value = from_bytes(column_type, stored)
     except (struct.error, UnicodeDecodeError, ValueError, ArithmeticError, TypeError):
         return None
     return None if _is_nan(value) else value
@@ -234,7 +238,7 @@ class ReliableStrictEvaluator(_StrictMetricsEvaluator):  # type: ignore[misc]  #
 
     def eval(self, file: DataFile) -> bool:
         """True is a proof, False is not."""
-        metrics = reliable_metrics(file, self._fields).of_every_row(self._fields)
+        metrics = reliable_metrics(file, self._fields).for_every_row(self._fields)
         return bool(super().eval(metrics))
 
 
@@ -277,25 +281,25 @@ class _NoBounds:
     current_max = current_min
 
 
-def _statistics(
+def _safe_statistics(
     parquet_metadata: pq.FileMetaData,
     stats_columns: dict[int, StatisticsCollector],
     parquet_column_mapping: dict[str, int],
 ) -> DataFileStatistics:
     """As PyIceberg's, without the bounds and null counts that leave row groups out."""
-    found = _plain_statistics(parquet_metadata, stats_columns, parquet_column_mapping)
+    statistics = _plain_statistics(parquet_metadata, stats_columns, parquet_column_mapping)
     if parquet_metadata.num_row_groups > 1:
-        without_bounds, without_nulls = _partly_known(parquet_metadata)
+        without_bounds, without_nulls = _find_partial_columns(parquet_metadata)
         for name in without_bounds:
-            number = parquet_column_mapping[name]
-            if number in found.column_aggregates:
-                found.column_aggregates[number] = _NoBounds(stats_columns[number].column_name)  # type: ignore[assignment]
+            field_id = parquet_column_mapping[name]
+            if field_id in statistics.column_aggregates:
+                statistics.column_aggregates[field_id] = _NoBounds(stats_columns[field_id].column_name)  # type: ignore[assignment]
         for name in without_nulls:
-            found.null_value_counts.pop(parquet_column_mapping[name], None)
-    return found
+            statistics.null_value_counts.pop(parquet_column_mapping[name], None)
+    return statistics
 
 
-def _partly_known(parquet_metadata: pq.FileMetaData) -> tuple[Set[str], Set[str]]:
+def _find_partial_columns(parquet_metadata: pq.FileMetaData) -> tuple[Set[str], Set[str]]:
     """The columns that a row group has no bounds for, and those that it has no null count for, by path."""
     without_bounds, without_nulls = set(), set()
     for group in map(parquet_metadata.row_group, range(parquet_metadata.num_row_groups)):
@@ -312,7 +316,9 @@ def _partly_known(parquet_metadata: pq.FileMetaData) -> tuple[Set[str], Set[str]
 _SORT_ORDER_ID = [one.name for one in DATA_FILE_TYPE[2].fields].index("sort_order_id")
 
 
-def _write_file(io: FileIO, table_metadata: TableMetadata, tasks: Iterator[WriteTask]) -> Iterator[DataFile]:
+def _write_with_sort_order(
+    io: FileIO, table_metadata: TableMetadata, tasks: Iterator[WriteTask]
+) -> Iterator[DataFile]:
     """As PyIceberg's, with the sort order id of unsorted rows, as Iceberg's Java library writes it."""
     return map(_with_sort_order, _plain_write_file(io, table_metadata, tasks))
 
@@ -322,16 +328,16 @@ def _with_sort_order(file: DataFile) -> DataFile:
     return file
 
 
-def _upper_bound(value: str, trunc_length: int | None) -> str | None:
+def _safe_upper_bound(value: str, trunc_length: int | None) -> str | None:
     """As PyIceberg's; None where its result is not a text: the successor of U+D7FF is a surrogate."""
-    found = _plain_upper_bound(value, trunc_length)
+    bound = _plain_upper_bound(value, trunc_length)
     try:
-        (found or "").encode()
+        (bound or "").encode()
     except UnicodeEncodeError:
         return None
-    return found
+    return bound
 
 
-arrow_files.data_file_statistics_from_parquet_metadata = _statistics
-arrow_files.write_file = _write_file
-arrow_files.truncate_upper_bound_text_string = _upper_bound  # type: ignore[attr-defined]
+arrow_files.data_file_statistics_from_parquet_metadata = _safe_statistics
+arrow_files.write_file = _write_with_sort_order
+arrow_files.truncate_upper_bound_text_string = _safe_upper_bound  # type: ignore[attr-defined]

@@ -103,22 +103,22 @@ __all__ = [
     "add_asset_backfill",
     "add_loaded_input_metadata",
     "asset_graph_of",
-    "backfill_of",
-    "backfills_tagged",
-    "engine_event",
-    "env_file_variables",
+    "build_engine_event",
     "fail_backfill",
+    "get_running_context",
+    "import_repository",
     "io_manager_key_of",
+    "load_backfill",
+    "load_closed_backfills",
+    "load_planned_assets",
+    "load_sensor_ticks",
+    "load_tagged_backfills",
     "module_location",
-    "named_locations",
-    "planned_assets",
+    "read_env_variables",
+    "read_named_locations",
     "report_engine_event",
     "report_observations",
     "report_planned_again",
-    "repository_of",
-    "running_context",
-    "sensor_ticks",
-    "succeeded_backfills",
     "with_executor",
 ]
 
@@ -128,7 +128,7 @@ AssetGraph = BaseAssetGraph[Any]
 
 def report_engine_event(
     instance: DagsterInstance,
-    text: str,
+    message: str,
     run: DagsterRun,
     metadata: Mapping[str, Any] | None = None,
     *,
@@ -136,7 +136,7 @@ def report_engine_event(
 ) -> None:
     """A line with metadata in a run's log. Its method is public, the class of its data is not."""
     data = EngineEventData(metadata=dict(metadata or {}))
-    instance.report_engine_event(text, run, data, step_key=step_key)
+    instance.report_engine_event(message, run, data, step_key=step_key)
 
 
 def report_planned_again(
@@ -152,16 +152,16 @@ def report_planned_again(
     instance.report_dagster_event(event, run.run_id)
 
 
-def planned_assets(instance: DagsterInstance, run_id: str) -> set[AssetKey]:
+def load_planned_assets(instance: DagsterInstance, run_id: str) -> set[AssetKey]:
     """The assets that a run intends to materialise, from its log."""
     logged = instance.all_logs(run_id, of_type=DagsterEventType.ASSET_MATERIALIZATION_PLANNED)
     events = (entry.dagster_event for entry in logged)
     return {event.asset_key for event in events if event is not None and event.asset_key is not None}
 
 
-def engine_event(plan_context: Any, text: str) -> DagsterEvent:
+def build_engine_event(plan_context: Any, message: str) -> DagsterEvent:
     """The same from inside an executor, which yields it."""
-    return DagsterEvent.engine_event(plan_context, text, EngineEventData({}))
+    return DagsterEvent.engine_event(plan_context, message, EngineEventData({}))
 
 
 def asset_graph_of(job: Any) -> AssetGraph:
@@ -172,12 +172,16 @@ def asset_graph_of(job: Any) -> AssetGraph:
     return graph
 
 
-def succeeded_backfills(
+def load_closed_backfills(
     instance: DagsterInstance, *, after: datetime, limit: int
 ) -> Sequence[PartitionBackfill]:
     """The newest asset backfills made `after` a time that are closed as successes."""
-    wanted = BulkActionsFilter(statuses=[BulkActionStatus.COMPLETED_SUCCESS], created_after=after)
-    return [one for one in instance.get_backfills(wanted, limit=limit) if one.is_asset_backfill]
+    backfill_filter = BulkActionsFilter(statuses=[BulkActionStatus.COMPLETED_SUCCESS], created_after=after)
+    return [
+        backfill
+        for backfill in instance.get_backfills(backfill_filter, limit=limit)
+        if backfill.is_asset_backfill
+    ]
 
 
 def fail_backfill(
@@ -188,14 +192,16 @@ def fail_backfill(
 ) -> None:
     """Move partitions of a closed asset backfill from what it has done to what has failed."""
     data = backfill.get_asset_backfill_data(graph)
-    failed = AssetGraphSubset.from_asset_partition_set({AssetKeyPartitionKey(*one) for one in missing}, graph)
-    moved = data._replace(
+    failed = AssetGraphSubset.from_asset_partition_set(
+        {AssetKeyPartitionKey(*asset_partition) for asset_partition in missing}, graph
+    )
+    new_data = data._replace(
         materialized_subset=data.materialized_subset - failed,
         failed_and_downstream_subset=data.failed_and_downstream_subset | failed,
     )
-    changed = backfill.with_asset_backfill_data(moved, instance, graph)
-    closed: PartitionBackfill = changed.with_status(BulkActionStatus.COMPLETED_FAILED)  # type: ignore[no-untyped-call]
-    instance.update_backfill(closed)
+    new_backfill = backfill.with_asset_backfill_data(new_data, instance, graph)
+    failed_backfill: PartitionBackfill = new_backfill.with_status(BulkActionStatus.COMPLETED_FAILED)  # type: ignore[no-untyped-call]
+    instance.update_backfill(failed_backfill)
 
 
 def with_executor(definitions: Definitions, executor: ExecutorDefinition) -> Definitions:
@@ -216,11 +222,11 @@ def with_executor(definitions: Definitions, executor: ExecutorDefinition) -> Def
 
 def io_manager_key_of(graph: AssetGraph, key: AssetKey) -> str | None:
     """The resource key of the IO manager that writes an asset."""
-    found: str | None = graph.get(key).assets_def.get_io_manager_key_for_asset_key(key)
-    return found
+    resource_key: str | None = graph.get(key).assets_def.get_io_manager_key_for_asset_key(key)
+    return resource_key
 
 
-def running_context() -> Any:
+def get_running_context() -> Any:
     """The context of what executes in this thread, else None. `OpExecutionContext.get()` raises instead."""
     return current_execution_context.get()
 
@@ -243,17 +249,17 @@ def add_asset_backfill(
     tags: Mapping[str, str],
     title: str,
     description: str,
-    at: float,
+    requested_at: float,
 ) -> str:
     """Request a backfill of one asset, as the launch dialogue of Dagster's page does; returns its id."""
     names: Sequence[str | None] = [None] if partitions is None else partitions
-    wanted = {AssetKeyPartitionKey(key, name) for name in names}
+    asset_partitions = {AssetKeyPartitionKey(key, name) for name in names}
     backfill = PartitionBackfill.from_asset_graph_subset(
         backfill_id=make_new_backfill_id(),
-        backfill_timestamp=at,
+        backfill_timestamp=requested_at,
         tags=tags,
         dynamic_partitions_store=instance,
-        asset_graph_subset=AssetGraphSubset.from_asset_partition_set(wanted, graph),
+        asset_graph_subset=AssetGraphSubset.from_asset_partition_set(asset_partitions, graph),
         title=title,
         description=description,
         run_config=None,
@@ -262,44 +268,44 @@ def add_asset_backfill(
     return str(backfill.backfill_id)
 
 
-def backfill_of(instance: DagsterInstance, backfill_id: str, graph: AssetGraph) -> BackfillState | None:
+def load_backfill(instance: DagsterInstance, backfill_id: str, graph: AssetGraph) -> BackfillState | None:
     """What has become of a backfill of one asset; None: there is none of this id."""
-    found = instance.get_backfill(backfill_id)
-    if found is None or not found.asset_selection:
+    backfill = instance.get_backfill(backfill_id)
+    if backfill is None or not backfill.asset_selection:
         return None
-    key = found.asset_selection[0]
-    return _state(found, key, graph)
+    key = backfill.asset_selection[0]
+    return _build_backfill_state(backfill, key, graph)
 
 
-def backfills_tagged(
+def load_tagged_backfills(
     instance: DagsterInstance, graph: AssetGraph, tags: Mapping[str, str]
 ) -> list[BackfillState]:
     """What has become of the backfills of one asset each that have these tags, the oldest first."""
-    found = instance.get_backfills(BulkActionsFilter(tags=tags))
+    backfills = instance.get_backfills(BulkActionsFilter(tags=tags))
     return [
-        _state(one, one.asset_selection[0], graph)
-        for one in sorted(found, key=lambda one: one.backfill_timestamp)
-        if one.asset_selection and graph.has(one.asset_selection[0])
+        _build_backfill_state(backfill, backfill.asset_selection[0], graph)
+        for backfill in sorted(backfills, key=lambda backfill: backfill.backfill_timestamp)
+        if backfill.asset_selection and graph.has(backfill.asset_selection[0])
     ]
 
 
-def _state(found: PartitionBackfill, key: AssetKey, graph: AssetGraph) -> BackfillState:
-    data = found.get_asset_backfill_data(graph)
+def _build_backfill_state(backfill: PartitionBackfill, key: AssetKey, graph: AssetGraph) -> BackfillState:
+    data = backfill.get_asset_backfill_data(graph)
     partitioned = graph.get(key).partitions_def is not None
 
     def keys(subset: AssetGraphSubset) -> tuple[str, ...]:
-        found = subset.partitions_subsets_by_asset_key.get(key)
-        return tuple(found.get_partition_keys()) if found is not None else ()
+        partition_subset = subset.partitions_subsets_by_asset_key.get(key)
+        return tuple(partition_subset.get_partition_keys()) if partition_subset is not None else ()
 
     return BackfillState(
         key,
-        found.status.value.lower(),
+        backfill.status.value.lower(),
         keys(data.target_subset) if partitioned else None,
         keys(data.materialized_subset),
         keys(data.failed_and_downstream_subset),
-        found.description or "",
-        found.tags,
-        found.backfill_timestamp,
+        backfill.description or "",
+        backfill.tags,
+        backfill.backfill_timestamp,
     )
 
 
@@ -325,19 +331,19 @@ class SensorTicks:
     ticked: bool
 
 
-def sensor_ticks(instance: DagsterInstance, name: str) -> SensorTicks | None:
+def load_sensor_ticks(instance: DagsterInstance, name: str) -> SensorTicks | None:
     """What Dagster knows of a sensor of this name in any code location; None: nothing.
 
     Of several sensors of that name the one counts that is most alive.
     """
-    found: list[SensorTicks] = []
+    ticks: list[SensorTicks] = []
     for state in instance.all_instigator_state(instigator_type=InstigatorType.SENSOR):
         if state.instigator_name == name:
             started = {InstigatorStatus.RUNNING: True, InstigatorStatus.STOPPED: False}.get(state.status)
             data = state.instigator_data
             ticked = isinstance(data, SensorInstigatorData) and data.last_tick_timestamp is not None
-            found.append(SensorTicks(started, ticked))
-    return max(found, key=lambda one: (one.started is not False, one.ticked), default=None)
+            ticks.append(SensorTicks(started, ticked))
+    return max(ticks, key=lambda tick: (tick.started is not False, tick.ticked), default=None)
 
 
 @dataclass(frozen=True)
@@ -353,7 +359,7 @@ def module_location(module: str) -> NamedLocation:
     return NamedLocation(module, LoadableTargetOrigin(module_name=module))
 
 
-def named_locations(path: Path) -> list[NamedLocation]:
+def read_named_locations(path: Path) -> list[NamedLocation]:
     """The code locations that `dg.toml`, `pyproject.toml` or `workspace.yaml` names, by Dagster's own reader.
 
     Raises whatever Dagster raises for a file that it cannot read.
@@ -363,13 +369,19 @@ def named_locations(path: Path) -> list[NamedLocation]:
     else:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
         data = {"tool": {"dg": document}} if path.name == "dg.toml" else document
-        found = get_target_from_toml_data(data)
-        targets = found if isinstance(found, list) else [found] if found is not None else []
+        toml_targets = get_target_from_toml_data(data)
+        targets = (
+            toml_targets
+            if isinstance(toml_targets, list)
+            else [toml_targets]
+            if toml_targets is not None
+            else []
+        )
         origins = [origin for target in targets for origin in target.create_origins()]
-    return [_named(origin) for origin in origins]
+    return [_to_named_location(origin) for origin in origins]
 
 
-def _named(origin: CodeLocationOrigin) -> NamedLocation:
+def _to_named_location(origin: CodeLocationOrigin) -> NamedLocation:
     if isinstance(origin, GrpcServerCodeLocationOrigin):
         return NamedLocation(origin.location_name, None)
     target = origin.loadable_target_origin
@@ -377,7 +389,7 @@ def _named(origin: CodeLocationOrigin) -> NamedLocation:
     return NamedLocation(next(filter(None, names)), target)
 
 
-def repository_of(location: NamedLocation) -> RepositoryDefinition:
+def import_repository(location: NamedLocation) -> RepositoryDefinition:
     """Load a code location into this process, from the working folder, as Dagster's code server does.
 
     Raises ImportError, ValueError, and whatever the code of the location raises.
@@ -405,10 +417,10 @@ def repository_of(location: NamedLocation) -> RepositoryDefinition:
     return repository
 
 
-def env_file_variables(folder: str) -> dict[str, str]:
+def read_env_variables(folder: str) -> dict[str, str]:
     """The variables of the `.env` file in a folder, which Dagster's own commands put into the environment."""
-    found: dict[str, str] = get_env_var_dict(folder)
-    return found
+    variables: dict[str, str] = get_env_var_dict(folder)
+    return variables
 
 
 _log = logging.getLogger(__name__)
@@ -422,10 +434,10 @@ def report_observations(instance: DagsterInstance, observations: Sequence[AssetO
     batches: it is told twice then, and never not at all.
     """
     storage = instance.event_log_storage
-    for _, of_asset in groupby(observations, key=_asset):
-        entries = [_entry(one) for one in of_asset]
+    for _, asset_observations in groupby(observations, key=_get_asset_key):
+        entries = [_build_entry(observation) for observation in asset_observations]
         if type(storage) is SqliteEventLogStorage:
-            _store(storage, entries)
+            _store_in_sqlite(storage, entries)
         else:
             try:
                 storage.store_event_batch(entries)
@@ -435,11 +447,11 @@ def report_observations(instance: DagsterInstance, observations: Sequence[AssetO
                     storage.store_event(entry)
 
 
-def _asset(observation: AssetObservation) -> AssetKey:
+def _get_asset_key(observation: AssetObservation) -> AssetKey:
     return observation.asset_key
 
 
-def _entry(observation: AssetObservation) -> EventLogEntry:
+def _build_entry(observation: AssetObservation) -> EventLogEntry:
     event = DagsterEvent(
         event_type_value=DagsterEventType.ASSET_OBSERVATION.value,
         event_specific_data=AssetObservationData(observation),
@@ -456,7 +468,7 @@ def _entry(observation: AssetObservation) -> EventLogEntry:
     )
 
 
-def _store(storage: SqliteEventLogStorage, entries: Sequence[EventLogEntry]) -> None:
+def _store_in_sqlite(storage: SqliteEventLogStorage, entries: Sequence[EventLogEntry]) -> None:
     """What its `store_event` does for each: into the database of no run, and into that across runs."""
     statements = [storage.prepare_insert_event(entry) for entry in entries]
     with storage.run_connection(RUNLESS_RUN_ID) as conn:
@@ -481,14 +493,17 @@ class CopiedByFields(ConfigurableResourceFactory[Any]):
     """
 
     def _with_updated_values(self, values: Mapping[str, Any] | None) -> ConfigurableResourceFactory[Any]:
-        held = dict(self)
-        if any(name not in held or not _same(held[name], value) for name, value in (values or {}).items()):
+        current_values = dict(self)
+        if any(
+            name not in current_values or not _is_same_value(current_values[name], value)
+            for name, value in (values or {}).items()
+        ):
             return super()._with_updated_values(values)
-        copy = type(self).model_construct(set(self.model_fields_set), **held)
+        copy = type(self).model_construct(set(self.model_fields_set), **current_values)
         copy._state__internal__ = self._state__internal__
         return copy
 
 
-def _same(held: Any, value: Any) -> bool:
+def _is_same_value(current: Any, value: Any) -> bool:
     """Variables are text of a type of their own; equal text is not yet their value."""
-    return held is value or (type(held) is type(value) and bool(held == value))
+    return current is value or (type(current) is type(value) and bool(current == value))

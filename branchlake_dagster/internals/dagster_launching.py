@@ -35,29 +35,29 @@ __all__ = [
     "UserConfigSchema",
     "WorkerStatus",
     "capture_interrupts",
-    "code_location_of",
-    "crash_text",
     "deserialize_value",
-    "execute_run_here",
+    "execute_launched_run",
+    "find_code_location",
+    "format_crash",
     "inject_secrets",
-    "load_data_of",
     "load_repository",
+    "load_repository_data",
+    "load_server_id",
     "preload_execution",
     "serialize_value",
-    "server_id_of",
     "shares_our_environment",
 ]
 
 
-def code_location_of(context: LaunchRunContext) -> GrpcServerCodeLocation | None:
+def find_code_location(context: LaunchRunContext) -> GrpcServerCodeLocation | None:
     """The code location that a run comes from; None when it is not served by a process of its own."""
     from dagster._core.remote_representation.code_location import GrpcServerCodeLocation
 
     run = context.dagster_run
     if context.workspace is None or run.remote_job_origin is None:
         return None
-    found = context.workspace.get_code_location(run.remote_job_origin.location_name)
-    return found if isinstance(found, GrpcServerCodeLocation) else None
+    location = context.workspace.get_code_location(run.remote_job_origin.location_name)
+    return location if isinstance(location, GrpcServerCodeLocation) else None
 
 
 def shares_our_environment(location: GrpcServerCodeLocation) -> bool:
@@ -84,14 +84,14 @@ def shares_our_environment(location: GrpcServerCodeLocation) -> bool:
     )
 
 
-def server_id_of(location: GrpcServerCodeLocation) -> str:
+def load_server_id(location: GrpcServerCodeLocation) -> str:
     """The name of the code server's present load: another one after each reload. Asks the server."""
     from dagster._api.get_server_id import sync_get_server_id
 
     return str(sync_get_server_id(location.client))
 
 
-def load_data_of(instance: DagsterInstance, run: DagsterRun) -> str | None:
+def load_repository_data(instance: DagsterInstance, run: DagsterRun) -> str | None:
     """With what the code server tells the run's process to load the definitions, serialised.
 
     The location's name, and for definitions that are computed while they load (assets of integrations,
@@ -111,14 +111,14 @@ def inject_secrets(instance_ref: InstanceRef, location_name: str | None) -> None
 
 
 def load_repository(origin: RepositoryPythonOrigin, load_data: str | None) -> RepositoryDefinition:
-    """Import the code and build all its definitions; `execute_run_here` then finds them built."""
+    """Import the code and build all its definitions; `execute_launched_run` then finds them built."""
     data = None if load_data is None else deserialize_value(load_data, RepositoryLoadData)
     repository = recon_repository_from_origin(origin).with_repository_load_data(data).get_definition()
     repository.load_all_definitions()
     return repository
 
 
-_FIRST_USED_BY_A_RUN = (
+_LATE_IMPORTS = (
     "dagster._cli.api",
     "dagster._core.execution.api",
     "dagster._core.execution.plan.active",
@@ -136,18 +136,18 @@ _FIRST_USED_BY_A_RUN = (
 
 def preload_execution(instance_ref: InstanceRef) -> None:
     """Import what Dagster itself imports late, with a run's first calls, and the classes of the instance."""
-    of_instance = [data.module_name for data in instance_ref if isinstance(data, ConfigurableClassData)]
-    for module in (*_FIRST_USED_BY_A_RUN, *of_instance):
+    instance_modules = [data.module_name for data in instance_ref if isinstance(data, ConfigurableClassData)]
+    for module in (*_LATE_IMPORTS, *instance_modules):
         import_module(module)
 
 
-def execute_run_here(instance: DagsterInstance, run_id: str) -> None:
+def execute_launched_run(instance: DagsterInstance, run_id: str) -> None:
     """Execute a launched run in this process, as `dagster api execute_run` does; what fails is in its log."""
     from dagster._cli.api import _execute_run_command_body
 
     _execute_run_command_body(run_id, instance, lambda _: None, set_exit_code_on_failure=False)
 
 
-def crash_text(run_id: str, exit_code: int) -> str:
+def format_crash(run_id: str, exit_code: int) -> str:
     """How the process of a run ended, in Dagster's words; a negative code is a signal."""
     return get_run_crash_explanation(f"Run execution process for {run_id}", exit_code)

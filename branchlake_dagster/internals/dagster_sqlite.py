@@ -31,49 +31,49 @@ _ENGINES = 32
 """As many as may be in use at once; a run uses four."""
 
 
-def remember_engines(prepare: Callable[[Engine], None] = lambda _: None) -> None:
+def install_engine_cache(prepare: Callable[[Engine], None] = lambda _: None) -> None:
     """Let this process make the engine of each of Dagster's SQLite databases once, and `prepare` it.
 
     None holds a connection: all are opened and closed as before.
     """
     for name in STORAGES:
         storage = import_module(name)
-        setattr(storage, "create_engine", remembering(storage.create_engine, prepare))  # noqa: B010 - untyped
+        setattr(storage, "create_engine", cache_engines(storage.create_engine, prepare))  # noqa: B010 - untyped
 
 
-def remembering(
+def cache_engines(
     create: Callable[..., Engine], prepare: Callable[[Engine], None] = lambda _: None
 ) -> Callable[..., Engine]:
     """As `create`, for engines that close each connection after use."""
 
     @lru_cache(maxsize=_ENGINES)
-    def made(url: str, timeout: float | None) -> Engine:
+    def get_engine(url: str, timeout: float | None) -> Engine:
         more = {} if timeout is None else {"connect_args": {"timeout": timeout}}
         engine = create(url, poolclass=NullPool, **more)
         prepare(engine)
         return engine
 
-    def remembered(
+    def create_cached(
         url: str, *, poolclass: type[Pool], connect_args: Mapping[str, float] | None = None, **others: object
     ) -> Engine:
-        told = dict(connect_args or {})
-        timeout = told.pop("timeout", None)
-        if poolclass is NullPool and not told and not others:
-            return made(url, timeout)
+        other_args = dict(connect_args or {})
+        timeout = other_args.pop("timeout", None)
+        if poolclass is NullPool and not other_args and not others:
+            return get_engine(url, timeout)
         return create(url, poolclass=poolclass, connect_args=connect_args or {}, **others)
 
-    return remembered
+    return create_cached
 
 
-def remember_revisions() -> None:
+def install_revision_cache() -> None:
     """Let this process, and those that it forks, read the revisions of Dagster's databases once: now."""
     directory = ScriptDirectory.from_config
     # Those of one are those of all; what else their configurations say does not differ.
-    known = directory(get_alembic_config(import_module(STORAGES[0]).__file__ or ""))
-    known.as_revision_number("head")  # orders them
+    cached_directory = directory(get_alembic_config(import_module(STORAGES[0]).__file__ or ""))
+    cached_directory.as_revision_number("head")  # orders them
 
     def from_config(config: Config) -> ScriptDirectory:
-        asked = config.get_main_option("script_location")
-        return known if asked == ALEMBIC_SCRIPTS_LOCATION else directory(config)
+        script_location = config.get_main_option("script_location")
+        return cached_directory if script_location == ALEMBIC_SCRIPTS_LOCATION else directory(config)
 
     ScriptDirectory.from_config = from_config  # type: ignore[method-assign]

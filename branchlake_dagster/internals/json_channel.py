@@ -16,33 +16,33 @@ class ChannelClosed(EOFError):  # noqa: N818 - named like the other outcomes
     """The other end is gone, so nothing that was asked of it will be done."""
 
 
-def send(peer: socket.socket, message: dict[str, Any], *, passing: Sequence[int] = ()) -> None:
-    """Send one message, and with it copies of the file descriptors `passing`. Raises OSError."""
+def send_message(peer: socket.socket, message: dict[str, Any], *, descriptors: Sequence[int] = ()) -> None:
+    """Send one message, and with it copies of the file descriptors `descriptors`. Raises OSError."""
     data = json.dumps(message).encode() + b"\n"
-    if passing:
+    if descriptors:
         # One byte carries the descriptors, so that they cannot be lost in a partial write of the message.
-        socket.send_fds(peer, [b"@"], list(passing))
+        socket.send_fds(peer, [b"@"], list(descriptors))
     peer.sendall(data)
 
 
-def receive(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def receive_message(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """The next message and the file descriptors that came with it. Raises ChannelClosed, or TimeoutError."""
-    passed: list[int] = []
+    received: list[int] = []
     data = b""
     try:
         while not data.endswith(b"\n"):
-            more, descriptors, _, _ = socket.recv_fds(peer, _CHUNK, _MOST_FILES)
+            chunk, descriptors, _, _ = socket.recv_fds(peer, _CHUNK, _MOST_FILES)
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)  # a program started by a run must not keep it open
-            passed += descriptors
-            if not more:
+            received += descriptors
+            if not chunk:
                 raise ChannelClosed("The process at the other end is gone.")
-            data += more.removeprefix(b"@") if descriptors else more
+            data += chunk.removeprefix(b"@") if descriptors else chunk
     except (OSError, ChannelClosed) as error:
-        for descriptor in passed:
+        for descriptor in received:
             os.close(descriptor)
         if isinstance(error, ConnectionError):
             raise ChannelClosed("The process at the other end is gone.") from error
         raise
     message: dict[str, Any] = json.loads(data)
-    return message, passed
+    return message, received

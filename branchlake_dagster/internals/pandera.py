@@ -11,16 +11,16 @@ from pandera.api.function_dispatch import Dispatcher
 if TYPE_CHECKING:
     from pandera.api.checks import Check
 
-__all__ = ["builtin_of", "method_of"]
+__all__ = ["find_check_method", "get_builtin_check"]
 
 
-def builtin_of(check: Check) -> tuple[str, Mapping[str, Any]] | None:
+def get_builtin_check(check: Check) -> tuple[str, Mapping[str, Any]] | None:
     """The name and arguments of one of pandera's own checks; None for a check of the user's."""
     function: Any = check._check_fn
     return (str(function), check._check_kwargs) if isinstance(function, Dispatcher) else None
 
 
-def method_of(check: Check) -> tuple[Callable[..., Any], Any] | None:
+def find_check_method(check: Check) -> tuple[Callable[..., Any], Any] | None:
     """The user's function behind a `@pandera.check` method, and its model; None where there is none.
 
     pandera wraps the method in a closure over the model class and its own record of the check. A pandera

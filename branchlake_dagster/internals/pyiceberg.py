@@ -40,24 +40,24 @@ from pyiceberg.utils.properties import property_as_bool, property_as_int
 from branchlake_dagster.internals.column_metrics import ReliableStrictEvaluator
 
 __all__ = [
-    "applied",
+    "add_log_entry",
+    "apply_updates",
     "as_compaction",
+    "build_snapshot",
     "commit_compaction",
     "commit_files",
-    "creation_of",
-    "data_files",
-    "deleted_positions",
-    "iceberg_schema_of",
     "metadata_version",
+    "open_creation",
+    "open_transaction",
+    "read_deleted_positions",
     "rows_all_match",
-    "snapshot_of",
-    "transaction_on",
-    "with_log_entry",
+    "to_iceberg_schema",
+    "write_data_files",
     "write_metadata",
 ]
 
 
-class _Fixed(Transaction):
+class _FixedTransaction(Transaction):
     """A transaction whose metadata is the table's.
 
     The producers ask for it at every turn, and PyIceberg's own copies all of it each time.
@@ -68,73 +68,73 @@ class _Fixed(Transaction):
         return self._table.metadata
 
 
-class _Remembering(Transaction):
+class _CachingTransaction(Transaction):
     """A transaction that works its metadata out once for each change.
 
     PyIceberg's own does so whenever its producers ask, forty times for one overwrite, and copies all
     snapshots of the table each time: half of what a small write costs, and more with each write.
     """
 
-    _known: tuple[TableMetadata, tuple[TableUpdate, ...], TableMetadata] | None = None
+    _cached_metadata: tuple[TableMetadata, tuple[TableUpdate, ...], TableMetadata] | None = None
 
     @property
     def table_metadata(self) -> TableMetadata:
-        base, updates, known = self._table.metadata, self._updates, self._known
-        if known is None or known[0] is not base or known[1] is not updates:
-            known = self._known = (base, updates, applied(base, updates))
-        return known[2]
+        base, updates, cached = self._table.metadata, self._updates, self._cached_metadata
+        if cached is None or cached[0] is not base or cached[1] is not updates:
+            cached = self._cached_metadata = (base, updates, apply_updates(base, updates))
+        return cached[2]
 
 
-class _RememberingCreate(_Remembering, CreateTableTransaction):
+class _CachingCreate(_CachingTransaction, CreateTableTransaction):
     """The same for a table that the transaction makes. Committed, it gives away one that can be read."""
 
     def commit_transaction(self) -> Table:
-        made = super().commit_transaction()
-        return Table(made.name(), made.metadata, made.metadata_location, made.io, made.catalog)
+        table = super().commit_transaction()
+        return Table(table.name(), table.metadata, table.metadata_location, table.io, table.catalog)
 
 
-def transaction_on(table: Table) -> Transaction:
+def open_transaction(table: Table) -> Transaction:
     """As `table.transaction()`."""
-    return _Remembering(table)
+    return _CachingTransaction(table)
 
 
-def creation_of(table: StagedTable) -> CreateTableTransaction:
+def open_creation(table: StagedTable) -> CreateTableTransaction:
     """The transaction that creates a table, as `Catalog.create_table_transaction` gives it away."""
-    return _RememberingCreate(table)
+    return _CachingCreate(table)
 
 
-def snapshot_of(
+def build_snapshot(
     table: Table,
     *,
     added: Iterable[DataFile],
     removed: Iterable[DataFile],
     operation: Operation,
     properties: dict[str, str],
-    written: list[str],
+    written_paths: list[str],
 ) -> tuple[TableUpdate, ...]:
     """A snapshot on `table` of files that exist, as updates; nothing is committed.
 
     The producers are what PyIceberg's own `append` and `overwrite` end in; it exports none that takes data
-    files of two kinds. The manifests that it makes are added to `written`, also when it fails. Raises
+    files of two kinds. The manifests that it makes are added to `written_paths`, also when it fails. Raises
     ValidationException when `table` has lost one of the files that are removed.
     """
-    removing = list(removed)
-    kind = _OverwriteFiles if removing else _FastAppendFiles
-    producer = kind(operation, _Fixed(table), table.io, snapshot_properties=properties)
-    for file in removing:
+    removed_files = list(removed)
+    producer_class = _OverwriteFiles if removed_files else _FastAppendFiles
+    producer = producer_class(operation, _FixedTransaction(table), table.io, snapshot_properties=properties)
+    for file in removed_files:
         producer.delete_data_file(file)
     for file in added:
         producer.append_data_file(file)
     try:
-        with _all_written():
+        with _wait_for_tasks():
             updates, _ = producer._commit()
     finally:
-        written += [*producer._written_manifests, *producer._written_manifest_lists]
+        written_paths += [*producer._written_manifests, *producer._written_manifest_lists]
     return updates
 
 
-class _NotingExecutors(ExecutorFactory):
-    """Notes what is begun within `_all_written`.
+class _TrackingExecutors(ExecutorFactory):
+    """Notes what is begun within `_wait_for_tasks`.
 
     PyIceberg writes a snapshot's manifests side by side and leaves at the first that fails: another one was
     written after all of them had been deleted.
@@ -142,37 +142,37 @@ class _NotingExecutors(ExecutorFactory):
 
     @staticmethod
     def get_or_create() -> Executor:
-        executor, begun = ExecutorFactory.get_or_create(), _begun.get()
-        return executor if begun is None else _Noting(executor, begun)
+        executor, tasks = ExecutorFactory.get_or_create(), _current_tasks.get()
+        return executor if tasks is None else _TrackingExecutor(executor, tasks)
 
 
-class _Noting(Executor):
-    def __init__(self, executor: Executor, begun: list[Future[Any]]) -> None:
+class _TrackingExecutor(Executor):
+    def __init__(self, executor: Executor, tasks: list[Future[Any]]) -> None:
         self._executor = executor
-        self._begun = begun
+        self._tasks = tasks
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self._begun.append(self._executor.submit(fn, *args, **kwargs))
-        return self._begun[-1]
+        self._tasks.append(self._executor.submit(fn, *args, **kwargs))
+        return self._tasks[-1]
 
     def map(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         return self._executor.map(*args, **kwargs)
 
 
-_begun: ContextVar[list[Future[Any]] | None] = ContextVar("begun", default=None)
-snapshot_producers.ExecutorFactory = _NotingExecutors  # type: ignore[attr-defined]  # its one way to threads
+_current_tasks: ContextVar[list[Future[Any]] | None] = ContextVar("begun", default=None)
+snapshot_producers.ExecutorFactory = _TrackingExecutors  # type: ignore[attr-defined]  # its one way to threads
 
 
 @contextmanager
-def _all_written() -> Iterator[None]:
+def _wait_for_tasks() -> Iterator[None]:
     """At the end, however it comes, nothing that was begun inside is under way any more."""
-    begun: list[Future[Any]] = []
-    token = _begun.set(begun)
+    tasks: list[Future[Any]] = []
+    token = _current_tasks.set(tasks)
     try:
         yield
     finally:
-        _begun.reset(token)
-        wait(begun)
+        _current_tasks.reset(token)
+        wait(tasks)
 
 
 def commit_files(
@@ -189,13 +189,13 @@ def commit_files(
     are `commit.manifest.min-count-to-merge` of them, unless `commit.manifest-merge.enabled` is false.
     Raises CommitFailedException.
     """
-    transaction, removing = transaction_on(table), list(removed)
-    operation = Operation.OVERWRITE if removing else Operation.APPEND
-    kind = _MergingOverwrite if removing else _MergeAppendFiles
-    producer = kind(operation, transaction, table.io, snapshot_properties=dict(properties))
+    transaction, removed_files = open_transaction(table), list(removed)
+    operation = Operation.OVERWRITE if removed_files else Operation.APPEND
+    producer_class = _MergingOverwrite if removed_files else _MergeAppendFiles
+    producer = producer_class(operation, transaction, table.io, snapshot_properties=dict(properties))
     if isinstance(producer, _MergeAppendFiles):
-        producer._merge_enabled = _merges_manifests(table.metadata)
-    for file in removing:
+        producer._merge_enabled = _is_merging_enabled(table.metadata)
+    for file in removed_files:
         producer.delete_data_file(file)
     for file in added:
         producer.append_data_file(file)
@@ -208,23 +208,27 @@ class _MergingOverwrite(_OverwriteFiles):
 
     def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
         metadata = self._transaction.table_metadata
-        merging = _ManifestMergeManager(
-            target_size_bytes=_number(
+        merge_manager = _ManifestMergeManager(
+            target_size_bytes=_get_int_property(
                 metadata,
                 TableProperties.MANIFEST_TARGET_SIZE_BYTES,
                 TableProperties.MANIFEST_TARGET_SIZE_BYTES_DEFAULT,
             ),
-            min_count_to_merge=_number(
+            min_count_to_merge=_get_int_property(
                 metadata,
                 TableProperties.MANIFEST_MIN_MERGE_COUNT,
                 TableProperties.MANIFEST_MIN_MERGE_COUNT_DEFAULT,
             ),
-            merge_enabled=_merges_manifests(metadata),
+            merge_enabled=_is_merging_enabled(metadata),
             snapshot_producer=self,
         )
-        deletes = [one for one in manifests if one.content == ManifestContent.DELETES]
-        data = [one for one in manifests if one.content == ManifestContent.DATA and self._is_needed(one)]
-        return [*merging.merge_manifests(data), *deletes]
+        delete_manifests = [manifest for manifest in manifests if manifest.content == ManifestContent.DELETES]
+        data_manifests = [
+            manifest
+            for manifest in manifests
+            if manifest.content == ManifestContent.DATA and self._is_needed(manifest)
+        ]
+        return [*merge_manager.merge_manifests(data_manifests), *delete_manifests]
 
     def _is_needed(self, manifest: ManifestFile) -> bool:
         """Whether it names a file that is there, or one that this snapshot removes."""
@@ -232,12 +236,12 @@ class _MergingOverwrite(_OverwriteFiles):
         return manifest.added_snapshot_id == self._snapshot_id or any(count != 0 for count in counts)
 
 
-def _number(metadata: TableMetadata, name: str, default: int) -> int:
-    found = property_as_int(metadata.properties, name, default)
-    return default if found is None else found
+def _get_int_property(metadata: TableMetadata, name: str, default: int) -> int:
+    value = property_as_int(metadata.properties, name, default)
+    return default if value is None else value
 
 
-def _merges_manifests(metadata: TableMetadata) -> bool:
+def _is_merging_enabled(metadata: TableMetadata) -> bool:
     return property_as_bool(metadata.properties, TableProperties.MANIFEST_MERGE_ENABLED, True)
 
 
@@ -256,7 +260,7 @@ def as_compaction(update: TableUpdate) -> TableUpdate:
     return AddSnapshotUpdate(snapshot=update.snapshot.model_copy(update={"summary": summary}))
 
 
-def applied(metadata: TableMetadata, updates: Iterable[TableUpdate]) -> TableMetadata:
+def apply_updates(metadata: TableMetadata, updates: Iterable[TableUpdate]) -> TableMetadata:
     """The metadata after these updates.
 
     As PyIceberg's `update_table_metadata`, but for its deep copy of all snapshots at the end: with that,
@@ -268,7 +272,7 @@ def applied(metadata: TableMetadata, updates: Iterable[TableUpdate]) -> TableMet
     return metadata
 
 
-def with_log_entry(metadata: TableMetadata, before: str, updated_ms: int) -> TableMetadata:
+def add_log_entry(metadata: TableMetadata, before: str, updated_ms: int) -> TableMetadata:
     """The metadata with the file `before` it in its log, as every commit leaves it."""
     return _update_table_metadata_log(metadata, before, updated_ms)
 
@@ -283,7 +287,7 @@ def write_metadata(catalog: MetastoreCatalog, metadata: TableMetadata, io: FileI
     catalog._write_metadata(metadata, io, location)
 
 
-def iceberg_schema_of(schema: pa.Schema, format_version: int) -> Schema:
+def to_iceberg_schema(schema: pa.Schema, format_version: int) -> Schema:
     """An Arrow schema as an Iceberg one, by the rules of `create_table`."""
     converted = MetastoreCatalog._convert_schema_if_needed(schema, format_version)  # type: ignore[arg-type]
     assert isinstance(converted, Schema)  # noqa: S101 - an Arrow schema always gives one
@@ -295,7 +299,7 @@ def rows_all_match(schema: Schema, row_filter: BooleanExpression, file: DataFile
     return bool(ReliableStrictEvaluator(schema, row_filter).eval(file))
 
 
-def data_files(
+def write_data_files(
     metadata: TableMetadata, rows: pa.Table, io: FileIO, *, commit: uuid.UUID, numbers: itertools.count[int]
 ) -> Iterator[DataFile]:
     """Write rows as data files of a table, with their statistics. `Table.append` also commits."""
@@ -304,6 +308,6 @@ def data_files(
     )
 
 
-def deleted_positions(io: FileIO, file: DataFile) -> dict[str, pa.ChunkedArray]:
+def read_deleted_positions(io: FileIO, file: DataFile) -> dict[str, pa.ChunkedArray]:
     """The positions that a position delete file or deletion vector names, by data file."""
     return _read_deletes(io, file)

@@ -30,59 +30,63 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.utils.schema_conversion import AvroSchemaConversion
 
-__all__ = ["entries_of", "manifests_of"]
+__all__ = ["iter_entries", "iter_manifests"]
 
 _SCHEMA = "avro.schema"
 _HEADER_READER = construct_reader(META_SCHEMA, {-1: AvroFileHeader})
 
 
-def entries_of(
-    manifest: ManifestFile, content: bytes, places: Collection[int] | None = None
+def iter_entries(
+    manifest: ManifestFile, content: bytes, positions: Collection[int] | None = None
 ) -> Iterator[ManifestEntry]:
-    """The entries of a manifest file in its sequence, deleted ones among them; `places`: only those, from 0.
+    """The entries of a manifest file in its sequence, deleted ones among them; `positions`: only those, from 0.
 
     Blocks of the file without one of the places are not even unpacked.
     """
     decoder = new_decoder(content)
-    header = _header(decoder)
+    header = _read_header(decoder)
     reader = _entry_reader(header.meta[_SCHEMA])
-    wanted = None if places is None else sorted(set(places))
-    begin = done = 0
-    while decoder.tell() < len(content) and (wanted is None or done < len(wanted)):
+    sorted_positions = None if positions is None else sorted(set(positions))
+    start = yielded_count = 0
+    while decoder.tell() < len(content) and (
+        sorted_positions is None or yielded_count < len(sorted_positions)
+    ):
         count, size = decoder.read_int(), decoder.read_int()
-        end = begin + count
-        if wanted is not None and wanted[done] >= end:
+        end = start + count
+        if sorted_positions is not None and sorted_positions[yielded_count] >= end:
             decoder.skip(size + SYNC_SIZE)
         else:
-            records = _block(decoder, size, header)
-            for place in range(begin, end):
-                entry = _entry(reader, records)
-                if wanted is None or (done < len(wanted) and wanted[done] == place):
-                    done += 1
+            records = _read_block(decoder, size, header)
+            for position in range(start, end):
+                entry = _read_entry(reader, records)
+                if sorted_positions is None or (
+                    yielded_count < len(sorted_positions) and sorted_positions[yielded_count] == position
+                ):
+                    yielded_count += 1
                     yield _inherit_from_manifest(entry, manifest)
-        begin = end
+        start = end
 
 
-def manifests_of(content: bytes) -> Iterator[ManifestFile]:
+def iter_manifests(content: bytes) -> Iterator[ManifestFile]:
     """The manifests in a manifest list, in their order."""
     decoder = new_decoder(content)
-    header = _header(decoder)
+    header = _read_header(decoder)
     reader = _manifest_reader(header.meta[_SCHEMA])
     while decoder.tell() < len(content):
         count, size = decoder.read_int(), decoder.read_int()
-        records = _block(decoder, size, header)
+        records = _read_block(decoder, size, header)
         for _ in range(count):
             yield reader.read(records)
 
 
-def _header(decoder: BinaryDecoder) -> AvroFileHeader:
+def _read_header(decoder: BinaryDecoder) -> AvroFileHeader:
     header: AvroFileHeader = _HEADER_READER.read(decoder)
     if header.magic != MAGIC:
         raise ValueError("This is not an Avro file.")
     return header
 
 
-def _block(decoder: BinaryDecoder, size: int, header: AvroFileHeader) -> BinaryDecoder:
+def _read_block(decoder: BinaryDecoder, size: int, header: AvroFileHeader) -> BinaryDecoder:
     """The records of the block that begins here. A truncated file lacks the marker behind its last block."""
     block = decoder.read(size)
     if decoder.read(SYNC_SIZE) != header.sync:
@@ -91,7 +95,7 @@ def _block(decoder: BinaryDecoder, size: int, header: AvroFileHeader) -> BinaryD
     return new_decoder(codec.decompress(block) if codec else block)
 
 
-def _entry(reader: Reader, records: BinaryDecoder) -> ManifestEntry:
+def _read_entry(reader: Reader, records: BinaryDecoder) -> ManifestEntry:
     entry: ManifestEntry = reader.read(records)
     return entry
 

@@ -11,11 +11,11 @@ from typing import Any, NoReturn, cast
 _FIRST_WAIT_MS, _GROWTH, _LONGEST_WAIT_MS = 50, 4.0, 4_000
 __all__ = [
     "add_session_hook",
-    "daemon_manager",
-    "give_up_within",
-    "handle_errors_by",
-    "keep_connect_log_off",
-    "leave_sessions_to_stop",
+    "disable_session_finalizer",
+    "limit_retry_time",
+    "load_daemon_manager",
+    "silence_connect_log",
+    "translate_errors",
 ]
 
 
@@ -27,22 +27,22 @@ def add_session_hook(client: Any, hook: Any) -> None:
     client._session_hooks = [*client._session_hooks, hook]
 
 
-def handle_errors_by(client: Any, told: Callable[[Exception], Exception | None]) -> None:
-    """Let a client raise what `told` makes of an error of a call; None leaves the error to pyspark.
+def translate_errors(client: Any, translate: Callable[[Exception], Exception | None]) -> None:
+    """Let a client raise what `translate` makes of an error of a call; None leaves the error to pyspark.
 
     Before pyspark handles the error: it logs its text first, which would end in the step's log.
     """
     handle = cast("Callable[[Exception], NoReturn]", client._handle_error)
 
-    def handling(error: Exception) -> NoReturn:
-        if (instead := told(error)) is not None:
-            raise instead from None
+    def handle_error(error: Exception) -> NoReturn:
+        if (replacement := translate(error)) is not None:
+            raise replacement from None
         handle(error)
 
-    client._handle_error = handling
+    client._handle_error = handle_error
 
 
-def give_up_within(client: Any, seconds: float) -> None:
+def limit_retry_time(client: Any, seconds: float) -> None:
     """Let a client repeat calls to a server that does not answer for about so long, and not for ten minutes.
 
     Retry policies can be set on a client, but pyspark exports neither it nor them.
@@ -62,16 +62,16 @@ def give_up_within(client: Any, seconds: float) -> None:
     client.set_retry_policies([policy])
 
 
-def keep_connect_log_off() -> None:
+def silence_connect_log() -> None:
     """Let pyspark's log of Spark Connect say nothing unless SPARK_CONNECT_LOG_LEVEL is set, as it means to.
 
     It switches the log off, and Dagster's configuration of logging switches each one on that there is: a
     warning of three lines stood in the demo's output, of results that were released after their session.
     """
-    logging.getLogger("pyspark.sql.connect.logging").addFilter(_wanted)
+    logging.getLogger("pyspark.sql.connect.logging").addFilter(_is_log_enabled)
 
 
-def leave_sessions_to_stop() -> None:
+def disable_session_finalizer() -> None:
     """Let the garbage collector close no session of Spark Connect: all of ours are stopped.
 
     It may come to one in a thread that pyspark is starting and waits for, with its lock held, which closing
@@ -83,11 +83,11 @@ def leave_sessions_to_stop() -> None:
         del SparkSession.__del__
 
 
-def _wanted(_: logging.LogRecord) -> bool:
+def _is_log_enabled(_: logging.LogRecord) -> bool:
     return "SPARK_CONNECT_LOG_LEVEL" in os.environ
 
 
-def daemon_manager(worker_module: str) -> Callable[[], None]:
+def load_daemon_manager(worker_module: str) -> Callable[[], None]:
     """What `python -m pyspark.daemon WORKER_MODULE` does, in a process that has pyspark imported."""
     import pyspark.daemon as daemon
 

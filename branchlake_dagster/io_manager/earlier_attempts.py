@@ -31,7 +31,7 @@ _SAME_ATTEMPT = (LakeProperty.RUN_ID, LakeProperty.ATTEMPT)
 _MAIN = "main"
 
 
-def undo_earlier(table: Table, spec: TableSpec, properties: Mapping[str, str]) -> Table:
+def undo_earlier_attempts(table: Table, spec: TableSpec, properties: Mapping[str, str]) -> Table:
     """The table without what earlier attempts of the step that writes with `properties` added to it.
 
     They are the snapshots of the same root run, base hash, step, asset and partitions; the base hash tells
@@ -41,28 +41,30 @@ def undo_earlier(table: Table, spec: TableSpec, properties: Mapping[str, str]) -
     """
     if spec.write_mode not in ADDING or LakeProperty.STEP not in properties:
         return table
-    history = list(_history(table))
-    earlier = _attempts(history, properties)
+    ancestors = list(_iter_ancestors(table))
+    earlier = _active_attempts(ancestors, properties)
     if not earlier:
         return table
-    if history[: len(earlier)] == earlier:
-        return _set_back(table, earlier[-1].parent_snapshot_id)
-    return _take_out(table, spec, earlier, properties)
+    if ancestors[: len(earlier)] == earlier:
+        return _roll_back(table, earlier[-1].parent_snapshot_id)
+    return _remove_added_files(table, spec, earlier, properties)
 
 
-def settle(table: Table, spec: TableSpec, properties: Mapping[str, str]) -> Table:
+def remove_late_commits(table: Table, spec: TableSpec, properties: Mapping[str, str]) -> Table:
     """The table after the write, with this attempt's rows only.
 
     A commit of the earlier attempt may have been on its way while we looked, and arrived after it.
     """
     if spec.write_mode != "append" or LakeProperty.STEP not in properties:
         return table
-    attempts = _attempts(list(_history(table)), properties)
-    late = [snapshot for snapshot in attempts if not _agree(snapshot, properties, _SAME_ATTEMPT)]
-    return _take_out(table, spec, late, properties) if late else table
+    attempts = _active_attempts(list(_iter_ancestors(table)), properties)
+    late = [
+        snapshot for snapshot in attempts if not _has_same_properties(snapshot, properties, _SAME_ATTEMPT)
+    ]
+    return _remove_added_files(table, spec, late, properties) if late else table
 
 
-def _history(table: Table) -> Iterator[Snapshot]:
+def _iter_ancestors(table: Table) -> Iterator[Snapshot]:
     """The snapshots that led to the current one, newest first."""
     by_id = {snapshot.snapshot_id: snapshot for snapshot in table.snapshots()}
     snapshot = table.current_snapshot()
@@ -71,43 +73,47 @@ def _history(table: Table) -> Iterator[Snapshot]:
         snapshot = by_id.get(snapshot.parent_snapshot_id or 0)
 
 
-def _told(snapshot: Snapshot) -> Mapping[str, str]:
+def _summary_properties(snapshot: Snapshot) -> Mapping[str, str]:
     return snapshot.summary.additional_properties if snapshot.summary else {}
 
 
-def _agree(snapshot: Snapshot, properties: Mapping[str, str], names: tuple[str, ...]) -> bool:
-    told = _told(snapshot)
-    return all(told.get(name) == properties.get(name) for name in names)
+def _has_same_properties(snapshot: Snapshot, properties: Mapping[str, str], names: tuple[str, ...]) -> bool:
+    summary = _summary_properties(snapshot)
+    return all(summary.get(name) == properties.get(name) for name in names)
 
 
-def _attempts(history: Sequence[Snapshot], properties: Mapping[str, str]) -> list[Snapshot]:
+def _active_attempts(ancestors: Sequence[Snapshot], properties: Mapping[str, str]) -> list[Snapshot]:
     """Those of the same step whose rows nobody has taken out yet."""
     undone = {
-        number for snapshot in history for number in _told(snapshot).get(LakeProperty.UNDOES, "").split(",")
+        snapshot_id
+        for snapshot in ancestors
+        for snapshot_id in _summary_properties(snapshot).get(LakeProperty.UNDOES, "").split(",")
     }
     return [
         snapshot
-        for snapshot in history
-        if LakeProperty.UNDOES not in _told(snapshot)
+        for snapshot in ancestors
+        if LakeProperty.UNDOES not in _summary_properties(snapshot)
         and str(snapshot.snapshot_id) not in undone
-        and _agree(snapshot, properties, _SAME_STEP)
+        and _has_same_properties(snapshot, properties, _SAME_STEP)
     ]
 
 
-def _set_back(table: Table, to: int | None) -> Table:
+def _roll_back(table: Table, snapshot_id: int | None) -> Table:
     change = table.manage_snapshots()
-    if to is None:
+    if snapshot_id is None:
         change.remove_branch(_MAIN).commit()
     else:
-        change.rollback_to_snapshot(to).commit()
+        change.rollback_to_snapshot(snapshot_id).commit()
     return table.refresh()
 
 
-def _take_out(table: Table, spec: TableSpec, earlier: list[Snapshot], properties: Mapping[str, str]) -> Table:
+def _remove_added_files(
+    table: Table, spec: TableSpec, earlier: list[Snapshot], properties: Mapping[str, str]
+) -> Table:
     """Remove the files that `earlier` added; each of them must still be there as it was written."""
     if spec.write_mode != "append":
-        raise _mixed(spec)
-    added = {file.file_path: file for snapshot in earlier for file in _added(table, snapshot)}
+        raise _mixed_rows_error(spec)
+    added = {file.file_path: file for snapshot in earlier for file in _iter_added_files(table, snapshot)}
     current = table.current_snapshot()
     live = {
         entry.data_file.file_path
@@ -115,17 +121,20 @@ def _take_out(table: Table, spec: TableSpec, earlier: list[Snapshot], properties
         for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True)
     }
     if not added.keys() <= live:
-        raise _mixed(spec)  # rewritten, perhaps together with rows of others
-    told = {**properties, LakeProperty.UNDOES: ",".join(str(snapshot.snapshot_id) for snapshot in earlier)}
+        raise _mixed_rows_error(spec)  # rewritten, perhaps together with rows of others
+    snapshot_properties = {
+        **properties,
+        LakeProperty.UNDOES: ",".join(str(snapshot.snapshot_id) for snapshot in earlier),
+    }
     with table.transaction() as transaction:
-        overwrite = transaction.update_snapshot(snapshot_properties=told).overwrite()
+        overwrite = transaction.update_snapshot(snapshot_properties=snapshot_properties).overwrite()
         for path in sorted(added):
             overwrite.delete_data_file(added[path])
         overwrite.commit()
     return table.refresh()
 
 
-def _added(table: Table, snapshot: Snapshot) -> Iterator[DataFile]:
+def _iter_added_files(table: Table, snapshot: Snapshot) -> Iterator[DataFile]:
     for manifest in snapshot.manifests(table.io):
         if manifest.added_snapshot_id == snapshot.snapshot_id:
             for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True):
@@ -133,7 +142,7 @@ def _added(table: Table, snapshot: Snapshot) -> Iterator[DataFile]:
                     yield entry.data_file
 
 
-def _mixed(spec: TableSpec) -> RetryNeedsFullRun:
+def _mixed_rows_error(spec: TableSpec) -> RetryNeedsFullRun:
     return RetryNeedsFullRun(
         "An earlier attempt of this step wrote to the table, and others changed its rows since.",
         table=spec.name,

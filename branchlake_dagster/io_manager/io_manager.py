@@ -28,8 +28,8 @@ from branchlake_dagster.io_manager.loading import (
     RowPartitions,
     StoredRows,
     delivered_columns,
+    format_preview,
     input_columns,
-    preview,
     wants_stored_rows,
 )
 from branchlake_dagster.io_manager.table_writer import TableWriter
@@ -38,12 +38,12 @@ from branchlake_dagster.nessie.errors import NessieUnauthorized
 from branchlake_dagster.runs import provenance
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
-from branchlake_dagster.spark.session import quoted, telling_refusals
+from branchlake_dagster.spark.session import quote_spark_name, translate_refusals
 from branchlake_dagster.stored_names import AssetMetadata, EventMetadata
 from branchlake_dagster.tables import arrow_frames, spark_frames
 from branchlake_dagster.tables.errors import TableMissing, UnsupportedType
-from branchlake_dagster.tables.selection import Selection, select
-from branchlake_dagster.tables.specification import TableSpec, table_spec
+from branchlake_dagster.tables.selection import Selection, select_partitions
+from branchlake_dagster.tables.specification import TableSpec, parse_table_spec
 
 
 class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
@@ -106,35 +106,37 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         What goes from op to op is no table, see `op_values`.
         """
         if not context.has_asset_key:
-            op_values.store(context, obj)
+            op_values.store_op_value(context, obj)
             return
         definition = context.asset_partitions_def if context.has_asset_partitions else None
-        spec = self._spec(context, definition)
+        spec = self._table_spec(context, definition)
         self.lakehouse.require_writable()
         with self._fenced():
             request = WriteRequest(
-                spec, self.lakehouse.open_branch(), definition, provenance.asset_partitions(context)
+                spec, self.lakehouse.open_branch(), definition, provenance.output_partition_keys(context)
             )
             catalog = self.lakehouse.own_catalog()
             writer = TableWriter(context, self.lakehouse, catalog, self.spark.own_session)
             consumption = consumption_of(context.step_context, self.lakehouse)
             table = writer.existing_table(spec) if obj is None else writer.write(request, obj, consumption)
             if table is not None and consumption is not None:
-                table = outputs.record(consumption, table)
-                consumption.written()
+                table = outputs.record_consumption(consumption, table)
+                consumption.clean_up()
             if table is not None:
-                rows = partition_row_counts.report(context, table, spec, definition)
-                metadata = provenance.materialisation_metadata(
+                rows = partition_row_counts.report_partition_rows(context, table, spec, definition)
+                metadata = provenance.materialization_metadata(
                     table,
                     spec,
                     self.lakehouse.run_branch,
                     partition_rows=rows,
                     branch_head=catalog.last_hash,
                 )
-                if obj is not None and (shown := preview(table, rows=self._preview_rows(context))):
-                    metadata[EventMetadata.PREVIEW] = MetadataValue.md(shown)
+                if obj is not None and (
+                    preview_table := format_preview(table, rows=self._preview_rows(context))
+                ):
+                    metadata[EventMetadata.PREVIEW] = MetadataValue.md(preview_table)
                 if consumption is not None:
-                    metadata |= outputs.consumed_metadata(consumption, table)
+                    metadata |= outputs.consumption_metadata(consumption, table)
                 context.add_output_metadata(metadata)
 
     def load_input(self, context: InputContext) -> Any:
@@ -146,14 +148,18 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         frame without columns before its table exists.
         """
         if not context.has_asset_key:
-            return op_values.load(context)
+            return op_values.load_op_value(context)
         definition = context.asset_partitions_def if context.has_asset_partitions else None
-        spec = self._spec(context, definition)
-        kind = context.dagster_type.typing_type
-        spark = kind is None or kind is Any or (isinstance(kind, type) and issubclass(kind, DataFrame))
-        if not spark and not arrow_frames.loads(kind):
+        spec = self._table_spec(context, definition)
+        annotation = context.dagster_type.typing_type
+        is_spark = (
+            annotation is None
+            or annotation is Any
+            or (isinstance(annotation, type) and issubclass(annotation, DataFrame))
+        )
+        if not is_spark and not arrow_frames.can_load_type(annotation):
             raise UnsupportedType(
-                f"Input {context.name!r} is annotated {kind!r}.",
+                f"Input {context.name!r} is annotated {annotation!r}.",
                 table=spec.name,
                 hint="Annotate a pyspark, pandas, polars (or polars.LazyFrame) frame or a pyarrow.Table.",
             )
@@ -162,8 +168,8 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             try:
                 table = self.lakehouse.own_catalog().load_table(spec.identifier)
             except NoSuchTableError as error:
-                if _of_itself(context) and not wants_stored_rows(context.dagster_type):
-                    return self._nothing(kind, spark=spark)
+                if _reads_own_table(context) and not wants_stored_rows(context.dagster_type):
+                    return self._empty_frame(annotation, is_spark=is_spark)
                 raise TableMissing(
                     f"Asset {context.asset_key.to_user_string()} has no table there.",
                     table=spec.name,
@@ -173,44 +179,54 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             provenance.report_read(context, spec, ref)
             existing = [field.name for field in table.schema().fields]
             columns = input_columns(context.definition_metadata, existing, table=spec.name)
-            consumption = consumption_of(context.step_context, self.lakehouse) if _in_step(context) else None
+            consumption = (
+                consumption_of(context.step_context, self.lakehouse) if _is_in_step(context) else None
+            )
             if consumption is not None and context.asset_key in consumption.inputs:
-                one = consumption.inputs[context.asset_key]
-                if spark:
-                    frame = spark_inputs.load(consumption, one, self.spark.own_session(), self.lakehouse)
-                    return frame if columns is None else _only(frame, columns, existing)
-                rows = arrow_inputs.load(consumption, one)
+                upstream = consumption.inputs[context.asset_key]
+                if is_spark:
+                    frame = spark_inputs.load_frame(
+                        consumption, upstream, self.spark.own_session(), self.lakehouse
+                    )
+                    return frame if columns is None else _select_columns(frame, columns, existing)
+                rows = arrow_inputs.load_rows(consumption, upstream)
                 if columns is not None:
                     rows = rows.select(delivered_columns(columns, existing, rows.column_names))
-                return arrow_frames.as_kind(rows, kind)
+                return arrow_frames.from_arrow(rows, annotation)
             # Of its own table an asset reads what was before its run's partitions, not what it replaces.
-            in_order = consumption is not None and consumption.consumer.in_order and _of_itself(context)
-            replaced = consumption.partitions if consumption is not None and in_order else ()
-            selection = self._input_selection(context, spec, definition, table.schema(), replaced)
+            in_order = (
+                consumption is not None
+                and consumption.consumer.computes_in_order
+                and _reads_own_table(context)
+            )
+            excluded_keys = consumption.partitions if consumption is not None and in_order else ()
+            selection = self._input_selection(context, spec, definition, table.schema(), excluded_keys)
             if wants_stored_rows(context.dagster_type):
                 return StoredRows(
                     table,
                     selection,
                     ref,
-                    lambda: self._frame(spec, table.schema(), selection),
-                    _several_partitions(context, spec, definition),
+                    lambda: self._read_frame(spec, table.schema(), selection),
+                    _row_partitions(context, spec, definition),
                 )
-            if spark:
-                frame = spark_frames.read(self.spark.own_session(), spec, table.schema(), selection)
-                return frame if columns is None else _only(frame, columns, existing)
-            return arrow_frames.read(table, kind, selection, columns)
+            if is_spark:
+                frame = spark_frames.read_spark_frame(
+                    self.spark.own_session(), spec, table.schema(), selection
+                )
+                return frame if columns is None else _select_columns(frame, columns, existing)
+            return arrow_frames.read_frame(table, annotation, selection, columns)
 
-    def _nothing(self, kind: Any, *, spark: bool) -> Any:
+    def _empty_frame(self, annotation: Any, *, is_spark: bool) -> Any:
         empty = pa.table({})
         return (
             spark_inputs.from_arrow(self.spark.own_session(), empty)
-            if spark
-            else arrow_frames.as_kind(empty, kind)
+            if is_spark
+            else arrow_frames.from_arrow(empty, annotation)
         )
 
-    def _frame(self, spec: TableSpec, schema: Schema, selection: Selection | None) -> DataFrame:
+    def _read_frame(self, spec: TableSpec, schema: Schema, selection: Selection | None) -> DataFrame:
         with self._fenced():
-            return spark_frames.read(self.spark.own_session(), spec, schema, selection)
+            return spark_frames.read_spark_frame(self.spark.own_session(), spec, schema, selection)
 
     # -- shared ----------------------------------------------------------------------------------------
 
@@ -218,10 +234,10 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         default = self.lakehouse.lakehouse.settings.preview_rows
         return int(context.definition_metadata.get(AssetMetadata.PREVIEW_ROWS, default))
 
-    def _spec(
+    def _table_spec(
         self, context: OutputContext | InputContext, definition: PartitionsDefinition[str] | None
     ) -> TableSpec:
-        return table_spec(
+        return parse_table_spec(
             context.asset_key,
             context.definition_metadata
             if isinstance(context, OutputContext)
@@ -236,14 +252,16 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         spec: TableSpec,
         definition: PartitionsDefinition[str] | None,
         schema: Schema,
-        replaced: Sequence[str] = (),
+        excluded_keys: Sequence[str] = (),
     ) -> Selection | None:
         if definition is None or not spec.columns_by_dimension:
             return None
-        keys = [key for key in context.asset_partition_keys if key not in replaced]
+        keys = [key for key in context.asset_partition_keys if key not in excluded_keys]
         if len(keys) == len(definition.get_partition_keys(dynamic_partitions_store=context.instance)):
             return None  # all of them: the whole table, without a predicate as long as the list
-        return select(keys, definition, spec.columns_by_dimension, schema=schema, table=spec.name)
+        return select_partitions(
+            keys, definition, spec.columns_by_dimension, schema=schema, table_name=spec.name
+        )
 
     @contextlib.contextmanager
     def _fenced(self) -> Iterator[None]:
@@ -252,17 +270,17 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         A refusal by Nessie is NessieUnauthorized, from whichever engine.
         """
         try:
-            with telling_refusals():
+            with translate_refusals():
                 yield
         except NessieUnauthorized:
             raise  # the branch would not be shown to us either
         except Exception:
             if self.lakehouse.run_branch is not None:
-                self.lakehouse.run_branch.head()
+                self.lakehouse.run_branch.load_head()
             raise
 
 
-def _several_partitions(
+def _row_partitions(
     context: InputContext, spec: TableSpec, definition: PartitionsDefinition[str] | None
 ) -> RowPartitions | None:
     """How the rows of several partitions belong to them; None for one partition, or without columns."""
@@ -271,16 +289,16 @@ def _several_partitions(
     return RowPartitions(definition, spec.columns_by_dimension)
 
 
-def _in_step(context: InputContext) -> bool:
+def _is_in_step(context: InputContext) -> bool:
     """Whether a step of a run asks, rather than somebody who loads an asset's value."""
     return getattr(context, "_step_context", None) is not None
 
 
-def _only(frame: DataFrame, columns: Sequence[str], existing: Sequence[str]) -> DataFrame:
-    return frame.select(*map(quoted, delivered_columns(columns, existing, frame.columns)))
+def _select_columns(frame: DataFrame, columns: Sequence[str], existing: Sequence[str]) -> DataFrame:
+    return frame.select(*map(quote_spark_name, delivered_columns(columns, existing, frame.columns)))
 
 
-def _of_itself(context: InputContext) -> bool:
+def _reads_own_table(context: InputContext) -> bool:
     """Whether an asset reads its own table, as one does that depends on its earlier partitions."""
-    assets = context.step_context.assets_def if _in_step(context) else None
+    assets = context.step_context.assets_def if _is_in_step(context) else None
     return assets is not None and context.asset_key in assets.keys

@@ -22,11 +22,11 @@ from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.internals.pyiceberg_manifests import entries_of
+from branchlake_dagster.internals.pyiceberg_manifests import iter_entries
 from branchlake_dagster.tables.errors import UnsupportedType
 from branchlake_dagster.tables.selection import Selection
-from branchlake_dagster.tables.specification import plain
-from branchlake_dagster.wording import named
+from branchlake_dagster.tables.specification import unwrap_metadata
+from branchlake_dagster.wording import format_names
 
 INPUT_COLUMNS = "columns"
 """Key in the metadata of an input."""
@@ -38,7 +38,7 @@ def input_columns(metadata: Mapping[str, Any], existing: Sequence[str], *, table
     `existing` are the columns of the table. Raises ConfigurationError for a column that the table does not
     have, and for what is not a list of different names.
     """
-    columns = plain(metadata.get(INPUT_COLUMNS))
+    columns = unwrap_metadata(metadata.get(INPUT_COLUMNS))
     if columns is None:
         return None
     if isinstance(columns, str) or not isinstance(columns, Sequence) or not columns:
@@ -49,7 +49,7 @@ def input_columns(metadata: Mapping[str, Any], existing: Sequence[str], *, table
         )
     if missing := [str(column) for column in columns if column not in existing]:
         raise ConfigurationError(
-            f"The input names {named('column', missing)}, which the table does not have.",
+            f"The input names {format_names('column', missing)}, which the table does not have.",
             table=table,
             hint=f"It has {', '.join(existing)}.",
         )
@@ -86,14 +86,14 @@ class RowPartitions:
 class StoredRows:
     """The rows of `selection` (None: all) in `table`, as it is on the reference `ref`.
 
-    `frame` opens them in Spark: lazily read, in the run's session, which is opened for nothing else.
+    `open_frame` opens them in Spark: lazily read, in the run's session, which is opened for nothing else.
     `partitions` is None if the rows belong to one partition, or to an asset without partition columns.
     """
 
     table: Table
     selection: Selection | None
     ref: str
-    frame: Callable[[], DataFrame]
+    open_frame: Callable[[], DataFrame]
     partitions: RowPartitions | None = None
 
 
@@ -116,12 +116,12 @@ dg.make_python_type_usable_as_dagster_type(
 )
 
 
-_COLUMNS = 12
-_CHARACTERS = 40
+_MAX_COLUMNS = 12
+_MAX_CHARACTERS = 40
 _log = logging.getLogger(__name__)
 
 
-def preview(table: Table, *, rows: int) -> str | None:
+def format_preview(table: Table, *, rows: int) -> str | None:
     """At most `rows` rows and 12 columns as a Markdown table; None where nothing was written.
 
     They are read from a file that the newest snapshot added: two small reads and the file's first page.
@@ -129,11 +129,11 @@ def preview(table: Table, *, rows: int) -> str | None:
     if not rows:
         return None
     try:
-        found = _first_rows(table, rows)
+        first_rows = _first_rows(table, rows)
     except Exception as error:  # noqa: BLE001 - the rows are written; that they cannot be shown is no failure
         _log.warning("No preview of %s: %s", ".".join(table.name()), error)
         return None
-    return _markdown(found) if found is not None and found.num_rows else None
+    return _format_markdown(first_rows) if first_rows is not None and first_rows.num_rows else None
 
 
 def _first_rows(table: Table, rows: int) -> pa.Table | None:
@@ -145,31 +145,31 @@ def _first_rows(table: Table, rows: int) -> pa.Table | None:
             continue
         with table.io.new_input(manifest.manifest_path).open() as stream:
             content = stream.read()
-        for entry in entries_of(manifest, content):
+        for entry in iter_entries(manifest, content):
             file = entry.data_file
-            data = file.content == DataFileContent.DATA and file.file_format == FileFormat.PARQUET
-            if data and entry.status == ManifestEntryStatus.ADDED and file.record_count:
+            is_data = file.content == DataFileContent.DATA and file.file_format == FileFormat.PARQUET
+            if is_data and entry.status == ManifestEntryStatus.ADDED and file.record_count:
                 with table.io.new_input(file.file_path).open() as stream:
                     batch = next(pq.ParquetFile(stream).iter_batches(batch_size=rows))
                 return pa.Table.from_batches([batch])
     return None
 
 
-def _markdown(found: pa.Table) -> str:
-    names = found.column_names[:_COLUMNS]
-    more = ["…"] if found.num_columns > _COLUMNS else []
-    lines = [[*map(_cell, names), *more], ["---"] * (len(names) + len(more))]
-    lines += [[*(_cell(row[name]) for name in names), *more] for row in found.select(names).to_pylist()]
+def _format_markdown(rows: pa.Table) -> str:
+    names = rows.column_names[:_MAX_COLUMNS]
+    more = ["…"] if rows.num_columns > _MAX_COLUMNS else []
+    lines = [[*map(_format_cell, names), *more], ["---"] * (len(names) + len(more))]
+    lines += [[*(_format_cell(row[name]) for name in names), *more] for row in rows.select(names).to_pylist()]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _cell(value: Any) -> str:
-    text = "" if value is None else str(value)
-    text = text if len(text) <= _CHARACTERS else f"{text[: _CHARACTERS - 1]}…"
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+def _format_cell(value: Any) -> str:
+    cell = "" if value is None else str(value)
+    cell = cell if len(cell) <= _MAX_CHARACTERS else f"{cell[: _MAX_CHARACTERS - 1]}…"
+    return cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
 
 
-def store(context: OutputContext, value: Any) -> None:
+def store_op_value(context: OutputContext, value: Any) -> None:
     """Keep what an op returned for the ops after it. Raises UnsupportedType for a Spark frame."""
     if isinstance(value, DataFrame):
         raise UnsupportedType(
@@ -177,15 +177,15 @@ def store(context: OutputContext, value: Any) -> None:
             " session and cannot be handed to another op.",
             hint="Return a pandas, Polars or Arrow frame, the name of a table, or make one op of the two.",
         )
-    _files(context).handle_output(context, value)
+    _filesystem_manager(context).handle_output(context, value)
 
 
-def load(context: InputContext) -> Any:
+def load_op_value(context: InputContext) -> Any:
     """What an op before this one returned."""
-    return _files(context).load_input(context)
+    return _filesystem_manager(context).load_input(context)
 
 
-def _files(context: InputContext | OutputContext) -> Any:
+def _filesystem_manager(context: InputContext | OutputContext) -> Any:
     instance = context.step_context.instance
     manager = FilesystemIOManager(base_dir=instance.storage_directory())
     return manager.create_io_manager(build_init_resource_context(instance=instance))

@@ -14,20 +14,20 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 
-from branchlake_dagster.history.file_facts import facts
+from branchlake_dagster.history.file_facts import column_facts
 from branchlake_dagster.stored_names import EventMetadata
-from branchlake_dagster.tables.selection import Condition, Values, select, to_iceberg
+from branchlake_dagster.tables.selection import Condition, Values, select_partitions, to_iceberg_filter
 from branchlake_dagster.tables.specification import TableSpec
 
-MOST_TOLD = 400
+MAX_PARTITIONS = 400
 """Partitions of one output whose rows are told one by one: a year of days."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-Place = Callable[[DataFile], Any]
+FileValueFinder = Callable[[DataFile], Any]
 """Which of a column's values or windows all rows of a file have; None when that is not known."""
 
 
-def report(
+def report_partition_rows(
     context: OutputContext, table: Table, spec: TableSpec, definition: PartitionsDefinition[str] | None
 ) -> int | None:
     """The rows of the partition that the output is of. Of several, each materialisation is told its own.
@@ -38,21 +38,21 @@ def report(
     if definition is None or not spec.columns_by_dimension:
         return None
     keys = tuple(context.asset_partition_keys)
-    if len(keys) > MOST_TOLD:
+    if len(keys) > MAX_PARTITIONS:
         return None
-    found = partition_rows(table, keys, definition, spec.columns_by_dimension, name=spec.name)
-    if found is None:
+    row_counts = count_partition_rows(table, keys, definition, spec.columns_by_dimension, name=spec.name)
+    if row_counts is None:
         return None
     if len(keys) == 1:
-        return found[keys[0]]
-    for key, rows in found.items():
+        return row_counts[keys[0]]
+    for key, rows in row_counts.items():
         context.step_context.add_asset_metadata(
             {EventMetadata.PARTITION_ROWS_ON_BRANCH: MetadataValue.int(rows)}, context.asset_key, key
         )
     return None
 
 
-def partition_rows(
+def count_partition_rows(
     table: Table,
     keys: Sequence[str],
     definition: PartitionsDefinition[str],
@@ -67,58 +67,64 @@ def partition_rows(
     schema = table.schema()
     slices: dict[str, tuple[Condition, ...]] = {}
     for key in keys:
-        (slices[key],) = select([key], definition, columns, schema=schema, table=name).slices
+        (slices[key],) = select_partitions([key], definition, columns, schema=schema, table_name=name).slices
     if not slices:
         return {}
-    names = [one.column for one in next(iter(slices.values()))]
-    places = [
-        _place([part[i] for part in slices.values()], column, schema, table.specs())
+    names = [condition.column for condition in next(iter(slices.values()))]
+    value_finders = [
+        _build_value_finder([part[i] for part in slices.values()], column, schema, table.specs())
         for i, column in enumerate(names)
     ]
-    by_place = {tuple(map(_label, part)): key for key, part in slices.items()}
-    found = dict.fromkeys(keys, 0)
-    wanted = to_iceberg(select(keys, definition, columns, schema=schema, table=name), schema)
-    for task in table.scan(row_filter=wanted).plan_files():
-        held = by_place.get(tuple(place(task.file) for place in places))
-        if held is None or task.delete_files:
+    keys_by_values = {tuple(map(_condition_value, part)): key for key, part in slices.items()}
+    row_counts = dict.fromkeys(keys, 0)
+    row_filter = to_iceberg_filter(
+        select_partitions(keys, definition, columns, schema=schema, table_name=name), schema
+    )
+    for task in table.scan(row_filter=row_filter).plan_files():
+        partition_key = keys_by_values.get(tuple(find_value(task.file) for find_value in value_finders))
+        if partition_key is None or task.delete_files:
             return None
-        found[held] += task.file.record_count
-    return found
+        row_counts[partition_key] += task.file.record_count
+    return row_counts
 
 
-def _label(condition: Condition) -> Any:
-    return condition.values[0] if isinstance(condition, Values) else _number(condition.start)
+def _condition_value(condition: Condition) -> Any:
+    return condition.values[0] if isinstance(condition, Values) else _to_iceberg_number(condition.start)
 
 
-def _number(moment: datetime | date) -> int:
+def _to_iceberg_number(moment: datetime | date) -> int:
     """As Iceberg stores it: microseconds of a time stamp, days of a date."""
     if isinstance(moment, datetime):
         return (moment - _EPOCH) // timedelta(microseconds=1)
     return (moment - _EPOCH.date()).days
 
 
-def _place(
+def _build_value_finder(
     conditions: Sequence[Condition], column: str, schema: Schema, specs: Mapping[int, PartitionSpec]
-) -> Place:
+) -> FileValueFinder:
     field = schema.find_field(column)
     if isinstance(conditions[0], Values):
-        return lambda file: _identity(file, field.field_id, specs[file.spec_id])
+        return lambda file: _identity_value(file, field.field_id, specs[file.spec_id])
     windows = sorted(
-        {(_number(one.start), _number(one.end)) for one in conditions if not isinstance(one, Values)}
+        {
+            (_to_iceberg_number(condition.start), _to_iceberg_number(condition.end))
+            for condition in conditions
+            if not isinstance(condition, Values)
+        }
     )
     starts = [start for start, _ in windows]
 
-    def window(file: DataFile) -> int | None:
-        known = facts(file, field, specs[file.spec_id])
-        if known.low is None or known.high is None or not known.no_null:
+    def find_window(file: DataFile) -> int | None:
+        file_facts = column_facts(file, field, specs[file.spec_id])
+        if file_facts.low is None or file_facts.high is None or not file_facts.no_null:
             return None
-        found = bisect_right(starts, known.low) - 1
-        return starts[found] if found >= 0 and known.high < windows[found][1] else None
+        index = bisect_right(starts, file_facts.low) - 1
+        return starts[index] if index >= 0 and file_facts.high < windows[index][1] else None
 
-    return window
+    return find_window
 
 
-def _identity(file: DataFile, field_id: int, spec: PartitionSpec) -> Any:
+def _identity_value(file: DataFile, field_id: int, spec: PartitionSpec) -> Any:
     for i, field in enumerate(spec.fields):
         if field.source_id == field_id and isinstance(field.transform, IdentityTransform):
             return file.partition[i]

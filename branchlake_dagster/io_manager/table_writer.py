@@ -18,7 +18,7 @@ from branchlake_dagster.incremental import inputs, outputs, replace_keys, spark_
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.io_manager import earlier_attempts
 from branchlake_dagster.io_manager.write_plan import (
-    Frame,
+    OutputFrame,
     WritePlan,
     WriteRequest,
     convert_frame,
@@ -26,9 +26,9 @@ from branchlake_dagster.io_manager.write_plan import (
 )
 from branchlake_dagster.runs import provenance
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.read_set import merging
+from branchlake_dagster.runs.read_set import mark_merge_target
 from branchlake_dagster.tables import arrow_frames, partitioning, replaced_rows, spark_frames, upserts
-from branchlake_dagster.tables.schemas import arrow_schema, evolve, require_unchanged
+from branchlake_dagster.tables.schemas import evolve_table, require_unchanged_columns, table_arrow_schema
 from branchlake_dagster.tables.specification import TableSpec
 from branchlake_dagster.tables.upsert_engine import SparkReason, engine_metadata
 
@@ -48,7 +48,7 @@ class PreparedWrite:
 
     plan: WritePlan
     table: Table
-    frame: Frame
+    frame: OutputFrame
     properties: Mapping[str, str]
     changed_keys: pa.Table | None = None
     upsert: upserts.UpsertPlan | SparkReason | None = None
@@ -92,9 +92,9 @@ class TableWriter:
         plan = plan_write(request, frame.schema, existing_table, consumption)
         changed_keys = None
         if consumption is not None:
-            changed_keys = inputs.changed_keys(consumption) if plan.replaces_keys else None
+            changed_keys = inputs.read_changed_keys(consumption) if plan.replaces_keys else None
             frame = replace(
-                frame, rows=outputs.own_rows(frame.rows, consumption, plan.selection, plan.schema)
+                frame, rows=outputs.keep_own_rows(frame.rows, consumption, plan.selection, plan.schema)
             )
         try:
             if existing_table is None and not frame.is_spark:
@@ -111,10 +111,12 @@ class TableWriter:
     def create_with_rows(self, plan: WritePlan, rows: pa.Table, creation: CreateTableTransaction) -> Table:
         """Create a table with its first rows, in one commit with the namespaces that it needs."""
         spec, schema = plan.spec, creation.table_metadata.schema()
-        rows = arrow_frames.cast(rows, arrow_schema(schema, name=spec.name), table=spec.name)
-        arrow_frames.require_inside(rows, schema, spec, plan.selection)
+        rows = arrow_frames.cast_columns(
+            rows, table_arrow_schema(schema, table_name=spec.name), table_name=spec.name
+        )
+        arrow_frames.require_rows_inside(rows, schema, spec, plan.selection)
         if spec.write_mode == "upsert":
-            arrow_frames.require_unique(rows, spec)
+            arrow_frames.require_unique_keys(rows, spec)
         creation.append(rows, snapshot_properties=self._snapshot_properties(plan, schema))
         return creation.commit_transaction()
 
@@ -139,18 +141,20 @@ class TableWriter:
         self.catalog.record_prefixes(table.metadata)
         widen, name = self.lakehouse.lakehouse.settings.widen_columns, plan.spec.name
         if plan.spec.frozen:
-            require_unchanged(table, frame_schema, name=name, widen=widen)
-        table = evolve(table, frame_schema, name=name, widen=widen)
-        return partitioning.make_room(table, plan.selection)
+            require_unchanged_columns(table, frame_schema, table_name=name, widen=widen)
+        table = evolve_table(table, frame_schema, table_name=name, widen=widen)
+        return partitioning.set_path_properties(table, plan.selection)
 
     def _prepare(
-        self, plan: WritePlan, table: Table, frame: Frame, changed_keys: pa.Table | None
+        self, plan: WritePlan, table: Table, frame: OutputFrame, changed_keys: pa.Table | None
     ) -> PreparedWrite:
         properties = self._snapshot_properties(plan, table.schema())
-        table = earlier_attempts.undo_earlier(table, plan.spec, properties)
+        table = earlier_attempts.undo_earlier_attempts(table, plan.spec, properties)
         if not frame.is_spark:
-            stored = arrow_schema(table.schema(), name=plan.spec.name)
-            frame = replace(frame, rows=arrow_frames.cast(frame.rows, stored, table=plan.spec.name))
+            stored = table_arrow_schema(table.schema(), table_name=plan.spec.name)
+            frame = replace(
+                frame, rows=arrow_frames.cast_columns(frame.rows, stored, table_name=plan.spec.name)
+            )
         return PreparedWrite(plan, table, frame, properties, changed_keys)
 
     def _with_engine(self, prepared: PreparedWrite) -> PreparedWrite:
@@ -165,11 +169,11 @@ class TableWriter:
         plan, table, properties = prepared.plan, prepared.table, prepared.properties
         spec, selection, rows = plan.spec, plan.selection, prepared.frame.rows
         if isinstance(prepared.upsert, upserts.UpsertPlan):
-            table = upserts.write(prepared.upsert, properties)
+            table = upserts.write_upsert(prepared.upsert, properties)
         elif prepared.changed_keys is not None:
-            replace_keys.by_arrow(rows, table, spec, prepared.changed_keys, properties, selection)
+            replace_keys.replace_by_pyiceberg(rows, table, spec, prepared.changed_keys, properties, selection)
         else:
-            arrow_frames.write(rows, table, spec, selection, properties)
+            arrow_frames.write_frame(rows, table, spec, selection, properties)
         # The write refuses any other concurrent change; only a late commit of an earlier attempt could pass.
         return self._without_late_commits(plan, properties) if self._was_attempted_before() else table
 
@@ -177,19 +181,19 @@ class TableWriter:
         plan, table, properties = prepared.plan, prepared.table, prepared.properties
         spec, selection, rows = plan.spec, plan.selection, prepared.frame.rows
         if selection is not None and spec.write_mode == "replace_partitions":
-            table = partitioning.divide(table, selection, properties)
+            table = partitioning.split_straddling_files(table, selection, properties)
         frame = rows if isinstance(rows, DataFrame) else spark_inputs.from_arrow(self.spark_session(), rows)
-        with merging(spec.identifier):
+        with mark_merge_target(spec.identifier):
             if prepared.changed_keys is not None:
                 keys = prepared.changed_keys
-                replace_keys.by_spark(frame, table.schema(), spec, keys, properties, selection)
+                replace_keys.replace_by_spark(frame, table.schema(), spec, keys, properties, selection)
             else:
-                spark_frames.write(frame, spec, table.schema(), selection, properties)
+                spark_frames.write_spark_frame(frame, spec, table.schema(), selection, properties)
         return self._without_late_commits(plan, properties)
 
     def _without_late_commits(self, plan: WritePlan, properties: Mapping[str, str]) -> Table:
         table = self.catalog.load_table(plan.spec.identifier)
-        return earlier_attempts.settle(table, plan.spec, properties)
+        return earlier_attempts.remove_late_commits(table, plan.spec, properties)
 
     def _was_attempted_before(self) -> bool:
         """Whether a commit of an earlier attempt of the step may still be on its way."""
@@ -202,11 +206,11 @@ class TableWriter:
         run = step.dagster_run
         predicate = None
         if plan.selection is not None and plan.spec.write_mode == "replace_partitions":
-            predicate = replaced_rows.to_text(replaced_rows.replaced(plan.selection, schema))
-        return provenance.snapshot_properties(
+            predicate = replaced_rows.to_json(replaced_rows.build_replaced_rows(plan.selection, schema))
+        return provenance.build_snapshot_properties(
             spec=plan.spec,
             asset=self.context.asset_key.to_user_string(),
-            partitions=provenance.asset_partitions(self.context),
+            partitions=provenance.output_partition_keys(self.context),
             code_version=self.context.asset_spec.code_version,
             run=self.lakehouse.run_branch,
             root_run_id=run.root_run_id or run.run_id,
@@ -221,5 +225,7 @@ def _plan_upsert(prepared: PreparedWrite) -> upserts.UpsertPlan | SparkReason | 
     if prepared.frame.is_spark:
         return SparkReason.SPARK_FRAME
     if prepared.changed_keys is not None:
-        return SparkReason.CHANGED_KEYS if prepared.changed_keys.num_rows > replace_keys.MOST_KEYS else None
-    return upserts.plan(prepared.frame.rows, prepared.table, prepared.plan.spec, prepared.plan.selection)
+        return SparkReason.CHANGED_KEYS if prepared.changed_keys.num_rows > replace_keys.MAX_KEYS else None
+    return upserts.plan_upsert(
+        prepared.frame.rows, prepared.table, prepared.plan.spec, prepared.plan.selection
+    )

@@ -17,8 +17,13 @@ from branchlake_dagster.incremental import outputs
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.tables import arrow_frames, partitioning, spark_frames
 from branchlake_dagster.tables.errors import UnsupportedType
-from branchlake_dagster.tables.schemas import arrow_schema, iceberg_schema, stored_schema, without_untyped
-from branchlake_dagster.tables.selection import Selection, select
+from branchlake_dagster.tables.schemas import (
+    build_iceberg_schema,
+    drop_untyped_columns,
+    stored_schema,
+    table_arrow_schema,
+)
+from branchlake_dagster.tables.selection import Selection, select_partitions
 from branchlake_dagster.tables.specification import TableSpec, require_parquet
 
 
@@ -36,7 +41,7 @@ class WriteRequest:
 
 
 @dataclass(frozen=True)
-class Frame:
+class OutputFrame:
     """The rows that an asset returned, and the Arrow types that a table stores them with.
 
     A pandas or Polars frame has become an Arrow table here; a Spark frame has not been executed.
@@ -76,7 +81,7 @@ class WritePlan:
     creation_properties: Mapping[str, str] = field(default_factory=dict)
 
 
-def convert_frame(value: Any, request: WriteRequest, existing_table: Table | None) -> Frame:
+def convert_frame(value: Any, request: WriteRequest, existing_table: Table | None) -> OutputFrame:
     """The value that an asset returned, as rows for its table.
 
     Raises:
@@ -86,17 +91,21 @@ def convert_frame(value: Any, request: WriteRequest, existing_table: Table | Non
     """
     name = request.spec.name
     if isinstance(value, DataFrame):
-        spark_frames.require_branch(value, request.branch, table=name)
-        return Frame(value, stored_schema(spark_frames.arrow_schema(value, table=name), table=name))
-    if not arrow_frames.handles(type(value)):
+        spark_frames.require_session_branch(value, request.branch, table_name=name)
+        return OutputFrame(
+            value, stored_schema(spark_frames.spark_arrow_schema(value, table_name=name), table_name=name)
+        )
+    if not arrow_frames.can_write_type(type(value)):
         raise UnsupportedType(
             f"The asset returned a {type(value).__module__}.{type(value).__qualname__}.",
             table=name,
             hint="Return a Spark, pandas or Polars frame or a pyarrow.Table.",
         )
-    stored = arrow_schema(existing_table.schema(), name=name) if existing_table is not None else None
-    rows = arrow_frames.to_arrow(value, stored, table=name)
-    return Frame(rows, rows.schema)
+    stored = (
+        table_arrow_schema(existing_table.schema(), table_name=name) if existing_table is not None else None
+    )
+    rows = arrow_frames.to_arrow(value, stored, table_name=name)
+    return OutputFrame(rows, rows.schema)
 
 
 def plan_write(
@@ -115,23 +124,25 @@ def plan_write(
         ColumnUnsupported: a column of a new table has no type.
         PartitionMismatch: the run's partitions cannot be expressed on the table's columns.
     """
-    spec = request.spec if consumption is None else outputs.effective(consumption, request.spec)
+    spec = request.spec if consumption is None else outputs.effective_spec(consumption, request.spec)
     if existing_table is not None:
-        require_parquet(existing_table.metadata.properties, table=spec.name)
+        require_parquet(existing_table.metadata.properties, table_name=spec.name)
     if spec.write_mode == "upsert":
-        spark_frames.check_keys(spec, frame_schema.names)
+        spark_frames.require_key_columns(spec, frame_schema.names)
     columns = spec.columns_by_dimension
     if existing_table is not None:
         schema = existing_table.schema()
     else:
         required = (*spec.keys, *columns.values())
-        schema = iceberg_schema(without_untyped(frame_schema, required, name=spec.name), table=spec.name)
+        schema = build_iceberg_schema(
+            drop_untyped_columns(frame_schema, required, table_name=spec.name), table_name=spec.name
+        )
     selection = None
-    if consumption is not None and outputs.by_range(consumption):
-        selection = outputs.replaced_range(consumption, schema)
+    if consumption is not None and outputs.replaces_ranges(consumption):
+        selection = outputs.select_replaced_rows(consumption, schema)
     elif request.definition is not None and columns:
-        selection = select(
-            request.partition_keys, request.definition, columns, schema=schema, table=spec.name
+        selection = select_partitions(
+            request.partition_keys, request.definition, columns, schema=schema, table_name=spec.name
         )
     plan = WritePlan(
         spec=spec,
@@ -144,8 +155,8 @@ def plan_write(
         # An upsert into a table without rows has none to match.
         matches_rows = spec.write_mode == "upsert" and arrow_frames.may_have_rows(existing_table)
         return replace(plan, matches_rows=matches_rows)
-    partition_spec = partitioning.partition_spec(
-        request.definition, columns, schema, table=spec.name, layout=spec.layout
+    partition_spec = partitioning.build_partition_spec(
+        request.definition, columns, schema, table_name=spec.name, layout=spec.layout
     )
-    properties = {**spec.properties, **partitioning.properties(selection)}
+    properties = {**spec.properties, **partitioning.path_properties(selection)}
     return replace(plan, partition_spec=partition_spec, creation_properties=properties)

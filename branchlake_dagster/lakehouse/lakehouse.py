@@ -30,23 +30,23 @@ _clients: WeakValueDictionary[tuple[int, str, str | None, bool | str], NessieCli
 _clients_lock = threading.Lock()
 
 
-def _shared_client(uri: str, token: str | None, verify: bool | str) -> NessieClient:
+def _get_shared_client(uri: str, token: str | None, verify: bool | str) -> NessieClient:
     """The process's client, with its open connections: Dagster makes several copies of a resource."""
     key = (os.getpid(), uri, token, verify)
     with _clients_lock:
         client = _clients.get(key)
         if client is None:
-            client = _clients[key] = _guarded_client(uri, token, verify)
+            client = _clients[key] = _create_client(uri, token, verify)
         return client
 
 
-def _guarded_client(uri: str, token: str | None, verify: bool | str) -> NessieClient:
+def _create_client(uri: str, token: str | None, verify: bool | str) -> NessieClient:
     """A client whose calls share a budget of repeats, and a breaker."""
-    plain = HttpTransport(
+    transport = HttpTransport(
         uri, token=token, verify=verify, connect_timeout_s=CONNECT_TIMEOUT_S, read_timeout_s=READ_TIMEOUT_S
     )
     return NessieClient(
-        uri, transport=GuardedTransport(plain, Breaker()), retry=RetryPolicy(budget=RetryBudget())
+        uri, transport=GuardedTransport(transport, Breaker()), retry=RetryPolicy(budget=RetryBudget())
     )
 
 
@@ -86,7 +86,7 @@ class Lakehouse:
     ) -> None:
         self.settings = settings or Settings()
         self._start = start
-        self.servers = EmbeddedServers(self.settings, say=say)
+        self.servers = EmbeddedServers(self.settings, notify=say)
         self._lock = threading.Lock()
         self._client: NessieClient | None = None
         self._token: str | None = None
@@ -99,13 +99,15 @@ class Lakehouse:
     def nessie(self) -> NessieClient:
         """The client for references, contents, commits and merges. Needs no Spark."""
         with self._lock:
-            found = self.endpoints(spark=False)
+            endpoints = self.endpoints(spark=False)
             if self._client is None or (self._client.uri, self._token) != (
-                found.nessie_uri,
-                found.nessie_token,
+                endpoints.nessie_uri,
+                endpoints.nessie_token,
             ):
-                self._token = found.nessie_token
-                self._client = _shared_client(found.nessie_uri, self._token, self.settings.nessie_verify_tls)
+                self._token = endpoints.nessie_token
+                self._client = _get_shared_client(
+                    endpoints.nessie_uri, self._token, self.settings.nessie_verify_tls
+                )
             return self._client
 
     def catalog(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 
-def quoted(name: str) -> str:
+def quote_sql_name(name: str) -> str:
     """An identifier for SQL, in quotes."""
     return '"' + name.replace('"', '""') + '"'
 
@@ -14,4 +14,6 @@ def quoted(name: str) -> str:
 def sql_name(key: Sequence[str]) -> str:
     """How a query writes a table's name: quotes where they are needed, a deep namespace's levels together."""
     parts = [key[0], ".".join(key[1:-1]), key[-1]] if len(key) > 3 else list(key)
-    return ".".join(part if re.fullmatch(r"[a-z_][a-z0-9_]*", part) else quoted(part) for part in parts)
+    return ".".join(
+        part if re.fullmatch(r"[a-z_][a-z0-9_]*", part) else quote_sql_name(part) for part in parts
+    )

@@ -17,14 +17,14 @@ from branchlake_dagster.internals.dagster_launching import (
     LaunchRunContext,
     UserConfigSchema,
     WorkerStatus,
-    code_location_of,
-    load_data_of,
+    find_code_location,
+    load_repository_data,
+    load_server_id,
     serialize_value,
-    server_id_of,
     shares_our_environment,
 )
 from branchlake_dagster.launching.process import WorkerProcess
-from branchlake_dagster.launching.templates import Load, NoWorker, Templates
+from branchlake_dagster.launching.templates import LoadSpec, NoWorker, Templates
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
 
@@ -53,7 +53,7 @@ class WarmRunLauncher(DefaultRunLauncher):
     def __init__(self, inst_data: ConfigurableClassData | None = None) -> None:
         super().__init__(inst_data)
         self._templates = Templates()
-        self._told: set[tuple[str, str]] = set()
+        self._logged_reasons: set[tuple[str, str]] = set()
 
     @classmethod
     def config_type(cls) -> UserConfigSchema:
@@ -68,13 +68,13 @@ class WarmRunLauncher(DefaultRunLauncher):
     def launch_run(self, context: LaunchRunContext) -> None:
         """Start the run's process: forked where that is possible, else in Dagster's way."""
         run = context.dagster_run
-        load = self._load(context)
-        if isinstance(load, str):
-            self._tell_once(run, load)
+        load_spec = self._load_spec(context)
+        if isinstance(load_spec, str):
+            self._log_reason_once(run, load_spec)
         else:
             try:
                 self._templates.launch(
-                    load, run.run_id, timeout_s=self._instance.code_server_process_startup_timeout
+                    load_spec, run.run_id, timeout_s=self._instance.code_server_process_startup_timeout
                 )
             except NoWorker as error:
                 _log.warning("%s Run %s starts in Dagster's way.", error, run.run_id)
@@ -87,11 +87,11 @@ class WarmRunLauncher(DefaultRunLauncher):
     def terminate(self, run_id: str) -> bool:
         """Interrupt the run's process, which then ends the run as canceled; True when that is under way."""
         run = self._instance.get_run_by_id(run_id)
-        worker = WorkerProcess.of(run.tags.get(RunTag.WORKER)) if run else None
+        worker = WorkerProcess.from_tag(run.tags.get(RunTag.WORKER)) if run else None
         if run is None or run.is_finished or worker is None:
             return bool(super().terminate(run_id))  # type: ignore[no-untyped-call]  # untyped upstream
         self._instance.report_run_canceling(run)
-        if not worker.here():
+        if not worker.is_visible():
             self._instance.report_engine_event(
                 f"Process {worker.pid} of the run is on another machine or in another container; end the run"
                 " from the Dagster daemon that launched it.",
@@ -99,12 +99,12 @@ class WarmRunLauncher(DefaultRunLauncher):
             )
             return False
         try:
-            if worker.alive():
+            if worker.is_running():
                 os.kill(worker.pid, signal.SIGINT)
                 return True
         except ProcessLookupError:
             pass  # it has ended since
-        if not (now := self._instance.get_run_by_id(run_id)) or now.is_finished:
+        if not (current_run := self._instance.get_run_by_id(run_id)) or current_run.is_finished:
             return False
         self._instance.report_run_canceled(run, f"Process {worker.pid} of the run is gone already.")
         return True
@@ -116,11 +116,11 @@ class WarmRunLauncher(DefaultRunLauncher):
 
     def check_run_worker_health(self, run: DagsterRun) -> CheckRunHealthResult:
         """Whether the process of a run that has started still runs."""
-        worker = WorkerProcess.of(run.tags.get(RunTag.WORKER))
-        if worker is None or not worker.here():
+        worker = WorkerProcess.from_tag(run.tags.get(RunTag.WORKER))
+        if worker is None or not worker.is_visible():
             # Launched in Dagster's way, or beyond our sight. Any answer but "running" would fail the run.
             return CheckRunHealthResult(WorkerStatus.RUNNING, "Its process cannot be seen from here.")
-        if worker.alive():
+        if worker.is_running():
             return CheckRunHealthResult(WorkerStatus.RUNNING, run_worker_id=str(worker.pid))
         return CheckRunHealthResult(
             WorkerStatus.FAILED, f"Process {worker.pid} of the run is gone.", run_worker_id=str(worker.pid)
@@ -128,21 +128,21 @@ class WarmRunLauncher(DefaultRunLauncher):
 
     def warm_processes(self) -> dict[str, int]:
         """The warm process of each code location that has one, by its process id."""
-        return self._templates.processes()
+        return self._templates.process_ids()
 
     def dispose(self) -> None:
         """Let the warm processes end, each with its last run."""
         self._templates.close()
         super().dispose()
 
-    def _load(self, context: LaunchRunContext) -> Load | str:
+    def _load_spec(self, context: LaunchRunContext) -> LoadSpec | str:
         """What a process must have loaded to be forked for this run; or why it cannot be, in words."""
         run = context.dagster_run
         if Settings().run_launcher == "dagster":
             return "BRANCHLAKE_RUN_LAUNCHER asks for it"
         if sys.platform != "linux":
             return f"on {sys.platform} a process that has imported libraries cannot be forked safely"
-        location = code_location_of(context)
+        location = find_code_location(context)
         if location is None or run.job_code_origin is None:
             return "no code server serves it"
         origin = run.job_code_origin.repository_origin
@@ -150,16 +150,16 @@ class WarmRunLauncher(DefaultRunLauncher):
             return "its code server was not started by this Dagster, so it may have another environment"
         if origin.executable_path != sys.executable:
             return f"it runs with another Python, {origin.executable_path}"
-        return Load(
+        return LoadSpec(
             location=location.name,
-            server=server_id_of(location),
+            server=load_server_id(location),
             origin=serialize_value(origin),
-            load_data=load_data_of(self._instance, run),
+            load_data=load_repository_data(self._instance, run),
             instance=serialize_value(self._instance.get_ref()),
         )
 
-    def _tell_once(self, run: DagsterRun, reason: str) -> None:
+    def _log_reason_once(self, run: DagsterRun, reason: str) -> None:
         name = run.remote_job_origin.location_name if run.remote_job_origin else run.job_name
-        if (name, reason) not in self._told:
-            self._told.add((name, reason))
+        if (name, reason) not in self._logged_reasons:
+            self._logged_reasons.add((name, reason))
             _log.info("Runs of %s start in Dagster's way: %s.", name, reason)

@@ -8,10 +8,10 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from branchlake_dagster.embedded.process import same_start, started_s
+from branchlake_dagster.embedded.process import find_start_s, is_same_start
 
 
-def this_place() -> str:
+def pid_namespace_name() -> str:
     """A name for the set of processes that are visible from here: this boot, and this container's."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -29,28 +29,28 @@ class WorkerProcess:
     place: str
 
     @classmethod
-    def this(cls) -> WorkerProcess:
+    def current(cls) -> WorkerProcess:
         """The calling process."""
         # A process that asks about itself runs, so it has a start.
-        return cls(os.getpid(), started_s(os.getpid()) or 0.0, this_place())
+        return cls(os.getpid(), find_start_s(os.getpid()) or 0.0, pid_namespace_name())
 
     @classmethod
-    def of(cls, tag: str | None) -> WorkerProcess | None:
+    def from_tag(cls, tag: str | None) -> WorkerProcess | None:
         """What a run's tag says; None when it says nothing."""
         try:
             return cls(**json.loads(tag or ""))
         except (ValueError, TypeError):
             return None
 
-    def tag(self) -> str:
+    def to_tag(self) -> str:
         """For `WORKER_TAG`."""
         return json.dumps(asdict(self))
 
-    def here(self) -> bool:
+    def is_visible(self) -> bool:
         """Whether it can be seen from this process at all."""
-        return self.place == this_place()
+        return self.place == pid_namespace_name()
 
-    def alive(self) -> bool:
+    def is_running(self) -> bool:
         """Whether this very process runs; what has ended and was not collected yet does not."""
-        now = started_s(self.pid)
-        return now is not None and same_start(now, self.started_s)
+        current_start_s = find_start_s(self.pid)
+        return current_start_s is not None and is_same_start(current_start_s, self.started_s)

@@ -33,14 +33,23 @@ from branchlake_dagster.internals.dagster_launching import (
     load_repository,
     preload_execution,
 )
-from branchlake_dagster.internals.dagster_sqlite import remember_engines, remember_revisions
-from branchlake_dagster.internals.json_channel import ChannelClosed, receive, send
-from branchlake_dagster.launching.worker import SETTLED, Run, execute, leave, open_files, report_crash
+from branchlake_dagster.internals.dagster_sqlite import install_engine_cache, install_revision_cache
+from branchlake_dagster.internals.json_channel import ChannelClosed, receive_message, send_message
+from branchlake_dagster.launching.worker import (
+    RUN_ENDED_STATUS,
+    WorkerRun,
+    end_process,
+    execute_run,
+    list_open_files,
+    report_crash,
+)
 
 Stamp = tuple[int, int]
 """Time of the last change in nanoseconds, and size in bytes."""
 
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_INSTALLED_FOLDERS = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 
 
 def imported_sources(
@@ -51,22 +60,22 @@ def imported_sources(
     A file that was written while the imports went on (two times of `time.time_ns`) has no stamp: nobody knows
     which of its versions was read, so it counts as changed.
     """
-    found: dict[Path, Stamp | None] = {}
+    stamps: dict[Path, Stamp | None] = {}
     for module in modules:
         name = getattr(module, "__file__", None)
-        if isinstance(name, str) and name.endswith(".py") and not name.startswith(_INSTALLED):
-            stamp = _stamp(path := Path(name))
+        if isinstance(name, str) and name.endswith(".py") and not name.startswith(_INSTALLED_FOLDERS):
+            stamp = _file_stamp(path := Path(name))
             if stamp is not None:
-                found[path] = None if began_ns <= stamp[0] <= ended_ns else stamp
-    return found
+                stamps[path] = None if began_ns <= stamp[0] <= ended_ns else stamp
+    return stamps
 
 
-def changed(known: Mapping[Path, Stamp | None]) -> list[Path]:
+def changed_files(stamps: Mapping[Path, Stamp | None]) -> list[Path]:
     """Those of the files that were written or deleted since."""
-    return [path for path, stamp in known.items() if stamp is None or _stamp(path) != stamp]
+    return [path for path, stamp in stamps.items() if stamp is None or _file_stamp(path) != stamp]
 
 
-def _stamp(path: Path) -> Stamp | None:
+def _file_stamp(path: Path) -> Stamp | None:
     try:
         status = path.stat()
     except OSError:
@@ -74,54 +83,56 @@ def _stamp(path: Path) -> Stamp | None:
     return status.st_mtime_ns, status.st_size
 
 
-_LATE = {
+_LATE_IMPORTS = {
     "branchlake_dagster.nessie": ("branchlake_dagster.nessie.json_codec",),
     "pyiceberg": ("pyiceberg.io.pyarrow",),
     "pyspark.sql": ("pyspark.sql.connect.session", "grpc_status.rpc_status"),
 }
 """By what is imported: what follows late, with the first calls of a run. That is half a second each time."""
 
-_OPEN_FILES = Path("/proc/self/fd")
+_DESCRIPTORS_FOLDER = Path("/proc/self/fd")
 
 
 class NotForkable(Exception):  # noqa: N818 - says what the code location is
     """The code location did on import what a fork must not inherit."""
 
 
-def load(order: Mapping[str, Any]) -> dict[Path, Stamp | None]:
+def load_code_location(message: Mapping[str, Any]) -> dict[Path, Stamp | None]:
     """Import and build everything; gives the files it came from. Raises what they raise, or NotForkable."""
-    began = time.time_ns()
-    before = _connections()
-    instance_ref = deserialize_value(order["instance"], InstanceRef)
-    inject_secrets(instance_ref, order["location"])
-    load_repository(deserialize_value(order["origin"], RepositoryPythonOrigin), order["load_data"])
+    start_ns = time.time_ns()
+    sockets_before = _list_sockets()
+    instance_ref = deserialize_value(message["instance"], InstanceRef)
+    inject_secrets(instance_ref, message["location"])
+    load_repository(deserialize_value(message["origin"], RepositoryPythonOrigin), message["load_data"])
     preload_execution(instance_ref)
-    remember_engines()
-    remember_revisions()
-    _preload_late()
-    if others := [one.name for one in threading.enumerate() if one is not threading.main_thread()]:
-        raise NotForkable(f"importing the code started threads: {', '.join(others)}")
-    if opened := _connections() - before:
-        raise NotForkable(f"importing the code opened {len(opened)} network connections")
-    return imported_sources(list(sys.modules.values()), began_ns=began, ended_ns=time.time_ns())
+    install_engine_cache()
+    install_revision_cache()
+    _preload_late_imports()
+    if other_threads := [
+        thread.name for thread in threading.enumerate() if thread is not threading.main_thread()
+    ]:
+        raise NotForkable(f"importing the code started threads: {', '.join(other_threads)}")
+    if new_sockets := _list_sockets() - sockets_before:
+        raise NotForkable(f"importing the code opened {len(new_sockets)} network connections")
+    return imported_sources(list(sys.modules.values()), began_ns=start_ns, ended_ns=time.time_ns())
 
 
-def _preload_late() -> None:
-    for imported, modules in _LATE.items():
+def _preload_late_imports() -> None:
+    for imported, modules in _LATE_IMPORTS.items():
         if imported in sys.modules:
             for module in modules:
                 with contextlib.suppress(ImportError):  # an extra that is not installed
                     import_module(module)
 
 
-def _connections() -> set[str]:
-    found = set()
-    for entry in _OPEN_FILES.iterdir():
+def _list_sockets() -> set[str]:
+    sockets = set()
+    for entry in _DESCRIPTORS_FOLDER.iterdir():
         with contextlib.suppress(OSError):  # the listing's own is gone by now
             target = str(entry.readlink())
             if target.startswith("socket:"):
-                found.add(target)
-    return found
+                sockets.add(target)
+    return sockets
 
 
 class Template:
@@ -131,59 +142,59 @@ class Template:
         self._launcher: socket.socket | None = launcher
         self._sources = sources
         self._asked_to_end = False
-        self._children: dict[int, Run | None] = {}
+        self._children: dict[int, WorkerRun | None] = {}
         """By process id: the run that it executes, or None of one that reports a crash."""
         # Not epoll: its list lies in the kernel and would be shared with the forks.
         self._selector = selectors.PollSelector()
         self._selector.register(launcher, selectors.EVENT_READ)
-        self._woken, wake = socket.socketpair()
-        self._wake = wake
-        for end in (self._woken, wake):
+        self._wake_reader, wake_writer = socket.socketpair()
+        self._wake_writer = wake_writer
+        for end in (self._wake_reader, wake_writer):
             end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
         signal.signal(signal.SIGCHLD, _only_wake_up)
         signal.signal(signal.SIGTERM, self._on_term)
-        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> Callable[[], int] | None:
         """Until nobody needs it any more: then None. In a fork: what that has to do."""
         while self._launcher is not None or self._children:
             for key, _ in self._selector.select():
-                if key.fileobj is self._woken:
-                    self._woken.recv(4096)
-                elif self._launcher is not None and (task := self._answer(self._launcher)):
+                if key.fileobj is self._wake_reader:
+                    self._wake_reader.recv(4096)
+                elif self._launcher is not None and (task := self._handle_request(self._launcher)):
                     return task
-            if task := self._collect():
+            if task := self._collect_children():
                 return task
             if self._asked_to_end:
-                self._no_more_requests()
+                self._stop_requests()
         return None
 
-    def _answer(self, launcher: socket.socket) -> Callable[[], int] | None:
+    def _handle_request(self, launcher: socket.socket) -> Callable[[], int] | None:
         """One request of the launcher; the task of the worker when this is it."""
         try:
-            request, passed = receive(launcher)
+            request, descriptors = receive_message(launcher)
         except ChannelClosed:
-            self._no_more_requests()
+            self._stop_requests()
             return None
-        if len(passed) != 1:
+        if len(descriptors) != 1:
             raise ValueError("A request brings the socket for its answer.")
-        reply = socket.socket(fileno=passed[0])
-        if files := changed(self._sources):
-            _decline(reply, {"changed": [str(path) for path in files[:3]]})
+        reply = socket.socket(fileno=descriptors[0])
+        if files := changed_files(self._sources):
+            _send_refusal(reply, {"changed": [str(path) for path in files[:3]]})
             return None
-        run = Run(request["run_id"], request["instance"])
+        run = WorkerRun(request["run_id"], request["instance"])
         try:
             in_template = self._fork(run)
         except OSError as error:
-            _decline(reply, {"failed": f"it could not be forked: {error}"})
+            _send_refusal(reply, {"failed": f"it could not be forked: {error}"})
             return None
         if in_template:
             reply.close()
             return None
-        return lambda: execute(run, reply)
+        return lambda: execute_run(run, reply)
 
-    def _collect(self) -> Callable[[], int] | None:
+    def _collect_children(self) -> Callable[[], int] | None:
         """Those that have ended; the task of the reporter when this is it."""
         while self._children:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -191,11 +202,11 @@ class Template:
                 return None
             run = self._children.pop(pid, None)
             code = os.waitstatus_to_exitcode(status)
-            if run is not None and code != SETTLED and not self._fork(None):
+            if run is not None and code != RUN_ENDED_STATUS and not self._fork(None):
                 return lambda: report_crash(run, code)
         return None
 
-    def _fork(self, run: Run | None) -> bool:
+    def _fork(self, run: WorkerRun | None) -> bool:
         """True in the template, False in its fork, which has nothing of the template's open any more."""
         # What was printed and not yet written would be written by both.
         sys.stdout.flush()
@@ -207,13 +218,13 @@ class Template:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        self._no_more_requests()
+        self._stop_requests()
         self._selector.close()
-        self._woken.close()
-        self._wake.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
         return False
 
-    def _no_more_requests(self) -> None:
+    def _stop_requests(self) -> None:
         if self._launcher is not None:
             self._selector.unregister(self._launcher)
             self._launcher.close()
@@ -224,9 +235,9 @@ class Template:
         self._asked_to_end = True
 
 
-def _decline(reply: socket.socket, answer: dict[str, Any]) -> None:
+def _send_refusal(reply: socket.socket, answer: dict[str, Any]) -> None:
     with reply, contextlib.suppress(OSError):  # who asked may have given up
-        send(reply, answer)
+        send_message(reply, answer)
 
 
 def _only_wake_up(*_: object) -> None:
@@ -234,31 +245,31 @@ def _only_wake_up(*_: object) -> None:
 
 
 def main(descriptor: int) -> int:
-    """The exit status of the template; its forks `leave`."""
+    """The exit status of the template; its forks `end_process`."""
     launcher = socket.socket(fileno=descriptor)
     launcher.set_inheritable(False)
     # Ctrl-C reaches the whole terminal: workers are interrupted, their parent still has to see them end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        order, _ = receive(launcher)
-        sources = load(order)
+        message, _ = receive_message(launcher)
+        sources = load_code_location(message)
     except ChannelClosed:
         return 0
     except BaseException as error:  # noqa: BLE001 - whatever the code does, the launcher is told
         traceback.print_exc()
-        send(launcher, {"failed": f"{type(error).__name__}: {error}"})
+        send_message(launcher, {"failed": f"{type(error).__name__}: {error}"})
         return 1
     # What is there now stays for ever; the collector of a fork would otherwise touch, and so copy, all of it.
     gc.collect()
-    files = open_files()
+    files = list_open_files()
     for file in files:
         with contextlib.suppress(Exception):  # not for writing
             file.flush()  # else each fork would write it
     gc.freeze()
-    send(launcher, {"ready": os.getpid()})
+    send_message(launcher, {"ready": os.getpid()})
     task = Template(launcher, sources).serve()
     if task is not None:
-        leave(task(), files)
+        end_process(task(), files)
     return 0
 
 

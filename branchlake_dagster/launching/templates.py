@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from branchlake_dagster.errors import BranchlakeError, Transient
-from branchlake_dagster.internals.json_channel import ChannelClosed, receive, send
+from branchlake_dagster.internals.json_channel import ChannelClosed, receive_message, send_message
 
 _MODULE = "branchlake_dagster.launching.template"
-_ANSWER_S = 30.0
+_FORK_TIMEOUT_S = 30.0
 """A fork takes milliseconds; a machine that swaps may take longer."""
-_REST_S = 60.0
+_RETRY_LOAD_AFTER_S = 60.0
 """After a load that failed. Trying it again for each run would double the wait."""
 
 
@@ -27,12 +27,12 @@ class NoWorker(BranchlakeError, Transient):  # noqa: N818 - named like the other
     """No process executes the run, and none will: it may be launched in another way."""
 
 
-class _Changed(Exception):  # noqa: N818 - an answer, not an error
+class _SourcesChanged(Exception):  # noqa: N818 - an answer, not an error
     """The template's code is not what the files say any more."""
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadSpec:
     """What a warm process has loaded: equal loads may share one.
 
     `server` is the code server's name for its present load; the other fields are serialised.
@@ -44,7 +44,7 @@ class Load:
     load_data: str | None
     instance: str
 
-    def order(self) -> dict[str, Any]:
+    def to_message(self) -> dict[str, Any]:
         """For the template."""
         return asdict(self)
 
@@ -52,96 +52,96 @@ class Load:
 _DESCRIPTOR = 3
 """Of its end of the socket pair, in a template."""
 
-_leaving: list[int] = []
+_retiring_pids: list[int] = []
 """Process ids of those that end by themselves; asked about now and then, so that they leave no zombie."""
 
 
-def _start(theirs: socket.socket) -> int:
+def _spawn_template(child_socket: socket.socket) -> int:
     """A template with this end; its process id.
 
     Not through subprocess, whose object warns about a process that outlives it, as a template with runs does.
     """
     # A duplicate is what a new program may keep, and a descriptor is none of itself.
-    given = _DESCRIPTOR + (theirs.fileno() == _DESCRIPTOR)
+    descriptor = _DESCRIPTOR + (child_socket.fileno() == _DESCRIPTOR)
     return os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", _MODULE, str(given)],
+        [sys.executable, "-m", _MODULE, str(descriptor)],
         os.environ,
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_DUP2, theirs.fileno(), given),
+            (os.POSIX_SPAWN_DUP2, child_socket.fileno(), descriptor),
         ],
     )
 
 
-def _ended(pid: int) -> bool:
+def _has_ended(pid: int) -> bool:
     try:
         return os.waitpid(pid, os.WNOHANG) != (0, 0)
     except ChildProcessError:
         return True
 
 
-class _Template:
+class _TemplateHandle:
     """One warm process, seen from the launcher. Not to be used by two threads at once."""
 
-    def __init__(self, load: Load, *, timeout_s: float) -> None:
-        self.load = load
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            self.pid = _start(theirs)
+    def __init__(self, load_spec: LoadSpec, *, timeout_s: float) -> None:
+        self.load_spec = load_spec
+        self._channel, child_socket = socket.socketpair()
+        with child_socket:
+            self.pid = _spawn_template(child_socket)
         self._channel.settimeout(timeout_s)
         try:
-            send(self._channel, load.order())
-            answer, _ = receive(self._channel)
+            send_message(self._channel, load_spec.to_message())
+            answer, _ = receive_message(self._channel)
         except (OSError, ChannelClosed) as error:
             self.kill()
             raise NoWorker(
-                f"The warm process of {load.location} did not get ready: {error}", reason="not_ready"
+                f"The warm process of {load_spec.location} did not get ready: {error}", reason="not_ready"
             ) from error
         if "failed" in answer:
             self.kill()
             raise NoWorker(
-                f"{load.location} could not be loaded into a warm process: {answer['failed']}",
+                f"{load_spec.location} could not be loaded into a warm process: {answer['failed']}",
                 reason="load_failed",
             )
 
     def fork(self, run_id: str) -> int:
         """A worker that executes the run. Raises NoWorker, when there will be none, or _Changed."""
-        ours, theirs = socket.socketpair()
+        own_socket, child_socket = socket.socketpair()
         # Closing our end is how a worker that we have given up learns that it must not begin.
-        with ours:
-            with theirs:
+        with own_socket:
+            with child_socket:
                 try:
-                    message = {"run_id": run_id, "instance": self.load.instance}
-                    send(self._channel, message, passing=[theirs.fileno()])
+                    message = {"run_id": run_id, "instance": self.load_spec.instance}
+                    send_message(self._channel, message, descriptors=[child_socket.fileno()])
                 except OSError as error:
                     self.kill()
-                    raise NoWorker(f"The warm process of {self.load.location} is gone.") from error
-            ours.settimeout(_ANSWER_S)
+                    raise NoWorker(f"The warm process of {self.load_spec.location} is gone.") from error
+            own_socket.settimeout(_FORK_TIMEOUT_S)
             try:
-                answer, _ = receive(ours)
+                answer, _ = receive_message(own_socket)
                 if "changed" in answer:
-                    raise _Changed
+                    raise _SourcesChanged
                 if "failed" in answer:
-                    self.leave()
-                    raise NoWorker(f"The warm process of {self.load.location}: {answer['failed']}.")
-                send(ours, {"go": True})
+                    self.retire()
+                    raise NoWorker(f"The warm process of {self.load_spec.location}: {answer['failed']}.")
+                send_message(own_socket, {"go": True})
             except (ChannelClosed, OSError) as error:
                 self.kill()
                 raise NoWorker(
-                    f"The warm process of {self.load.location} is gone or did not answer within"
-                    f" {_ANSWER_S:.0f} s."
+                    f"The warm process of {self.load_spec.location} is gone or did not answer within"
+                    f" {_FORK_TIMEOUT_S:.0f} s."
                 ) from error
         return int(answer["worker"])
 
-    def alive(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it still runs. One that has ended is collected with the question."""
-        return not _ended(self.pid)
+        return not _has_ended(self.pid)
 
-    def leave(self) -> None:
+    def retire(self) -> None:
         """Let it end by itself, with its last worker."""
         self._channel.close()
-        _leaving[:] = [pid for pid in [*_leaving, self.pid] if not _ended(pid)]
+        _retiring_pids[:] = [pid for pid in [*_retiring_pids, self.pid] if not _has_ended(pid)]
 
     def kill(self) -> None:
         """End it now; its workers go on without a parent."""
@@ -152,12 +152,12 @@ class _Template:
 
 
 @dataclass
-class _Place:
+class _TemplateSlot:
     """Where the template of one code location is kept."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    template: _Template | None = None
-    failed: tuple[Load, float, NoWorker] | None = None
+    template: _TemplateHandle | None = None
+    last_failure: tuple[LoadSpec, float, NoWorker] | None = None
 
 
 class Templates:
@@ -166,56 +166,58 @@ class Templates:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._places: dict[str, _Place] = {}
+        self._slots: dict[str, _TemplateSlot] = {}
 
-    def launch(self, load: Load, run_id: str, *, timeout_s: float) -> int:
+    def launch(self, load_spec: LoadSpec, run_id: str, *, timeout_s: float) -> int:
         """The id of a process that executes the run, forked from a template with this load.
 
         `timeout_s` is how long a template may take to load. Raises NoWorker when there is no such process
         and will be none.
         """
         with self._lock:
-            place = self._places.setdefault(load.location, _Place())
-        with place.lock:
-            for last in (False, True):
-                template = self._ready(place, load, timeout_s)
+            slot = self._slots.setdefault(load_spec.location, _TemplateSlot())
+        with slot.lock:
+            for is_last_attempt in (False, True):
+                template = self._load_template(slot, load_spec, timeout_s)
                 try:
                     return template.fork(run_id)
-                except _Changed:
-                    self._retire(place)
+                except _SourcesChanged:
+                    self._retire(slot)
                 except NoWorker:
-                    place.template = None
-                    if last:
+                    slot.template = None
+                    if is_last_attempt:
                         raise
-            raise NoWorker(f"The files of {load.location} change faster than they are loaded.")
+            raise NoWorker(f"The files of {load_spec.location} change faster than they are loaded.")
 
-    def _ready(self, place: _Place, load: Load, timeout_s: float) -> _Template:
-        if place.template is not None and (place.template.load != load or not place.template.alive()):
-            self._retire(place)
-        if place.template is None:
-            if place.failed is not None:
-                failed, when, error = place.failed
-                if failed == load and self._clock() - when < _REST_S:
+    def _load_template(self, slot: _TemplateSlot, load_spec: LoadSpec, timeout_s: float) -> _TemplateHandle:
+        if slot.template is not None and (
+            slot.template.load_spec != load_spec or not slot.template.is_running()
+        ):
+            self._retire(slot)
+        if slot.template is None:
+            if slot.last_failure is not None:
+                failed_spec, failed_at, error = slot.last_failure
+                if failed_spec == load_spec and self._clock() - failed_at < _RETRY_LOAD_AFTER_S:
                     raise error
             try:
-                place.template = _Template(load, timeout_s=timeout_s)
+                slot.template = _TemplateHandle(load_spec, timeout_s=timeout_s)
             except NoWorker as error:
-                place.failed = (load, self._clock(), error)
+                slot.last_failure = (load_spec, self._clock(), error)
                 raise
-            place.failed = None
-        return place.template
+            slot.last_failure = None
+        return slot.template
 
-    def _retire(self, place: _Place) -> None:
-        if place.template is not None:
-            place.template.leave()
-        place.template = None
+    def _retire(self, slot: _TemplateSlot) -> None:
+        if slot.template is not None:
+            slot.template.retire()
+        slot.template = None
 
-    def processes(self) -> dict[str, int]:
+    def process_ids(self) -> dict[str, int]:
         """The process id of each location's template."""
-        return {name: place.template.pid for name, place in self._places.items() if place.template}
+        return {name: slot.template.pid for name, slot in self._slots.items() if slot.template}
 
     def close(self) -> None:
         """Let all of them end, each with its last worker."""
-        for place in list(self._places.values()):
-            with place.lock:
-                self._retire(place)
+        for slot in list(self._slots.values()):
+            with slot.lock:
+                self._retire(slot)

@@ -28,21 +28,21 @@ from dagster import DagsterInstance
 from branchlake_dagster.internals.dagster_launching import (
     InstanceRef,
     capture_interrupts,
-    crash_text,
     deserialize_value,
-    execute_run_here,
+    execute_launched_run,
+    format_crash,
 )
-from branchlake_dagster.internals.json_channel import ChannelClosed, receive, send
+from branchlake_dagster.internals.json_channel import ChannelClosed, receive_message, send_message
 from branchlake_dagster.launching.process import WorkerProcess
 from branchlake_dagster.stored_names import RunTag
 
-SETTLED = 85
+RUN_ENDED_STATUS = 85
 """The exit status of a worker that leaves its run ended, or untouched. No other way to end has this one: code
 of a step may call `os._exit(0)`."""
 
 
 @dataclass(frozen=True)
-class Run:
+class WorkerRun:
     """A run and the instance that knows it, serialised as the launcher sent it."""
 
     run_id: str
@@ -53,38 +53,38 @@ class Run:
         return deserialize_value(self.instance, InstanceRef)
 
 
-def execute(run: Run, launcher: socket.socket) -> int:
+def execute_run(run: WorkerRun, launcher: socket.socket) -> int:
     """Execute the run in this process, once the launcher has agreed; the exit status.
 
     Until then nothing was touched: a launcher that has given up starts the run in another way, and closes
     its end, so that there are never two.
     """
-    process = WorkerProcess.this()
+    process = WorkerProcess.current()
     try:
-        send(launcher, {"worker": process.pid})
-        receive(launcher)
+        send_message(launcher, {"worker": process.pid})
+        receive_message(launcher)
     except (ChannelClosed, OSError):
-        return SETTLED
+        return RUN_ENDED_STATUS
     finally:
         launcher.close()
     _differ_from_siblings()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with capture_interrupts(), DagsterInstance.from_ref(run.instance_ref()) as instance:
         # Its own first act, because the launcher may be gone by now, and who ends the run needs it.
-        instance.add_run_tags(run.run_id, {RunTag.WORKER: process.tag()})
-        execute_run_here(instance, run.run_id)
-        ended = instance.get_run_by_id(run.run_id)
-    return SETTLED if ended is None or ended.is_finished else 1
+        instance.add_run_tags(run.run_id, {RunTag.WORKER: process.to_tag()})
+        execute_launched_run(instance, run.run_id)
+        dagster_run = instance.get_run_by_id(run.run_id)
+    return RUN_ENDED_STATUS if dagster_run is None or dagster_run.is_finished else 1
 
 
-def report_crash(run: Run, exit_code: int) -> int:
+def report_crash(run: WorkerRun, exit_code: int) -> int:
     """Fail the run of a process that has ended without finishing it; the exit status."""
     with DagsterInstance.from_ref(run.instance_ref()) as instance:
-        found = instance.get_run_by_id(run.run_id)
-        if found is not None and not found.is_finished:
-            text = crash_text(run.run_id, exit_code)
-            instance.report_engine_event(text, found)
-            instance.report_run_failed(found, text)
+        dagster_run = instance.get_run_by_id(run.run_id)
+        if dagster_run is not None and not dagster_run.is_finished:
+            message = format_crash(run.run_id, exit_code)
+            instance.report_engine_event(message, dagster_run)
+            instance.report_run_failed(dagster_run, message)
     return 0
 
 
@@ -95,13 +95,13 @@ def _differ_from_siblings() -> None:
         numpy.random.seed()
 
 
-_FILE = io.IOBase.__mro__[1]
+_FILE_BASE = io.IOBase.__mro__[1]
 """What all files are made from, those of C too, which only say that they are of the class that has a name."""
 
 _CLOSING_S = 30.0
 
 
-def leave(status: int, inherited: Iterable[Any] = ()) -> NoReturn:
+def end_process(status: int, inherited: Iterable[Any] = ()) -> NoReturn:
     """End this process with `status`, after what whoever wrote the code of its run may rely on.
 
     Its threads have ended, except daemons; what is registered with `atexit` was called, the last one first;
@@ -117,18 +117,18 @@ def leave(status: int, inherited: Iterable[Any] = ()) -> NoReturn:
         closing.set,
         sys.stdout.flush,
         sys.stderr.flush,
-        lambda: _close([*inherited, *open_files()]),
+        lambda: _close_files([*inherited, *list_open_files()]),
     ):
-        _tried(last_act)
+        _call_safely(last_act)
     os._exit(status)
 
 
-def open_files() -> Sequence[Any]:
+def list_open_files() -> Sequence[Any]:
     """Every file object that the garbage collector lists, but for the process's own three streams."""
-    listed = gc.get_objects()
+    objects = gc.get_objects()
     # By their types, which are few: `isinstance` asks proxies of others too, and they answer as they like.
-    kinds = {kind for kind in set(map(type, listed)) if _FILE in kind.__mro__}
-    return [one for one in listed if type(one) in kinds and not _is_stream(one)]
+    file_types = {kind for kind in set(map(type, objects)) if _FILE_BASE in kind.__mro__}
+    return [file for file in objects if type(file) in file_types and not _is_stream(file)]
 
 
 def _is_stream(file: Any) -> bool:
@@ -138,14 +138,14 @@ def _is_stream(file: Any) -> bool:
         return False
 
 
-def _close(files: Iterable[Any]) -> None:
+def _close_files(files: Iterable[Any]) -> None:
     """Close the files, what is written through others before those."""
-    for file in sorted(files, key=_depth):
+    for file in sorted(files, key=_layer_depth):
         with contextlib.suppress(Exception):  # its disk is full, or nobody reads it any more
             file.close()
 
 
-def _depth(file: Any) -> int:
+def _layer_depth(file: Any) -> int:
     if isinstance(file, io.TextIOBase):
         return 0
     if type(file).__module__ != "_io":
@@ -153,7 +153,7 @@ def _depth(file: Any) -> int:
     return 2 if isinstance(file, io.BufferedIOBase) else 3
 
 
-def _tried(act: Callable[[], object]) -> None:
+def _call_safely(act: Callable[[], object]) -> None:
     try:
         act()
     except BaseException:  # noqa: BLE001 - the interpreter, too, tells of it and goes on

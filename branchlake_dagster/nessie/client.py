@@ -13,11 +13,11 @@ from branchlake_dagster.nessie.errors import ContentNotFound, NessieAlreadyExist
 from branchlake_dagster.nessie.model import (
     CommitResult,
     Content,
+    ContentEntry,
     ContentKey,
     ContentsAt,
     DiffAt,
     DiffEntry,
-    Entry,
     LogEntry,
     MergeResult,
     Operation,
@@ -33,7 +33,7 @@ from branchlake_dagster.nessie.transport import HttpTransport, Transport
 T = TypeVar("T")
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 3.0, 30.0
 MergeMode = Literal["NORMAL", "DROP", "FORCE"]
-_FORK_HINT = (
+_NO_ANCESTOR_HINT = (
     "If both references exist they share no commit: a branch made from an empty main cannot be merged, "
     "so give main its first commit before branching."
 )
@@ -92,7 +92,7 @@ class NessieClient:
 
     def config(self) -> ServerConfig:
         """The server's default branch, versions and the hash before any commit."""
-        return self._read("config", codec.server_config, action="read its configuration")
+        return self._read("config", codec.parse_server_config, action="read its configuration")
 
     @cached_property
     def no_ancestor_hash(self) -> str:
@@ -103,7 +103,7 @@ class NessieClient:
         """A branch or tag by name; metadata compares it with the default branch."""
         return self._read(
             f"trees/{parse_ref(parse_name(name)).path}",
-            lambda data: codec.reference(data["reference"]),
+            lambda data: codec.parse_reference(data["reference"]),
             action=f"read reference {name}",
             params={"fetch": "ALL"} if fetch_metadata else {},
         )
@@ -124,9 +124,9 @@ class NessieClient:
         page_size: int = 500,
     ) -> Iterator[Reference]:
         """All branches and tags by name; `filter` is a CEL expression on `ref` and `refMeta`."""
-        params = _given(filter=filter, fetch="ALL" if fetch_metadata else None)
-        return paging.items(
-            self._pages("trees", "references", codec.reference, params, page_size, "list references")
+        params = _drop_none(filter=filter, fetch="ALL" if fetch_metadata else None)
+        return paging.iter_items(
+            self._pages("trees", "references", codec.parse_reference, params, page_size, "list references")
         )
 
     def create_branch(self, name: str, *, from_ref: str, from_hash: str) -> Reference:
@@ -151,30 +151,30 @@ class NessieClient:
 
     def _create(self, kind: ReferenceType, name: str, from_ref: str, from_hash: str) -> Reference:
         target, source = parse_name(name), parse_name(from_ref)
-        at = parse_ref(f"@{from_hash}").hash
+        source_hash = parse_ref(f"@{from_hash}").hash
 
         def attempt(doubt: bool) -> Reference:
             try:
                 return self._transport.send(
                     "POST",
                     "trees",
-                    lambda data: codec.reference(data["reference"]),
+                    lambda data: codec.parse_reference(data["reference"]),
                     action=f"create {kind.lower()} {name} at {source}@{from_hash}",
                     changes=True,
                     params={"name": target, "type": kind},
                     # The source's type is not compared by the server: a tag passes as a branch here.
-                    body={"type": "BRANCH", "name": source, "hash": at},
+                    body={"type": "BRANCH", "name": source, "hash": source_hash},
                 )
             except NessieAlreadyExists:
                 if not doubt:
                     raise
                 # An earlier attempt of ours may have made it: then it stands where we wanted it.
-                found = self.reference(target)
-                if found.type is kind and found.hash == at:
-                    return found
+                existing = self.reference(target)
+                if existing.type is kind and existing.hash == source_hash:
+                    return existing
                 raise
 
-        return self._retry.run(attempt, sleep=self._sleep, repeatable=True)
+        return self._retry.run_attempts(attempt, sleep=self._sleep, repeatable=True)
 
     def _delete(self, kind: ReferenceType, name: str, expected_hash: str) -> None:
         path = parse_ref(f"{parse_name(name)}@{expected_hash}").path
@@ -193,16 +193,16 @@ class NessieClient:
                 if not doubt:
                     raise
 
-        self._retry.run(attempt, sleep=self._sleep, repeatable=True)
+        self._retry.run_attempts(attempt, sleep=self._sleep, repeatable=True)
 
     # -- contents --------------------------------------------------------------------------------------
 
     def content(self, ref: str, key: ContentKey) -> Content:
         """What `key` holds at `ref`; raises ContentNotFound or ReferenceNotFound."""
-        found = self.contents(ref, [key])
-        if key not in found:
+        contents = self.contents(ref, [key])
+        if key not in contents:
             raise ContentNotFound(f"There is no {key} at {ref}.", table=key.name, branch=ref, status=404)
-        return found[key]
+        return contents[key]
 
     def contents(self, ref: str, keys: Iterable[ContentKey]) -> Mapping[ContentKey, Content]:
         """What `keys` hold at `ref`, read at one hash; keys that do not exist are left out."""
@@ -213,7 +213,7 @@ class NessieClient:
         # Keys travel in a body, not in the path: elements may then hold dots and slashes.
         return self._read(
             f"trees/{parse_ref(ref).path}/contents",
-            codec.contents_at,
+            codec.parse_contents_at,
             action=f"read contents at {ref}",
             method="POST",
             body={"requestedKeys": [{"elements": list(key)} for key in keys]},
@@ -226,15 +226,17 @@ class NessieClient:
         filter: str | None = None,  # noqa: A002 - Nessie's word
         fetch_content: bool = False,
         page_size: int = 500,
-    ) -> Iterator[Entry]:
+    ) -> Iterator[ContentEntry]:
         """All keys at `ref`, all of one hash; `filter` is a CEL expression on `entry`."""
-        params = _given(filter=filter, content="true" if fetch_content else None)
+        params = _drop_none(filter=filter, content="true" if fetch_content else None)
 
         def path(page: Mapping[str, Any] | None) -> str:
-            at = codec.reference(page["effectiveReference"]).pinned if page else ref
-            return f"trees/{parse_ref(at).path}/entries"
+            page_ref = codec.parse_reference(page["effectiveReference"]).pinned_ref if page else ref
+            return f"trees/{parse_ref(page_ref).path}/entries"
 
-        return paging.items(self._pages(path, "entries", codec.entry, params, page_size, f"list {ref}"))
+        return paging.iter_items(
+            self._pages(path, "entries", codec.parse_entry, params, page_size, f"list {ref}")
+        )
 
     def log(
         self,
@@ -256,15 +258,17 @@ class NessieClient:
         fetch = "ALL" if fetch_operations else None
         size = page_size if limit is None else max(1, min(page_size, limit))
         if since is None:
-            entries = self._history(ref, _given(filter=filter, fetch=fetch), size)
+            entries = self._history(ref, _drop_none(filter=filter, fetch=fetch), size)
         else:
-            entries = self._history_after(ref, since, filter, _given(fetch=fetch), size)
-        return paging.first(entries, limit)
+            entries = self._history_after(ref, since, filter, _drop_none(fetch=fetch), size)
+        return paging.limit_items(entries, limit)
 
     def _history(self, ref: str, params: Mapping[str, str], page_size: int) -> Iterator[LogEntry]:
         path = f"trees/{parse_ref(ref).path}/history"
         action = f"read the log of {ref}"
-        return paging.items(self._pages(path, "logEntries", codec.log_entry, params, page_size, action))
+        return paging.iter_items(
+            self._pages(path, "logEntries", codec.parse_log_entry, params, page_size, action)
+        )
 
     def _history_after(
         self,
@@ -275,39 +279,41 @@ class NessieClient:
         page_size: int,
     ) -> Iterator[LogEntry]:
         """The commits after `since`; its own entry is asked for as the proof that it was reached."""
-        itself = f"commit.hash == '{since}'"
+        since_filter = f"commit.hash == '{since}'"
         # The server filters first and looks for its limit in what is left, so let the limit through.
-        bounds = {"limit-hash": since} | _given(filter=f"({filter}) || {itself}" if filter else None)
-        for entry in self._history(ref, {**params, **bounds}, page_size):
+        limit_params = {"limit-hash": since} | _drop_none(
+            filter=f"({filter}) || {since_filter}" if filter else None
+        )
+        for entry in self._history(ref, {**params, **limit_params}, page_size):
             if entry.commit.hash == since:
                 return
             yield entry
         # It also leaves the limit itself out when a page ends just before it. Look for it alone.
-        alone = self._history(ref, {"limit-hash": since, "filter": itself}, 1)
-        if next(alone, None) is None and since != self.config().no_ancestor_hash:
+        since_entries = self._history(ref, {"limit-hash": since, "filter": since_filter}, 1)
+        if next(since_entries, None) is None and since != self.config().no_ancestor_hash:
             raise ReferenceNotFound(f"The history of {ref} has no commit {since}.", branch=ref, status=404)
 
     def diff(self, from_ref: str, to_ref: str, *, page_size: int = 500) -> Iterator[DiffEntry]:
         """Keys whose content differs between two references, each at one hash."""
-        return paging.items(self._diff(from_ref, to_ref, page_size))
+        return paging.iter_items(self._diff(from_ref, to_ref, page_size))
 
     def diff_at(self, from_ref: str, to_ref: str, *, page_size: int = 500) -> DiffAt:
         """All of `diff` together with the hash at which `to_ref` was read."""
         pages = list(self._diff(from_ref, to_ref, page_size))
-        head = codec.reference(pages[0].data["effectiveToReference"])
-        return DiffAt(head, tuple(paging.items(pages)))
+        head = codec.parse_reference(pages[0].data["effectiveToReference"])
+        return DiffAt(head, tuple(paging.iter_items(pages)))
 
     def _diff(self, from_ref: str, to_ref: str, page_size: int) -> Iterator[paging.Page[DiffEntry]]:
 
         def path(page: Mapping[str, Any] | None) -> str:
             left, right = from_ref, to_ref
             if page:
-                left = codec.reference(page["effectiveFromReference"]).pinned
-                right = codec.reference(page["effectiveToReference"]).pinned
+                left = codec.parse_reference(page["effectiveFromReference"]).pinned_ref
+                right = codec.parse_reference(page["effectiveToReference"]).pinned_ref
             return f"trees/{parse_ref(left).path}/diff/{parse_ref(right).path}"
 
         action = f"compare {from_ref} with {to_ref}"
-        return self._pages(path, "diffs", codec.diff_entry, {}, page_size, action)
+        return self._pages(path, "diffs", codec.parse_diff_entry, {}, page_size, action)
 
     # -- changes ---------------------------------------------------------------------------------------
 
@@ -328,16 +334,16 @@ class NessieClient:
         conflict with itself. Put an id of the caller's own into `properties` and look it up in the log.
         """
         path = parse_ref(f"{parse_name(branch)}@{expected_hash}").path
-        return self._retry.run(
+        return self._retry.run_attempts(
             lambda _: self._transport.send(
                 "POST",
                 f"trees/{path}/history/commit",
-                codec.commit_result,
+                codec.parse_commit_result,
                 action=f"commit to {branch}",
                 changes=True,
                 body={
-                    "commitMeta": codec.commit_meta_json(message, properties or {}, author),
-                    "operations": [codec.operation_json(operation) for operation in operations],
+                    "commitMeta": codec.commit_meta_to_json(message, properties or {}, author),
+                    "operations": [codec.operation_to_json(operation) for operation in operations],
                 },
             ),
             sleep=self._sleep,
@@ -373,22 +379,22 @@ class NessieClient:
                 return self._transport.send(
                     "POST",
                     f"trees/{path}/history/merge",
-                    codec.merge_result,
+                    codec.parse_merge_result,
                     action=f"merge {from_name}@{from_hash} into {into}",
                     changes=True,
                     body={
                         "fromRefName": parse_name(from_name),
                         "fromHash": from_hash,
                         "isReturnConflictAsResult": True,
-                        "commitMeta": codec.commit_meta_json(message, properties or {}, author),
+                        "commitMeta": codec.commit_meta_to_json(message, properties or {}, author),
                         "keyMergeModes": modes,
                     },
                 )
             except ReferenceNotFound as missing:
-                missing.hint = _FORK_HINT
+                missing.hint = _NO_ANCESTOR_HINT
                 raise
 
-        return self._retry.run(attempt, sleep=self._sleep, repeatable=True)
+        return self._retry.run_attempts(attempt, sleep=self._sleep, repeatable=True)
 
     # -- plumbing --------------------------------------------------------------------------------------
 
@@ -402,7 +408,7 @@ class NessieClient:
         params: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> T:
-        return self._retry.run(
+        return self._retry.run_attempts(
             lambda _: self._transport.send(
                 method, path, decode, action=action, changes=False, params=params, body=body
             ),
@@ -418,16 +424,16 @@ class NessieClient:
         page_size: int,
         action: str,
     ) -> Iterator[paging.Page[T]]:
-        def fetch(path: str, more: Mapping[str, str]) -> paging.Page[T]:
+        def fetch(path: str, page_params: Mapping[str, str]) -> paging.Page[T]:
             return self._read(
                 path,
                 lambda data: paging.Page(data, [decode(item) for item in data[field]]),
                 action=action,
-                params={**params, "max-records": str(page_size), **more},
+                params={**params, "max-records": str(page_size), **page_params},
             )
 
-        return paging.pages(fetch, path if callable(path) else lambda _: path)
+        return paging.iter_pages(fetch, path if callable(path) else lambda _: path)
 
 
-def _given(**params: str | None) -> dict[str, str]:
+def _drop_none(**params: str | None) -> dict[str, str]:
     return {name: value for name, value in params.items() if value is not None}

@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient, some
+from branchlake_dagster.errors import (
+    BranchlakeError,
+    OutcomeUnknown,
+    Terminal,
+    Transient,
+    format_first_values,
+)
 
 if TYPE_CHECKING:
     from branchlake_dagster.nessie.model import KeyConflict
@@ -78,9 +84,9 @@ class NessieConflict(NessieError, Terminal):
         **where: Any,
     ) -> None:
         self.conflicts = tuple(conflicts)
-        listed = some(tuple(str(conflict) for conflict in self.conflicts))
+        conflict_list = format_first_values(tuple(str(conflict) for conflict in self.conflicts))
         super().__init__(
-            f"{message} Conflicts: {listed}." if listed else message,
+            f"{message} Conflicts: {conflict_list}." if conflict_list else message,
             status=status,
             code=code,
             **where,
@@ -95,7 +101,7 @@ class NessieOutcomeUnknown(NessieError, OutcomeUnknown):
     """A change was sent and its answer was lost, late or a 5xx."""
 
 
-def may_pass(error: BaseException) -> bool:
+def may_succeed_later(error: BaseException) -> bool:
     """Whether the same work may succeed later without anybody's help.
 
     A lost answer is among them: whoever repeats looks first. So is whatever Nessie says of a state that

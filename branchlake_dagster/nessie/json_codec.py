@@ -16,11 +16,11 @@ from branchlake_dagster.nessie.model import (
     CommitMeta,
     CommitResult,
     Content,
+    ContentEntry,
     ContentKey,
     ContentsAt,
     Delete,
     DiffEntry,
-    Entry,
     IcebergTable,
     KeyConflict,
     LogEntry,
@@ -36,56 +36,56 @@ from branchlake_dagster.nessie.model import (
     Unchanged,
 )
 
-Json = Mapping[str, Any]
+JsonObject = Mapping[str, Any]
 
 
-def key(data: Json) -> ContentKey:
+def parse_key(data: JsonObject) -> ContentKey:
     """A `ContentKey` object."""
     return ContentKey(data["elements"])
 
 
-def _time(text: str | None) -> datetime | None:
+def _parse_time(timestamp: str | None) -> datetime | None:
     # The server sends nanoseconds; fromisoformat keeps the microseconds.
-    return datetime.fromisoformat(text).astimezone(UTC) if text else None
+    return datetime.fromisoformat(timestamp).astimezone(UTC) if timestamp else None
 
 
-def commit_meta(data: Json) -> CommitMeta:
+def parse_commit_meta(data: JsonObject) -> CommitMeta:
     """A `CommitMeta` object; the first author and the first value of each property count."""
     properties = {name: values[0] for name, values in (data.get("allProperties") or {}).items() if values}
     authors = data.get("authors") or []
     return CommitMeta(
         hash=data["hash"],
         message=data.get("message") or "",
-        commit_time=_time(data.get("commitTime")),
+        commit_time=_parse_time(data.get("commitTime")),
         properties=properties,
         parent_hashes=tuple(data.get("parentCommitHashes") or ()),
         author=(authors[0] or None) if authors else None,
     )
 
 
-def _metadata(data: Json) -> ReferenceMetadata:
+def _parse_ref_metadata(data: JsonObject) -> ReferenceMetadata:
     head = data.get("commitMetaOfHEAD")
     return ReferenceMetadata(
         commits_ahead=data.get("numCommitsAhead"),
         commits_behind=data.get("numCommitsBehind"),
         common_ancestor_hash=data.get("commonAncestorHash"),
-        head_commit=commit_meta(head) if head else None,
+        head_commit=parse_commit_meta(head) if head else None,
         total_commits=data.get("numTotalCommits"),
     )
 
 
-def reference(data: Json) -> Reference:
+def parse_reference(data: JsonObject) -> Reference:
     """A `Branch`, `Tag` or `Detached` object."""
     metadata = data.get("metadata")
     return Reference(
         type=ReferenceType(data["type"]),
         name=data.get("name") or "",
         hash=data["hash"],
-        metadata=_metadata(metadata) if metadata else None,
+        metadata=_parse_ref_metadata(metadata) if metadata else None,
     )
 
 
-def content(data: Json) -> Content:
+def parse_content(data: JsonObject) -> Content:
     """A `Content` object of any type."""
     if data["type"] == "ICEBERG_TABLE":
         return IcebergTable(
@@ -102,7 +102,7 @@ def content(data: Json) -> Content:
     return OtherContent(data.get("id"), data["type"], payload)
 
 
-def content_json(value: Content) -> dict[str, Any]:
+def content_to_json(value: Content) -> dict[str, Any]:
     """The JSON of a content to be put; without an id it is a creation."""
     body: dict[str, Any]
     if isinstance(value, IcebergTable):
@@ -125,61 +125,71 @@ def content_json(value: Content) -> dict[str, Any]:
     return body | ({"id": value.content_id} if value.content_id else {})
 
 
-def operation_json(operation: Operation) -> dict[str, Any]:
+def operation_to_json(operation: Operation) -> dict[str, Any]:
     """The JSON of one commit operation."""
-    where = {"key": {"elements": list(operation.key)}}
+    key_json = {"key": {"elements": list(operation.key)}}
     match operation:
         case Put(content=value):
-            return {"type": "PUT", **where, "content": content_json(value)}
+            return {"type": "PUT", **key_json, "content": content_to_json(value)}
         case Delete():
-            return {"type": "DELETE", **where}
+            return {"type": "DELETE", **key_json}
         case Unchanged():
-            return {"type": "UNCHANGED", **where}
+            return {"type": "UNCHANGED", **key_json}
 
 
-def commit_meta_json(message: str, properties: Mapping[str, str], author: str | None) -> dict[str, Any]:
+def commit_meta_to_json(message: str, properties: Mapping[str, str], author: str | None) -> dict[str, Any]:
     """The `CommitMeta` a client sends."""
     return {"message": message, "properties": dict(properties)} | ({"authors": [author]} if author else {})
 
 
-def _operations(items: Iterable[Json]) -> Iterable[Operation]:
+def _parse_operations(items: Iterable[JsonObject]) -> Iterable[Operation]:
     for item in items:
         if item["type"] == "DELETE":
-            yield Delete(key(item["key"]))
+            yield Delete(parse_key(item["key"]))
         elif item["type"] == "PUT":
-            yield Put(key(item["key"]), content(item["content"]))
+            yield Put(parse_key(item["key"]), parse_content(item["content"]))
 
 
-def log_entry(data: Json) -> LogEntry:
+def parse_log_entry(data: JsonObject) -> LogEntry:
     """One entry of `history`."""
-    return LogEntry(commit_meta(data["commitMeta"]), tuple(_operations(data.get("operations") or ())))
+    return LogEntry(
+        parse_commit_meta(data["commitMeta"]), tuple(_parse_operations(data.get("operations") or ()))
+    )
 
 
-def entry(data: Json) -> Entry:
+def parse_entry(data: JsonObject) -> ContentEntry:
     """One entry of `entries`."""
     value = data.get("content")
-    return Entry(key(data["name"]), data["type"], data["contentId"], content(value) if value else None)
+    return ContentEntry(
+        parse_key(data["name"]), data["type"], data["contentId"], parse_content(value) if value else None
+    )
 
 
-def diff_entry(data: Json) -> DiffEntry:
+def parse_diff_entry(data: JsonObject) -> DiffEntry:
     """One entry of `diff`."""
     before, after = data.get("from"), data.get("to")
-    return DiffEntry(key(data["key"]), content(before) if before else None, content(after) if after else None)
+    return DiffEntry(
+        parse_key(data["key"]),
+        parse_content(before) if before else None,
+        parse_content(after) if after else None,
+    )
 
 
-def contents_at(data: Json) -> ContentsAt:
+def parse_contents_at(data: JsonObject) -> ContentsAt:
     """The answer of `contents`; keys that do not exist are absent."""
-    found = {key(item["key"]): content(item["content"]) for item in data["contents"]}
-    return ContentsAt(reference(data["effectiveReference"]), found)
+    contents = {parse_key(item["key"]): parse_content(item["content"]) for item in data["contents"]}
+    return ContentsAt(parse_reference(data["effectiveReference"]), contents)
 
 
-def conflict(data: Json) -> KeyConflict:
+def parse_conflict(data: JsonObject) -> KeyConflict:
     """One conflict of an error's details or of a merge result."""
-    where = data.get("key")
-    return KeyConflict(key(where) if where else None, data["conflictType"], data.get("message") or "")
+    key_json = data.get("key")
+    return KeyConflict(
+        parse_key(key_json) if key_json else None, data["conflictType"], data.get("message") or ""
+    )
 
 
-def merge_result(data: Json) -> MergeResult:
+def parse_merge_result(data: JsonObject) -> MergeResult:
     """The answer of `merge`."""
     details = data.get("details") or ()
     return MergeResult(
@@ -187,17 +197,17 @@ def merge_result(data: Json) -> MergeResult:
         successful=data["wasSuccessful"],
         target_hash=data.get("resultantTargetHash") or data["effectiveTargetHash"],
         common_ancestor_hash=data.get("commonAncestor"),
-        conflicts=tuple(conflict(item["conflict"]) for item in details if item.get("conflict")),
+        conflicts=tuple(parse_conflict(item["conflict"]) for item in details if item.get("conflict")),
     )
 
 
-def commit_result(data: Json) -> CommitResult:
+def parse_commit_result(data: JsonObject) -> CommitResult:
     """The answer of `commit`."""
     added = data.get("addedContents") or ()
-    return CommitResult(data["targetBranch"]["hash"], {key(i["key"]): i["contentId"] for i in added})
+    return CommitResult(data["targetBranch"]["hash"], {parse_key(i["key"]): i["contentId"] for i in added})
 
 
-def server_config(data: Json) -> ServerConfig:
+def parse_server_config(data: JsonObject) -> ServerConfig:
     """The answer of `config`."""
     return ServerConfig(
         default_branch=data["defaultBranch"],
@@ -218,7 +228,7 @@ class Page(Generic[T]):
     items: Sequence[T]
 
 
-def pages(
+def iter_pages(
     fetch: Callable[[str, Mapping[str, str]], Page[T]], path: Callable[[Mapping[str, Any] | None], str]
 ) -> Iterator[Page[T]]:
     """All pages, fetched as they are consumed.
@@ -235,11 +245,11 @@ def pages(
         page = fetch(path(page.data), {"page-token": token})
 
 
-def items(pages: Iterable[Page[T]]) -> Iterator[T]:
+def iter_items(pages: Iterable[Page[T]]) -> Iterator[T]:
     """The items of the pages, one after the other."""
     return (item for page in pages for item in page.items)
 
 
-def first(values: Iterable[T], limit: int | None) -> Iterator[T]:
+def limit_items(values: Iterable[T], limit: int | None) -> Iterator[T]:
     """At most `limit` values; all of them for None."""
     return iter(values) if limit is None else islice(values, limit)

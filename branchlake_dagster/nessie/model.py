@@ -116,7 +116,7 @@ class Reference:
     metadata: ReferenceMetadata | None = None
 
     @property
-    def pinned(self) -> str:
+    def pinned_ref(self) -> str:
         """The reference argument that will always mean this state: `name@hash`, or `@hash`."""
         return f"{self.name}@{self.hash}"
 
@@ -231,7 +231,7 @@ class DiffEntry:
 class DiffAt:
     """A whole difference, and the reference on its right pinned to the hash at which it was read."""
 
-    to: Reference
+    to_reference: Reference
     entries: tuple[DiffEntry, ...]
 
 
@@ -244,7 +244,7 @@ class LogEntry:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ContentEntry:
     """One key in a listing; `content` is None unless it was asked for."""
 
     key: ContentKey
@@ -301,9 +301,9 @@ def parse_ref(ref: str) -> RefArgument:
     if ref.startswith("@") and is_valid_hash(ref[1:]):
         return RefArgument("", ref[1:].lower())
     if "@" in ref:
-        name, at = split_into_reference_and_hash(ref)
-        if at:
-            return RefArgument(name, at.lower())
+        name, hash_part = split_into_reference_and_hash(ref)
+        if hash_part:
+            return RefArgument(name, hash_part.lower())
     elif is_valid_reference_name(ref):
         return RefArgument(ref, None)
     raise NessieRefused(

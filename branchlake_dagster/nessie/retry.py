@@ -45,37 +45,37 @@ class RetryBudget:
         self._calls: deque[float] = deque()
         self._repeats: deque[float] = deque()
 
-    def called(self) -> None:
+    def record_call(self) -> None:
         """A call begins, for the first time."""
         with self._lock:
             self._calls.append(self._clock())
-            self._forget()
+            self._drop_old_calls()
 
-    def spend(self) -> bool:
+    def try_spend(self) -> bool:
         """Whether a call may be repeated; it is counted as repeated then."""
         with self._lock:
-            self._forget()
+            self._drop_old_calls()
             if len(self._repeats) >= max(self._reserve, self._share * len(self._calls)):
                 return False
             self._repeats.append(self._clock())
             return True
 
-    def _forget(self) -> None:
-        since = self._clock() - self._window_s
+    def _drop_old_calls(self) -> None:
+        window_start = self._clock() - self._window_s
         for times in (self._calls, self._repeats):
-            while times and times[0] < since:
+            while times and times[0] < window_start:
                 times.popleft()
 
 
 @dataclass(frozen=True)
 class BreakerRule:
-    """When it opens: so large a share of at least `least_calls` within `window_s` has failed.
+    """When it opens: so large a share of at least `min_calls` within `window_s` has failed.
 
     Open, it lets nothing through for `open_s`; then one call, whose end decides. Seconds of the clock.
     """
 
     share: float = 0.5
-    least_calls: int = 20
+    min_calls: int = 20
     window_s: float = 10.0
     open_s: float = 5.0
 
@@ -93,20 +93,20 @@ class Breaker:
         self._open_until: float | None = None
         self._probing = False
 
-    def closed_in(self) -> float:
+    def seconds_to_wait(self) -> float:
         """Seconds until the service may be asked; 0: now. Whoever gets 0 asks, and then says how it ended."""
         with self._lock:
             if self._open_until is None:
                 return 0.0
-            left = self._open_until - self._clock()
-            if left > 0:
-                return left
+            remaining = self._open_until - self._clock()
+            if remaining > 0:
+                return remaining
             if self._probing:
                 return self._rule.open_s
             self._probing = True
             return 0.0
 
-    def ended(self, *, failed: bool) -> None:
+    def record_result(self, *, failed: bool) -> None:
         """How a call ended: whether the service gave no answer, or one that says that it is in trouble."""
         with self._lock:
             now = self._clock()
@@ -120,8 +120,8 @@ class Breaker:
             self._calls.append((now, failed))
             while self._calls and self._calls[0][0] < now - self._rule.window_s:
                 self._calls.popleft()
-            count, bad = len(self._calls), sum(bad for _, bad in self._calls)
-            if failed and count >= self._rule.least_calls and bad >= self._rule.share * count:
+            count, failures = len(self._calls), sum(bad for _, bad in self._calls)
+            if failed and count >= self._rule.min_calls and failures >= self._rule.share * count:
                 self._open_until = now + self._rule.open_s
                 self._calls.clear()
 
@@ -129,7 +129,7 @@ class Breaker:
 T = TypeVar("T")
 
 # These two come from a server that looked at the present state, so they end the doubt about the past.
-_SETTLED = (NessieConflict, NessieAlreadyExists)
+_DEFINITE_ERRORS = (NessieConflict, NessieAlreadyExists)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class RetryPolicy:
     delays_s: tuple[float, ...] = (1.0, 2.0, 4.0)
     budget: RetryBudget | None = None
 
-    def run(
+    def run_attempts(
         self, attempt: Callable[[bool], T], *, sleep: Callable[[float], None], repeatable: bool = False
     ) -> T:
         """Call `attempt(doubt)` until it succeeds or may not be repeated.
@@ -150,25 +150,29 @@ class RetryPolicy:
         NessieOutcomeUnknown is raised even when the last failure was a harmless refused connection: telling
         the caller "certainly nothing happened" would make it publish twice or delete files that are in use.
         """
-        lost: NessieOutcomeUnknown | None = None
+        unknown_outcome: NessieOutcomeUnknown | None = None
         if self.budget is not None:
-            self.budget.called()
+            self.budget.record_call()
         # A plain loop: nearly every call succeeds at once, and a retrying library's state costs as much CPU
         # as the request.
         for delay in (*self.delays_s, None):
             try:
-                return attempt(lost is not None)
+                return attempt(unknown_outcome is not None)
             except BranchlakeError as failure:
-                if lost is None and isinstance(failure, NessieOutcomeUnknown):
-                    lost = failure
-                passing = isinstance(failure, Transient | NotNessie)
-                again = passing or (repeatable and isinstance(failure, OutcomeUnknown))
-                if delay is None or not again or not self._affordable():
-                    if lost is None or lost is failure or isinstance(failure, _SETTLED):
+                if unknown_outcome is None and isinstance(failure, NessieOutcomeUnknown):
+                    unknown_outcome = failure
+                is_transient = isinstance(failure, Transient | NotNessie)
+                is_repeatable = is_transient or (repeatable and isinstance(failure, OutcomeUnknown))
+                if delay is None or not is_repeatable or not self._may_repeat():
+                    if (
+                        unknown_outcome is None
+                        or unknown_outcome is failure
+                        or isinstance(failure, _DEFINITE_ERRORS)
+                    ):
                         raise
-                    raise lost from failure
+                    raise unknown_outcome from failure
             sleep(delay)
         raise AssertionError  # the last delay is None
 
-    def _affordable(self) -> bool:
-        return self.budget is None or self.budget.spend()
+    def _may_repeat(self) -> bool:
+        return self.budget is None or self.budget.try_spend()

@@ -22,7 +22,7 @@ T = TypeVar("T")
 _CLIENT_SPEC = {"Nessie-Client-Spec": "2", "Accept": "application/json"}
 
 
-def checked_uri(uri: str) -> str:
+def validate_uri(uri: str) -> str:
     """The API v2 base address without a trailing slash; raises ConfigurationError for anything else."""
     parts = urlsplit(uri)
     if parts.username is not None or parts.password is not None:
@@ -32,20 +32,25 @@ def checked_uri(uri: str) -> str:
             reason="credentials_in_address",
         )
     path = parts.path.rstrip("/")
-    plain = not parts.query and not parts.fragment
-    if parts.scheme not in ("http", "https") or not parts.hostname or not path.endswith("/v2") or not plain:
+    is_plain = not parts.query and not parts.fragment
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or not path.endswith("/v2")
+        or not is_plain
+    ):
         # Without its query: some put a token there.
-        shown = parts._replace(query="", fragment="").geturl()
+        shown_uri = parts._replace(query="", fragment="").geturl()
         raise ConfigurationError(
-            f"{shown!r} is no address of Nessie's API v2.",
+            f"{shown_uri!r} is no address of Nessie's API v2.",
             hint="Example: http://127.0.0.1:19120/api/v2",
             reason="not_api_v2",
-            subject=shown,
+            subject=shown_uri,
         )
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 
-def checked_token(token: str | None) -> str | None:
+def validate_token(token: str | None) -> str | None:
     """The token without surrounding white space.
 
     A token file usually ends in a newline, and requests then prints the whole header in its error.
@@ -61,7 +66,7 @@ def checked_token(token: str | None) -> str | None:
     return token
 
 
-def checked_verify(verify: bool | str) -> bool | str:
+def validate_verify(verify: bool | str) -> bool | str:
     """`verify` as requests takes it; raises ConfigurationError for a CA bundle that is not there."""
     if isinstance(verify, str) and not Path(verify).exists():
         raise ConfigurationError(
@@ -73,7 +78,7 @@ def checked_verify(verify: bool | str) -> bool | str:
     return verify
 
 
-def _bearer(token: str) -> requests.auth.AuthBase:
+def _bearer_auth(token: str) -> requests.auth.AuthBase:
     from branchlake_dagster.nessie.pynessie_parts import TokenAuth  # late: 0.4 s
 
     auth: requests.auth.AuthBase = TokenAuth(token)
@@ -138,7 +143,7 @@ class GuardedTransport:
         body: Mapping[str, Any] | None = None,
     ) -> T:
         """As the other one, or NessieUnavailable at once: nothing was sent."""
-        if wait := self._breaker.closed_in():
+        if wait := self._breaker.seconds_to_wait():
             raise NessieUnavailable(
                 f"Nessie at {self.uri} was not asked to {action}: most of its last answers were failures.",
                 hint=f"It is asked again in {wait:.1f} s.",
@@ -146,7 +151,7 @@ class GuardedTransport:
             )
         failed = True
         try:
-            found = self._inner.send(
+            answer = self._inner.send(
                 method, path, decode, action=action, changes=changes, params=params, body=body
             )
             failed = False
@@ -154,8 +159,8 @@ class GuardedTransport:
             failed = isinstance(error, NessieUnavailable | NessieOutcomeUnknown)
             raise
         finally:
-            self._breaker.ended(failed=failed)
-        return found
+            self._breaker.record_result(failed=failed)
+        return answer
 
 
 class HttpTransport:
@@ -174,11 +179,11 @@ class HttpTransport:
         connect_timeout_s: float,
         read_timeout_s: float,
     ) -> None:
-        self.uri = checked_uri(uri)
-        token = checked_token(token)
-        self._auth = _bearer(token) if token else None
+        self.uri = validate_uri(uri)
+        token = validate_token(token)
+        self._auth = _bearer_auth(token) if token else None
         self._secret = token
-        self._verify = checked_verify(verify)
+        self._verify = validate_verify(verify)
         self._timeout = (connect_timeout_s, read_timeout_s)
         self._local = threading.local()
         self._sessions: list[requests.Session] = []
@@ -236,38 +241,42 @@ class HttpTransport:
                 allow_redirects=False,
             )
         except requests.RequestException as error:
-            failure = failures.from_exception(error, action=action, changes=changes, server=self.uri)
+            failure = failures.error_from_exception(error, action=action, changes=changes, server=self.uri)
         else:
             if 200 <= answer.status_code < 300:
                 try:
                     return decode(answer.json())
                 except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
-                    failure = failures.unreadable(
+                    failure = failures.error_from_unreadable(
                         answer.status_code, answer.text, action=action, changes=changes, server=self.uri
                     )
             else:
-                failure = failures.from_answer(
-                    answer.status_code, self._payload(answer), action=action, changes=changes, server=self.uri
+                failure = failures.error_from_answer(
+                    answer.status_code,
+                    self._error_payload(answer),
+                    action=action,
+                    changes=changes,
+                    server=self.uri,
                 )
         # Raised out here so that no requests exception, whose request carries the token, is its context.
         raise failure
 
-    def _payload(self, answer: requests.Response) -> object:
+    def _error_payload(self, answer: requests.Response) -> object:
         """The JSON of an error answer with our token blotted out, in case the server echoes it."""
         try:
-            return _blotted(json.loads(answer.text), self._secret)
+            return _redact(json.loads(answer.text), self._secret)
         except ValueError:
             return None
 
 
-def _blotted(data: object, secret: str | None) -> object:
+def _redact(data: object, secret: str | None) -> object:
     """JSON data without the secret. Not the text of it: that may hold the secret in escapes."""
     if secret is None:
         return data
     if isinstance(data, str):
         return data.replace(secret, "***").replace(quote(secret, safe=""), "***")
     if isinstance(data, list):
-        return [_blotted(item, secret) for item in data]
+        return [_redact(item, secret) for item in data]
     if isinstance(data, dict):
-        return {_blotted(key, secret): _blotted(value, secret) for key, value in data.items()}
+        return {_redact(key, secret): _redact(value, secret) for key, value in data.items()}
     return data

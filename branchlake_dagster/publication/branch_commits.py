@@ -10,13 +10,13 @@ from pyiceberg.table.snapshots import Operation, Snapshot
 from branchlake_dagster.nessie.model import LogEntry
 from branchlake_dagster.runs.added_snapshots import (
     ReadMetadata,
-    added_snapshots,
-    newest_locations,
-    tables_put,
+    find_added_snapshots,
+    iter_put_tables,
+    newest_metadata_locations,
 )
 from branchlake_dagster.stored_names import LakeProperty
 
-_APPLICATION = "application-type"
+_CLIENT_PROPERTY = "application-type"
 """Property of commits by Iceberg's Java client, which accepts no properties of its caller."""
 
 
@@ -40,7 +40,7 @@ class BranchCommits:
     recorded_heads: Collection[str]
     run_ids: Collection[str]
 
-    def objection(self, read_metadata: ReadMetadata) -> str | None:
+    def find_objection(self, read_metadata: ReadMetadata) -> str | None:
         """Why the branch is not exactly what its runs wrote, as a clause; None if it is.
 
         Three things must hold. Every recorded head is on the branch: otherwise the branch was set back, or
@@ -52,34 +52,36 @@ class BranchCommits:
         none, as ALTER TABLE does, names no run and is accepted.
         """
         hashes = {entry.commit.hash for entry in self.entries}
-        if missing := sorted(set(self.recorded_heads) - hashes - {self.base_hash}):
+        if lost_heads := sorted(set(self.recorded_heads) - hashes - {self.base_hash}):
             return (
-                f"branch {self.branch} no longer contains commit {missing[0][:16]} that the run wrote:"
+                f"branch {self.branch} no longer contains commit {lost_heads[0][:16]} that the run wrote:"
                 " the branch was set back, or Nessie was restored from an older copy"
             )
-        if (foreign := self._foreign_commit(read_metadata)) is not None:
-            return f"{self._described(foreign)}, which is not the run's: somebody else changed the branch"
+        if (foreign_commit := self._find_foreign_commit(read_metadata)) is not None:
+            return f"{self._format_commit(foreign_commit)}, which is not the run's: somebody else changed the branch"
         if self.entries and self.entries[0].commit.hash not in self.recorded_heads:
-            return f"{self._described(self.entries[0])} after the last commit that the run recorded"
+            return f"{self._format_commit(self.entries[0])} after the last commit that the run recorded"
         return None
 
-    def _foreign_commit(self, read_metadata: ReadMetadata) -> LogEntry | None:
+    def _find_foreign_commit(self, read_metadata: ReadMetadata) -> LogEntry | None:
         """The oldest commit that none of the runs made."""
-        snapshots, newest = dict(self.base_snapshots), newest_locations(self.entries)
+        snapshots, newest = dict(self.base_snapshots), newest_metadata_locations(self.entries)
         for entry in reversed(self.entries):
             properties = entry.commit.properties
             if LakeProperty.RUN_ID in properties:
                 is_own = properties[LakeProperty.RUN_ID] in self.run_ids
             else:
-                added = (
-                    added_snapshots(table, snapshots, read_metadata, newest) for _, table in tables_put(entry)
+                snapshots_by_table = (
+                    find_added_snapshots(table, snapshots, read_metadata, newest)
+                    for _, table in iter_put_tables(entry)
                 )
-                is_own = properties.get(_APPLICATION) == "iceberg" and all(
-                    found is not None and all(map(self._is_own_snapshot, found)) for found in added
+                is_own = properties.get(_CLIENT_PROPERTY) == "iceberg" and all(
+                    new_snapshots is not None and all(map(self._is_own_snapshot, new_snapshots))
+                    for new_snapshots in snapshots_by_table
                 )
             if not is_own:
                 return entry
-            snapshots |= {table.content_id or "": table.snapshot_id for _, table in tables_put(entry)}
+            snapshots |= {table.content_id or "": table.snapshot_id for _, table in iter_put_tables(entry)}
         return None
 
     def _is_own_snapshot(self, snapshot: Snapshot) -> bool:
@@ -95,7 +97,7 @@ class BranchCommits:
             or summary.additional_properties.get(LakeProperty.RUN_ID) in self.run_ids
         )
 
-    def _described(self, entry: LogEntry) -> str:
+    def _format_commit(self, entry: LogEntry) -> str:
         commit = entry.commit
-        by = f" by {commit.author}" if commit.author else ""
-        return f"branch {self.branch} contains commit {commit.hash[:16]}{by} ({commit.message})"
+        author = f" by {commit.author}" if commit.author else ""
+        return f"branch {self.branch} contains commit {commit.hash[:16]}{author} ({commit.message})"

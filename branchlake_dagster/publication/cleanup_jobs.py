@@ -38,32 +38,37 @@ from dagster import (
 )
 
 from branchlake_dagster.cleanup.reaper import Reaper
-from branchlake_dagster.cleanup.reaper_rules import Limits, Owner, Reaping, ReapingAction, RunState
-from branchlake_dagster.cleanup.sweeper import TAGS, Sweeper, Sweeping
+from branchlake_dagster.cleanup.reaper_rules import BranchOwner, Limits, Reaping, ReapingAction, RunState
+from branchlake_dagster.cleanup.sweeper import SWEEPER_TAG_FILTER, Sweeper, Sweeping
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.publisher import publisher_of
-from branchlake_dagster.runs.branch_names import is_ours
-from branchlake_dagster.runs.branch_owner import continuing_runs, is_retry, owners
-from branchlake_dagster.runs.discarding import report_end
-from branchlake_dagster.runs.failure_detector import Liveness, by_timestamp, look_again, this_clock
+from branchlake_dagster.publication.publisher import build_publisher
+from branchlake_dagster.runs.branch_names import is_own_reference
+from branchlake_dagster.runs.branch_owner import is_retry, iter_continuing_runs, load_branch_owners
+from branchlake_dagster.runs.discarding import report_branch_end
+from branchlake_dagster.runs.failure_detector import (
+    Liveness,
+    continue_watch,
+    judge_by_timestamp,
+    local_clock_id,
+)
 from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.origin import instance_id
+from branchlake_dagster.runs.origin import load_instance_id
 from branchlake_dagster.runs.run_tags import (
     FENCED,
     Retention,
-    base_hash_of,
-    judged,
-    opened_by,
-    publication_of,
+    find_publication,
+    find_recorded_base,
+    is_judged,
+    is_opened_by,
 )
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster.tables.table_files import TableFiles
 
 T = TypeVar("T")
-_NOTED = {DagsterEventType.STEP_FAILURE, DagsterEventType.STEP_UP_FOR_RETRY}
+_STEP_FAILURE_EVENTS = {DagsterEventType.STEP_FAILURE, DagsterEventType.STEP_UP_FOR_RETRY}
 
 
 class RunsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -80,20 +85,29 @@ class DagsterRuns:
     def __init__(self, instance: DagsterInstance) -> None:
         self._instance = instance
 
-    def owners(self, branches: Collection[str]) -> Mapping[str, Owner]:
+    def owners(self, branches: Collection[str]) -> Mapping[str, BranchOwner]:
         """The run of each branch with its state; raises RunsUnreadable."""
         try:
-            records = owners(self._instance, branches)
-            found = {branch: _owner_of(branch, record) for branch, record in records.items() if record}
-            waiting = [b for b, one in found.items() if one.state is RunState.AWAITING_PUBLICATION]
-            continued = {branch for branch, _ in continuing_runs(self._instance, waiting)}
+            records = load_branch_owners(self._instance, branches)
+            branch_owners = {
+                branch: _build_owner(branch, record) for branch, record in records.items() if record
+            }
+            waiting_branches = [
+                b for b, owner in branch_owners.items() if owner.state is RunState.AWAITING_PUBLICATION
+            ]
+            continued_branches = {
+                branch for branch, _ in iter_continuing_runs(self._instance, waiting_branches)
+            }
         except Exception as error:
             # Whatever the storage raises (SQL, gRPC, HTTP): without an answer nothing may be deleted.
             raise RunsUnreadable(
                 f"Dagster's storage could not be asked for runs: {type(error).__name__}.",
                 hint="Without its answer nothing is deleted.",
             ) from error
-        return {branch: replace(one, continued=branch in continued) for branch, one in found.items()}
+        return {
+            branch: replace(owner, is_continued=branch in continued_branches)
+            for branch, owner in branch_owners.items()
+        }
 
     def reports_after(self, run_id: str, beat: Heartbeat) -> bool:
         """Whether the run's executor outlived the writer of `beat`, as it does when steps are processes.
@@ -102,12 +116,14 @@ class DagsterRuns:
         """
         if beat.written_at is None:
             return False
-        last = beat.written_at.timestamp()
-        return (self._newest(run_id, None) > last + beat.silent_s) or self._newest(run_id, _NOTED) > last
+        last_beat_time = beat.written_at.timestamp()
+        return (
+            self._newest_event_time(run_id, None) > last_beat_time + beat.max_silence_s
+        ) or self._newest_event_time(run_id, _STEP_FAILURE_EVENTS) > last_beat_time
 
-    def _newest(self, run_id: str, kinds: set[DagsterEventType] | None) -> float:
+    def _newest_event_time(self, run_id: str, event_types: set[DagsterEventType] | None) -> float:
         try:
-            page = self._instance.get_records_for_run(run_id, of_type=kinds, limit=1, ascending=False)
+            page = self._instance.get_records_for_run(run_id, of_type=event_types, limit=1, ascending=False)
         except Exception as error:
             raise RunsUnreadable(
                 f"The events of a run could not be read: {type(error).__name__}.",
@@ -124,42 +140,44 @@ class DagsterRuns:
 
     def fenced(self, run_id: str, branch: str, reason: str) -> None:
         """Show on a run that has no verdict that its branch was discarded, and why."""
-        report_end(self._instance, run_id, branch, verdict=FENCED, reason=f"its branch was ended: {reason}")
+        report_branch_end(
+            self._instance, run_id, branch, verdict=FENCED, reason=f"its branch was ended: {reason}"
+        )
 
 
-def _owner_of(branch: str, record: RunRecord) -> Owner:
+def _build_owner(branch: str, record: RunRecord) -> BranchOwner:
     run = record.dagster_run
-    own = opened_by(run.tags, run.run_id)
-    told = own and judged(run.tags, branch)
+    opened_branch = is_opened_by(run.tags, run.run_id)
+    verdict_is_final = opened_branch and is_judged(run.tags, branch)
     if not run.is_finished:
         state = RunState.ACTIVE
-    elif own and publication_of(run.tags, branch):
+    elif opened_branch and find_publication(run.tags, branch):
         state = RunState.PUBLISHED
-    elif run.is_success and not told:
+    elif run.is_success and not verdict_is_final:
         state = RunState.AWAITING_PUBLICATION
     else:
         state = RunState.UNPUBLISHED
-    ended = datetime.fromtimestamp(record.end_time, UTC) if record.end_time else None
-    publication = publication_of(run.tags, branch) or "" if own else ""
-    return Owner(
+    end_time = datetime.fromtimestamp(record.end_time, UTC) if record.end_time else None
+    publication = find_publication(run.tags, branch) or "" if opened_branch else ""
+    return BranchOwner(
         run.run_id,
         state,
         record.create_timestamp,
-        ended,
-        told,
+        end_time,
+        verdict_is_final,
         publication,
-        base_hash=_base_of(run, branch),
-        retention=Retention.of_run(run.tags, run.run_id),
+        base_hash=_find_base_hash(run, branch),
+        retention=Retention.from_run_tags(run.tags, run.run_id),
     )
 
 
-def _base_of(run: DagsterRun, branch: str) -> str:
+def _find_base_hash(run: DagsterRun, branch: str) -> str:
     """The base of the branch by the run's tags; empty if they name none.
 
     A retry that died before it opened its branch has the tags of its parent, whose commits it continued.
     """
-    continued = not opened_by(run.tags, run.run_id) and is_retry(run)
-    return base_hash_of(run.tags, run.tags.get(RunTag.BRANCH, "") if continued else branch) or ""
+    is_continuation = not is_opened_by(run.tags, run.run_id) and is_retry(run)
+    return find_recorded_base(run.tags, run.tags.get(RunTag.BRANCH, "") if is_continuation else branch) or ""
 
 
 def reap_branches(
@@ -170,24 +188,30 @@ def reap_branches(
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-    only: Collection[str] | None = None,
+    branch_names: Collection[str] | None = None,
 ) -> Iterator[Reaping]:
     """One pass of the reaper over the lake, with Dagster's knowledge of runs.
 
-    `only` are branches that a person has named, whoever made them.
+    `branch_names` are branches that a person has named, whoever made them.
     """
-    reaper = _reaper(
-        lake, instance, only=only, anyones=only is not None, now=now, monotonic=monotonic, sleep=sleep
+    reaper = _build_reaper(
+        lake,
+        instance,
+        branch_names=branch_names,
+        any_instance=branch_names is not None,
+        now=now,
+        monotonic=monotonic,
+        sleep=sleep,
     )
     return reaper.run(dry_run=dry_run)
 
 
-def _reaper(
+def _build_reaper(
     lake: Lakehouse,
     instance: DagsterInstance,
     *,
-    only: Collection[str] | None = None,
-    anyones: bool = False,
+    branch_names: Collection[str] | None = None,
+    any_instance: bool = False,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -196,23 +220,25 @@ def _reaper(
     return Reaper(
         lake.nessie,
         DagsterRuns(instance),
-        limits_of(settings),
-        heartbeats=HeartbeatStore.of(settings),
+        reaper_limits(settings),
+        heartbeats=HeartbeatStore.from_settings(settings),
         now=now,
         monotonic=monotonic,
         sleep=sleep,
-        is_on_main=lambda commit: publisher_of(lake).is_on_main(commit),
-        instance=instance_id(instance),
+        is_on_main=lambda commit: build_publisher(lake).is_on_main(commit),
+        instance=load_instance_id(instance),
         files=TableFiles(settings.file_io_properties()),
-        only=only,
-        anyones=anyones,
+        only=branch_names,
+        anyones=any_instance,
     )
 
 
-def end_dead(lake: Lakehouse, instance: DagsterInstance, dead: Collection[Heartbeat]) -> Iterator[Reaping]:
+def end_dead_writers(
+    lake: Lakehouse, instance: DagsterInstance, heartbeats: Collection[Heartbeat]
+) -> Iterator[Reaping]:
     """End the branches and runs of writers that were watched and are dead; look at nothing else."""
-    branches = {beat.branch for beat in dead}
-    return _reaper(lake, instance, only=branches).run(dead=dead)
+    branches = {beat.branch for beat in heartbeats}
+    return _build_reaper(lake, instance, branch_names=branches).run(dead=heartbeats)
 
 
 def sweep_discarded(
@@ -221,11 +247,11 @@ def sweep_discarded(
     *,
     dry_run: bool = False,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    only: str | None = None,
+    tag_name: str | None = None,
 ) -> Iterator[Sweeping]:
     """Delete the files of branches that were discarded longer ago than `discard_grace_h`.
 
-    `only` is a tag that a person has named, whoever made it.
+    `tag_name` is a tag that a person has named, whoever made it.
     """
     settings = lake.settings
     return Sweeper(
@@ -234,13 +260,15 @@ def sweep_discarded(
         DagsterRuns(instance).owners,
         grace=timedelta(hours=settings.discard_grace_h),
         now=now,
-        instance=instance_id(instance),
-        listing=TAGS if only is None else f"refType == 'TAG' && ref.name == '{only}'",
-        anyones=only is not None,
+        instance=load_instance_id(instance),
+        ref_filter=SWEEPER_TAG_FILTER
+        if tag_name is None
+        else f"refType == 'TAG' && ref.name == '{tag_name}'",
+        anyones=tag_name is not None,
     ).run(dry_run=dry_run)
 
 
-def end_named(
+def end_named_refs(
     lake: Lakehouse, instance: DagsterInstance, names: Collection[str], *, dry_run: bool = False
 ) -> tuple[list[Reaping], list[Sweeping]]:
     """End these branches and sweep these tags, whichever Dagster instance made them: a person has said so.
@@ -249,7 +277,7 @@ def end_named(
     Raises NotOurs, before anything is done, for a name that no machinery of ours has given.
     """
     for name in names:
-        if not is_ours(
+        if not is_own_reference(
             name,
             ReferencePrefix.RUN,
             ReferencePrefix.PUBLICATION,
@@ -261,15 +289,23 @@ def end_named(
                 branch=name,
                 hint="Delete it with Nessie's own tools, if it is yours.",
             )
-    wanted = {name for name in names if is_ours(name, ReferencePrefix.RUN, ReferencePrefix.PUBLICATION)}
-    reaped = list(reap_branches(lake, instance, dry_run=dry_run, only=wanted)) if wanted else []
-    swept = [
-        sweep_discarded(lake, instance, dry_run=dry_run, only=name) for name in names if name not in wanted
+    run_branches = {
+        name for name in names if is_own_reference(name, ReferencePrefix.RUN, ReferencePrefix.PUBLICATION)
+    }
+    reap_results = (
+        list(reap_branches(lake, instance, dry_run=dry_run, branch_names=run_branches))
+        if run_branches
+        else []
+    )
+    sweep_results = [
+        sweep_discarded(lake, instance, dry_run=dry_run, tag_name=name)
+        for name in names
+        if name not in run_branches
     ]
-    return reaped, [one for each in swept for one in each]
+    return reap_results, [result for each in sweep_results for result in each]
 
 
-def limits_of(settings: Settings) -> Limits:
+def reaper_limits(settings: Settings) -> Limits:
     """The reaper's patience as it is set."""
     return Limits(
         max_age=timedelta(hours=settings.orphan_max_age_h),
@@ -292,18 +328,18 @@ def reap_job(lakehouse_key: str = "lakehouse", prefix: str = "") -> JobDefinitio
     def reap_branches_op(context: OpExecutionContext) -> None:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
         lake = resource.lakehouse
-        reaped = _logged(context, reap_branches(lake, context.instance))
-        swept = _logged(context, sweep_discarded(lake, context.instance))
-        deleted = [one for one in reaped if one.delete]
-        kept = [one for one in reaped if one.action is ReapingAction.KEEP]
+        reap_results = _log_decisions(context, reap_branches(lake, context.instance))
+        sweep_results = _log_decisions(context, sweep_discarded(lake, context.instance))
+        deleted_branches = [result for result in reap_results if result.deletes_branch]
+        kept_branches = [result for result in reap_results if result.action is ReapingAction.KEEP]
         context.add_output_metadata(
             {
-                "deleted": MetadataValue.int(len(deleted)),
-                "kept": MetadataValue.int(len(kept)),
-                "files_deleted": MetadataValue.int(sum(one.files for one in swept)),
-                "bytes_freed": MetadataValue.int(sum(one.size for one in swept)),
-                "branches": _bullets(reaped) or MetadataValue.md("no run branches"),
-                "discarded": _bullets(swept) or MetadataValue.md("nothing discarded"),
+                "deleted": MetadataValue.int(len(deleted_branches)),
+                "kept": MetadataValue.int(len(kept_branches)),
+                "files_deleted": MetadataValue.int(sum(result.files for result in sweep_results)),
+                "bytes_freed": MetadataValue.int(sum(result.size for result in sweep_results)),
+                "branches": _format_bullets(reap_results) or MetadataValue.md("no run branches"),
+                "discarded": _format_bullets(sweep_results) or MetadataValue.md("nothing discarded"),
             }
         )
 
@@ -314,17 +350,21 @@ def reap_job(lakehouse_key: str = "lakehouse", prefix: str = "") -> JobDefinitio
     return reap_branches_job
 
 
-def _logged(context: OpExecutionContext, decisions: Iterator[T]) -> list[T]:
-    told = []
-    for one in decisions:
-        context.log.info(str(one))
-        told.append(one)
-    return told
+def _log_decisions(context: OpExecutionContext, decisions: Iterator[T]) -> list[T]:
+    results = []
+    for decision in decisions:
+        context.log.info(str(decision))
+        results.append(decision)
+    return results
 
 
-def _bullets(lines: Sequence[object], most: int = 500) -> MetadataValue | None:
-    more = [f"- and {len(lines) - most} more, in the run's log"] if len(lines) > most else []
-    return MetadataValue.md("\n".join([*(f"- {one}" for one in lines[:most]), *more])) if lines else None
+def _format_bullets(lines: Sequence[object], max_lines: int = 500) -> MetadataValue | None:
+    remainder = [f"- and {len(lines) - max_lines} more, in the run's log"] if len(lines) > max_lines else []
+    return (
+        MetadataValue.md("\n".join([*(f"- {line}" for line in lines[:max_lines]), *remainder]))
+        if lines
+        else None
+    )
 
 
 def reap_schedule(reaper: JobDefinition, settings: Settings) -> ScheduleDefinition:
@@ -338,14 +378,26 @@ def reap_schedule(reaper: JobDefinition, settings: Settings) -> ScheduleDefiniti
     )
 
 
-def dead_writers(
-    lake: Lakehouse, instance: DagsterInstance, told: str | None, *, clock: str, now: float, at: datetime
+def find_dead_writers(
+    lake: Lakehouse,
+    instance: DagsterInstance,
+    cursor: str | None,
+    *,
+    clock: str,
+    now: float,
+    utc_now: datetime,
 ) -> tuple[list[Heartbeat], str]:
-    """The instance's writers that are dead, and what the next look needs; `at` is the wall clock's time."""
-    here = instance_id(instance)
-    beats = [beat for beat in HeartbeatStore.of(lake.settings).all() if beat.instance in ("", here)]
-    suspects = [beat for beat, pulse in by_timestamp(beats, at).items() if pulse is Liveness.SUSPECT]
-    return look_again(told, suspects, clock=clock, now=now)
+    """The instance's writers that are dead, and what the next look needs; `utc_now` is the wall clock's time."""
+    this_instance = load_instance_id(instance)
+    beats = [
+        beat
+        for beat in HeartbeatStore.from_settings(lake.settings).all()
+        if beat.instance in ("", this_instance)
+    ]
+    suspects = [
+        beat for beat, liveness in judge_by_timestamp(beats, utc_now).items() if liveness is Liveness.SUSPECT
+    ]
+    return continue_watch(cursor, suspects, clock=clock, now=now)
 
 
 def dead_writer_sensor(
@@ -367,17 +419,19 @@ def dead_writer_sensor(
         # `_`: called like a function, as in tests, Dagster passes the resources by name too.
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
         lake = resource.lakehouse
-        now, at = time.monotonic(), datetime.now(UTC)
-        dead, remembered = dead_writers(
-            lake, context.instance, context.cursor, clock=this_clock(), now=now, at=at
+        now, utc_now = time.monotonic(), datetime.now(UTC)
+        dead_heartbeats, new_cursor = find_dead_writers(
+            lake, context.instance, context.cursor, clock=local_clock_id(), now=now, utc_now=utc_now
         )
-        told: list[Reaping] = list(end_dead(lake, context.instance, dead)) if dead else []
-        for one in told:
-            context.log.info(str(one))
-        context.update_cursor(remembered)
-        if not dead:
+        results: list[Reaping] = (
+            list(end_dead_writers(lake, context.instance, dead_heartbeats)) if dead_heartbeats else []
+        )
+        for result in results:
+            context.log.info(str(result))
+        context.update_cursor(new_cursor)
+        if not dead_heartbeats:
             return SkipReason("Every writer sends heartbeats, or is being observed.")
-        writers = ", ".join(sorted(f"process {beat.pid} on {beat.host}" for beat in dead)[:20])
-        return SkipReason(f"{len(dead)} dead: {writers}. {' | '.join(map(str, told[:20]))}")
+        writers = ", ".join(sorted(f"process {beat.pid} on {beat.host}" for beat in dead_heartbeats)[:20])
+        return SkipReason(f"{len(dead_heartbeats)} dead: {writers}. {' | '.join(map(str, results[:20]))}")
 
     return dead_writer_sensor_

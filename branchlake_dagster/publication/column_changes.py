@@ -13,18 +13,18 @@ from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
-from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, some
+from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, format_first_values
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieError
-from branchlake_dagster.publication.ledger import Candidate, Published, Refused, Result, write_set
-from branchlake_dagster.publication.publisher import publisher_of
-from branchlake_dagster.runs.discarding import finish_branch
-from branchlake_dagster.runs.run_branch import branch_name, main_with_history
+from branchlake_dagster.publication.ledger import Candidate, Published, Refused, Result, load_write_set
+from branchlake_dagster.publication.publisher import build_publisher
+from branchlake_dagster.runs.discarding import end_branch_and_claim
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import TableMissing
-from branchlake_dagster.tables.specification import table_name
-from branchlake_dagster.wording import named
+from branchlake_dagster.tables.specification import format_table_name
+from branchlake_dagster.wording import format_names
 
 BY_COMMAND = "by command"
 """The verdict in the ledger: a person has changed the columns, and no check was made."""
@@ -49,23 +49,29 @@ class ColumnChange:
     @property
     def table(self) -> str:
         """The dotted name of the table."""
-        return table_name(self.identifier)
+        return format_table_name(self.identifier)
 
 
-def require_possible(change: ColumnChange, metadata: TableMetadata, used: Iterable[str] = ()) -> None:
+def validate_column_change(
+    change: ColumnChange, metadata: TableMetadata, required_columns: Iterable[str] = ()
+) -> None:
     """Raise ColumnChangeRefused if the table needs one of the columns, or the new name cannot be used.
 
-    `used` are columns that the table's asset needs, by its definition: its keys and partition columns. Pure.
+    `required_columns` are columns that the table's asset needs, by its definition: its keys and partition
+    columns. Pure.
     """
-    names = [field.name for field in metadata.schema().fields]
-    if missing := tuple(column for column in change.columns if column not in names):
+    column_names = [field.name for field in metadata.schema().fields]
+    if missing_columns := tuple(column for column in change.columns if column not in column_names):
         raise ColumnChangeRefused(
-            f"The table has no {named('column', missing)}.",
-            columns=missing,
+            f"The table has no {format_names('column', missing_columns)}.",
+            columns=missing_columns,
             table=change.table,
-            hint=f"It has {', '.join(names)}.",
+            hint=f"It has {', '.join(column_names)}.",
         )
-    reasons = [*_uses(metadata), *((column, "its asset's keys or partitions") for column in used)]
+    reasons = [
+        *_iter_required_columns(metadata),
+        *((column, "its asset's keys or partitions") for column in required_columns),
+    ]
     for column, reason in reasons:
         if column in change.columns:
             raise ColumnChangeRefused(
@@ -74,7 +80,7 @@ def require_possible(change: ColumnChange, metadata: TableMetadata, used: Iterab
                 table=change.table,
                 hint="Write a new table with the columns that you want.",
             )
-    if change.new_name is None and len({*change.columns}) == len(names):
+    if change.new_name is None and len({*change.columns}) == len(column_names):
         raise ColumnChangeRefused(
             "A table needs at least one column.",
             columns=change.columns,
@@ -83,8 +89,8 @@ def require_possible(change: ColumnChange, metadata: TableMetadata, used: Iterab
         )
     if change.new_name is not None:
         # Spark compares names without their case.
-        others = {name.lower() for name in names if name not in change.columns}
-        if not change.new_name or change.new_name.lower() in others:
+        other_names = {name.lower() for name in column_names if name not in change.columns}
+        if not change.new_name or change.new_name.lower() in other_names:
             raise ColumnChangeRefused(
                 f"The name {change.new_name!r} is empty or is already that of another column.",
                 columns=change.columns,
@@ -93,18 +99,18 @@ def require_possible(change: ColumnChange, metadata: TableMetadata, used: Iterab
             )
 
 
-def _uses(metadata: TableMetadata) -> Iterator[tuple[str, str]]:
+def _iter_required_columns(metadata: TableMetadata) -> Iterator[tuple[str, str]]:
     """The columns that the table itself needs, and for what."""
     schema = metadata.schema()
-    roots = {inner: field.name for field in schema.fields for inner in _ids(field)}
+    top_level_names = {inner: field.name for field in schema.fields for inner in _iter_field_ids(field)}
     fields = [field for spec in metadata.partition_specs for field in spec.fields]
-    specs = [(field.source_id, "its partition spec") for field in fields]
+    partition_sources = [(field.source_id, "its partition spec") for field in fields]
     order = metadata.sort_order_by_id(metadata.default_sort_order_id)
-    sorted_by = [(field.source_id, "its sort order") for field in order.fields] if order else []
-    identifiers = [(one, "its identifier fields") for one in schema.identifier_field_ids]
-    for source, reason in (*specs, *sorted_by, *identifiers):
-        if source in roots:
-            yield roots[source], reason
+    sort_sources = [(field.source_id, "its sort order") for field in order.fields] if order else []
+    identifier_sources = [(field_id, "its identifier fields") for field_id in schema.identifier_field_ids]
+    for source_id, reason in (*partition_sources, *sort_sources, *identifier_sources):
+        if source_id in top_level_names:
+            yield top_level_names[source_id], reason
     for snapshot in metadata.snapshots:
         if snapshot.summary and (keys := snapshot.summary.additional_properties.get(LakeProperty.KEYS)):
             for key in keys.split(","):
@@ -115,14 +121,14 @@ def _uses(metadata: TableMetadata) -> Iterator[tuple[str, str]]:
             yield column.split(".")[0], f"its property {name}"
 
 
-def _ids(field: Any) -> Iterator[int]:
+def _iter_field_ids(field: Any) -> Iterator[int]:
     """The ids of a column and of the fields inside it."""
     yield field.field_id
     for inner in getattr(field.field_type, "fields", ()):
-        yield from _ids(inner)
+        yield from _iter_field_ids(inner)
 
 
-def load_table(lake: Lakehouse, change: ColumnChange) -> Table:
+def load_main_table(lake: Lakehouse, change: ColumnChange) -> Table:
     """The table on `main`. Raises TableMissing."""
     try:
         return lake.catalog(MAIN).load_table(change.identifier)
@@ -136,60 +142,71 @@ def load_table(lake: Lakehouse, change: ColumnChange) -> Table:
 
 
 def change_columns(
-    lake: Lakehouse, change: ColumnChange, *, instance: str | None = None, used: Iterable[str] = ()
+    lake: Lakehouse,
+    change: ColumnChange,
+    *,
+    instance: str | None = None,
+    required_columns: Iterable[str] = (),
 ) -> str:
     """Drop or rename columns on a branch and publish the branch; the hash of the commit on `main`.
 
     Atomic: `main` gets the change in one commit with an entry in the ledger, or stays as it was. No data file
     is written. Rows that others publish meanwhile are kept. `instance` is the id of the Dagster instance
-    whose reaper may discard the branch if this process dies; `used` as in `require_possible`.
+    whose reaper may discard the branch if this process dies; `required_columns` as in
+    `validate_column_change`.
 
     Raises TableMissing, ColumnChangeRefused, and the errors of Nessie and of the publisher. After an
     OutcomeUnknown the branch stays, and `main`'s log says whether the change is there.
     """
-    used = tuple(used)
-    require_possible(change, load_table(lake, change).metadata, used)
+    required_columns = tuple(required_columns)
+    validate_column_change(change, load_main_table(lake, change).metadata, required_columns)
     client, run_id = lake.nessie, str(uuid4())
-    branch = branch_name(run_id)
-    base = main_with_history(client)
+    branch = run_branch_name(run_id)
+    base = ensure_main_has_commit(client)
     client.create_branch(branch, from_ref=MAIN, from_hash=base)
-    maker = {LakeProperty.RUN_ID: run_id, **({LakeProperty.INSTANCE: instance} if instance else {})}
-    options = {f"{COMMIT_PROPERTY}{key}": value for key, value in maker.items()}
+    provenance = {LakeProperty.RUN_ID: run_id, **({LakeProperty.INSTANCE: instance} if instance else {})}
+    options = {f"{COMMIT_PROPERTY}{key}": value for key, value in provenance.items()}
     try:
-        _apply(lake.catalog(branch, properties=options).load_table(change.identifier), change, used)
+        _apply_change(
+            lake.catalog(branch, properties=options).load_table(change.identifier), change, required_columns
+        )
         head = client.reference(branch)
-        changes = write_set(client, base, head)
+        changes = load_write_set(client, base, head)
         candidate = Candidate(branch, head.hash, base, run_id, run_id, BY_COMMAND, changes)
-        published = _published(publisher_of(lake).publish([candidate])[branch], change)
+        publication = _require_published(build_publisher(lake).publish([candidate])[branch], change)
     except Exception as error:
         if not isinstance(error, OutcomeUnknown):
-            _end(client, branch, keep_data=False)
+            _try_finish_branch(client, branch, keep_data=False)
         raise
-    _end(client, branch, keep_data=True)
-    return published.hash
+    _try_finish_branch(client, branch, keep_data=True)
+    return publication.hash
 
 
-def _published(result: Result | Exception, change: ColumnChange) -> Published:
+def _require_published(result: Result | Exception, change: ColumnChange) -> Published:
     if isinstance(result, Published):
         return result
     if isinstance(result, Exception):
         raise result
-    why = result.reason() if isinstance(result, Refused) else f"checks are needed of {some(result.tables)}"
+    reason = (
+        result.format_reason()
+        if isinstance(result, Refused)
+        else f"checks are needed of {format_first_values(result.tables)}"
+    )
     raise ColumnChangeRefused(
-        f"The change was not published: {why}.",
+        f"The change was not published: {reason}.",
         columns=change.columns,
         table=change.table,
         hint="Run the command again.",
     )
 
 
-def _end(client: NessieClient, branch: str, *, keep_data: bool) -> None:
+def _try_finish_branch(client: NessieClient, branch: str, *, keep_data: bool) -> None:
     with contextlib.suppress(NessieError):  # the reaper discards a branch that stays
-        finish_branch(client, client.reference(branch), keep_data=keep_data)
+        end_branch_and_claim(client, client.reference(branch), keep_data=keep_data)
 
 
-def _apply(table: Table, change: ColumnChange, used: Iterable[str]) -> None:
-    require_possible(change, table.metadata, used)  # as the branch has it
+def _apply_change(table: Table, change: ColumnChange, required_columns: Iterable[str]) -> None:
+    validate_column_change(change, table.metadata, required_columns)  # as the branch has it
     with table.update_schema(allow_incompatible_changes=True) as update:
         for column in change.columns:
             if change.new_name is None:

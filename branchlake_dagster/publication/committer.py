@@ -30,16 +30,16 @@ from branchlake_dagster.publication.ledger import (
     Published,
     Refused,
     Result,
-    brought_by,
-    message,
-    properties,
-    with_culprits,
+    add_culprits,
+    find_origin_commit,
+    publication_message,
+    publication_properties,
 )
 from branchlake_dagster.publication.main_log import BaseNotOnMain, MainLog
 from branchlake_dagster.publication.rebase_plan import CommitPlan
-from branchlake_dagster.publication.replay import Tables, TableStates
+from branchlake_dagster.publication.replay import TableFormat, TableStates
 from branchlake_dagster.runs.leases import lease_key
-from branchlake_dagster.wording import Reason
+from branchlake_dagster.wording import CodedReason
 
 
 class _FileError(BranchlakeError):
@@ -62,7 +62,7 @@ class TableFilesUnreadable(_FileError, Transient):  # noqa: N818 - named like th
     """The storage did not let files of a table be read or written; nothing was published."""
 
 
-def unreadable_candidates(tables: Tables, candidates: Sequence[Candidate]) -> dict[str, Exception]:
+def find_unreadable_candidates(tables: TableFormat, candidates: Sequence[Candidate]) -> dict[str, Exception]:
     """The error of each candidate, by branch, whose own files cannot be read by everybody.
 
     Reads the metadata, manifest lists and manifests of the snapshots that a candidate adds to `main`, and
@@ -71,61 +71,61 @@ def unreadable_candidates(tables: Tables, candidates: Sequence[Candidate]) -> di
     states = [(candidate, state) for candidate in candidates for state in table_states(candidate.changes)]
     errors: dict[str, Exception] = {}
     for (candidate, state), error in zip(
-        states, tables.read_errors([state for _, state in states]), strict=True
+        states, tables.find_read_errors([state for _, state in states]), strict=True
     ):
         if error is not None and candidate.branch not in errors:
-            errors[candidate.branch] = _typed(error, candidate, state[0].name)
+            errors[candidate.branch] = _to_file_error(error, candidate, state[0].name)
     return errors
 
 
 def table_states(changes: Sequence[DiffEntry]) -> list[TableStates]:
     """The tables that changes put, each with what it was before; a renamed one under its new name."""
-    old = {
+    old_tables = {
         entry.from_content.content_id: entry.from_content
         for entry in changes
         if isinstance(entry.from_content, IcebergTable)
     }
     return [
-        (entry.key, old.get(entry.to_content.content_id), entry.to_content)
+        (entry.key, old_tables.get(entry.to_content.content_id), entry.to_content)
         for entry in changes
         if isinstance(entry.to_content, IcebergTable)
     ]
 
 
 @contextmanager
-def files_of(candidate: Candidate) -> Iterator[None]:
+def wrap_file_errors(candidate: Candidate) -> Iterator[None]:
     """Name the candidate in errors of its files: they must not hold up the others, tick after tick."""
     try:
         yield
     except (OSError, StoredFileDamaged) as error:
-        raise _typed(error, candidate, ", ".join(candidate.tables)) from error
+        raise _to_file_error(error, candidate, ", ".join(candidate.tables)) from error
 
 
-def _typed(error: Exception, candidate: Candidate, table: str) -> Exception:
+def _to_file_error(error: Exception, candidate: Candidate, table: str) -> Exception:
     """The error with its table, branch, run and file; unchanged if files are not its cause."""
-    where = {"table": table, "branch": candidate.branch, "run_id": candidate.run_id}
-    again = "Nothing was published. Restore the file, or launch the run again."
-    typed: BranchlakeError
+    context = {"table": table, "branch": candidate.branch, "run_id": candidate.run_id}
+    hint = "Nothing was published. Restore the file, or launch the run again."
+    file_error: BranchlakeError
     if isinstance(error, StoredFileDamaged):
-        typed = TableFilesDamaged(error.message, file=error.file, **where, hint=again)
+        file_error = TableFilesDamaged(error.message, file=error.file, **context, hint=hint)
     elif isinstance(error, FileNotFoundError):
-        text = f"A file of the table does not exist: {error.filename or error}."
-        typed = TableFilesMissing(text, file=error.filename, **where, hint=again)
+        missing_message = f"A file of the table does not exist: {error.filename or error}."
+        file_error = TableFilesMissing(missing_message, file=error.filename, **context, hint=hint)
     elif isinstance(error, OSError):
-        name = errno.errorcode.get(error.errno or 0, type(error).__name__)
-        typed = TableFilesUnreadable(
-            f"The storage did not let a file of the table be read or written ({name}): {error}.",
+        error_name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+        file_error = TableFilesUnreadable(
+            f"The storage did not let a file of the table be read or written ({error_name}): {error}.",
             file=error.filename,
-            **where,
+            **context,
             hint="Nothing was published; the next ticks try again until the storage answers.",
         )
     else:
         return error
-    typed.__cause__ = error
-    return typed
+    file_error.__cause__ = error
+    return file_error
 
 
-_ATTEMPTS = 5
+_MAX_ATTEMPTS = 5
 
 
 class PublicationContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -135,7 +135,7 @@ class PublicationContended(BranchlakeError, Transient):  # noqa: N818 - named li
 class Committer:
     """Plans and sends commits; safe to be used by several publishers at once."""
 
-    def __init__(self, client: NessieClient, tables: Tables, log: MainLog) -> None:
+    def __init__(self, client: NessieClient, tables: TableFormat, log: MainLog) -> None:
         self._client = client
         self._tables = tables
         self._log = log
@@ -147,10 +147,10 @@ class Committer:
 
         What is wrong with one candidate is its own result; raised is what concerns all of them.
         """
-        keys = _involved(batch)
-        for _ in range(_ATTEMPTS):
-            seen = self._client.contents_at(MAIN, keys)
-            plan, results = self._planned(batch, seen)
+        keys = _involved_keys(batch)
+        for _ in range(_MAX_ATTEMPTS):
+            main_contents = self._client.contents_at(MAIN, keys)
+            plan, results = self._build_plan(batch, main_contents)
             if not plan.accepted:
                 return results
             try:
@@ -158,35 +158,38 @@ class Committer:
             except BranchlakeError:
                 plan.discard()
                 raise
-            hash_ = self.send(plan, MAIN)
-            if hash_ is not None:
-                done = {one.branch: Published(hash_, rebased=tables) for one, tables in plan.accepted.items()}
-                return {**results, **done}
+            commit_hash = self.send_commit(plan, MAIN)
+            if commit_hash is not None:
+                published = {
+                    candidate.branch: Published(commit_hash, rebased_tables=tables)
+                    for candidate, tables in plan.accepted.items()
+                }
+                return {**results, **published}
         raise PublicationContended(
-            f"Main moved {_ATTEMPTS} times while the publication was planned.",
+            f"Main moved {_MAX_ATTEMPTS} times while the publication was planned.",
             table=", ".join(batch[0].tables),
             branch=batch[0].branch,
             run_id=batch[0].run_id,
             hint="Nothing is lost: the next tick of the publication sensor tries again.",
         )
 
-    def plan_checked(self, batch: Sequence[Candidate]) -> tuple[CommitPlan, dict[str, Result | Exception]]:
+    def plan_for_checks(self, batch: Sequence[Candidate]) -> tuple[CommitPlan, dict[str, Result | Exception]]:
         """A plan of candidates whose checks will be made on the result, and why others are not in it.
 
         One that only collides with others of the plan is left out without a word: whether those come to
         `main` is not known yet, and it was once refused because of a run that then failed its checks.
         """
-        seen = self._client.contents_at(MAIN, _involved(batch))
-        plan, results = self._planned(batch, seen, checked=True)
-        for one in batch:
-            if isinstance(results.get(one.branch), Refused) and plan.accepted:
-                alone, _ = self._planned([one], seen, checked=True)
-                if alone.accepted:
-                    del results[one.branch]
-                alone.discard()
+        main_contents = self._client.contents_at(MAIN, _involved_keys(batch))
+        plan, results = self._build_plan(batch, main_contents, checked=True)
+        for candidate in batch:
+            if isinstance(results.get(candidate.branch), Refused) and plan.accepted:
+                single_plan, _ = self._build_plan([candidate], main_contents, checked=True)
+                if single_plan.accepted:
+                    del results[candidate.branch]
+                single_plan.discard()
         return plan, results
 
-    def plan_state(
+    def plan_checked_state(
         self, batch: Sequence[Candidate], changes: Sequence[DiffEntry]
     ) -> tuple[CommitPlan, dict[str, Result | Exception], bool]:
         """A plan that puts a checked state of all candidates on `main`, whose `changes` it is.
@@ -194,99 +197,109 @@ class Committer:
         What keeps one of them out, for which the whole state is no more what was checked; and whether it
         fits: False when `main` has moved under it.
         """
-        extra = [entry.key for entry in changes]
-        seen = self._client.contents_at(MAIN, sorted({*_involved(batch), *extra}))
-        plan = CommitPlan(seen.reference.hash, seen.contents, self._tables)
+        changed_keys = [entry.key for entry in changes]
+        main_contents = self._client.contents_at(MAIN, sorted({*_involved_keys(batch), *changed_keys}))
+        plan = CommitPlan(main_contents.reference.hash, main_contents.contents, self._tables)
         results: dict[str, Result | Exception] = {}
-        for one in batch:
-            if done := self._landed(one, plan.onto):
-                results[one.branch] = done
-            elif stopped := plan.add_reader(one, self._reads(one)):
-                results[one.branch] = with_culprits(self._client, one, stopped, at=plan.onto)
-        with files_of(batch[0]):
+        for candidate in batch:
+            if earlier_result := self._find_earlier_result(candidate, plan.main_hash):
+                results[candidate.branch] = earlier_result
+            elif obstacle := plan.add_reader(candidate, self._load_read_set(candidate)):
+                results[candidate.branch] = add_culprits(
+                    self._client, candidate, obstacle, main_hash=plan.main_hash
+                )
+        with wrap_file_errors(batch[0]):
             fits = not results and plan.add_state(changes)
         return plan, results, fits
 
-    def unreadable(self, batch: Sequence[Candidate]) -> dict[str, Exception]:
+    def find_unreadable(self, batch: Sequence[Candidate]) -> dict[str, Exception]:
         """The error of each candidate, by branch, whose own files cannot be read (see `table_files`)."""
-        return unreadable_candidates(self._tables, batch)
+        return find_unreadable_candidates(self._tables, batch)
 
-    def readable(self, changes: Sequence[DiffEntry]) -> bool:
+    def can_read_files(self, changes: Sequence[DiffEntry]) -> bool:
         """Whether all files that changes add to tables can be read."""
-        return not any(self._tables.read_errors(table_states(changes)))
+        return not any(self._tables.find_read_errors(table_states(changes)))
 
-    def merged(self, source: str, *, base: str) -> Published | None:
+    def find_outside_merge(self, source: str, *, base: str) -> Published | None:
         """The merge by hand of the state `source`, which was made from `base`; None: there is none."""
-        at = self._client.reference(MAIN).hash
+        main_hash = self._client.reference(MAIN).hash
         try:
-            merges = self._log.merges(self._client, base=base, at=at)
+            merges = self._log.find_merges(self._client, base_hash=base, main_hash=main_hash)
         except BaseNotOnMain:
             return None
-        return Published(merges[source], now=False, by_hand=True) if source in merges else None
+        return Published(merges[source], is_new=False, merged_outside=True) if source in merges else None
 
-    def _planned(
-        self, batch: Iterable[Candidate], seen: ContentsAt, *, checked: bool = False
+    def _build_plan(
+        self, batch: Iterable[Candidate], main_contents: ContentsAt, *, checked: bool = False
     ) -> tuple[CommitPlan, dict[str, Result | Exception]]:
-        plan = CommitPlan(seen.reference.hash, seen.contents, self._tables)
+        plan = CommitPlan(main_contents.reference.hash, main_contents.contents, self._tables)
         results: dict[str, Result | Exception] = {}
         for candidate in batch:
-            stopped = self._landed(candidate, plan.onto) or self._add(plan, candidate, checked=checked)
-            if stopped is not None:
-                results[candidate.branch] = stopped
+            obstacle = self._find_earlier_result(candidate, plan.main_hash) or self._add_candidate(
+                plan, candidate, checked=checked
+            )
+            if obstacle is not None:
+                results[candidate.branch] = obstacle
         return plan, results
 
-    def _landed(self, candidate: Candidate, at: str) -> Published | Refused | None:
-        """What is on `main` of it already, or cannot come there. `at` is the hash that the plan will expect.
+    def _find_earlier_result(self, candidate: Candidate, main_hash: str) -> Published | Refused | None:
+        """What is on `main` of it already, or cannot come there. `main_hash` is the hash that the plan will expect.
 
         Looking at exactly that hash closes the race: whatever is published after it changes keys of the
         plan, which is then refused and made again.
         """
         try:
-            return self._log.already_published(
-                self._client, candidate.branch, base=candidate.base_hash, head=candidate.head_hash, at=at
+            return self._log.find_publication(
+                self._client,
+                candidate.branch,
+                base_hash=candidate.base_hash,
+                head_hash=candidate.head_hash,
+                main_hash=main_hash,
             )
-        except BaseNotOnMain as gone:
-            return Refused(dict.fromkeys(candidate.tables, Reason(gone.message, "base_not_on_main")))
+        except BaseNotOnMain as error:
+            return Refused(dict.fromkeys(candidate.tables, CodedReason(error.message, "base_not_on_main")))
 
-    def _add(
+    def _add_candidate(
         self, plan: CommitPlan, candidate: Candidate, *, checked: bool
     ) -> Published | Refused | NeedsChecks | Exception | None:
         """Add a candidate to a plan; why it is not in, else None."""
         try:
-            with files_of(candidate):
-                stopped = plan.add(candidate, self._reads(candidate), checked=checked)
-            if isinstance(stopped, Refused):
-                return with_culprits(self._client, candidate, stopped, at=plan.onto)
-            if isinstance(stopped, Published):
+            with wrap_file_errors(candidate):
+                obstacle = plan.add(candidate, self._load_read_set(candidate), checked=checked)
+            if isinstance(obstacle, Refused):
+                return add_culprits(self._client, candidate, obstacle, main_hash=plan.main_hash)
+            if isinstance(obstacle, Published):
                 return replace(
-                    stopped, hash=brought_by(self._client, candidate, at=plan.onto) or stopped.hash
+                    obstacle,
+                    hash=find_origin_commit(self._client, candidate, main_hash=plan.main_hash)
+                    or obstacle.hash,
                 )
         except NessieError:
             raise  # the server, which all of them need
         except Exception as error:  # noqa: BLE001 - whatever is wrong with one must not hold up the others
             return error
-        return stopped
+        return obstacle
 
-    def _reads(self, candidate: Candidate) -> Mapping[ContentKey, Content]:
+    def _load_read_set(self, candidate: Candidate) -> Mapping[ContentKey, Content]:
         """The read set as it was at the base."""
         if not candidate.read_set:
             return {}
         return self._client.contents(f"@{candidate.base_hash}", sorted(candidate.read_set))
 
-    def send(
-        self, plan: CommitPlan, branch: str, more: Mapping[str, str] = MappingProxyType({})
+    def send_commit(
+        self, plan: CommitPlan, branch: str, extra_properties: Mapping[str, str] = MappingProxyType({})
     ) -> str | None:
         """Commit the plan to `branch`; None when one of its keys has changed, or nobody can say."""
-        entries = [one.publication() for one in plan.accepted]
-        with files_of(next(iter(plan.accepted))):
-            operations = plan.operations()
+        entries = [candidate.to_publication() for candidate in plan.accepted]
+        with wrap_file_errors(next(iter(plan.accepted))):
+            operations = plan.build_operations()
         try:
             return self._client.commit(
                 branch,
-                expected_hash=plan.onto,
+                expected_hash=plan.main_hash,
                 operations=operations,
-                message=message(entries),
-                properties={**properties(entries), **plan.tokens(), **more},
+                message=publication_message(entries),
+                properties={**publication_properties(entries), **plan.fencing_tokens(), **extra_properties},
             ).hash
         except NessieOutcomeUnknown:
             # The files stay: the commit may be there, or still come. The ledger tells at the next attempt;
@@ -300,9 +313,11 @@ class Committer:
             raise
 
 
-def _involved(candidates: Iterable[Candidate]) -> list[ContentKey]:
+def _involved_keys(candidates: Iterable[Candidate]) -> list[ContentKey]:
     """All keys that a plan must look at: written, read, and the namespaces they live in."""
-    own = {
-        key for one in candidates for key in (*one.keys, *(one.read_set or ()), *map(lease_key, one.leases))
+    candidate_keys = {
+        key
+        for candidate in candidates
+        for key in (*candidate.keys, *(candidate.read_set or ()), *map(lease_key, candidate.leases))
     }
-    return sorted(own | {ContentKey(key.parent) for key in own if key.parent})
+    return sorted(candidate_keys | {ContentKey(key.parent) for key in candidate_keys if key.parent})

@@ -47,21 +47,21 @@ from branchlake_dagster.internals.dagster import (
     EntitySubset,
     TimingMetadata,
 )
-from branchlake_dagster.publication.written_partitions import brought_by, written_with
+from branchlake_dagster.publication.written_partitions import load_asset_partitions, load_run_partitions
 from branchlake_dagster.runs.run_tags import PENDING
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 
-LOOK_BACK = 1_000
+REREAD_EVENT_IDS = 1_000
 """How many event ids are read again: more than Dagster stores while one insert is under way."""
 
 _PAGE = 1_000
 
-Name = tuple[str, str | None]
+PublicationKey = tuple[str, str | None]
 """(branch and commit on `main`, partition): the same however often it is told."""
 
 
 @dataclass(frozen=True)
-class Report:
+class PublicationReport:
     """One observation of a publication: its place in the event log, and what was published as what."""
 
     storage_id: int
@@ -70,21 +70,25 @@ class Report:
     partition: str | None
 
     @property
-    def name(self) -> Name:
+    def key(self) -> PublicationKey:
         """What makes it the same as another telling."""
         return f"{self.branch}@{self.commit}", self.partition
 
 
-def reports(instance: DagsterInstance, key: AssetKey, *, after: int, upto: int) -> Iterator[Report]:
-    """The publications told to `key` with `after` < storage id <= `upto`, in that order.
+def iter_publication_reports(
+    instance: DagsterInstance, key: AssetKey, *, after_id: int, last_id: int
+) -> Iterator[PublicationReport]:
+    """The publications told to `key` with `after_id` < storage id <= `last_id`, in that order.
 
     What was told of blocked, refused and discarded runs has no publication and is left out, as are
     observations of others.
     """
-    wanted = AssetRecordsFilter(asset_key=key, after_storage_id=max(after, 0), before_storage_id=upto + 1)
+    records_filter = AssetRecordsFilter(
+        asset_key=key, after_storage_id=max(after_id, 0), before_storage_id=last_id + 1
+    )
     cursor: str | None = None
     while True:
-        page = instance.fetch_observations(wanted, limit=_PAGE, cursor=cursor, ascending=True)
+        page = instance.fetch_observations(records_filter, limit=_PAGE, cursor=cursor, ascending=True)
         for record in page.records:
             observation = record.asset_observation
             if observation is None:
@@ -94,55 +98,63 @@ def reports(instance: DagsterInstance, key: AssetKey, *, after: int, upto: int) 
                 observation.metadata.get(EventMetadata.BRANCH),
             )
             if commit is not None and branch is not None:
-                yield Report(record.storage_id, str(branch.value), str(commit.value), observation.partition)
+                yield PublicationReport(
+                    record.storage_id, str(branch.value), str(commit.value), observation.partition
+                )
         if not page.has_more:
             return
         cursor = page.cursor
 
 
 @dataclass(frozen=True)
-class Position:
-    """How far an asset was read: up to this id, and the names passed on from the last `LOOK_BACK` ids."""
+class ReportCursor:
+    """How far an asset was read: up to this id, and the names passed on from the last `REREAD_EVENT_IDS` ids."""
 
-    upto: int
-    passed_on: frozenset[Name] = field(default_factory=frozenset)
+    last_id: int
+    delivered_keys: frozenset[PublicationKey] = field(default_factory=frozenset)
 
-    def to_text(self) -> str:
+    def to_json(self) -> str:
         """A cursor for Dagster to keep."""
         partitions: dict[str, list[str | None]] = defaultdict(list)
-        for publication, partition in sorted(self.passed_on, key=str):
+        for publication, partition in sorted(self.delivered_keys, key=str):
             partitions[publication].append(partition)
-        return json.dumps({"upto": self.upto, "passed_on": partitions})
+        return json.dumps({"upto": self.last_id, "passed_on": partitions})
 
     @classmethod
-    def from_text(cls, text: str) -> Self:
-        """The reverse of `to_text`."""
-        found = json.loads(text)
-        names: Mapping[str, Sequence[str | None]] = found["passed_on"]
-        return cls(found["upto"], frozenset((pub, part) for pub, parts in names.items() for part in parts))
+    def from_json(cls, cursor: str) -> Self:
+        """The reverse of `to_json`."""
+        data = json.loads(cursor)
+        names: Mapping[str, Sequence[str | None]] = data["passed_on"]
+        return cls(data["upto"], frozenset((pub, part) for pub, parts in names.items() for part in parts))
 
 
-def next_reports(
-    instance: DagsterInstance, key: AssetKey, last: Position | None, *, start: int, upto: int
-) -> tuple[list[Report], Position]:
-    """The publications told since `last` and up to the event `upto`, and the position after them.
+def read_new_reports(
+    instance: DagsterInstance, key: AssetKey, last_cursor: ReportCursor | None, *, start_id: int, last_id: int
+) -> tuple[list[PublicationReport], ReportCursor]:
+    """The publications told since `last_cursor` and up to the event `last_id`, and the position after them.
 
-    Without a `last` position what was told up to the event `start` counts as passed on: history does not
-    fire.
+    Without a `last_cursor` position what was told up to the event `start_id` counts as passed on: history
+    does not fire.
     """
-    since = last.upto if last else start
-    read = list(reports(instance, key, after=since - LOOK_BACK, upto=upto))
-    known = last.passed_on if last else {telling.name for telling in read if telling.storage_id <= since}
-    new = {telling.name: telling for telling in read if telling.name not in known}
-    recent = {telling.name for telling in read if telling.storage_id > upto - LOOK_BACK}
-    return list(new.values()), Position(upto, frozenset(recent))
+    since_id = last_cursor.last_id if last_cursor else start_id
+    reports = list(
+        iter_publication_reports(instance, key, after_id=since_id - REREAD_EVENT_IDS, last_id=last_id)
+    )
+    delivered_keys = (
+        last_cursor.delivered_keys
+        if last_cursor
+        else {report.key for report in reports if report.storage_id <= since_id}
+    )
+    new_reports = {report.key: report for report in reports if report.key not in delivered_keys}
+    recent_keys = {report.key for report in reports if report.storage_id > last_id - REREAD_EVENT_IDS}
+    return list(new_reports.values()), ReportCursor(last_id, frozenset(recent_keys))
 
 
-FORGOTTEN_AFTER = timedelta(hours=6)
+ABANDONED_AFTER = timedelta(hours=6)
 """A run without a verdict that Dagster has not touched for so long holds nothing up; the reaper's limit."""
 
 
-def published(*, ignore_same_run: bool = False) -> Published:
+def newly_published(*, ignore_same_run: bool = False) -> PublishedCondition:
     """True for the partitions of an asset whose publication was told since the last evaluation.
 
     For dependencies: `AutomationCondition.any_deps_match(published())`. Like Dagster's `newly_updated()` it
@@ -174,10 +186,10 @@ def published(*, ignore_same_run: bool = False) -> Published:
             )
             def report(): ...
     """
-    return Published(ignore_same_run)
+    return PublishedCondition(ignore_same_run)
 
 
-def awaiting_verdict() -> AwaitingVerdict:
+def awaiting_verdict() -> AwaitingVerdictCondition:
     """True for partitions that a run has materialised on its branch and nobody has judged yet.
 
     Until then `main` does not have them, and a second run of them would be refused for changing the same
@@ -196,7 +208,7 @@ def awaiting_verdict() -> AwaitingVerdict:
             @dg.asset(automation_condition=dg.AutomationCondition.on_cron("0 * * * *") & ~awaiting_verdict())
             def prices(): ...
     """
-    return AwaitingVerdict()
+    return AwaitingVerdictCondition()
 
 
 def on_publication() -> AndAutomationCondition[AssetOrCheckKey]:
@@ -222,7 +234,7 @@ def on_publication() -> AndAutomationCondition[AssetOrCheckKey]:
             defs = dg.Definitions(assets=[report], sensors=[publication_automation_sensor()])
     """
     return (
-        AutomationCondition.any_deps_match(published(ignore_same_run=True))
+        AutomationCondition.any_deps_match(newly_published(ignore_same_run=True))
         .since(AutomationCondition.newly_requested())
         .with_label("any_deps_published_since_last_request")
         & ~AutomationCondition.in_progress()
@@ -281,27 +293,29 @@ def publication_automation_sensor(
 def never_evaluated(repository: RepositoryDefinition) -> list[AssetOrCheckKey]:
     """What has a condition of this module that no sensor evaluates; Dagster itself says nothing about it."""
     graph = repository.asset_graph
-    covered: set[AssetOrCheckKey] = set()
+    covered_keys: set[AssetOrCheckKey] = set()
     for sensor in repository.sensor_defs:
         if sensor.sensor_type.name == "AUTOMATION" and sensor.asset_selection is not None:
-            covered |= sensor.asset_selection.resolve(graph) | sensor.asset_selection.resolve_checks(graph)
+            covered_keys |= sensor.asset_selection.resolve(graph) | sensor.asset_selection.resolve_checks(
+                graph
+            )
     keys: set[AssetOrCheckKey] = {*graph.materializable_asset_keys, *graph.asset_check_keys}
-    missed = (
+    missed_keys = (
         key
-        for key in keys - covered
-        if (condition := graph.get(key).automation_condition) is not None and _is_ours(condition)
+        for key in keys - covered_keys
+        if (condition := graph.get(key).automation_condition) is not None and _is_from_this_package(condition)
     )
-    return sorted(missed, key=lambda key: key.to_user_string())
+    return sorted(missed_keys, key=lambda key: key.to_user_string())
 
 
-def _is_ours(condition: AutomationCondition[Any]) -> bool:
+def _is_from_this_package(condition: AutomationCondition[Any]) -> bool:
     of_this_package = type(condition).__module__.startswith("branchlake_dagster.")
-    return of_this_package or any(map(_is_ours, condition.children))
+    return of_this_package or any(map(_is_from_this_package, condition.children))
 
 
 @dataclass(frozen=True)
-class Published(AutomationCondition[AssetKey]):
-    """See `published()`. Its cursor is a `Position` in what the asset was told."""
+class PublishedCondition(AutomationCondition[AssetKey]):
+    """See `newly_published()`. Its cursor is a `ReportCursor` in what the asset was told."""
 
     ignore_same_run: bool = False
 
@@ -322,30 +336,32 @@ class Published(AutomationCondition[AssetKey]):
                 f"published() is about assets, and {context.key.to_user_string()} is a check.",
                 hint="Use AutomationCondition.any_deps_match(published()): a check depends on its asset.",
             )
-        upto = context.max_storage_id or 0
-        last = Position.from_text(context.cursor) if context.cursor else None
+        last_id = context.max_storage_id or 0
+        last_cursor = ReportCursor.from_json(context.cursor) if context.cursor else None
         # A condition that was rewritten has no cursor; the asset's last evaluation still counts.
-        start = upto if context.previous_evaluation_time is None else context.previous_max_storage_id or 0
-        new, position = next_reports(
-            context.asset_graph_view.instance, context.key, last, start=start, upto=upto
+        start_id = (
+            last_id if context.previous_evaluation_time is None else context.previous_max_storage_id or 0
+        )
+        new_reports, new_cursor = read_new_reports(
+            context.asset_graph_view.instance, context.key, last_cursor, start_id=start_id, last_id=last_id
         )
         if self.ignore_same_run:
-            new = _news(context, new)
-        found = _subset(context, context.key, {telling.partition for telling in new})
-        found = context.candidate_subset.compute_intersection(found)
+            new_reports = _drop_same_run_reports(context, new_reports)
+        subset = _to_subset(context, context.key, {report.partition for report in new_reports})
+        subset = context.candidate_subset.compute_intersection(subset)
         # A publication told since the last evaluation is later than the request made in it, whatever the
         # clocks of the publisher and of this process say: SINCE would otherwise drop it.
-        times = {context.evaluation_time.timestamp(): found}
+        timestamps = {context.evaluation_time.timestamp(): subset}
         return AutomationResult(
             context,
-            found,
-            cursor=position.to_text(),
-            timing_metadata=None if found.is_empty else TimingMetadata(timestamps=times),
+            subset,
+            cursor=new_cursor.to_json(),
+            timing_metadata=None if subset.is_empty else TimingMetadata(timestamps=timestamps),
         )
 
 
 @dataclass(frozen=True)
-class AwaitingVerdict(AutomationCondition[AssetOrCheckKey]):
+class AwaitingVerdictCondition(AutomationCondition[AssetOrCheckKey]):
     """See `awaiting_verdict()`. Never true for a check: it writes nothing."""
 
     @property
@@ -365,42 +381,46 @@ class AwaitingVerdict(AutomationCondition[AssetOrCheckKey]):
 
     def evaluate(self, context: AutomationContext[AssetOrCheckKey]) -> AutomationResult[AssetOrCheckKey]:
         """The partitions that unjudged runs have materialised."""
-        found: EntitySubset[Any] = context.get_empty_subset()
+        subset: EntitySubset[Any] = context.get_empty_subset()
         key = context.key
         if isinstance(key, AssetKey) and not context.candidate_subset.is_empty:
             instance = context.asset_graph_view.instance
-            unjudged = RunsFilter(
-                tags={RunTag.VERDICT: PENDING}, updated_after=context.evaluation_time - FORGOTTEN_AFTER
+            runs_filter = RunsFilter(
+                tags={RunTag.VERDICT: PENDING}, updated_after=context.evaluation_time - ABANDONED_AFTER
             )
-            written: set[str | None] = set()
-            for run in instance.get_runs(filters=unjudged):
+            partitions: set[str | None] = set()
+            for run in instance.get_runs(filters=runs_filter):
                 if not run.asset_selection or key in run.asset_selection:
-                    written |= written_with(instance, run).get(key, set())
-            found = _subset(context, key, written)
-        return AutomationResult(context, context.candidate_subset.compute_intersection(found))
+                    partitions |= load_run_partitions(instance, run).get(key, set())
+            subset = _to_subset(context, key, partitions)
+        return AutomationResult(context, context.candidate_subset.compute_intersection(subset))
 
 
-def _news(context: AutomationContext[AssetKey], told: Iterable[Report]) -> list[Report]:
+def _drop_same_run_reports(
+    context: AutomationContext[AssetKey], reports: Iterable[PublicationReport]
+) -> list[PublicationReport]:
     """Without the publications of branches that carry all partitions of the target that depend on them."""
     target = context.root_context.key
     if not isinstance(target, AssetKey) or target not in context.asset_graph.get(context.key).child_keys:
-        return list(told)
-    by_branch: dict[str, list[Report]] = defaultdict(list)
-    for telling in told:
-        by_branch[telling.branch].append(telling)
-    brought = brought_by(context.asset_graph_view.instance, by_branch, target)
-    found: list[Report] = []
-    for branch, tellings in by_branch.items():
-        if written := brought.get(branch):
-            published = _subset(context, context.key, {telling.partition for telling in tellings})
-            dependents = published.compute_mapped_subset(target, direction="down")
-            if dependents.compute_difference(_subset(context, target, written)).is_empty:
+        return list(reports)
+    reports_by_branch: dict[str, list[PublicationReport]] = defaultdict(list)
+    for report in reports:
+        reports_by_branch[report.branch].append(report)
+    target_partitions = load_asset_partitions(context.asset_graph_view.instance, reports_by_branch, target)
+    remaining: list[PublicationReport] = []
+    for branch, branch_reports in reports_by_branch.items():
+        if partitions := target_partitions.get(branch):
+            published_subset = _to_subset(
+                context, context.key, {telling.partition for telling in branch_reports}
+            )
+            dependents = published_subset.compute_mapped_subset(target, direction="down")
+            if dependents.compute_difference(_to_subset(context, target, partitions)).is_empty:
                 continue
-        found += tellings
-    return found
+        remaining += branch_reports
+    return remaining
 
 
-def _subset(
+def _to_subset(
     context: AutomationContext[AssetKey] | AutomationContext[AssetOrCheckKey],
     key: AssetKey,
     partitions: Iterable[str | None],

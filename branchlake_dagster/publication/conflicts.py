@@ -23,144 +23,158 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from branchlake_dagster.publication.table_change import (
-    Bounds,
+    ChangeMode,
     DeleteFile,
     File,
+    FileBounds,
     Layout,
-    Mode,
     SnapshotChange,
     TableChange,
 )
-from branchlake_dagster.wording import Reason
+from branchlake_dagster.wording import CodedReason
 
-_WIDER = {("int", "long"), ("float", "double")}
+_WIDENINGS = {("int", "long"), ("float", "double")}
 _DECIMAL = re.compile(r"decimal\((\d+), (\d+)\)")
 
 
-def readable_as(written: str, now: str) -> bool:
+def is_readable_as(file_type: str, table_type: str) -> bool:
     """Whether values of files written as one type are the same values when they are read as the other.
 
     Nested types are readable as themselves only.
     """
-    if written == now or (written, now) in _WIDER:
+    if file_type == table_type or (file_type, table_type) in _WIDENINGS:
         return True
-    before, after = _DECIMAL.fullmatch(written), _DECIMAL.fullmatch(now)
+    before, after = _DECIMAL.fullmatch(file_type), _DECIMAL.fullmatch(table_type)
     if before is None or after is None:
         return False
     return before[2] == after[2] and int(before[1]) <= int(after[1])
 
 
-_WRITABLE = 2
+_MAX_FORMAT_VERSION = 2
 """The newest format version whose manifests PyIceberg writes."""
 
-_OWN = frozenset({"location", "identity"})
+_SET_BY_CREATOR = frozenset({"location", "identity"})
 """A table that both sides created has these of the first one."""
 
 
-def not_carried(mine: TableChange, theirs: TableChange) -> Reason | None:
-    """Why a rebase of `mine` onto `theirs` would lose something of `mine`; None when it would not."""
-    if theirs.after.format_version > _WRITABLE:
-        return Reason(
-            f"its format version is {theirs.after.format_version}, and a rebase writes"
-            f" version {_WRITABLE} at most (no deletion vectors, no row lineage)",
+def find_unreplayable(run_change: TableChange, main_change: TableChange) -> CodedReason | None:
+    """Why a rebase of `run_change` onto `main_change` would lose something of `run_change`; None when it would not."""
+    if main_change.after.format_version > _MAX_FORMAT_VERSION:
+        return CodedReason(
+            f"its format version is {main_change.after.format_version}, and a rebase writes"
+            f" version {_MAX_FORMAT_VERSION} at most (no deletion vectors, no row lineage)",
             "format_version_of_main",
         )
-    if mine.expired:
-        why = f"the run expired {mine.expired} of its snapshots, which a rebase does not carry"
-        return Reason(why, "snapshots_expired")
-    if mine.before is None:
-        return _created_apart(mine, theirs)
-    if mine.after.format_version != mine.before.format_version:
-        why = "the run changed its format version, which a rebase does not carry"
-        return Reason(why, "format_version_changed")
-    was = dict(mine.before.others)
-    for name, value in mine.after.others:
-        if value != was.get(name):
-            why = f"the run changed its {name}, which a rebase does not carry"
-            return Reason(why, f"{name.replace(' ', '_')}_changed")
+    if run_change.expired_count:
+        sentence = (
+            f"the run expired {run_change.expired_count} of its snapshots, which a rebase does not carry"
+        )
+        return CodedReason(sentence, "snapshots_expired")
+    if run_change.before is None:
+        return _compare_creations(run_change, main_change)
+    if run_change.after.format_version != run_change.before.format_version:
+        sentence = "the run changed its format version, which a rebase does not carry"
+        return CodedReason(sentence, "format_version_changed")
+    base_others = dict(run_change.before.others)
+    for name, value in run_change.after.others:
+        if value != base_others.get(name):
+            sentence = f"the run changed its {name}, which a rebase does not carry"
+            return CodedReason(sentence, f"{name.replace(' ', '_')}_changed")
     return None
 
 
-def _created_apart(mine: TableChange, theirs: TableChange) -> Reason | None:
+def _compare_creations(run_change: TableChange, main_change: TableChange) -> CodedReason | None:
     """Both sides made the table: what it then is was decided by the first."""
-    if mine.after.format_version != theirs.after.format_version:
-        return Reason(
+    if run_change.after.format_version != main_change.after.format_version:
+        return CodedReason(
             "both sides created it with different format versions", "created_with_other_format_version"
         )
-    now = dict(theirs.after.others)
-    for name, value in mine.after.others:
-        if name not in _OWN and value != now.get(name):
+    main_others = dict(main_change.after.others)
+    for name, value in run_change.after.others:
+        if name not in _SET_BY_CREATOR and value != main_others.get(name):
             code = f"created_with_other_{name.replace(' ', '_')}"
-            return Reason(f"both sides created it with different {name}", code)
+            return CodedReason(f"both sides created it with different {name}", code)
     return None
 
 
-def mapped(mine: TableChange, theirs: TableChange) -> TableChange:
-    """`mine`, removing what `main`'s compactions made of the files that it removed, where that is proven."""
-    for number, other in enumerate(theirs.steps):
-        if other.mode is Mode.COMPACT:
-            mine = _over(mine, other, theirs.steps[: number + 1])
-    return mine
+def map_over_compactions(run_change: TableChange, main_change: TableChange) -> TableChange:
+    """`run_change`, removing what `main`'s compactions made of the files that it removed, where that is proven."""
+    for number, main_step in enumerate(main_change.steps):
+        if main_step.mode is ChangeMode.COMPACT:
+            run_change = _map_over_compaction(run_change, main_step, main_change.steps[: number + 1])
+    return run_change
 
 
-def _over(mine: TableChange, compaction: SnapshotChange, since: Sequence[SnapshotChange]) -> TableChange:
-    """`mine` over one compaction; `since` are `main`'s steps from the base up to it."""
-    gone, made = _by_partition(compaction.removed), _by_partition(compaction.added)
-    removed = {file.path for step in mine.steps for file in step.removed}
-    instead = {
-        partition: (frozenset(file.path for file in old), made[partition])
-        for partition, old in gone.items()
-        if {file.path for file in old} <= removed and _same_rows(old, made[partition], since)
+def _map_over_compaction(
+    run_change: TableChange, compaction: SnapshotChange, main_steps: Sequence[SnapshotChange]
+) -> TableChange:
+    """`run_change` over one compaction; `main_steps` are `main`'s steps from the base up to it."""
+    files_before, files_after = _group_by_partition(compaction.removed), _group_by_partition(compaction.added)
+    removed_paths = {file.path for step in run_change.steps for file in step.removed}
+    replacements = {
+        partition: (frozenset(file.path for file in old), files_after[partition])
+        for partition, old in files_before.items()
+        if {file.path for file in old} <= removed_paths
+        and _has_same_rows(old, files_after[partition], main_steps)
     }
-    if not instead:
-        return mine
+    if not replacements:
+        return run_change
     steps: list[SnapshotChange] = []
-    for step in mine.steps:
+    for step in run_change.steps:
         files = list(step.removed)
-        for partition, (old, new) in list(instead.items()):
+        for partition, (old, new) in list(replacements.items()):
             if any(file.path in old for file in step.removed):
                 files += new  # with the first of them; a later step finds none of its own left
-                instead[partition] = old, ()
+                replacements[partition] = old, ()
             files = [file for file in files if file.path not in old]
         steps.append(replace(step, removed=tuple(files)))
-    return replace(mine, steps=tuple(steps))
+    return replace(run_change, steps=tuple(steps))
 
 
-def _same_rows(old: Iterable[File], new: Iterable[File], since: Sequence[SnapshotChange]) -> bool:
-    counts = [[file.rows for file in files] for files in (old, new)]
+def _has_same_rows(
+    old_files: Iterable[File], new_files: Iterable[File], main_steps: Sequence[SnapshotChange]
+) -> bool:
+    counts = [[file.rows for file in files] for files in (old_files, new_files)]
     if any(rows is None for side in counts for rows in side):
         return False
-    deletes = [one for step in since if step.mode is not Mode.COMPACT for one in step.deletes]
-    if any(one.may_hit(file) for one in deletes for file in old):
+    deletes = [
+        delete_file
+        for step in main_steps
+        if step.mode is not ChangeMode.COMPACT
+        for delete_file in step.deletes
+    ]
+    if any(delete_file.may_delete_from(file) for delete_file in deletes for file in old_files):
         return False
     before, after = (sum(rows or 0 for rows in side) for side in counts)
     return before == after
 
 
-def _by_partition(files: Iterable[File]) -> Mapping[str, tuple[File, ...]]:
-    found: defaultdict[str, tuple[File, ...]] = defaultdict(tuple)
+def _group_by_partition(files: Iterable[File]) -> Mapping[str, tuple[File, ...]]:
+    groups: defaultdict[str, tuple[File, ...]] = defaultdict(tuple)
     for file in files:
-        found[file.partition] += (file,)
-    return found
+        groups[file.partition] += (file,)
+    return groups
 
 
-_NEVER = {
-    Mode.UNKNOWN: Reason("its history does not lead back to the run's base", "history_lost"),
-    Mode.OLD_LAYOUT: Reason("files of an older partition spec were touched", "older_partition_spec"),
-    Mode.ROW_DELETES: Reason(
+_UNREPLAYABLE_MODES = {
+    ChangeMode.UNKNOWN: CodedReason("its history does not lead back to the run's base", "history_lost"),
+    ChangeMode.OLD_LAYOUT: CodedReason(
+        "files of an older partition spec were touched", "older_partition_spec"
+    ),
+    ChangeMode.ROW_DELETES: CodedReason(
         "the run wrote delete files (merge-on-read), which cannot be replayed", "run_wrote_delete_files"
     ),
-    Mode.DELETION_VECTORS: Reason(
+    ChangeMode.DELETION_VECTORS: CodedReason(
         "the run wrote deletion vectors (format version 3), which cannot be replayed",
         "run_wrote_deletion_vectors",
     ),
-    Mode.REPLACE_TABLE: Reason("the run replaced the whole table", "run_replaced_table"),
+    ChangeMode.REPLACE_TABLE: CodedReason("the run replaced the whole table", "run_replaced_table"),
 }
-_THEIRS = {
-    Mode.UNKNOWN: Reason(
+_INCOMPARABLE_MODES = {
+    ChangeMode.UNKNOWN: CodedReason(
         "its history does not lead back to the run's base (rolled back, or replaced)", "history_lost"
     ),
-    Mode.OLD_LAYOUT: _NEVER[Mode.OLD_LAYOUT],
+    ChangeMode.OLD_LAYOUT: _UNREPLAYABLE_MODES[ChangeMode.OLD_LAYOUT],
 }
 _DETAILS = "columns' documentation, identifier fields or defaults"
 
@@ -172,233 +186,278 @@ class Overlap:
     `only_expired`: it could be, had the run not taken snapshots out of the table.
     """
 
-    why: Reason
+    reason: CodedReason
     partitions: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
     only_expired: bool = False
 
 
-def overlap(mine: TableChange, theirs: TableChange) -> Overlap | None:
-    """None when `mine` may be replayed after `theirs`; both are changes of one table since one base."""
-    if why := _layouts(mine, theirs):
-        return Overlap(why, runs=_runs(theirs.steps))
-    own: set[str] = set()
-    for step in mine.steps:
-        if found := _step(step, own, theirs):
-            return found
-        own |= {file.path for file in step.added}
-    if why := not_carried(mine, theirs):
-        only_expired = bool(mine.expired) and not_carried(replace(mine, expired=0), theirs) is None
-        return Overlap(why, runs=_runs(theirs.steps), only_expired=only_expired)
+def find_overlap(run_change: TableChange, main_change: TableChange) -> Overlap | None:
+    """None when `run_change` may be replayed after `main_change`; both are changes of one table since one base."""
+    if reason := _check_layouts(run_change, main_change):
+        return Overlap(reason, runs=_run_ids(main_change.steps))
+    own_paths: set[str] = set()
+    for step in run_change.steps:
+        if step_overlap := _check_step(step, own_paths, main_change):
+            return step_overlap
+        own_paths |= {file.path for file in step.added}
+    if reason := find_unreplayable(run_change, main_change):
+        only_expired = (
+            bool(run_change.expired_count)
+            and find_unreplayable(replace(run_change, expired_count=0), main_change) is None
+        )
+        return Overlap(reason, runs=_run_ids(main_change.steps), only_expired=only_expired)
     return None
 
 
-def _step(step: SnapshotChange, own: Set[str], theirs: TableChange) -> Overlap | None:
-    """One step of the run's; `own` are the paths of the files that its earlier steps added."""
-    everyone = _runs(theirs.steps)
-    mode = Mode.ROW_DELETES if step.deletes and step.mode not in _NEVER else step.mode
-    if mode in _NEVER:
-        return Overlap(_NEVER[mode], runs=everyone)
-    if mode is Mode.APPEND:
+def _check_step(step: SnapshotChange, own_paths: Set[str], main_change: TableChange) -> Overlap | None:
+    """One step of the run's; `own_paths` are the paths of the files that its earlier steps added."""
+    main_runs = _run_ids(main_change.steps)
+    mode = ChangeMode.ROW_DELETES if step.deletes and step.mode not in _UNREPLAYABLE_MODES else step.mode
+    if mode in _UNREPLAYABLE_MODES:
+        return Overlap(_UNREPLAYABLE_MODES[mode], runs=main_runs)
+    if mode is ChangeMode.APPEND:
         return None  # whatever main did, appending after it is what running later would have done
-    for other in theirs.steps:
-        if other.mode in (Mode.UNKNOWN, Mode.OLD_LAYOUT):
-            known = _THEIRS[other.mode]
-            return Overlap(Reason(f"main's change cannot be compared: {known}", known.code), runs=everyone)
-    if gone := _gone(step, theirs):
-        return gone
-    if hit := _hit(step, own, theirs):
-        return hit
+    for main_step in main_change.steps:
+        if main_step.mode in (ChangeMode.UNKNOWN, ChangeMode.OLD_LAYOUT):
+            mode_reason = _INCOMPARABLE_MODES[main_step.mode]
+            return Overlap(
+                CodedReason(f"main's change cannot be compared: {mode_reason}", mode_reason.code),
+                runs=main_runs,
+            )
+    if file_overlap := _check_removed_files(step, main_change):
+        return file_overlap
+    if delete_overlap := _check_row_deletes(step, own_paths, main_change):
+        return delete_overlap
     # The same rows in other files are no change of rows; which files the run removed was asked above.
-    others = [other for other in theirs.steps if other.mode is not Mode.COMPACT]
-    if mode is Mode.COMPACT:
+    main_steps = [other for other in main_change.steps if other.mode is not ChangeMode.COMPACT]
+    if mode is ChangeMode.COMPACT:
         return None
-    if found := _replaced(step, others):
-        return found
-    if step.recorded is not None or not any(other.touched or other.deletes for other in others):
+    if replace_overlap := _check_replaced_rows(step, main_steps):
+        return replace_overlap
+    if step.recorded_predicate is not None or not any(
+        other.touched_files or other.deletes for other in main_steps
+    ):
         return None
-    shared = {name: [other for other in others if name in other.partitions] for name in step.partitions}
-    shared = {name: steps for name, steps in shared.items() if steps}
-    if mode is Mode.UPSERT:
-        return _upserted(step, shared, others, theirs.after)
-    if not shared:
+    shared_steps = {
+        name: [other for other in main_steps if name in other.partitions] for name in step.partitions
+    }
+    shared_steps = {name: steps for name, steps in shared_steps.items() if steps}
+    if mode is ChangeMode.UPSERT:
+        return _check_upsert(step, shared_steps, main_steps, main_change.after)
+    if not shared_steps:
         return None
-    why = (
-        Reason("both sides changed the same partitions", "same_partitions")
-        if any(shared)
-        else Reason("both sides changed its rows", "same_table")
+    reason = (
+        CodedReason("both sides changed the same partitions", "same_partitions")
+        if any(shared_steps)
+        else CodedReason("both sides changed its rows", "same_table")
     )
-    return Overlap(why, tuple(sorted(shared)), _runs([s for steps in shared.values() for s in steps]))
+    return Overlap(
+        reason, tuple(sorted(shared_steps)), _run_ids([s for steps in shared_steps.values() for s in steps])
+    )
 
 
-def _upserted(
+def _check_upsert(
     step: SnapshotChange,
-    shared: Mapping[str, Sequence[SnapshotChange]],
-    others: Sequence[SnapshotChange],
-    now: Layout,
+    shared_steps: Mapping[str, Sequence[SnapshotChange]],
+    main_steps: Sequence[SnapshotChange],
+    layout: Layout,
 ) -> Overlap | None:
     """An upsert is apart from others by partition, if the key has it, or by the bounds of a key column."""
-    names = {column.name for column in now.columns}
-    if lost := [key for key in step.keys if key not in names]:
-        why = f"its key column {lost[0]} was renamed or dropped, so the keys cannot be compared"
-        return Overlap(Reason(why, "key_column_gone"), tuple(sorted(shared)), _runs(others))
-    by_partition = now.partition_columns and now.partition_columns <= {*step.keys}
-    if (not shared and by_partition) or _disjoint(step, others):
+    column_names = {column.name for column in layout.columns}
+    if lost_keys := [key for key in step.key_columns if key not in column_names]:
+        reason = f"its key column {lost_keys[0]} was renamed or dropped, so the keys cannot be compared"
+        return Overlap(
+            CodedReason(reason, "key_column_gone"), tuple(sorted(shared_steps)), _run_ids(main_steps)
+        )
+    by_partition = layout.partition_columns and layout.partition_columns <= {*step.key_columns}
+    if (not shared_steps and by_partition) or _has_disjoint_keys(step, main_steps):
         return None
-    meeting = [other for steps in shared.values() for other in steps]
-    why = Reason("both sides may have changed the same keys", "same_keys")
-    return Overlap(why, tuple(sorted(shared)), _runs(meeting or others))
+    meeting_steps = [main_step for steps in shared_steps.values() for main_step in steps]
+    reason = CodedReason("both sides may have changed the same keys", "same_keys")
+    return Overlap(reason, tuple(sorted(shared_steps)), _run_ids(meeting_steps or main_steps))
 
 
-def _replaced(step: SnapshotChange, others: Sequence[SnapshotChange]) -> Overlap | None:
+def _check_replaced_rows(step: SnapshotChange, main_steps: Sequence[SnapshotChange]) -> Overlap | None:
     """What either side replaced as a predicate, which its files do not tell."""
-    mine = step.recorded
-    for other in others:
-        theirs = other.replaced
-        if mine is not None and theirs is not None:
-            if mine.meets(theirs):
-                why = Reason("both sides replaced the same partitions", "same_partitions_replaced")
-                return Overlap(why, _named(step, other), _runs([other]))
-        elif mine is not None:
-            held = {file.partition for file in other.touched if file.may_hold(mine)}
-            held |= {one.partition for one in other.deletes if one.may_hold(mine)}
-            if held:
-                why = Reason("main changed partitions that the run replaced", "main_changed_replaced")
-                return Overlap(why, _named(step, other, held), _runs([other]))
-        elif theirs is not None:
-            held = {file.partition for file in step.touched if file.may_hold(theirs)}
-            if held:
-                why = Reason("main replaced partitions that the run changed", "main_replaced_changed")
-                return Overlap(why, _named(other, step, held), _runs([other]))
+    run_predicate = step.recorded_predicate
+    for main_step in main_steps:
+        main_predicate = main_step.replaced_predicate
+        if run_predicate is not None and main_predicate is not None:
+            if run_predicate.overlaps(main_predicate):
+                reason = CodedReason("both sides replaced the same partitions", "same_partitions_replaced")
+                return Overlap(reason, _common_partitions(step, main_step), _run_ids([main_step]))
+        elif run_predicate is not None:
+            held_partitions = {
+                file.partition for file in main_step.touched_files if file.may_hold(run_predicate)
+            }
+            held_partitions |= {
+                delete_file.partition
+                for delete_file in main_step.deletes
+                if delete_file.may_hold(run_predicate)
+            }
+            if held_partitions:
+                reason = CodedReason("main changed partitions that the run replaced", "main_changed_replaced")
+                return Overlap(
+                    reason, _common_partitions(step, main_step, held_partitions), _run_ids([main_step])
+                )
+        elif main_predicate is not None:
+            held_partitions = {file.partition for file in step.touched_files if file.may_hold(main_predicate)}
+            if held_partitions:
+                reason = CodedReason("main replaced partitions that the run changed", "main_replaced_changed")
+                return Overlap(
+                    reason, _common_partitions(main_step, step, held_partitions), _run_ids([main_step])
+                )
     return None
 
 
-def _named(step: SnapshotChange, other: SnapshotChange, held: Set[str] = frozenset()) -> tuple[str, ...]:
+def _common_partitions(
+    step: SnapshotChange, other: SnapshotChange, held: Set[str] = frozenset()
+) -> tuple[str, ...]:
     """For people: the Dagster partitions that both sides name, else the step's own, else the files'."""
-    both = {name for name in set(step.named) & set(other.named) if not name.startswith("…")}
-    return tuple(sorted(both or set(step.named) or set(other.named) or held))
+    common_names = {
+        name for name in set(step.partition_names) & set(other.partition_names) if not name.startswith("…")
+    }
+    return tuple(sorted(common_names or set(step.partition_names) or set(other.partition_names) or held))
 
 
-def _hit(step: SnapshotChange, own: Set[str], theirs: TableChange) -> Overlap | None:
+def _check_row_deletes(step: SnapshotChange, own_paths: Set[str], main_change: TableChange) -> Overlap | None:
     """Files the run removed from which `main` has deleted rows by delete files: they would come back.
 
     Every delete file since the base applies to them, whatever else was done to the table before or after it.
     """
-    removed = [file for file in step.removed if file.path not in own]
-    for other in theirs.steps:
-        if other.mode is Mode.COMPACT or not removed:
+    removed_files = [file for file in step.removed if file.path not in own_paths]
+    for main_step in main_change.steps:
+        if main_step.mode is ChangeMode.COMPACT or not removed_files:
             continue  # deletes written anew for the same rows
-        if hit := _which(other.deletes, removed):
-            why = (
-                Reason(
+        if hit_files := _find_hit_files(main_step.deletes, removed_files):
+            reason = (
+                CodedReason(
                     "main deleted rows (deletion vectors) of files that the run replaced",
                     "main_wrote_deletion_vectors",
                 )
-                if other.mode is Mode.DELETION_VECTORS
-                else Reason(
+                if main_step.mode is ChangeMode.DELETION_VECTORS
+                else CodedReason(
                     "main deleted rows (merge-on-read) of files that the run replaced",
                     "main_wrote_delete_files",
                 )
             )
-            return Overlap(why, tuple(sorted({file.partition for file in hit})), _runs([other]))
+            return Overlap(
+                reason, tuple(sorted({file.partition for file in hit_files})), _run_ids([main_step])
+            )
     return None
 
 
-def _which(deletes: Sequence[DeleteFile], files: Sequence[File]) -> list[File]:
+def _find_hit_files(deletes: Sequence[DeleteFile], files: Sequence[File]) -> list[File]:
     """The files that one of the delete files may hit. Most of those name one file, or one partition."""
-    one_path = {one.paths.low for one in deletes if one.paths and one.paths.low == one.paths.high}
-    lengths = {len(path) for path in one_path}  # a truncated path is the beginning of the file's
-    partitions = {one.partition for one in deletes if one.paths is None}
-    rest = [one for one in deletes if one.everywhere or (one.paths and one.paths.low != one.paths.high)]
+    exact_paths = {
+        delete_file.paths.low
+        for delete_file in deletes
+        if delete_file.paths and delete_file.paths.low == delete_file.paths.high
+    }
+    lengths = {len(path) for path in exact_paths}  # a truncated path is the beginning of the file's
+    partitions = {delete_file.partition for delete_file in deletes if delete_file.paths is None}
+    other_deletes = [
+        delete_file
+        for delete_file in deletes
+        if delete_file.everywhere or (delete_file.paths and delete_file.paths.low != delete_file.paths.high)
+    ]
     return [
         file
         for file in files
         if file.partition in partitions
-        or any(file.path.encode()[:length] in one_path for length in lengths)
-        or any(one.may_hit(file) for one in rest)
+        or any(file.path.encode()[:length] in exact_paths for length in lengths)
+        or any(delete_file.may_delete_from(file) for delete_file in other_deletes)
     ]
 
 
-def _gone(step: SnapshotChange, theirs: TableChange) -> Overlap | None:
+def _check_removed_files(step: SnapshotChange, main_change: TableChange) -> Overlap | None:
     """Files the run removed that somebody else removed too."""
-    theirs_removed = theirs.removed
-    twice = [file for file in step.removed if file.path in theirs_removed]
-    if not twice:
+    main_removals = main_change.removing_steps
+    shared_files = [file for file in step.removed if file.path in main_removals]
+    if not shared_files:
         return None
-    others = [theirs_removed[file.path] for file in twice]
-    compacted = all(other.mode is Mode.COMPACT for other in others)
-    why = (
-        Reason("files the run replaced were compacted", "compacted")
-        if compacted
-        else Reason("both sides replaced the same files", "same_files")
+    main_steps = [main_removals[file.path] for file in shared_files]
+    all_compacted = all(main_step.mode is ChangeMode.COMPACT for main_step in main_steps)
+    reason = (
+        CodedReason("files the run replaced were compacted", "compacted")
+        if all_compacted
+        else CodedReason("both sides replaced the same files", "same_files")
     )
-    return Overlap(why, tuple(sorted({file.partition for file in twice})), _runs(others))
+    return Overlap(reason, tuple(sorted({file.partition for file in shared_files})), _run_ids(main_steps))
 
 
-def _disjoint(step: SnapshotChange, others: Sequence[SnapshotChange]) -> bool:
+def _has_disjoint_keys(step: SnapshotChange, main_steps: Sequence[SnapshotChange]) -> bool:
     """Whether the bounds of one key column prove that no key is on both sides."""
-    theirs = [file for other in others for file in other.touched]
-    return any(_apart(step.touched, theirs, key) for key in step.keys)
+    main_files = [file for main_step in main_steps for file in main_step.touched_files]
+    return any(_has_disjoint_bounds(step.touched_files, main_files, key) for key in step.key_columns)
 
 
-def _apart(mine: Sequence[File], theirs: Sequence[File], column: str) -> bool:
-    left, right = _range(mine, column), _range(theirs, column)
-    if left is None or right is None:
+def _has_disjoint_bounds(run_files: Sequence[File], main_files: Sequence[File], column: str) -> bool:
+    run_bounds, main_bounds = _file_bounds(run_files, column), _file_bounds(main_files, column)
+    if run_bounds is None or main_bounds is None:
         return False
-    return all(b_high < low or high < b_low for low, high in left for b_low, b_high in right)
+    return all(b_high < low or high < b_low for low, high in run_bounds for b_low, b_high in main_bounds)
 
 
-def _range(files: Sequence[File], column: str) -> list[Bounds] | None:
-    found = [file.bounds(column) for file in files]
-    return None if not found or any(bounds is None for bounds in found) else list(filter(None, found))
+def _file_bounds(files: Sequence[File], column: str) -> list[FileBounds] | None:
+    all_bounds = [file.bounds(column) for file in files]
+    return (
+        None
+        if not all_bounds or any(bounds is None for bounds in all_bounds)
+        else list(filter(None, all_bounds))
+    )
 
 
-def _layouts(mine: TableChange, theirs: TableChange) -> Reason | None:
+def _check_layouts(run_change: TableChange, main_change: TableChange) -> CodedReason | None:
     """Why the run's files would not be valid in the table as it is now, or its columns not be the run's."""
-    now = theirs.after
-    if mine.after.spec != now.spec:
-        if [field[1:] for field in mine.after.spec] == [field[1:] for field in now.spec]:
-            return Reason("a column of its partition spec was renamed", "partition_column_renamed")
-        return Reason("its partition spec differs", "partition_spec")
-    if mine.before is None or theirs.before is None:
-        if not (mine.created and theirs.created):
-            return Reason("it was dropped and created again", "created_again")
-        if mine.after.columns != now.columns:
-            return Reason("both sides created it with different columns", "created_with_other_columns")
-        if mine.after.schema == now.schema:
+    main_layout = main_change.after
+    if run_change.after.spec != main_layout.spec:
+        if [field[1:] for field in run_change.after.spec] == [field[1:] for field in main_layout.spec]:
+            return CodedReason("a column of its partition spec was renamed", "partition_column_renamed")
+        return CodedReason("its partition spec differs", "partition_spec")
+    if run_change.before is None or main_change.before is None:
+        if not (run_change.is_created and main_change.is_created):
+            return CodedReason("it was dropped and created again", "created_again")
+        if run_change.after.columns != main_layout.columns:
+            return CodedReason("both sides created it with different columns", "created_with_other_columns")
+        if run_change.after.schema == main_layout.schema:
             return None
-        return Reason(f"both sides created it with different {_DETAILS}", "created_with_other_details")
-    if mine.before.shape == mine.after.shape:
-        return _readable(mine.after, now)
-    if theirs.before.shape == now.shape and theirs.before.highest_column_id == now.highest_column_id:
+        return CodedReason(f"both sides created it with different {_DETAILS}", "created_with_other_details")
+    if run_change.before.shape == run_change.after.shape:
+        return _check_readable(run_change.after, main_layout)
+    if (
+        main_change.before.shape == main_layout.shape
+        and main_change.before.highest_column_id == main_layout.highest_column_id
+    ):
         return None
-    if mine.after.shape == now.shape:
+    if run_change.after.shape == main_layout.shape:
         return None
-    same = mine.after.columns == now.columns
-    if same:
-        return Reason(f"both sides changed its {_DETAILS}", "column_details")
-    return Reason("both sides changed its columns", "columns")
+    same_columns = run_change.after.columns == main_layout.columns
+    if same_columns:
+        return CodedReason(f"both sides changed its {_DETAILS}", "column_details")
+    return CodedReason("both sides changed its columns", "columns")
 
 
-def _readable(written: Layout, now: Layout) -> Reason | None:
+def _check_readable(file_layout: Layout, table_layout: Layout) -> CodedReason | None:
     """Whether files of one layout can be read under a newer one.
 
     By id: missing columns are null, narrower types are widened.
     """
-    current = {column.id: column for column in now.columns}
-    known = {column.id for column in written.columns}
-    for column in written.columns:
-        if column.id not in current:
-            return Reason(f"its column {column.name} was dropped", "column_dropped")
-        if not readable_as(column.type, current[column.id].type):
-            return Reason(f"its column {column.name} has changed its type", "column_type")
-        if current[column.id].required and not column.required:
-            return Reason(f"its column {column.name} has become required", "column_required")
-    for column in now.columns:
-        if column.id not in known and column.required:
-            return Reason(f"it has a new required column {column.name}", "new_required_column")
+    table_columns = {column.id: column for column in table_layout.columns}
+    file_column_ids = {column.id for column in file_layout.columns}
+    for column in file_layout.columns:
+        if column.id not in table_columns:
+            return CodedReason(f"its column {column.name} was dropped", "column_dropped")
+        if not is_readable_as(column.type, table_columns[column.id].type):
+            return CodedReason(f"its column {column.name} has changed its type", "column_type")
+        if table_columns[column.id].required and not column.required:
+            return CodedReason(f"its column {column.name} has become required", "column_required")
+    for column in table_layout.columns:
+        if column.id not in file_column_ids and column.required:
+            return CodedReason(f"it has a new required column {column.name}", "new_required_column")
     return None
 
 
-def _runs(steps: Iterable[SnapshotChange]) -> tuple[str, ...]:
+def _run_ids(steps: Iterable[SnapshotChange]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(step.run_id for step in steps if step.run_id))

@@ -9,7 +9,7 @@ from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
 from branchlake_dagster.publication.cleanup_jobs import dead_writer_sensor, reap_job, reap_schedule
 from branchlake_dagster.publication.publication_sensor import publication_sensor
 from branchlake_dagster.publication.publish_at_end import publish_at_end
-from branchlake_dagster.publication.validation import validate
+from branchlake_dagster.publication.validation import validate_definitions
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.settings import Settings
@@ -81,7 +81,7 @@ def branchlake_definitions(
     """
     if lakehouse is None:
         settings = settings or Settings()
-        lakehouse = LakehouseResource.of(settings)
+        lakehouse = LakehouseResource.from_settings(settings)
     elif settings is None:
         settings = lakehouse.effective()
     prefix = f"{name}_" if name else ""
@@ -89,7 +89,7 @@ def branchlake_definitions(
     io_manager_key = io_manager_key or f"{prefix}io_manager"
     spark = BranchSparkResource(lakehouse=lakehouse)
     reaper = reap_job(lakehouse_key, prefix)
-    ours = Definitions(
+    own_definitions = Definitions(
         resources={
             lakehouse_key: lakehouse,
             spark_key or f"{prefix}spark": spark,
@@ -103,22 +103,24 @@ def branchlake_definitions(
         schedules=[reap_schedule(reaper, settings)],
     )
     if definitions is None:
-        return ours
-    merged = Definitions.merge(ours, definitions)
-    validate(
-        merged,
+        return own_definitions
+    all_definitions = Definitions.merge(own_definitions, definitions)
+    validate_definitions(
+        all_definitions,
         io_manager_key=io_manager_key,
         default_namespace=settings.default_namespace,
         require_checks=settings.require_checks,
         unpartitioned_checks=settings.unpartitioned_checks,
     )
-    return with_executor(merged, publish_at_end(_executor_of(definitions), lakehouse_key=lakehouse_key))
+    return with_executor(
+        all_definitions, publish_at_end(_get_executor(definitions), lakehouse_key=lakehouse_key)
+    )
 
 
-def _executor_of(definitions: Definitions) -> ExecutorDefinition:
-    given = definitions.executor
-    if isinstance(given, Executor):
-        found: ExecutorDefinition = ExecutorDefinition.hardcoded_executor(given)
-        return found
-    default: ExecutorDefinition = multi_or_in_process_executor
-    return given or default
+def _get_executor(definitions: Definitions) -> ExecutorDefinition:
+    executor = definitions.executor
+    if isinstance(executor, Executor):
+        executor_definition: ExecutorDefinition = ExecutorDefinition.hardcoded_executor(executor)
+        return executor_definition
+    default_executor: ExecutorDefinition = multi_or_in_process_executor
+    return executor or default_executor

@@ -21,7 +21,7 @@ from dagster import (
 
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.stored_names import AssetMetadata, EventMetadata
-from branchlake_dagster.tables.specification import exclusive_name, identifier_of, table_name
+from branchlake_dagster.tables.specification import format_table_name, parse_exclusive_name, table_identifier
 
 
 @dataclass(frozen=True, order=True)
@@ -50,33 +50,35 @@ CheckName = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class CheckEvaluation:
     """One check result."""
 
     passed: bool
-    blocks: bool
+    is_blocking: bool
     position: EventPosition
-    step: str | None
+    step_key: str | None
     description: str
-    failing: int | None = None
+    failing_rows: int | None = None
     """Rows that fail it; None where it does not count."""
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenPartition:
     """A materialization on the run's branch, and what it reported of that branch.
 
-    `rows` are those of the whole table there, `partition_rows` those of the partition, `at` is its time as a
-    POSIX time stamp; `whole` says that nobody else can have rows in its partition once it is published.
+    `rows` are those of the whole table there, `partition_rows` those of the partition, `timestamp` is its
+    time as a
+    POSIX time stamp; `is_whole_partition` says that nobody else can have rows in its partition once it is
+    published.
     """
 
     position: EventPosition
-    step: str | None
+    step_key: str | None
     run_id: str = ""
     rows: int | None = None
     partition_rows: int | None = None
-    at: float = 0.0
-    whole: bool = False
+    timestamp: float = 0.0
+    is_whole_partition: bool = False
     preview: str | None = None
 
 
@@ -92,11 +94,11 @@ class AssetRules:
     table: str
     checks: frozenset[str]
     demands_checks: bool
-    whole_tables: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    whole_table_checks: Mapping[str, frozenset[str]] = field(default_factory=dict)
     serializable: bool = False
-    upstream: frozenset[str] = frozenset()
-    exclusive: str | None = None
-    frozen: bool = False
+    upstream_tables: frozenset[str] = frozenset()
+    lease_name: str | None = None
+    columns_frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,16 +107,16 @@ class RunEvidence:
 
     run_id: str
     succeeded: bool
-    planned: frozenset[tuple[CheckName, str | None]] = frozenset()
-    evaluations: Mapping[tuple[CheckName, str | None], Evaluation] = field(default_factory=dict)
-    written: Mapping[tuple[str, str | None], Written] = field(default_factory=dict)
+    planned_checks: frozenset[tuple[CheckName, str | None]] = frozenset()
+    evaluations: Mapping[tuple[CheckName, str | None], CheckEvaluation] = field(default_factory=dict)
+    written_partitions: Mapping[tuple[str, str | None], WrittenPartition] = field(default_factory=dict)
     rules: Mapping[str, AssetRules] = field(default_factory=dict)
     write_set: frozenset[str] = frozenset()
-    loaded: frozenset[tuple[str | None, str]] = frozenset()
+    loaded_tables: frozenset[tuple[str | None, str]] = frozenset()
     """(step, table) of every input that the IO manager loaded."""
-    noted: frozenset[str] = frozenset()
+    read_tables: frozenset[str] = frozenset()
     """The tables that serializable assets have read by SQL or through the catalogue, in whatever step."""
-    untold: frozenset[str] = frozenset()
+    unnamed_reads: frozenset[str] = frozenset()
     """What serializable assets may have read that has no name, in words."""
     branch_heads: frozenset[str] = frozenset()
     """The hashes of the branch that the runs recorded after their writes."""
@@ -128,41 +130,49 @@ class RunEvidence:
         Of each serializable asset: what it is declared to be made from, what was loaded for it, and what it
         has read itself.
         """
-        strict = self.serializable
-        if not strict:
+        strict_assets = self.serializable_assets
+        if not strict_assets:
             return None
-        steps = {written.step for (asset, _), written in self.written.items() if asset in strict}
-        declared = {table for asset in strict for table in self.rules[asset].upstream}
-        return frozenset(declared | self.noted | {table for step, table in self.loaded if step in steps})
+        step_keys = {
+            written.step_key
+            for (asset, _), written in self.written_partitions.items()
+            if asset in strict_assets
+        }
+        declared_tables = {table for asset in strict_assets for table in self.rules[asset].upstream_tables}
+        return frozenset(
+            declared_tables
+            | self.read_tables
+            | {table for step_key, table in self.loaded_tables if step_key in step_keys}
+        )
 
     @property
-    def serializable(self) -> frozenset[str]:
+    def serializable_assets(self) -> frozenset[str]:
         """The written assets that ask for it."""
         return frozenset(asset for asset, rules in self.rules.items() if rules.serializable)
 
     @property
     def leases(self) -> frozenset[str]:
         """The names under which written assets are exclusive."""
-        return frozenset(rules.exclusive for rules in self.rules.values() if rules.exclusive)
+        return frozenset(rules.lease_name for rules in self.rules.values() if rules.lease_name)
 
     @property
-    def whole_tables(self) -> frozenset[str]:
+    def fully_checked_tables(self) -> frozenset[str]:
         """The tables of which some check sees all rows."""
-        seen = (tables for rules in self.rules.values() for tables in rules.whole_tables.values())
-        return frozenset().union(*seen)
+        table_sets = (tables for rules in self.rules.values() for tables in rules.whole_table_checks.values())
+        return frozenset().union(*table_sets)
 
     @property
     def frozen_tables(self) -> frozenset[str]:
         """The tables of written assets whose columns runs may not change."""
-        return frozenset(rules.table for rules in self.rules.values() if rules.frozen)
+        return frozenset(rules.table for rules in self.rules.values() if rules.columns_frozen)
 
-    def assets(self) -> tuple[str, ...]:
+    def materialized_assets(self) -> tuple[str, ...]:
         """The assets the run materialised, in the order it did."""
-        ordered = sorted(self.written.items(), key=lambda entry: entry[1].position)
+        ordered = sorted(self.written_partitions.items(), key=lambda entry: entry[1].position)
         return tuple(dict.fromkeys(asset for (asset, _), _ in ordered))
 
 
-_EVENTS = {
+_EVENT_TYPES = {
     DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED,
     DagsterEventType.ASSET_CHECK_EVALUATION,
     DagsterEventType.ASSET_MATERIALIZATION,
@@ -171,7 +181,7 @@ _EVENTS = {
 }
 
 
-def collect(
+def collect_evidence(
     instance: DagsterInstance,
     runs: Sequence[DagsterRun],
     graph: AssetGraph,
@@ -185,150 +195,163 @@ def collect(
     A later event of the same check or asset replaces an earlier one. Whether the work succeeded is the last
     run's status. Cost: one query to Dagster's event log per run and 1,000 events.
     """
-    planned: set[tuple[CheckName, str | None]] = set()
-    evaluations: dict[tuple[CheckName, str | None], Evaluation] = {}
-    written: dict[tuple[str, str | None], Written] = {}
-    loaded: set[tuple[str | None, str]] = set()
-    noted: set[str] = set()
-    untold: set[str] = set()
-    heads: set[str] = set()
-    for position, record in _positioned(instance, runs):
+    planned_checks: set[tuple[CheckName, str | None]] = set()
+    evaluations: dict[tuple[CheckName, str | None], CheckEvaluation] = {}
+    written_partitions: dict[tuple[str, str | None], WrittenPartition] = {}
+    loaded_tables: set[tuple[str | None, str]] = set()
+    read_tables: set[str] = set()
+    unnamed_reads: set[str] = set()
+    branch_heads: set[str] = set()
+    for position, record in _iter_positioned_events(instance, runs):
         event = record.event_log_entry.dagster_event
         if event is None:
             continue
-        step = record.event_log_entry.step_key
+        step_key = record.event_log_entry.step_key
         if event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED:
-            plan = event.asset_check_planned_data
-            name = (plan.asset_key.to_user_string(), plan.check_name)
-            subset = plan.partitions_subset
-            planned |= {(name, key) for key in subset.get_partition_keys()} if subset else {(name, None)}
+            planned_check = event.asset_check_planned_data
+            check_name = (planned_check.asset_key.to_user_string(), planned_check.check_name)
+            subset = planned_check.partitions_subset
+            planned_checks |= (
+                {(check_name, key) for key in subset.get_partition_keys()} if subset else {(check_name, None)}
+            )
         elif event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION:
             result = event.asset_check_evaluation_data
-            name = (result.asset_key.to_user_string(), result.check_name)
-            evaluations[name, result.partition] = Evaluation(
+            check_name = (result.asset_key.to_user_string(), result.check_name)
+            evaluations[check_name, result.partition] = CheckEvaluation(
                 passed=result.passed,
-                blocks=result.severity == AssetCheckSeverity.ERROR,
+                is_blocking=result.severity == AssetCheckSeverity.ERROR,
                 position=position,
-                step=step,
+                step_key=step_key,
                 description=result.description or "",
-                failing=_count(result.metadata, "failing_rows"),
+                failing_rows=_get_int(result.metadata, "failing_rows"),
             )
         elif event.event_type == DagsterEventType.LOADED_INPUT:
-            table = _metadata(event).get(EventMetadata.TABLE)
+            table = _event_metadata(event).get(EventMetadata.TABLE)
             if table is not None:
-                loaded.add((step, str(table.value)))
+                loaded_tables.add((step_key, str(table.value)))
         elif event.event_type == DagsterEventType.ENGINE_EVENT:
-            noted |= _listed(event, EventMetadata.READ_TABLES)
-            untold |= _listed(event, EventMetadata.UNNAMED_READS)
-            heads |= _text(_metadata(event), EventMetadata.BRANCH_HEAD)
+            read_tables |= _get_json_set(event, EventMetadata.READ_TABLES)
+            unnamed_reads |= _get_json_set(event, EventMetadata.UNNAMED_READS)
+            branch_heads |= _get_string_set(_event_metadata(event), EventMetadata.BRANCH_HEAD)
         else:
-            made = event.step_materialization_data.materialization
-            heads |= _text(made.metadata, EventMetadata.BRANCH_HEAD)
-            written[made.asset_key.to_user_string(), made.partition] = _written(position, record, made)
+            materialization = event.step_materialization_data.materialization
+            branch_heads |= _get_string_set(materialization.metadata, EventMetadata.BRANCH_HEAD)
+            written_partitions[materialization.asset_key.to_user_string(), materialization.partition] = (
+                _to_written_partition(position, record, materialization)
+            )
     rules = {
-        asset: _rules(AssetKey.from_user_string(asset), graph, default_namespace, require_checks)
-        for asset in {asset for asset, _ in written}
+        asset: _build_asset_rules(AssetKey.from_user_string(asset), graph, default_namespace, require_checks)
+        for asset in {asset for asset, _ in written_partitions}
     }
-    last = runs[-1]
+    last_run = runs[-1]
     return RunEvidence(
-        last.run_id,
-        last.is_success,
-        frozenset(planned),
+        last_run.run_id,
+        last_run.is_success,
+        frozenset(planned_checks),
         evaluations,
-        written,
+        written_partitions,
         rules,
         write_set,
-        frozenset(loaded),
-        frozenset(noted),
-        frozenset(untold),
-        frozenset(heads),
+        frozenset(loaded_tables),
+        frozenset(read_tables),
+        frozenset(unnamed_reads),
+        frozenset(branch_heads),
     )
 
 
-def _positioned(
+def _iter_positioned_events(
     instance: DagsterInstance, runs: Sequence[DagsterRun]
 ) -> Iterator[tuple[EventPosition, EventLogRecord]]:
     for index, run in enumerate(runs):
-        for record in _records(instance, run):
+        for record in _iter_event_records(instance, run):
             yield EventPosition(index, record.storage_id), record
 
 
-def _written(position: EventPosition, record: EventLogRecord, made: AssetMaterialization) -> Written:
-    mode, preview = made.metadata.get(AssetMetadata.WRITE_MODE), made.metadata.get(EventMetadata.PREVIEW)
-    return Written(
+def _to_written_partition(
+    position: EventPosition, record: EventLogRecord, materialization: AssetMaterialization
+) -> WrittenPartition:
+    mode, preview = (
+        materialization.metadata.get(AssetMetadata.WRITE_MODE),
+        materialization.metadata.get(EventMetadata.PREVIEW),
+    )
+    return WrittenPartition(
         position,
         record.event_log_entry.step_key,
         record.run_id,
-        _count(made.metadata, EventMetadata.ROWS_ON_BRANCH),
-        _count(made.metadata, EventMetadata.PARTITION_ROWS_ON_BRANCH),
+        _get_int(materialization.metadata, EventMetadata.ROWS_ON_BRANCH),
+        _get_int(materialization.metadata, EventMetadata.PARTITION_ROWS_ON_BRANCH),
         record.timestamp,
         mode is not None and mode.value == "replace_partitions",
         str(preview.value) if preview is not None else None,
     )
 
 
-def _count(metadata: Mapping[str, MetadataValue[Any]], name: str) -> int | None:
-    found = metadata.get(name)
-    return found.value if found is not None and isinstance(found.value, int) else None
+def _get_int(metadata: Mapping[str, MetadataValue[Any]], name: str) -> int | None:
+    value = metadata.get(name)
+    return value.value if value is not None and isinstance(value.value, int) else None
 
 
-def _text(metadata: Mapping[str, MetadataValue[Any]], name: str) -> set[str]:
+def _get_string_set(metadata: Mapping[str, MetadataValue[Any]], name: str) -> set[str]:
     value = metadata.get(name)
     return set() if value is None else {str(value.value)}
 
 
-def _listed(event: DagsterEvent, name: str) -> set[str]:
+def _get_json_set(event: DagsterEvent, name: str) -> set[str]:
     """The texts of a JSON list in an event's metadata."""
-    value = _metadata(event).get(name)
+    value = _event_metadata(event).get(name)
     return set() if value is None else set(json.loads(str(value.value)))
 
 
-def _metadata(event: DagsterEvent) -> Mapping[str, Any]:
+def _event_metadata(event: DagsterEvent) -> Mapping[str, Any]:
     data: Any = event.event_specific_data
     return getattr(data, "metadata", None) or {}
 
 
-def _records(instance: DagsterInstance, run: DagsterRun) -> Iterator[EventLogRecord]:
+def _iter_event_records(instance: DagsterInstance, run: DagsterRun) -> Iterator[EventLogRecord]:
     cursor: str | None = None
     while True:
-        page = instance.get_records_for_run(run.run_id, cursor=cursor, of_type=_EVENTS, limit=1000)
+        page = instance.get_records_for_run(run.run_id, cursor=cursor, of_type=_EVENT_TYPES, limit=1000)
         yield from page.records
         if not page.has_more:
             return
         cursor = page.cursor
 
 
-def _rules(key: AssetKey, graph: AssetGraph, default_namespace: str, require_checks: bool) -> AssetRules:
-    table = table_name(identifier_of(key, default_namespace))
+def _build_asset_rules(
+    key: AssetKey, graph: AssetGraph, default_namespace: str, require_checks: bool
+) -> AssetRules:
+    table = format_table_name(table_identifier(key, default_namespace))
     if not graph.has(key):
         # Removed from the code since the run was launched: nobody says any more which checks it needs.
         return AssetRules(table, frozenset(), demands_checks=True)
     node = graph.get(key)
-    demanded = _plain(node.metadata.get(AssetMetadata.REQUIRE_CHECKS, require_checks))
+    demands_checks = _unwrap_value(node.metadata.get(AssetMetadata.REQUIRE_CHECKS, require_checks))
     return AssetRules(
         table,
         frozenset(check.name for check in node.check_keys),
-        bool(demanded),
+        bool(demands_checks),
         {
             check.name: frozenset(
-                table_name(identifier_of(seen, default_namespace))
-                for seen in graph.get(check).parent_entity_keys
+                format_table_name(table_identifier(entity_key, default_namespace))
+                for entity_key in graph.get(check).parent_entity_keys
             )
             for check in node.check_keys
-            if whole_table(graph.get(check))
+            if covers_whole_table(graph.get(check))
         },
-        _plain(node.metadata.get(AssetMetadata.ISOLATION)) == "serializable",
-        frozenset(table_name(identifier_of(parent, default_namespace)) for parent in node.parent_keys),
-        exclusive_name(node.metadata, table),
-        _plain(node.metadata.get(AssetMetadata.COLUMNS)) == "freeze",
+        _unwrap_value(node.metadata.get(AssetMetadata.ISOLATION)) == "serializable",
+        frozenset(
+            format_table_name(table_identifier(parent, default_namespace)) for parent in node.parent_keys
+        ),
+        parse_exclusive_name(node.metadata, table),
+        _unwrap_value(node.metadata.get(AssetMetadata.COLUMNS)) == "freeze",
     )
 
 
-def whole_table(check: Any) -> bool:
+def covers_whole_table(check: Any) -> bool:
     """Whether a check speaks of all rows of its table: said by its author, else by its lack of partitions."""
-    scope = _plain((check.metadata or {}).get(AssetMetadata.CHECK_SCOPE))
+    scope = _unwrap_value((check.metadata or {}).get(AssetMetadata.CHECK_SCOPE))
     return scope == "table" if scope is not None else check.partitions_def is None
 
 
-def _plain(value: Any) -> Any:
+def _unwrap_value(value: Any) -> Any:
     return getattr(value, "value", value)

@@ -9,30 +9,36 @@ from datetime import datetime
 from dagster import DagsterInstance, DagsterRun, DagsterRunStatus, RunsFilter
 
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.publication.assessment import NO_TABLE, Assessed
+from branchlake_dagster.publication.assessment import NO_TABLE_CHANGED, AssessedRun
 from branchlake_dagster.publication.ledger import Published, Refused
-from branchlake_dagster.publication.outcome import Outcome, PublicationAction, other_location
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction, find_other_location
 from branchlake_dagster.publication.publisher import Publisher
 from branchlake_dagster.publication.report import MainView, RunReport, report_outcome
-from branchlake_dagster.publication.verdict import LAUNCH_AGAIN, Decision, look_at_rows
-from branchlake_dagster.runs.branch_owner import continuing_runs
+from branchlake_dagster.publication.verdict import LAUNCH_AGAIN, Decision, format_rows_hint
+from branchlake_dagster.runs.branch_owner import iter_continuing_runs
 from branchlake_dagster.runs.discarding import (
-    FAILS,
-    discarded_name,
-    drop_branch,
-    fail_unpublished,
-    finish_branch,
-    report_end,
+    FAILING_STATUSES,
+    discarded_tag_name,
+    end_branch_and_claim,
+    end_judged_branch,
+    fail_unpublished_run,
+    report_branch_end,
     status_without_verdict,
 )
-from branchlake_dagster.runs.run_tags import FENCED, Place, Status, keep_failed_hours, place_of
+from branchlake_dagster.runs.run_tags import (
+    FENCED,
+    RunLocation,
+    Status,
+    find_keep_failed_hours,
+    find_run_location,
+)
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
-from branchlake_dagster.wording import agree, counted
+from branchlake_dagster.wording import format_count, pluralize
 
-_SET_BACK = "it was on main, and main was set back meanwhile"
+_MAIN_WAS_SET_BACK = "it was on main, and main was set back meanwhile"
 """Between the look at the ledger and the report, by hand."""
-_STATUS = {
+_STATUS_BY_ACTION = {
     PublicationAction.BLOCKED: Status.BLOCKED,
     PublicationAction.REFUSED: Status.REFUSED,
 }
@@ -51,7 +57,7 @@ class Finisher:
         client: NessieClient,
         publisher: Publisher,
         instance: DagsterInstance,
-        view: MainView | None,
+        main_view: MainView | None,
         settings: Settings,
         *,
         clock: Callable[[], float],
@@ -60,118 +66,166 @@ class Finisher:
         self._client = client
         self._publisher = publisher
         self._instance = instance
-        self._view = view
+        self._main_view = main_view
         self._settings = settings
         self._clock = clock
         self._now = now
 
-    def finish(self, one: Assessed, result: Published | Refused | None, *, until: float) -> Outcome:
-        """The outcome of a judged run. None as `result`: it is no candidate. `until` is the clock's end."""
-        refused = result if isinstance(result, Refused) else None
-        if (refused or (result is None and one.claimed)) and not self._keep_hours(one.run):
+    def finish(
+        self, assessed_run: AssessedRun, result: Published | Refused | None, *, deadline: float
+    ) -> Outcome:
+        """The outcome of a judged run. None as `result`: it is no candidate. `deadline` is the clock's end."""
+        refusal = result if isinstance(result, Refused) else None
+        if (refusal or (result is None and assessed_run.was_claimed)) and not self._keep_hours(
+            assessed_run.run
+        ):
             # Another publisher, perhaps inside the run, may still be at it: only of a branch that is gone it
             # is certain that it was not published.
-            drop_branch(self._client, one.branch, keep_data=False)
-        done = result if isinstance(result, Published) else self._already_published(one)
-        if done is not None and done.by_hand and (refused or one.why or one.verdict.blocked):
+            end_judged_branch(self._client, assessed_run.branch, keep_data=False)
+        publication = result if isinstance(result, Published) else self._find_publication(assessed_run)
+        if (
+            publication is not None
+            and publication.merged_outside
+            and (refusal or assessed_run.reason or assessed_run.verdict.blocked)
+        ):
             # Its rows are there, and this must not read as though they were not.
-            why = refused.reason() if refused else one.why or one.verdict.summary()
-            merged = f"{why.rstrip('.')}. But somebody merged its branch into main by hand, as {done.hash}"
-            held = one.action is PublicationAction.PUBLISHED  # as the ledger has it, whatever the verdict
-            action = PublicationAction.BLOCKED if held else one.action
-            if refused:
-                action = PublicationAction.REFUSED
-            codes = (*(refused.codes if refused else one.verdict.codes), "merged_outside")
-            return self._report_unpublished(one, merged, action, on_main=True, codes=codes)
-        if done is not None:
-            return self._report_published(one, done, until)
-        if refused:
-            reason = refused.reason()
-            return self._report_unpublished(
-                one, reason, PublicationAction.REFUSED, next_step=LAUNCH_AGAIN, codes=refused.codes
+            failure_reason = (
+                refusal.format_reason()
+                if refusal
+                else assessed_run.reason or assessed_run.verdict.format_summary()
             )
-        if one.action is PublicationAction.PUBLISHED:
-            return self._report_unpublished(one, _SET_BACK, PublicationAction.REFUSED, next_step=LAUNCH_AGAIN)
-        blocked = one.action is PublicationAction.BLOCKED
-        rows = look_at_rows(one.verdict.failed_tables, one.run.run_id) if blocked else ""
-        return self._report_unpublished(one, one.why, one.action, next_step=rows)
+            message = f"{failure_reason.rstrip('.')}. But somebody merged its branch into main by hand, as {publication.hash}"
+            is_in_ledger = (
+                assessed_run.action is PublicationAction.PUBLISHED
+            )  # as the ledger has it, whatever the verdict
+            action = PublicationAction.BLOCKED if is_in_ledger else assessed_run.action
+            if refusal:
+                action = PublicationAction.REFUSED
+            codes = (*(refusal.codes if refusal else assessed_run.verdict.codes), "merged_outside")
+            return self._report_unpublished(assessed_run, message, action, on_main=True, codes=codes)
+        if publication is not None:
+            return self._report_published(assessed_run, publication, deadline)
+        if refusal:
+            reason = refusal.format_reason()
+            return self._report_unpublished(
+                assessed_run, reason, PublicationAction.REFUSED, next_step=LAUNCH_AGAIN, codes=refusal.codes
+            )
+        if assessed_run.action is PublicationAction.PUBLISHED:
+            return self._report_unpublished(
+                assessed_run, _MAIN_WAS_SET_BACK, PublicationAction.REFUSED, next_step=LAUNCH_AGAIN
+            )
+        is_blocked = assessed_run.action is PublicationAction.BLOCKED
+        next_step = (
+            format_rows_hint(assessed_run.verdict.failed_tables, assessed_run.run.run_id)
+            if is_blocked
+            else ""
+        )
+        return self._report_unpublished(
+            assessed_run, assessed_run.reason, assessed_run.action, next_step=next_step
+        )
 
-    def _already_published(self, one: Assessed) -> Published | None:
+    def _find_publication(self, assessed_run: AssessedRun) -> Published | None:
         """What `main` has of a run that this pass did not publish."""
-        if one.candidate is None and not one.claimed and not one.evidence.write_set:
+        if (
+            assessed_run.candidate is None
+            and not assessed_run.was_claimed
+            and not assessed_run.evidence.write_set
+        ):
             return None
-        return self._publisher.already_published(one.branch.name, one.base_hash, one.branch.hash)
+        return self._publisher.find_publication(
+            assessed_run.branch.name, assessed_run.base_hash, assessed_run.branch.hash
+        )
 
-    def _report_published(self, one: Assessed, done: Published, until: float) -> Outcome:
-        tables = one.candidate.tables if one.candidate else ()
-        again = f", rebased {', '.join(done.rebased)}" if done.rebased else ""
-        by_hand = ", merged by hand" if done.by_hand else ""
-        detail = f"{', '.join(tables)} as {done.hash[:12]}{by_hand}, {one.verdict.summary()}{again}"
-        left = self._announce(one, until, Status.PUBLISHED, publication=done)
-        if left:
-            detail += f"; {counted(left, 'partition')} {agree(left, 'is', 'are')} told by the next ticks"
+    def _report_published(
+        self, assessed_run: AssessedRun, publication: Published, deadline: float
+    ) -> Outcome:
+        tables = assessed_run.candidate.tables if assessed_run.candidate else ()
+        rebase_note = (
+            f", rebased {', '.join(publication.rebased_tables)}" if publication.rebased_tables else ""
+        )
+        merge_note = ", merged by hand" if publication.merged_outside else ""
+        detail = f"{', '.join(tables)} as {publication.hash[:12]}{merge_note}, {assessed_run.verdict.format_summary()}{rebase_note}"
+        remaining = self._report_outcome(assessed_run, deadline, Status.PUBLISHED, publication=publication)
+        if remaining:
+            detail += f"; {format_count(remaining, 'partition')} {pluralize(remaining, 'is', 'are')} told by the next ticks"
         else:
-            finish_branch(self._client, one.branch, keep_data=True)
-        return self._outcome(one, PublicationAction.PUBLISHED, detail, done.hash, tables)
+            end_branch_and_claim(self._client, assessed_run.branch, keep_data=True)
+        return self._build_outcome(
+            assessed_run, PublicationAction.PUBLISHED, detail, publication.hash, tables
+        )
 
     def _report_unpublished(
         self,
-        one: Assessed,
-        why: str | None,
+        assessed_run: AssessedRun,
+        reason: str | None,
         action: PublicationAction,
         *,
         on_main: bool = False,
         next_step: str = "",
         codes: tuple[str, ...] | None = None,
     ) -> Outcome:
-        ended = status_without_verdict(one.run)
-        status = Status.UNCHANGED if why == NO_TABLE else _STATUS.get(action, ended)
-        if status in FAILS:
+        default_status = status_without_verdict(assessed_run.run)
+        status = (
+            Status.UNCHANGED if reason == NO_TABLE_CHANGED else _STATUS_BY_ACTION.get(action, default_status)
+        )
+        if status in FAILING_STATUSES:
             # First of all: whoever comes after a publisher that died here must not find a green run.
-            reason = why or "; ".join(one.verdict.reasons)
-            fail_unpublished(self._instance, one.run.run_id, reason, next_step)
+            failure_reason = reason or "; ".join(assessed_run.verdict.reasons)
+            fail_unpublished_run(self._instance, assessed_run.run.run_id, failure_reason, next_step)
         # A few examples are told, and always all of them: the branch goes now, and nobody comes again.
-        self._announce(one, math.inf, status, why=why, on_main=on_main, next_step=next_step)
-        if not self._keep_hours(one.run):
-            finish_branch(self._client, one.branch, keep_data=False)
-        told = one.verdict.codes if codes is None else codes
-        return self._outcome(one, action, why or one.verdict.summary(), None, (), next_step, told)
+        self._report_outcome(
+            assessed_run, math.inf, status, reason=reason, on_main=on_main, next_step=next_step
+        )
+        if not self._keep_hours(assessed_run.run):
+            end_branch_and_claim(self._client, assessed_run.branch, keep_data=False)
+        outcome_codes = assessed_run.verdict.codes if codes is None else codes
+        return self._build_outcome(
+            assessed_run,
+            action,
+            reason or assessed_run.verdict.format_summary(),
+            None,
+            (),
+            next_step,
+            outcome_codes,
+        )
 
-    def _announce(
+    def _report_outcome(
         self,
-        one: Assessed,
-        until: float,
+        assessed_run: AssessedRun,
+        deadline: float,
         status: Status,
         *,
         publication: Published | None = None,
-        why: str | None = None,
+        reason: str | None = None,
         on_main: bool = False,
         next_step: str = "",
     ) -> int:
         report = RunReport(
-            one.run,
-            one.evidence,
-            one.verdict,
-            one.branch.name,
+            assessed_run.run,
+            assessed_run.evidence,
+            assessed_run.verdict,
+            assessed_run.branch.name,
             status,
-            took_s=self._clock() - one.began,
+            took_s=self._clock() - assessed_run.start_time,
             at=self._now().timestamp(),
             publication=publication.hash if publication else None,
-            by_hand=publication.by_hand if publication else False,
-            rebased=publication.rebased if publication else (),
-            why=why,
-            kept_hours=0.0 if publication else self._keep_hours(one.run),
+            merged_outside=publication.merged_outside if publication else False,
+            rebased=publication.rebased_tables if publication else (),
+            why=reason,
+            retention_hours=0.0 if publication else self._keep_hours(assessed_run.run),
             on_main=on_main,
             next_step=next_step,
         )
-        return report_outcome(self._instance, report, self._view, more=lambda: self._clock() < until)
+        return report_outcome(
+            self._instance, report, self._main_view, has_time=lambda: self._clock() < deadline
+        )
 
     def _keep_hours(self, run: DagsterRun) -> float:
-        return keep_failed_hours(run.tags, run.run_id, self._settings)
+        return find_keep_failed_hours(run.tags, run.run_id, self._settings)
 
     @staticmethod
-    def _outcome(
-        one: Assessed,
+    def _build_outcome(
+        assessed_run: AssessedRun,
         action: PublicationAction,
         detail: str,
         publication: str | None,
@@ -180,11 +234,11 @@ class Finisher:
         codes: tuple[str, ...] = (),
     ) -> Outcome:
         return Outcome(
-            one.branch.name,
-            one.run.run_id,
+            assessed_run.branch.name,
+            assessed_run.run.run_id,
             action,
             detail,
-            one.verdict,
+            assessed_run.verdict,
             publication,
             tables,
             next_step=next_step,
@@ -192,10 +246,10 @@ class Finisher:
         )
 
 
-_LIMIT = 100
+_MAX_RUNS_PER_PASS = 100
 """Runs in one pass; the next passes report the others."""
-_FINISHED = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED]
-_REASON = (
+_FINISHED_STATUSES = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED]
+_LOST_BRANCH_REASON = (
     "its branch is gone although nobody judged the run: somebody deleted the branch, or Nessie was restored"
     " from a copy that does not have it"
 )
@@ -227,40 +281,48 @@ class LostBranches:
 
         Costs one query to Dagster's run storage, and three requests to Nessie for each run without a branch.
         """
-        waiting = self._instance.get_runs(
-            RunsFilter(tags={RunTag.STATUS: str(Status.PENDING)}, statuses=_FINISHED), limit=_LIMIT
+        pending_runs = self._instance.get_runs(
+            RunsFilter(tags={RunTag.STATUS: str(Status.PENDING)}, statuses=_FINISHED_STATUSES),
+            limit=_MAX_RUNS_PER_PASS,
         )
-        for run in waiting:
-            place = place_of(run.tags, run.run_id)
-            if place is None or place.unbranched or place.branch in existing_branches:
+        for run in pending_runs:
+            run_branch = find_run_location(run.tags, run.run_id)
+            if run_branch is None or run_branch.unbranched or run_branch.branch in existing_branches:
                 continue
-            if run.tags.get(RunTag.LAKE, self._lake_id) != self._lake_id or other_location(
+            if run.tags.get(RunTag.LAKE, self._lake_id) != self._lake_id or find_other_location(
                 run, self._location
             ):
                 continue
-            if not self._is_lost(place):
+            if not self._is_lost(run_branch):
                 continue
-            yield self._reported(run, place)
+            yield self._report_lost_run(run, run_branch)
 
-    def _is_lost(self, place: Place) -> bool:
+    def _is_lost(self, run_branch: RunLocation) -> bool:
         """Whether nobody has the run's work in hand: no branch, no discarded state, no retry.
 
         A state whose files are being deleted comes back to nobody, and may stay for as long as it takes.
         """
-        if any(map(self._client.has_reference, (place.branch, discarded_name(place.branch)))):
+        if any(map(self._client.has_reference, (run_branch.branch, discarded_tag_name(run_branch.branch)))):
             return False
-        return not any(continuing_runs(self._instance, [place.branch]))
+        return not any(iter_continuing_runs(self._instance, [run_branch.branch]))
 
-    def _reported(self, run: DagsterRun, place: Place) -> Outcome:
-        if done := self._publisher.already_published(place.branch, place.base_hash):
-            self._instance.report_engine_event(f"Published as {done.hash}.", run)
-            published = {RunTag.STATUS: str(Status.PUBLISHED), RunTag.VERDICT: str(Decision.PASSED)}
-            self._instance.add_run_tags(run.run_id, {**published, RunTag.PUBLICATION: done.hash})
+    def _report_lost_run(self, run: DagsterRun, run_branch: RunLocation) -> Outcome:
+        if publication := self._publisher.find_publication(run_branch.branch, run_branch.base_hash):
+            self._instance.report_engine_event(f"Published as {publication.hash}.", run)
+            published_tags = {RunTag.STATUS: str(Status.PUBLISHED), RunTag.VERDICT: str(Decision.PASSED)}
+            self._instance.add_run_tags(run.run_id, {**published_tags, RunTag.PUBLICATION: publication.hash})
             action, detail = PublicationAction.PUBLISHED, "by a publisher that died before it could report it"
-            return Outcome(place.branch, run.run_id, action, detail, None, done.hash)
+            return Outcome(run_branch.branch, run.run_id, action, detail, None, publication.hash)
         action, status = PublicationAction.DISCARDED, status_without_verdict(run)
         if run.is_success:
             action, status = PublicationAction.REFUSED, Status.REFUSED
-            fail_unpublished(self._instance, run.run_id, _REASON)
-        report_end(self._instance, run.run_id, place.branch, verdict=FENCED, reason=_REASON, status=status)
-        return Outcome(place.branch, run.run_id, action, _REASON)
+            fail_unpublished_run(self._instance, run.run_id, _LOST_BRANCH_REASON)
+        report_branch_end(
+            self._instance,
+            run.run_id,
+            run_branch.branch,
+            verdict=FENCED,
+            reason=_LOST_BRANCH_REASON,
+            status=status,
+        )
+        return Outcome(run_branch.branch, run.run_id, action, _LOST_BRANCH_REASON)

@@ -28,7 +28,7 @@ from branchlake_dagster.nessie.model import (
     Reference,
 )
 from branchlake_dagster.stored_names import LakeProperty
-from branchlake_dagster.wording import Reason, named
+from branchlake_dagster.wording import CodedReason, format_names
 
 _PUBLICATIONS = f"'{LakeProperty.PUBLICATION_ID}' in commit.properties"
 
@@ -57,23 +57,23 @@ class Publication:
         return publication_id(self.branch)
 
 
-def properties(publications: Sequence[Publication]) -> dict[str, str]:
+def publication_properties(publications: Sequence[Publication]) -> dict[str, str]:
     """The properties of a commit that carries these publications."""
     return {
-        LakeProperty.PUBLICATION_ID: ",".join(one.publication_id for one in publications),
-        LakeProperty.RUN_ID: ",".join(one.run_id for one in publications),
-        LakeProperty.ROOT_RUN_ID: ",".join(one.root_run_id for one in publications),
-        LakeProperty.VERDICT: ",".join(one.verdict for one in publications),
-        LakeProperty.BASE_HASH: ",".join(one.base_hash for one in publications),
-        LakeProperty.BRANCH: ",".join(one.branch for one in publications),
-        LakeProperty.TABLES: ";".join(",".join(one.tables) for one in publications),
+        LakeProperty.PUBLICATION_ID: ",".join(publication.publication_id for publication in publications),
+        LakeProperty.RUN_ID: ",".join(publication.run_id for publication in publications),
+        LakeProperty.ROOT_RUN_ID: ",".join(publication.root_run_id for publication in publications),
+        LakeProperty.VERDICT: ",".join(publication.verdict for publication in publications),
+        LakeProperty.BASE_HASH: ",".join(publication.base_hash for publication in publications),
+        LakeProperty.BRANCH: ",".join(publication.branch for publication in publications),
+        LakeProperty.TABLES: ";".join(",".join(publication.tables) for publication in publications),
     }
 
 
-def message(publications: Sequence[Publication]) -> str:
+def publication_message(publications: Sequence[Publication]) -> str:
     """The commit message of these publications."""
-    tables = ", ".join(dict.fromkeys(table for one in publications for table in one.tables))
-    runs = ", ".join(one.run_id for one in publications)
+    tables = ", ".join(dict.fromkeys(table for publication in publications for table in publication.tables))
+    runs = ", ".join(publication.run_id for publication in publications)
     return (
         f"Publish {tables} from run {runs}"
         if len(publications) == 1
@@ -81,10 +81,10 @@ def message(publications: Sequence[Publication]) -> str:
     )
 
 
-def publications_in(entry: LogEntry) -> list[Publication]:
+def parse_publications(entry: LogEntry) -> list[Publication]:
     """The publications of one commit; none for a commit that is no publication of ours."""
-    found = entry.commit.properties
-    if LakeProperty.PUBLICATION_ID not in found:
+    commit_properties = entry.commit.properties
+    if LakeProperty.PUBLICATION_ID not in commit_properties:
         return []
     names = (
         LakeProperty.BRANCH,
@@ -93,20 +93,23 @@ def publications_in(entry: LogEntry) -> list[Publication]:
         LakeProperty.VERDICT,
         LakeProperty.BASE_HASH,
     )
-    columns = [found.get(name, "").split(",") for name in names]
+    value_lists = [commit_properties.get(name, "").split(",") for name in names]
     tables = (
-        tuple(filter(None, listed.split(","))) for listed in found.get(LakeProperty.TABLES, "").split(";")
+        tuple(filter(None, table_list.split(",")))
+        for table_list in commit_properties.get(LakeProperty.TABLES, "").split(";")
     )
     return [
-        Publication(branch, run, root, verdict, base, changed, entry.commit.hash, entry.commit.commit_time)
-        for branch, run, root, verdict, base, changed in zip(*columns, tables, strict=False)
+        Publication(
+            branch, run, root, verdict, base, changed_tables, entry.commit.hash, entry.commit.commit_time
+        )
+        for branch, run, root, verdict, base, changed_tables in zip(*value_lists, tables, strict=False)
     ]
 
 
-def publications(client: NessieClient, *, limit: int | None = None) -> Iterator[Publication]:
+def iter_publications(client: NessieClient, *, limit: int | None = None) -> Iterator[Publication]:
     """Publications on `main`, newest first, of at most `limit` commits."""
     for entry in client.log(MAIN, filter=_PUBLICATIONS, limit=limit):
-        yield from publications_in(entry)
+        yield from parse_publications(entry)
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ class Candidate:
     """A run's branch as it shall be published: what differs between `base_hash` and `head_hash`.
 
     `changes` is that difference. `read_set` are the tables a serializable run has read; None for a run
-    under snapshot isolation. `table_checks` are the tables whose checks speak of all their rows and so
+    under snapshot isolation. `fully_checked_tables` are the tables whose checks speak of all their rows and
+    so
     must be found again when rows of other runs have come in between. `leases` are the names of which it must
     be the holder when it is published.
     """
@@ -127,13 +131,13 @@ class Candidate:
     verdict: str
     changes: tuple[DiffEntry, ...]
     read_set: frozenset[ContentKey] | None = None
-    table_checks: frozenset[ContentKey] = frozenset()
+    fully_checked_tables: frozenset[ContentKey] = frozenset()
     leases: frozenset[str] = frozenset()
 
     @property
     def tables(self) -> tuple[str, ...]:
         """The write set by dotted name: tables, views, functions."""
-        return tables_in(self.changes)
+        return changed_tables(self.changes)
 
     @property
     def keys(self) -> frozenset[ContentKey]:
@@ -141,25 +145,25 @@ class Candidate:
         return frozenset(entry.key for entry in self.changes)
 
     @property
-    def serializable(self) -> bool:
+    def is_serializable(self) -> bool:
         """Whether what it read must still hold."""
         return self.read_set is not None
 
     @property
-    def renames(self) -> bool:
+    def has_renames(self) -> bool:
         """Whether a content has moved to another key."""
-        gone = {
+        removed_ids = {
             entry.from_content.content_id
             for entry in self.changes
             if entry.from_content and not entry.to_content
         }
         return any(
-            entry.to_content.content_id in gone
+            entry.to_content.content_id in removed_ids
             for entry in self.changes
             if entry.to_content and not entry.from_content
         )
 
-    def publication(self) -> Publication:
+    def to_publication(self) -> Publication:
         """Its entry in the ledger."""
         return Publication(
             self.branch, self.run_id, self.root_run_id, self.verdict, self.base_hash, self.tables
@@ -170,14 +174,15 @@ class Candidate:
 class Published:
     """The candidate is on `main`, in the commit `hash`.
 
-    `now` is False when an earlier call did it, `by_hand` True when it was somebody else's: the ledger has
-    nothing of it, and its rows are there. `rebased` names the tables whose changes were replayed.
+    `is_new` is False when an earlier call did it, `merged_outside` True when it was somebody else's: the
+    ledger has
+    nothing of it, and its rows are there. `rebased_tables` names the tables whose changes were replayed.
     """
 
     hash: str
-    now: bool = True
-    rebased: tuple[str, ...] = ()
-    by_hand: bool = False
+    is_new: bool = True
+    rebased_tables: tuple[str, ...] = ()
+    merged_outside: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,7 +193,7 @@ class Refused:
     publications it collided with. `only_expired`: it could follow, had it not taken snapshots out of a table.
     """
 
-    conflicts: Mapping[str, Reason]
+    conflicts: Mapping[str, CodedReason]
     partitions: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
     only_expired: bool = False
@@ -196,14 +201,14 @@ class Refused:
     @property
     def codes(self) -> tuple[str, ...]:
         """The causes, each once."""
-        return tuple(dict.fromkeys(why.code for why in self.conflicts.values()))
+        return tuple(dict.fromkeys(reason.code for reason in self.conflicts.values()))
 
-    def reason(self) -> str:
+    def format_reason(self) -> str:
         """The tables, partitions and who changed them meanwhile."""
-        tables = "; ".join(f"{table}: {why}" for table, why in self.conflicts.items())
-        where = f" ({named('partition', self.partitions)})" if self.partitions else ""
-        who = f", published by {named('run', self.runs)}" if self.runs else ""
-        return f"main changed meanwhile. {tables}{where}{who}"
+        tables = "; ".join(f"{table}: {reason}" for table, reason in self.conflicts.items())
+        partition_note = f" ({format_names('partition', self.partitions)})" if self.partitions else ""
+        run_note = f", published by {format_names('run', self.runs)}" if self.runs else ""
+        return f"main changed meanwhile. {tables}{partition_note}{run_note}"
 
 
 @dataclass(frozen=True)
@@ -216,74 +221,79 @@ class NeedsChecks:
 Result = Published | Refused | NeedsChecks
 
 
-def write_set(client: NessieClient, base_hash: str, ref: Reference) -> tuple[DiffEntry, ...]:
+def load_write_set(client: NessieClient, base_hash: str, ref: Reference) -> tuple[DiffEntry, ...]:
     """What differs between the base and the branch."""
-    return () if ref.hash == base_hash else tuple(client.diff(f"@{base_hash}", ref.pinned))
+    return () if ref.hash == base_hash else tuple(client.diff(f"@{base_hash}", ref.pinned_ref))
 
 
-def tables_in(changes: tuple[DiffEntry, ...]) -> tuple[str, ...]:
+def changed_tables(changes: tuple[DiffEntry, ...]) -> tuple[str, ...]:
     """What the changes change by dotted name: tables, views, functions; everything but namespaces."""
-    return tuple(sorted(entry.key.name for entry in changes if not only_namespaces(entry)))
+    return tuple(sorted(entry.key.name for entry in changes if not is_namespace_change(entry)))
 
 
-def only_namespaces(entry: DiffEntry) -> bool:
+def is_namespace_change(entry: DiffEntry) -> bool:
     """Whether a change makes, changes or removes a namespace and nothing else."""
     sides = (entry.from_content, entry.to_content)
     return all(side is None or isinstance(side, Namespace) for side in sides)
 
 
-_MOST = 2000
+_MAX_COMMITS = 2000
 """Commits that are looked through, the newest first, for a name to tell."""
 
-OUTSIDE = "somebody outside branchlake"
+OUTSIDE_WRITER = "somebody outside branchlake"
 
 
-def with_culprits(client: NessieClient, candidate: Candidate, refused: Refused, *, at: str) -> Refused:
-    """`refused` with the publications it collided with, and the new names of renamed tables.
+def add_culprits(client: NessieClient, candidate: Candidate, refusal: Refused, *, main_hash: str) -> Refused:
+    """`refusal` with the publications it collided with, and the new names of renamed tables.
 
-    `at`: the hash of `main` it was refused at. Reads the log since the candidate's base, once.
+    `main_hash`: the hash of `main` it was refused at. Reads the log since the candidate's base, once.
     """
-    before = {entry.key: entry.from_content for entry in candidate.changes}
-    wanted = {key.name: key for key in (*before, *(candidate.read_set or ()))}
-    keys = {wanted[name] for name in refused.conflicts if name in wanted}
-    entries = list(_log(client, candidate, at))
-    conflicts = dict(refused.conflicts)
-    runs = list(refused.runs)
+    old_contents = {entry.key: entry.from_content for entry in candidate.changes}
+    key_by_name = {key.name: key for key in (*old_contents, *(candidate.read_set or ()))}
+    keys = {key_by_name[name] for name in refusal.conflicts if name in key_by_name}
+    entries = list(_iter_commits(client, candidate, main_hash))
+    conflicts = dict(refusal.conflicts)
+    runs = list(refusal.runs)
     for entry in entries:
-        for key in [key for key in keys if _touches(entry, key)]:
-            if not refused.runs:
-                runs += [one.run_id for one in publications_in(entry)] or [OUTSIDE]
-            old = before.get(key)
-            if isinstance(old, IcebergTable) and (name := _renamed(entry, key, old)):
-                conflicts[key.name] = Reason(f"it was renamed to {name}", "renamed")
-    return replace(refused, conflicts=conflicts, runs=tuple(dict.fromkeys(runs)))
+        for key in [key for key in keys if _changes_key(entry, key)]:
+            if not refusal.runs:
+                runs += [publication.run_id for publication in parse_publications(entry)] or [OUTSIDE_WRITER]
+            old_table = old_contents.get(key)
+            if isinstance(old_table, IcebergTable) and (new_name := _find_new_name(entry, key, old_table)):
+                conflicts[key.name] = CodedReason(f"it was renamed to {new_name}", "renamed")
+    return replace(refusal, conflicts=conflicts, runs=tuple(dict.fromkeys(runs)))
 
 
-def brought_by(client: NessieClient, candidate: Candidate, *, at: str) -> str | None:
+def find_origin_commit(client: NessieClient, candidate: Candidate, *, main_hash: str) -> str | None:
     """The first commit on `main` that has the candidate's last table as its branch does; None: unknown."""
-    last = next(e for e in reversed(candidate.changes) if isinstance(e.to_content, IcebergTable))
-    found = None
-    for entry in _log(client, candidate, at):
+    last_change = next(e for e in reversed(candidate.changes) if isinstance(e.to_content, IcebergTable))
+    commit_hash = None
+    for entry in _iter_commits(client, candidate, main_hash):
         if any(
-            isinstance(one, Put) and one.key == last.key and one.content == last.to_content
-            for one in entry.operations
+            isinstance(operation, Put)
+            and operation.key == last_change.key
+            and operation.content == last_change.to_content
+            for operation in entry.operations
         ):
-            found = entry.commit.hash
-    return found
+            commit_hash = entry.commit.hash
+    return commit_hash
 
 
-def _log(client: NessieClient, candidate: Candidate, at: str) -> Iterator[LogEntry]:
+def _iter_commits(client: NessieClient, candidate: Candidate, main_hash: str) -> Iterator[LogEntry]:
     """The commits since the candidate's base, but never more than a person would wait for."""
-    return islice(client.log(f"@{at}", since=candidate.base_hash, fetch_operations=True), _MOST)
+    return islice(client.log(f"@{main_hash}", since=candidate.base_hash, fetch_operations=True), _MAX_COMMITS)
 
 
-def _touches(entry: LogEntry, key: ContentKey) -> bool:
-    return any(isinstance(done, Put | Delete) and done.key == key for done in entry.operations)
+def _changes_key(entry: LogEntry, key: ContentKey) -> bool:
+    return any(isinstance(operation, Put | Delete) and operation.key == key for operation in entry.operations)
 
 
-def _renamed(entry: LogEntry, key: ContentKey, old: IcebergTable) -> str | None:
+def _find_new_name(entry: LogEntry, key: ContentKey, old_table: IcebergTable) -> str | None:
     """The key under which the same commit put the content that it deleted here."""
-    if not any(isinstance(done, Delete) and done.key == key for done in entry.operations):
+    if not any(isinstance(operation, Delete) and operation.key == key for operation in entry.operations):
         return None
-    puts = (done for done in entry.operations if isinstance(done, Put))
-    return next((done.key.name for done in puts if done.content.content_id == old.content_id), None)
+    puts = (operation for operation in entry.operations if isinstance(operation, Put))
+    return next(
+        (operation.key.name for operation in puts if operation.content.content_id == old_table.content_id),
+        None,
+    )

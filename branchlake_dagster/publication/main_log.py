@@ -16,9 +16,9 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.nessie.model import LogEntry
-from branchlake_dagster.publication.ledger import Published, publications_in
+from branchlake_dagster.publication.ledger import Published, parse_publications
 
-_MOST = 200_000
+_MAX_COMMITS = 200_000
 """Commits that are remembered; about 200 bytes each, 320 with a publication."""
 
 
@@ -32,154 +32,184 @@ class MainLog:
     It holds no connection: one process asks it about one lake through many clients.
     """
 
-    def __init__(self, *, most: int = _MOST) -> None:
-        self._most = most
+    def __init__(self, *, max_commits: int = _MAX_COMMITS) -> None:
+        self._max_commits = max_commits
         self._lock = threading.Lock()
-        self._forget()
+        self._clear()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._chain: deque[str] = deque()
         """Hashes of one line of commits, oldest first."""
-        self._low = 0
+        self._lowest_position = 0
         """The place of the oldest one; places only ever mean an order."""
-        self._places: dict[str, int] = {}
-        self._whole = False
+        self._positions: dict[str, int] = {}
+        self._has_first_commit = False
         """Whether the oldest one is the first commit there is."""
         self._publications: dict[str, int] = {}
         """Places by branch."""
-        self._merged: dict[str, int] = {}
+        self._merges: dict[str, int] = {}
         """Places by the hash that a merge took in; of merges that are no publications."""
 
-    def already_published(
-        self, client: NessieClient, branch: str, *, base: str, at: str, head: str | None = None
+    def find_publication(
+        self,
+        client: NessieClient,
+        branch: str,
+        *,
+        base_hash: str,
+        main_hash: str,
+        head_hash: str | None = None,
     ) -> Published | None:
-        """How a branch, made from the commit `base`, came to `main` up to the commit `at`; None: it did not.
+        """How a branch, made from the commit `base_hash`, came to `main` up to the commit `main_hash`; None: it did not.
 
-        `head`: its hash; with it a merge by somebody else counts too. Raises BaseNotOnMain.
+        `head_hash`: its hash; with it a merge by somebody else counts too. Raises BaseNotOnMain.
         """
         with self._lock:
-            start, end = self._span(client, base, at)
-            place = self._publications.get(branch, start)
-            if start < place <= end:
-                return Published(self._chain[place - self._low], now=False)
-            taken = self._merged.get(head or "", start)
-            if start < taken <= end:
-                return Published(self._chain[taken - self._low], now=False, by_hand=True)
+            start, end = self._load_positions(client, base_hash, main_hash)
+            position = self._publications.get(branch, start)
+            if start < position <= end:
+                return Published(self._chain[position - self._lowest_position], is_new=False)
+            merge_position = self._merges.get(head_hash or "", start)
+            if start < merge_position <= end:
+                return Published(
+                    self._chain[merge_position - self._lowest_position], is_new=False, merged_outside=True
+                )
             return None
 
-    def on_main(
-        self, client: NessieClient, branch: str, *, base: str, head: str | None = None
+    def find_on_main(
+        self, client: NessieClient, branch: str, *, base_hash: str, head_hash: str | None = None
     ) -> Published | None:
         """The same for `main` as it is now. None too when it has lost the base; the publisher says so."""
         try:
-            at = client.reference(MAIN).hash
-            return self.already_published(client, branch, base=base, head=head, at=at)
+            main_hash = client.reference(MAIN).hash
+            return self.find_publication(
+                client, branch, base_hash=base_hash, head_hash=head_hash, main_hash=main_hash
+            )
         except BaseNotOnMain:
             return None
 
-    def holds(self, client: NessieClient, base: str) -> bool:
+    def contains_commit(self, client: NessieClient, commit_hash: str) -> bool:
         """Whether the commit is in `main`'s history now."""
-        at = client.reference(MAIN).hash
+        main_hash = client.reference(MAIN).hash
         try:
             with self._lock:
-                self._span(client, base, at)
+                self._load_positions(client, commit_hash, main_hash)
         except BaseNotOnMain:
             return False
         return True
 
-    def merges(self, client: NessieClient, *, base: str, at: str) -> dict[str, str]:
-        """The merges by hand after the commit `base` up to `at`, by the hash that each took in."""
+    def find_merges(self, client: NessieClient, *, base_hash: str, main_hash: str) -> dict[str, str]:
+        """The merges by hand after the commit `base_hash` up to `main_hash`, by the hash that each took in."""
         with self._lock:
-            start, end = self._span(client, base, at)
-            found = {source: place for source, place in self._merged.items() if start < place <= end}
-            return {source: self._chain[place - self._low] for source, place in found.items()}
+            start, end = self._load_positions(client, base_hash, main_hash)
+            merge_positions = {
+                source: position for source, position in self._merges.items() if start < position <= end
+            }
+            return {
+                source: self._chain[position - self._lowest_position]
+                for source, position in merge_positions.items()
+            }
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def _span(self, client: NessieClient, base: str, at: str) -> tuple[int, int]:
+    def _load_positions(self, client: NessieClient, base_hash: str, main_hash: str) -> tuple[int, int]:
         """The places of two commits, after reading whatever it takes to know them."""
-        if at not in self._places:
-            self._reach(client, at, base)
-        if base not in self._places and not self._whole:
-            self._lengthen(client, base)
-        if base not in self._places or self._places[base] > self._places[at]:
+        if main_hash not in self._positions:
+            self._read_newer(client, main_hash, base_hash)
+        if base_hash not in self._positions and not self._has_first_commit:
+            self._read_older(client, base_hash)
+        if base_hash not in self._positions or self._positions[base_hash] > self._positions[main_hash]:
             raise BaseNotOnMain(
-                f"Main no longer holds the commit {base[:16]} from which the run started:"
+                f"Main no longer holds the commit {base_hash[:16]} from which the run started:"
                 " it was rolled back, or restored from a backup.",
                 hint="Launch the run anew; it will start from today's main.",
             )
-        span = self._places[base], self._places[at]
-        self._trim(keep=span[0])
-        return span
+        positions = self._positions[base_hash], self._positions[main_hash]
+        self._drop_oldest(keep_from=positions[0])
+        return positions
 
-    def _reach(self, client: NessieClient, at: str, base: str) -> None:
-        """Know `at`: what is new since the newest commit that is known, or all of another history."""
-        newest = self._chain[-1] if self._chain else base
-        new: list[LogEntry] = []
+    def _read_newer(self, client: NessieClient, main_hash: str, base_hash: str) -> None:
+        """Know `main_hash`: what is new since the newest commit that is known, or all of another history."""
+        newest_hash = self._chain[-1] if self._chain else base_hash
+        new_entries: list[LogEntry] = []
         try:
-            new += client.log(f"@{at}", since=newest)
+            new_entries += client.log(f"@{main_hash}", since=newest_hash)
         except ReferenceNotFound:
             # Rolled back or restored: the known commits after the fork are no longer main's.
-            new.clear()
-            for entry in client.log(f"@{at}"):
-                if entry.commit.hash in self._places:
-                    newest = entry.commit.hash
+            new_entries.clear()
+            for entry in client.log(f"@{main_hash}"):
+                if entry.commit.hash in self._positions:
+                    newest_hash = entry.commit.hash
                     break
-                new.append(entry)
+                new_entries.append(entry)
             else:
-                self._forget()
-                self._append(new)
-                self._whole = True
+                self._clear()
+                self._append(new_entries)
+                self._has_first_commit = True
                 return
         if not self._chain:
-            self._chain.append(newest)
-            self._places[newest] = self._low
-        self._cut(after=newest)
-        self._append(new)
+            self._chain.append(newest_hash)
+            self._positions[newest_hash] = self._lowest_position
+        self._drop_newer(commit_hash=newest_hash)
+        self._append(new_entries)
 
     def _append(self, newest_first: list[LogEntry]) -> None:
         for entry in reversed(newest_first):
-            place = self._low + len(self._chain)
+            position = self._lowest_position + len(self._chain)
             self._chain.append(entry.commit.hash)
-            self._note(entry, place)
+            self._record_commit(entry, position)
 
-    def _lengthen(self, client: NessieClient, base: str) -> None:
-        """Go back to `base`, or to the first commit."""
-        older: Iterator[LogEntry] = client.log(f"@{self._chain[0]}")
-        itself = next(older, None)
-        if itself is not None:
-            self._note(itself, self._low)  # the oldest one may be known by its hash alone
-        for entry in older:
-            self._low -= 1
+    def _read_older(self, client: NessieClient, base_hash: str) -> None:
+        """Go back to `base_hash`, or to the first commit."""
+        older_entries: Iterator[LogEntry] = client.log(f"@{self._chain[0]}")
+        oldest_entry = next(older_entries, None)
+        if oldest_entry is not None:
+            self._record_commit(
+                oldest_entry, self._lowest_position
+            )  # the oldest one may be known by its hash alone
+        for entry in older_entries:
+            self._lowest_position -= 1
             self._chain.appendleft(entry.commit.hash)
-            self._note(entry, self._low)
-            if entry.commit.hash == base:
+            self._record_commit(entry, self._lowest_position)
+            if entry.commit.hash == base_hash:
                 return
-        self._whole = True
+        self._has_first_commit = True
 
-    def _note(self, entry: LogEntry, place: int) -> None:
-        self._places[entry.commit.hash] = place
-        ours = publications_in(entry)
-        self._publications |= {one.branch: place for one in ours}
-        if not ours:
-            self._merged |= dict.fromkeys(entry.commit.parent_hashes[1:], place)
+    def _record_commit(self, entry: LogEntry, position: int) -> None:
+        self._positions[entry.commit.hash] = position
+        publications = parse_publications(entry)
+        self._publications |= {publication.branch: position for publication in publications}
+        if not publications:
+            self._merges |= dict.fromkeys(entry.commit.parent_hashes[1:], position)
 
     # -- forgetting ------------------------------------------------------------------------------------
 
-    def _cut(self, *, after: str) -> None:
-        last = self._places[after]
-        while self._low + len(self._chain) - 1 > last:
-            del self._places[self._chain.pop()]
-        self._publications = {name: place for name, place in self._publications.items() if place <= last}
-        self._merged = {source: place for source, place in self._merged.items() if place <= last}
+    def _drop_newer(self, *, commit_hash: str) -> None:
+        last_position = self._positions[commit_hash]
+        while self._lowest_position + len(self._chain) - 1 > last_position:
+            del self._positions[self._chain.pop()]
+        self._publications = {
+            name: position for name, position in self._publications.items() if position <= last_position
+        }
+        self._merges = {
+            source: position for source, position in self._merges.items() if position <= last_position
+        }
 
-    def _trim(self, *, keep: int) -> None:
-        """Forget the oldest commits when there are too many, but for those after the place `keep`."""
-        if len(self._chain) <= self._most or keep - self._low < self._most // 2:
+    def _drop_oldest(self, *, keep_from: int) -> None:
+        """Forget the oldest commits when there are too many, but for those after the place `keep_from`."""
+        if (
+            len(self._chain) <= self._max_commits
+            or keep_from - self._lowest_position < self._max_commits // 2
+        ):
             return
-        while self._low < keep:
-            del self._places[self._chain.popleft()]
-            self._low += 1
-        self._whole = False
-        self._publications = {name: place for name, place in self._publications.items() if place > self._low}
-        self._merged = {source: place for source, place in self._merged.items() if place > self._low}
+        while self._lowest_position < keep_from:
+            del self._positions[self._chain.popleft()]
+            self._lowest_position += 1
+        self._has_first_commit = False
+        self._publications = {
+            name: position
+            for name, position in self._publications.items()
+            if position > self._lowest_position
+        }
+        self._merges = {
+            source: position for source, position in self._merges.items() if position > self._lowest_position
+        }

@@ -10,8 +10,8 @@ from dagster import AssetCheckKey, AssetKey, DagsterInstance, DagsterRun, RunReq
 
 from branchlake_dagster.nessie.model import Reference
 from branchlake_dagster.publication.verdict import Verdict
-from branchlake_dagster.runs.branch_owner import owners
-from branchlake_dagster.runs.run_branch import run_id_of
+from branchlake_dagster.runs.branch_owner import load_branch_owners
+from branchlake_dagster.runs.run_branch import run_id_of_branch
 
 
 class PublicationAction(StrEnum):
@@ -27,7 +27,7 @@ class PublicationAction(StrEnum):
     UNBRANCHED = "unbranched"
     UNKNOWN_RUN = "unknown run"
     TRY_AGAIN = "try again"
-    SET_ASIDE = "set aside"
+    PARKED = "set aside"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CheckRun:
         names = ", ".join(f"{check} on {asset}" for asset, check in self.checks)
         return f"asks for {names} on {self.branch}, because main has moved"
 
-    def request(self) -> RunRequest:
+    def to_run_request(self) -> RunRequest:
         """The same for a sensor."""
         return RunRequest(
             run_key=self.key,
@@ -78,46 +78,48 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedRun:
     """A branch by name and its run, which has ended."""
 
     branch: str
     run: DagsterRun
 
 
-def backlog(
+def find_ended_runs(
     instance: DagsterInstance, branches: Sequence[Reference], *, location: str | None
-) -> tuple[list[Ended], list[Outcome]]:
+) -> tuple[list[EndedRun], list[Outcome]]:
     """The branches of the ended runs of a code location (None: of all), and what is said of the others.
 
     The oldest first: it has waited longest, and a later run has seen less of what others did.
     """
-    found: list[tuple[float, int, Ended]] = []
-    others: list[Outcome] = []
-    records = owners(instance, [branch.name for branch in branches])
+    ended_runs: list[tuple[float, int, EndedRun]] = []
+    other_outcomes: list[Outcome] = []
+    records = load_branch_owners(instance, [branch.name for branch in branches])
     for branch in branches:
         record = records[branch.name]
         if record is None:
             detail = "Dagster knows no such run; left to the reaper"
-            others.append(Outcome(branch.name, run_id_of(branch.name), PublicationAction.UNKNOWN_RUN, detail))
+            other_outcomes.append(
+                Outcome(branch.name, run_id_of_branch(branch.name), PublicationAction.UNKNOWN_RUN, detail)
+            )
             continue
         run = record.dagster_run
-        if (other := other_location(run, location)) is not None:
-            detail = f"the run belongs to code location {other}, whose own sensor judges it"
+        if (other_name := find_other_location(run, location)) is not None:
+            detail = f"the run belongs to code location {other_name}, whose own sensor judges it"
         elif not run.is_finished:
             detail = f"the run is {run.status.value.lower()}"
         else:
-            found.append((record.end_time or 0.0, record.storage_id, Ended(branch.name, run)))
+            ended_runs.append((record.end_time or 0.0, record.storage_id, EndedRun(branch.name, run)))
             continue
-        others.append(Outcome(branch.name, run.run_id, PublicationAction.WAITING, detail))
-    found.sort(key=lambda one: one[:2])
-    return [one for _, _, one in found], others
+        other_outcomes.append(Outcome(branch.name, run.run_id, PublicationAction.WAITING, detail))
+    ended_runs.sort(key=lambda item: item[:2])
+    return [item for _, _, item in ended_runs], other_outcomes
 
 
-def other_location(run: DagsterRun, location: str | None) -> str | None:
+def find_other_location(run: DagsterRun, location: str | None) -> str | None:
     """The code location of the run, if it is not `location`: only its own definitions know its checks."""
     origin = run.remote_job_origin
     if location is None or origin is None:
         return None
-    name = origin.repository_origin.code_location_origin.location_name
-    return None if name == location else name
+    location_name = origin.repository_origin.code_location_origin.location_name
+    return None if location_name == location else location_name

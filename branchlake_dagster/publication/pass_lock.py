@@ -23,7 +23,7 @@ from typing import IO
 from branchlake_dagster.file_lock import try_file_lock
 from branchlake_dagster.settings import Settings
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +41,7 @@ def longest_pass_s(settings: Settings) -> float:
 
 
 @contextmanager
-def one_pass(
+def acquire_pass_lock(
     settings: Settings,
     *,
     patience_s: float = 0.0,
@@ -58,7 +58,7 @@ def one_pass(
     folder = settings.state_dir / "run"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"publication-{settings.lake_id}.lock"
-    until = clock() + patience_s
+    deadline = clock() + patience_s
     while True:
         with path.open("a+b", buffering=0) as handle:
             if try_file_lock(handle.fileno()):
@@ -69,13 +69,13 @@ def one_pass(
                 continue  # another pass has abandoned this file between its opening and its lock
             _abandon_stale(path, handle, now=now(), longest_s=longest_pass_s(settings))
             if _is_current(path, handle):
-                if clock() >= until:
+                if clock() >= deadline:
                     yield False
                     return
-                sleep(_LOOK_S)
+                sleep(_POLL_S)
 
 
-def pass_holder(settings: Settings) -> PassHolder | None:
+def read_pass_holder(settings: Settings) -> PassHolder | None:
     """The process that has taken the lock last; None if no process has."""
     path = settings.state_dir / "run" / f"publication-{settings.lake_id}.lock"
     try:

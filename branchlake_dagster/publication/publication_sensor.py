@@ -17,16 +17,16 @@ from dagster import (
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.conditions import never_evaluated
-from branchlake_dagster.publication.pass_lock import one_pass
+from branchlake_dagster.publication.pass_lock import acquire_pass_lock
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.publication.tick_report import BackfillWatch, Tick
-from branchlake_dagster.publication.unbranched import settle_unbranched
+from branchlake_dagster.publication.tick_report import BackfillWatch, TickReport
+from branchlake_dagster.publication.unbranched import judge_unbranched_runs
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
 
 _PATIENCE_S = 5.0
 """For runs that publish themselves, one by one. Longer than theirs, so that they do not starve it."""
-_NO_SENSOR = "add publication_automation_sensor() to the definitions."
+_NO_SENSOR_HINT = "add publication_automation_sensor() to the definitions."
 
 
 def publication_sensor(
@@ -50,16 +50,16 @@ def publication_sensor(
     def publication_sensor_(context: SensorEvaluationContext, **_: object) -> SensorResult | SkipReason:
         # `_`: called like a function, as in tests, Dagster passes the resources by name too.
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
-        with one_pass(resource.lakehouse.settings, patience_s=_PATIENCE_S) as mine:
-            if not mine:
+        with acquire_pass_lock(resource.lakehouse.settings, patience_s=_PATIENCE_S) as is_acquired:
+            if not is_acquired:
                 busy = "Another pass over this lake is at work."
                 return SensorResult(skip_reason=SkipReason(busy), cursor="another pass is at work")
-            return _tick(context, resource.lakehouse, backfills)
+            return _run_tick(context, resource.lakehouse, backfills)
 
     return publication_sensor_
 
 
-def _tick(
+def _run_tick(
     context: SensorEvaluationContext, lake: Lakehouse, backfills: BackfillWatch
 ) -> SensorResult | SkipReason:
     """One pass, in less time than Dagster gives a tick."""
@@ -67,17 +67,21 @@ def _tick(
     assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
     origin = context.code_location_origin
     graph, location = repository.asset_graph, origin.location_name if origin else None
-    reconciler = Reconciler.of(lake, context.instance, graph, location=location)
-    unbranched = settle_unbranched(lake, context.instance, graph, location=location)
+    reconciler = Reconciler.from_lake(lake, context.instance, graph, location=location)
+    unbranched_outcomes = judge_unbranched_runs(lake, context.instance, graph, location=location)
     for key in never_evaluated(repository):
-        context.log.warning(f"{key.to_user_string()} follows publications, but no sensor looks: {_NO_SENSOR}")
-    for told in backfills.look(context.instance, graph):
-        context.log.warning(told)
-    tick = Tick()
-    for outcome in chain(reconciler.run(budget_s=lake.settings.publish_budget_s), unbranched):
-        if tick.add(outcome):
+        context.log.warning(
+            f"{key.to_user_string()} follows publications, but no sensor looks: {_NO_SENSOR_HINT}"
+        )
+    for message in backfills.fail_unpublished(context.instance, graph):
+        context.log.warning(message)
+    tick_report = TickReport()
+    for outcome in chain(
+        reconciler.reconcile_branches(budget_s=lake.settings.publish_budget_s), unbranched_outcomes
+    ):
+        if tick_report.add(outcome):
             context.log.info(str(outcome))
-    if tick.check_runs:
-        requests = [one.request() for one in tick.check_runs]
-        return SensorResult(run_requests=requests, cursor=tick.row())
-    return SensorResult(skip_reason=SkipReason(tick.message()), cursor=tick.row())
+    if tick_report.check_runs:
+        requests = [check_run.to_run_request() for check_run in tick_report.check_runs]
+        return SensorResult(run_requests=requests, cursor=tick_report.format_row())
+    return SensorResult(skip_reason=SkipReason(tick_report.format_message()), cursor=tick_report.format_row())

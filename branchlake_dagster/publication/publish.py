@@ -9,22 +9,29 @@ import dagster as dg
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.assessment import NO_TABLE
+from branchlake_dagster.publication.assessment import NO_TABLE_CHANGED
 from branchlake_dagster.publication.outcome import CheckRun, Outcome, PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_branch import run_id_of
-from branchlake_dagster.runs.run_tags import NONE, PENDING, Place, Status, place_of, publication_of
+from branchlake_dagster.runs.run_branch import run_id_of_branch
+from branchlake_dagster.runs.run_tags import (
+    NO_VALUE,
+    PENDING,
+    RunLocation,
+    Status,
+    find_publication,
+    find_run_location,
+)
 from branchlake_dagster.stored_names import RunTag
 
-_ACTIONS: Mapping[str, PublicationAction] = {
+_ACTIONS_BY_STATUS: Mapping[str, PublicationAction] = {
     Status.BLOCKED: PublicationAction.BLOCKED,
     Status.REFUSED: PublicationAction.REFUSED,
     Status.UNBRANCHED: PublicationAction.UNBRANCHED,
 }
 """By the run's tag; whatever else it says, the branch was discarded."""
 
-_PASSES = 20
+_MAX_PASSES = 20
 """Each pass but the last one makes the checks that the one before asked for."""
 
 
@@ -68,8 +75,8 @@ class RunOutcome:
         return self.status == PublicationAction.PUBLISHED
 
     def __str__(self) -> str:
-        told = "; ".join(self.reasons or self.warnings)
-        return f"run {self.run_id}: {self.status}" + (f": {told}" if told else "")
+        details = "; ".join(self.reasons or self.warnings)
+        return f"run {self.run_id}: {self.status}" + (f": {details}" if details else "")
 
 
 def publish(
@@ -119,55 +126,63 @@ def publish(
     """
     instance = instance or dg.DagsterInstance.get()
     run_id = run if isinstance(run, str) else run.run_id
-    found = instance.get_run_by_id(run_id)
-    if found is None:
+    dagster_run = instance.get_run_by_id(run_id)
+    if dagster_run is None:
         raise RunUnknown(
             "The Dagster instance knows no such run.",
             run_id=run_id,
             hint="Give the instance that it ran in: execute_in_process(instance=instance) or"
             " materialize(…, instance=instance), then publish(…, instance=instance).",
         )
-    if not found.is_finished:
-        return RunOutcome(run_id, PublicationAction.WAITING, (f"the run is {found.status.value.lower()}",))
-    place = place_of(found.tags, run_id)
-    if place is None:
-        why = NO_TABLE if found.is_success else f"the run ended as {found.status.value.lower()}"
-        return RunOutcome(run_id, PublicationAction.DISCARDED, (why,))
-    lake = _lake_of(definitions, lakehouse)
-    reconciler = Reconciler.of(lake, instance, definitions.resolve_asset_graph())
+    if not dagster_run.is_finished:
+        return RunOutcome(
+            run_id, PublicationAction.WAITING, (f"the run is {dagster_run.status.value.lower()}",)
+        )
+    run_location = find_run_location(dagster_run.tags, run_id)
+    if run_location is None:
+        reason = (
+            NO_TABLE_CHANGED
+            if dagster_run.is_success
+            else f"the run ended as {dagster_run.status.value.lower()}"
+        )
+        return RunOutcome(run_id, PublicationAction.DISCARDED, (reason,))
+    lake = _find_lake(definitions, lakehouse)
+    reconciler = Reconciler.from_lake(lake, instance, definitions.resolve_asset_graph())
     outcome: Outcome | None = None
-    for _ in range(_PASSES):
-        outcome = reconciler.run_one(run_id_of(place.branch))
+    for _ in range(_MAX_PASSES):
+        outcome = reconciler.reconcile_run(run_id_of_branch(run_location.branch))
         if outcome is None or outcome.check_run is None:
             break
-        _make_checks(definitions, instance, outcome.check_run)
+        _run_checks(definitions, instance, outcome.check_run)
     if outcome is None or (outcome.publication is not None and outcome.verdict is None):
-        return _told_before(instance.get_run_by_id(run_id) or found, place)
-    return _outcome_of(run_id, outcome)
+        return _recorded_outcome(instance.get_run_by_id(run_id) or dagster_run, run_location)
+    return _to_run_outcome(run_id, outcome)
 
 
-def _lake_of(definitions: dg.Definitions, lakehouse: Lakehouse | LakehouseResource | None) -> Lakehouse:
+def _find_lake(definitions: dg.Definitions, lakehouse: Lakehouse | LakehouseResource | None) -> Lakehouse:
     resources = (definitions.resources or {}).values()
-    found = lakehouse or next((one for one in resources if isinstance(one, LakehouseResource)), None)
-    if found is None:
+    configured_lake = lakehouse or next(
+        (resource for resource in resources if isinstance(resource, LakehouseResource)), None
+    )
+    if configured_lake is None:
         raise ConfigurationError(
             "There is no LakehouseResource among the definitions' resources, so the lake is not known.",
             hint="Merge branchlake_definitions() into them, or say publish(…, lakehouse=…).",
             reason="lake_unknown",
         )
-    return found.lakehouse if isinstance(found, LakehouseResource) else found
+    return configured_lake.lakehouse if isinstance(configured_lake, LakehouseResource) else configured_lake
 
 
-def _make_checks(definitions: dg.Definitions, instance: dg.DagsterInstance, wanted: CheckRun) -> None:
+def _run_checks(definitions: dg.Definitions, instance: dg.DagsterInstance, check_run: CheckRun) -> None:
     """Make the checks that a rebased state needs, as the daemon would; a check that fails is its answer."""
-    request = wanted.request()
+    request = check_run.to_run_request()
     job = definitions.resolve_implicit_global_asset_job_def().get_subset(
         asset_selection=set(), asset_check_selection=set(request.asset_check_keys or [])
     )
     job.execute_in_process(instance=instance, tags=dict(request.tags), raise_on_error=False)
 
 
-def _outcome_of(run_id: str, outcome: Outcome) -> RunOutcome:
+def _to_run_outcome(run_id: str, outcome: Outcome) -> RunOutcome:
     verdict = outcome.verdict
     reasons: tuple[str, ...] = ()
     if outcome.action is not PublicationAction.PUBLISHED:
@@ -177,18 +192,18 @@ def _outcome_of(run_id: str, outcome: Outcome) -> RunOutcome:
     return RunOutcome(run_id, outcome.action, reasons, warnings, outcome.publication, outcome.tables)
 
 
-def _told_before(run: dg.DagsterRun, place: Place) -> RunOutcome:
+def _recorded_outcome(run: dg.DagsterRun, run_location: RunLocation) -> RunOutcome:
     """The outcome of a run whose branch is gone, from its tags."""
-    if commit := publication_of(run.tags, place.branch):
+    if commit := find_publication(run.tags, run_location.branch):
         return RunOutcome(run.run_id, PublicationAction.PUBLISHED, commit=commit)
-    reason, verdict = run.tags.get(RunTag.REASON, NONE), run.tags.get(RunTag.VERDICT, PENDING)
-    reasons = () if reason == NONE else (reason,)
-    if place.unbranched and verdict == PENDING:
-        waits = "it wrote to main directly; the publication sensor judges it"
-        return RunOutcome(run.run_id, PublicationAction.UNBRANCHED, (waits,))
+    reason, verdict = run.tags.get(RunTag.REASON, NO_VALUE), run.tags.get(RunTag.VERDICT, PENDING)
+    reasons = () if reason == NO_VALUE else (reason,)
+    if run_location.unbranched and verdict == PENDING:
+        explanation = "it wrote to main directly; the publication sensor judges it"
+        return RunOutcome(run.run_id, PublicationAction.UNBRANCHED, (explanation,))
     if verdict == PENDING and run.is_success:
         return RunOutcome(
             run.run_id, PublicationAction.REFUSED, ("its branch is gone, and nobody judged it",)
         )
-    action = _ACTIONS.get(run.tags.get(RunTag.STATUS, ""), PublicationAction.DISCARDED)
+    action = _ACTIONS_BY_STATUS.get(run.tags.get(RunTag.STATUS, ""), PublicationAction.DISCARDED)
     return RunOutcome(run.run_id, action, reasons)

@@ -22,16 +22,16 @@ import dagster as dg
 from dagster import DagsterEvent, Executor
 
 from branchlake_dagster.errors import BranchlakeError, Terminal
-from branchlake_dagster.internals.dagster import asset_graph_of, engine_event
+from branchlake_dagster.internals.dagster import asset_graph_of, build_engine_event
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.parked_runs import said
-from branchlake_dagster.publication.pass_lock import longest_pass_s, one_pass
+from branchlake_dagster.publication.parked_runs import format_error
+from branchlake_dagster.publication.pass_lock import acquire_pass_lock, longest_pass_s
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.runs.discarding import failure
-from branchlake_dagster.runs.heartbeats import HeartbeatStore, beating
+from branchlake_dagster.runs.discarding import format_failure
+from branchlake_dagster.runs.heartbeats import HeartbeatStore, send_heartbeats
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource, record_branch_heads
-from branchlake_dagster.runs.run_tags import opened_by
+from branchlake_dagster.runs.run_tags import is_opened_by
 from branchlake_dagster.stored_names import RunTag
 
 LEFT_TO_SENSOR = "Left to the publication sensor"
@@ -95,8 +95,8 @@ def publish_at_end(
     """
 
     def create(context: Any) -> Executor:
-        made: Executor = inner.executor_creation_fn(context)  # type: ignore[misc]
-        return _Publishing(made, lakehouse_key)
+        inner_executor: Executor = inner.executor_creation_fn(context)  # type: ignore[misc]
+        return _PublishingExecutor(inner_executor, lakehouse_key)
 
     return dg.ExecutorDefinition(
         name=f"{inner.name}_publishing",
@@ -107,26 +107,26 @@ def publish_at_end(
     )
 
 
-def format_fate(outcome: Outcome) -> str:
+def format_run_outcome(outcome: Outcome) -> str:
     """What became of a run, in one line, with the command that shows more."""
-    run, why = f"Run {outcome.run_id}", " ".join(_reasons(outcome).split()).rstrip(".")
+    subject, reasons = f"Run {outcome.run_id}", " ".join(_format_reasons(outcome).split()).rstrip(".")
     if outcome.action is PublicationAction.PUBLISHED:
-        return f"{run} is published as {(outcome.publication or '')[:16]}. {_SEE_STATUS}"
+        return f"{subject} is published as {(outcome.publication or '')[:16]}. {_SEE_STATUS}"
     if outcome.action in (PublicationAction.BLOCKED, PublicationAction.REFUSED):
-        return f"{run} is {outcome.action}: {why}. {outcome.next_step or _SEE_STATUS}"
+        return f"{subject} is {outcome.action}: {reasons}. {outcome.next_step or _SEE_STATUS}"
     if outcome.action is PublicationAction.DISCARDED:
-        return f"{run} has nothing to publish: {why}."
-    return f"{run} waits for the publication sensor of dagster-daemon or dg dev: {why}. {_SEE_STATUS}"
+        return f"{subject} has nothing to publish: {reasons}."
+    return f"{subject} waits for the publication sensor of dagster-daemon or dg dev: {reasons}. {_SEE_STATUS}"
 
 
-def _say_on_command_line(text: str) -> None:
+def _print_on_command_line(message: str) -> None:
     """Print the line if a person runs assets by Dagster's own command; run workers print nothing."""
     command = click.get_current_context(silent=True)
     if command is not None and command.info_name == "materialize":
-        click.echo(text, err=True)
+        click.echo(message, err=True)
 
 
-class _Publishing(Executor):
+class _PublishingExecutor(Executor):
     def __init__(self, inner: Executor, lakehouse_key: str) -> None:
         self._inner = inner
         self._lakehouse_key = lakehouse_key
@@ -148,56 +148,56 @@ class _Publishing(Executor):
                 record_branch_heads(plan_context.run_id)
             yield event
         if failed:
-            _say_on_command_line(
+            _print_on_command_line(
                 f"Run {plan_context.run_id} failed. Nothing of it is published. {_SEE_STATUS}"
             )
             return
         outcome = self._publish(plan_context)
         if outcome is None:
             return
-        _say_on_command_line(format_fate(outcome))
+        _print_on_command_line(format_run_outcome(outcome))
         if outcome.action in (PublicationAction.BLOCKED, PublicationAction.REFUSED):
             raise NotPublished(
-                failure(_reasons(outcome)),
+                format_failure(_format_reasons(outcome)),
                 branch=outcome.branch,
                 run_id=outcome.run_id,
                 hint=outcome.next_step or None,
             )
         if outcome.action is not PublicationAction.PUBLISHED:
-            nothing = outcome.action is PublicationAction.DISCARDED
-            text = f"{'Nothing to publish' if nothing else LEFT_TO_SENSOR}: {outcome.detail}"
-            yield engine_event(plan_context, text)
+            is_empty = outcome.action is PublicationAction.DISCARDED
+            message = f"{'Nothing to publish' if is_empty else LEFT_TO_SENSOR}: {outcome.detail}"
+            yield build_engine_event(plan_context, message)
 
     def _publish(self, context: Any) -> Outcome | None:
         run = context.instance.get_run_by_id(context.run_id)
-        if run is None or not opened_by(run.tags, run.run_id):
+        if run is None or not is_opened_by(run.tags, run.run_id):
             return None  # it has touched no table
         branch = run.tags.get(RunTag.BRANCH, "")
         try:
-            return self._judged(context, run, branch)
+            return self._judge_and_publish(context, run, branch)
         except Exception as error:  # noqa: BLE001 - a run that passes must not fail of it, nor be lost with it
-            return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, said(error))
+            return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, format_error(error))
 
-    def _judged(self, context: Any, run: dg.DagsterRun, branch: str) -> Outcome | None:
-        lake = self._lake(context)
+    def _judge_and_publish(self, context: Any, run: dg.DagsterRun, branch: str) -> Outcome | None:
+        lake = self._find_lake(context)
         settings = lake.settings
         if branch == MAIN or run.tags.get(RunTag.LAKE) != settings.lake_id:
             return None  # it is unbranched, or another lake's
-        store, interval = HeartbeatStore.of(settings), settings.heartbeat_interval_s
-        reconciler = Reconciler.of(lake, context.instance, asset_graph_of(context.job))
+        store, interval = HeartbeatStore.from_settings(settings), settings.heartbeat_interval_s
+        reconciler = Reconciler.from_lake(lake, context.instance, asset_graph_of(context.job))
 
         def publish() -> Outcome:
             # The steps' heartbeat has ended with their resources; the reaper must see that this goes on.
-            with beating(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
+            with send_heartbeats(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
                 if not settings.publish_in_run:
                     return reconciler.publish_now(run, judge_only=True)
                 # What waits longer is published by the sensor, many runs by one commit.
-                with one_pass(settings, patience_s=_PATIENCE_S) as mine:
-                    return reconciler.publish_now(run, judge_only=not mine)
+                with acquire_pass_lock(settings, patience_s=_PATIENCE_S) as is_acquired:
+                    return reconciler.publish_now(run, judge_only=not is_acquired)
 
-        return _within(longest_pass_s(settings), publish, branch, run.run_id)
+        return _publish_within(longest_pass_s(settings), publish, branch, run.run_id)
 
-    def _lake(self, context: Any) -> Lakehouse:
+    def _find_lake(self, context: Any) -> Lakehouse:
         """The lake of the job's own resource; the environment's for a job that has none."""
         definition = context.job.get_definition().resource_defs.get(self._lakehouse_key)
         if definition is None:
@@ -207,31 +207,31 @@ class _Publishing(Executor):
             return resource.lakehouse
 
 
-def _within(seconds: float, publish: Callable[[], Outcome], branch: str, run_id: str) -> Outcome:
-    """The outcome of `publish`, or that it is left to the sensor because it has not ended after `seconds`.
+def _publish_within(timeout_s: float, publish: Callable[[], Outcome], branch: str, run_id: str) -> Outcome:
+    """The outcome of `publish`, or that it is left to the sensor because it has not ended after `timeout_s`.
 
     A storage or a database that does not answer must not keep the run from ending. The call goes on in its
     thread as long as the process does: the sensor may publish beside it, and finishes what it leaves.
     """
     outcomes: Queue[Outcome | BaseException] = Queue()
 
-    def call() -> None:
+    def put_outcome() -> None:
         try:
             outcomes.put(publish())
         except BaseException as error:  # noqa: BLE001 - raised below, in the run's own thread
             outcomes.put(error)
 
-    Thread(target=copy_context().run, args=(call,), name="publication", daemon=True).start()
+    Thread(target=copy_context().run, args=(put_outcome,), name="publication", daemon=True).start()
     try:
-        outcome = outcomes.get(timeout=seconds)
+        outcome = outcomes.get(timeout=timeout_s)
     except Empty:
-        text = f"the publication has not ended within {seconds:g} s"
-        return Outcome(branch, run_id, PublicationAction.TRY_AGAIN, text)
+        message = f"the publication has not ended within {timeout_s:g} s"
+        return Outcome(branch, run_id, PublicationAction.TRY_AGAIN, message)
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome
 
 
-def _reasons(outcome: Outcome) -> str:
+def _format_reasons(outcome: Outcome) -> str:
     blocked = outcome.action is PublicationAction.BLOCKED and outcome.verdict is not None
     return "; ".join(outcome.verdict.reasons) if blocked and outcome.verdict else outcome.detail

@@ -30,12 +30,12 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.nessie.model import LogEntry
-from branchlake_dagster.publication.ledger import Publication, publications_in
-from branchlake_dagster.publication.written_partitions import written_on
+from branchlake_dagster.publication.ledger import Publication, parse_publications
+from branchlake_dagster.publication.written_partitions import load_branch_partitions
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.stored_names import RunTag
-from branchlake_dagster.tables.specification import identifier_of, table_name
-from branchlake_dagster.wording import counted
+from branchlake_dagster.tables.specification import format_table_name, table_identifier
+from branchlake_dagster.wording import format_count
 
 COMMITS_PER_TICK = 100
 """Dagster ends an evaluation after 60 s; the next tick goes on where this one stopped."""
@@ -63,7 +63,7 @@ class PublishedAssets:
     partitions: Mapping[AssetKey, Set[str | None]]
 
 
-_Answer = Callable[[PublishedAssets], Sequence[RunRequest] | str]
+_RequestBuilder = Callable[[PublishedAssets], Sequence[RunRequest] | str]
 """The requests for a publication, or why there are none."""
 
 
@@ -146,35 +146,49 @@ def published_sensor(
         assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
         lake = resource.lakehouse
-        keys = _keys(assets, repository)
-        answer = _answer_of(request) if request else _launch(job, keys, repository, context.instance)
-        tables = {table_name(identifier_of(key, lake.settings.default_namespace)): key for key in keys}
-        step = _read(lake.nessie, context.cursor)
+        keys = _resolve_keys(assets, repository)
+        build_requests = (
+            _user_request_builder(request)
+            if request
+            else _job_request_builder(job, keys, repository, context.instance)
+        )
+        tables = {
+            format_table_name(table_identifier(key, lake.settings.default_namespace)): key for key in keys
+        }
+        log_batch = _read_log(lake.nessie, context.cursor)
         requests: list[RunRequest] = []
-        told = [step.note] if step.note else []
-        for publication in (one for entry in step.entries for one in publications_in(entry)):
-            touched = [tables[table] for table in publication.tables if table in tables]
-            if touched:
-                written = written_on(context.instance, publication.branch)
-                event = PublishedAssets(publication, {key: written.get(key, frozenset()) for key in touched})
-                found = answer(event)
-                requests += [] if isinstance(found, str) else found
-                told += [found] if isinstance(found, str) else []
-        for line in told:
+        messages = [log_batch.note] if log_batch.note else []
+        for publication in (
+            entry_publication
+            for entry in log_batch.entries
+            for entry_publication in parse_publications(entry)
+        ):
+            asset_keys = [tables[table] for table in publication.tables if table in tables]
+            if asset_keys:
+                partition_keys = load_branch_partitions(context.instance, publication.branch)
+                published = PublishedAssets(
+                    publication, {key: partition_keys.get(key, frozenset()) for key in asset_keys}
+                )
+                result = build_requests(published)
+                requests += [] if isinstance(result, str) else result
+                messages += [result] if isinstance(result, str) else []
+        for line in messages:
             context.log.info(line)
-        why = " ".join(told) or _nothing(len(step.entries))
+        reason = " ".join(messages) or _format_nothing_new(len(log_batch.entries))
         return SensorResult(
-            run_requests=requests, cursor=step.cursor, skip_reason=None if requests else SkipReason(why)
+            run_requests=requests,
+            cursor=log_batch.cursor,
+            skip_reason=None if requests else SkipReason(reason),
         )
 
     return follow
 
 
-def _nothing(commits: int) -> str:
-    return f"{counted(commits, 'commit')} on main since, none for these assets."
+def _format_nothing_new(commits: int) -> str:
+    return f"{format_count(commits, 'commit')} on main since, none for these assets."
 
 
-def _keys(
+def _resolve_keys(
     assets: Sequence[CoercibleToAssetKey] | AssetSelection, repository: RepositoryDefinition
 ) -> Sequence[AssetKey]:
     if isinstance(assets, AssetSelection):
@@ -186,7 +200,7 @@ def _keys(
 
 
 @dataclass(frozen=True)
-class _Step:
+class _LogBatch:
     """Commits in the order they were made, the cursor after them, and what is odd about it."""
 
     entries: Sequence[LogEntry]
@@ -194,75 +208,79 @@ class _Step:
     note: str = ""
 
 
-def _read(client: NessieClient, cursor: str | None) -> _Step:
+def _read_log(client: NessieClient, cursor: str | None) -> _LogBatch:
     head = client.reference(MAIN)
     if cursor is None:
-        return _Step((), head.hash, f"Starts at main's present commit {head.hash[:12]}.")
+        return _LogBatch((), head.hash, f"Starts at main's present commit {head.hash[:12]}.")
     if cursor == head.hash:
-        return _Step((), cursor)
+        return _LogBatch((), cursor)
     try:
-        entries = list(client.log(head.pinned, since=cursor))
+        entries = list(client.log(head.pinned_ref, since=cursor))
     except ReferenceNotFound:
-        return _Step(
+        return _LogBatch(
             (),
             head.hash,
             f"main's log no longer holds commit {cursor[:12]}: its history was rewritten. What was published "
             f"meanwhile is not known. Starts anew at {head.hash[:12]}.",
         )
-    taken = entries[::-1][:COMMITS_PER_TICK]
-    return _Step(taken, taken[-1].commit.hash if taken else cursor)
+    next_entries = entries[::-1][:COMMITS_PER_TICK]
+    return _LogBatch(next_entries, next_entries[-1].commit.hash if next_entries else cursor)
 
 
 # -- what to launch ------------------------------------------------------------------------------------
 
 
-def _answer_of(request: Callable[[PublishedAssets], RunRequest | SkipReason | None]) -> _Answer:
+def _user_request_builder(
+    request: Callable[[PublishedAssets], RunRequest | SkipReason | None],
+) -> _RequestBuilder:
     """The user's function, its request with a run key."""
 
-    def answer(event: PublishedAssets) -> Sequence[RunRequest] | str:
-        found = request(event)
-        if isinstance(found, RunRequest):
-            key = found.run_key or event.publication.publication_id
-            return [found.with_replaced_attrs(run_key=key)]
-        return (found.skip_message if found else None) or f"Nothing after run {event.publication.run_id}."
+    def build_requests(published: PublishedAssets) -> Sequence[RunRequest] | str:
+        result = request(published)
+        if isinstance(result, RunRequest):
+            key = result.run_key or published.publication.publication_id
+            return [result.with_replaced_attrs(run_key=key)]
+        return (
+            result.skip_message if result else None
+        ) or f"Nothing after run {published.publication.run_id}."
 
-    return answer
+    return build_requests
 
 
-def _launch(
+def _job_request_builder(
     job: ExecutableDefinition | None,
     keys: Sequence[AssetKey],
     repository: RepositoryDefinition,
     instance: DagsterInstance,
-) -> _Answer:
+) -> _RequestBuilder:
     """A request for the job; for a partitioned one a request per published partition that still exists."""
     assert job is not None  # noqa: S101 - a sensor without `request` has one
     partitions, graph = repository.get_job(job.name).partitions_def, repository.asset_graph
-    others = [
+    differing_assets = [
         key.to_user_string()
         for key in keys
         if not graph.has(key) or graph.get(key).partitions_def != partitions
     ]
-    if partitions is not None and others:
+    if partitions is not None and differing_assets:
         raise ConfigurationError(
-            f"The job {job.name} is partitioned otherwise than {', '.join(others)}.",
+            f"The job {job.name} is partitioned otherwise than {', '.join(differing_assets)}.",
             hint="Say what to launch with published_sensor(request=…). Of an asset of another code location "
             "an AssetSpec can tell the partitions.",
             reason="other_partitions",
-            subject=", ".join(others),
+            subject=", ".join(differing_assets),
         )
 
-    def answer(event: PublishedAssets) -> Sequence[RunRequest] | str:
-        one = event.publication
-        tags = {RunTag.AFTER_PUBLICATION: one.hash, RunTag.AFTER_RUN: one.run_id}
+    def build_requests(published: PublishedAssets) -> Sequence[RunRequest] | str:
+        publication = published.publication
+        tags = {RunTag.AFTER_PUBLICATION: publication.hash, RunTag.AFTER_RUN: publication.run_id}
         if partitions is None:
-            return [RunRequest(one.publication_id, job_name=job.name, tags=tags)]
-        wanted = {key for keys in event.partitions.values() for key in keys if key is not None}
+            return [RunRequest(publication.publication_id, job_name=job.name, tags=tags)]
+        published_keys = {key for keys in published.partitions.values() for key in keys if key is not None}
         with partition_loading_context(dynamic_partitions_store=instance):
-            there = partitions.filter_valid_partition_keys(wanted)
+            existing_keys = partitions.filter_valid_partition_keys(published_keys)
         return [
-            RunRequest(f"{one.publication_id}:{key}", job_name=job.name, partition_key=key, tags=tags)
-            for key in sorted(there)
-        ] or f"No partition to launch after run {one.run_id}: not known here, or deleted since."
+            RunRequest(f"{publication.publication_id}:{key}", job_name=job.name, partition_key=key, tags=tags)
+            for key in sorted(existing_keys)
+        ] or f"No partition to launch after run {publication.run_id}: not known here, or deleted since."
 
-    return answer
+    return build_requests

@@ -23,32 +23,44 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieError, ReferenceNotFound
 from branchlake_dagster.nessie.model import ContentKey, Reference
-from branchlake_dagster.publication.assessment import Assessed, Assessor
+from branchlake_dagster.publication.assessment import AssessedRun, Assessor
 from branchlake_dagster.publication.evidence import RunEvidence
 from branchlake_dagster.publication.finishing import Finisher, LostBranches
-from branchlake_dagster.publication.ledger import Candidate, NeedsChecks, Published, Refused, only_namespaces
-from branchlake_dagster.publication.outcome import Ended, Outcome, PublicationAction, backlog
-from branchlake_dagster.publication.parked_runs import Troubles
-from branchlake_dagster.publication.publisher import GROUP, Prepared, Publisher, groups, publisher_of
-from branchlake_dagster.publication.recheck import Answer, Recheck, Waits
+from branchlake_dagster.publication.ledger import (
+    Candidate,
+    NeedsChecks,
+    Published,
+    Refused,
+    is_namespace_change,
+)
+from branchlake_dagster.publication.outcome import EndedRun, Outcome, PublicationAction, find_ended_runs
+from branchlake_dagster.publication.parked_runs import FailedAttempts
+from branchlake_dagster.publication.publisher import (
+    MAX_BATCH_SIZE,
+    PreparedState,
+    Publisher,
+    build_publisher,
+    group_by_shared_keys,
+)
+from branchlake_dagster.publication.recheck import PendingChecks, Recheck, RecheckResult
 from branchlake_dagster.publication.report import MainView
 from branchlake_dagster.runs.added_snapshots import ReadMetadata
-from branchlake_dagster.runs.branch_names import branches
-from branchlake_dagster.runs.discarding import report_end
-from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import FENCED, Status, base_hash_of, judged
+from branchlake_dagster.runs.branch_names import branch_filter
+from branchlake_dagster.runs.discarding import report_branch_end
+from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import FENCED, Status, find_recorded_base, is_judged
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster.tables.table_files import TableFiles
 
-RUN_BRANCHES = branches(ReferencePrefix.RUN)
+RUN_BRANCH_FILTER = branch_filter(ReferencePrefix.RUN)
 """Nessie's filter for branches that are ours."""
 
-_TOLD: Mapping[str, PublicationAction] = {
+_FINAL_ACTIONS: Mapping[str, PublicationAction] = {
     Status.BLOCKED: PublicationAction.BLOCKED,
     Status.REFUSED: PublicationAction.REFUSED,
 }
-_LEFT = "it has passed, and the sensor publishes it"
+_LEFT_TO_SENSOR = "it has passed, and the sensor publishes it"
 
 
 class Reconciler:
@@ -69,7 +81,7 @@ class Reconciler:
         settings: Settings,
         *,
         read_metadata: ReadMetadata,
-        view: MainView | None = None,
+        main_view: MainView | None = None,
         location: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
@@ -80,11 +92,11 @@ class Reconciler:
         self._instance = instance
         self._location = location
         self._clock = clock
-        self._until = math.inf
+        self._deadline = math.inf
         self._at_once = at_once
         self._assessor = Assessor(
             client,
-            publisher.already_published,
+            publisher.find_publication,
             instance,
             graph,
             settings,
@@ -96,26 +108,26 @@ class Reconciler:
             client,
             publisher,
             instance,
-            view,
+            main_view,
             settings,
             clock=clock,
             now=now,
         )
         self._recheck = Recheck(
-            publisher.states,
+            publisher.prepared_states,
             instance,
             graph,
             settings.default_namespace,
             patience=timedelta(minutes=settings.recheck_timeout_min),
             now=now,
         )
-        self._troubles = Troubles(instance, now=now)
+        self._failed_attempts = FailedAttempts(instance, now=now)
         self._lost_branches = LostBranches(
             client, publisher, instance, lake_id=settings.lake_id, location=location
         )
 
     @classmethod
-    def of(
+    def from_lake(
         cls,
         lake: Lakehouse,
         instance: DagsterInstance,
@@ -125,82 +137,86 @@ class Reconciler:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> Reconciler:
         """The reconciler of a lake and its Iceberg tables."""
-        publisher = publisher_of(lake)
+        publisher = build_publisher(lake)
         return cls(
             lake.nessie,
             publisher,
             instance,
             graph,
             lake.settings,
-            view=MainView(lake),
+            main_view=MainView(lake),
             read_metadata=TableFiles(lake.settings.file_io_properties()).metadata,
             location=location,
             now=now,
         )
 
-    def run(self, *, budget_s: float = math.inf) -> Iterator[Outcome]:
+    def reconcile_branches(self, *, budget_s: float = math.inf) -> Iterator[Outcome]:
         """Every run branch, for `budget_s` seconds; runs that wait for the same tables go together."""
-        self._until = self._clock() + budget_s
-        listed = list(
-            self._client.references(filter=branches(ReferencePrefix.RUN, ReferencePrefix.PUBLICATION))
+        self._deadline = self._clock() + budget_s
+        refs = list(
+            self._client.references(filter=branch_filter(ReferencePrefix.RUN, ReferencePrefix.PUBLICATION))
         )
-        ours = [ref for ref in listed if not ref.name.startswith(ReferencePrefix.PUBLICATION)]
-        ended, others = backlog(self._instance, ours, location=self._location)
+        run_refs = [ref for ref in refs if not ref.name.startswith(ReferencePrefix.PUBLICATION)]
+        ended, others = find_ended_runs(self._instance, run_refs, location=self._location)
         yield from others
-        yield from self._lost_branches.report({ref.name for ref in ours})
-        yield from self._pass(
-            ended, states=[ref.name for ref in listed if ref.name.startswith(ReferencePrefix.PUBLICATION)]
+        yield from self._lost_branches.report({ref.name for ref in run_refs})
+        yield from self._run_pass(
+            ended, states=[ref.name for ref in refs if ref.name.startswith(ReferencePrefix.PUBLICATION)]
         )
 
-    def run_one(self, run_id: str) -> Outcome | None:
+    def reconcile_run(self, run_id: str) -> Outcome | None:
         """The branch of one run; None when it has none (any more)."""
-        branch = self._branch(branch_name(run_id))
+        branch = self._find_branch(run_branch_name(run_id))
         if branch is None:
             return None
-        ended, others = backlog(self._instance, [branch], location=self._location)
-        return next(iter(others), None) or next(self._pass(ended))
+        ended, others = find_ended_runs(self._instance, [branch], location=self._location)
+        return next(iter(others), None) or next(self._run_pass(ended))
 
     def publish_now(self, run: DagsterRun, *, judge_only: bool = False) -> Outcome:
         """Publish a run from inside it, as its last act: it has opened a branch, and all its steps succeeded.
 
         The outcome is that of an ended run. `judge_only`: a run that passes is left to the sensor.
         """
-        name = run.tags.get(RunTag.BRANCH) or branch_name(run.run_id)
-        outcome = next(self._pass([Ended(name, run)], inside=True, judge_only=judge_only))
-        unsettled = outcome.action in (
+        name = run.tags.get(RunTag.BRANCH) or run_branch_name(run.run_id)
+        outcome = next(self._run_pass([EndedRun(name, run)], inside=True, judge_only=judge_only))
+        is_undecided = outcome.action in (
             PublicationAction.TRY_AGAIN,
             PublicationAction.WAITING,
             PublicationAction.CHECKING,
             PublicationAction.KEPT,
-            PublicationAction.SET_ASIDE,
+            PublicationAction.PARKED,
         )
-        return (self._fenced(run, name) or self._told(run, name) or outcome) if unsettled else outcome
+        return (
+            (self._fenced_outcome(run, name) or self._recorded_outcome(run, name) or outcome)
+            if is_undecided
+            else outcome
+        )
 
-    def _fenced(self, run: DagsterRun, name: str) -> Outcome | None:
+    def _fenced_outcome(self, run: DagsterRun, name: str) -> Outcome | None:
         """What is left to say of a run whose branch went while it published itself; None when it did not.
 
         Its writer was taken for dead and woke up. No later pass will find a branch, so it must fail now.
         """
-        base_hash = base_hash_of(run.tags, name)
-        if base_hash is None or self._branch(name):
+        base_hash = find_recorded_base(run.tags, name)
+        if base_hash is None or self._find_branch(name):
             return None
-        if done := self._publisher.already_published(name, base_hash):
+        if publication := self._publisher.find_publication(name, base_hash):
             return Outcome(
-                name, run.run_id, PublicationAction.PUBLISHED, "by another publisher", None, done.hash
+                name, run.run_id, PublicationAction.PUBLISHED, "by another publisher", None, publication.hash
             )
-        why = "the run was fenced: its branch is gone"
-        report_end(self._instance, run.run_id, name, verdict=FENCED, reason=why)
-        return Outcome(name, run.run_id, PublicationAction.REFUSED, why)
+        reason = "the run was fenced: its branch is gone"
+        report_branch_end(self._instance, run.run_id, name, verdict=FENCED, reason=reason)
+        return Outcome(name, run.run_id, PublicationAction.REFUSED, reason)
 
-    def _told(self, run: DagsterRun, name: str) -> Outcome | None:
+    def _recorded_outcome(self, run: DagsterRun, name: str) -> Outcome | None:
         """What was told of a run although its clean-up broke: it must fail now, nobody may come again."""
         current = self._instance.get_run_by_id(run.run_id)
-        action = _TOLD.get(current.tags.get(RunTag.STATUS, "")) if current else None
-        if current is None or action is None or not judged(current.tags, name):
+        action = _FINAL_ACTIONS.get(current.tags.get(RunTag.STATUS, "")) if current else None
+        if current is None or action is None or not is_judged(current.tags, name):
             return None
         return Outcome(name, run.run_id, action, current.tags.get(RunTag.REASON, ""))
 
-    def _branch(self, name: str) -> Reference | None:
+    def _find_branch(self, name: str) -> Reference | None:
         try:
             return self._client.reference(name)
         except ReferenceNotFound:
@@ -208,9 +224,9 @@ class Reconciler:
 
     # -- the course of a pass --------------------------------------------------------------------------
 
-    def _pass(
+    def _run_pass(
         self,
-        ended: Sequence[Ended],
+        ended: Sequence[EndedRun],
         *,
         states: Sequence[str] | None = None,
         inside: bool = False,
@@ -224,56 +240,75 @@ class Reconciler:
         if not ended:
             return
         reserved: dict[ContentKey, str] = {}
-        waiting = {one.branch: one for one in ended}
-        for state in self._recheck.under_way(states):
-            mine = [waiting[name] for name in state.members if name in waiting]
+        waiting = {ended_run.branch: ended_run for ended_run in ended}
+        for state in self._recheck.load_states(states):
+            state_runs = [waiting[name] for name in state.run_branches if name in waiting]
             try:
-                outcomes = self._checked(state, mine, reserved, whole=states is not None, inside=inside)
+                outcomes = self._advance_state(
+                    state, state_runs, reserved, whole=states is not None, inside=inside
+                )
             except Exception as error:  # noqa: BLE001 - it concerns the runs of this state, not the others
-                outcomes = [self._troubles.note(one.branch, one.run, error) for one in mine]
+                outcomes = [
+                    self._failed_attempts.record(ended_run.branch, ended_run.run, error)
+                    for ended_run in state_runs
+                ]
             for outcome in outcomes:
                 waiting.pop(outcome.branch)
                 yield outcome
         rest = iter(waiting.values())
-        with _each(self._at_once if len(waiting) > 1 else 1) as each:
-            while batch := list(islice(rest, GROUP)):
-                if self._clock() >= self._until:
-                    yield from (_waits(one, "its turn comes with the next tick") for one in (*batch, *rest))
+        with _parallel_map(self._at_once if len(waiting) > 1 else 1) as each:
+            while batch := list(islice(rest, MAX_BATCH_SIZE)):
+                if self._clock() >= self._deadline:
+                    yield from (
+                        _waiting_outcome(ended_run, "its turn comes with the next tick")
+                        for ended_run in (*batch, *rest)
+                    )
                     return
-                yield from self._batch(batch, reserved, each, inside=inside, judge_only=judge_only)
+                yield from self._process_batch(batch, reserved, each, inside=inside, judge_only=judge_only)
 
-    def _checked(
+    def _advance_state(
         self,
-        state: Prepared,
-        mine: Sequence[Ended],
+        state: PreparedState,
+        state_runs: Sequence[EndedRun],
         reserved: dict[ContentKey, str],
         *,
         whole: bool,
         inside: bool,
     ) -> list[Outcome]:
         """What becomes of the runs of a state that waits for its checks; none of those that it loses."""
-        if not mine:
+        if not state_runs:
             # Another instance's or code location's. To wait for it could be for ever: it may be gone.
             return []
-        if whole and len(mine) < len(state.members):
+        if whole and len(state_runs) < len(state.run_branches):
             self._recheck.release(state)
             return []
-        pending = self._recheck.at_work(state)
-        if len(mine) < len(state.members) or pending:
+        pending = self._recheck.pending_message(state)
+        if len(state_runs) < len(state.run_branches) or pending:
             # Nobody publishes into its tables meanwhile: a busy table would move away under every check.
-            reserved |= dict.fromkeys(state.tables_changed, state.members[0])
+            reserved |= dict.fromkeys(state.changed_keys, state.run_branches[0])
             pending = pending or f"waits for the checks on {state.branch}"
-            return [Outcome(one.branch, one.run.run_id, PublicationAction.CHECKING, pending) for one in mine]
-        judged = [found for one in mine if isinstance(found := self._assess(one, inside=inside), Assessed)]
-        members = {one.candidate: one for one in judged if one.candidate and not one.already_published}
-        if len(members) < len(mine):
+            return [
+                Outcome(item.branch, item.run.run_id, PublicationAction.CHECKING, pending)
+                for item in state_runs
+            ]
+        assessed_runs = [
+            assessment
+            for item in state_runs
+            if isinstance(assessment := self._assess(item, inside=inside), AssessedRun)
+        ]
+        members = {
+            item.candidate: item for item in assessed_runs if item.candidate and not item.already_published
+        }
+        if len(members) < len(state_runs):
             self._recheck.release(state)
             return []
-        return self._answered(members, lambda evidence: self._recheck.advance(state, evidence), reserved)
+        return self._answer_members(
+            members, lambda evidence: self._recheck.advance(state, evidence), reserved
+        )
 
-    def _batch(
+    def _process_batch(
         self,
-        batch: Sequence[Ended],
+        batch: Sequence[EndedRun],
         reserved: dict[ContentKey, str],
         each: Callable[..., Iterable[Any]],
         *,
@@ -282,94 +317,98 @@ class Reconciler:
     ) -> Iterator[Outcome]:
         """From verdict to publication, or with `judge_only` to the end of what is not to be published."""
 
-        def look(one: Ended) -> Outcome | Assessed:
-            held = self._held(one, reserved) if reserved else None
-            return held or self._assess(one, inside=inside)
+        def assess(ended_run: EndedRun) -> Outcome | AssessedRun:
+            waiting = self._reserved_outcome(ended_run, reserved) if reserved else None
+            return waiting or self._assess(ended_run, inside=inside)
 
-        found: list[Outcome | Assessed] = list(each(look, batch))
-        yield from (one for one in found if isinstance(one, Outcome))
-        judged = [one for one in found if isinstance(one, Assessed)]
+        assessments: list[Outcome | AssessedRun] = list(each(assess, batch))
+        yield from (item for item in assessments if isinstance(item, Outcome))
+        assessed_runs = [item for item in assessments if isinstance(item, AssessedRun)]
         if judge_only:
-            yield from (_waits(one, _LEFT) for one in judged if one.candidate)
-            judged = [one for one in judged if not one.candidate]
-        ready = [one for one in judged if one.candidate and not one.already_published]
-        candidates = [one.candidate for one in ready if one.candidate]
+            yield from (_waiting_outcome(item, _LEFT_TO_SENSOR) for item in assessed_runs if item.candidate)
+            assessed_runs = [item for item in assessed_runs if not item.candidate]
+        ready_runs = [item for item in assessed_runs if item.candidate and not item.already_published]
+        candidates = [item.candidate for item in ready_runs if item.candidate]
         results = (
             # The run may have been taken for dead while its process stood still.
-            self._publisher.publish(candidates, alive=lambda: self._not_fenced(candidates))
+            self._publisher.publish(candidates, alive=lambda: self._require_branches(candidates))
             if inside
             else self._publisher.publish(candidates)
         )
-        answers = [(one, results.get(one.branch.name, one.already_published)) for one in judged]
-        unchecked = [one for one, answer in answers if isinstance(answer, NeedsChecks)]
-        settled = [pair for pair in answers if not isinstance(pair[1], NeedsChecks)]
-        yield from each(lambda pair: self._finished(*pair), settled)
-        by_candidate = {one.candidate: one for one in unchecked if one.candidate}
-        for group in groups(list(by_candidate)):
+        answers = [(item, results.get(item.branch.name, item.already_published)) for item in assessed_runs]
+        unchecked_runs = [item for item, answer in answers if isinstance(answer, NeedsChecks)]
+        final_answers = [pair for pair in answers if not isinstance(pair[1], NeedsChecks)]
+        yield from each(lambda pair: self._finish_run(*pair), final_answers)
+        by_candidate = {item.candidate: item for item in unchecked_runs if item.candidate}
+        for group in group_by_shared_keys(list(by_candidate)):
             members = {candidate: by_candidate[candidate] for candidate in group}
-            yield from self._answered(members, self._recheck.prepare, reserved)
+            yield from self._answer_members(members, self._recheck.prepare, reserved)
 
-    def _answered(
+    def _answer_members(
         self,
-        members: Mapping[Candidate, Assessed],
-        ask: Callable[[Mapping[Candidate, RunEvidence]], Mapping[str, Answer]],
+        members: Mapping[Candidate, AssessedRun],
+        ask: Callable[[Mapping[Candidate, RunEvidence]], Mapping[str, RecheckResult]],
         reserved: dict[ContentKey, str],
     ) -> list[Outcome]:
         """The outcomes of runs that share a state for their checks."""
-        answers: Mapping[str, Answer]
+        answers: Mapping[str, RecheckResult]
         try:
             answers = ask({candidate: one.evidence for candidate, one in members.items()})
         except Exception as error:  # noqa: BLE001 - it concerns these runs, not the others
             answers = dict.fromkeys((candidate.branch for candidate in members), error)
         outcomes: list[Outcome] = []
-        for candidate, one in members.items():
+        for candidate, assessed_run in members.items():
             answer = answers[candidate.branch]
-            if isinstance(answer, Waits):
-                reserved |= dict.fromkeys(_tables(candidate), one.branch.name)
-                outcomes.append(_checking(one, answer))
+            if isinstance(answer, PendingChecks):
+                reserved |= dict.fromkeys(_changed_keys(candidate), assessed_run.branch.name)
+                outcomes.append(_checking_outcome(assessed_run, answer))
             else:
-                outcomes.append(self._finished(one, answer))
+                outcomes.append(self._finish_run(assessed_run, answer))
         return outcomes
 
     # -- one run ---------------------------------------------------------------------------------------
 
-    def _not_fenced(self, candidates: Sequence[Candidate]) -> None:
-        for one in candidates:
-            self._client.reference(one.branch)
+    def _require_branches(self, candidates: Sequence[Candidate]) -> None:
+        for candidate in candidates:
+            self._client.reference(candidate.branch)
 
-    def _assess(self, one: Ended, *, inside: bool) -> Outcome | Assessed:
-        held = self._troubles.holds(one.branch, one.run)
-        if held is not None:
-            return held
+    def _assess(self, ended_run: EndedRun, *, inside: bool) -> Outcome | AssessedRun:
+        waiting = self._failed_attempts.waiting_outcome(ended_run.branch, ended_run.run)
+        if waiting is not None:
+            return waiting
         try:
-            return self._assessor.assess(one.branch, one.run, ended=inside)
+            return self._assessor.assess(ended_run.branch, ended_run.run, all_steps_succeeded=inside)
         except Exception as error:  # noqa: BLE001 - it becomes this run's outcome
-            return self._troubles.note(one.branch, one.run, error)
+            return self._failed_attempts.record(ended_run.branch, ended_run.run, error)
 
-    def _held(self, one: Ended, reserved: Mapping[ContentKey, str]) -> Outcome | None:
+    def _reserved_outcome(self, ended_run: EndedRun, reserved: Mapping[ContentKey, str]) -> Outcome | None:
         """Why a run waits: it has changed a table on which an older rebase is being checked."""
-        base = base_hash_of(one.run.tags, one.branch)
-        if base is None or not one.run.is_success:
+        base = find_recorded_base(ended_run.run.tags, ended_run.branch)
+        if base is None or not ended_run.run.is_success:
             return None
         try:
-            changes = self._client.diff_at(f"@{base}", one.branch)
+            changes = self._client.diff_at(f"@{base}", ended_run.branch)
         except NessieError as error:
-            return self._troubles.note(one.branch, one.run, error)
+            return self._failed_attempts.record(ended_run.branch, ended_run.run, error)
         owner = next((reserved[entry.key] for entry in changes.entries if entry.key in reserved), None)
-        return _waits(one, f"waits for the checks of {owner} on the same table") if owner else None
+        return (
+            _waiting_outcome(ended_run, f"waits for the checks of {owner} on the same table")
+            if owner
+            else None
+        )
 
-    def _finished(self, one: Assessed, result: Answer | None) -> Outcome:
+    def _finish_run(self, assessed_run: AssessedRun, result: RecheckResult | None) -> Outcome:
         try:
             if isinstance(result, Exception):
                 raise result
             assert result is None or isinstance(result, Published | Refused)  # noqa: S101 - the rest is asked for
-            return self._finisher.finish(one, result, until=self._until)
+            return self._finisher.finish(assessed_run, result, deadline=self._deadline)
         except Exception as error:  # noqa: BLE001 - it becomes this run's outcome
-            return self._troubles.note(one.branch.name, one.run, error)
+            return self._failed_attempts.record(assessed_run.branch.name, assessed_run.run, error)
 
 
 @contextmanager
-def _each(at_once: int) -> Iterator[Callable[..., Iterable[Any]]]:
+def _parallel_map(at_once: int) -> Iterator[Callable[..., Iterable[Any]]]:
     """`map`, several at once: most of the time is spent in waiting for Nessie and Dagster's database."""
     if at_once == 1:
         yield map
@@ -378,21 +417,21 @@ def _each(at_once: int) -> Iterator[Callable[..., Iterable[Any]]]:
         yield pool.map
 
 
-def _tables(candidate: Candidate) -> Iterator[ContentKey]:
-    return (entry.key for entry in candidate.changes if not only_namespaces(entry))
+def _changed_keys(candidate: Candidate) -> Iterator[ContentKey]:
+    return (entry.key for entry in candidate.changes if not is_namespace_change(entry))
 
 
-def _waits(one: Ended | Assessed, why: str) -> Outcome:
-    branch = one.branch if isinstance(one, Ended) else one.branch.name
-    return Outcome(branch, one.run.run_id, PublicationAction.WAITING, why)
+def _waiting_outcome(pending_run: EndedRun | AssessedRun, why: str) -> Outcome:
+    branch = pending_run.branch if isinstance(pending_run, EndedRun) else pending_run.branch.name
+    return Outcome(branch, pending_run.run.run_id, PublicationAction.WAITING, why)
 
 
-def _checking(one: Assessed, answer: Waits) -> Outcome:
+def _checking_outcome(assessed_run: AssessedRun, answer: PendingChecks) -> Outcome:
     return Outcome(
-        one.branch.name,
-        one.run.run_id,
+        assessed_run.branch.name,
+        assessed_run.run.run_id,
         PublicationAction.CHECKING,
         answer.detail,
-        one.verdict,
+        assessed_run.verdict,
         check_run=answer.check_run,
     )

@@ -42,10 +42,10 @@ from pyiceberg.typedef import Record
 from pyiceberg.types import DateType, IcebergType, StringType, TimestampType, TimestamptzType
 
 from branchlake_dagster.catalog.stored_files import read_entries, read_manifests
-from branchlake_dagster.history.file_facts import facts
+from branchlake_dagster.history.file_facts import column_facts
 from branchlake_dagster.internals.column_metrics import ReliableInclusiveEvaluator, data_paths
-from branchlake_dagster.publication.table_change import Bounds, DeleteFile, File, Mode
-from branchlake_dagster.tables.replaced_rows import Among, Condition, Replaced, Slice
+from branchlake_dagster.publication.table_change import ChangeMode, DeleteFile, File, FileBounds
+from branchlake_dagster.tables.replaced_rows import ReplacedCondition, ReplacedRows, ReplacedSlice, StringSet
 
 _TYPES: dict[str, tuple[type[IcebergType], ...]] = {
     "string": (StringType,),
@@ -54,69 +54,71 @@ _TYPES: dict[str, tuple[type[IcebergType], ...]] = {
 }
 
 
-def in_partition(predicate: Replaced, schema: Schema, spec: PartitionSpec) -> Callable[[DataFile], bool]:
+def partition_filter(
+    predicate: ReplacedRows, schema: Schema, spec: PartitionSpec
+) -> Callable[[DataFile], bool]:
     """Whether a data file's partition can have rows of the predicate."""
     values = Schema(*spec.partition_type(schema).fields) if spec.fields else None
     if values is None:
         return lambda _: True
-    projected = inclusive_projection(schema, spec)(expression(predicate, schema))
+    projected = inclusive_projection(schema, spec)(to_expression(predicate, schema))
     evaluate = expression_evaluator(values, projected, case_sensitive=True)
     return lambda file: bool(evaluate(file.partition))
 
 
-def in_bounds(predicate: Replaced, schema: Schema) -> Callable[[DataFile], bool]:
+def bounds_filter(predicate: ReplacedRows, schema: Schema) -> Callable[[DataFile], bool]:
     """Whether a data file's bounds leave room for rows of the predicate."""
-    evaluator = ReliableInclusiveEvaluator(schema, expression(predicate, schema))
+    evaluator = ReliableInclusiveEvaluator(schema, to_expression(predicate, schema))
     return lambda file: bool(evaluator.eval(file))
 
 
-def expression(predicate: Replaced, schema: Schema) -> BooleanExpression:
+def to_expression(predicate: ReplacedRows, schema: Schema) -> BooleanExpression:
     """The predicate as PyIceberg's; wider where a column is gone or has another type now."""
-    return _balanced([_slice(one, schema) for one in predicate.slices])
+    return _join_balanced([_slice_expression(conditions, schema) for conditions in predicate.slices])
 
 
-def _balanced(parts: list[BooleanExpression]) -> BooleanExpression:
+def _join_balanced(parts: list[BooleanExpression]) -> BooleanExpression:
     """Their union as a tree of little depth: visitors recurse."""
     if len(parts) < 2:
         return parts[0] if parts else AlwaysFalse()
     middle = len(parts) // 2
-    return Or(_balanced(parts[:middle]), _balanced(parts[middle:]))
+    return Or(_join_balanced(parts[:middle]), _join_balanced(parts[middle:]))
 
 
-def _slice(conditions: Slice, schema: Schema) -> BooleanExpression:
-    return reduce(And, (_condition(one, schema) for one in conditions), AlwaysTrue())
+def _slice_expression(conditions: ReplacedSlice, schema: Schema) -> BooleanExpression:
+    return reduce(And, (_condition_expression(condition, schema) for condition in conditions), AlwaysTrue())
 
 
-def _condition(condition: Condition, schema: Schema) -> BooleanExpression:
-    name = schema.find_column_name(condition.column)
-    kind = "string" if isinstance(condition, Among) else condition.kind
+def _condition_expression(condition: ReplacedCondition, schema: Schema) -> BooleanExpression:
+    name = schema.find_column_name(condition.field_id)
+    kind = "string" if isinstance(condition, StringSet) else condition.kind
     if name is None or not isinstance(schema.find_type(name), _TYPES[kind]):
         return AlwaysTrue()
-    if isinstance(condition, Among):
+    if isinstance(condition, StringSet):
         return In(name, condition.values)
     end = LessThanOrEqual if kind == "string" else LessThan
     return And(GreaterThanOrEqual(name, condition.low), end(name, condition.high))
 
 
-_LAYOUTS = 64
-_MOST, _OF_A_FILE = 100_000, 4
+_MAX_LAYOUTS = 64
+_MAX_COLUMNS, _FILE_OVERHEAD = 100_000, 4
 """Columns of files that are kept, each with its bounds and counts: half a kilobyte, so 50 MB in all. What a
 file has beside them is as much as four."""
-_STORED = 10_000
+_MAX_ENTRIES = 10_000
 """Manifest entries that are kept between the opening of a run's files and its plan: 2 kB each."""
-_ANSWERS = 10_000
+_MAX_ANSWERS = 10_000
 """Most answers of one kind that are kept for a layout."""
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Touched:
+class TouchedFiles:
     """The files of one snapshot."""
 
     added: tuple[File, ...] = ()
     removed: tuple[File, ...] = ()
     deletes: tuple[DeleteFile, ...] = ()
-    mode: Mode | None = None
+    mode: ChangeMode | None = None
     """How it changed the table, where its operation and its files tell."""
 
 
@@ -131,127 +133,131 @@ class StoredSnapshot:
 class SnapshotFiles:
     """Reads snapshots; keeps what it has read, within a bound. Several threads may ask."""
 
-    def __init__(self, most: int = _MOST) -> None:
-        self._most = most
+    def __init__(self, max_columns: int = _MAX_COLUMNS) -> None:
+        self._max_columns = max_columns
         self._lock = threading.Lock()
-        self._layouts: LRUCache[str, _Files] = LRUCache(_LAYOUTS)
-        self._read: LRUCache[tuple[_Files, str], tuple[Touched, int]]
-        self._read = LRUCache(most, getsizeof=lambda kept: kept[1])
-        self._stored: LRUCache[str, StoredSnapshot]
-        self._stored = LRUCache(_STORED, getsizeof=lambda stored: 1 + len(stored.entries))
+        self._converters: LRUCache[str, _FileConverter] = LRUCache(_MAX_LAYOUTS)
+        self._touched_files: LRUCache[tuple[_FileConverter, str], tuple[TouchedFiles, int]]
+        self._touched_files = LRUCache(max_columns, getsizeof=lambda cached: cached[1])
+        self._stored_snapshots: LRUCache[str, StoredSnapshot]
+        self._stored_snapshots = LRUCache(_MAX_ENTRIES, getsizeof=lambda stored: 1 + len(stored.entries))
 
-    def stored(self, snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
+    def load_stored(self, snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
         """The snapshot as the storage holds it now, whatever was read before.
 
         A plan that needs the snapshot next does not read it again. Raises as `stored_files.read_metadata`.
         """
-        stored = _stored_snapshot(snapshot, io)
-        if snapshot.manifest_list and len(stored.entries) < _STORED:
+        stored = _load_snapshot(snapshot, io)
+        if snapshot.manifest_list and len(stored.entries) < _MAX_ENTRIES:
             with self._lock:
-                self._stored[snapshot.manifest_list] = stored
+                self._stored_snapshots[snapshot.manifest_list] = stored
         return stored
 
-    def of(self, table: Table) -> Callable[[Snapshot], Touched]:
+    def reader_for(self, table: Table) -> Callable[[Snapshot], TouchedFiles]:
         """What tells of a snapshot of the table, in words of its present columns and partition fields."""
         metadata = table.metadata
-        layout = _layout(metadata)
+        layout = _layout_key(metadata)
         with self._lock:
-            files = self._layouts.get(layout)
+            files = self._converters.get(layout)
             if files is None:
-                files = self._layouts[layout] = _Files(metadata)
+                files = self._converters[layout] = _FileConverter(metadata)
 
-        def read(snapshot: Snapshot) -> Touched:
+        def read_files(snapshot: Snapshot) -> TouchedFiles:
             # Files of Iceberg are never written again under the same name.
             key = files, snapshot.manifest_list or ""
             with self._lock:
-                known = self._read.get(key)
-                stored = self._stored.pop(key[1], None)
-            if known is not None:
-                return known[0]
-            found = _read(stored or _stored_snapshot(snapshot, table.io), snapshot, files)
-            touched = len(found.added) + len(found.removed) + len(found.deletes)
-            size = _OF_A_FILE + touched * (_OF_A_FILE + files.columns)
-            if snapshot.manifest_list and size <= self._most:
+                cached = self._touched_files.get(key)
+                stored = self._stored_snapshots.pop(key[1], None)
+            if cached is not None:
+                return cached[0]
+            touched_files = _collect_files(stored or _load_snapshot(snapshot, table.io), snapshot, files)
+            file_count = len(touched_files.added) + len(touched_files.removed) + len(touched_files.deletes)
+            size = _FILE_OVERHEAD + file_count * (_FILE_OVERHEAD + files.column_count)
+            if snapshot.manifest_list and size <= self._max_columns:
                 with self._lock:
-                    self._read[key] = found, size
-            return found
+                    self._touched_files[key] = touched_files, size
+            return touched_files
 
-        return read
+        return read_files
 
 
-def _layout(metadata: TableMetadata) -> str:
+def _layout_key(metadata: TableMetadata) -> str:
     """All that tells how a file is looked at. Ids do not: a run's branch has its own schemas under them."""
     specs = (spec.model_dump_json() for spec in metadata.partition_specs)
     return "\n".join((metadata.schema().model_dump_json(), str(metadata.default_spec_id), *specs))
 
 
-def _read(stored: StoredSnapshot, snapshot: Snapshot, files: _Files) -> Touched:
+def _collect_files(stored: StoredSnapshot, snapshot: Snapshot, files: _FileConverter) -> TouchedFiles:
     added: list[File] = []
     removed: list[File] = []
     deletes: list[DeleteFile] = []
     operation = snapshot.summary.operation if snapshot.summary else None
-    mode = Mode.COMPACT if operation == Operation.REPLACE else None
+    mode = ChangeMode.COMPACT if operation == Operation.REPLACE else None
     for entry in stored.entries:
         file = entry.data_file
         if file.spec_id != files.default_spec:
-            mode = Mode.OLD_LAYOUT
-        new = entry.status == ManifestEntryStatus.ADDED
+            mode = ChangeMode.OLD_LAYOUT
+        is_added = entry.status == ManifestEntryStatus.ADDED
         if file.content == DataFileContent.DATA:
-            (added if new else removed).append(files.data(file))
-        elif new:
+            (added if is_added else removed).append(files.to_data_file(file))
+        elif is_added:
             # One that is taken out is not kept: where it stays, it has nothing left to delete.
-            deletes.append(files.deletes(file))
+            deletes.append(files.to_delete_file(file))
             vector = file.file_format == FileFormat.PUFFIN
-            mode = mode or (Mode.DELETION_VECTORS if vector else Mode.ROW_DELETES)
-    return Touched(tuple(added), tuple(removed), tuple(deletes), mode)
+            mode = mode or (ChangeMode.DELETION_VECTORS if vector else ChangeMode.ROW_DELETES)
+    return TouchedFiles(tuple(added), tuple(removed), tuple(deletes), mode)
 
 
-def _stored_snapshot(snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
-    own = [one for one in read_manifests(io, snapshot) if one.added_snapshot_id == snapshot.snapshot_id]
+def _load_snapshot(snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
+    own_manifests = [
+        manifest
+        for manifest in read_manifests(io, snapshot)
+        if manifest.added_snapshot_id == snapshot.snapshot_id
+    ]
     entries = (
         entry
-        for manifest in own
+        for manifest in own_manifests
         for entry in read_entries(io, manifest)
         if entry.snapshot_id == snapshot.snapshot_id and entry.status != ManifestEntryStatus.EXISTING
     )
-    return StoredSnapshot(tuple(manifest.manifest_path for manifest in own), tuple(entries))
+    return StoredSnapshot(tuple(manifest.manifest_path for manifest in own_manifests), tuple(entries))
 
 
-class _Files:
+class _FileConverter:
     """The files of one table as plain values; predicates are bound to its columns once, not per file."""
 
     def __init__(self, metadata: TableMetadata) -> None:
         self._schema = metadata.schema()
         self._specs = metadata.specs()
         self.default_spec = metadata.default_spec_id
-        self.columns = len(self._schema.field_ids)  # of nested ones too: their leaves have bounds
-        self._rows: dict[Replaced, Callable[[DataFile], bool]] = {}
-        self._partitions: dict[tuple[Replaced, int], Callable[[DataFile], bool]] = {}
-        self._known: dict[tuple[Replaced, int, Record], bool] = {}
+        self.column_count = len(self._schema.field_ids)  # of nested ones too: their leaves have bounds
+        self._bounds_filters: dict[ReplacedRows, Callable[[DataFile], bool]] = {}
+        self._partition_filters: dict[tuple[ReplacedRows, int], Callable[[DataFile], bool]] = {}
+        self._partition_answers: dict[tuple[ReplacedRows, int, Record], bool] = {}
 
-    def data(self, file: DataFile) -> File:
+    def to_data_file(self, file: DataFile) -> File:
         """A data file."""
 
-        def may_hold(predicate: Replaced) -> bool:
-            return self._partition(predicate, file) and self._row(predicate)(file)
+        def may_hold(predicate: ReplacedRows) -> bool:
+            return self._may_partition_hold(predicate, file) and self._bounds_filter(predicate)(file)
 
-        path = self._path(file)
+        path = self._partition_path(file)
         return File(
             file.file_path,
             path,
-            _bounds(file, self._schema, self._specs[file.spec_id]),
+            _column_bounds(file, self._schema, self._specs[file.spec_id]),
             file,
             may_hold,
             file.record_count,
         )
 
-    def deletes(self, file: DataFile) -> DeleteFile:
+    def to_delete_file(self, file: DataFile) -> DeleteFile:
         """A file of row-level deletes."""
 
-        def may_hold(predicate: Replaced) -> bool:
-            return everywhere or self._partition(predicate, file)
+        def may_hold(predicate: ReplacedRows) -> bool:
+            return everywhere or self._may_partition_hold(predicate, file)
 
-        path = self._path(file)
+        path = self._partition_path(file)
         equality = file.content == DataFileContent.EQUALITY_DELETES
         everywhere = equality and not self._specs[file.spec_id].fields
         return DeleteFile(
@@ -262,49 +268,53 @@ class _Files:
             may_hold,
         )
 
-    def _path(self, file: DataFile) -> str:
+    def _partition_path(self, file: DataFile) -> str:
         spec = self._specs[file.spec_id]
         try:
             return unquote_plus(spec.partition_to_path(file.partition, self._schema)) if spec.fields else ""
         except (ValueError, KeyError):  # an older spec of a column that has been dropped since
             return str(file.partition)
 
-    def _partition(self, predicate: Replaced, file: DataFile) -> bool:
+    def _may_partition_hold(self, predicate: ReplacedRows, file: DataFile) -> bool:
         """Asked once per partition: a thousand files of one day are of one day."""
 
-        def bound() -> Callable[[DataFile], bool]:
-            return in_partition(predicate, self._schema, self._specs[file.spec_id])
+        def build_filter() -> Callable[[DataFile], bool]:
+            return partition_filter(predicate, self._schema, self._specs[file.spec_id])
 
-        def asked() -> bool:
-            return _kept(self._partitions, (predicate, file.spec_id), bound)(file)
+        def evaluate() -> bool:
+            return _get_or_build(self._partition_filters, (predicate, file.spec_id), build_filter)(file)
 
-        return _kept(self._known, (predicate, file.spec_id, file.partition), asked)
+        return _get_or_build(self._partition_answers, (predicate, file.spec_id, file.partition), evaluate)
 
-    def _row(self, predicate: Replaced) -> Callable[[DataFile], bool]:
-        return _kept(self._rows, predicate, lambda: in_bounds(predicate, self._schema))
+    def _bounds_filter(self, predicate: ReplacedRows) -> Callable[[DataFile], bool]:
+        return _get_or_build(self._bounds_filters, predicate, lambda: bounds_filter(predicate, self._schema))
 
 
-def _kept(answers: dict[Any, _T], key: Hashable, make: Callable[[], _T]) -> _T:
+def _get_or_build(answers: dict[Any, _T], key: Hashable, build: Callable[[], _T]) -> _T:
     """What is known of `key`. A server asks for days, each time of other partitions."""
-    found = answers.get(key)
-    if found is None:
-        if len(answers) >= _ANSWERS:
+    answer = answers.get(key)
+    if answer is None:
+        if len(answers) >= _MAX_ANSWERS:
             answers.clear()
-        found = answers[key] = make()
-    return found
+        answer = answers[key] = build()
+    return answer
 
 
-def _bounds(file: DataFile, schema: Schema, spec: PartitionSpec) -> Callable[[str], Bounds | None]:
+def _column_bounds(file: DataFile, schema: Schema, spec: PartitionSpec) -> Callable[[str], FileBounds | None]:
     """The lowest and highest value of a column by name; None if not known, or if a row may be null or NaN."""
 
-    def of(column: str) -> Bounds | None:
+    def get_bounds(column: str) -> FileBounds | None:
         try:
             field = schema.find_field(column)
         except ValueError:  # renamed or dropped since the key was recorded
             return None
-        known = facts(file, field, spec)
-        if known.low is None or known.high is None or not (known.no_null and known.no_nan):
+        file_facts = column_facts(file, field, spec)
+        if (
+            file_facts.low is None
+            or file_facts.high is None
+            or not (file_facts.no_null and file_facts.no_nan)
+        ):
             return None
-        return known.low, known.high
+        return file_facts.low, file_facts.high
 
-    return of
+    return get_bounds

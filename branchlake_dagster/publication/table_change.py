@@ -12,13 +12,13 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from branchlake_dagster.internals.column_metrics import DataPaths
-from branchlake_dagster.tables.replaced_rows import EVERYTHING, Replaced
+from branchlake_dagster.tables.replaced_rows import ALL_ROWS, ReplacedRows
 
-Bounds = tuple[Any, Any]
+FileBounds = tuple[Any, Any]
 """(lowest, highest) value of a column in a file, both inclusive; possibly wider than the truth."""
 
 
-class Mode(StrEnum):
+class ChangeMode(StrEnum):
     """How one snapshot changed its table."""
 
     APPEND = "append"
@@ -40,11 +40,11 @@ class Mode(StrEnum):
     """The history does not lead back to the base: rolled back, or replaced by another engine."""
 
 
-def _unbounded(_: str) -> Bounds | None:
+def _no_bounds(_: str) -> FileBounds | None:
     return None
 
 
-def _anything(_: Replaced) -> bool:
+def _may_hold_any(_: ReplacedRows) -> bool:
     return True
 
 
@@ -54,11 +54,11 @@ class File:
 
     path: str
     partition: str = ""
-    bounds: Callable[[str], Bounds | None] = field(default=_unbounded, compare=False, repr=False)
+    bounds: Callable[[str], FileBounds | None] = field(default=_no_bounds, compare=False, repr=False)
     """Of a column by name; None when the manifest does not tell."""
     handle: Any = field(default=None, compare=False, repr=False)
     """What the table format knows the file as."""
-    may_hold: Callable[[Replaced], bool] = field(default=_anything, compare=False, repr=False)
+    may_hold: Callable[[ReplacedRows], bool] = field(default=_may_hold_any, compare=False, repr=False)
     """Whether rows of a predicate may be in it, by its partition and its bounds."""
     rows: int | None = None
     """How many it has; None when that is not known."""
@@ -74,10 +74,10 @@ class DeleteFile:
     """The data files whose rows it may name; None if its manifest entry does not say."""
     everywhere: bool = False
     """Whether it speaks of all partitions, as an equality delete without partition does."""
-    may_hold: Callable[[Replaced], bool] = field(default=_anything, compare=False, repr=False)
+    may_hold: Callable[[ReplacedRows], bool] = field(default=_may_hold_any, compare=False, repr=False)
     """Whether it may delete rows of a predicate."""
 
-    def may_hit(self, file: File) -> bool:
+    def may_delete_from(self, file: File) -> bool:
         """Whether rows of a data file that was there before it may be deleted by it."""
         if self.paths is not None:
             return self.paths.may_name(file.path)
@@ -90,42 +90,42 @@ class SnapshotChange:
 
     snapshot_id: int
     """0: what does not lead back to the base."""
-    mode: Mode
+    mode: ChangeMode
     added: tuple[File, ...] = ()
     removed: tuple[File, ...] = ()
-    keys: tuple[str, ...] = ()
+    key_columns: tuple[str, ...] = ()
     """The columns an upsert matched on."""
     run_id: str | None = None
     properties: Mapping[str, str] = field(default_factory=dict, compare=False)
     """What the writer put into the snapshot's summary, without the totals."""
     deletes: tuple[DeleteFile, ...] = ()
     """The files of row-level deletes it added."""
-    recorded: Replaced | None = None
+    recorded_predicate: ReplacedRows | None = None
     """What it replaced, as it recorded itself; None when it did not."""
-    named: tuple[str, ...] = ()
+    partition_names: tuple[str, ...] = ()
     """The Dagster partitions it was about, for people."""
-    origin: int | None = None
+    original_id: int | None = None
     """The snapshot on a run's branch that it repeats."""
 
     @property
-    def touched(self) -> tuple[File, ...]:
+    def touched_files(self) -> tuple[File, ...]:
         """Added and removed files."""
         return (*self.added, *self.removed)
 
     @property
     def partitions(self) -> frozenset[str]:
         """The partitions whose rows it touched."""
-        deleted = {one.partition for one in self.deletes}
-        return frozenset({file.partition for file in self.touched} | deleted)
+        deleted = {delete_file.partition for delete_file in self.deletes}
+        return frozenset({file.partition for file in self.touched_files} | deleted)
 
     @property
-    def replaced(self) -> Replaced | None:
+    def replaced_predicate(self) -> ReplacedRows | None:
         """All rows that it replaced, whether there were any or not; None when that is not known."""
-        return EVERYTHING if self.mode is Mode.REPLACE_TABLE else self.recorded
+        return ALL_ROWS if self.mode is ChangeMode.REPLACE_TABLE else self.recorded_predicate
 
 
 @dataclass(frozen=True)
-class Column:
+class LayoutColumn:
     """A column as files see it: by id."""
 
     id: int
@@ -138,7 +138,7 @@ class Column:
 class Layout:
     """Columns, and the partition fields as (source column, transform, name)."""
 
-    columns: tuple[Column, ...] = ()
+    columns: tuple[LayoutColumn, ...] = ()
     spec: tuple[tuple[str, str, str], ...] = ()
     highest_column_id: int = 0
     schema: str = ""
@@ -149,7 +149,7 @@ class Layout:
     format_version: int = 2
 
     @property
-    def shape(self) -> tuple[tuple[Column, ...], str]:
+    def shape(self) -> tuple[tuple[LayoutColumn, ...], str]:
         """The columns with all there is to them."""
         return self.columns, self.schema
 
@@ -169,17 +169,19 @@ class TableChange:
     properties_set: Mapping[str, str] = field(default_factory=dict)
     properties_removed: tuple[str, ...] = ()
     base_snapshot_id: int | None = None
-    expired: int = 0
+    expired_count: int = 0
     """How many snapshots of before are not in the history any more."""
 
-    def there(self, other: TableChange) -> Literal["all", "some"] | None:
+    def shared_steps(self, other: TableChange) -> Literal["all", "some"] | None:
         """How many of these steps another change of the table has too, repeated or as they are."""
-        theirs = {number for step in other.steps for number in (step.snapshot_id, step.origin)}
-        here = [step for step in self.steps if step.snapshot_id in theirs]
-        return None if not here else "all" if len(here) == len(self.steps) else "some"
+        other_ids = {
+            snapshot_id for step in other.steps for snapshot_id in (step.snapshot_id, step.original_id)
+        }
+        common_steps = [step for step in self.steps if step.snapshot_id in other_ids]
+        return None if not common_steps else "all" if len(common_steps) == len(self.steps) else "some"
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the steps lead back to the base; otherwise the table was rolled back, or replaced.
 
         Asked of the numbers: of steps that were read without their files the mode is not known.
@@ -187,11 +189,11 @@ class TableChange:
         return all(step.snapshot_id for step in self.steps)
 
     @property
-    def created(self) -> bool:
+    def is_created(self) -> bool:
         """Whether the table is new."""
         return self.before is None
 
     @property
-    def removed(self) -> dict[str, SnapshotChange]:
+    def removing_steps(self) -> dict[str, SnapshotChange]:
         """The step that removed each file, by path."""
         return {file.path: step for step in self.steps for file in step.removed}

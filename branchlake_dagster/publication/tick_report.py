@@ -21,29 +21,29 @@ from branchlake_dagster.internals.dagster import (
     AssetGraph,
     PartitionBackfill,
     fail_backfill,
-    succeeded_backfills,
+    load_closed_backfills,
 )
 from branchlake_dagster.publication.outcome import CheckRun, Outcome, PublicationAction
-from branchlake_dagster.publication.parked_runs import said
-from branchlake_dagster.runs.discarding import materialised, newest_run
+from branchlake_dagster.publication.parked_runs import format_error
+from branchlake_dagster.runs.discarding import iter_materializations, load_newest_run_id
 from branchlake_dagster.runs.run_tags import Status
 from branchlake_dagster.stored_names import RunTag
-from branchlake_dagster.wording import agree, counted
+from branchlake_dagster.wording import format_count, pluralize
 
-_EXAMPLES = 10
-_LONGEST = 300
-_LOGGED = 500
-_COUNTED = (
+_MAX_EXAMPLES = 10
+_MAX_EXAMPLE_CHARS = 300
+_MAX_LOG_LINES = 500
+_ONLY_COUNTED = (
     PublicationAction.WAITING,
     PublicationAction.KEPT,
     PublicationAction.UNKNOWN_RUN,
-    PublicationAction.SET_ASIDE,
+    PublicationAction.PARKED,
 )
 """Said of branches that are left alone, at every tick again: 4,300 of them gave 459,000 characters."""
 
 
 @dataclass
-class Tick:
+class TickReport:
     """The outcomes of one pass: counted, the first ones in words, and the runs to launch."""
 
     counts: Counter[PublicationAction] = field(default_factory=Counter)
@@ -55,48 +55,59 @@ class Tick:
         self.counts[outcome.action] += 1
         if outcome.check_run:
             self.check_runs.append(outcome.check_run)
-        if outcome.action in _COUNTED:
+        if outcome.action in _ONLY_COUNTED:
             return False
-        if len(self.examples) < _EXAMPLES:
-            text = str(outcome)
-            self.examples.append(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…")
-        return self._told() <= _LOGGED
+        if len(self.examples) < _MAX_EXAMPLES:
+            message = str(outcome)
+            self.examples.append(
+                message if len(message) <= _MAX_EXAMPLE_CHARS else f"{message[: _MAX_EXAMPLE_CHARS - 1]}…"
+            )
+        return self._count_reported() <= _MAX_LOG_LINES
 
-    def message(self) -> str:
+    def format_message(self) -> str:
         """All of it in at most a few thousand characters."""
-        others = {
+        phrases = {
             PublicationAction.WAITING: ("waits or is at work", "wait or are at work"),
             PublicationAction.KEPT: ("is kept for debugging", "are kept for debugging"),
             PublicationAction.UNKNOWN_RUN: (
                 "belongs to no run of this Dagster",
                 "belong to no run of this Dagster",
             ),
-            PublicationAction.SET_ASIDE: (
+            PublicationAction.PARKED: (
                 "is set aside (`branchlake set-aside`)",
                 "are set aside (`branchlake set-aside`)",
             ),
         }
-        counted = [f"{count} {agree(count, *others[one])}" for one in others if (count := self.counts[one])]
-        more = self._told() - len(self.examples)
-        told = [*self.examples, *([f"and {more} more, in the log"] if more else [])]
-        rest = f"Of the other branches {', '.join(counted)}." if counted else ""
-        if not told:
-            return f"Nothing to publish. {rest}".rstrip()
-        return " | ".join([*told, *([rest] if rest else [])])
+        counts = [
+            f"{count} {pluralize(count, *phrases[action])}"
+            for action in phrases
+            if (count := self.counts[action])
+        ]
+        unlisted_count = self._count_reported() - len(self.examples)
+        parts = [*self.examples, *([f"and {unlisted_count} more, in the log"] if unlisted_count else [])]
+        other_branches = f"Of the other branches {', '.join(counts)}." if counts else ""
+        if not parts:
+            return f"Nothing to publish. {other_branches}".rstrip()
+        return " | ".join([*parts, *([other_branches] if other_branches else [])])
 
-    def row(self) -> str:
+    def format_row(self) -> str:
         """The same in a few words, for the tick's row in Dagster's list: it shows a tick's cursor there."""
-        done = {action: count for action, count in self.counts.items() if action not in _COUNTED}
-        return ", ".join(f"{action} {count}" for action, count in done.items()) or "nothing to publish"
+        reported_counts = {
+            action: count for action, count in self.counts.items() if action not in _ONLY_COUNTED
+        }
+        return (
+            ", ".join(f"{action} {count}" for action, count in reported_counts.items())
+            or "nothing to publish"
+        )
 
-    def _told(self) -> int:
-        return sum(count for action, count in self.counts.items() if action not in _COUNTED)
+    def _count_reported(self) -> int:
+        return sum(count for action, count in self.counts.items() if action not in _ONLY_COUNTED)
 
 
-_EVERY = timedelta(seconds=30)
+_CHECK_INTERVAL = timedelta(seconds=30)
 _OLDEST_BACKFILL = timedelta(days=14)
-_NEWEST = 20
-_UNPUBLISHED = [
+_MAX_BACKFILLS = 20
+_UNPUBLISHED_STATUSES = [
     str(one)
     for one in (
         Status.BLOCKED,
@@ -114,36 +125,38 @@ class BackfillWatch:
 
     def __init__(self, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
         self._now = now
-        self._looked = datetime.min.replace(tzinfo=UTC)
+        self._last_check = datetime.min.replace(tzinfo=UTC)
 
-    def look(self, instance: DagsterInstance, graph: AssetGraph) -> Iterator[str]:
+    def fail_unpublished(self, instance: DagsterInstance, graph: AssetGraph) -> Iterator[str]:
         """A sentence for each backfill that is shown as failed from now on."""
-        if self._now() - self._looked < _EVERY:
+        if self._now() - self._last_check < _CHECK_INTERVAL:
             return
-        self._looked = self._now()
-        for backfill in succeeded_backfills(instance, after=self._looked - _OLDEST_BACKFILL, limit=_NEWEST):
+        self._last_check = self._now()
+        for backfill in load_closed_backfills(
+            instance, after=self._last_check - _OLDEST_BACKFILL, limit=_MAX_BACKFILLS
+        ):
             try:
-                told = _fail_unpublished(instance, graph, backfill)
+                message = _fail_if_unpublished(instance, graph, backfill)
             except Exception as error:  # noqa: BLE001 - it concerns this backfill, not the publications
-                told = f"Backfill {backfill.backfill_id} could not be looked at: {said(error)}"
-            if told:
-                yield told
+                message = f"Backfill {backfill.backfill_id} could not be looked at: {format_error(error)}"
+            if message:
+                yield message
 
 
-def _fail_unpublished(
+def _fail_if_unpublished(
     instance: DagsterInstance, graph: AssetGraph, backfill: PartitionBackfill
 ) -> str | None:
     """None: all that the backfill has materialised is published."""
-    wanted = {BACKFILL_ID_TAG: backfill.backfill_id, RunTag.STATUS: _UNPUBLISHED}
-    runs = instance.get_runs(RunsFilter(tags=wanted))
+    run_tags = {BACKFILL_ID_TAG: backfill.backfill_id, RunTag.STATUS: _UNPUBLISHED_STATUSES}
+    runs = instance.get_runs(RunsFilter(tags=run_tags))
     missing = {
         (key, partition)
         for run in runs
-        for key, partition, _ in materialised(instance, run.run_id)
-        if graph.has(key) and newest_run(instance, key, partition) == run.run_id
+        for key, partition, _ in iter_materializations(instance, run.run_id)
+        if graph.has(key) and load_newest_run_id(instance, key, partition) == run.run_id
     }
     if not missing:
         return None
     fail_backfill(instance, backfill, graph, missing)
-    parts = f"{counted(len(missing), 'partition')} of it {agree(len(missing), 'is', 'are')}"
-    return f"Backfill {backfill.backfill_id}: {parts} not on main, so it is shown as failed."
+    count_phrase = f"{format_count(len(missing), 'partition')} of it {pluralize(len(missing), 'is', 'are')}"
+    return f"Backfill {backfill.backfill_id}: {count_phrase} not on main, so it is shown as failed."

@@ -13,22 +13,24 @@ from dagster import DagsterInstance, DagsterRun, DagsterRunStatus, RunsFilter
 
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.evidence import collect
-from branchlake_dagster.publication.outcome import Outcome, PublicationAction, other_location
-from branchlake_dagster.publication.parked_runs import Troubles
+from branchlake_dagster.publication.evidence import collect_evidence
+from branchlake_dagster.publication.outcome import Outcome, PublicationAction, find_other_location
+from branchlake_dagster.publication.parked_runs import FailedAttempts
 from branchlake_dagster.publication.report import MainView, RunReport, report_outcome
-from branchlake_dagster.publication.verdict import judge
-from branchlake_dagster.runs.run_tags import PENDING, Status, opened_by
+from branchlake_dagster.publication.verdict import judge_evidence
+from branchlake_dagster.runs.run_tags import PENDING, Status, is_opened_by
 from branchlake_dagster.stored_names import RunTag
 
 _FINISHED = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED]
-_AT_MOST = 100
+_MAX_RUNS = 100
 """In one pass; the newest first, as Dagster lists them."""
 
-MANUAL = "Manual validation needed: the run wrote to main directly, so what it wrote is visible already"
+MANUAL_VALIDATION = (
+    "Manual validation needed: the run wrote to main directly, so what it wrote is visible already"
+)
 
 
-def settle_unbranched(
+def judge_unbranched_runs(
     lake: Lakehouse,
     instance: DagsterInstance,
     graph: AssetGraph,
@@ -37,20 +39,20 @@ def settle_unbranched(
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> Iterator[Outcome]:
     """Judge the finished unbranched runs that nobody has judged yet. `now` is the wall clock."""
-    troubles = Troubles(instance)
-    waiting = RunsFilter(tags={RunTag.UNBRANCHED: "true", RunTag.VERDICT: PENDING}, statuses=_FINISHED)
-    for run in instance.get_runs(waiting, limit=_AT_MOST):
-        if opened_by(run.tags, run.run_id) and other_location(run, location) is None:
-            if (held := troubles.holds(MAIN, run)) is not None:
-                yield held
+    failed_attempts = FailedAttempts(instance)
+    run_filter = RunsFilter(tags={RunTag.UNBRANCHED: "true", RunTag.VERDICT: PENDING}, statuses=_FINISHED)
+    for run in instance.get_runs(run_filter, limit=_MAX_RUNS):
+        if is_opened_by(run.tags, run.run_id) and find_other_location(run, location) is None:
+            if (waiting := failed_attempts.waiting_outcome(MAIN, run)) is not None:
+                yield waiting
                 continue
             try:
-                yield _settle(lake, instance, run, graph, now())
+                yield _judge_run(lake, instance, run, graph, now())
             except Exception as error:  # noqa: BLE001 - it concerns this run, not the others
-                yield troubles.note(MAIN, run, error)
+                yield failed_attempts.record(MAIN, run, error)
 
 
-def _settle(
+def _judge_run(
     lake: Lakehouse,
     instance: DagsterInstance,
     run: DagsterRun,
@@ -58,7 +60,7 @@ def _settle(
     now: datetime,
 ) -> Outcome:
     settings = lake.settings
-    evidence = collect(
+    evidence = collect_evidence(
         instance,
         [run],
         graph,
@@ -66,17 +68,17 @@ def _settle(
         default_namespace=settings.default_namespace,
         require_checks=settings.require_checks,
     )
-    verdict = judge(evidence, strict_tables=False)
-    text = "Written to main directly, without a branch, because Nessie was unavailable; its checks passed."
+    verdict = judge_evidence(evidence, strict_tables=False)
+    message = "Written to main directly, without a branch, because Nessie was unavailable; its checks passed."
     why = None
     # Automation goes on from what is told as published; the name is the run's own, for there is no branch.
     publication: str | None = lake.nessie.reference(MAIN).hash
     if verdict.blocked:
         publication = None
-        why = f"{MANUAL}. {verdict.summary()}"
-        text = why
+        why = f"{MANUAL_VALIDATION}. {verdict.format_summary()}"
+        message = why
         if run.is_success:
-            instance.report_run_failed(run, f"{MANUAL}. {'; '.join(verdict.reasons)}")
+            instance.report_run_failed(run, f"{MANUAL_VALIDATION}. {'; '.join(verdict.reasons)}")
     name = f"{MAIN} (run {run.run_id})"
     report = RunReport(
         run,
@@ -88,8 +90,8 @@ def _settle(
         at=now.timestamp(),
         publication=publication,
         why=why,
-        text=text,
+        message=message,
         on_main=True,
     )
     report_outcome(instance, report, MainView(lake))
-    return Outcome(MAIN, run.run_id, PublicationAction.UNBRANCHED, text, verdict, publication)
+    return Outcome(MAIN, run.run_id, PublicationAction.UNBRANCHED, message, verdict, publication)

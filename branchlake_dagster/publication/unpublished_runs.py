@@ -30,23 +30,23 @@ from dagster import (
 )
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Transient
-from branchlake_dagster.publication.written_partitions import written_with
-from branchlake_dagster.runs.run_tags import SET_ASIDE, Status, opened_by
+from branchlake_dagster.publication.written_partitions import load_run_partitions
+from branchlake_dagster.runs.run_tags import PARKED, Status, is_opened_by
 from branchlake_dagster.stored_names import EventMetadata, RunTag
-from branchlake_dagster.wording import counted
+from branchlake_dagster.wording import format_count
 
-STATES = (str(Status.BLOCKED), str(Status.REFUSED), SET_ASIDE)
+STATES = (str(Status.BLOCKED), str(Status.REFUSED), PARKED)
 """What a run can be alerted for: a check failed, it met another run's change, or publishing it breaks."""
 
 
-_ATTEMPTS = 5
+_MAX_ALERT_ATTEMPTS = 5
 """Attempts to alert for one run. The ticks of a receiver that is away for longer are red anyway."""
 _PAGE = 100
 _CLOCK_SKEW = timedelta(seconds=30)
 """How far the clocks of the processes that write to Dagster's database may differ."""
 _TICK_S = 30.0
 """Dagster ends an evaluation after 60 s; the next tick goes on with the runs that are left."""
-_EVENTS = 50
+_MAX_EVENTS = 50
 """The newest events of a run's log among which the publisher's report is looked for."""
 
 
@@ -238,35 +238,37 @@ def on_blocked(
         if cursor is None:
             context.update_cursor(_Cursor(now, now).format())
             return SkipReason("Starts with runs that end from now on.")
-        location = None if all_code_locations else _location_of(context)
+        location = None if all_code_locations else _sensor_location(context)
         tag = f"{RunTag.ALERT_PREFIX}{name}"
-        sent, failures, end = 0, list[tuple[DagsterRun, Exception]](), time.monotonic() + _TICK_S
-        for run, state in _find_unpublished(context.instance, states, cursor.look_from()):
-            attempts = _attempts(run.tags.get(tag, ""), run.run_id)
-            if attempts is None or attempts >= _ATTEMPTS:
+        sent_count, failures, deadline = 0, list[tuple[DagsterRun, Exception]](), time.monotonic() + _TICK_S
+        for run, state in _find_unpublished(context.instance, states, cursor.search_from()):
+            attempts = _parse_attempts(run.tags.get(tag, ""), run.run_id)
+            if attempts is None or attempts >= _MAX_ALERT_ATTEMPTS:
                 continue
-            if location is not None and _location_of_run(run) not in (None, location):
+            if location is not None and _run_location(run) not in (None, location):
                 continue
-            if time.monotonic() > end:
-                return SkipReason(f"{counted(sent, 'alert')} sent, the next tick goes on.")
+            if time.monotonic() > deadline:
+                return SkipReason(f"{format_count(sent_count, 'alert')} sent, the next tick goes on.")
             try:
-                alert(_describe(context.instance, run, state, dagster_url))
+                alert(_build_unpublished_run(context.instance, run, state, dagster_url))
             except Exception as error:  # raised below; the other runs are alerted
                 context.log.exception("No alert for run %s, attempt %d.", run.run_id, attempts + 1)
                 failures.append((run, error))
                 context.instance.add_run_tags(run.run_id, {tag: f"{run.run_id} failed {attempts + 1}"})
             else:
-                sent += 1
+                sent_count += 1
                 context.instance.add_run_tags(run.run_id, {tag: f"{run.run_id} sent"})
         if failures:
             # The cursor stays, so that the next tick finds these runs again; the tags tell which are done.
-            names = ", ".join(run.run_id[:8] for run, _ in failures)
+            run_ids = ", ".join(run.run_id[:8] for run, _ in failures)
             raise AlertFailed(
-                f"{counted(len(failures), 'alert')} failed, for {names}.",
+                f"{format_count(len(failures), 'alert')} failed, for {run_ids}.",
                 hint="The tick's log has each error. A run is tried five times.",
             ) from failures[0][1]
         context.update_cursor(_Cursor(cursor.start, now).format())
-        return SkipReason(f"{counted(sent, 'alert')} sent." if sent else "Every ended run was published.")
+        return SkipReason(
+            f"{format_count(sent_count, 'alert')} sent." if sent_count else "Every ended run was published."
+        )
 
     return alert_sensor
 
@@ -279,16 +281,16 @@ class _Cursor:
     since: datetime
 
     @classmethod
-    def parse(cls, text: str | None) -> "_Cursor | None":
-        if not text:
+    def parse(cls, value: str | None) -> "_Cursor | None":
+        if not value:
             return None
-        values = json.loads(text)
+        values = json.loads(value)
         return cls(datetime.fromisoformat(values["start"]), datetime.fromisoformat(values["since"]))
 
     def format(self) -> str:
         return json.dumps({"start": self.start.isoformat(), "since": self.since.isoformat()})
 
-    def look_from(self) -> datetime:
+    def search_from(self) -> datetime:
         """Some seconds are looked at twice, since another machine's clock may be behind; the tag knows."""
         return max(self.start, self.since - _CLOCK_SKEW)
 
@@ -300,16 +302,16 @@ def _find_unpublished(
     instance: DagsterInstance, states: Sequence[str], since: datetime
 ) -> Iterator[tuple[DagsterRun, str]]:
     """The runs that have come into one of `states` and were changed after `since`, and the state."""
-    words = [state for state in states if state != SET_ASIDE]
-    if words:
-        for run in _changed_runs(instance, {RunTag.STATUS: words}, since):
+    statuses = [state for state in states if state != PARKED]
+    if statuses:
+        for run in _load_changed_runs(instance, {RunTag.STATUS: statuses}, since):
             yield run, run.tags[RunTag.STATUS]
-    if SET_ASIDE in states:
-        for run in _changed_runs(instance, {RunTag.NEXT_ATTEMPT: SET_ASIDE}, since):
-            yield run, SET_ASIDE
+    if PARKED in states:
+        for run in _load_changed_runs(instance, {RunTag.NEXT_ATTEMPT: PARKED}, since):
+            yield run, PARKED
 
 
-def _changed_runs(
+def _load_changed_runs(
     instance: DagsterInstance, tags: Mapping[str, str | list[str]], since: datetime
 ) -> Iterator[DagsterRun]:
     """All of them are read before the first is given: an alert changes its run, which would come again."""
@@ -326,10 +328,10 @@ def _changed_runs(
             break
         since = page[-1].update_timestamp
     # A re-execution has its parent's tags until it opens a branch of its own.
-    return (run for run in runs.values() if opened_by(run.tags, run.run_id))
+    return (run for run in runs.values() if is_opened_by(run.tags, run.run_id))
 
 
-def _attempts(value: str, run_id: str) -> int | None:
+def _parse_attempts(value: str, run_id: str) -> int | None:
     """How many alerts for this run have failed; None if one was sent. A re-execution inherits the tag."""
     owner, _, state = value.partition(" ")
     if owner != run_id:
@@ -337,12 +339,12 @@ def _attempts(value: str, run_id: str) -> int | None:
     return None if state == "sent" else int(state.removeprefix("failed "))
 
 
-def _location_of(context: SensorEvaluationContext) -> str | None:
+def _sensor_location(context: SensorEvaluationContext) -> str | None:
     origin = context.code_location_origin
     return origin.location_name if origin else None
 
 
-def _location_of_run(run: DagsterRun) -> str | None:
+def _run_location(run: DagsterRun) -> str | None:
     origin = run.remote_job_origin
     return origin.repository_origin.code_location_origin.location_name if origin else None
 
@@ -350,38 +352,38 @@ def _location_of_run(run: DagsterRun) -> str | None:
 # -- describing a run ----------------------------------------------------------------------------------
 
 
-def _describe(
+def _build_unpublished_run(
     instance: DagsterInstance, run: DagsterRun, state: str, dagster_url: str | None
 ) -> UnpublishedRun:
-    if state == SET_ASIDE:
+    if state == PARKED:
         reason = run.tags.get(RunTag.REASON, "")
         command = f"`branchlake set-aside retry {run.run_id[:8]}`"
         message = f"Set aside: {reason.rstrip('.')}. Correct the cause, then {command}."
         reasons: Sequence[str] = (reason,)
     else:
-        message, reasons = _reported(instance, run)
+        message, reasons = _read_report(instance, run)
     return UnpublishedRun(
         run.run_id,
         run.job_name,
         state,
         message,
         reasons,
-        written_with(instance, run),
+        load_run_partitions(instance, run),
         f"{dagster_url.rstrip('/')}/runs/{run.run_id}" if dagster_url else None,
     )
 
 
-def _reported(instance: DagsterInstance, run: DagsterRun) -> tuple[str, Sequence[str]]:
+def _read_report(instance: DagsterInstance, run: DagsterRun) -> tuple[str, Sequence[str]]:
     """What the publisher has written into the run's log, and its reasons; the tag's short text otherwise."""
     reason = run.tags.get(RunTag.REASON, "")
     records = instance.get_records_for_run(
-        run.run_id, of_type=DagsterEventType.ENGINE_EVENT, limit=_EVENTS, ascending=False
+        run.run_id, of_type=DagsterEventType.ENGINE_EVENT, limit=_MAX_EVENTS, ascending=False
     ).records
     for record in records:
         event = record.event_log_entry.dagster_event
         metadata = event.engine_event_data.metadata if event else {}
         if event and event.message and EventMetadata.VERDICT in metadata:
-            listed = metadata.get(EventMetadata.REASONS)
-            lines = str(listed.value).splitlines() if listed else [reason]
+            reasons_metadata = metadata.get(EventMetadata.REASONS)
+            lines = str(reasons_metadata.value).splitlines() if reasons_metadata else [reason]
             return event.message, tuple(line.removeprefix("- ") for line in lines if line)
     return f"Not published: {reason}", (reason,) if reason else ()

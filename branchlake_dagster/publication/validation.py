@@ -19,17 +19,22 @@ from dagster import (
     TimeWindowPartitionsDefinition,
 )
 
-from branchlake_dagster.errors import ConfigurationError, some
+from branchlake_dagster.errors import ConfigurationError, format_first_values
 from branchlake_dagster.incremental.consumer import Consumer
-from branchlake_dagster.incremental.declaration import declared
-from branchlake_dagster.incremental.step_consumption import consumer_of
+from branchlake_dagster.incremental.declaration import parse_declaration
+from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster.internals.dagster import AssetGraph, io_manager_key_of
 from branchlake_dagster.stored_names import AssetMetadata
-from branchlake_dagster.tables.specification import TableSpec, plain, table_name, table_spec
-from branchlake_dagster.wording import agree, named
+from branchlake_dagster.tables.specification import (
+    TableSpec,
+    format_table_name,
+    parse_table_spec,
+    unwrap_metadata,
+)
+from branchlake_dagster.wording import format_names, pluralize
 
 _PREFIX = "branchlake/"
-_KNOWN = frozenset(
+_METADATA_KEYS = frozenset(
     (
         AssetMetadata.WRITE_MODE,
         AssetMetadata.KEYS,
@@ -66,7 +71,7 @@ class DefinitionsWarning(UserWarning):
     """
 
 
-def validate(
+def validate_definitions(
     definitions: Definitions,
     *,
     io_manager_key: str,
@@ -84,39 +89,39 @@ def validate(
     of the user's on them, which that run would not make.
     """
     graph = definitions.resolve_asset_graph()
-    mistakes = [*_mistakes(graph, io_manager_key, default_namespace, require_checks)]
-    unpartitioned = [*_unpartitioned_checks(graph, io_manager_key)]
+    mistakes = [*_find_mistakes(graph, io_manager_key, default_namespace, require_checks)]
+    check_mistakes = [*_find_unscoped_checks(graph, io_manager_key)]
     if unpartitioned_checks == "error":
-        mistakes += unpartitioned
+        mistakes += check_mistakes
     elif unpartitioned_checks == "warn":
-        for key, why in unpartitioned:
+        for key, why in check_mistakes:
             warnings.warn(f"{key.to_user_string()}: {why}", DefinitionsWarning, stacklevel=3)
-    for key, why in _bare_metadata(graph, io_manager_key):
+    for key, why in _find_bare_metadata(graph, io_manager_key):
         warnings.warn(f"{key.to_user_string()}: {why}", DefinitionsWarning, stacklevel=3)
-    found = [f"- {key.to_user_string()}: {why}" for key, why in mistakes]
-    if found:
+    lines = [f"- {key.to_user_string()}: {why}" for key, why in mistakes]
+    if lines:
         assets = len({key for key, _ in mistakes})
         count = "one asset" if assets == 1 else f"{assets} assets"
         raise ConfigurationError(
-            "\n".join([f"The definitions have mistakes in {count}.", *found]),
+            "\n".join([f"The definitions have mistakes in {count}.", *lines]),
             reason="definitions",
             subject=", ".join(dict.fromkeys(key.to_user_string() for key, _ in mistakes)),
         )
 
 
-def _mistakes(
+def _find_mistakes(
     graph: AssetGraph, io_manager_key: str, default_namespace: str, require_checks: bool
 ) -> Iterator[tuple[AssetKey, str]]:
     checked = {key.asset_key for key in graph.asset_check_keys}
     tables: dict[tuple[str, ...], AssetKey] = {}
     for key in sorted(graph.materializable_asset_keys):
         node = graph.get(key)
-        if why := _unchecked(graph, key):
+        if why := _find_unchecked(graph, key):
             yield key, why
         if io_manager_key_of(graph, key) != io_manager_key:
             continue
         try:
-            spec = table_spec(
+            spec = parse_table_spec(
                 key,
                 node.metadata,
                 default_namespace=default_namespace,
@@ -125,34 +130,38 @@ def _mistakes(
         except ConfigurationError as error:
             yield key, f"{error.message} {error.hint or ''}".rstrip()
             continue
-        if why := _dimensions(spec, node.partitions_def):
+        if why := _find_dimension_mistake(spec, node.partitions_def):
             yield key, why
-        for name in sorted(one for one in node.metadata if one.startswith(_PREFIX)):
-            if name not in _KNOWN:
-                yield key, f"its metadata key {name} is read by nobody{_did_you_mean(name)}"
-        if why := _consumed(graph, key, default_namespace):
+        for name in sorted(
+            metadata_key for metadata_key in node.metadata if metadata_key.startswith(_PREFIX)
+        ):
+            if name not in _METADATA_KEYS:
+                yield key, f"its metadata key {name} is read by nobody{_suggest_key(name)}"
+        if why := _find_consumer_mistake(graph, key, default_namespace):
             yield key, why
         if (other := tables.setdefault(spec.identifier, key)) != key:
-            table = table_name(spec.identifier)
+            table = format_table_name(spec.identifier)
             yield key, f"its table {table} is {other.to_user_string()}'s too; rename one of them."
-        wanted = plain(node.metadata.get(AssetMetadata.REQUIRE_CHECKS))
-        if key not in checked and (require_checks if wanted is None else wanted):
+        demands_checks = unwrap_metadata(node.metadata.get(AssetMetadata.REQUIRE_CHECKS))
+        if key not in checked and (require_checks if demands_checks is None else demands_checks):
             yield key, _NO_CHECK
 
 
-def _unpartitioned_checks(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:
+def _find_unscoped_checks(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:
     """The checks that read all partitions although nobody has said that they should."""
     for key in sorted(graph.materializable_asset_keys):
         node = graph.get(key)
         if node.partitions_def is None or io_manager_key_of(graph, key) != io_manager_key:
             continue
-        for check in sorted(node.check_keys, key=lambda one: one.name):
-            its = graph.get(check)
-            if its.partitions_def is None and AssetMetadata.CHECK_SCOPE not in (its.metadata or {}):
+        for check in sorted(node.check_keys, key=lambda check_key: check_key.name):
+            check_node = graph.get(check)
+            if check_node.partitions_def is None and AssetMetadata.CHECK_SCOPE not in (
+                check_node.metadata or {}
+            ):
                 yield key, _NO_PARTITIONS.format(check=check.name)
 
 
-def _bare_metadata(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:
+def _find_bare_metadata(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:
     """Metadata keys that are arguments of `table_metadata`, written as they are."""
     for key in sorted(graph.materializable_asset_keys):
         if io_manager_key_of(graph, key) != io_manager_key:
@@ -161,8 +170,8 @@ def _bare_metadata(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[Ass
             yield key, f"its metadata key {name} is read by nobody. Write metadata=table_metadata({name}=…)."
 
 
-def _did_you_mean(name: str) -> str:
-    close = difflib.get_close_matches(name, _KNOWN, n=1)
+def _suggest_key(name: str) -> str:
+    close = difflib.get_close_matches(name, _METADATA_KEYS, n=1)
     return f". Did you mean {close[0]}?" if close else ". Its own keys are set by table_metadata(…)."
 
 
@@ -173,16 +182,19 @@ _NO_PARTITIONS = (
 )
 
 
-def _unchecked(graph: AssetGraph, key: AssetKey) -> str | None:
+def _find_unchecked(graph: AssetGraph, key: AssetKey) -> str | None:
     """Which checks of an asset a live ingestion would publish rows without: it runs none but its own."""
     node = graph.get(key)
-    ingestion = plain(node.metadata.get(AssetMetadata.LIVE_INGESTION))
-    others = {one for one in graph.asset_check_keys if one.asset_key == key} - {*node.assets_def.check_keys}
-    if ingestion is None or not others:
+    ingestion = unwrap_metadata(node.metadata.get(AssetMetadata.LIVE_INGESTION))
+    other_checks = {check_key for check_key in graph.asset_check_keys if check_key.asset_key == key} - {
+        *node.assets_def.check_keys
+    }
+    if ingestion is None or not other_checks:
         return None
-    names = sorted(one.name for one in others)
+    names = sorted(check_key.name for check_key in other_checks)
     return (
-        f"the live run of ingestion {ingestion} would publish its rows without {named('check', names)}. Leave"
+        f"the live run of ingestion {ingestion} would publish its rows without"
+        f" {format_names('check', names)}. Leave"
         " that run out with ingest_definitions(…, live=False), which leaves one batch a run; or declare the"
         " promise as the table's contract, which both ways hold."
     )
@@ -194,14 +206,14 @@ _NO_CHECK = (
 )
 
 
-def _consumed(graph: AssetGraph, key: AssetKey, default_namespace: str) -> str | None:
+def _find_consumer_mistake(graph: AssetGraph, key: AssetKey, default_namespace: str) -> str | None:
     """What is wrong with the changes that an asset says it consumes."""
     node = graph.get(key)
     try:
-        declaration = declared(node.metadata, asset=key.to_user_string())
+        declaration = parse_declaration(node.metadata, asset=key.to_user_string())
         if declaration is None:
             return None
-        consumer = consumer_of(
+        consumer = build_consumer(
             node.to_asset_spec(),
             declaration,
             node.partitions_def,
@@ -210,23 +222,30 @@ def _consumed(graph: AssetGraph, key: AssetKey, default_namespace: str) -> str |
         )
     except ConfigurationError as error:
         return error.message
-    mappings = {one: node.assets_def.get_partition_mapping(one) for one in declaration.inputs}
-    moved = sorted(
-        one.to_user_string()
-        for one, mapping in mappings.items()
-        if not _can_be_inverted(mapping, consumer, graph.get(one).partitions_def if graph.has(one) else None)
+    mappings = {
+        input_key: node.assets_def.get_partition_mapping(input_key) for input_key in declaration.inputs
+    }
+    untraceable_inputs = sorted(
+        input_key.to_user_string()
+        for input_key, mapping in mappings.items()
+        if not _can_be_inverted(
+            mapping, consumer, graph.get(input_key).partitions_def if graph.has(input_key) else None
+        )
     )
-    if consumer.by_partition and moved:
+    if consumer.tracks_partitions and untraceable_inputs:
         return (
-            f"it consumes changes of {some(tuple(moved))} by a partition mapping that does not tell which of"
+            f"it consumes changes of {format_first_values(tuple(untraceable_inputs))} by a partition mapping"
+            " that does not tell which of"
             " its partitions a changed row affects, so results that depend on it would stay as they are."
             " Leave the mapping out, say widen=… in consumes(), or do not name the input there: then it is"
             " read as usual."
         )
-    strangers = sorted(one.to_user_string() for one in declaration.inputs.keys() - node.parent_keys)
-    if strangers:
-        told = some(tuple(strangers))
-        return f"it consumes changes of {told}, on which it does not depend; name them in deps."
+    unrelated_inputs = sorted(
+        input_key.to_user_string() for input_key in declaration.inputs.keys() - node.parent_keys
+    )
+    if unrelated_inputs:
+        input_names = format_first_values(tuple(unrelated_inputs))
+        return f"it consumes changes of {input_names}, on which it does not depend; name them in deps."
     if len(node.assets_def.keys) > 1:
         return "it consumes changes, and its function makes other assets too; give it a function of its own."
     return None
@@ -240,23 +259,28 @@ def _can_be_inverted(
     Offsets count the input's partitions. They can be followed where those are the asset's own windows.
     """
     if isinstance(mapping, TimeWindowPartitionMapping):
-        return (mapping.start_offset == 0 and mapping.end_offset == 0) or _same_windows(
+        return (mapping.start_offset == 0 and mapping.end_offset == 0) or _has_same_windows(
             consumer.definition, upstream
         )
     by_value = IdentityPartitionMapping | MultiToSingleDimensionPartitionMapping
     return mapping is None or isinstance(mapping, by_value)
 
 
-def _same_windows(own: PartitionsDefinition[str] | None, other: PartitionsDefinition[str] | None) -> bool:
-    if not isinstance(own, TimeWindowPartitionsDefinition):
+def _has_same_windows(
+    consumer_windows: PartitionsDefinition[str] | None, input_windows: PartitionsDefinition[str] | None
+) -> bool:
+    if not isinstance(consumer_windows, TimeWindowPartitionsDefinition):
         return False
-    return isinstance(other, TimeWindowPartitionsDefinition) and (own.cron_schedule, own.timezone) == (
-        other.cron_schedule,
-        other.timezone,
+    return isinstance(input_windows, TimeWindowPartitionsDefinition) and (
+        consumer_windows.cron_schedule,
+        consumer_windows.timezone,
+    ) == (
+        input_windows.cron_schedule,
+        input_windows.timezone,
     )
 
 
-def _dimensions(spec: TableSpec, definition: Any) -> str | None:
+def _find_dimension_mistake(spec: TableSpec, definition: Any) -> str | None:
     """What does not fit between the asset's partitions and its columns."""
     if not spec.columns_by_dimension or definition is None:
         return None
@@ -265,16 +289,16 @@ def _dimensions(spec: TableSpec, definition: Any) -> str | None:
         if "" in columns:
             return None
         return "it names columns by dimension, but its partitions have one dimension; name the column alone."
-    names = {one.name for one in definition.partitions_defs}
-    listed = some(tuple(sorted(names)))
+    names = {dimension.name for dimension in definition.partitions_defs}
+    listed = format_first_values(tuple(sorted(names)))
     if "" in columns:
         return (
             f"its partitions have the dimensions {listed}, but partition_by names one column alone;"
             " say partition_by={dimension: column}."
         )
     if unknown := columns - names:
-        return f"its partitions have no dimension {some(tuple(sorted(unknown)))}; they have {listed}."
+        return f"its partitions have no dimension {format_first_values(tuple(sorted(unknown)))}; they have {listed}."
     if missing := names - columns:
-        have, it = agree(len(missing), "has", "have"), agree(len(missing), "it", "them")
-        return f"its {named('dimension', sorted(missing))} {have} no column; name {it} in partition_by."
+        verb, pronoun = pluralize(len(missing), "has", "have"), pluralize(len(missing), "it", "them")
+        return f"its {format_names('dimension', sorted(missing))} {verb} no column; name {pronoun} in partition_by."
     return None

@@ -9,9 +9,9 @@ from enum import StrEnum
 
 from branchlake_dagster.lakehouse.sql_names import sql_name
 from branchlake_dagster.nessie.model import ContentKey
-from branchlake_dagster.publication.evidence import CheckName, Evaluation, RunEvidence
+from branchlake_dagster.publication.evidence import CheckEvaluation, CheckName, RunEvidence
 from branchlake_dagster.stored_names import CHANGE_TABLE_INFIX
-from branchlake_dagster.wording import Reason, named
+from branchlake_dagster.wording import CodedReason, format_names
 
 
 class Decision(StrEnum):
@@ -30,8 +30,8 @@ class Verdict:
     """
 
     decision: Decision
-    reasons: tuple[Reason, ...] = ()
-    warnings: tuple[Reason, ...] = ()
+    reasons: tuple[CodedReason, ...] = ()
+    warnings: tuple[CodedReason, ...] = ()
     checks_passed: int = 0
     checks_total: int = 0
     failed_tables: tuple[str, ...] = ()
@@ -46,15 +46,15 @@ class Verdict:
         """The codes of the reasons, each as often as there is such a reason."""
         return tuple(reason.code for reason in self.reasons)
 
-    def summary(self) -> str:
+    def format_summary(self) -> str:
         """One line: decision, check counts, reasons or warnings."""
-        told = "; ".join(self.reasons or self.warnings)
+        details = "; ".join(self.reasons or self.warnings)
         return f"{self.decision} ({self.checks_passed}/{self.checks_total} checks)" + (
-            f": {told}" if told else ""
+            f": {details}" if details else ""
         )
 
 
-def judge(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
+def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     """The verdict on a run.
 
     Blocked by: the run did not succeed; a planned check without an evaluation (crashed, skipped); a
@@ -66,133 +66,164 @@ def judge(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
     branch.
     """
     if not evidence.succeeded:
-        return Verdict(Decision.BLOCKED, (Reason("the run did not succeed", "run_failed"),))
-    reasons = [*_missing(evidence), *_failed(evidence), *_stale(evidence), *_left_out(evidence)]
-    reasons += _untold(evidence)
-    reasons += _changed_columns(evidence)
-    reasons += _unfinished(evidence)
+        return Verdict(Decision.BLOCKED, (CodedReason("the run did not succeed", "run_failed"),))
+    reasons = [
+        *_iter_missing(evidence),
+        *_iter_failed(evidence),
+        *_iter_stale(evidence),
+        *_iter_omitted(evidence),
+    ]
+    reasons += _iter_unknown_reads(evidence)
+    reasons += _iter_changed_columns(evidence)
+    reasons += _iter_change_tables(evidence)
     if strict_tables:
-        reasons += _unexplained(evidence)
+        reasons += _list_unowned_tables(evidence)
     warnings = tuple(
-        _sentence(evidence, name, partition, result)
+        _format_failure(evidence, name, partition, result)
         for (name, partition), result in sorted(evidence.evaluations.items(), key=repr)
-        if not result.passed and not result.blocks
+        if not result.passed and not result.is_blocking
     )
     passed = sum(result.passed for result in evidence.evaluations.values())
-    total = len(evidence.evaluations) + len(list(_missing(evidence)))
+    total = len(evidence.evaluations) + len(list(_iter_missing(evidence)))
     if reasons:
-        failed = _failed_tables(evidence)
+        failed = _list_failed_tables(evidence)
         return Verdict(Decision.BLOCKED, tuple(dict.fromkeys(reasons)), warnings, passed, total, failed)
     decision = Decision.PASSED_WITH_WARNINGS if warnings else Decision.PASSED
     return Verdict(decision, (), warnings, passed, total)
 
 
-def _missing(evidence: RunEvidence) -> Iterator[Reason]:
-    for name, partition in sorted(evidence.planned, key=repr):
+def _iter_missing(evidence: RunEvidence) -> Iterator[CodedReason]:
+    for name, partition in sorted(evidence.planned_checks, key=repr):
         # A check over all partitions of a run reports once, without one.
         if (name, partition) not in evidence.evaluations and (name, None) not in evidence.evaluations:
-            yield Reason(
-                f"check {_label(name, partition)} was planned and never evaluated", "check_not_evaluated"
+            yield CodedReason(
+                f"check {_format_check(name, partition)} was planned and never evaluated",
+                "check_not_evaluated",
             )
 
 
-def _failed(evidence: RunEvidence) -> Iterator[Reason]:
+def _iter_failed(evidence: RunEvidence) -> Iterator[CodedReason]:
     for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
-        if not result.passed and result.blocks:
-            yield _sentence(evidence, name, partition, result)
+        if not result.passed and result.is_blocking:
+            yield _format_failure(evidence, name, partition, result)
 
 
-def _failed_tables(evidence: RunEvidence) -> tuple[str, ...]:
-    failing = [of for of, result in evidence.evaluations.items() if result.blocks and not result.passed]
+def _list_failed_tables(evidence: RunEvidence) -> tuple[str, ...]:
+    failing = [
+        check for check, result in evidence.evaluations.items() if result.is_blocking and not result.passed
+    ]
     assets = {asset for (asset, _), _ in failing} & evidence.rules.keys()
     return tuple(sorted({evidence.rules[asset].table for asset in assets}))
 
 
-def _stale(evidence: RunEvidence) -> Iterator[Reason]:
+def _iter_stale(evidence: RunEvidence) -> Iterator[CodedReason]:
     for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
-        for (asset, written_partition), written in evidence.written.items():
-            same = asset == name[0] and (partition is None or written_partition in (None, partition))
+        for (asset, written_partition), written in evidence.written_partitions.items():
+            is_same_data = asset == name[0] and (partition is None or written_partition in (None, partition))
             # Dagster chooses the order of one step's events. A step that ran again in a retry is two steps.
-            one_step = written.step == result.step and written.position.is_same_run(result.position)
-            if same and not one_step and written.position > result.position:
-                why = f"check {_label(name, partition)} ran before {asset} was written for the last time"
-                yield Reason(why, "check_before_write")
+            is_same_step = written.step_key == result.step_key and written.position.is_same_run(
+                result.position
+            )
+            if is_same_data and not is_same_step and written.position > result.position:
+                why = (
+                    f"check {_format_check(name, partition)} ran before {asset} was written for the last time"
+                )
+                yield CodedReason(why, "check_before_write")
 
 
-def _left_out(evidence: RunEvidence) -> Iterator[Reason]:
-    seen = evidence.planned | evidence.evaluations.keys()
-    names = {name for name, _ in seen}
+def _iter_omitted(evidence: RunEvidence) -> Iterator[CodedReason]:
+    reported_checks = evidence.planned_checks | evidence.evaluations.keys()
+    names = {name for name, _ in reported_checks}
     for asset, rules in sorted(evidence.rules.items()):
-        partitions = sorted({part for written, part in evidence.written if written == asset}, key=repr)
+        partitions = sorted(
+            {
+                partition_key
+                for written_asset, partition_key in evidence.written_partitions
+                if written_asset == asset
+            },
+            key=repr,
+        )
         for check in sorted(rules.checks):
             name = (asset, check)
             if name not in names:
-                yield Reason(f"check {_label(name, None)} was left out of the run", "check_left_out")
-            elif (name, None) not in seen:
+                yield CodedReason(
+                    f"check {_format_check(name, None)} was left out of the run", "check_left_out"
+                )
+            elif (name, None) not in reported_checks:
                 for partition in partitions:
-                    if partition is not None and (name, partition) not in seen:
-                        why = f"check {_label(name, partition)} was left out of the run"
-                        yield Reason(why, "check_left_out")
+                    if partition is not None and (name, partition) not in reported_checks:
+                        why = f"check {_format_check(name, partition)} was left out of the run"
+                        yield CodedReason(why, "check_left_out")
         if rules.demands_checks and not any(name[0] == asset for name in names):
-            yield Reason(
+            yield CodedReason(
                 f"asset {asset} has no check (add one, or allow it with"
                 " table_metadata(require_checks=False))",
                 "no_check",
             )
 
 
-def _untold(evidence: RunEvidence) -> Iterator[Reason]:
-    if evidence.serializable and evidence.untold:
-        yield Reason(
-            f"{named('serializable asset', sorted(evidence.serializable))} may have read more than is known:"
-            f" {', '.join(sorted(evidence.untold))}",
+def _iter_unknown_reads(evidence: RunEvidence) -> Iterator[CodedReason]:
+    if evidence.serializable_assets and evidence.unnamed_reads:
+        yield CodedReason(
+            f"{format_names('serializable asset', sorted(evidence.serializable_assets))} may have read more"
+            " than is known:"
+            f" {', '.join(sorted(evidence.unnamed_reads))}",
             "reads_unknown",
         )
 
 
-def _changed_columns(evidence: RunEvidence) -> Iterator[Reason]:
+def _iter_changed_columns(evidence: RunEvidence) -> Iterator[CodedReason]:
     for table, columns in sorted(evidence.changed_columns.items()):
-        yield Reason(
+        yield CodedReason(
             f"the run changed frozen columns of {table}: {', '.join(columns)} (leave them as they are, or"
             ' declare table_metadata(columns="evolve"))',
             "frozen_columns",
         )
 
 
-def _unfinished(evidence: RunEvidence) -> Iterator[Reason]:
+def _iter_change_tables(evidence: RunEvidence) -> Iterator[CodedReason]:
     for table in sorted(evidence.write_set):
         if CHANGE_TABLE_INFIX in table:
             why = f"the change table {table} is still there: the step that made it did not come to its end"
-            yield Reason(why, "change_table_left")
+            yield CodedReason(why, "change_table_left")
 
 
-def _unexplained(evidence: RunEvidence) -> list[Reason]:
-    known = {rules.table for rules in evidence.rules.values()}
+def _list_unowned_tables(evidence: RunEvidence) -> list[CodedReason]:
+    asset_tables = {rules.table for rules in evidence.rules.values()}
     return [
-        Reason(
+        CodedReason(
             f"{table} (a table, view or function) was changed, but no materialized asset is stored there",
             "table_of_no_asset",
         )
-        for table in sorted(evidence.write_set - known)
+        for table in sorted(evidence.write_set - asset_tables)
     ]
 
 
-def _sentence(evidence: RunEvidence, name: CheckName, partition: str | None, result: Evaluation) -> Reason:
+def _format_failure(
+    evidence: RunEvidence, name: CheckName, partition: str | None, result: CheckEvaluation
+) -> CodedReason:
     # Descriptions end as sentences do; reasons are joined to one.
-    told = f": {result.description.rstrip('.')}" if result.description else ""
-    return Reason(f"check {_label(name, partition)} failed{told}{_scope(evidence, name)}", "check_failed")
+    description = f": {result.description.rstrip('.')}" if result.description else ""
+    return CodedReason(
+        f"check {_format_check(name, partition)} failed{description}{_format_scope(evidence, name)}",
+        "check_failed",
+    )
 
 
-def _scope(evidence: RunEvidence, name: CheckName) -> str:
+def _format_scope(evidence: RunEvidence, name: CheckName) -> str:
     """Says of a check on a whole partitioned table that the failing rows may be older than the run."""
     asset, check = name
-    partitioned = any(written == asset and part is not None for written, part in evidence.written)
-    if not partitioned or asset not in evidence.rules or check not in evidence.rules[asset].whole_tables:
+    partitioned = any(written == asset and part is not None for written, part in evidence.written_partitions)
+    if (
+        not partitioned
+        or asset not in evidence.rules
+        or check not in evidence.rules[asset].whole_table_checks
+    ):
         return ""
     return " (the check reads all partitions, also those that this run did not write)"
 
 
-def _label(name: CheckName, partition: str | None) -> str:
+def _format_check(name: CheckName, partition: str | None) -> str:
     return f"{name[1]} on {name[0]}" + (f" [{partition}]" if partition else "")
 
 
@@ -200,7 +231,7 @@ LAUNCH_AGAIN = "Launch it again: the new run starts from what main is now."
 """Of a run that passed its checks and met a change of the same rows on `main`."""
 
 
-def look_at_rows(tables: Sequence[str], run_id: str) -> str:
+def format_rows_hint(tables: Sequence[str], run_id: str) -> str:
     """How to see the rows that failed a check; empty if no table had any.
 
     `tables` are dotted names. The command finds the run's rows on its branch, and later on the tag of the

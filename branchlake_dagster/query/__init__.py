@@ -4,6 +4,6 @@ Nothing here starts a server or writes to the lake.
 """
 
 from branchlake_dagster.query.connection import LakeReader, QueryResult, connect
-from branchlake_dagster.query.reference import QueryFailed, TableNotThere, Where
+from branchlake_dagster.query.reference import LakeState, QueryFailed, TableNotThere
 
-__all__ = ["LakeReader", "QueryFailed", "QueryResult", "TableNotThere", "Where", "connect"]
+__all__ = ["LakeReader", "LakeState", "QueryFailed", "QueryResult", "TableNotThere", "connect"]

@@ -13,11 +13,11 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.sql_names import quoted, sql_name
+from branchlake_dagster.lakehouse.sql_names import quote_sql_name, sql_name
 from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.query.dataset import IcebergDataset
-from branchlake_dagster.query.names import Path, named_tables, resolve, table_keys
-from branchlake_dagster.query.reference import QueryFailed, Where
+from branchlake_dagster.query.names import TablePath, find_table_paths, load_table_keys, resolve_tables
+from branchlake_dagster.query.reference import LakeState, QueryFailed
 from branchlake_dagster.settings import Settings
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection, DuckDBPyRelation
 
 _RESERVED = ("system", "temp", "information_schema", "pg_catalog")
-_BATCH = 65_536
+_BATCH_ROWS = 65_536
 _NUMBER = re.compile(r"U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|DOUBLE|FLOAT|DECIMAL\(.*\)|BOOLEAN")
 T = TypeVar("T")
 
@@ -74,22 +74,22 @@ class LakeReader:
         """The result of one query in DuckDB's SQL; nothing is computed before it is asked for.
 
         Tables are written `namespace.table`, with quotes where a name needs them, and the inner levels of a
-        deep namespace as one: `a."b.c".t`. All are read at one commit. `branch`, `run` and `at`: see `where`.
-        Raises QueryFailed, TableNotThere, NoSuchState.
+        deep namespace as one: `a."b.c".t`. All are read at one commit. `branch`, `run` and `at`: see
+        `find_state`. Raises QueryFailed, TableNotThere, NoSuchState.
         """
-        place = self.where(branch=branch, run=run, at=at)
-        connection = _duckdb()
+        state = self.find_state(branch=branch, run=run, at=at)
+        connection = _open_duckdb()
         try:
-            named = named_tables(connection, query)
-            keys = resolve(self._lake.nessie, place, [path for path in named if len(path) > 1])
-            catalog = self._lake.catalog(place.ref)
-            _attach(connection, {path: catalog.load_table(key.elements) for path, key in keys.items()})
+            table_paths = find_table_paths(connection, query)
+            keys = resolve_tables(self._lake.nessie, state, [path for path in table_paths if len(path) > 1])
+            catalog = self._lake.catalog(state.ref)
+            _attach_tables(connection, {path: catalog.load_table(key.elements) for path, key in keys.items()})
             try:
-                relation = _asked(lambda: connection.sql(query))
-            except QueryFailed as failed:
-                failed.hint = self._namespaces(named, place)
+                relation = _run_duckdb(lambda: connection.sql(query))
+            except QueryFailed as error:
+                error.hint = self._suggest_namespaces(table_paths, state)
                 raise
-            return QueryResult(relation, connection, place)
+            return QueryResult(relation, connection, state)
         except BaseException:
             connection.close()
             raise
@@ -106,8 +106,8 @@ class LakeReader:
 
         `name` is dotted; an element with dots in it stands in backticks. Raises NoSuchTableError.
         """
-        place = self.where(branch=branch, run=run, at=at)
-        return self._lake.catalog(place.ref).load_table(ContentKey.from_path(name).elements)
+        state = self.find_state(branch=branch, run=run, at=at)
+        return self._lake.catalog(state.ref).load_table(ContentKey.from_path(name).elements)
 
     def polars(
         self,
@@ -133,33 +133,33 @@ class LakeReader:
         self, *, branch: str | None = None, run: str | None = None, at: str | datetime | None = None
     ) -> list[str]:
         """The names of all tables, as a query writes them."""
-        keys = table_keys(self._lake.nessie, self.where(branch=branch, run=run, at=at))
+        keys = load_table_keys(self._lake.nessie, self.find_state(branch=branch, run=run, at=at))
         return [sql_name(key) for key in keys]
 
-    def _namespaces(self, named: Iterable[Path], place: Where) -> str | None:
+    def _suggest_namespaces(self, table_paths: Iterable[TablePath], state: LakeState) -> str | None:
         """What to write for a table that a failed query names without its namespace, if it is in the lake."""
-        alone = {path[0].lower() for path in named if len(path) == 1}
-        every = table_keys(self._lake.nessie, place) if alone else []
-        keys = [key for key in every if key[-1].lower() in alone]
+        bare_names = {path[0].lower() for path in table_paths if len(path) == 1}
+        all_keys = load_table_keys(self._lake.nessie, state) if bare_names else []
+        keys = [key for key in all_keys if key[-1].lower() in bare_names]
         return f"Name the table with its namespace: {', '.join(map(sql_name, keys))}." if keys else None
 
-    def where(
+    def find_state(
         self, *, branch: str | None = None, run: str | None = None, at: str | datetime | None = None
-    ) -> Where:
+    ) -> LakeState:
         """The commit that at most one of these names, `main`'s head without any.
 
         `branch` is a branch, a tag or `name@hash`. `run` is the id of a run that is at work, kept,
         discarded or published, or its first six or more characters. `at` is a time (without a zone: UTC) or a
         commit hash of `main`.
         """
-        return Where.find(self._lake.nessie, branch=branch, run=run, at=at)
+        return LakeState.find(self._lake.nessie, branch=branch, run=run, at=at)
 
 
 class QueryResult:
-    """The answer to a query, as what is asked for; each call runs the query. `where` is what was read."""
+    """The answer to a query, as what is asked for; each call runs the query. `state` is what was read."""
 
-    def __init__(self, relation: DuckDBPyRelation, connection: DuckDBPyConnection, where: Where) -> None:
-        self.where = where
+    def __init__(self, relation: DuckDBPyRelation, connection: DuckDBPyConnection, state: LakeState) -> None:
+        self.state = state
         self._relation = relation
         self._connection = connection
 
@@ -184,35 +184,35 @@ class QueryResult:
 
     def arrow(self) -> pa.Table:
         """All rows as an Arrow table."""
-        return _asked(self._relation.to_arrow_table)
+        return _run_duckdb(self._relation.to_arrow_table)
 
-    def batches(self, rows: int = _BATCH) -> pa.RecordBatchReader:
+    def batches(self, rows: int = _BATCH_ROWS) -> pa.RecordBatchReader:
         """The rows as a stream of Arrow batches: for results larger than memory."""
-        return _stream(self._relation, rows)
+        return _stream_batches(self._relation, rows)
 
     def polars(self) -> pl.DataFrame:
         """All rows as a Polars frame."""
-        frame: pl.DataFrame = _asked(self._relation.pl)
+        frame: pl.DataFrame = _run_duckdb(self._relation.pl)
         return frame
 
-    def text_batches(self, rows: int = _BATCH, *, numbers: bool = False) -> pa.RecordBatchReader:
+    def string_batches(self, rows: int = _BATCH_ROWS, *, numbers: bool = False) -> pa.RecordBatchReader:
         """The rows as a stream with every value as text, as DuckDB prints it; `numbers` may stay numbers."""
         # By position, because two columns of a query may have the same name.
-        cells = [
-            f"#{number} AS {quoted(name)}"
-            if numbers and is_number(kind)
-            else f"CAST(#{number} AS VARCHAR) AS {quoted(name)}"
-            for number, (name, kind) in enumerate(self.columns, start=1)
+        expressions = [
+            f"#{number} AS {quote_sql_name(name)}"
+            if numbers and is_number_type(type_name)
+            else f"CAST(#{number} AS VARCHAR) AS {quote_sql_name(name)}"
+            for number, (name, type_name) in enumerate(self.columns, start=1)
         ]
-        return _stream(self._relation.project(", ".join(cells)), rows)
+        return _stream_batches(self._relation.project(", ".join(expressions)), rows)
 
 
-def is_number(kind: str) -> bool:
+def is_number_type(type_name: str) -> bool:
     """Whether a DuckDB type is one of numbers or truth values."""
-    return _NUMBER.fullmatch(kind) is not None
+    return _NUMBER.fullmatch(type_name) is not None
 
 
-def _duckdb() -> DuckDBPyConnection:
+def _open_duckdb() -> DuckDBPyConnection:
     try:
         import duckdb
     except ImportError as error:
@@ -221,11 +221,11 @@ def _duckdb() -> DuckDBPyConnection:
             hint="Run: pip install 'branchlake_dagster[query]'",
         ) from error
     connection = duckdb.connect(":memory:")
-    _run(connection, "SET TimeZone = 'UTC'")
+    _execute_sql(connection, "SET TimeZone = 'UTC'")
     return connection
 
 
-def _asked(call: Callable[[], T]) -> T:
+def _run_duckdb(call: Callable[[], T]) -> T:
     import duckdb
 
     try:
@@ -234,11 +234,11 @@ def _asked(call: Callable[[], T]) -> T:
         raise QueryFailed(str(error).strip()) from error
 
 
-def _stream(relation: DuckDBPyRelation, rows: int) -> pa.RecordBatchReader:
+def _stream_batches(relation: DuckDBPyRelation, rows: int) -> pa.RecordBatchReader:
     """The rows in batches; an error in the middle of them is QueryFailed too."""
     import pyarrow as pa
 
-    reader = _asked(lambda: relation.to_arrow_reader(rows))
+    reader = _run_duckdb(lambda: relation.to_arrow_reader(rows))
 
     def batches() -> Iterator[pa.RecordBatch]:
         try:
@@ -249,7 +249,7 @@ def _stream(relation: DuckDBPyRelation, rows: int) -> pa.RecordBatchReader:
     return pa.RecordBatchReader.from_batches(reader.schema, batches())
 
 
-def _attach(connection: DuckDBPyConnection, tables: Mapping[Path, Table]) -> None:
+def _attach_tables(connection: DuckDBPyConnection, tables: Mapping[TablePath, Table]) -> None:
     """Let each path name its table: the first level is a database, the second a schema (or `main`)."""
     for number, (path, table) in enumerate(tables.items()):
         if len(path) > 3:
@@ -267,18 +267,20 @@ def _attach(connection: DuckDBPyConnection, tables: Mapping[Path, Table]) -> Non
         source = f"__branchlake_{number}"
         dataset = IcebergDataset(table)
         # What it refuses is told here; inside DuckDB it would become DuckDB's error.
-        dataset.plan()
+        dataset.plan_files()
         connection.register(source, dataset)
         database, schema = path[0], path[1] if len(path) == 3 else "main"
         if database.lower() == "main" and len(path) == 2:
             database = "memory"
         elif database.lower() != "memory":
-            _run(connection, f"ATTACH IF NOT EXISTS ':memory:' AS {quoted(database)}")
-        _run(connection, f"CREATE SCHEMA IF NOT EXISTS {quoted(database)}.{quoted(schema)}")
-        view = f"{quoted(database)}.{quoted(schema)}.{quoted(path[-1])}"
-        _run(connection, f"CREATE VIEW {view} AS FROM {source}")
+            _execute_sql(connection, f"ATTACH IF NOT EXISTS ':memory:' AS {quote_sql_name(database)}")
+        _execute_sql(
+            connection, f"CREATE SCHEMA IF NOT EXISTS {quote_sql_name(database)}.{quote_sql_name(schema)}"
+        )
+        view = f"{quote_sql_name(database)}.{quote_sql_name(schema)}.{quote_sql_name(path[-1])}"
+        _execute_sql(connection, f"CREATE VIEW {view} AS FROM {source}")
 
 
-def _run(connection: DuckDBPyConnection, sql: str) -> None:
+def _execute_sql(connection: DuckDBPyConnection, sql: str) -> None:
     # DuckDB wants every result fetched, also those without rows.
-    _asked(lambda: connection.execute(sql).fetchall())
+    _run_duckdb(lambda: connection.execute(sql).fetchall())

@@ -38,7 +38,7 @@ from pyiceberg.types import (
     TimestamptzType,
 )
 
-from branchlake_dagster.history.file_facts import facts
+from branchlake_dagster.history.file_facts import column_facts
 from branchlake_dagster.query.reference import QueryFailed
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _BOUNDED = (IntegerType, LongType, DateType, DecimalType, StringType, TimestampT
 """Not floats: their bounds leave NaN out, which DuckDB sorts above every number."""
 
 
-def possible(
+def select_tasks(
     tasks: Sequence[FileScanTask], metadata: TableMetadata, arrow_schema: pa.Schema, condition: ds.Expression
 ) -> list[FileScanTask]:
     """The tasks whose file may hold a row for which `condition` is true."""
@@ -58,40 +58,46 @@ def possible(
         for field in metadata.schema().fields
         if isinstance(field.field_type, _BOUNDED)
     ]
-    parquet, files = ds.ParquetFileFormat(), LocalFileSystem()
+    parquet, file_system = ds.ParquetFileFormat(), LocalFileSystem()
     fragments = [
         parquet.make_fragment(
-            str(number), files, partition_expression=_promise(task.file, specs[task.file.spec_id], fields)
+            str(number),
+            file_system,
+            partition_expression=_build_guarantee(task.file, specs[task.file.spec_id], fields),
         )
         for number, task in enumerate(tasks)
     ]
-    dataset = ds.FileSystemDataset(fragments, arrow_schema, parquet, files)
+    dataset = ds.FileSystemDataset(fragments, arrow_schema, parquet, file_system)
     return [tasks[int(fragment.path)] for fragment in dataset.get_fragments(filter=condition)]
 
 
-def _promise(
+def _build_guarantee(
     file: DataFile, spec: PartitionSpec, fields: Iterable[tuple[NestedField, pa.DataType]]
 ) -> ds.Expression:
     """What is true of every row of the file."""
-    promise = pa.compute.scalar(True)
-    for field, kind in fields:
-        known, column = facts(file, field, spec), ds.field(field.name)
-        if known.all_null:
-            promise = promise & column.is_null()
-        elif known.low is not None and known.high is not None:
-            within = (column >= _scalar(known.low, kind)) & (column <= _scalar(known.high, kind))
-            promise = promise & (within if known.no_null else within | column.is_null())
-    return promise
+    guarantee = pa.compute.scalar(True)
+    for field, arrow_type in fields:
+        file_facts, column = column_facts(file, field, spec), ds.field(field.name)
+        if file_facts.all_null:
+            guarantee = guarantee & column.is_null()
+        elif file_facts.low is not None and file_facts.high is not None:
+            is_within_bounds = (column >= _to_scalar(file_facts.low, arrow_type)) & (
+                column <= _to_scalar(file_facts.high, arrow_type)
+            )
+            guarantee = guarantee & (
+                is_within_bounds if file_facts.no_null else is_within_bounds | column.is_null()
+            )
+    return guarantee
 
 
-def _scalar(value: Any, kind: pa.DataType) -> pa.Scalar:
+def _to_scalar(value: Any, arrow_type: pa.DataType) -> pa.Scalar:
     # Iceberg counts days and microseconds.
     if isinstance(value, int):
-        return pa.scalar(value, pa.int32() if pa.types.is_date(kind) else pa.int64()).cast(kind)
-    return pa.scalar(value, kind)
+        return pa.scalar(value, pa.int32() if pa.types.is_date(arrow_type) else pa.int64()).cast(arrow_type)
+    return pa.scalar(value, arrow_type)
 
 
-_TOGETHER = 64 << 20
+_GROUP_BYTES = 64 << 20
 """Bytes of small files that are read at the same time. A larger file is read alone, to bound the memory."""
 
 
@@ -102,7 +108,7 @@ class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
         # Not PyArrow's: it forbids itself. The two members below are all that DuckDB asks for.
         self._table = table
         self._arrow_schema = schema_to_pyarrow(table.schema(), include_field_ids=False)
-        self._planned: list[FileScanTask] | None = None
+        self._tasks: list[FileScanTask] | None = None
 
     @property
     def schema(self) -> pa.Schema:
@@ -116,30 +122,34 @@ class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
         **_: Any,
     ) -> IcebergScanner:
         """A reader of `columns` of the rows for which `filter` is true."""
-        wanted = list(self.schema.names if columns is None else columns)
-        return IcebergScanner(self, wanted, filter)
+        column_names = list(self.schema.names if columns is None else columns)
+        return IcebergScanner(self, column_names, filter)
 
-    def read(self, wanted: Sequence[str], condition: ds.Expression | None) -> pa.RecordBatchReader:
+    def read(self, column_names: Sequence[str], condition: ds.Expression | None) -> pa.RecordBatchReader:
         """The rows, a few files at a time; exactly those of the condition."""
-        tasks = self.plan()
+        tasks = self.plan_files()
         if condition is not None:
-            tasks = possible(tasks, self._table.metadata, self.schema, condition)
-        scanned = [*wanted, *(_others(self.schema, wanted, condition) if condition is not None else ())]
+            tasks = select_tasks(tasks, self._table.metadata, self.schema, condition)
+        scan_columns = [
+            *column_names,
+            *(_condition_columns(self.schema, column_names, condition) if condition is not None else ()),
+        ]
         # A query such as count(*) may want no column at all, which PyIceberg cannot read.
-        chosen = self._table.schema().select(*(scanned or self.schema.names[:1]))
-        arrow = schema_to_pyarrow(chosen, include_field_ids=False)
-        scan = ArrowScan(self._table.metadata, self._table.io, chosen, AlwaysTrue())
+        scan_schema = self._table.schema().select(*(scan_columns or self.schema.names[:1]))
+        arrow_schema = schema_to_pyarrow(scan_schema, include_field_ids=False)
+        scan = ArrowScan(self._table.metadata, self._table.io, scan_schema, AlwaysTrue())
 
         return pa.RecordBatchReader.from_batches(
-            arrow.empty_table().select(list(wanted)).schema, self._rows(scan, tasks, arrow, wanted, condition)
+            arrow_schema.empty_table().select(list(column_names)).schema,
+            self._iter_batches(scan, tasks, arrow_schema, column_names, condition),
         )
 
-    def _rows(
+    def _iter_batches(
         self,
         scan: ArrowScan,
         tasks: Sequence[FileScanTask],
-        arrow: pa.Schema,
-        wanted: Sequence[str],
+        arrow_schema: pa.Schema,
+        column_names: Sequence[str],
         condition: ds.Expression | None,
     ) -> Iterator[pa.RecordBatch]:
         """The batches, when they are asked for.
@@ -147,19 +157,19 @@ class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
         Not through a scanner of PyArrow's: its threads read ahead, and whoever stops early (LIMIT) waits for
         them for ever, because they need the lock of the interpreter that he holds.
         """
-        for group in _groups(tasks):
+        for group in _group_tasks(tasks):
             for batch in scan.to_record_batches(group):
                 # Batches of different files may differ in their large_ types.
-                found = pa.Table.from_batches([batch]).cast(arrow)
+                rows = pa.Table.from_batches([batch]).cast(arrow_schema)
                 if condition is not None:
-                    found = found.filter(condition)
-                yield from found.select(list(wanted)).to_batches()
+                    rows = rows.filter(condition)
+                yield from rows.select(list(column_names)).to_batches()
 
-    def plan(self) -> list[FileScanTask]:
+    def plan_files(self) -> list[FileScanTask]:
         """The files of the snapshot with their deletes, from the manifests. Raises QueryFailed."""
-        if self._planned is None:
+        if self._tasks is None:
             try:
-                self._planned = list(self._table.scan().plan_files())
+                self._tasks = list(self._table.scan().plan_files())
             except ValueError as error:  # what PyIceberg cannot read, such as equality deletes
                 raise QueryFailed(
                     f"The table cannot be read here: {str(error).rstrip('.')}.",
@@ -167,7 +177,7 @@ class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
                     hint="Read it with Spark or Trino, or compact it.",
                     reason="not_readable",
                 ) from error
-        return self._planned
+        return self._tasks
 
 
 class IcebergScanner:
@@ -185,11 +195,11 @@ class IcebergScanner:
         return self._dataset.read(self._columns, self._condition)
 
 
-def _groups(tasks: Sequence[FileScanTask]) -> Iterator[list[FileScanTask]]:
+def _group_tasks(tasks: Sequence[FileScanTask]) -> Iterator[list[FileScanTask]]:
     group: list[FileScanTask] = []
     size = 0
     for task in tasks:
-        if group and size + task.file.file_size_in_bytes > _TOGETHER:
+        if group and size + task.file.file_size_in_bytes > _GROUP_BYTES:
             yield group
             group, size = [], 0
         group.append(task)
@@ -198,15 +208,17 @@ def _groups(tasks: Sequence[FileScanTask]) -> Iterator[list[FileScanTask]]:
         yield group
 
 
-def _others(schema: pa.Schema, wanted: Sequence[str], condition: ds.Expression) -> list[str]:
-    """The columns beyond `wanted` that the condition speaks of: without them it cannot be bound."""
-    return [name for name in schema.names if name not in wanted and _speaks_of(condition, schema, name)]
+def _condition_columns(schema: pa.Schema, column_names: Sequence[str], condition: ds.Expression) -> list[str]:
+    """The columns beyond `column_names` that the condition speaks of: without them it cannot be bound."""
+    return [
+        name for name in schema.names if name not in column_names and _uses_column(condition, schema, name)
+    ]
 
 
-def _speaks_of(condition: ds.Expression, schema: pa.Schema, name: str) -> bool:
-    rest = schema.remove(schema.get_field_index(name)).empty_table()
+def _uses_column(condition: ds.Expression, schema: pa.Schema, name: str) -> bool:
+    other_columns = schema.remove(schema.get_field_index(name)).empty_table()
     try:
-        ds.dataset(rest).scanner(columns=[], filter=condition)
+        ds.dataset(other_columns).scanner(columns=[], filter=condition)
     except pa.ArrowInvalid:
         return True
     return False

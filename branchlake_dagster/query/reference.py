@@ -14,7 +14,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieNotFound, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference
-from branchlake_dagster.publication.ledger import publications_in
+from branchlake_dagster.publication.ledger import parse_publications
 from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
 
 
@@ -32,15 +32,15 @@ class NoSuchState(BranchlakeError, Terminal):
 
 _RUN_ID = re.compile(r"[0-9a-f]{6}[0-9a-f-]{0,30}")
 _HASH = re.compile(r"[0-9a-f]{8,64}")
-_LISTED = "`branchlake status` lists branches, discarded runs and publications."
+_LIST_HINT = "`branchlake status` lists branches, discarded runs and publications."
 
 
 @dataclass(frozen=True)
-class Where:
-    """A state of the lake that does not move: `ref` is `name@hash`, `told` says in words what it is."""
+class LakeState:
+    """A state of the lake that does not move: `ref` is `name@hash`, `label` says in words what it is."""
 
     ref: str
-    told: str
+    label: str
 
     @classmethod
     def find(
@@ -50,7 +50,7 @@ class Where:
         branch: str | None = None,
         run: str | None = None,
         at: str | datetime | None = None,
-    ) -> Where:
+    ) -> LakeState:
         """The state that at most one of these names; `main` without any.
 
         `branch` is a branch, a tag or `name@hash`. `run` is a run's id or the first six or more characters of
@@ -60,28 +60,30 @@ class Where:
         if sum(value is not None for value in (branch, run, at)) > 1:
             raise ConfigurationError("Only one of branch, run and at can be given.", reason="several_states")
         if run is not None:
-            return _of_run(client, run)
+            return _find_by_run(client, run)
         if at is not None:
-            return _of_moment(client, at) if isinstance(at, datetime) else _of_text(client, at)
-        return _of_branch(client, branch or MAIN)
+            return (
+                _find_by_time(client, at) if isinstance(at, datetime) else _find_by_time_or_hash(client, at)
+            )
+        return _find_by_branch(client, branch or MAIN)
 
 
-def _pinned(reference: Reference, told: str) -> Where:
-    return Where(f"{reference.name}@{reference.hash}", told)
+def _pin_reference(reference: Reference, label: str) -> LakeState:
+    return LakeState(f"{reference.name}@{reference.hash}", label)
 
 
-def _of_branch(client: NessieClient, name: str) -> Where:
+def _find_by_branch(client: NessieClient, name: str) -> LakeState:
     if "@" in name:
-        return Where(name, name)
+        return LakeState(name, name)
     try:
-        return _pinned(client.reference(name), name)
+        return _pin_reference(client.reference(name), name)
     except ReferenceNotFound as missing:
         raise NoSuchState(
-            f"There is no branch or tag {name!r}.", hint=_LISTED, reason="no_reference", subject=name
+            f"There is no branch or tag {name!r}.", hint=_LIST_HINT, reason="no_reference", subject=name
         ) from missing
 
 
-def _of_run(client: NessieClient, run: str) -> Where:
+def _find_by_run(client: NessieClient, run: str) -> LakeState:
     """The run's branch; else what was discarded of it; else `main` as its publication left it."""
     prefix = run.strip().lower()
     if not _RUN_ID.fullmatch(prefix):
@@ -91,20 +93,20 @@ def _of_run(client: NessieClient, run: str) -> Where:
             reason="run_id",
             subject=run,
         )
-    found = _references(client, prefix)
-    for kind, told in (
+    references = _load_references(client, prefix)
+    for name_prefix, label in (
         (ReferencePrefix.RUN, "on its branch"),
         (ReferencePrefix.DISCARDED, "as it was discarded"),
     ):
-        names = [name for name in found if name.startswith(kind)]
+        names = [name for name in references if name.startswith(name_prefix)]
         if len(names) > 1:
             raise ConfigurationError(f"{len(names)} runs begin with {run!r}.", hint="Give more of the id.")
         if names:
-            return _pinned(found[names[0]], f"run {names[0].removeprefix(kind)}, {told}")
-    published = _publication(client, prefix)
-    if published is not None:
-        return published
-    if found:
+            return _pin_reference(references[names[0]], f"run {names[0].removeprefix(name_prefix)}, {label}")
+    published_state = _find_publication(client, prefix)
+    if published_state is not None:
+        return published_state
+    if references:
         raise NoSuchState(
             f"The files of run {run} are being deleted.",
             hint="Launch it again.",
@@ -113,34 +115,36 @@ def _of_run(client: NessieClient, run: str) -> Where:
         )
     raise NoSuchState(
         f"Run {run} has no branch, was not published and is not discarded (any more).",
-        hint=f"What a run left is deleted some time after it was discarded. {_LISTED}",
+        hint=f"What a run left is deleted some time after it was discarded. {_LIST_HINT}",
         reason="run_left_nothing",
         subject=run,
     )
 
 
-def _references(client: NessieClient, prefix: str) -> dict[str, Reference]:
+def _load_references(client: NessieClient, prefix: str) -> dict[str, Reference]:
     kinds = "|".join((ReferencePrefix.RUN, ReferencePrefix.DISCARDED, ReferencePrefix.SWEEPING))
-    filtered = client.references(filter=f"ref.name.matches('^({kinds}){prefix}')")
-    return {reference.name: reference for reference in filtered}
+    matches = client.references(filter=f"ref.name.matches('^({kinds}){prefix}')")
+    return {reference.name: reference for reference in matches}
 
 
-def _publication(client: NessieClient, prefix: str) -> Where | None:
+def _find_publication(client: NessieClient, prefix: str) -> LakeState | None:
     name = LakeProperty.RUN_ID
-    runs = f"'{name}' in commit.properties && commit.properties['{name}'].contains('{prefix}')"
-    for entry in client.log(MAIN, filter=runs):
-        for one in publications_in(entry):
-            if one.run_id.startswith(prefix):
-                return Where(f"{MAIN}@{one.hash}", f"run {one.run_id}, as it was published on main")
+    commit_filter = f"'{name}' in commit.properties && commit.properties['{name}'].contains('{prefix}')"
+    for entry in client.log(MAIN, filter=commit_filter):
+        for publication in parse_publications(entry):
+            if publication.run_id.startswith(prefix):
+                return LakeState(
+                    f"{MAIN}@{publication.hash}", f"run {publication.run_id}, as it was published on main"
+                )
     return None
 
 
-def _of_text(client: NessieClient, at: str) -> Where:
-    text = at.strip()
-    if _HASH.fullmatch(text.lower()):
-        return _of_hash(client, text.lower())
+def _find_by_time_or_hash(client: NessieClient, at: str) -> LakeState:
+    value = at.strip()
+    if _HASH.fullmatch(value.lower()):
+        return _find_by_hash(client, value.lower())
     try:
-        moment = datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(value)
     except ValueError as error:
         raise ConfigurationError(
             f"{at!r} is neither a time nor a commit hash of main.",
@@ -148,41 +152,47 @@ def _of_text(client: NessieClient, at: str) -> Where:
             reason="neither_time_nor_hash",
             subject=str(at),
         ) from error
-    return _of_moment(client, moment)
+    return _find_by_time(client, moment)
 
 
-def _of_moment(client: NessieClient, moment: datetime) -> Where:
+def _find_by_time(client: NessieClient, moment: datetime) -> LakeState:
     """The newest commit of `main` that is not younger. A moment without a zone is UTC, not the local time."""
     utc = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-    text = utc.isoformat().replace("+00:00", "Z")
+    formatted_time = utc.isoformat().replace("+00:00", "Z")
     # Nessie counts nanoseconds: a commit's own time, as Python has it, is a little before that commit.
     after = (utc + timedelta(microseconds=1)).isoformat()
-    older = client.log(MAIN, filter=f"timestamp(commit.commitTime) < timestamp('{after}')", limit=1)
-    found = next(iter(older), None)
-    if found is None:
+    older_commits = client.log(MAIN, filter=f"timestamp(commit.commitTime) < timestamp('{after}')", limit=1)
+    entry = next(iter(older_commits), None)
+    if entry is None:
         raise NoSuchState(
-            f"main has no commit as old as {text}.",
+            f"main has no commit as old as {formatted_time}.",
             hint="The lake was made later.",
             reason="before_first_commit",
-            subject=text,
+            subject=formatted_time,
         )
-    return Where(f"{MAIN}@{found.commit.hash}", f"main at {text} (commit {found.commit.hash[:16]})")
+    return LakeState(
+        f"{MAIN}@{entry.commit.hash}", f"main at {formatted_time} (commit {entry.commit.hash[:16]})"
+    )
 
 
-def _of_hash(client: NessieClient, text: str) -> Where:
-    if len(text) == 64:
+def _find_by_hash(client: NessieClient, commit_hash: str) -> LakeState:
+    if len(commit_hash) == 64:
         try:
-            list(client.log(f"{MAIN}@{text}", limit=1))
+            list(client.log(f"{MAIN}@{commit_hash}", limit=1))
         except NessieNotFound as missing:
-            raise _no_commit(text) from missing
-        return Where(f"{MAIN}@{text}", f"main at commit {text[:16]}")
-    found = list(client.log(MAIN, filter=f"commit.hash.startsWith('{text}')", limit=2))
-    if not found:
-        raise _no_commit(text)
-    if len(found) > 1:
-        raise ConfigurationError(f"Several commits of main begin with {text}.", hint="Give more of the hash.")
-    return Where(f"{MAIN}@{found[0].commit.hash}", f"main at commit {found[0].commit.hash[:16]}")
+            raise _no_such_commit(commit_hash) from missing
+        return LakeState(f"{MAIN}@{commit_hash}", f"main at commit {commit_hash[:16]}")
+    entries = list(client.log(MAIN, filter=f"commit.hash.startsWith('{commit_hash}')", limit=2))
+    if not entries:
+        raise _no_such_commit(commit_hash)
+    if len(entries) > 1:
+        raise ConfigurationError(
+            f"Several commits of main begin with {commit_hash}.", hint="Give more of the hash."
+        )
+    return LakeState(f"{MAIN}@{entries[0].commit.hash}", f"main at commit {entries[0].commit.hash[:16]}")
 
 
-def _no_commit(text: str) -> NoSuchState:
-    return NoSuchState(f"main has no commit {text}.", hint=_LISTED, reason="no_commit", subject=text)
+def _no_such_commit(commit_hash: str) -> NoSuchState:
+    return NoSuchState(
+        f"main has no commit {commit_hash}.", hint=_LIST_HINT, reason="no_commit", subject=commit_hash
+    )

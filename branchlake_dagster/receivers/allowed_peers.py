@@ -16,18 +16,18 @@ class AllowedPeers:
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
 
     @classmethod
-    def of(cls, networks: Iterable[str]) -> AllowedPeers:
+    def from_cidr(cls, cidrs: Iterable[str]) -> AllowedPeers:
         """From CIDR notation, such as 10.1.0.0/16 or 2001:db8::/32. Raises ConfigurationError."""
-        found = []
-        for text in networks:
+        parsed_networks = []
+        for cidr in cidrs:
             try:
-                found.append(ip_network(text))
+                parsed_networks.append(ip_network(cidr))
             except ValueError as error:
                 raise ConfigurationError(
-                    f"{text} is not a network in CIDR notation: {error}.",
+                    f"{cidr} is not a network in CIDR notation: {error}.",
                     hint="Write --allow 10.1.0.0/16, or --allow 10.1.2.3 for one address.",
                 ) from error
-        return cls(tuple(found))
+        return cls(tuple(parsed_networks))
 
     def permits(self, host: str) -> bool:
         """Whether a numeric address may send."""

@@ -28,16 +28,16 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from branchlake_dagster.errors import ConfigurationError, without_credentials
-from branchlake_dagster.extras import require
-from branchlake_dagster.receivers.records import Buffer, Counts, Record, Resumed, digest
+from branchlake_dagster.extras import require_modules
+from branchlake_dagster.receivers.records import Buffer, Counts, Record, ResumeState, digest_value
 
 if TYPE_CHECKING:
     import aiohttp
 
-_FIRST_PAUSE_S, _WORST = 0.5, 3
-_SPACE = " \t\r\n"
+_FIRST_PAUSE_S, _ALARMING_FAILURES = 0.5, 3
+_JSON_WHITESPACE = " \t\r\n"
 _LONGEST_NUMBER = 40
-_KINDS = ("http://", "https://")
+_URL_SCHEMES = ("http://", "https://")
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class HttpConfig:
         look_back: how far before the cursor late items are looked for, in its unit; 0: never. More than they
             may be late, by `look_back_every_s` and what a request may take.
         look_back_every_s: how often.
-        most_ahead: an item whose cursor field is that far ahead of the clock (nanoseconds) does not move the
-            cursor: one bad item must not hide all later ones. None: the field is no time.
+        most_ahead_ns: an item whose cursor field is that far ahead of the clock (nanoseconds) does not move
+        the cursor: one bad item must not hide all later ones. None: the field is no time.
         timeout_s: for an answer, beyond ``wait_ms``.
         most_page_bytes: a larger page is no page.
         most_pause_s: between two attempts, however often they fail.
         most_retry_after_s: a longer ``Retry-After`` is not believed.
-        known: how many items are remembered.
+        remembered_items: how many items are remembered.
         headers: sent with each request; may hold a token.
 
     """
@@ -75,20 +75,20 @@ class HttpConfig:
     pause_s: float = 1.0
     look_back: int = 90_000_000_000
     look_back_every_s: float = 15.0
-    most_ahead: int | None = 3_600_000_000_000
+    most_ahead_ns: int | None = 3_600_000_000_000
     timeout_s: float = 10.0
     most_page_bytes: int = 32 * 1024 * 1024
     most_pause_s: float = 30.0
     most_retry_after_s: float = 300.0
-    known: int = 200_000
+    remembered_items: int = 200_000
     headers: tuple[tuple[str, str], ...] = ()
 
 
-class _NoPageError(Exception):
+class _InvalidPageError(Exception):
     """The answer is no page; the text says why, `after_s` when to ask again if the server said so."""
 
-    def __init__(self, kind: str, text: str, after_s: float | None = None) -> None:
-        super().__init__(text)
+    def __init__(self, kind: str, message: str, after_s: float | None = None) -> None:
+        super().__init__(message)
         self.kind, self.after_s = kind, after_s
 
 
@@ -108,22 +108,22 @@ class HttpSource:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         rng: random.Random | None = None,
     ) -> None:
-        require("receive", "aiohttp", wanted_by="A receiver over HTTP")
-        if not config.url.startswith(_KINDS):
+        require_modules("receive", "aiohttp", needed_by="A receiver over HTTP")
+        if not config.url.startswith(_URL_SCHEMES):
             raise ConfigurationError(
                 f"{without_credentials(config.url)!r} is no URL.",
                 hint="It begins with http:// or https://.",
                 reason="url",
                 subject=config.url,
             )
-        self.config, self.trouble, self._stuck = config, "", ""
+        self.config, self.trouble, self._stuck_message = config, "", ""
         self.cursor = config.start
-        self._behind: tuple[int, int] | None = None
+        self._look_back_range: tuple[int, int] | None = None
         self._buffer, self._counts, self._now_ns, self._sleep = buffer, counts, now_ns, sleep
         self._rng = rng or random.Random()  # noqa: S311 - it spreads attempts
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._remembered_values: OrderedDict[bytes, None] = OrderedDict()
         self.task: asyncio.Task[None] | None = None
-        self._putting = False
+        self._is_filling_buffer = False
         self._source = without_credentials(config.url).encode()
 
     @property
@@ -131,24 +131,24 @@ class HttpSource:
         """The server."""
         return self._source.decode()
 
-    def resume(self, resumed: Resumed) -> None:
+    def resume(self, resume_state: ResumeState) -> None:
         """Continue from what the sink has. Raises ConfigurationError for a cursor of another kind."""
-        if resumed.cursor is not None:
+        if resume_state.cursor is not None:
             try:
-                self.cursor = int(resumed.cursor)
+                self.cursor = int(resume_state.cursor)
             except ValueError:
                 raise ConfigurationError(
-                    f"The last record has the cursor {resumed.cursor!r}, which is no integer.",
+                    f"The last record has the cursor {resume_state.cursor!r}, which is no integer.",
                     hint="The topic belongs to another receiver; take another one.",
                     reason="cursor",
-                    subject=repr(resumed.cursor),
+                    subject=repr(resume_state.cursor),
                 ) from None
-        for one in resumed.known:
-            self._remember(one)
+        for value_digest in resume_state.value_digests:
+            self._remember(value_digest)
 
     async def start(self) -> None:
         """Begin to ask."""
-        self.task = asyncio.get_running_loop().create_task(self._ask_for_ever())
+        self.task = asyncio.get_running_loop().create_task(self._poll_forever())
 
     async def stop(self) -> None:
         """Ask no more. A page that is being read is left to the next receiver."""
@@ -156,17 +156,17 @@ class HttpSource:
             return
         # A page on its way into the buffer is finished if there is room soon.
         for _ in range(10):
-            if not self._putting:
+            if not self._is_filling_buffer:
                 break
             await asyncio.sleep(0.05)
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
         self.task = None
 
-    def look(self) -> None:
+    def update_counts(self) -> None:
         """Nothing to ask for."""
 
-    async def _ask_for_ever(self) -> None:
+    async def _poll_forever(self) -> None:
         import aiohttp
 
         failures, pause_s = 0, _FIRST_PAUSE_S
@@ -177,21 +177,21 @@ class HttpSource:
                 try:
                     # After a failure the same is asked for again: an interrupted look back goes on, and new
                     # items are had before the next one. Begun anew each time, it would let nothing through.
-                    if self.config.look_back and due and not failures and self._behind is None:
-                        self._behind = (self.cursor - self.config.look_back, self.cursor)
+                    if self.config.look_back and due and not failures and self._look_back_range is None:
+                        self._look_back_range = (self.cursor - self.config.look_back, self.cursor)
                         self._counts.events["looks_back"] += 1
                         looked_back = asyncio.get_running_loop().time()
                     await self._look_back(session)
-                    new, _ = await self._page(session, self.cursor, self.config.wait_ms)
-                except _NoPageError as error:
+                    new, _ = await self._read_page(session, self.cursor, self.config.wait_ms)
+                except _InvalidPageError as error:
                     failures += 1
                     self._counts.events[f"requests_{error.kind}"] += 1
-                    self.trouble = f"{error} ({failures} in a row)" if failures >= _WORST else ""
+                    self.trouble = f"{error} ({failures} in a row)" if failures >= _ALARMING_FAILURES else ""
                     # Decorrelated jitter: attempts of many receivers spread.
                     pause_s = min(self.config.most_pause_s, self._rng.uniform(_FIRST_PAUSE_S, 3 * pause_s))
                     await self._sleep(pause_s if error.after_s is None else error.after_s)
                     continue
-                failures, pause_s, self.trouble = 0, _FIRST_PAUSE_S, self._stuck
+                failures, pause_s, self.trouble = 0, _FIRST_PAUSE_S, self._stuck_message
                 if not new:
                     await self._sleep(self.config.pause_s)
 
@@ -200,49 +200,51 @@ class HttpSource:
 
         A failure on the way is no reason to begin anew.
         """
-        while self._behind is not None:
-            since, end = self._behind
-            _, highest = await self._page(session, since, 0)
+        while self._look_back_range is not None:
+            since, end = self._look_back_range
+            _, highest = await self._read_page(session, since, 0)
             more = highest is not None and since < highest < end
-            self._behind = (highest, end) if more and highest is not None else None
+            self._look_back_range = (highest, end) if more and highest is not None else None
 
-    async def _page(self, session: aiohttp.ClientSession, since: int, wait_ms: int) -> tuple[int, int | None]:
+    async def _read_page(
+        self, session: aiohttp.ClientSession, since: int, wait_ms: int
+    ) -> tuple[int, int | None]:
         """Ask once and hand on what is new: how much, and the highest cursor field on the page."""
         body = await self._get(session, since, wait_ms)
-        items = list(self._items(body))
+        items = list(self._parse_items(body))
         self._counts.events["requests_ok"] += 1
-        now = self._now_ns()
-        limit = None if self.config.most_ahead is None else now + self.config.most_ahead
+        now_ns = self._now_ns()
+        highest_credible = None if self.config.most_ahead_ns is None else now_ns + self.config.most_ahead_ns
         records: list[Record] = []
         cursor, highest = self.cursor, None
-        before, self._stuck = since, ""
+        previous_cursor, self._stuck_message = since, ""
         for raw, item in items:
-            at = self._cursor_of(item)
-            if at is not None and limit is not None and at > limit:
+            item_cursor = self._find_cursor(item)
+            if item_cursor is not None and highest_credible is not None and item_cursor > highest_credible:
                 self._counts.events["cursors_ahead"] += 1
-                at = None
-            if at is not None:
-                self._counts.events["out_of_order"] += at < before
-                before = at
-                highest = at if highest is None else max(highest, at)
-                cursor = max(cursor, at)
-            key = self._key_of(item, raw)
-            known = digest(raw)
-            if known in self._known:
+                item_cursor = None
+            if item_cursor is not None:
+                self._counts.events["out_of_order"] += item_cursor < previous_cursor
+                previous_cursor = item_cursor
+                highest = item_cursor if highest is None else max(highest, item_cursor)
+                cursor = max(cursor, item_cursor)
+            key = self._record_key(item, raw)
+            value_digest = digest_value(raw)
+            if value_digest in self._remembered_values:
                 self._counts.events["known_already"] += 1
                 continue
-            self._remember(known)
-            records.append(Record(raw, key, now, self._source, b"%d" % self.cursor))
+            self._remember(value_digest)
+            records.append(Record(raw, key, now_ns, self._source, b"%d" % self.cursor))
         if records:
             records[-1] = records[-1]._replace(cursor=b"%d" % cursor)
-            self._putting = True
+            self._is_filling_buffer = True
             try:
                 await self._buffer.put(records)
             finally:
-                self._putting = False
+                self._is_filling_buffer = False
         elif len(items) >= self.config.limit and wait_ms == self.config.wait_ms and cursor == self.cursor:
             self._counts.events["stuck_pages"] += 1
-            self._stuck = (
+            self._stuck_message = (
                 f"{self.address} has more than {self.config.limit} items with one {self.config.cursor_field}:"
                 " nothing after them is had. Raise the limit."
             )
@@ -252,43 +254,47 @@ class HttpSource:
     async def _get(self, session: aiohttp.ClientSession, since: int, wait_ms: int) -> bytes:
         import aiohttp
 
-        asked = {"since": str(since), "limit": str(self.config.limit), "wait_ms": str(wait_ms)}
+        query = {"since": str(since), "limit": str(self.config.limit), "wait_ms": str(wait_ms)}
         timeout = aiohttp.ClientTimeout(total=self.config.timeout_s + wait_ms / 1_000)
         try:
-            async with session.get(self.config.url, params=asked, timeout=timeout) as answer:
+            async with session.get(self.config.url, params=query, timeout=timeout) as answer:
                 if answer.status != 200:
-                    raise self._refused(answer)
+                    raise self._to_page_error(answer)
                 body = bytearray()
                 async for chunk in answer.content.iter_chunked(64 * 1024):
                     body += chunk
                     if len(body) > self.config.most_page_bytes:
-                        raise _NoPageError(
+                        raise _InvalidPageError(
                             "too_large", f"{self.address} sent more than {self.config.most_page_bytes} bytes"
                         )
                 return bytes(body)
         except TimeoutError:
-            raise _NoPageError("timeout", f"{self.address} did not answer in {timeout.total} s") from None
+            raise _InvalidPageError(
+                "timeout", f"{self.address} did not answer in {timeout.total} s"
+            ) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _NoPageError("connection", f"{self.address} cannot be reached: {error}") from error
+            raise _InvalidPageError("connection", f"{self.address} cannot be reached: {error}") from error
 
-    def _refused(self, answer: aiohttp.ClientResponse) -> _NoPageError:
+    def _to_page_error(self, answer: aiohttp.ClientResponse) -> _InvalidPageError:
         kind = "throttled" if answer.status == 429 else "server_error" if answer.status >= 500 else "refused"
-        after = self._retry_after(answer.headers.get("Retry-After"))
+        retry_after_s = self._parse_retry_after(answer.headers.get("Retry-After"))
         # Asking again at once helps nobody where the request itself is refused.
-        wait = self.config.most_pause_s if kind == "refused" else None
-        return _NoPageError(
-            kind, f"{self.address} answered {answer.status}", wait if after is None else after
+        default_wait_s = self.config.most_pause_s if kind == "refused" else None
+        return _InvalidPageError(
+            kind,
+            f"{self.address} answered {answer.status}",
+            default_wait_s if retry_after_s is None else retry_after_s,
         )
 
-    def _retry_after(self, told: str | None) -> float | None:
+    def _parse_retry_after(self, header: str | None) -> float | None:
         """Seconds that a server asks for, as a number or as a time (RFC 9110)."""
-        if told is None:
+        if header is None:
             return None
         try:
-            seconds = float(told)
+            seconds = float(header)
         except ValueError:
             try:
-                until = parsedate_to_datetime(told)
+                until = parsedate_to_datetime(header)
             except ValueError:
                 return None
             until = until if until.tzinfo else until.replace(tzinfo=UTC)
@@ -297,55 +303,55 @@ class HttpSource:
             return None
         return min(seconds, self.config.most_retry_after_s)
 
-    def _items(self, body: bytes) -> Iterator[tuple[bytes, Any]]:
+    def _parse_items(self, body: bytes) -> Iterator[tuple[bytes, Any]]:
         """The elements of a page as they were sent, and as values. Raises _NoPageError for no page."""
         try:
-            text = body.decode()
-            at = _after_space(text, 0)
-            if text[at : at + 1] != "[":
+            page_text = body.decode()
+            position = _skip_whitespace(page_text, 0)
+            if page_text[position : position + 1] != "[":
                 raise ValueError("it is no array")
-            at = _after_space(text, at + 1)
-            while text[at : at + 1] != "]":
-                item, end = _DECODER.raw_decode(text, at)
-                yield text[at:end].encode(), item
-                at = _after_space(text, end)
-                if text[at : at + 1] == ",":
-                    at = _after_space(text, at + 1)
-                    if text[at : at + 1] == "]":
+            position = _skip_whitespace(page_text, position + 1)
+            while page_text[position : position + 1] != "]":
+                item, end = _DECODER.raw_decode(page_text, position)
+                yield page_text[position:end].encode(), item
+                position = _skip_whitespace(page_text, end)
+                if page_text[position : position + 1] == ",":
+                    position = _skip_whitespace(page_text, position + 1)
+                    if page_text[position : position + 1] == "]":
                         raise ValueError("an element is missing")
-                elif text[at : at + 1] != "]":
+                elif page_text[position : position + 1] != "]":
                     raise ValueError("a comma is missing")
-            if _after_space(text, at + 1) != len(text):
+            if _skip_whitespace(page_text, position + 1) != len(page_text):
                 raise ValueError("something follows the array")
         except (ValueError, RecursionError) as error:
-            raise _NoPageError("malformed", f"{self.address} sent no page: {error}") from error
+            raise _InvalidPageError("malformed", f"{self.address} sent no page: {error}") from error
 
-    def _cursor_of(self, item: Any) -> int | None:
-        found = item.get(self.config.cursor_field) if isinstance(item, dict) else None
-        return found if isinstance(found, int) and not isinstance(found, bool) else None
+    def _find_cursor(self, item: Any) -> int | None:
+        value = item.get(self.config.cursor_field) if isinstance(item, dict) else None
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    def _key_of(self, item: Any, raw: bytes) -> bytes:
-        found = item.get(self.config.key_field) if isinstance(item, dict) else None
-        if isinstance(found, str) and found:
+    def _record_key(self, item: Any, raw: bytes) -> bytes:
+        value = item.get(self.config.key_field) if isinstance(item, dict) else None
+        if isinstance(value, str) and value:
             # Lone surrogates are legal in JSON and not in UTF-8.
-            return found.encode(errors="replace")
+            return value.encode(errors="replace")
         return b"sha256:" + hashlib.sha256(raw).hexdigest().encode()
 
-    def _remember(self, known: bytes) -> None:
-        self._known[known] = None
-        while len(self._known) > self.config.known:
-            self._known.popitem(last=False)
+    def _remember(self, value_digest: bytes) -> None:
+        self._remembered_values[value_digest] = None
+        while len(self._remembered_values) > self.config.remembered_items:
+            self._remembered_values.popitem(last=False)
 
 
-def _number(text: str) -> int | float:
+def _parse_integer(digits: str) -> int | float:
     # Python refuses very long integers; a page must not be refused for one.
-    return int(text) if len(text) <= _LONGEST_NUMBER else float("inf")
+    return int(digits) if len(digits) <= _LONGEST_NUMBER else float("inf")
 
 
-_DECODER = json.JSONDecoder(parse_int=_number)
+_DECODER = json.JSONDecoder(parse_int=_parse_integer)
 
 
-def _after_space(text: str, at: int) -> int:
-    while at < len(text) and text[at] in _SPACE:
-        at += 1
-    return at
+def _skip_whitespace(page_text: str, position: int) -> int:
+    while position < len(page_text) and page_text[position] in _JSON_WHITESPACE:
+        position += 1
+    return position

@@ -18,16 +18,16 @@ from branchlake_dagster.receivers.records import (
     NotConfirmed,
     NotHandedOver,
     Record,
-    Resumed,
+    ResumeState,
     Sink,
 )
 
-_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.2, 5.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.2, 5.0
 _RETURN_S = 0.1
 _T = TypeVar("_T")
 
 
-class Source(Protocol):
+class ReceiverSource(Protocol):
     """A protocol's side of a receiver. All of it runs in the event loop."""
 
     @property
@@ -50,7 +50,7 @@ class Source(Protocol):
     def task(self) -> asyncio.Task[None] | None:
         """What must never end by itself."""
 
-    def resume(self, resumed: Resumed) -> None:
+    def resume(self, resume_state: ResumeState) -> None:
         """Continue from there."""
 
     async def start(self) -> None:
@@ -59,7 +59,7 @@ class Source(Protocol):
     async def stop(self) -> None:
         """Take no new ones; what has come already goes into the buffer. Within two seconds."""
 
-    def look(self) -> None:
+    def update_counts(self) -> None:
         """Ask the system for what it counts itself."""
 
 
@@ -81,7 +81,7 @@ class Intake:
         self,
         topic: str,
         partition: int | None,
-        source: Source,
+        source: ReceiverSource,
         buffer: Buffer,
         sink: Sink,
         counts: Counts,
@@ -90,18 +90,18 @@ class Intake:
     ) -> None:
         self.topic, self.partition = topic, partition
         self.source, self.buffer, self.sink, self.counts = source, buffer, sink, counts
-        self.opened = False
+        self.is_open = False
         self.sink_trouble = ""
-        self._in_hand: list[Record] = []
+        self._current_batch: list[Record] = []
         self._now_ns = now_ns
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"sink-{topic}-{partition}")
-        self._call: Future[Any] | None = None
+        self._sink_call: Future[Any] | None = None
         self._given_up = asyncio.Event()
 
     @property
     def waiting(self) -> int:
         """Records that are received and not yet handed over."""
-        return len(self.buffer) + len(self._in_hand)
+        return len(self.buffer) + len(self._current_batch)
 
     async def run(self) -> None:
         """Open the sink, start the source, and hand over until the buffer is closed and empty.
@@ -113,44 +113,44 @@ class Intake:
         pause_s = _FIRST_PAUSE_S
         while not self.buffer.closed:
             try:
-                resumed = await self._in_thread(partial(self.sink.open, resume=self.source.resumes))
+                resume_state = await self._run_in_thread(partial(self.sink.open, resume=self.source.resumes))
                 break
             except Exception as error:
                 if not isinstance(error, Transient):
                     raise
                 self.sink_trouble = str(error)
             await self._pause(pause_s)
-            pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
+            pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
         else:
             return
         self.sink_trouble = ""
-        self.source.resume(resumed)
+        self.source.resume(resume_state)
         await self.source.start()
-        self.opened = True
+        self.is_open = True
         while batch := await self.buffer.take(self.sink.roll):
-            self._in_hand = batch
+            self._current_batch = batch
             await self._hand_over()
 
     async def _hand_over(self) -> None:
         pause_s = _FIRST_PAUSE_S
-        while self._in_hand and not self._given_up.is_set():
-            batch, dropped = self._in_hand, self.counts.dropped_in_all()
-            left: list[Record] = []
+        while self._current_batch and not self._given_up.is_set():
+            batch, dropped = self._current_batch, self.counts.total_dropped()
+            remaining: list[Record] = []
             try:
-                await self._in_thread(partial(self.sink.write, batch, dropped))
+                await self._run_in_thread(partial(self.sink.write, batch, dropped))
                 self.sink_trouble = ""
             except NotHandedOver as error:
-                left, self.sink_trouble = error.records, str(error)
+                remaining, self.sink_trouble = error.records, str(error)
                 self.counts.events["sink_failures"] += 1
             except NotConfirmed as error:
                 self.counts.not_confirmed += len(error.records)
                 self.counts.handed_over -= len(error.records)
                 self.sink_trouble = str(error)
-            self.counts.handed_over += len(batch) - len(left)
-            self._in_hand = left
-            if left:
+            self.counts.handed_over += len(batch) - len(remaining)
+            self._current_batch = remaining
+            if remaining:
                 await self._pause(pause_s)
-                pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
+                pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
             else:
                 received = np.array([record.received_ns for record in batch])
                 self.counts.delays.add(np.maximum(self._now_ns() - received, 0) / 1e9)
@@ -167,28 +167,28 @@ class Intake:
         self._given_up.set()
         self.sink.stop_waiting()
 
-    def settle(self) -> None:
+    def count_remaining(self) -> None:
         """Count what is left, after the end; say of what is being written that nobody knows."""
-        writing = not self._thread_is_free()
-        if writing:
-            self.counts.not_confirmed += len(self._in_hand)
+        is_writing = not self._thread_is_free()
+        if is_writing:
+            self.counts.not_confirmed += len(self._current_batch)
         else:
-            self.counts.not_handed_over += len(self._in_hand)
+            self.counts.not_handed_over += len(self._current_batch)
         self.counts.not_handed_over += self.buffer.clear()
-        self._in_hand = []
+        self._current_batch = []
 
     def close(self) -> bool:
         """Close the sink; False when its thread still writes, which then holds it."""
-        free = self._thread_is_free()
-        if free:
+        is_free = self._thread_is_free()
+        if is_free:
             self.sink.close()
-        self._thread.shutdown(wait=free, cancel_futures=True)
-        return free
+        self._thread.shutdown(wait=is_free, cancel_futures=True)
+        return is_free
 
     def _thread_is_free(self) -> bool:
         """Whether the sink is left alone; a call that is about to return has a moment to do so."""
-        return self._call is None or not wait([self._call], timeout=_RETURN_S).not_done
+        return self._sink_call is None or not wait([self._sink_call], timeout=_RETURN_S).not_done
 
-    def _in_thread(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
-        self._call = future = self._thread.submit(call)
+    def _run_in_thread(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
+        self._sink_call = future = self._thread.submit(call)
         return asyncio.wrap_future(future)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError
 
-_SENTENCE = re.compile(r"(?:\w+://)?([^\s/]+)/\w+: (.*?)(?: \(after .*)?", re.DOTALL)
+_ERROR_TEXT = re.compile(r"(?:\w+://)?([^\s/]+)/\w+: (.*?)(?: \(after .*)?", re.DOTALL)
 """`sasl_ssl://host:9092/bootstrap: what is wrong (after 5ms in state …)`."""
-_ALERT = "SSL alert"
+_TLS_ALERT = "SSL alert"
 """The broker has refused us over TLS. Since TLS 1.3 it may do so when the connection stands, and librdkafka
 takes that for one that broke."""
 _ADVICE = ", verify that ssl.ca.location"
@@ -37,20 +37,20 @@ class Cause(Enum):
         return self.name.lower()
 
     @property
-    def passes(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether it may pass by itself."""
         return self in (Cause.ADDRESS, Cause.PROTOCOL)
 
 
 @dataclass(frozen=True)
-class Complaint:
+class BrokerFailure:
     """One of them: the cause, and a sentence that names the broker."""
 
     cause: Cause
-    text: str
+    message: str
 
 
-class Complaints:
+class BrokerErrors:
     """The latest ones of one client of the brokers `bootstrap`, since a request was answered.
 
     librdkafka repeats itself once in ten seconds, or more seldom: what it told before a request may be all
@@ -59,43 +59,43 @@ class Complaints:
 
     def __init__(self, bootstrap: str) -> None:
         self._bootstrap = bootstrap
-        self._told: dict[int, str] = {}
-        self._before: dict[int, str] = {}
+        self._current_errors: dict[int, str] = {}
+        self._earlier_errors: dict[int, str] = {}
         self._answered = False
 
     def __call__(self, error: KafkaError) -> None:
         """The client's `error_cb`."""
-        self._told[error.code()] = error.str()
+        self._current_errors[error.code()] = error.str()
 
-    def asked(self) -> None:
+    def begin_request(self) -> None:
         """A request begins. What was told before counts where nothing is told of this one.
 
         Not if the last one was answered: then it is over, or of a broker that was not needed.
         """
-        self._before = {} if self._answered else self._before | self._told
-        self._told, self._answered = {}, False
+        self._earlier_errors = {} if self._answered else self._earlier_errors | self._current_errors
+        self._current_errors, self._answered = {}, False
 
-    def answered(self) -> None:
+    def end_request(self) -> None:
         """All of a request was answered, with an error maybe."""
         self._answered = True
 
     @property
-    def _lost(self) -> bool:
+    def _are_all_down(self) -> bool:
         from confluent_kafka import KafkaError
 
-        return KafkaError._ALL_BROKERS_DOWN in self._before | self._told
+        return KafkaError._ALL_BROKERS_DOWN in self._earlier_errors | self._current_errors
 
     @property
-    def final(self) -> bool:
+    def is_final(self) -> bool:
         """Whether all brokers are lost, and since the request one of them for a reason that does not pass."""
         from confluent_kafka import KafkaError
 
-        refused = self._told.keys() & {KafkaError._AUTHENTICATION, KafkaError._SSL}
-        alert = _ALERT in self._told.get(KafkaError._TRANSPORT, "")
-        return (bool(refused) or alert) and self._lost
+        refusals = self._current_errors.keys() & {KafkaError._AUTHENTICATION, KafkaError._SSL}
+        has_tls_alert = _TLS_ALERT in self._current_errors.get(KafkaError._TRANSPORT, "")
+        return (bool(refusals) or has_tls_alert) and self._are_all_down
 
-    def worst(self, what: str, otherwise: str) -> Complaint:
-        """Why nobody has answered for `what`; `otherwise` is said where nothing was complained of."""
+    def worst_failure(self, request: str, default_detail: str) -> BrokerFailure:
+        """Why nobody has answered for `request`; `default_detail` is said where nothing was complained of."""
         from confluent_kafka import KafkaError
 
         causes = {
@@ -104,14 +104,19 @@ class Complaints:
             KafkaError._RESOLVE: Cause.ADDRESS,
             KafkaError._TRANSPORT: Cause.ADDRESS,
         }
-        place, told, cause = self._bootstrap, otherwise, Cause.ADDRESS
-        heard = ((code, said[code]) for said in (self._told, self._before) for code in causes if code in said)
-        code, sentence = next(heard, (None, ""))
+        broker, detail, cause = self._bootstrap, default_detail, Cause.ADDRESS
+        candidates = (
+            (code, errors[code])
+            for errors in (self._current_errors, self._earlier_errors)
+            for code in causes
+            if code in errors
+        )
+        code, error_text = next(candidates, (None, ""))
         if code is not None:
-            parted = _SENTENCE.fullmatch(sentence)
-            place, told = parted.groups() if parted else (place, sentence)
-            cause = Cause.CERTIFICATE if _ALERT in told else causes[code]
-        elif self._lost:
+            match = _ERROR_TEXT.fullmatch(error_text)
+            broker, detail = match.groups() if match else (broker, error_text)
+            cause = Cause.CERTIFICATE if _TLS_ALERT in detail else causes[code]
+        elif self._are_all_down:
             cause = Cause.PROTOCOL
-        told = told.partition(_ADVICE)[0].rstrip(". ")
-        return Complaint(cause, f"Kafka at {place} {cause.value} for {what}: {told}.")
+        detail = detail.partition(_ADVICE)[0].rstrip(". ")
+        return BrokerFailure(cause, f"Kafka at {broker} {cause.value} for {request}: {detail}.")

@@ -11,30 +11,30 @@ from itertools import chain, zip_longest
 from typing import Any
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal, Transient
-from branchlake_dagster.extras import require
-from branchlake_dagster.receivers.kafka_errors import Cause, Complaints
+from branchlake_dagster.extras import require_modules
+from branchlake_dagster.receivers.kafka_errors import BrokerErrors, Cause
 from branchlake_dagster.receivers.records import (
-    CURSOR,
-    PROTOCOL,
-    RECEIVED_NS,
-    RECEIVER,
-    SOURCE,
+    CURSOR_HEADER,
+    PROTOCOL_HEADER,
+    RECEIVED_NS_HEADER,
+    RECEIVER_HEADER,
+    SOURCE_HEADER,
     NotConfirmed,
     NotHandedOver,
-    Origin,
+    ReceiverOrigin,
     Record,
-    Resumed,
+    ResumeState,
     Roll,
-    digest,
+    digest_value,
 )
 
 DEFAULT_ROLL = Roll(records=10_000, size_bytes=4 * 1024 * 1024, age_s=0.02)
-OURS = {"enable.idempotence": True, "acks": "all", "message.timeout.ms": 0, "linger.ms": 5}
+PRODUCER_OPTIONS = {"enable.idempotence": True, "acks": "all", "message.timeout.ms": 0, "linger.ms": 5}
 """What a producer of ours always has; ``linger.ms`` may be set otherwise.
 
 There is no message timeout: after it librdkafka reports a record as failed that the broker may have got.
 """
-_RIGHT = {
+_REQUIRED_VALUES = {
     "enable.idempotence": ("true",),
     "acks": ("all", "-1"),
     "request.required.acks": ("all", "-1"),
@@ -44,8 +44,8 @@ _RIGHT = {
 }
 """Options that may not have other values: records would be lost or doubled."""
 
-_TAIL, _KNOWN = 10_000, 50_000
-_ANSWER_S, _LOOK_S, _POLL_S = 10.0, 2.5, 0.05
+_FIRST_TAIL, _REMEMBERED_VALUES = 10_000, 50_000
+_ANSWER_TIMEOUT_S, _METADATA_TIMEOUT_S, _POLL_S = 10.0, 2.5, 0.05
 _PATIENCE_S = 60.0
 _HINTS = {
     Cause.CREDENTIALS: "Look at sasl.username, sasl.password and sasl.mechanism in the options for Kafka.",
@@ -56,15 +56,15 @@ _HINTS = {
     Cause.ADDRESS: "See whether the broker runs and its address is right; it is tried again.",
     Cause.PROTOCOL: "Set the option security.protocol to what the listener expects; it is tried again.",
 }
-_OF_PRODUCERS = frozenset({*OURS, *_RIGHT, "compression.type"})
+_PRODUCER_ONLY_OPTIONS = frozenset({*PRODUCER_OPTIONS, *_REQUIRED_VALUES, "compression.type"})
 
 
 @dataclass(eq=False)
-class _Sent:
+class _SentRecord:
     """A record that librdkafka has, and what its report says."""
 
     record: Record
-    reported: bool = False
+    is_reported: bool = False
     error: Any = None
 
 
@@ -96,7 +96,7 @@ class KafkaSink:
         self,
         topic: str,
         partition: int | None,
-        origin: Origin,
+        origin: ReceiverOrigin,
         options: Mapping[str, Any],
         *,
         roll: Roll = DEFAULT_ROLL,
@@ -104,24 +104,27 @@ class KafkaSink:
         make_producer: Callable[[dict[str, Any]], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        require("kafka", "confluent_kafka", wanted_by="A sink in Kafka")
-        for name, right in _RIGHT.items():
-            if name in options and str(options[name]).lower() not in right:
+        require_modules("kafka", "confluent_kafka", needed_by="A sink in Kafka")
+        for name, allowed_values in _REQUIRED_VALUES.items():
+            if name in options and str(options[name]).lower() not in allowed_values:
                 raise ConfigurationError(
                     f"{name}={options[name]} would lose or double records.", hint="Leave the option out."
                 )
         self.topic, self.partition, self.origin, self.roll = topic, partition, origin, roll
-        self._options = {**OURS, **{name: value for name, value in options.items() if name not in _RIGHT}}
+        self._options = {
+            **PRODUCER_OPTIONS,
+            **{name: value for name, value in options.items() if name not in _REQUIRED_VALUES},
+        }
         self._patience_s = patience_s
-        self._waiting: list[_Sent] = []
-        self._unreported: set[_Sent] = set()
-        self._make = make_producer or _producer
+        self._unconfirmed: list[_SentRecord] = []
+        self._unreported: set[_SentRecord] = set()
+        self._make_producer = make_producer or _create_producer
         self._producer: Any = None
-        self._complaints = Complaints(str(options.get("bootstrap.servers")))
+        self._broker_errors = BrokerErrors(str(options.get("bootstrap.servers")))
         self._clock = clock
-        self._ended = threading.Event()
+        self._stop_requested = threading.Event()
 
-    def open(self, *, resume: bool) -> Resumed:
+    def open(self, *, resume: bool) -> ResumeState:
         """Reach the broker; with ``resume`` read the end of the partition.
 
         Raises:
@@ -145,32 +148,34 @@ class KafkaSink:
             raise ConfigurationError(
                 f"An option for Kafka is wrong: {error.args[0].str()}.", reason="kafka_option"
             ) from error
-        self._complaints.asked()
+        self._broker_errors.begin_request()
         try:
-            self._reach()
-            self._complaints.answered()
-            return self._resumed() if resume else Resumed()
+            self._await_broker()
+            self._broker_errors.end_request()
+            return self._read_resume_state() if resume else ResumeState()
         except ck.KafkaException as error:
-            found = self._complaints.worst(f"topic {self.topic}", error.args[0].str())
-            kind = BrokerUnreachable if found.cause.passes else BrokerRefused
-            text = f"Topic {self.topic} cannot be reached: {found.text}"
-            raise kind(text, hint=_HINTS[found.cause], reason=found.cause.code, subject=self.topic) from error
+            failure = self._broker_errors.worst_failure(f"topic {self.topic}", error.args[0].str())
+            error_type = BrokerUnreachable if failure.cause.is_transient else BrokerRefused
+            message = f"Topic {self.topic} cannot be reached: {failure.message}"
+            raise error_type(
+                message, hint=_HINTS[failure.cause], reason=failure.cause.code, subject=self.topic
+            ) from error
 
     def write(self, records: Sequence[Record], dropped: int = 0) -> None:  # noqa: ARG002 - the log's
         """Produce, and wait for every report."""
-        for number, part in enumerate(parts := list(_in_order(records))):
+        for number, part in enumerate(parts := list(_split_at_cursors(records))):
             try:
-                self._write(part)
+                self._produce_part(part)
             except NotHandedOver as error:
-                left = [*error.records, *(one for later in parts[number + 1 :] for one in later)]
-                raise NotHandedOver(error.message, left, hint=error.hint) from error
+                remaining = [*error.records, *(one for later in parts[number + 1 :] for one in later)]
+                raise NotHandedOver(error.message, remaining, hint=error.hint) from error
             except NotConfirmed as error:
-                left = [*error.records, *(one for later in parts[number + 1 :] for one in later)]
-                raise NotConfirmed(error.message, left) from error
+                remaining = [*error.records, *(one for later in parts[number + 1 :] for one in later)]
+                raise NotConfirmed(error.message, remaining) from error
 
     def stop_waiting(self) -> None:
         """Let `write` return without the reports that are missing."""
-        self._ended.set()
+        self._stop_requested.set()
 
     def close(self) -> None:
         """Drop what is not sent, and the connections."""
@@ -179,175 +184,186 @@ class KafkaSink:
             self._producer.poll(0)
             self._producer = None
 
-    def _reach(self) -> None:
+    def _await_broker(self) -> None:
         """Ask for the topic, until the time is over or the brokers have refused us."""
         import confluent_kafka as ck
 
-        until = self._clock() + _ANSWER_S
+        until = self._clock() + _ANSWER_TIMEOUT_S
         while True:
             try:
-                self._producer.list_topics(self.topic, timeout=min(_LOOK_S, _ANSWER_S))
+                self._producer.list_topics(self.topic, timeout=min(_METADATA_TIMEOUT_S, _ANSWER_TIMEOUT_S))
             except ck.KafkaException:
                 self._producer.poll(0)
-                if self._complaints.final or self._clock() >= until:
+                if self._broker_errors.is_final or self._clock() >= until:
                     raise
             else:
                 return
 
     def _new_producer(self) -> Any:
-        return self._make({**self._options, "error_cb": self._complaints})
+        return self._make_producer({**self._options, "error_cb": self._broker_errors})
 
-    def _write(self, records: Sequence[Record]) -> None:
+    def _produce_part(self, records: Sequence[Record]) -> None:
         import confluent_kafka as ck
 
         until = self._clock() + self._patience_s
-        earlier: dict[int, deque[_Sent]] = {}
-        for one in self._waiting:
-            earlier.setdefault(id(one.record), deque()).append(one)
-        sent: list[_Sent] = []
-        refused: list[Any] = []
+        earlier: dict[int, deque[_SentRecord]] = {}
+        for sent_record in self._unconfirmed:
+            earlier.setdefault(id(sent_record.record), deque()).append(sent_record)
+        sent_records: list[_SentRecord] = []
+        queue_errors: list[Any] = []
         try:
-            while len(sent) < len(records) and not self._ended.is_set() and self._clock() < until:
-                record = records[len(sent)]
+            while (
+                len(sent_records) < len(records)
+                and not self._stop_requested.is_set()
+                and self._clock() < until
+            ):
+                record = records[len(sent_records)]
                 # What an earlier call has sent may be there already: its report is awaited.
-                found = earlier[id(record)].popleft() if earlier.get(id(record)) else self._queue(record)
-                if found is not None:
-                    sent.append(found)
+                next_sent = (
+                    earlier[id(record)].popleft() if earlier.get(id(record)) else self._queue_record(record)
+                )
+                if next_sent is not None:
+                    sent_records.append(next_sent)
                 # Reports come in polls; a full queue waits for them.
                 self._producer.poll(0 if self._unreported else _POLL_S)
         except ck.KafkaException as error:
-            refused.append(error.args[0])
-        while self._unreported and not self._ended.is_set() and self._clock() < until:
+            queue_errors.append(error.args[0])
+        while self._unreported and not self._stop_requested.is_set() and self._clock() < until:
             self._producer.poll(_POLL_S)
-        self._waiting = [*chain.from_iterable(earlier.values()), *(one for one in sent if not one.reported)]
-        left = [
-            record
-            for record, one in zip_longest(records, sent)
-            if one is None or not one.reported or one.error is not None
+        self._unconfirmed = [
+            *chain.from_iterable(earlier.values()),
+            *(one for one in sent_records if not one.is_reported),
         ]
-        errors = [*(one.error for one in sent if one.error is not None), *refused]
-        if self._unreported and self._ended.is_set():
+        remaining = [
+            record
+            for record, one in zip_longest(records, sent_records)
+            if one is None or not one.is_reported or one.error is not None
+        ]
+        errors = [*(one.error for one in sent_records if one.error is not None), *queue_errors]
+        if self._unreported and self._stop_requested.is_set():
             raise NotConfirmed(
                 f"{len(self._unreported)} records were sent to topic {self.topic}, "
                 "and no broker has confirmed them.",
-                left,
+                remaining,
             )
         if any(error.fatal() or error.code() == ck.KafkaError._FATAL for error in errors):
             # A producer that cannot keep its promise of order takes nothing more; a new one does.
             self._producer.purge()
             self._producer = self._new_producer()
-            self._waiting, self._unreported = [], set()
-        if left:
-            why = "the receiver ends" if self._ended.is_set() else "no broker has confirmed them yet"
-            why = errors[0].str() if errors else why
+            self._unconfirmed, self._unreported = [], set()
+        if remaining:
+            reason = (
+                "the receiver ends" if self._stop_requested.is_set() else "no broker has confirmed them yet"
+            )
+            reason = errors[0].str() if errors else reason
             raise NotHandedOver(
-                f"{len(left)} records were not taken by topic {self.topic}: {why}.",
-                left,
+                f"{len(remaining)} records were not taken by topic {self.topic}: {reason}.",
+                remaining,
                 hint="See the broker's log; it is tried again.",
             )
-        self._complaints.answered()
+        self._broker_errors.end_request()
 
-    def _queue(self, record: Record) -> _Sent | None:
+    def _queue_record(self, record: Record) -> _SentRecord | None:
         """Give it to librdkafka; None when its queue is full."""
-        one = _Sent(record)
+        sent_record = _SentRecord(record)
 
         def report(error: Any, _: Any) -> None:
-            one.reported, one.error = True, error
-            self._unreported.discard(one)
+            sent_record.is_reported, sent_record.error = True, error
+            self._unreported.discard(sent_record)
 
-        where = {} if self.partition is None else {"partition": self.partition}
+        partition_argument = {} if self.partition is None else {"partition": self.partition}
         try:
             self._producer.produce(
                 self.topic,
                 value=record.value,
                 key=record.key,
-                headers=self._headers(record),
+                headers=self._build_headers(record),
                 timestamp=record.received_ns // 1_000_000,
                 on_delivery=report,
-                **where,
+                **partition_argument,
             )
         except BufferError:
             self._producer.poll(_POLL_S)
             return None
-        if not one.reported:
-            self._unreported.add(one)
-        return one
+        if not sent_record.is_reported:
+            self._unreported.add(sent_record)
+        return sent_record
 
-    def _headers(self, record: Record) -> list[tuple[str, bytes]]:
-        found = [
-            (RECEIVER, self.origin.receiver.encode()),
-            (PROTOCOL, self.origin.protocol.encode()),
-            (RECEIVED_NS, b"%d" % record.received_ns),
-            (SOURCE, record.source),
+    def _build_headers(self, record: Record) -> list[tuple[str, bytes]]:
+        headers = [
+            (RECEIVER_HEADER, self.origin.receiver.encode()),
+            (PROTOCOL_HEADER, self.origin.protocol.encode()),
+            (RECEIVED_NS_HEADER, b"%d" % record.received_ns),
+            (SOURCE_HEADER, record.source),
         ]
-        return found if record.cursor is None else [*found, (CURSOR, record.cursor)]
+        return headers if record.cursor is None else [*headers, (CURSOR_HEADER, record.cursor)]
 
-    def _resumed(self) -> Resumed:
+    def _read_resume_state(self) -> ResumeState:
         """The last cursor and the last values of this receiver, read backwards in growing steps."""
         import confluent_kafka as ck
 
-        wanted = {k: v for k, v in self._options.items() if k not in _OF_PRODUCERS}
-        if "test.mock.num.brokers" in wanted:
+        consumer_options = {k: v for k, v in self._options.items() if k not in _PRODUCER_ONLY_OPTIONS}
+        if "test.mock.num.brokers" in consumer_options:
             # Such a cluster lives in the producer; others reach it by its address.
-            del wanted["test.mock.num.brokers"]
-            (broker,) = self._producer.list_topics(timeout=_ANSWER_S).brokers.values()
-            wanted["bootstrap.servers"] = f"{broker.host}:{broker.port}"
+            del consumer_options["test.mock.num.brokers"]
+            (broker,) = self._producer.list_topics(timeout=_ANSWER_TIMEOUT_S).brokers.values()
+            consumer_options["bootstrap.servers"] = f"{broker.host}:{broker.port}"
         partition = self.partition or 0
         consumer = ck.Consumer(
-            {**wanted, "group.id": "branchlake-receive", "enable.auto.commit": False}
+            {**consumer_options, "group.id": "branchlake-receive", "enable.auto.commit": False}
             | {"enable.partition.eof": True, "isolation.level": "read_committed"}
         )
         try:
             low, high = consumer.get_watermark_offsets(
-                ck.TopicPartition(self.topic, partition), timeout=_ANSWER_S
+                ck.TopicPartition(self.topic, partition), timeout=_ANSWER_TIMEOUT_S
             )
-            back = _TAIL
+            tail_length = _FIRST_TAIL
             while True:
-                start = max(low, high - back)
-                found = self._between(consumer, start, high)
-                if found.cursor is not None or start == low:
-                    return found
-                back *= 10
+                start = max(low, high - tail_length)
+                resume_state = self._read_range(consumer, start, high)
+                if resume_state.cursor is not None or start == low:
+                    return resume_state
+                tail_length *= 10
         finally:
             consumer.close()
 
-    def _between(self, consumer: Any, start: int, end: int) -> Resumed:
+    def _read_range(self, consumer: Any, start: int, end: int) -> ResumeState:
         import confluent_kafka as ck
 
         cursor: bytes | None = None
-        known: list[bytes] = []
+        value_digests: list[bytes] = []
         if start >= end:
-            return Resumed()
+            return ResumeState()
         consumer.assign([ck.TopicPartition(self.topic, self.partition or 0, start)])
-        ended = False
+        is_complete = False
         silent_from = self._clock()
-        while not ended:
+        while not is_complete:
             messages = consumer.consume(1_000, timeout=1.0)
             if messages:
                 silent_from = self._clock()
-            elif self._clock() - silent_from > _ANSWER_S:
+            elif self._clock() - silent_from > _ANSWER_TIMEOUT_S:
                 raise BrokerUnreachable(f"The end of topic {self.topic} could not be read.")
             for message in messages:
                 if message.error() is not None:
                     if message.error().code() == ck.KafkaError._PARTITION_EOF:
-                        ended = True
+                        is_complete = True
                         continue
                     raise ck.KafkaException(message.error())
                 headers = dict(message.headers() or ())
-                if headers.get(RECEIVER) == self.origin.receiver.encode():
-                    cursor = headers.get(CURSOR, cursor)
-                    known.append(digest(message.value() or b""))
-                ended = ended or message.offset() >= end - 1
-        return Resumed(cursor, tuple(known[-_KNOWN:]))
+                if headers.get(RECEIVER_HEADER) == self.origin.receiver.encode():
+                    cursor = headers.get(CURSOR_HEADER, cursor)
+                    value_digests.append(digest_value(message.value() or b""))
+                is_complete = is_complete or message.offset() >= end - 1
+        return ResumeState(cursor, tuple(value_digests[-_REMEMBERED_VALUES:]))
 
 
-def _producer(options: dict[str, Any]) -> Any:
+def _create_producer(options: dict[str, Any]) -> Any:
     import confluent_kafka as ck
 
     return ck.Producer(options)
 
 
-def _in_order(records: Sequence[Record]) -> Iterator[list[Record]]:
+def _split_at_cursors(records: Sequence[Record]) -> Iterator[list[Record]]:
     """Parts that must be there before the next one is sent.
 
     Where a cursor moves, everything before it must be there first: a crash between two reports would

@@ -8,7 +8,7 @@
     <landing>/<topic>/<partition>/next-offset                      no offset below it is given again
 
 Offsets of a partition's files are contiguous, so the listing alone says what there is. A file has the
-columns of a Kafka record in Spark (`SCHEMA`) and appears whole or not at all.
+columns of a Kafka record in Spark (`LANDING_SCHEMA`) and appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 
-SCHEMA = pa.schema(
+LANDING_SCHEMA = pa.schema(
     [
         ("key", pa.binary()),
         ("value", pa.binary()),
@@ -38,8 +38,8 @@ SCHEMA = pa.schema(
 )
 """Columns of a file, as Spark's Kafka source has them. ``timestamp`` is the receipt."""
 
-TOPIC_ID, LOG, LOCK, UNFINISHED = "topic-id", "ingest.log", ".lock", ".tmp"
-MARK = "next-offset"
+TOPIC_ID_FILE, LOG_FILE, LOCK_FILE, UNFINISHED_SUFFIX = "topic-id", "ingest.log", ".lock", ".tmp"
+NEXT_OFFSET_FILE = "next-offset"
 """In a partition's folder: the offset after its newest file, in 20 digits. It outlives a lost file."""
 _LISTINGS = 3
 _DIGITS = 20
@@ -81,7 +81,7 @@ class Landing:
         """Names of the topics that have an id, sorted."""
         if not self.folder.is_dir():
             return []
-        return sorted(path.name for path in self.folder.iterdir() if (path / TOPIC_ID).is_file())
+        return sorted(path.name for path in self.folder.iterdir() if (path / TOPIC_ID_FILE).is_file())
 
     def topic_id(self, topic: str) -> str:
         """The incarnation: a UUID that another folder of the same name would not have.
@@ -91,7 +91,7 @@ class Landing:
             LandingDamaged: what the file says is no UUID.
 
         """
-        path = self.topic_folder(topic) / TOPIC_ID
+        path = self.topic_folder(topic) / TOPIC_ID_FILE
         try:
             return str(uuid.UUID(path.read_text().strip()))
         except FileNotFoundError:
@@ -113,17 +113,17 @@ class Landing:
         """The topic's id; made now if it has none."""
         folder = self.topic_folder(topic)
         folder.mkdir(parents=True, exist_ok=True)
-        made = folder / f".{uuid.uuid4()}{UNFINISHED}"
+        unfinished_path = folder / f".{uuid.uuid4()}{UNFINISHED_SUFFIX}"
         try:
-            with made.open("w") as file:
+            with unfinished_path.open("w") as file:
                 file.write(f"{uuid.uuid4()}\n")
                 file.flush()
                 os.fsync(file.fileno())
             # A link is refused where the name is taken: of two receivers one makes the id.
             with contextlib.suppress(FileExistsError):
-                (folder / TOPIC_ID).hardlink_to(made)
+                (folder / TOPIC_ID_FILE).hardlink_to(unfinished_path)
         finally:
-            made.unlink(missing_ok=True)
+            unfinished_path.unlink(missing_ok=True)
         sync_folder(folder)
         sync_folder(self.folder)
         return self.topic_id(topic)
@@ -156,14 +156,14 @@ class Landing:
             LandingDamaged: there is a gap between two of them, or they overlap.
 
         """
-        return [self._file(topic, partition, span) for span in self._spans(topic, partition)]
+        return [self._landing_file(topic, partition, span) for span in self._spans(topic, partition)]
 
     def offsets(self, topic: str, partition: int) -> tuple[int, int]:
         """The first offset that is there and the one that comes next; equal when there is none."""
         spans = self._spans(topic, partition)
         return (spans[0][0], spans[-1][1] + 1) if spans else (0, 0)
 
-    def files_of(self, topic: str, partition: int, start: int, end: int) -> list[LandingFile]:
+    def files_with_offsets(self, topic: str, partition: int, start: int, end: int) -> list[LandingFile]:
         """The files that hold the offsets from `start` to before `end`; the outer ones may hold more.
 
         Raises:
@@ -173,18 +173,18 @@ class Landing:
         if start >= end:
             return []
         spans = self._spans(topic, partition)
-        there = (spans[0][0], spans[-1][1] + 1) if spans else (0, 0)
-        if start < there[0] or end > there[1]:
+        available = (spans[0][0], spans[-1][1] + 1) if spans else (0, 0)
+        if start < available[0] or end > available[1]:
             raise OffsetsGone(
-                f"Partition {partition} of topic {topic} in {self.folder} has the offsets {there[0]} to"
-                f" before {there[1]}; asked for were {start} to before {end}.",
+                f"Partition {partition} of topic {topic} in {self.folder} has the offsets {available[0]} to"
+                f" before {available[1]}; asked for were {start} to before {end}.",
                 hint="Files were removed too early, or the topic was made anew (compare its topic-id).",
                 subject=f"{topic}[{partition}]",
             )
         wanted = [span for span in spans if span[1] >= start and span[0] < end]
-        return [self._file(topic, partition, span) for span in wanted]
+        return [self._landing_file(topic, partition, span) for span in wanted]
 
-    def _file(self, topic: str, partition: int, span: tuple[int, int]) -> LandingFile:
+    def _landing_file(self, topic: str, partition: int, span: tuple[int, int]) -> LandingFile:
         path = self.partition_folder(topic, partition) / file_name(*span)
         return LandingFile(path, topic, partition, *span)
 
@@ -193,27 +193,27 @@ class Landing:
         for _ in range(_LISTINGS - 1):
             # A folder's listing is no snapshot: what comes or goes meanwhile may look like a gap.
             with contextlib.suppress(LandingDamaged):
-                return self._listed(topic, partition)
-        return self._listed(topic, partition)
+                return self._list_spans(topic, partition)
+        return self._list_spans(topic, partition)
 
-    def _listed(self, topic: str, partition: int) -> list[tuple[int, int]]:
+    def _list_spans(self, topic: str, partition: int) -> list[tuple[int, int]]:
         folder = self.partition_folder(topic, partition)
         if not folder.is_dir():
             return []
         # Names alone: a day has 86,400 of them, and a batch lists them each time.
         names = os.listdir(folder)  # noqa: PTH208
-        found = sorted((int(match[1]), int(match[2])) for match in map(_FILE.fullmatch, names) if match)
-        for earlier, later in pairwise(found):
+        spans = sorted((int(match[1]), int(match[2])) for match in map(_FILE.fullmatch, names) if match)
+        for earlier, later in pairwise(spans):
             if later[0] != earlier[1] + 1:
-                what = "missing" if later[0] > earlier[1] else "there twice"
+                damage = "missing" if later[0] > earlier[1] else "there twice"
                 raise LandingDamaged(
                     f"Partition {partition} of topic {topic} in {self.folder} is damaged: between"
-                    f" {file_name(*earlier)} and {file_name(*later)} offsets are {what}.",
+                    f" {file_name(*earlier)} and {file_name(*later)} offsets are {damage}.",
                     hint="Restore the missing files, or remove what is there twice.",
                     reason="offsets_missing" if later[0] > earlier[1] else "offsets_twice",
                     subject=f"{topic}[{partition}]",
                 )
-        return found
+        return spans
 
     def remove_before(self, topic: str, partition: int, offset: int) -> list[LandingFile]:
         """Remove the files all of whose offsets are below `offset`, and say which.
@@ -234,8 +234,8 @@ def file_name(first: int, last: int) -> str:
 
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(number)
+        os.fsync(descriptor)
     finally:
-        os.close(number)
+        os.close(descriptor)

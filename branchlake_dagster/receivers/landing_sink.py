@@ -18,35 +18,35 @@ import pyarrow.parquet as pq
 from branchlake_dagster.embedded.logs import earlier_log, rotate_by_rename
 from branchlake_dagster.file_lock import try_file_lock
 from branchlake_dagster.receivers.landing import (
-    LOCK,
-    LOG,
-    MARK,
-    SCHEMA,
-    UNFINISHED,
+    LANDING_SCHEMA,
+    LOCK_FILE,
+    LOG_FILE,
+    NEXT_OFFSET_FILE,
+    UNFINISHED_SUFFIX,
     Landing,
     LandingDamaged,
     file_name,
     sync_folder,
 )
 from branchlake_dagster.receivers.records import (
-    CURSOR,
-    PROTOCOL,
-    RECEIVED_NS,
-    RECEIVER,
-    SOURCE,
+    CURSOR_HEADER,
+    PROTOCOL_HEADER,
+    RECEIVED_NS_HEADER,
+    RECEIVER_HEADER,
+    SOURCE_HEADER,
     NotConfirmed,
     NotHandedOver,
-    Origin,
     PartitionTaken,
+    ReceiverOrigin,
     Record,
-    Resumed,
+    ResumeState,
     Roll,
-    digest,
+    digest_value,
 )
 
 DEFAULT_ROLL = Roll(records=50_000, size_bytes=64 * 1024 * 1024, age_s=1.0)
 _LOG_TAIL = 256 * 1024
-_KNOWN = 50_000
+_REMEMBERED_VALUES = 50_000
 
 
 class LandingSink:
@@ -67,7 +67,7 @@ class LandingSink:
         folder: Path,
         topic: str,
         partition: int,
-        origin: Origin,
+        origin: ReceiverOrigin,
         *,
         roll: Roll = DEFAULT_ROLL,
         now_ns: Callable[[], int] = time.time_ns,
@@ -75,9 +75,9 @@ class LandingSink:
         self.landing, self.topic, self.partition, self.origin = Landing(folder), topic, partition, origin
         self.roll = roll
         self._now_ns = now_ns
-        self._lock: int | None = None
-        self._mark: int | None = None
-        self._next = 0
+        self._lock_descriptor: int | None = None
+        self._mark_descriptor: int | None = None
+        self._next_offset = 0
 
     @property
     def folder(self) -> Path:
@@ -87,9 +87,9 @@ class LandingSink:
     @property
     def next_offset(self) -> int:
         """The offset of the next record."""
-        return self._next
+        return self._next_offset
 
-    def open(self, *, resume: bool) -> Resumed:
+    def open(self, *, resume: bool) -> ResumeState:
         """Lock the partition, remove what a crash left unfinished, and continue its offsets.
 
         Raises:
@@ -101,15 +101,15 @@ class LandingSink:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         try:
-            for left in self.folder.glob(f"*{UNFINISHED}"):
-                left.unlink()
-            _, self._next = self.landing.offsets(self.topic, self.partition)
-            self._require_unused(self._marked(), "its high-water mark")
-            self._require_unused(self._logged(), "its log")
+            for unfinished in self.folder.glob(f"*{UNFINISHED_SUFFIX}"):
+                unfinished.unlink()
+            _, self._next_offset = self.landing.offsets(self.topic, self.partition)
+            self._require_unused(self._read_mark(), "its high-water mark")
+            self._require_unused(self._read_logged_offset(), "its log")
             self._open_mark()
-            self._rehearse()
-            self._log(event="opened", next_offset=self._next)
-            return self._resumed() if resume else Resumed()
+            self._warm_up_parquet()
+            self._append_log_line(event="opened", next_offset=self._next_offset)
+            return self._read_resume_state() if resume else ResumeState()
         except BaseException:
             self.close()
             raise
@@ -122,9 +122,9 @@ class LandingSink:
             NotConfirmed: it is there, and may not survive a loss of power.
 
         """
-        first, last = self._next, self._next + len(records) - 1
+        first, last = self._next_offset, self._next_offset + len(records) - 1
         name = file_name(first, last)
-        unfinished = self.folder / f".{name}{UNFINISHED}"
+        unfinished = self.folder / f".{name}{UNFINISHED_SUFFIX}"
         try:
             with unfinished.open("wb") as file:
                 pq.write_table(self.as_table(records, first), file, compression="zstd")
@@ -138,22 +138,22 @@ class LandingSink:
                 records,
                 hint="Make room on the disk, or see to its permissions; it is tried again.",
             ) from error
-        self._next = last + 1
+        self._next_offset = last + 1
         try:
             sync_folder(self.folder)
-            self._set_mark()
+            self._write_mark()
         except OSError as error:
             raise NotConfirmed(
                 f"{len(records)} records are in {self.folder / name}, but the disk does not say that they"
                 f" will stay there: {error}.",
                 records,
             ) from error
-        self._log(
+        self._append_log_line(
             first=first,
             last=last,
             rows=len(records),
             size_bytes=(self.folder / name).stat().st_size,
-            opened=_text(records[0].received_ns),
+            opened=_format_time(records[0].received_ns),
             dropped_so_far=dropped,
         )
 
@@ -162,10 +162,10 @@ class LandingSink:
 
     def close(self) -> None:
         """Unlock the partition."""
-        for number in (self._mark, self._lock):
-            if number is not None:
-                os.close(number)
-        self._mark = self._lock = None
+        for descriptor in (self._mark_descriptor, self._lock_descriptor):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._mark_descriptor = self._lock_descriptor = None
 
     def as_table(self, records: Sequence[Record], first: int) -> pa.Table:
         """The rows of `records`, the first of which has the offset `first`."""
@@ -179,56 +179,58 @@ class LandingSink:
             "partition": pa.repeat(pa.scalar(self.partition, pa.int32()), rows),
             "offset": pa.array(np.arange(first, first + rows)),
             "timestamp": pa.array(received_ns // 1000).cast(pa.timestamp("us", "UTC")),
-            "headers": self._headers(received_ns, sources, cursors),
+            "headers": self._build_headers(received_ns, sources, cursors),
         }
-        return pa.table(columns, schema=SCHEMA)
+        return pa.table(columns, schema=LANDING_SCHEMA)
 
-    def _headers(
+    def _build_headers(
         self, received_ns: Any, sources: Sequence[bytes], cursors: Sequence[bytes | None]
     ) -> pa.Array:
         rows = len(received_ns)
         receipt = pa.array(received_ns).cast(pa.string()).cast(pa.binary())
-        of_all = [
-            (RECEIVER, pa.repeat(pa.scalar(self.origin.receiver.encode()), rows)),
-            (PROTOCOL, pa.repeat(pa.scalar(self.origin.protocol.encode()), rows)),
-            (RECEIVED_NS, receipt),
-            (SOURCE, pa.array(sources, pa.binary())),
-            (CURSOR, pa.array(cursors, pa.binary())),
+        header_columns = [
+            (RECEIVER_HEADER, pa.repeat(pa.scalar(self.origin.receiver.encode()), rows)),
+            (PROTOCOL_HEADER, pa.repeat(pa.scalar(self.origin.protocol.encode()), rows)),
+            (RECEIVED_NS_HEADER, receipt),
+            (SOURCE_HEADER, pa.array(sources, pa.binary())),
+            (CURSOR_HEADER, pa.array(cursors, pa.binary())),
         ]
         # One column after the other, then taken row by row; a header without a value is left out.
-        names = pa.concat_arrays([pa.repeat(pa.scalar(name), rows) for name, _ in of_all])
-        contents = pa.concat_arrays([values for _, values in of_all])
-        order = np.arange(len(of_all) * rows).reshape(len(of_all), rows).T
-        there = np.ones(order.shape, dtype=bool)
-        there[:, -1] = of_all[-1][1].is_valid().to_numpy(zero_copy_only=False)
-        taken = pa.array(order[there])
-        ends = np.concatenate([[0], np.cumsum(there.sum(axis=1))]).astype(np.int32)
-        pairs = pa.StructArray.from_arrays([names.take(taken), contents.take(taken)], ["key", "value"])
+        names = pa.concat_arrays([pa.repeat(pa.scalar(name), rows) for name, _ in header_columns])
+        contents = pa.concat_arrays([values for _, values in header_columns])
+        order = np.arange(len(header_columns) * rows).reshape(len(header_columns), rows).T
+        has_value = np.ones(order.shape, dtype=bool)
+        has_value[:, -1] = header_columns[-1][1].is_valid().to_numpy(zero_copy_only=False)
+        value_order = pa.array(order[has_value])
+        ends = np.concatenate([[0], np.cumsum(has_value.sum(axis=1))]).astype(np.int32)
+        pairs = pa.StructArray.from_arrays(
+            [names.take(value_order), contents.take(value_order)], ["key", "value"]
+        )
         return pa.ListArray.from_arrays(pa.array(ends), pairs)
 
-    def _rehearse(self) -> None:
+    def _warm_up_parquet(self) -> None:
         """Make a file in memory: PyArrow imports Pandas for its first one, a second of CPU.
 
         On a machine that was taken that second was most of what an end may take.
         """
-        one = Record(b"", b"", 0, b"", None)
-        pq.write_table(self.as_table([one], 0), pa.BufferOutputStream(), compression="zstd")
+        record = Record(b"", b"", 0, b"", None)
+        pq.write_table(self.as_table([record], 0), pa.BufferOutputStream(), compression="zstd")
 
     def _take_lock(self) -> None:
-        number = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not try_file_lock(number):
-            os.close(number)
+        descriptor = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not try_file_lock(descriptor):
+            os.close(descriptor)
             raise PartitionTaken(
                 f"Partition {self.partition} of topic {self.topic} in {self.landing.folder} has a receiver"
                 f" already.",
                 hint="End that one, or take another partition.",
                 subject=f"{self.topic}[{self.partition}]",
             )
-        self._lock = number
+        self._lock_descriptor = descriptor
 
-    def _marked(self) -> int:
+    def _read_mark(self) -> int:
         """The offset that the partition's mark names; 0 if it has none, as folders of older releases."""
-        path = self.folder / MARK
+        path = self.folder / NEXT_OFFSET_FILE
         try:
             return int(path.read_bytes())
         except FileNotFoundError:
@@ -241,88 +243,93 @@ class LandingSink:
                 subject=f"{self.topic}[{self.partition}]",
             ) from error
 
-    def _logged(self) -> int:
+    def _read_logged_offset(self) -> int:
         """The offset after the partition's last file in the log's end, where other partitions write too."""
-        logged = 0
-        log = self.landing.topic_folder(self.topic) / LOG
-        for line in (*_last_lines(earlier_log(log)), *_last_lines(log)):
-            if line.get("partition") == self.partition:
-                logged = max(logged, int(line.get("last", -1)) + 1, int(line.get("next_offset", 0)))
-        return logged
+        next_offset = 0
+        log = self.landing.topic_folder(self.topic) / LOG_FILE
+        for entry in (*_read_last_entries(earlier_log(log)), *_read_last_entries(log)):
+            if entry.get("partition") == self.partition:
+                next_offset = max(
+                    next_offset, int(entry.get("last", -1)) + 1, int(entry.get("next_offset", 0))
+                )
+        return next_offset
 
-    def _require_unused(self, known: int, source: str) -> None:
+    def _require_unused(self, recorded_offset: int, source: str) -> None:
         """Raise LandingDamaged where offsets would be given a second time."""
-        if known > self._next:
+        if recorded_offset > self._next_offset:
             raise LandingDamaged(
                 f"Partition {self.partition} of topic {self.topic} in {self.landing.folder} ends before"
-                f" offset {self._next}, but {source} says {known}: its newest files are gone.",
+                f" offset {self._next_offset}, but {source} says {recorded_offset}: its newest files are"
+                " gone.",
                 hint="Restore them, or remove the topic's folder: another incarnation begins anew.",
             )
 
     def _open_mark(self) -> None:
-        self._mark = os.open(self.folder / MARK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._set_mark()
+        self._mark_descriptor = os.open(
+            self.folder / NEXT_OFFSET_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644
+        )
+        self._write_mark()
         sync_folder(self.folder)
 
-    def _set_mark(self) -> None:
+    def _write_mark(self) -> None:
         """Make the next offset durable. After the files before it, so a crash never leaves it too high."""
-        assert self._mark is not None  # noqa: S101 - the sink is open
-        os.pwrite(self._mark, b"%020d\n" % self._next, 0)
-        os.fdatasync(self._mark)
+        assert self._mark_descriptor is not None  # noqa: S101 - the sink is open
+        os.pwrite(self._mark_descriptor, b"%020d\n" % self._next_offset, 0)
+        os.fdatasync(self._mark_descriptor)
 
-    def _log(self, **fields: Any) -> None:
+    def _append_log_line(self, **fields: Any) -> None:
         """Add a line. One write in append mode: lines of several partitions do not mix."""
-        told = {
+        entry = {
             "partition": self.partition,
             "receiver": self.origin.receiver,
-            "closed": _text(self._now_ns()),
+            "closed": _format_time(self._now_ns()),
             **fields,
         }
-        path = self.landing.topic_folder(self.topic) / LOG
+        path = self.landing.topic_folder(self.topic) / LOG_FILE
         rotate_by_rename(path)
         # The files are the truth: a report may lack a line, when the disk is full for one.
         with contextlib.suppress(OSError):
-            number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                os.write(number, json.dumps(told).encode() + b"\n")
+                os.write(descriptor, json.dumps(entry).encode() + b"\n")
             finally:
-                os.close(number)
+                os.close(descriptor)
 
-    def _resumed(self) -> Resumed:
+    def _read_resume_state(self) -> ResumeState:
         """The last cursor of this receiver, and its last values."""
         cursor: bytes | None = None
-        known: list[bytes] = []
+        value_digests: list[bytes] = []
         for file in reversed(self.landing.files(self.topic, self.partition)):
             table = pq.read_table(file.path, columns=["value", "headers"])
             for value, pairs in zip(
                 reversed(table["value"].to_pylist()), reversed(table["headers"].to_pylist()), strict=True
             ):
                 headers = {pair["key"]: pair["value"] for pair in pairs}
-                if headers.get(RECEIVER) == self.origin.receiver.encode():
-                    cursor = cursor if cursor is not None else headers.get(CURSOR)
-                    known.append(digest(value))
-            if cursor is not None and len(known) >= _KNOWN:
+                if headers.get(RECEIVER_HEADER) == self.origin.receiver.encode():
+                    cursor = cursor if cursor is not None else headers.get(CURSOR_HEADER)
+                    value_digests.append(digest_value(value))
+            if cursor is not None and len(value_digests) >= _REMEMBERED_VALUES:
                 break
-        return Resumed(cursor, tuple(reversed(known)))
+        return ResumeState(cursor, tuple(reversed(value_digests)))
 
 
-def _last_lines(path: Path) -> list[dict[str, Any]]:
+def _read_last_entries(path: Path) -> list[dict[str, Any]]:
     """The last lines of a log that can be read."""
     if not path.exists():
         return []
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _LOG_TAIL))
-        text = file.read().decode(errors="replace")
-    lines = []
-    for line in text.splitlines():
+        log_tail = file.read().decode(errors="replace")
+    entries = []
+    for line in log_tail.splitlines():
         try:
-            found = json.loads(line)
+            entry = json.loads(line)
         except ValueError:  # the first may be cut, and the last one of a crash
             continue
-        if isinstance(found, dict):
-            lines.append(found)
-    return lines
+        if isinstance(entry, dict):
+            entries.append(entry)
+    return entries
 
 
-def _text(ns: int) -> str:
+def _format_time(ns: int) -> str:
     return datetime.fromtimestamp(ns / 1e9, UTC).isoformat(timespec="microseconds")

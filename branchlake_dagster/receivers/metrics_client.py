@@ -13,17 +13,17 @@ import requests
 _SAMPLE = re.compile(r"branchlake_receiver_(\w+)\{(.*)\} ([0-9.e+]+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _TIMEOUT_S = 2.0
-_AT_ONCE = 32
+_MAX_THREADS = 32
 
 
 @dataclass
 class TopicCounts:
-    """What receivers have counted of a topic since they started; `waiting` and `buffer` are of now."""
+    """What receivers have counted of a topic since they started; `waiting` and `buffer_capacity` are of now."""
 
     received: int = 0
     handed_over: int = 0
     waiting: int = 0
-    buffer: int = 0
+    buffer_capacity: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: TopicCounts) -> None:
@@ -31,12 +31,12 @@ class TopicCounts:
         self.received += other.received
         self.handed_over += other.handed_over
         self.waiting += other.waiting
-        self.buffer += other.buffer
+        self.buffer_capacity += other.buffer_capacity
         self.dropped += other.dropped
 
 
 @dataclass(frozen=True)
-class Monitored:
+class MonitorReport:
     """What the monitor of one process of receivers told; `counts` are by topic.
 
     `state` and `reasons` are those of its `/health`, `unknown` where that says none; `silent` when it did
@@ -54,17 +54,17 @@ class Monitored:
         return self.state == "silent"
 
 
-def topic_counts(text: str) -> dict[str, TopicCounts]:
+def parse_topic_counts(metrics_text: str) -> dict[str, TopicCounts]:
     """By topic, of the text of a `/metrics`. What is no sample of ours is passed over."""
-    found: dict[str, TopicCounts] = {}
-    for line in text.splitlines():
+    counts_by_topic: dict[str, TopicCounts] = {}
+    for line in metrics_text.splitlines():
         sample = _SAMPLE.fullmatch(line)
         if sample is None:
             continue
         name, labels, number = sample[1], dict(_LABEL.findall(sample[2])), int(float(sample[3]))
         if "topic" not in labels:
             continue
-        counts = found.setdefault(labels["topic"], TopicCounts())
+        counts = counts_by_topic.setdefault(labels["topic"], TopicCounts())
         match name:
             case "records_received_total":
                 counts.received += number
@@ -73,43 +73,43 @@ def topic_counts(text: str) -> dict[str, TopicCounts]:
             case "records_waiting":
                 counts.waiting += number
             case "buffer_records":
-                counts.buffer += number
+                counts.buffer_capacity += number
             case "records_dropped_total":
                 counts.dropped[labels.get("reason", "")] += number
-    return found
+    return counts_by_topic
 
 
-def scrape(monitors: Iterable[str]) -> list[Monitored]:
+def scrape_monitors(monitors: Iterable[str]) -> list[MonitorReport]:
     """What each monitor (`http://host:9464`) tells, in their sequence. Never raises.
 
     All are asked at once: each that is away takes two seconds, and whoever asks starts runs.
     """
-    wanted = list(monitors)
-    if not wanted:
+    monitor_list = list(monitors)
+    if not monitor_list:
         return []
-    with ThreadPoolExecutor(min(len(wanted), _AT_ONCE)) as pool:
-        return list(pool.map(_asked, wanted))
+    with ThreadPoolExecutor(min(len(monitor_list), _MAX_THREADS)) as pool:
+        return list(pool.map(_scrape_monitor, monitor_list))
 
 
-def together(found: Iterable[Monitored]) -> dict[str, TopicCounts]:
+def sum_by_topic(reports: Iterable[MonitorReport]) -> dict[str, TopicCounts]:
     """By topic the sums over monitors."""
     sums: dict[str, TopicCounts] = {}
-    for one in found:
-        for topic, counts in one.counts.items():
+    for report in reports:
+        for topic, counts in report.counts.items():
             sums.setdefault(topic, TopicCounts()).add(counts)
     return sums
 
 
-def _asked(monitor: str) -> Monitored:
+def _scrape_monitor(monitor: str) -> MonitorReport:
     address = monitor.rstrip("/")
     try:
         metrics = requests.get(f"{address}/metrics", timeout=_TIMEOUT_S)
         metrics.raise_for_status()
     except requests.RequestException:
-        return Monitored(monitor)
+        return MonitorReport(monitor)
     try:
-        told = requests.get(f"{address}/health", timeout=_TIMEOUT_S).json()  # 503 is an answer too
-        state, reasons = str(told["state"]), tuple(map(str, told.get("reasons", ())))
+        health = requests.get(f"{address}/health", timeout=_TIMEOUT_S).json()  # 503 is an answer too
+        state, reasons = str(health["state"]), tuple(map(str, health.get("reasons", ())))
     except (requests.RequestException, KeyError, TypeError, AttributeError):
         state, reasons = "unknown", ()
-    return Monitored(monitor, topic_counts(metrics.text), state, reasons)
+    return MonitorReport(monitor, parse_topic_counts(metrics.text), state, reasons)

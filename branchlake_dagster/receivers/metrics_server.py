@@ -9,17 +9,17 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.extras import require
+from branchlake_dagster.extras import require_modules
 from branchlake_dagster.receivers.records import DELAYS_S
 from branchlake_dagster.receivers.service import Receivers
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-_NAME = "branchlake_receiver"
+_METRIC_PREFIX = "branchlake_receiver"
 
 
-class _Collector:
+class _MetricsCollector:
     """The counts of the moment, as Prometheus takes them; nothing is kept between two calls."""
 
     def __init__(self, receivers: Receivers) -> None:
@@ -31,13 +31,13 @@ class _Collector:
 
         labels = ("topic", "partition", "protocol")
 
-        def counter(name: str, text: str, *more: str) -> Any:
-            return CounterMetricFamily(f"{_NAME}_{name}", text, labels=(*labels, *more))
+        def counter(name: str, help_text: str, *more: str) -> Any:
+            return CounterMetricFamily(f"{_METRIC_PREFIX}_{name}", help_text, labels=(*labels, *more))
 
-        def gauge(name: str, text: str) -> Any:
-            return GaugeMetricFamily(f"{_NAME}_{name}", text, labels=labels)
+        def gauge(name: str, help_text: str) -> Any:
+            return GaugeMetricFamily(f"{_METRIC_PREFIX}_{name}", help_text, labels=labels)
 
-        plain = {
+        counters = {
             "received": counter("records_received", "Records received."),
             "received_bytes": counter("bytes_received", "Bytes of their values."),
             "handed_over": counter("records_handed_over", "Records durable in the sink."),
@@ -46,52 +46,54 @@ class _Collector:
         dropped = counter("records_dropped", "Records dropped, by reason.", "reason")
         events = counter("events", "What happened in the protocol, by kind.", "kind")
         waiting = gauge("records_waiting", "Records received and not yet handed over.")
-        room = gauge("buffer_records", "Capacity of the buffer.")
+        buffer_capacity = gauge("buffer_records", "Capacity of the buffer.")
         connections = gauge("connections", "Open connections (TCP).")
         delays = HistogramMetricFamily(
-            f"{_NAME}_delay_seconds", "From receipt to durable in the sink.", labels=labels
+            f"{_METRIC_PREFIX}_delay_seconds", "From receipt to durable in the sink.", labels=labels
         )
         for intake in self._receivers.intakes:
             partition = "" if intake.partition is None else str(intake.partition)
-            where = (intake.topic, partition, intake.source.protocol)
-            for name, family in plain.items():
-                family.add_metric(where, getattr(intake.counts, name))
+            label_values = (intake.topic, partition, intake.source.protocol)
+            for name, family in counters.items():
+                family.add_metric(label_values, getattr(intake.counts, name))
             for reason, number in sorted(intake.counts.dropped.items()):
-                dropped.add_metric((*where, reason), number)
+                dropped.add_metric((*label_values, reason), number)
             for kind, number in sorted(intake.counts.events.items()):
-                events.add_metric((*where, kind), number)
-            waiting.add_metric(where, intake.waiting)
-            room.add_metric(where, intake.buffer.most_records)
-            connections.add_metric(where, len(getattr(intake.source, "connections", ())))
+                events.add_metric((*label_values, kind), number)
+            waiting.add_metric(label_values, intake.waiting)
+            buffer_capacity.add_metric(label_values, intake.buffer.most_records)
+            connections.add_metric(label_values, len(getattr(intake.source, "connections", ())))
             bounds = [*map(str, DELAYS_S), "+Inf"]
             buckets = list(zip(bounds, accumulate(intake.counts.delays.classes), strict=True))
-            delays.add_metric(where, buckets, intake.counts.delays.total_s)
-        yield from (*plain.values(), dropped, events, waiting, room, connections, delays)
-        degraded = GaugeMetricFamily(f"{_NAME}_degraded", "1 while something is wrong; /health says what.")
+            delays.add_metric(label_values, buckets, intake.counts.delays.total_s)
+        yield from (*counters.values(), dropped, events, waiting, buffer_capacity, connections, delays)
+        degraded = GaugeMetricFamily(
+            f"{_METRIC_PREFIX}_degraded", "1 while something is wrong; /health says what."
+        )
         degraded.add_metric((), int(bool(self._receivers.health().reasons)))
         yield degraded
 
 
 @asynccontextmanager
-async def monitored(receivers: Receivers, host: str, port: int) -> AsyncIterator[str]:
+async def serve_metrics(receivers: Receivers, host: str, port: int) -> AsyncIterator[str]:
     """Answer at `host`:`port` (0: a free one) while the block runs; the address, as a URL.
 
     ``/health`` is 200 when ready or degraded (a restart would not help, and lose what is in the buffers),
     503 while starting or draining; its JSON has ``state`` and ``reasons``. ``/metrics`` is Prometheus' text
     format.
     """
-    require("receive", "aiohttp", "prometheus_client", wanted_by="Monitoring of receivers")
+    require_modules("receive", "aiohttp", "prometheus_client", needed_by="Monitoring of receivers")
     from aiohttp import web
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(receivers))
+    registry.register(_MetricsCollector(receivers))
 
     async def health(_: web.Request) -> web.Response:
-        found = receivers.health()
-        status = 200 if found.state in ("ready", "degraded") else 503
-        return web.json_response(asdict(found), status=status)
+        report = receivers.health()
+        status = 200 if report.state in ("ready", "degraded") else 503
+        return web.json_response(asdict(report), status=status)
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
 from branchlake_dagster.stored_names import RecordHeader
 
-RECEIVER, PROTOCOL, RECEIVED_NS, SOURCE, CURSOR = (
+RECEIVER_HEADER, PROTOCOL_HEADER, RECEIVED_NS_HEADER, SOURCE_HEADER, CURSOR_HEADER = (
     *(RecordHeader.RECEIVER, RecordHeader.PROTOCOL, RecordHeader.RECEIVED_NS),
     *(RecordHeader.SOURCE, RecordHeader.CURSOR),
 )
@@ -46,7 +46,7 @@ class Roll(NamedTuple):
     age_s: float
 
 
-class Origin(NamedTuple):
+class ReceiverOrigin(NamedTuple):
     """Which receiver a topic's records come from, and by which protocol."""
 
     receiver: str
@@ -54,14 +54,14 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """What a sink already has of a receiver: its last cursor, and `digest` of its last records' values."""
+class ResumeState:
+    """What a sink already has of a receiver: its last cursor, and `digest_value` of its last records' values."""
 
     cursor: bytes | None = None
-    known: tuple[bytes, ...] = ()
+    value_digests: tuple[bytes, ...] = ()
 
 
-def digest(value: bytes) -> bytes:
+def digest_value(value: bytes) -> bytes:
     """What a value is known by, for as long as it is remembered."""
     return hashlib.blake2b(value, digest_size=16).digest()
 
@@ -93,7 +93,7 @@ class Sink(Protocol):
     def roll(self) -> Roll:
         """How much to collect before a call of `write`."""
 
-    def open(self, *, resume: bool) -> Resumed:
+    def open(self, *, resume: bool) -> ResumeState:
         """Make it ready; with ``resume`` say what it has of this receiver.
 
         Raises:
@@ -126,7 +126,7 @@ DELAYS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 @dataclass
-class Delays:
+class DelayHistogram:
     """How many records took how long from receipt to durable, by class."""
 
     classes: list[int] = field(default_factory=lambda: [0] * (len(DELAYS_S) + 1))
@@ -134,8 +134,11 @@ class Delays:
 
     def add(self, seconds: npt.NDArray[np.float64]) -> None:
         """Count them."""
-        found = np.bincount(np.searchsorted(DELAYS_S, seconds), minlength=len(self.classes))
-        self.classes = [before + int(more) for before, more in zip(self.classes, found, strict=True)]
+        class_counts = np.bincount(np.searchsorted(DELAYS_S, seconds), minlength=len(self.classes))
+        self.classes = [
+            old_count + int(new_count)
+            for old_count, new_count in zip(self.classes, class_counts, strict=True)
+        ]
         self.total_s += float(seconds.sum())
 
 
@@ -155,21 +158,21 @@ class Counts:
     not_handed_over: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
-    delays: Delays = field(default_factory=Delays)
+    delays: DelayHistogram = field(default_factory=DelayHistogram)
 
-    def dropped_in_all(self) -> int:
+    def total_dropped(self) -> int:
         """Drops of all reasons."""
         return self.dropped.total()
 
-    def lost(self) -> int:
+    def total_lost(self) -> int:
         """Received and then dropped."""
         return sum(n for reason, n in self.dropped.items() if reason not in _BEFORE_RECEIPT)
 
 
-Drop = Literal["oldest", "newest"]
+DropPolicy = Literal["oldest", "newest"]
 
 
-def size_of(record: Record) -> int:
+def record_size(record: Record) -> int:
     """Bytes that a record counts for: value and key, and 200 for Python's objects around them."""
     return len(record.value) + len(record.key or b"") + 200
 
@@ -179,7 +182,7 @@ class Buffer:
 
     Args:
         most_records: capacity in records.
-        most_bytes: capacity in bytes, as `size_of` counts them.
+        most_bytes: capacity in bytes, as `record_size` counts them.
         counts: where received and dropped records are counted.
 
     """
@@ -190,59 +193,59 @@ class Buffer:
         self._counts = counts
         self._records: deque[Record] = deque()
         self._bytes = 0
-        self._since = 0.0
-        self._wanted: Roll | None = None
+        self._first_arrival = 0.0
+        self._wanted_roll: Roll | None = None
         self._idle = False
-        self._arrived, self._room = asyncio.Event(), asyncio.Event()
+        self._arrived, self._freed = asyncio.Event(), asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._records)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """No room for one more."""
         return len(self._records) >= self.most_records or self._bytes >= self.most_bytes
 
-    def offer(self, records: Sequence[Record], drop: Drop) -> None:
+    def offer(self, records: Sequence[Record], drop: DropPolicy) -> None:
         """Take them without waiting; what there is no room for is dropped and counted, never refused."""
         self._count(records)
         for record in records:
-            if self.full and drop == "newest":
+            if self.is_full and drop == "newest":
                 self._counts.dropped["buffer_full"] += 1
                 continue
             self._append(record)
-            while self._records and self._over():
-                self._bytes -= size_of(self._records.popleft())
+            while self._records and self._is_over_capacity():
+                self._bytes -= record_size(self._records.popleft())
                 self._counts.dropped["buffer_full"] += 1
-        self._tell()
+        self._wake_taker()
 
     async def put(self, records: Sequence[Record]) -> None:
         """Take them as room comes: back-pressure. Cancelled meanwhile, the rest is counted as dropped."""
         self._count(records)
         for done, record in enumerate(records):
-            while self.full:
-                self._tell()
-                self._room.clear()
+            while self.is_full:
+                self._wake_taker()
+                self._freed.clear()
                 try:
-                    await self._room.wait()
+                    await self._freed.wait()
                 except asyncio.CancelledError:
                     self._counts.dropped["ended"] += len(records) - done
                     raise
             self._append(record)
-        self._tell()
+        self._wake_taker()
 
     async def take(self, roll: Roll) -> list[Record]:
         """The next records, as many as `roll` says or has waited for; none when it is closed and empty."""
         loop = asyncio.get_running_loop()
-        self._wanted = roll
-        while not self.closed and not self._enough(roll):
+        self._wanted_roll = roll
+        while not self.closed and not self._has_enough(roll):
             self._arrived.clear()
             if self._records:
-                left = self._since + roll.age_s - loop.time()
-                if left <= 0:
+                wait_s = self._first_arrival + roll.age_s - loop.time()
+                if wait_s <= 0:
                     break
                 try:
-                    async with asyncio.timeout(left):
+                    async with asyncio.timeout(wait_s):
                         await self._arrived.wait()
                 except TimeoutError:
                     break
@@ -250,16 +253,16 @@ class Buffer:
                 self._idle = True
                 await self._arrived.wait()
                 self._idle = False
-        taken: list[Record] = []
+        batch: list[Record] = []
         size = 0
-        while self._records and len(taken) < roll.records and size < roll.size_bytes:
+        while self._records and len(batch) < roll.records and size < roll.size_bytes:
             record = self._records.popleft()
-            size += size_of(record)
-            taken.append(record)
+            size += record_size(record)
+            batch.append(record)
         self._bytes -= size
-        self._since = loop.time()
-        self._room.set()
-        return taken
+        self._first_arrival = loop.time()
+        self._freed.set()
+        return batch
 
     def close(self) -> None:
         """Nothing more comes: `take` gives what there is at once."""
@@ -279,18 +282,20 @@ class Buffer:
 
     def _append(self, record: Record) -> None:
         if not self._records:
-            self._since = asyncio.get_running_loop().time()
+            self._first_arrival = asyncio.get_running_loop().time()
         self._records.append(record)
-        self._bytes += size_of(record)
+        self._bytes += record_size(record)
 
-    def _over(self) -> bool:
+    def _is_over_capacity(self) -> bool:
         return len(self._records) > self.most_records or self._bytes > self.most_bytes
 
-    def _enough(self, roll: Roll) -> bool:
+    def _has_enough(self, roll: Roll) -> bool:
         # A full buffer is taken although the sink would wait for more: nothing else makes room.
-        return len(self._records) >= roll.records or self._bytes >= roll.size_bytes or self.full
+        return len(self._records) >= roll.records or self._bytes >= roll.size_bytes or self.is_full
 
-    def _tell(self) -> None:
+    def _wake_taker(self) -> None:
         # The taker is woken when there is something to do, not for each record.
-        if self._records and (self._idle or (self._wanted is not None and self._enough(self._wanted))):
+        if self._records and (
+            self._idle or (self._wanted_roll is not None and self._has_enough(self._wanted_roll))
+        ):
             self._arrived.set()

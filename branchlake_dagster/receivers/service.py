@@ -15,17 +15,17 @@ from branchlake_dagster.receivers.intake import Intake
 DRAIN_S = 4.3
 """From the signal to the end of all hand-overs; with start and end of the process below five seconds."""
 
-_STOPPING_S, _LAST_WORD_S, _EVERY_S, _RECENT = 2.0, 0.3, 1.0, 60
+_STOPPING_S, _LAST_WORD_S, _EVERY_S, _RECENT_S = 2.0, 0.3, 1.0, 60
 _NEARLY_FULL = 0.8
 
-State = Literal["starting", "ready", "degraded", "draining"]
+HealthState = Literal["starting", "ready", "degraded", "draining"]
 
 
 @dataclass(frozen=True)
 class Health:
     """How a process of receivers is, and why it is not well."""
 
-    state: State
+    state: HealthState
     reasons: tuple[str, ...] = ()
 
 
@@ -51,7 +51,7 @@ class Receivers:
         """False when a sink's thread still writes after the end: only the end of the process ends it."""
         self._drain_s, self._clock = drain_s, clock
         self._draining = False
-        self._dropped: deque[int] = deque([0], maxlen=_RECENT + 1)
+        self._dropped: deque[int] = deque([0], maxlen=_RECENT_S + 1)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Receive until `stop` is set, then drain.
@@ -84,12 +84,12 @@ class Receivers:
                     reasons.append(f"{intake.topic}: {trouble}")
             if len(intake.buffer) > _NEARLY_FULL * intake.buffer.most_records:
                 reasons.append(f"{intake.topic}: its buffer is nearly full ({len(intake.buffer)} records)")
-        lately = self._dropped[-1] - self._dropped[0]
-        if lately:
-            reasons.append(f"{lately} records were dropped in the last minute")
+        recent_drops = self._dropped[-1] - self._dropped[0]
+        if recent_drops:
+            reasons.append(f"{recent_drops} records were dropped in the last minute")
         if self._draining:
             return Health("draining", tuple(reasons))
-        if not all(intake.opened for intake in self.intakes):
+        if not all(intake.is_open for intake in self.intakes):
             return Health("starting", tuple(reasons))
         return Health("degraded" if reasons else "ready", tuple(reasons))
 
@@ -115,8 +115,8 @@ class Receivers:
         """Return when it is to end: told so, or because a part of it has ended."""
         while not stop.is_set():
             for intake in self.intakes:
-                intake.source.look()
-            self._dropped.append(sum(intake.counts.dropped_in_all() for intake in self.intakes))
+                intake.source.update_counts()
+            self._dropped.append(sum(intake.counts.total_dropped() for intake in self.intakes))
             tasks = [*pumps, *(i.source.task for i in self.intakes if i.source.task is not None)]
             if any(task.done() for task in tasks):
                 return
@@ -145,7 +145,7 @@ class Receivers:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
         for intake in self.intakes:
-            intake.settle()
+            intake.count_remaining()
             # Every one is closed, whatever the others say.
             self.finished = intake.close() and self.finished
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.receivers.allowed_peers import ALL_PEERS, AllowedPeers
-from branchlake_dagster.receivers.records import Buffer, Counts, Record, Resumed
+from branchlake_dagster.receivers.records import Buffer, Counts, Record, ResumeState
 
 _LENGTH = struct.Struct("<I")
-_CHUNK = 64 * 1024
-_LAST_WORD_S, _ENDING_S = 0.1, 1.5
-_STOOD_STILL_S = 0.5
+_CHUNK_BYTES = 64 * 1024
+_LAST_READ_S, _ENDING_S = 0.1, 1.5
+_STALLED_S = 0.5
 """A timer that is seen so late: the process got no time, or no memory."""
 
 
@@ -65,7 +65,7 @@ class TcpSource:
         self, config: TcpConfig, buffer: Buffer, counts: Counts, *, now_ns: Callable[[], int] = time.time_ns
     ) -> None:
         self.config, self.trouble = config, ""
-        self.connections: dict[asyncio.Task[None], _Connection] = {}
+        self.connections: dict[asyncio.Task[None], _TcpConnection] = {}
         self._by_peer: Counter[str] = Counter()
         self._buffer, self._counts, self._now_ns = buffer, counts, now_ns
         self._server: asyncio.Server | None = None
@@ -77,20 +77,20 @@ class TcpSource:
             return ""
         return "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
 
-    def resume(self, resumed: Resumed) -> None:
+    def resume(self, resume_state: ResumeState) -> None:
         """Nothing: what was sent before is not sent again."""
 
     async def start(self) -> None:
         """Listen. Raises ConfigurationError if the address cannot be had."""
-        where = (self.config.host, self.config.port)
+        host_port = (self.config.host, self.config.port)
         try:
-            self._server = await asyncio.start_server(self._serve, *where, limit=2 * _CHUNK)
+            self._server = await asyncio.start_server(self._serve, *host_port, limit=2 * _CHUNK_BYTES)
         except OSError as error:
             raise ConfigurationError(
-                f"TCP {where[0]}:{where[1]} cannot be listened at: {error}.",
+                f"TCP {host_port[0]}:{host_port[1]} cannot be listened at: {error}.",
                 hint="Take another port.",
                 reason="address_in_use",
-                subject=f"{where[0]}:{where[1]}",
+                subject=f"{host_port[0]}:{host_port[1]}",
             ) from error
 
     async def stop(self) -> None:
@@ -108,7 +108,7 @@ class TcpSource:
             await asyncio.gather(*tasks, return_exceptions=True)
         self._server = None
 
-    def look(self) -> None:
+    def update_counts(self) -> None:
         """Nothing to ask for."""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -128,10 +128,10 @@ class TcpSource:
             return
         self._by_peer[peer] += 1
         self._counts.events["connections"] += 1
-        connection = _Connection(reader, writer, self.config)
+        connection = _TcpConnection(reader, writer, self.config)
         self.connections[task] = connection
         try:
-            reason = await connection.read(self._take)
+            reason = await connection.read(self._put_frames)
         except asyncio.CancelledError:
             # Only `stop` cancels.
             reason = "ended"
@@ -140,13 +140,13 @@ class TcpSource:
             self._by_peer -= Counter([peer])
             writer.close()
         self._counts.events[f"closed_{reason}"] += 1
-        if connection.rest:
+        if connection.incomplete_bytes:
             self._counts.events["incomplete_frames"] += 1
-            self._counts.events["incomplete_bytes"] += connection.rest
+            self._counts.events["incomplete_bytes"] += connection.incomplete_bytes
         with contextlib.suppress(OSError):
             await writer.wait_closed()
 
-    async def _take(self, frames: list[bytes], source: bytes) -> None:
+    async def _put_frames(self, frames: list[bytes], source: bytes) -> None:
         key, now = self.config.key_bytes, self._now_ns()
         await self._buffer.put(
             [
@@ -156,7 +156,7 @@ class TcpSource:
         )
 
 
-class _Connection:
+class _TcpConnection:
     """What one sender sends."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, config: TcpConfig) -> None:
@@ -166,12 +166,12 @@ class _Connection:
         self._data = bytearray()
         peer = writer.get_extra_info("peername")
         self.source = f"{peer[0]}:{peer[1]}".encode() if peer else b"unknown"
-        made = writer.get_extra_info("socket")
-        if made is not None:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        raw_socket = writer.get_extra_info("socket")
+        if raw_socket is not None:
+            raw_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     @property
-    def rest(self) -> int:
+    def incomplete_bytes(self) -> int:
         """Bytes of a frame that is not complete."""
         return len(self._data)
 
@@ -179,65 +179,65 @@ class _Connection:
         """Read on for as long as something comes at once."""
         self._finishing = True
         if self._waiting is not None:
-            self._waiting.reschedule(asyncio.get_running_loop().time() + _LAST_WORD_S)
+            self._waiting.reschedule(asyncio.get_running_loop().time() + _LAST_READ_S)
 
-    async def read(self, take: Callable[[list[bytes], bytes], Awaitable[None]]) -> str:
+    async def read(self, put_frames: Callable[[list[bytes], bytes], Awaitable[None]]) -> str:
         """Pass frames on until the connection ends; why it did."""
         loop = asyncio.get_running_loop()
-        begun, last = 0.0, False
+        frame_started, is_last_read = 0.0, False
         while True:
-            patience = self._config.idle_s
+            timeout_s = self._config.idle_s
             if self._data:
-                patience = min(patience, max(0.0, begun + self._config.frame_s - loop.time()))
+                timeout_s = min(timeout_s, max(0.0, frame_started + self._config.frame_s - loop.time()))
             if self._finishing:
-                patience = 0.0 if last else _LAST_WORD_S
-            due = loop.time() + patience
+                timeout_s = 0.0 if is_last_read else _LAST_READ_S
+            due = loop.time() + timeout_s
             try:
-                async with asyncio.timeout(patience) as self._waiting:
-                    chunk = await self._reader.read(_CHUNK)
+                async with asyncio.timeout(timeout_s) as self._waiting:
+                    chunk = await self._reader.read(_CHUNK_BYTES)
             except TimeoutError:
-                if not self._finishing and loop.time() - due > _STOOD_STILL_S:
+                if not self._finishing and loop.time() - due > _STALLED_S:
                     # It is we who are late: what came meanwhile has not been looked at yet.
-                    begun = loop.time()
+                    frame_started = loop.time()
                     continue
-                if self._finishing and not last:
+                if self._finishing and not is_last_read:
                     # What came in the same turn as the end of the patience is in the reader.
-                    last = True
+                    is_last_read = True
                     continue
                 return "ended" if self._finishing else "slow" if self._data else "idle"
             except OSError:
                 return "reset"
             finally:
                 self._waiting = None
-            last = False
+            is_last_read = False
             if not chunk:
                 return "truncated" if self._data else "by_sender"
             if not self._data:
-                begun = loop.time()
+                frame_started = loop.time()
             self._data += chunk
-            frames, garbage = self._frames()
+            frames, garbage = self._take_frames()
             if frames:
-                await take(frames, self.source)
-                begun = loop.time()
+                await put_frames(frames, self.source)
+                frame_started = loop.time()
             if garbage:
                 return "garbage"
 
-    def _frames(self) -> tuple[list[bytes], bool]:
+    def _take_frames(self) -> tuple[list[bytes], bool]:
         """The complete frames, which are taken out, and whether garbage follows them."""
         frames: list[bytes] = []
-        at, there = 0, len(self._data)
+        position, data_length = 0, len(self._data)
         view = memoryview(self._data)
         garbage = False
-        while there - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(view, at)
+        while data_length - position >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(view, position)
             if not 0 < length <= self._config.most_frame_bytes:
                 garbage = True
                 break
-            end = at + _LENGTH.size + length
-            if end > there:
+            end = position + _LENGTH.size + length
+            if end > data_length:
                 break
-            frames.append(bytes(view[at + _LENGTH.size : end]))
-            at = end
+            frames.append(bytes(view[position + _LENGTH.size : end]))
+            position = end
         view.release()
-        del self._data[:at]
+        del self._data[:position]
         return frames, garbage

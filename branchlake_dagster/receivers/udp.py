@@ -12,12 +12,12 @@ from pathlib import Path
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.receivers.allowed_peers import ALL_PEERS, AllowedPeers
-from branchlake_dagster.receivers.records import Buffer, Counts, Drop, Record, Resumed
+from branchlake_dagster.receivers.records import Buffer, Counts, DropPolicy, Record, ResumeState
 
-_AT_ONCE = 256
+_MAX_READS = 256
 """Datagrams read before others have their turn."""
-_ADDRESSES = 10_000
-_LAST_WORD_S = 1.0
+_MAX_ADDRESSES = 10_000
+_LAST_READ_S = 1.0
 _SO_RCVBUFFORCE = 33
 
 
@@ -41,7 +41,7 @@ class UdpConfig:
     key_bytes: tuple[int, int] | None = None
     most_bytes: int = 1_500
     socket_buffer_bytes: int = 8 * 1024 * 1024
-    drop: Drop = "oldest"
+    drop: DropPolicy = "oldest"
     allowed: AllowedPeers = ALL_PEERS
 
 
@@ -65,34 +65,36 @@ class UdpSource:
         """Where it listens."""
         return "" if self._socket is None else "{}:{}".format(*self._socket.getsockname()[:2])
 
-    def resume(self, resumed: Resumed) -> None:
+    def resume(self, resume_state: ResumeState) -> None:
         """Nothing: what was sent before is not sent again."""
 
     async def start(self) -> None:
         """Listen. Raises ConfigurationError if the address cannot be had."""
-        where = (self.config.host, self.config.port)
+        host_port = (self.config.host, self.config.port)
         try:
             ((family, kind, _, _, address), *_) = await asyncio.get_running_loop().getaddrinfo(
-                *where, type=socket.SOCK_DGRAM
+                *host_port, type=socket.SOCK_DGRAM
             )
-            made = socket.socket(family, kind)
+            udp_socket = socket.socket(family, kind)
         except OSError as error:
-            raise ConfigurationError(f"No UDP at {where[0]}:{where[1]}: {error}.") from error
+            raise ConfigurationError(f"No UDP at {host_port[0]}:{host_port[1]}: {error}.") from error
         try:
-            made.setblocking(False)
-            _ask_for(made, self.config.socket_buffer_bytes)
-            made.bind(address)
+            udp_socket.setblocking(False)
+            _request_buffer(udp_socket, self.config.socket_buffer_bytes)
+            udp_socket.bind(address)
         except OSError as error:
-            made.close()
+            udp_socket.close()
             raise ConfigurationError(
-                f"UDP {where[0]}:{where[1]} cannot be listened at: {error}.",
+                f"UDP {host_port[0]}:{host_port[1]} cannot be listened at: {error}.",
                 hint="Take another port.",
                 reason="address_in_use",
-                subject=f"{where[0]}:{where[1]}",
+                subject=f"{host_port[0]}:{host_port[1]}",
             ) from error
-        self._socket = made
-        self._counts.events["socket_buffer_bytes"] = made.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-        asyncio.get_running_loop().add_reader(made, self._read)
+        self._socket = udp_socket
+        self._counts.events["socket_buffer_bytes"] = udp_socket.getsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF
+        )
+        asyncio.get_running_loop().add_reader(udp_socket, self._read)
 
     async def stop(self) -> None:
         """Take what the kernel has, and close. A flood that does not cease is left after a second."""
@@ -100,32 +102,32 @@ class UdpSource:
             return
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._socket)
-        until = loop.time() + _LAST_WORD_S
+        until = loop.time() + _LAST_READ_S
         while self._read():
             if loop.time() >= until:
                 # How many are left in the kernel it does not tell.
                 self._counts.events["left_unread"] = 1
                 break
             await asyncio.sleep(0)
-        self.look()
+        self.update_counts()
         self._socket.close()
         self._socket = None
 
-    def look(self) -> None:
+    def update_counts(self) -> None:
         """Ask the kernel what it has dropped of this socket so far."""
         if self._socket is not None:
-            self._counts.dropped["kernel"] = kernel_drops(os.fstat(self._socket.fileno()).st_ino)
+            self._counts.dropped["kernel"] = count_kernel_drops(os.fstat(self._socket.fileno()).st_ino)
 
     def _read(self) -> int:
         """Read what is there, up to a limit; how many."""
         if self._socket is None:
             return 0
-        found: list[Record] = []
-        key, most = self.config.key_bytes, self.config.most_bytes
+        records: list[Record] = []
+        key, most_bytes = self.config.key_bytes, self.config.most_bytes
         read = 0
-        while read < _AT_ONCE:
+        while read < _MAX_READS:
             try:
-                data, peer = self._socket.recvfrom(most + 1)
+                data, peer = self._socket.recvfrom(most_bytes + 1)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:  # an answer to something that was never sent; the socket goes on
@@ -135,35 +137,35 @@ class UdpSource:
             if peer not in self._addresses and not self.config.allowed.permits(peer[0]):
                 self._counts.events["peers_not_allowed"] += 1
                 continue
-            if len(data) > most:
+            if len(data) > most_bytes:
                 self._counts.dropped["too_large"] += 1
                 continue
             sender = self._addresses.get(peer) or self._remember(peer)
             whole = key is not None and len(data) >= key[1]
-            found.append(
+            records.append(
                 Record(data, data[key[0] : key[1]] if key and whole else sender, self._now_ns(), sender)
             )
-        if found:
-            self._buffer.offer(found, self.config.drop)
+        if records:
+            self._buffer.offer(records, self.config.drop)
         return read
 
     def _remember(self, peer: tuple[str, int]) -> bytes:
         # Addresses can be forged: no more are remembered than this.
-        if len(self._addresses) >= _ADDRESSES:
+        if len(self._addresses) >= _MAX_ADDRESSES:
             self._addresses.clear()
         self._addresses[peer] = f"{peer[0]}:{peer[1]}".encode()
         return self._addresses[peer]
 
 
-def _ask_for(made: socket.socket, size: int) -> None:
+def _request_buffer(udp_socket: socket.socket, size: int) -> None:
     """As large a receive buffer as the kernel gives; beyond its limit only to the privileged."""
     try:
-        made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, size)
+        udp_socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, size)
     except OSError:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+        udp_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
 
 
-def kernel_drops(inode: int, tables: tuple[str, ...] = ("/proc/net/udp", "/proc/net/udp6")) -> int:
+def count_kernel_drops(inode: int, tables: tuple[str, ...] = ("/proc/net/udp", "/proc/net/udp6")) -> int:
     """Datagrams that the kernel dropped of the socket with this inode; 0 where it does not tell."""
     for table in tables:
         try:

@@ -13,27 +13,27 @@ ReadMetadata = Callable[[str], TableMetadata | None]
 """Reads the table metadata at a location; None if the file is missing."""
 
 
-def tables_put(entry: LogEntry) -> Iterator[tuple[ContentKey, IcebergTable]]:
+def iter_put_tables(entry: LogEntry) -> Iterator[tuple[ContentKey, IcebergTable]]:
     """The tables that a commit put, with their keys. The entry needs its operations."""
     for operation in entry.operations:
         if isinstance(operation, Put) and isinstance(operation.content, IcebergTable):
             yield operation.key, operation.content
 
 
-def newest_locations(newest_first: Iterable[LogEntry]) -> dict[str, str]:
+def newest_metadata_locations(newest_first: Iterable[LogEntry]) -> dict[str, str]:
     """The newest metadata location of each table that the commits put, by content id."""
-    found: dict[str, str] = {}
+    locations: dict[str, str] = {}
     for entry in newest_first:
-        for _, table in tables_put(entry):
-            found.setdefault(table.content_id or "", table.metadata_location)
-    return found
+        for _, table in iter_put_tables(entry):
+            locations.setdefault(table.content_id or "", table.metadata_location)
+    return locations
 
 
-def added_snapshots(
+def find_added_snapshots(
     content: IcebergTable,
     snapshots_before: Mapping[str, int],
     read_metadata: ReadMetadata,
-    newest: Mapping[str, str],
+    newest_locations: Mapping[str, str],
 ) -> list[Snapshot] | None:
     """The snapshots that a commit added to one table, newest first; None if they cannot be found any more.
 
@@ -41,23 +41,23 @@ def added_snapshots(
     content id. Walks from the current snapshot back to the one before the commit. A rollback ends at an older
     snapshot, whose sequence number is smaller, and adds none. Reads one file, and none if the snapshot stayed
     the same. Spark may delete old metadata files (`write.metadata.delete-after-commit.enabled`): then the
-    file at the table's location in `newest` is read instead.
+    file at the table's location in `newest_locations` is read instead.
     """
-    before = snapshots_before.get(content.content_id or "")
-    if content.snapshot_id == before:
+    previous_id = snapshots_before.get(content.content_id or "")
+    if content.snapshot_id == previous_id:
         return []
-    key = content.content_id or ""
-    metadata = read_metadata(content.metadata_location) or read_metadata(newest[key])
+    content_id = content.content_id or ""
+    metadata = read_metadata(content.metadata_location) or read_metadata(newest_locations[content_id])
     snapshot = metadata.snapshot_by_id(content.snapshot_id) if metadata else None
     if metadata is None or snapshot is None:
         return None if content.snapshot_id > 0 else []
-    added: list[Snapshot] = []
-    previous = metadata.snapshot_by_id(before) if before is not None else None
-    previous_number = (previous.sequence_number or 0) if previous else 0
-    while snapshot is not None and snapshot.snapshot_id != before:
+    snapshots: list[Snapshot] = []
+    previous_snapshot = metadata.snapshot_by_id(previous_id) if previous_id is not None else None
+    previous_number = (previous_snapshot.sequence_number or 0) if previous_snapshot else 0
+    while snapshot is not None and snapshot.snapshot_id != previous_id:
         if previous_number and (snapshot.sequence_number or 0) <= previous_number:
             break
-        added.append(snapshot)
-        parent = snapshot.parent_snapshot_id
-        snapshot = metadata.snapshot_by_id(parent) if parent is not None else None
-    return added
+        snapshots.append(snapshot)
+        parent_id = snapshot.parent_snapshot_id
+        snapshot = metadata.snapshot_by_id(parent_id) if parent_id is not None else None
+    return snapshots

@@ -17,13 +17,18 @@ from branchlake_dagster.internals.dagster import (
     RETRY_NUMBER_TAG,
     report_engine_event,
 )
-from branchlake_dagster.runs.run_tags import GIVEN, REQUIRED, place_of, publication_of
+from branchlake_dagster.runs.run_tags import (
+    APPROVAL_GIVEN,
+    APPROVAL_REQUIRED,
+    find_publication,
+    find_run_location,
+)
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import NotApproved
 
-_CHUNK = 200
+_CHUNK_SIZE = 200
 """Run ids in one query."""
-_MOST_FOLLOWED = 20
+_MAX_FOLLOWED = 20
 """Backfills that one tag names: Dagster limits its length."""
 
 
@@ -36,7 +41,7 @@ def approval_names(run_id: str, tags: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name for name in followed.split(",") if name)
 
 
-def inherited_tags(
+def inherited_approval_tags(
     tags: Mapping[str, str], consumed: Iterable[tuple[str, Mapping[str, str]]]
 ) -> dict[str, str]:
     """The new tags of a run that has consumed the results of other runs, given as run ids with their tags.
@@ -47,11 +52,15 @@ def inherited_tags(
     names: dict[str, None] = {}
     if RunTag.APPROVAL in tags:
         names |= dict.fromkeys(approval_names("", tags))
-    for run_id, its in consumed:
-        if RunTag.APPROVAL in its:
-            names |= dict.fromkeys(approval_names(run_id, its))
-    new = {RunTag.APPROVAL: REQUIRED, RunTag.FOLLOWS: ",".join([*names][-_MOST_FOLLOWED:])} if names else {}
-    return {name: value for name, value in new.items() if tags.get(name) != value}
+    for run_id, consumed_tags in consumed:
+        if RunTag.APPROVAL in consumed_tags:
+            names |= dict.fromkeys(approval_names(run_id, consumed_tags))
+    approval_tags = (
+        {RunTag.APPROVAL: APPROVAL_REQUIRED, RunTag.FOLLOWS: ",".join([*names][-_MAX_FOLLOWED:])}
+        if names
+        else {}
+    )
+    return {name: value for name, value in approval_tags.items() if tags.get(name) != value}
 
 
 def requires_approval(run: DagsterRun) -> bool:
@@ -73,63 +82,81 @@ class Approvals:
     Each run is looked up once, and none if no run of the Dagster instance has such a state.
     """
 
-    def __init__(self, instance: DagsterInstance, states: Sequence[str] = (REQUIRED,)) -> None:
+    def __init__(self, instance: DagsterInstance, states: Sequence[str] = (APPROVAL_REQUIRED,)) -> None:
         self._instance = instance
-        self._wanted = {RunTag.APPROVAL: states}
+        self._state_filter = {RunTag.APPROVAL: states}
         self._tags: dict[str, Mapping[str, str]] = {}
         """By run id; empty for a run without such a state."""
 
     @cached_property
-    def any(self) -> bool:
+    def has_any(self) -> bool:
         """Whether there are such runs at all. One query for at most one row."""
-        return bool(self._instance.get_run_ids(RunsFilter(tags=self._wanted), limit=1))
+        return bool(self._instance.get_run_ids(RunsFilter(tags=self._state_filter), limit=1))
 
-    def chosen(self, run_ids: Collection[str]) -> set[str]:
+    def filter_runs(self, run_ids: Collection[str]) -> set[str]:
         """Those of the runs that have one of the states."""
-        if not self.any:
+        if not self.has_any:
             return set()
-        unknown = [one for one in run_ids if one not in self._tags]
-        self._tags |= {one: {} for one in unknown}
-        for start in range(0, len(unknown), _CHUNK):
-            part = RunsFilter(run_ids=unknown[start : start + _CHUNK], tags=self._wanted)
-            self._tags |= {run.run_id: run.tags for run in self._instance.get_runs(part)}
-        return {one for one in run_ids if self._tags[one]}
+        unread_run_ids = [run_id for run_id in run_ids if run_id not in self._tags]
+        self._tags |= {run_id: {} for run_id in unread_run_ids}
+        for start in range(0, len(unread_run_ids), _CHUNK_SIZE):
+            runs_filter = RunsFilter(
+                run_ids=unread_run_ids[start : start + _CHUNK_SIZE], tags=self._state_filter
+            )
+            self._tags |= {run.run_id: run.tags for run in self._instance.get_runs(runs_filter)}
+        return {run_id for run_id in run_ids if self._tags[run_id]}
 
-    def names(self, run_ids: Collection[str]) -> tuple[str, ...]:
+    def approval_names(self, run_ids: Collection[str]) -> tuple[str, ...]:
         """The ids under which the results of these runs are approved."""
-        chosen = self.chosen(run_ids)
-        return tuple(sorted({name for one in chosen for name in approval_names(one, self._tags[one])}))
+        matching_run_ids = self.filter_runs(run_ids)
+        return tuple(
+            sorted(
+                {name for run_id in matching_run_ids for name in approval_names(run_id, self._tags[run_id])}
+            )
+        )
 
-    def inherit(self, run_id: str, consumed: Collection[str], *, asset: str) -> None:
+    def inherit_approval(self, run_id: str, consumed: Collection[str], *, asset: str) -> None:
         """Let the result of run `run_id` wait for approval if a run that it consumed has one of the states.
 
         Raises NotApproved if no person launched the run for `asset` (`requires_approval`), and a result that
         was not approved was published before the run began to read.
         """
-        consumed_tags = {one: self._tags[one] for one in self.chosen(consumed)}
-        own = self._instance.get_run_by_id(run_id) if consumed_tags else None
-        if own is None:
+        consumed_tags = {consumed_id: self._tags[consumed_id] for consumed_id in self.filter_runs(consumed)}
+        own_run = self._instance.get_run_by_id(run_id) if consumed_tags else None
+        if own_run is None:
             return
-        waiting = {one: tags for one, tags in consumed_tags.items() if tags[RunTag.APPROVAL] == REQUIRED}
-        if waiting and requires_approval(own):
-            names = sorted({name for one, tags in waiting.items() for name in approval_names(one, tags)})
+        waiting_tags = {
+            consumed_id: tags
+            for consumed_id, tags in consumed_tags.items()
+            if tags[RunTag.APPROVAL] == APPROVAL_REQUIRED
+        }
+        if waiting_tags and requires_approval(own_run):
+            names = sorted(
+                {
+                    name
+                    for consumed_id, tags in waiting_tags.items()
+                    for name in approval_names(consumed_id, tags)
+                }
+            )
             raise NotApproved(
                 f"Asset {asset} has consumed results that are not approved: they were published after the run"
                 " was launched.",
                 run_id=run_id,
                 hint=f"After `branchlake backfill approve {names[0]}` the sensor launches a new run.",
             )
-        if new := inherited_tags(own.tags, consumed_tags.items()):
-            self._instance.add_run_tags(run_id, new)
+        if new_tags := inherited_approval_tags(own_run.tags, consumed_tags.items()):
+            self._instance.add_run_tags(run_id, new_tags)
 
 
-def on_main(run: DagsterRun) -> bool:
+def is_on_main(run: DagsterRun) -> bool:
     """Whether Dagster knows that the run's result is on `main`."""
-    place = place_of(run.tags, run.run_id)
-    return place is not None and (place.unbranched or publication_of(run.tags, place.branch) is not None)
+    location = find_run_location(run.tags, run.run_id)
+    return location is not None and (
+        location.unbranched or find_publication(run.tags, location.branch) is not None
+    )
 
 
-def give_approval(instance: DagsterInstance, run: DagsterRun) -> None:
+def approve_run(instance: DagsterInstance, run: DagsterRun) -> None:
     """Let the assets after a run consume its result, and record that in the run's log."""
-    instance.add_run_tags(run.run_id, {RunTag.APPROVAL: GIVEN})
+    instance.add_run_tags(run.run_id, {RunTag.APPROVAL: APPROVAL_GIVEN})
     report_engine_event(instance, "Approved: the assets that consume this result may be computed.", run)

@@ -16,7 +16,7 @@ from branchlake_dagster.tables.errors import InvalidCheckRun
 
 UUID_PATTERN = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 """As a regular expression of Python, and of Nessie's filters."""
-_ALL = (
+_ALL_PREFIXES = (
     ReferencePrefix.RUN,
     ReferencePrefix.PUBLICATION,
     ReferencePrefix.DISCARDED,
@@ -25,37 +25,37 @@ _ALL = (
 )
 
 
-def _pattern(*prefixes: str) -> str:
+def _name_pattern(*prefixes: str) -> str:
     return f"^({'|'.join(prefixes)}){UUID_PATTERN}([.]{UUID_PATTERN}[.]{UUID_PATTERN})?$"
 
 
-def branches(*prefixes: str) -> str:
+def branch_filter(*prefixes: str) -> str:
     """Nessie's filter for our branches with these prefixes."""
-    return f"refType == 'BRANCH' && ref.name.matches('{_pattern(*prefixes)}')"
+    return f"refType == 'BRANCH' && ref.name.matches('{_name_pattern(*prefixes)}')"
 
 
-def tags(*prefixes: str) -> str:
+def tag_filter(*prefixes: str) -> str:
     """Nessie's filter for our tags with these prefixes."""
-    return f"refType == 'TAG' && ref.name.matches('{_pattern(*prefixes)}')"
+    return f"refType == 'TAG' && ref.name.matches('{_name_pattern(*prefixes)}')"
 
 
-def is_ours(name: str, *prefixes: str) -> bool:
+def is_own_reference(name: str, *prefixes: str) -> bool:
     """Whether a reference has a name of ours: with one of these prefixes, or with any."""
-    return re.fullmatch(_pattern(*(prefixes or _ALL)), name) is not None
+    return re.fullmatch(_name_pattern(*(prefixes or _ALL_PREFIXES)), name) is not None
 
 
-def run_of(name: str) -> str:
+def strip_name_prefix(name: str) -> str:
     """The run that a reference of ours is about, or what names a batch."""
-    for prefix in _ALL:
+    for prefix in _ALL_PREFIXES:
         if name.startswith(prefix):
             return name.removeprefix(prefix)
     return name
 
 
-_HASH = re.compile(r"[0-9a-f]{16,64}")
+_HASH_PATTERN = re.compile(r"[0-9a-f]{16,64}")
 
 
-def checked_reference(run_id: str, tags: Mapping[str, str]) -> str | None:
+def find_check_reference(run_id: str, tags: Mapping[str, str]) -> str | None:
     """The reference `name@hash` that a check run reads; None for every other run.
 
     The tags come from whoever launched the run. Only a publication branch is accepted, pinned at a hash: a
@@ -67,12 +67,13 @@ def checked_reference(run_id: str, tags: Mapping[str, str]) -> str | None:
     """
     if RunTag.CHECK_REF not in tags:
         return None
-    branch, hash_ = tags[RunTag.CHECK_REF], tags.get(RunTag.CHECK_HASH, "")
-    if not is_ours(branch, ReferencePrefix.PUBLICATION) or not _HASH.fullmatch(hash_):
+    branch_name, hash_ = tags[RunTag.CHECK_REF], tags.get(RunTag.CHECK_HASH, "")
+    if not is_own_reference(branch_name, ReferencePrefix.PUBLICATION) or not _HASH_PATTERN.fullmatch(hash_):
         raise InvalidCheckRun(
-            f"The run's tags make it a check run, but {branch}@{hash_} is not a prepared publication state.",
-            branch=branch,
+            f"The run's tags make it a check run, but {branch_name}@{hash_} is not a prepared publication"
+            " state.",
+            branch=branch_name,
             run_id=run_id,
             hint=f"Remove the tags {RunTag.CHECK_REF} and {RunTag.CHECK_HASH}, and launch the run again.",
         )
-    return f"{branch}@{hash_}"
+    return f"{branch_name}@{hash_}"

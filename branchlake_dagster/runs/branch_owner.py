@@ -20,11 +20,11 @@ from dagster import DagsterInstance, DagsterRun, RunRecord, RunsFilter
 
 from branchlake_dagster.internals.dagster import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG
 from branchlake_dagster.runs import branch_names as reference_names
-from branchlake_dagster.runs.run_branch import branch_name, run_id_of
-from branchlake_dagster.runs.run_tags import opened_by, place_of
+from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
+from branchlake_dagster.runs.run_tags import find_run_location, is_opened_by
 from branchlake_dagster.stored_names import RunTag
 
-_CHUNK = 500
+_CHUNK_SIZE = 500
 """Values in one query; SQLite takes at most 999."""
 
 
@@ -37,111 +37,119 @@ def is_retry(run: DagsterRun) -> bool:
     return run.parent_run_id is not None and partial
 
 
-def owners(instance: DagsterInstance, branches: Collection[str]) -> dict[str, RunRecord | None]:
+def load_branch_owners(instance: DagsterInstance, branches: Collection[str]) -> dict[str, RunRecord | None]:
     """For each run branch the record of the run it belongs to; None when Dagster knows none.
 
     That is the newest run at work on it, else the newest of those that worked on it. A retry owns its
     parent's branch from the moment it is created. A constant number of queries per 500 branches.
     """
-    records = _family(instance, branches)
+    records = _load_related_runs(instance, branches)
     candidates: dict[str, list[RunRecord]] = {}
     for record in records.values():
-        candidates.setdefault(_branch_of(record.dagster_run, records), []).append(record)
-    return {branch: _newest(branch, candidates.get(branch, [])) for branch in branches}
+        candidates.setdefault(_branch_of_run(record.dagster_run, records), []).append(record)
+    return {branch: _newest_record(branch, candidates.get(branch, [])) for branch in branches}
 
 
-def owner(instance: DagsterInstance, branch: str) -> DagsterRun | None:
-    """The run that `branch` belongs to, as `owners` says."""
-    record = owners(instance, [branch])[branch]
+def load_branch_owner(instance: DagsterInstance, branch: str) -> DagsterRun | None:
+    """The run that `branch` belongs to, as `load_branch_owners` says."""
+    record = load_branch_owners(instance, [branch])[branch]
     return record.dagster_run if record else None
 
 
-def runs_on(instance: DagsterInstance, branch: str) -> tuple[DagsterRun, ...]:
+def load_runs_on_branch(instance: DagsterInstance, branch: str) -> tuple[DagsterRun, ...]:
     """All runs whose work is on `branch`, oldest first: those it continues, then those that own it."""
-    records = _family(instance, [branch])
-    found = [record for record in records.values() if _branch_of(record.dagster_run, records) == branch]
-    runs = [record.dagster_run for record in sorted(found, key=_age)]
-    while runs and (earlier := _continued(instance, runs[0])) is not None:
-        runs.insert(0, earlier)
+    records = _load_related_runs(instance, [branch])
+    branch_records = [
+        record for record in records.values() if _branch_of_run(record.dagster_run, records) == branch
+    ]
+    runs = [record.dagster_run for record in sorted(branch_records, key=_storage_id)]
+    while runs and (earlier_run := _load_continued_run(instance, runs[0])) is not None:
+        runs.insert(0, earlier_run)
     return tuple(runs)
 
 
-def continuing_runs(instance: DagsterInstance, branches: Collection[str]) -> Iterator[tuple[str, DagsterRun]]:
+def iter_continuing_runs(
+    instance: DagsterInstance, branches: Collection[str]
+) -> Iterator[tuple[str, DagsterRun]]:
     """The branches whose work other runs took over, with those runs, the newest first."""
-    for part in _chunks(branches):
-        for run in instance.get_runs(RunsFilter(tags={RunTag.CONTINUES: part})):
-            place = place_of(run.tags, run.run_id)
-            if place is not None and place.continues is not None:
-                yield place.continues, run
+    for chunk in _iter_chunks(branches):
+        for run in instance.get_runs(RunsFilter(tags={RunTag.CONTINUES: chunk})):
+            location = find_run_location(run.tags, run.run_id)
+            if location is not None and location.continues is not None:
+                yield location.continues, run
 
 
-def _continued(instance: DagsterInstance, run: DagsterRun) -> DagsterRun | None:
-    place = place_of(run.tags, run.run_id)
-    return instance.get_run_by_id(run_id_of(place.continues)) if place and place.continues else None
+def _load_continued_run(instance: DagsterInstance, run: DagsterRun) -> DagsterRun | None:
+    location = find_run_location(run.tags, run.run_id)
+    return (
+        instance.get_run_by_id(run_id_of_branch(location.continues))
+        if location and location.continues
+        else None
+    )
 
 
-def _age(record: RunRecord) -> int:
+def _storage_id(record: RunRecord) -> int:
     return record.storage_id
 
 
-def _family(instance: DagsterInstance, branches: Collection[str]) -> dict[str, RunRecord]:
+def _load_related_runs(instance: DagsterInstance, branches: Collection[str]) -> dict[str, RunRecord]:
     """The runs the branches are named after, runs that opened them, and all their retries, by run id."""
-    found: dict[str, RunRecord] = {}
-    for part in _chunks(branches):
-        found |= _by_id(instance.get_run_records(RunsFilter(tags={RunTag.BRANCH: part})))
-    named = {run_id_of(branch) for branch in branches}
+    records: dict[str, RunRecord] = {}
+    for chunk in _iter_chunks(branches):
+        records |= _index_by_run_id(instance.get_run_records(RunsFilter(tags={RunTag.BRANCH: chunk})))
+    named_run_ids = {run_id_of_branch(branch) for branch in branches}
     # Seldom any: a run that could not note its branch any more, or that has opened none.
-    wanted = named - found.keys()
-    older = named | found.keys()
-    while wanted or older:
-        for part in _chunks(wanted):
-            found |= _by_id(instance.get_run_records(RunsFilter(run_ids=part)))
-        retries = {
+    missing_run_ids = named_run_ids - records.keys()
+    parent_run_ids = named_run_ids | records.keys()
+    while missing_run_ids or parent_run_ids:
+        for chunk in _iter_chunks(missing_run_ids):
+            records |= _index_by_run_id(instance.get_run_records(RunsFilter(run_ids=chunk)))
+        retry_run_ids = {
             run_id
-            for part in _chunks(older | wanted)
+            for part in _iter_chunks(parent_run_ids | missing_run_ids)
             for run_id in instance.get_run_ids(RunsFilter(tags={PARENT_RUN_ID_TAG: part}))
         }
-        wanted, older = retries - found.keys(), set()
-    return found
+        missing_run_ids, parent_run_ids = retry_run_ids - records.keys(), set()
+    return records
 
 
-def _by_id(records: Iterable[RunRecord]) -> dict[str, RunRecord]:
+def _index_by_run_id(records: Iterable[RunRecord]) -> dict[str, RunRecord]:
     return {record.dagster_run.run_id: record for record in records}
 
 
-def _chunks(values: Collection[str]) -> Iterator[Sequence[str]]:
-    rest = iter(values)
-    while part := list(islice(rest, _CHUNK)):
-        yield part
+def _iter_chunks(values: Collection[str]) -> Iterator[Sequence[str]]:
+    remaining_values = iter(values)
+    while chunk := list(islice(remaining_values, _CHUNK_SIZE)):
+        yield chunk
 
 
-def _branch_of(run: DagsterRun, records: Mapping[str, RunRecord]) -> str:
+def _branch_of_run(run: DagsterRun, records: Mapping[str, RunRecord]) -> str:
     """The branch a run works on: the one it opened; a retry's parent's, until it opened one; else its own."""
-    if opened_by(run.tags, run.run_id):
+    if is_opened_by(run.tags, run.run_id):
         return run.tags[RunTag.BRANCH]
     parent = records.get(run.parent_run_id or "")
     if parent is not None and is_retry(run):
-        return _branch_of(parent.dagster_run, records)
-    return branch_name(run.run_id)
+        return _branch_of_run(parent.dagster_run, records)
+    return run_branch_name(run.run_id)
 
 
-def _newest(branch: str, candidates: Sequence[RunRecord]) -> RunRecord | None:
-    at_work = [record for record in candidates if not record.dagster_run.is_finished]
-    if at_work:
-        return max(at_work, key=_age)
+def _newest_record(branch: str, candidates: Sequence[RunRecord]) -> RunRecord | None:
+    active_records = [record for record in candidates if not record.dagster_run.is_finished]
+    if active_records:
+        return max(active_records, key=_storage_id)
     # A retry that failed before it touched the branch changed nothing about it.
-    done = [
+    finished_records = [
         record
         for record in candidates
         if (run := record.dagster_run).is_success
-        or opened_by(run.tags, run.run_id)
-        or branch_name(run.run_id) == branch
+        or is_opened_by(run.tags, run.run_id)
+        or run_branch_name(run.run_id) == branch
     ]
-    return max(done, key=_age, default=None)
+    return max(finished_records, key=_storage_id, default=None)
 
 
-_UUID = re.compile(reference_names.UUID_PATTERN)
-_UNKNOWN = str(UUID(int=0))
+_UUID_REGEX = re.compile(reference_names.UUID_PATTERN)
+_UNKNOWN_UUID = str(UUID(int=0))
 _RANDOM_BITS = 76
 """Of a UUIDv7 what is behind the time and the version, the variant included."""
 
@@ -152,34 +160,34 @@ class BatchBranch:
 
     run_id: str
     instance: str
-    began: datetime
+    created_at: datetime
 
     @classmethod
-    def of(cls, reference: str) -> BatchBranch | None:
+    def from_name(cls, name: str) -> BatchBranch | None:
         """What the name of a branch, or of a tag in its place, says; None: it is no batch's."""
-        parts = reference_names.run_of(reference).split(".")
-        if len(parts) != 3 or not all(_UUID.fullmatch(part) for part in parts) or parts[0][14] != "7":
+        parts = reference_names.strip_name_prefix(name).split(".")
+        if len(parts) != 3 or not all(_UUID_REGEX.fullmatch(part) for part in parts) or parts[0][14] != "7":
             return None
         try:
-            began = datetime.fromtimestamp((UUID(parts[0]).int >> 80) / 1000, UTC)
+            created_at = datetime.fromtimestamp((UUID(parts[0]).int >> 80) / 1000, UTC)
         except (ValueError, OverflowError):
             return None  # after the year 9999
-        run_id, instance = ("" if part == _UNKNOWN else part for part in parts[1:])
-        return cls(run_id, instance, began)
+        run_id, instance = ("" if part == _UNKNOWN_UUID else part for part in parts[1:])
+        return cls(run_id, instance, created_at)
 
 
-def batch_branch(run_id: str, instance: str, *, now: datetime, unique: UUID) -> str:
-    """The name for a new batch of a live run; `unique` is a random UUID, of which all but the time is taken.
+def build_batch_branch_name(run_id: str, instance: str, *, now: datetime, random_id: UUID) -> str:
+    """The name for a new batch of a live run; `random_id` is a random UUID, of which all but the time is taken.
 
     Of ids that are no UUIDs it says nothing.
     """
     millis = int(now.timestamp() * 1000)
-    own = UUID(int=millis << 80 | 7 << _RANDOM_BITS | unique.int & (1 << _RANDOM_BITS) - 1)
-    said = (one if _UUID.fullmatch(one) else _UNKNOWN for one in (run_id, instance))
-    return branch_name(".".join((str(own), *said)))
+    batch_id = UUID(int=millis << 80 | 7 << _RANDOM_BITS | random_id.int & (1 << _RANDOM_BITS) - 1)
+    id_parts = (id_ if _UUID_REGEX.fullmatch(id_) else _UNKNOWN_UUID for id_ in (run_id, instance))
+    return run_branch_name(".".join((str(batch_id), *id_parts)))
 
 
-def at_work_on(branch: str) -> str:
+def writer_branch(branch: str) -> str:
     """The branch that is named after the run which works on this one: the same, but for a batch's."""
-    batch = BatchBranch.of(branch)
-    return branch_name(batch.run_id) if batch else branch
+    batch = BatchBranch.from_name(branch)
+    return run_branch_name(batch.run_id) if batch else branch

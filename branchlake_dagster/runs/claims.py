@@ -12,56 +12,58 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference
-from branchlake_dagster.runs.branch_names import tags
-from branchlake_dagster.runs.run_branch import branch_name, run_id_of
+from branchlake_dagster.runs.branch_names import tag_filter
+from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
 from branchlake_dagster.stored_names import ReferencePrefix
 
-CLAIM_TAGS = tags(ReferencePrefix.CLAIM)
+CLAIM_TAG_FILTER = tag_filter(ReferencePrefix.CLAIM)
 """Nessie's filter for the claims."""
 
 
-def claim_tag(branch: str) -> str:
+def claim_tag_name(branch: str) -> str:
     """The tag that claims a run branch."""
-    return f"{ReferencePrefix.CLAIM}{run_id_of(branch)}"
+    return f"{ReferencePrefix.CLAIM}{run_id_of_branch(branch)}"
 
 
-def claim(client: NessieClient, branch: Reference) -> tuple[str, bool]:
+def claim_branch(client: NessieClient, branch: Reference) -> tuple[str, bool]:
     """The hash at which the branch is published, and whether an earlier publisher has fixed it."""
     try:
-        return client.create_tag(claim_tag(branch.name), from_ref=MAIN, from_hash=branch.hash).hash, False
+        return client.create_tag(
+            claim_tag_name(branch.name), from_ref=MAIN, from_hash=branch.hash
+        ).hash, False
     except NessieAlreadyExists:
-        return client.reference(claim_tag(branch.name)).hash, True
+        return client.reference(claim_tag_name(branch.name)).hash, True
 
 
 def is_claimed(client: NessieClient, branch: str) -> bool:
     """Whether some publisher has claimed the branch."""
     try:
-        client.reference(claim_tag(branch))
+        client.reference(claim_tag_name(branch))
     except ReferenceNotFound:
         return False
     return True
 
 
-def release_claim(client: NessieClient, branch: str, *, at: str | None = None) -> None:
+def release_claim(client: NessieClient, branch: str, *, expected_hash: str | None = None) -> None:
     """The end of it, after the branch is gone. One that is missed is left to the reaper.
 
-    `at`: where the claim most likely is, which saves asking.
+    `expected_hash`: where the claim most likely is, which saves asking.
     """
-    name = claim_tag(branch)
+    name = claim_tag_name(branch)
     try:
-        if at is not None:
+        if expected_hash is not None:
             with contextlib.suppress(NessieConflict):
-                client.delete_tag(name, expected_hash=at)
+                client.delete_tag(name, expected_hash=expected_hash)
                 return
         client.delete_tag(name, expected_hash=client.reference(name).hash)
     except (ReferenceNotFound, NessieConflict):
         return  # another publisher was faster
 
 
-def claimed_branches(client: NessieClient, listing: str = CLAIM_TAGS) -> list[str]:
-    """The branches that some publisher has claimed, gone ones too; `listing` is Nessie's filter."""
-    found = client.references(filter=listing)
-    return [branch_name(tag.name.removeprefix(ReferencePrefix.CLAIM)) for tag in found]
+def list_claimed_branches(client: NessieClient, claim_filter: str = CLAIM_TAG_FILTER) -> list[str]:
+    """The branches that some publisher has claimed, gone ones too; `claim_filter` is Nessie's filter."""
+    claim_tags = client.references(filter=claim_filter)
+    return [run_branch_name(tag.name.removeprefix(ReferencePrefix.CLAIM)) for tag in claim_tags]
 
 
 def release_leftover_claim(client: NessieClient, branch: str) -> None:

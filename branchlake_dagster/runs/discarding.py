@@ -30,25 +30,33 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference, ReferenceType
-from branchlake_dagster.runs.branch_names import tags
+from branchlake_dagster.runs.branch_names import tag_filter
 from branchlake_dagster.runs.claims import release_claim
-from branchlake_dagster.runs.run_branch import run_id_of
-from branchlake_dagster.runs.run_tags import CONTINUED, NONE, PUBLISHER, UNJUDGED, Status, place_of, shortened
+from branchlake_dagster.runs.run_branch import run_id_of_branch
+from branchlake_dagster.runs.run_tags import (
+    CONTINUED,
+    NO_VALUE,
+    PUBLISHER,
+    UNJUDGED,
+    Status,
+    find_run_location,
+    shorten_tag_value,
+)
 from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 
-DISCARDED_TAGS = tags(ReferencePrefix.DISCARDED)
+DISCARDED_TAG_FILTER = tag_filter(ReferencePrefix.DISCARDED)
 """Nessie's filter for the states that a retry may still take."""
 
-_ATTEMPTS = 4
+_MAX_ATTEMPTS = 4
 
 
-def discarded_name(branch: str) -> str:
+def discarded_tag_name(branch: str) -> str:
     """The tag a run branch becomes when it is discarded."""
-    return f"{ReferencePrefix.DISCARDED}{run_id_of(branch)}"
+    return f"{ReferencePrefix.DISCARDED}{run_id_of_branch(branch)}"
 
 
-def discard(client: NessieClient, branch: Reference) -> Reference | None:
+def discard_branch(client: NessieClient, branch: Reference) -> Reference | None:
     """Fence the writer of `branch` and keep its state as a tag, which is returned.
 
     None when the branch holds no commit of its own: then it is only deleted. Raises NessieConflict when it
@@ -56,49 +64,49 @@ def discard(client: NessieClient, branch: Reference) -> Reference | None:
     """
     if branch.metadata is None:
         try:
-            branch = _with_metadata(client, branch)
+            branch = _load_with_metadata(client, branch)
         except ReferenceNotFound:
-            return _tag_at(client, discarded_name(branch.name), branch.hash)
+            return _find_tag_at(client, discarded_tag_name(branch.name), branch.hash)
     if branch.metadata and branch.metadata.commits_ahead == 0:
-        _delete(client, branch)
+        _delete_branch(client, branch)
         return None
-    tag = _tag(client, discarded_name(branch.name), branch)
+    tag = _create_tag(client, discarded_tag_name(branch.name), branch)
     try:
-        _delete(client, branch)
+        _delete_branch(client, branch)
     except NessieConflict:
         # A late write: what the tag holds is no longer all of it.
-        _untag(client, tag)
+        _delete_tag(client, tag)
         raise
     # A retry that took an earlier discard back may have claimed the tag while we deleted its branch.
-    return _tag_at(client, tag.name, tag.hash) or _tag(client, tag.name, branch)
+    return _find_tag_at(client, tag.name, tag.hash) or _create_tag(client, tag.name, branch)
 
 
-def take_over(client: NessieClient, branch: str, own: str) -> Reference | None:
-    """Continue the work of `branch`, discarded or not, as branch `own`; None when there is neither.
+def take_over_branch(client: NessieClient, branch: str, own_name: str) -> Reference | None:
+    """Continue the work of `branch`, discarded or not, as branch `own_name`; None when there is neither.
 
     The state moves to the new name and the old name goes, so a writer of the old one that is still alive
     stays fenced. Safe to repeat, and to do by several steps of one run at once. Raises RetryNeedsFullRun
     when the clean-up of the discarded branch has begun.
     """
-    for _ in range(_ATTEMPTS):
-        source = _find(client, branch) or _find(client, discarded_name(branch))
+    for _ in range(_MAX_ATTEMPTS):
+        source = _find_reference(client, branch) or _find_reference(client, discarded_tag_name(branch))
         if source is None:
-            return _find(client, own)
+            return _find_reference(client, own_name)
         try:
             # From main and not from the source, which may be gone: the hash alone says what is meant.
-            found, made = client.create_branch(own, from_ref=MAIN, from_hash=source.hash), True
+            own_branch, is_new = client.create_branch(own_name, from_ref=MAIN, from_hash=source.hash), True
         except NessieAlreadyExists:
             # By another step of this run, or before a crash of this one, which then left the old name.
-            found, made = client.reference(own), False
+            own_branch, is_new = client.reference(own_name), False
         try:
-            if made or found.hash == source.hash:
-                _remove(client, source)
+            if is_new or own_branch.hash == source.hash:
+                _delete_reference(client, source)
         except (NessieConflict, ReferenceNotFound):
             # Written to, discarded or claimed meanwhile: what we made is not all of it, or not ours.
-            if made:
-                _delete(client, found)
+            if is_new:
+                _delete_branch(client, own_branch)
                 continue
-        return found
+        return own_branch
     raise RetryNeedsFullRun(
         "The branch of the run's parent is being written to or cleaned up.",
         branch=branch,
@@ -107,7 +115,7 @@ def take_over(client: NessieClient, branch: str, own: str) -> Reference | None:
     )
 
 
-def give_back(client: NessieClient, branch: str, tag: Reference) -> bool:
+def restore_branch(client: NessieClient, branch: str, tag: Reference) -> bool:
     """Make `branch` again from its tag, which then goes; whether it was made.
 
     Only for a branch that nobody else may take from the tag. Safe to repeat after any failure: a tag that
@@ -117,86 +125,86 @@ def give_back(client: NessieClient, branch: str, tag: Reference) -> bool:
         client.create_branch(branch, from_ref=MAIN, from_hash=tag.hash)
     except NessieAlreadyExists:
         return False  # another clean-up was faster, or the one that fences it is not done
-    _untag(client, tag)
+    _delete_tag(client, tag)
     return True
 
 
-def _with_metadata(client: NessieClient, branch: Reference) -> Reference:
+def _load_with_metadata(client: NessieClient, branch: Reference) -> Reference:
     """The branch as it was handed in, with the metadata of that very hash; NessieConflict when it moved."""
-    found = client.reference(branch.name, fetch_metadata=True)
-    if found.hash != branch.hash:
+    current = client.reference(branch.name, fetch_metadata=True)
+    if current.hash != branch.hash:
         raise NessieConflict("The branch was written to meanwhile.", branch=branch.name)
-    return found
+    return current
 
 
-def _remove(client: NessieClient, ref: Reference) -> None:
+def _delete_reference(client: NessieClient, ref: Reference) -> None:
     delete = client.delete_tag if ref.type is ReferenceType.TAG else client.delete_branch
     delete(ref.name, expected_hash=ref.hash)
 
 
-def _delete(client: NessieClient, branch: Reference) -> None:
+def _delete_branch(client: NessieClient, branch: Reference) -> None:
     try:
-        _remove(client, branch)
+        _delete_reference(client, branch)
     except ReferenceNotFound:
         return  # another clean-up was faster; the tag stands, whoever made it
 
 
-def _tag(client: NessieClient, name: str, branch: Reference) -> Reference:
+def _create_tag(client: NessieClient, name: str, branch: Reference) -> Reference:
     """Tag `name` at the branch's hash, in place of one that an interrupted clean-up left elsewhere."""
-    for _ in range(_ATTEMPTS):
+    for _ in range(_MAX_ATTEMPTS):
         try:
             return client.create_tag(name, from_ref=MAIN, from_hash=branch.hash)
-        except NessieAlreadyExists as taken:
-            last = taken
-            found = _find(client, name)
-            if found is not None and found.hash == branch.hash:
-                return found
-            if found is not None:
-                _untag(client, found)
-    raise last
+        except NessieAlreadyExists as error:
+            last_error = error
+            existing_tag = _find_reference(client, name)
+            if existing_tag is not None and existing_tag.hash == branch.hash:
+                return existing_tag
+            if existing_tag is not None:
+                _delete_tag(client, existing_tag)
+    raise last_error
 
 
-def _untag(client: NessieClient, tag: Reference) -> None:
+def _delete_tag(client: NessieClient, tag: Reference) -> None:
     try:
-        _remove(client, tag)
+        _delete_reference(client, tag)
     except (ReferenceNotFound, NessieConflict):
         return  # replaced or claimed by somebody who knows more
 
 
-def _find(client: NessieClient, name: str) -> Reference | None:
+def _find_reference(client: NessieClient, name: str) -> Reference | None:
     try:
         return client.reference(name)
     except ReferenceNotFound:
         return None
 
 
-def _tag_at(client: NessieClient, name: str, at: str) -> Reference | None:
-    found = _find(client, name)
-    return found if found is not None and found.hash == at else None
+def _find_tag_at(client: NessieClient, name: str, hash_: str) -> Reference | None:
+    tag = _find_reference(client, name)
+    return tag if tag is not None and tag.hash == hash_ else None
 
 
-FAILS = (Status.BLOCKED, Status.REFUSED)
+FAILING_STATUSES = (Status.BLOCKED, Status.REFUSED)
 """What makes a run fail whose steps have all succeeded."""
 
 FAILURE_REASON_TAG = "dagster/failure_reason"
-FAILS_BY_ITSELF = {"STEP_FAILURE", "RUN_EXCEPTION", "JOB_INITIALIZATION_FAILURE", "START_TIMEOUT"}
+PERMANENT_FAILURES = {"STEP_FAILURE", "RUN_EXCEPTION", "JOB_INITIALIZATION_FAILURE", "START_TIMEOUT"}
 """What Dagster says there of runs that would fail again; of one that was interrupted it says another, of one
 whose process was gone none."""
 
-_PAGE = 1_000
+_PAGE_SIZE = 1_000
 
 
-def failure(reason: str, next_step: str = "") -> str:
+def format_failure(reason: str, next_step: str = "") -> str:
     """The message with which an unpublished run fails; `next_step` is a sentence on what to do."""
     return f"Not published: {reason.rstrip('.')}. main is as it was. {next_step}".rstrip()
 
 
-def fail_unpublished(instance: DagsterInstance, run_id: str, reason: str, next_step: str = "") -> None:
+def fail_unpublished_run(instance: DagsterInstance, run_id: str, reason: str, next_step: str = "") -> None:
     """Let a run that succeeded and is not published fail with `reason`. Doing it twice does it once."""
     run = instance.get_run_by_id(run_id)
     if run is not None and run.is_success:
         instance.add_run_tags(run_id, {RunTag.FAILED_BY: PUBLISHER})
-        instance.report_run_failed(run, failure(reason, next_step))
+        instance.report_run_failed(run, format_failure(reason, next_step))
 
 
 def status_without_verdict(run: DagsterRun) -> Status:
@@ -209,54 +217,58 @@ def status_without_verdict(run: DagsterRun) -> Status:
     if run.status is not DagsterRunStatus.FAILURE:
         return Status.DISCARDED
     by_publisher = run.tags.get(RunTag.FAILED_BY) == PUBLISHER
-    by_itself = run.tags.get(FAILURE_REASON_TAG) in FAILS_BY_ITSELF
+    by_itself = run.tags.get(FAILURE_REASON_TAG) in PERMANENT_FAILURES
     return Status.FAILED if by_publisher or by_itself else Status.INTERRUPTED
 
 
-def take_back(instance: DagsterInstance, run: DagsterRun, run_ids: Iterable[str]) -> None:
+def revoke_materializations(instance: DagsterInstance, run: DagsterRun, run_ids: Iterable[str]) -> None:
     """Let the partitions that `run_ids` have materialised count as failed, once `run` has failed.
 
     `run_ids` are the run itself and those whose work it continued. A partition that another run has
     materialised since is left as that run left it. Doing it twice shows the same as doing it once.
     """
     for run_id in run_ids:
-        for key, partition, step in materialised(instance, run_id):
-            if newest_run(instance, key, partition) == run_id:
+        for key, partition, step in iter_materializations(instance, run_id):
+            if load_newest_run_id(instance, key, partition) == run_id:
                 report_planned_again(instance, run, key, partition, step)
 
 
-def materialised(instance: DagsterInstance, run_id: str) -> Iterator[tuple[AssetKey, str | None, str | None]]:
+def iter_materializations(
+    instance: DagsterInstance, run_id: str
+) -> Iterator[tuple[AssetKey, str | None, str | None]]:
     """What a run has materialised, once each, with the step that did."""
-    found: dict[tuple[AssetKey, str | None], str | None] = {}
+    step_keys: dict[tuple[AssetKey, str | None], str | None] = {}
     cursor: str | None = None
     while True:
         page = instance.get_records_for_run(
-            run_id, cursor=cursor, of_type=DagsterEventType.ASSET_MATERIALIZATION, limit=_PAGE
+            run_id, cursor=cursor, of_type=DagsterEventType.ASSET_MATERIALIZATION, limit=_PAGE_SIZE
         )
         for record in page.records:
-            made = record.asset_materialization
-            if made is not None:
-                found[made.asset_key, made.partition] = record.event_log_entry.step_key
+            materialization = record.asset_materialization
+            if materialization is not None:
+                step_keys[materialization.asset_key, materialization.partition] = (
+                    record.event_log_entry.step_key
+                )
         if not page.has_more:
             break
         cursor = page.cursor
-    return ((key, partition, step) for (key, partition), step in found.items())
+    return ((key, partition, step) for (key, partition), step in step_keys.items())
 
 
-def newest_run(instance: DagsterInstance, key: AssetKey, partition: str | None) -> str | None:
+def load_newest_run_id(instance: DagsterInstance, key: AssetKey, partition: str | None) -> str | None:
     """The run that materialised a partition last."""
-    wanted = AssetRecordsFilter(asset_key=key, asset_partitions=[partition] if partition else None)
-    records = instance.fetch_materializations(wanted, limit=1).records
+    records_filter = AssetRecordsFilter(asset_key=key, asset_partitions=[partition] if partition else None)
+    records = instance.fetch_materializations(records_filter, limit=1).records
     return records[0].run_id if records else None
 
 
-def finish_branch(client: NessieClient, branch: Reference, *, keep_data: bool) -> None:
+def end_branch_and_claim(client: NessieClient, branch: Reference, *, keep_data: bool) -> None:
     """Delete the branch, then its claim. A branch that stays keeps it: somebody has begun with it."""
-    if drop_branch(client, branch, keep_data=keep_data):
-        release_claim(client, branch.name, at=branch.hash)
+    if end_judged_branch(client, branch, keep_data=keep_data):
+        release_claim(client, branch.name, expected_hash=branch.hash)
 
 
-def drop_branch(client: NessieClient, branch: Reference, *, keep_data: bool) -> bool:
+def end_judged_branch(client: NessieClient, branch: Reference, *, keep_data: bool) -> bool:
     """Delete the branch at the hash that was judged; whether it is gone.
 
     `keep_data`: its files are `main`'s now. Otherwise it becomes a tag, until its files are deleted.
@@ -265,7 +277,7 @@ def drop_branch(client: NessieClient, branch: Reference, *, keep_data: bool) -> 
         if keep_data:
             client.delete_branch(branch.name, expected_hash=branch.hash)
         else:
-            discard(client, branch)
+            discard_branch(client, branch)
     except ReferenceNotFound:
         return True  # another publisher was faster
     except NessieConflict:
@@ -274,7 +286,7 @@ def drop_branch(client: NessieClient, branch: Reference, *, keep_data: bool) -> 
     return True
 
 
-def report_end(
+def report_branch_end(
     instance: DagsterInstance,
     run_id: str,
     branch: str,
@@ -289,17 +301,21 @@ def report_end(
     run pass after all, it is judged as though nothing had been said.
     """
     run = instance.get_run_by_id(run_id)
-    place = place_of(run.tags, run_id) if run else None
-    if run is None or place is None or place.branch != branch:
+    location = find_run_location(run.tags, run_id) if run else None
+    if run is None or location is None or location.branch != branch:
         return False
-    told = run.tags.get(RunTag.VERDICT)
-    if told not in UNJUDGED or told == verdict:
+    recorded_verdict = run.tags.get(RunTag.VERDICT)
+    if recorded_verdict not in UNJUDGED or recorded_verdict == verdict:
         return False
     instance.report_engine_event(f"Not published: {reason.rstrip('.')}.", run)
-    aside = {RunTag.NEXT_ATTEMPT: NONE} if RunTag.NEXT_ATTEMPT in run.tags else {}
+    reset_tags = {RunTag.NEXT_ATTEMPT: NO_VALUE} if RunTag.NEXT_ATTEMPT in run.tags else {}
     status = Status.CONTINUED if verdict == CONTINUED else status or status_without_verdict(run)
-    shown = {RunTag.STATUS: str(status), RunTag.VERDICT: verdict, RunTag.REASON: shortened(reason)}
-    instance.add_run_tags(run_id, {**shown, **aside})
+    outcome_tags = {
+        RunTag.STATUS: str(status),
+        RunTag.VERDICT: verdict,
+        RunTag.REASON: shorten_tag_value(reason),
+    }
+    instance.add_run_tags(run_id, {**outcome_tags, **reset_tags})
     if status is not Status.CONTINUED:
-        take_back(instance, run, [run_id])
+        revoke_materializations(instance, run, [run_id])
     return True

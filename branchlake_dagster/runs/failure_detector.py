@@ -24,9 +24,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
-from branchlake_dagster.runs.heartbeats import MISSED, Heartbeat
+from branchlake_dagster.runs.heartbeats import MISSED_INTERVALS, Heartbeat
 
-LOOKS = 2 * MISSED
+MIN_READINGS = 2 * MISSED_INTERVALS
 """So often at least is a suspect looked at. Elapsed time alone would count a pause of the reader itself."""
 
 
@@ -48,19 +48,19 @@ class Liveness(StrEnum):
     DEAD = "dead"
 
 
-def stale(beat: Heartbeat, now: datetime) -> bool:
+def is_stale(beat: Heartbeat, now: datetime) -> bool:
     """Whether the beat's time is no proof of life: too old, missing, or in the future."""
     if beat.written_at is None:
         return True
-    return abs(now - beat.written_at) > timedelta(seconds=beat.silent_s)
+    return abs(now - beat.written_at) > timedelta(seconds=beat.max_silence_s)
 
 
-def by_timestamp(beats: Iterable[Heartbeat], now: datetime) -> dict[Heartbeat, Liveness]:
+def judge_by_timestamp(beats: Iterable[Heartbeat], now: datetime) -> dict[Heartbeat, Liveness]:
     """What the timestamps alone tell: alive or suspect."""
-    return {beat: Liveness.SUSPECT if stale(beat, now) else Liveness.ALIVE for beat in beats}
+    return {beat: Liveness.SUSPECT if is_stale(beat, now) else Liveness.ALIVE for beat in beats}
 
 
-def watch(
+def watch_suspects(
     store: Heartbeats,
     suspects: Collection[Heartbeat],
     *,
@@ -72,31 +72,31 @@ def watch(
     A file that changes proves life; one that is unchanged through three of its intervals and six looks is
     dead. A file that went away is left out: its writer ended well. Raises HeartbeatsUnreadable.
     """
-    settled: dict[Heartbeat, Liveness] = {}
-    waiting = set(suspects)
-    gone: set[Heartbeat] = set()
-    if not waiting:
-        return settled
-    pause = min(beat.silent_s for beat in waiting) / LOOKS
-    began, looks = monotonic(), 0
-    while waiting:
+    verdicts: dict[Heartbeat, Liveness] = {}
+    undecided = set(suspects)
+    removed_beats: set[Heartbeat] = set()
+    if not undecided:
+        return verdicts
+    pause = min(beat.max_silence_s for beat in undecided) / MIN_READINGS
+    started_at, readings = monotonic(), 0
+    while undecided:
         sleep(pause)
-        looks += 1
-        elapsed = monotonic() - began
-        seen = {(beat.branch, beat.writer): beat.text for beat in store.all()}
-        for beat in list(waiting):
-            text = seen.get((beat.branch, beat.writer))
-            if text is None:
-                gone.add(beat)
-            elif text != beat.text:
-                settled[beat] = Liveness.ALIVE
-            elif elapsed >= beat.silent_s and looks >= LOOKS:
-                settled[beat] = Liveness.DEAD
-        waiting -= settled.keys() | gone
-    return settled
+        readings += 1
+        elapsed = monotonic() - started_at
+        contents = {(beat.branch, beat.writer): beat.text for beat in store.all()}
+        for beat in list(undecided):
+            content = contents.get((beat.branch, beat.writer))
+            if content is None:
+                removed_beats.add(beat)
+            elif content != beat.text:
+                verdicts[beat] = Liveness.ALIVE
+            elif elapsed >= beat.max_silence_s and readings >= MIN_READINGS:
+                verdicts[beat] = Liveness.DEAD
+        undecided -= verdicts.keys() | removed_beats
+    return verdicts
 
 
-NEEDED = 3
+MIN_TICK_READINGS = 3
 """Looks, each at least an interval of the writer after the one before: a reader that was paused itself
 between two of them gives the writer the time to beat before the third."""
 
@@ -104,7 +104,7 @@ _PROCESS = uuid.uuid4().hex
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def this_clock() -> str:
+def local_clock_id() -> str:
     """A name for the clock that `time.monotonic` reads: this boot of this machine, else this process."""
     try:
         return _BOOT.read_text().strip()
@@ -113,48 +113,51 @@ def this_clock() -> str:
 
 
 @dataclass(frozen=True)
-class _Look:
+class _WriterReading:
     """What was seen of one writer: its file, when first, when last, how often."""
 
-    text: str
-    first: float
-    last: float
-    looks: int
+    content_hash: str
+    first_seen: float
+    last_seen: float
+    count: int
 
 
-def look_again(
-    told: str | None, suspects: Collection[Heartbeat], *, clock: str, now: float
+def continue_watch(
+    previous_state: str | None, suspects: Collection[Heartbeat], *, clock: str, now: float
 ) -> tuple[list[Heartbeat], str]:
     """Those of `suspects` that are dead, and what is to be remembered until the next look.
 
-    `told` is what the look before remembered, `clock` names the clock of `now` in seconds.
+    `previous_state` is what the look before remembered, `clock` names the clock of `now` in seconds.
     """
-    before = _read(told, clock)
-    seen: dict[str, _Look] = {}
+    previous_readings = _parse_watch_state(previous_state, clock)
+    new_readings: dict[str, _WriterReading] = {}
     dead: list[Heartbeat] = []
     for beat in suspects:
         name = f"{beat.branch}/{beat.writer}"
-        text = sha256(beat.text.encode(errors="replace")).hexdigest()[:16]
-        found = before.get(name)
-        if found is None or found.text != text:
-            found = _Look(text, now, now, 1)
-        elif now - found.last >= beat.interval_s:
-            found = _Look(text, found.first, now, found.looks + 1)
-        if found.looks >= NEEDED and now - found.first >= beat.silent_s:
+        content_hash = sha256(beat.text.encode(errors="replace")).hexdigest()[:16]
+        reading = previous_readings.get(name)
+        if reading is None or reading.content_hash != content_hash:
+            reading = _WriterReading(content_hash, now, now, 1)
+        elif now - reading.last_seen >= beat.interval_s:
+            reading = _WriterReading(content_hash, reading.first_seen, now, reading.count + 1)
+        if reading.count >= MIN_TICK_READINGS and now - reading.first_seen >= beat.max_silence_s:
             dead.append(beat)
-        seen[name] = found
-    kept = {name: [one.text, one.first, one.last, one.looks] for name, one in seen.items()}
-    return dead, json.dumps({"clock": clock, "seen": kept})
+        new_readings[name] = reading
+    state = {
+        name: [entry.content_hash, entry.first_seen, entry.last_seen, entry.count]
+        for name, entry in new_readings.items()
+    }
+    return dead, json.dumps({"clock": clock, "seen": state})
 
 
-def _read(told: str | None, clock: str) -> dict[str, _Look]:
+def _parse_watch_state(recorded_state: str | None, clock: str) -> dict[str, _WriterReading]:
     try:
-        found = json.loads(told or "{}")
-        if found.get("clock") != clock:
+        state = json.loads(recorded_state or "{}")
+        if state.get("clock") != clock:
             return {}
         return {
-            str(name): _Look(str(text), float(first), float(last), int(looks))
-            for name, (text, first, last, looks) in found["seen"].items()
+            str(name): _WriterReading(str(content_hash), float(first), float(last), int(count))
+            for name, (content_hash, first, last, count) in state["seen"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return {}  # of another version: the watch begins anew

@@ -36,15 +36,15 @@ from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeFolder
 
-MISSED = 3
+MISSED_INTERVALS = 3
 """So many intervals of silence make a writer suspect, and as many under watch make it dead."""
 
-Kind = Literal["run", "publisher", "unknown"]
+WriterKind = Literal["run", "publisher", "unknown"]
 """Who beats; `unknown` stands for a file that does not tell, which counts as both."""
 
-LONGEST_S = 3600.0
+MAX_INTERVAL_S = 3600.0
 """The longest interval that is believed."""
-_MOST = 64 * 1024
+_MAX_FILE_BYTES = 64 * 1024
 _READERS = 8
 
 
@@ -52,7 +52,7 @@ class HeartbeatsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named li
     """The folder of heartbeats cannot be read, so nobody can say which writers are alive."""
 
 
-def new_writer() -> str:
+def new_writer_name() -> str:
     """A name for a writing process that no other one has."""
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
@@ -64,7 +64,7 @@ class Heartbeat:
     branch: str
     writer: str
     run_id: str
-    kind: Kind = "run"
+    kind: WriterKind = "run"
     counter: int = 0
     written_at: datetime | None = None
     interval_s: float = 10.0
@@ -76,9 +76,9 @@ class Heartbeat:
     """The file as it was read; two readings that differ prove that somebody wrote in between."""
 
     @property
-    def silent_s(self) -> float:
+    def max_silence_s(self) -> float:
         """The silence in seconds that makes the writer suspect."""
-        return MISSED * self.interval_s
+        return MISSED_INTERVALS * self.interval_s
 
 
 class HeartbeatStore:
@@ -96,7 +96,7 @@ class HeartbeatStore:
         self.root = path
 
     @classmethod
-    def of(cls, settings: Settings) -> HeartbeatStore:
+    def from_settings(cls, settings: Settings) -> HeartbeatStore:
         """The store of a lake."""
         return cls(settings.warehouse_uri, settings.file_io_properties())
 
@@ -106,13 +106,13 @@ class HeartbeatStore:
     def write(self, beat: Heartbeat) -> None:
         """Replace the writer's file. Raises OSError."""
         path = self._path(beat.branch, beat.writer)
-        told = {k: v for k, v in asdict(beat).items() if k != "text"}
-        told["written_at"] = beat.written_at.isoformat() if beat.written_at else None
+        fields = {k: v for k, v in asdict(beat).items() if k != "text"}
+        fields["written_at"] = beat.written_at.isoformat() if beat.written_at else None
         # An object store shows an object whole or not at all; a local file needs the rename for that.
         local = isinstance(self._files, LocalFileSystem)
         target = f"{path}.{beat.counter}.tmp" if local else path
         with self._files.open_output_stream(target) as stream:
-            stream.write(json.dumps(told).encode())
+            stream.write(json.dumps(fields).encode())
         if local:
             self._files.move(target, path)
 
@@ -136,17 +136,17 @@ class HeartbeatStore:
         A file that is damaged or cannot be read concerns its own branch only.
         """
         try:
-            infos = self._listed()
+            infos = self._list_files()
             paths = [i.path for i in infos if i.type is FileType.File and i.path.endswith(".json")]
             with ThreadPoolExecutor(_READERS) as pool:
-                return tuple(beat for beat in pool.map(self._read, paths) if beat is not None)
+                return tuple(beat for beat in pool.map(self._read_heartbeat, paths) if beat is not None)
         except (OSError, pa.ArrowException) as error:
             raise HeartbeatsUnreadable(
                 f"The heartbeats in {self.root} cannot be read: {type(error).__name__}.",
                 hint="Nobody can say which writers are alive; nothing is cleaned up until they can be read.",
             ) from error
 
-    def _listed(self) -> list[FileInfo]:
+    def _list_files(self) -> list[FileInfo]:
         everything = FileSelector(self.root, recursive=True, allow_not_found=True)
         try:
             return cast(list[FileInfo], self._files.get_file_info(everything))
@@ -155,48 +155,48 @@ class HeartbeatStore:
             # the two is "not found" although `allow_not_found` says that nothing is wrong. It is there now.
             return cast(list[FileInfo], self._files.get_file_info(everything))
 
-    def _read(self, path: str) -> Heartbeat | None:
+    def _read_heartbeat(self, path: str) -> Heartbeat | None:
         try:
             with self._files.open_input_stream(path) as stream:
-                text = stream.read(_MOST).decode(errors="replace")
+                content = stream.read(_MAX_FILE_BYTES).decode(errors="replace")
         except FileNotFoundError:
             return None  # stopped between the listing and the reading
         except (OSError, pa.ArrowException):
             # Who cannot be read cannot be called silent: no two readings of it are alike.
-            text = f"unreadable {uuid.uuid4()}"
+            content = f"unreadable {uuid.uuid4()}"
         folder, _, name = path.rpartition("/")
-        return _parsed(unquote(folder.rpartition("/")[2]), name.removesuffix(".json"), text)
+        return _parse_heartbeat(unquote(folder.rpartition("/")[2]), name.removesuffix(".json"), content)
 
 
-def _parsed(branch: str, writer: str, text: str) -> Heartbeat:
+def _parse_heartbeat(branch: str, writer: str, content: str) -> Heartbeat:
     """The beat in a file. A damaged one still is a writer, whose silence only a watch can prove."""
     try:
-        told = json.loads(text)
-        written_at = datetime.fromisoformat(told["written_at"])
-        interval_s = float(told["interval_s"])
-        if not 0 < interval_s <= LONGEST_S or written_at.tzinfo is None:
+        fields = json.loads(content)
+        written_at = datetime.fromisoformat(fields["written_at"])
+        interval_s = float(fields["interval_s"])
+        if not 0 < interval_s <= MAX_INTERVAL_S or written_at.tzinfo is None:
             raise ValueError("no writer of ours says that")
         return Heartbeat(
             branch=branch,
             writer=writer,
-            run_id=str(told["run_id"]),
-            kind=told["kind"] if told["kind"] in ("run", "publisher") else "unknown",
-            counter=int(told["counter"]),
+            run_id=str(fields["run_id"]),
+            kind=fields["kind"] if fields["kind"] in ("run", "publisher") else "unknown",
+            counter=int(fields["counter"]),
             written_at=written_at.astimezone(UTC),
             interval_s=interval_s,
-            pid=int(told["pid"]),
-            host=str(told["host"]),
-            instance=str(told.get("instance") or ""),
-            text=text,
+            pid=int(fields["pid"]),
+            host=str(fields["host"]),
+            instance=str(fields.get("instance") or ""),
+            text=content,
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         # OverflowError: `1e999` for a number, or a time at the end of all times. It once stopped every pass.
-        return Heartbeat(branch, writer, run_id="", kind="unknown", text=text)
+        return Heartbeat(branch, writer, run_id="", kind="unknown", text=content)
 
 
 _log = logging.getLogger(__name__)
-_MOST_IN_FLIGHT = 4
-_PATIENCE_S = 2.0
+_MAX_PENDING_WRITES = 4
+_STOP_TIMEOUT_S = 2.0
 
 
 class HeartbeatThread:
@@ -217,22 +217,22 @@ class HeartbeatThread:
         self._stopped = threading.Event()
         self._failing = False
         self._writes: list[threading.Thread] = []
-        self._ended: Callable[[], bool] | None = None
+        self._has_ended: Callable[[], bool] | None = None
         self._timer = threading.Thread(target=self._run, name=f"heartbeat-{beat.branch}", daemon=True)
 
     def start(self) -> None:
         """Begin; the first beat is written at once, without waiting for it."""
         self._timer.start()
 
-    def linger(self, ended: Callable[[], bool] | None) -> None:
-        """Heartbeat on until `ended` says so or the process exits; None: until `stop` again."""
-        self._ended = ended
+    def continue_until(self, has_ended: Callable[[], bool] | None) -> None:
+        """Heartbeat on until `has_ended` says so or the process exits; None: until `stop` again."""
+        self._has_ended = has_ended
 
     def stop(self) -> None:
         """End and remove the file: a writer that ended well is not a dead one."""
         self._stopped.set()
-        self._timer.join(_PATIENCE_S)
-        until = time.monotonic() + _PATIENCE_S
+        self._timer.join(_STOP_TIMEOUT_S)
+        until = time.monotonic() + _STOP_TIMEOUT_S
         for write in self._writes:
             # A write that is still under way would bring the file back.
             write.join(max(0.0, until - time.monotonic()))
@@ -243,7 +243,7 @@ class HeartbeatThread:
         while True:
             self._writes = [write for write in self._writes if write.is_alive()]
             counter += 1
-            if len(self._writes) < _MOST_IN_FLIGHT:
+            if len(self._writes) < _MAX_PENDING_WRITES:
                 beat = replace(self._beat, counter=counter, written_at=self._now())
                 write = threading.Thread(target=self._write, args=(beat,), daemon=True)
                 self._writes.append(write)
@@ -266,7 +266,7 @@ class HeartbeatThread:
         else:
             self._failing = False
         # Here and not in the timer: the question may hang as a slow store does.
-        if self._ended is not None and not self._stopped.is_set() and _says_yes(self._ended):
+        if self._has_ended is not None and not self._stopped.is_set() and _is_run_over(self._has_ended):
             self._stopped.set()
             self._remove()
 
@@ -277,7 +277,7 @@ class HeartbeatThread:
             self._log.warning("Heartbeat of %s was not removed: %s", self._beat.branch, error)
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether it beats no more."""
         return self._stopped.is_set()
 
@@ -287,64 +287,64 @@ class SharedHeartbeats:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._beating: dict[tuple[str, str], tuple[HeartbeatThread, int]] = {}
+        self._threads: dict[tuple[str, str], tuple[HeartbeatThread, int]] = {}
 
-    def take(self, store: HeartbeatStore, beat: Heartbeat) -> tuple[str, str]:
-        """Heartbeat from now on; the answer is what `give_back` wants."""
+    def acquire(self, store: HeartbeatStore, beat: Heartbeat) -> tuple[str, str]:
+        """Heartbeat from now on; the answer is what `release` wants."""
         key = (store.root, beat.branch)
         with self._lock:
-            heart, users = self._beating.get(key, (None, 0))
-            if heart is not None:
-                heart.linger(None)
-            if heart is None or heart.stopped:
-                heart = HeartbeatThread(store, beat)
-                heart.start()
-            self._beating[key] = (heart, users + 1)
+            thread, user_count = self._threads.get(key, (None, 0))
+            if thread is not None:
+                thread.continue_until(None)
+            if thread is None or thread.is_stopped:
+                thread = HeartbeatThread(store, beat)
+                thread.start()
+            self._threads[key] = (thread, user_count + 1)
         return key
 
-    def give_back(self, key: tuple[str, str], ended: Callable[[], bool] | None = None) -> None:
-        """The last one to give it back ends it: at once, or with the process, or when `ended` says so.
+    def release(self, key: tuple[str, str], has_ended: Callable[[], bool] | None = None) -> None:
+        """The last one to give it back ends it: at once, or with the process, or when `has_ended` says so.
 
         A worker's last step is not its last act: killed before the run's end, it would not be missed.
         """
         with self._lock:
-            heart, users = self._beating.pop(key)
-            if users > 1 or (ended is not None and own_process()):
-                self._beating[key] = (heart, users - 1)
-            if users > 1:
+            thread, user_count = self._threads.pop(key)
+            if user_count > 1 or (has_ended is not None and is_run_process()):
+                self._threads[key] = (thread, user_count - 1)
+            if user_count > 1:
                 return
-            if ended is not None and own_process():
-                heart.linger(ended)
-                Finalize(None, self._exit, args=(key,), exitpriority=1)
+            if has_ended is not None and is_run_process():
+                thread.continue_until(has_ended)
+                Finalize(None, self._release_at_exit, args=(key,), exitpriority=1)
                 return
-        heart.stop()
+        thread.stop()
 
-    def _exit(self, key: tuple[str, str]) -> None:
+    def _release_at_exit(self, key: tuple[str, str]) -> None:
         with self._lock:
-            heart, _ = self._beating.pop(key, (None, 0))
-        if heart is not None and not heart.stopped:
-            heart.stop()
+            thread, _ = self._threads.pop(key, (None, 0))
+        if thread is not None and not thread.is_stopped:
+            thread.stop()
 
 
-def own_process() -> bool:
+def is_run_process() -> bool:
     """Whether this process was started for a run or a step, and so ends soon after it."""
     return parent_process() is not None or {"execute_run", "execute_step"}.intersection(sys.argv) != set()
 
 
-def _says_yes(ended: Callable[[], bool]) -> bool:
+def _is_run_over(has_ended: Callable[[], bool]) -> bool:
     try:
-        return ended()
+        return has_ended()
     except Exception:  # noqa: BLE001 - Dagster's storage does not answer; asked again with the next beat
         return False
 
 
-def first_heartbeat(
-    branch: str, *, run_id: str, interval_s: float, kind: Kind = "run", instance: str = ""
+def build_heartbeat(
+    branch: str, *, run_id: str, interval_s: float, kind: WriterKind = "run", instance: str = ""
 ) -> Heartbeat:
     """What this process says about itself; the counter and the time come with each beat."""
     return Heartbeat(
         branch,
-        new_writer(),
+        new_writer_name(),
         run_id,
         kind,
         interval_s=interval_s,
@@ -355,13 +355,13 @@ def first_heartbeat(
 
 
 @contextmanager
-def beating(
-    store: HeartbeatStore, branch: str, *, run_id: str, interval_s: float, kind: Kind = "run"
+def send_heartbeats(
+    store: HeartbeatStore, branch: str, *, run_id: str, interval_s: float, kind: WriterKind = "run"
 ) -> Iterator[None]:
     """Heartbeat for `branch` while the body runs."""
-    heart = HeartbeatThread(store, first_heartbeat(branch, run_id=run_id, interval_s=interval_s, kind=kind))
-    heart.start()
+    thread = HeartbeatThread(store, build_heartbeat(branch, run_id=run_id, interval_s=interval_s, kind=kind))
+    thread.start()
     try:
         yield
     finally:
-        heart.stop()
+        thread.stop()

@@ -16,22 +16,22 @@ from pydantic import PrivateAttr
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.errors import ReadOnlyReference
-from branchlake_dagster.internals.dagster import report_engine_event, running_context
+from branchlake_dagster.internals.dagster import get_running_context, report_engine_event
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.runs.branch_names import checked_reference
+from branchlake_dagster.runs.branch_names import find_check_reference
 from branchlake_dagster.runs.branch_owner import is_retry
-from branchlake_dagster.runs.heartbeats import HeartbeatStore, SharedHeartbeats, first_heartbeat
+from branchlake_dagster.runs.heartbeats import HeartbeatStore, SharedHeartbeats, build_heartbeat
 from branchlake_dagster.runs.lake_config import LakeConfig
 from branchlake_dagster.runs.leases import RunLeases
-from branchlake_dagster.runs.origin import instance_id
-from branchlake_dagster.runs.read_set import ReadSet, running_step
-from branchlake_dagster.runs.retries import inherited, undo_earlier_attempts
-from branchlake_dagster.runs.run_branch import RunBranch, branch_name
-from branchlake_dagster.runs.run_tags import Place, Retention, opened_by
+from branchlake_dagster.runs.origin import load_instance_id
+from branchlake_dagster.runs.read_set import ReadSet, find_running_step
+from branchlake_dagster.runs.retries import inherit_parent_branch, undo_earlier_attempts
+from branchlake_dagster.runs.run_branch import RunBranch, run_branch_name
+from branchlake_dagster.runs.run_tags import Retention, RunLocation, is_opened_by
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import EventMetadata, LakeProperty, RunTag
 from branchlake_dagster.tables.errors import OneLakeOnly, RetryNeedsFullRun
-from branchlake_dagster.tables.specification import exclusive_name
+from branchlake_dagster.tables.specification import parse_exclusive_name
 from branchlake_dagster.tables.table_files import TableFiles
 
 
@@ -39,22 +39,22 @@ class ExclusiveNames:
     """Those of one run. Nobody knows them outside its steps, so what a step has told is remembered."""
 
     def __init__(self) -> None:
-        self._known: frozenset[str] | None = None
+        self._names: frozenset[str] | None = None
 
     def __call__(self) -> frozenset[str]:
         """The names; none where no step runs in this thread and none has told them."""
-        if self._known is None:
-            context = running_context()
+        if self._names is None:
+            context = get_running_context()
             if context is None:
                 return frozenset()
             job = context.op_execution_context.get_step_execution_context().job_def
-            told = (
-                exclusive_name(spec.metadata, spec.key.to_user_string())
-                for one in job.asset_layer.data
-                for spec in one.assets_def.specs
+            names = (
+                parse_exclusive_name(spec.metadata, spec.key.to_user_string())
+                for asset in job.asset_layer.data
+                for spec in asset.assets_def.specs
             )
-            self._known = frozenset(name for name in told if name)
-        return self._known
+            self._names = frozenset(name for name in names if name)
+        return self._names
 
 
 _log = logging.getLogger(__name__)
@@ -114,22 +114,24 @@ class LakehouseResource(LakeConfig):
         if run is None or instance is None:
             return
         settings = self.lakehouse.settings
-        shared = _branches.get((os.getpid(), run.run_id, settings))
-        if shared is None and instance.get_run_by_id(run.run_id) is None:
+        shared_branch = _branches.get((os.getpid(), run.run_id, settings))
+        if shared_branch is None and instance.get_run_by_id(run.run_id) is None:
             return
-        self._instance = instance_id(instance)
-        self._ended = lambda: (found := instance.get_run_by_id(run.run_id)) is None or found.is_finished
+        self._instance = load_instance_id(instance)
+        self._ended = lambda: (
+            (current_run := instance.get_run_by_id(run.run_id)) is None or current_run.is_finished
+        )
         # From the start of the process: one that dies before it touches the lake would not be missed.
-        self._beat(branch_name(run.run_id), run.run_id)
-        if reference := checked_reference(run.run_id, run.tags):
+        self._start_heartbeat(run_branch_name(run.run_id), run.run_id)
+        if reference := find_check_reference(run.run_id, run.tags):
             # It sends heartbeats for a branch of its own, which never exists: publications wait for the run,
             # so its death must be noticed.
             self._pinned = reference
             return
         with _first_use:
-            bound = shared or self._bound(run, instance, context.log)
-            self._run_branch = _branches.setdefault((os.getpid(), run.run_id, settings), bound)
-        self._reads = ReadSet.of_run(instance, run, lambda: self.lakehouse.nessie, self.open_branch)
+            run_branch = shared_branch or self._build_run_branch(run, instance, context.log)
+            self._run_branch = _branches.setdefault((os.getpid(), run.run_id, settings), run_branch)
+        self._reads = ReadSet.from_run(instance, run, lambda: self.lakehouse.nessie, self.open_branch)
         self._retries_parent = is_retry(run)
         if self._retries_parent:
             with contextlib.suppress(RetryNeedsFullRun):  # said again by the step that needs a table, if any
@@ -138,32 +140,34 @@ class LakehouseResource(LakeConfig):
 
     def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
         """Record the branch's head. Stop the heartbeat when no other resource here works on the branch."""
-        held, self._heartbeat = self._heartbeat, None
+        heartbeat, self._heartbeat = self._heartbeat, None
         try:
             if self._run_branch is not None:
                 self._run_branch.record_head()
         finally:
-            if held is not None:
-                _heartbeats.give_back(held, self._ended)
+            if heartbeat is not None:
+                _heartbeats.release(heartbeat, self._ended)
 
-    def _bound(self, run: DagsterRun, instance: DagsterInstance, log: logging.Logger | None) -> RunBranch:
+    def _build_run_branch(
+        self, run: DagsterRun, instance: DagsterInstance, log: logging.Logger | None
+    ) -> RunBranch:
         run_id, lake = run.run_id, self.lakehouse.settings.lake_id
-        retention = Retention.of(self.lakehouse.settings).tags()
+        retention_tags = Retention.from_settings(self.lakehouse.settings).to_tags()
 
-        def tags() -> Mapping[str, str]:
-            found = instance.get_run_by_id(run_id)
-            held = found.tags if found else {}
-            if opened_by(held, run_id) and held.get(RunTag.LAKE, lake) != lake:
+        def load_tags() -> Mapping[str, str]:
+            current_run = instance.get_run_by_id(run_id)
+            run_tags = current_run.tags if current_run else {}
+            if is_opened_by(run_tags, run_id) and run_tags.get(RunTag.LAKE, lake) != lake:
                 raise OneLakeOnly(
                     "The run works on another lake already, and one run can be published to one lake only.",
                     run_id=run_id,
-                    branch=held[RunTag.BRANCH],
+                    branch=run_tags[RunTag.BRANCH],
                     hint="Materialise the assets of the two lakes in runs of their own.",
                 )
-            return held
+            return run_tags
 
-        def remember(new: Mapping[str, str]) -> None:
-            instance.add_run_tags(run_id, {**new, **retention, RunTag.LAKE: lake})
+        def add_tags(new_tags: Mapping[str, str]) -> None:
+            instance.add_run_tags(run_id, {**new_tags, **retention_tags, RunTag.LAKE: lake})
 
         def report_head(branch: str, hash_: str) -> None:
             metadata = {EventMetadata.BRANCH_HEAD: MetadataValue.text(hash_)}
@@ -175,20 +179,20 @@ class LakehouseResource(LakeConfig):
             instance,
             run_id,
             ExclusiveNames(),
-            lambda: HeartbeatStore.of(settings).all(),
+            lambda: HeartbeatStore.from_settings(settings).all(),
             interval_s=settings.heartbeat_interval_s,
             wait_s=settings.exclusive_wait_s,
-            say=(log or _log).info,
+            log_info=(log or _log).info,
         )
         return RunBranch(
             lambda: self.lakehouse.nessie,
             run_id,
-            tags=tags,
-            remember=remember,
-            inherit=lambda: inherited(self.lakehouse.nessie, instance, run),
+            load_tags=load_tags,
+            add_tags=add_tags,
+            inherit_location=lambda: inherit_parent_branch(self.lakehouse.nessie, instance, run),
             direct_main=self.lakehouse.settings.when_unavailable == "direct_main",
             warn=(log or _log).warning,
-            hold=leases.hold,
+            hold_leases=leases.ensure_held,
             report_head=report_head,
         )
 
@@ -205,7 +209,7 @@ class LakehouseResource(LakeConfig):
         return self._run_branch
 
     @property
-    def reads(self) -> ReadSet | None:
+    def read_set(self) -> ReadSet | None:
         """Where the run's reads are noted down; None outside a run."""
         return self._reads
 
@@ -216,15 +220,15 @@ class LakehouseResource(LakeConfig):
         """
         if self._run_branch is None:
             return self._pinned or MAIN
-        place = self._run_branch.open()
-        if not place.unbranched:
-            self._beat(place.branch, self._run_branch.run_id)
-            self._undo_earlier_attempts(self._run_branch, place)
-        return place.branch
+        location = self._run_branch.open()
+        if not location.unbranched:
+            self._start_heartbeat(location.branch, self._run_branch.run_id)
+            self._undo_earlier_attempts(self._run_branch, location)
+        return location.branch
 
-    def _undo_earlier_attempts(self, branch: RunBranch, place: Place) -> None:
+    def _undo_earlier_attempts(self, branch: RunBranch, location: RunLocation) -> None:
         """Take out what earlier attempts of the running step wrote by their own code, at its first access."""
-        step = running_step()
+        step = find_running_step()
         key = step.key
         if key is None or not (step.attempt > 1 or self._retries_parent):
             return
@@ -232,17 +236,17 @@ class LakehouseResource(LakeConfig):
         def undo() -> None:
             tables = undo_earlier_attempts(
                 self.lakehouse.nessie,
-                place.branch,
-                place.base_hash,
+                location.branch,
+                location.base_hash,
                 key,
                 TableFiles(self.lakehouse.settings.file_io_properties()).metadata,
-                {**self.maker(), LakeProperty.CODE_OF_STEP: key},
+                {**self.maker_properties(), LakeProperty.CODE_OF_STEP: key},
             )
             if tables:
                 names = ", ".join(tables)
                 _log.warning("Took out the rows that an earlier attempt of step %s wrote to %s.", key, names)
 
-        branch.at_first_access(key, step.attempt, undo)
+        branch.run_at_first_access(key, step.attempt, undo)
 
     def require_writable(self) -> None:
         """Raise ReadOnlyReference in a run that repeats checks for the publisher."""
@@ -253,28 +257,28 @@ class LakehouseResource(LakeConfig):
                 hint="Materialize the asset in a run of its own.",
             )
 
-    def _beat(self, branch: str, run_id: str) -> None:
+    def _start_heartbeat(self, branch: str, run_id: str) -> None:
         with _first_use:
             if self._heartbeat is None:
                 settings = self.lakehouse.settings
-                beat = first_heartbeat(
+                heartbeat = build_heartbeat(
                     branch,
                     run_id=run_id,
                     interval_s=settings.heartbeat_interval_s,
                     instance=self._instance or "",
                 )
                 try:
-                    store = HeartbeatStore.of(settings)
+                    store = HeartbeatStore.from_settings(settings)
                 except (OSError, ValueError, ArrowException) as error:
                     # Without a beat the reaper is only less patient; that must not fail the run.
                     _log.warning("No heartbeat for %s: %s", branch, error)
                     return
-                self._heartbeat = _heartbeats.take(store, beat)
+                self._heartbeat = _heartbeats.acquire(store, heartbeat)
 
     def catalog(self) -> NessieCatalog:
         """PyIceberg's catalogue on `open_branch()`. What a serializable asset loads is in the read set."""
-        on_load = self._reads.loaded if self._reads else None
-        ref, properties, step = self.open_branch(), self._commit_options(), running_step().key
+        on_load = self._reads.report_load if self._reads else None
+        ref, properties, step = self.open_branch(), self._commit_options(), find_running_step().key
         if self._run_branch is not None:
             self._run_branch.note_use_by_code()
         if step is not None:
@@ -290,16 +294,19 @@ class LakehouseResource(LakeConfig):
         return self.lakehouse.catalog(self.open_branch(), properties=properties)
 
     def _commit_options(self) -> dict[str, str]:
-        return {f"{COMMIT_PROPERTY}{name}": value for name, value in self.maker().items()}
+        return {f"{COMMIT_PROPERTY}{name}": value for name, value in self.maker_properties().items()}
 
     def session_conf(self) -> dict[str, str]:
         """What Spark sessions of this run are to be opened with, beside the branch.
 
         Spark's Nessie client writes no properties of ours into its commits, so the snapshots tell the maker.
         """
-        return {f"spark.sql.iceberg.snapshot-property.{name}": value for name, value in self.maker().items()}
+        return {
+            f"spark.sql.iceberg.snapshot-property.{name}": value
+            for name, value in self.maker_properties().items()
+        }
 
-    def maker(self) -> dict[str, str]:
+    def maker_properties(self) -> dict[str, str]:
         """The properties of commits that name the Dagster instance and the run; empty outside a run.
 
         The publisher recognizes the run's own commits on its branch by these properties.

@@ -26,20 +26,20 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown, ReferenceNotFound
 from branchlake_dagster.nessie.model import Content, ContentKey, Namespace, Put
-from branchlake_dagster.runs.failure_detector import LOOKS
-from branchlake_dagster.runs.heartbeats import MISSED, Heartbeat
-from branchlake_dagster.runs.run_branch import branch_name, run_id_of
-from branchlake_dagster.runs.run_tags import Place, judged
+from branchlake_dagster.runs.failure_detector import MIN_READINGS
+from branchlake_dagster.runs.heartbeats import MISSED_INTERVALS, Heartbeat
+from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
+from branchlake_dagster.runs.run_tags import RunLocation, is_judged
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import LeaseHeld, LeaseLost
 
-HOME = "branchlake"
+LEASE_NAMESPACE = "branchlake"
 """The namespace that holds them. Branches made from an empty `main` have it anyway."""
 
 
 def lease_key(name: str) -> ContentKey:
     """Where on `main` the lease of a name is."""
-    return ContentKey([HOME, f"lease-{name}"])
+    return ContentKey([LEASE_NAMESPACE, f"lease-{name}"])
 
 
 @dataclass(frozen=True)
@@ -51,36 +51,46 @@ class Lease:
     holder: str | None = None
 
     @classmethod
-    def of(cls, name: str, contents: Mapping[ContentKey, Content]) -> Lease:
+    def from_contents(cls, name: str, contents: Mapping[ContentKey, Content]) -> Lease:
         """The lease among contents; one that was never granted has token 0 and no holder."""
-        found = contents.get(lease_key(name))
-        if not isinstance(found, Namespace):
+        namespace = contents.get(lease_key(name))
+        if not isinstance(namespace, Namespace):
             return cls(name)
-        told = found.properties.get(LakeProperty.FENCING_TOKEN, "")
+        recorded_token = namespace.properties.get(LakeProperty.FENCING_TOKEN, "")
         # A hand that broke the number must not make the next one smaller than one that was granted:
         # the holder is compared as well, so a token that begins anew fences nobody in.
-        return cls(name, int(told) if told.isdigit() else 0, found.properties.get(LakeProperty.HOLDER))
+        return cls(
+            name,
+            int(recorded_token) if recorded_token.isdigit() else 0,
+            namespace.properties.get(LakeProperty.HOLDER),
+        )
 
-    def granted_to(self, branch: str) -> Lease:
+    def next_grant(self, holder: str) -> Lease:
         """The next grant."""
-        return Lease(self.name, self.token + 1, branch)
+        return Lease(self.name, self.token + 1, holder)
 
-    def puts(self, contents: Mapping[ContentKey, Content]) -> list[Put]:
+    def put_operations(self, contents: Mapping[ContentKey, Content]) -> list[Put]:
         """The operations that bring it to `main`, which holds `contents`."""
-        key, home = lease_key(self.name), ContentKey([HOME])
-        before = contents.get(key)
-        told = {
+        key, parent_key = lease_key(self.name), ContentKey([LEASE_NAMESPACE])
+        existing = contents.get(key)
+        properties = {
             "comment": f"who may publish what is exclusive as {self.name!r}; no tables",
             LakeProperty.HOLDER: self.holder or "",
             LakeProperty.FENCING_TOKEN: str(self.token),
         }
-        found = [Put(key, Namespace(before.content_id if before else None, key.elements, told))]
-        return found if home in contents else [Put(home, Namespace(None, home.elements)), *found]
+        operations = [
+            Put(key, Namespace(existing.content_id if existing else None, key.elements, properties))
+        ]
+        return (
+            operations
+            if parent_key in contents
+            else [Put(parent_key, Namespace(None, parent_key.elements)), *operations]
+        )
 
 
 def lease_keys(names: Iterable[str]) -> list[ContentKey]:
     """What is to be read of `main` to tell these leases and to grant them."""
-    return [ContentKey([HOME]), *(lease_key(name) for name in names)]
+    return [ContentKey([LEASE_NAMESPACE]), *(lease_key(name) for name in names)]
 
 
 class HolderWatch:
@@ -95,7 +105,7 @@ class HolderWatch:
         holder: str,
         client: NessieClient,
         instance: DagsterInstance,
-        beats: Callable[[], Sequence[Heartbeat]],
+        load_heartbeats: Callable[[], Sequence[Heartbeat]],
         *,
         interval_s: float,
         monotonic: Callable[[], float] = time.monotonic,
@@ -103,38 +113,40 @@ class HolderWatch:
         self._holder = holder
         self._client = client
         self._instance = instance
-        self._beats = beats
+        self._load_heartbeats = load_heartbeats
         self._interval_s = interval_s
         self._monotonic = monotonic
-        self._seen: frozenset[str] | None = None
+        self._contents: frozenset[str] | None = None
         self._since = 0.0
-        self._looks = 0
+        self._readings = 0
 
-    def gone(self) -> str | None:
+    def gone_reason(self) -> str | None:
         """Why the holder is gone, in words; None while it may still publish."""
-        run = self._instance.get_run_by_id(run_id_of(self._holder))
+        run = self._instance.get_run_by_id(run_id_of_branch(self._holder))
         if run is not None and run.is_finished:
             if not run.is_success:
                 return f"its run has ended as {run.status.value.lower()}"
-            if judged(run.tags, self._holder) or self._branch_is_gone():
+            if is_judged(run.tags, self._holder) or self._is_branch_gone():
                 return "its run has ended"
             return None  # it has passed and waits for its publication, which only a publisher may end
-        return self._silent()
+        return self._silence_reason()
 
-    def _silent(self) -> str | None:
-        mine = [beat for beat in self._beats() if beat.branch == self._holder]
-        seen = frozenset(beat.text for beat in mine)
+    def _silence_reason(self) -> str | None:
+        holder_beats = [beat for beat in self._load_heartbeats() if beat.branch == self._holder]
+        contents = frozenset(beat.text for beat in holder_beats)
         now = self._monotonic()
-        if seen != self._seen:
-            self._seen, self._since, self._looks = seen, now, 0
+        if contents != self._contents:
+            self._contents, self._since, self._readings = contents, now, 0
             return None
-        self._looks += 1
-        longest = max((beat.silent_s for beat in mine), default=MISSED * self._interval_s)
-        if self._looks < LOOKS or now - self._since < longest:
+        self._readings += 1
+        max_silence_s = max(
+            (beat.max_silence_s for beat in holder_beats), default=MISSED_INTERVALS * self._interval_s
+        )
+        if self._readings < MIN_READINGS or now - self._since < max_silence_s:
             return None
         return f"it was silent for {now - self._since:.0f} s"
 
-    def _branch_is_gone(self) -> bool:
+    def _is_branch_gone(self) -> bool:
         try:
             self._client.reference(self._holder)
         except ReferenceNotFound:
@@ -155,70 +167,72 @@ class RunLeases:
         client: Callable[[], NessieClient],
         instance: DagsterInstance,
         run_id: str,
-        names: Callable[[], Collection[str]],
-        beats: Callable[[], Sequence[Heartbeat]],
+        exclusive_names: Callable[[], Collection[str]],
+        load_heartbeats: Callable[[], Sequence[Heartbeat]],
         *,
         interval_s: float,
         wait_s: float,
-        say: Callable[[str], None],
+        log_info: Callable[[str], None],
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._client = client
         self._instance = instance
         self._run_id = run_id
-        self._names = names
-        self._beats = beats
+        self._exclusive_names = exclusive_names
+        self._load_heartbeats = load_heartbeats
         self._interval_s = interval_s
         self._wait_s = wait_s
-        self._say = say
+        self._log_info = log_info
         self._monotonic = monotonic
         self._sleep = sleep
 
-    def hold(self, place: Place | None) -> None:
-        """Make sure that this run holds what it needs. `place` is its branch; None: there is none yet.
+    def ensure_held(self, location: RunLocation | None) -> None:
+        """Make sure that this run holds what it needs. `location` is its branch; None: there is none yet.
 
         Raises LeaseHeld when another holder goes on for longer than this run waits, LeaseLost when another
         one has held it since the run's base: then what the run has read may be old.
         """
-        names = sorted(self._names())
+        names = sorted(self._exclusive_names())
         if not names:
             return
-        own = branch_name(self._run_id)
+        own_branch = run_branch_name(self._run_id)
         contents = self._client().contents_at(MAIN, lease_keys(names)).contents
         for name in names:  # always in one order: two runs that need the same two cannot wait for each other
-            if Lease.of(name, contents).holder != own:
-                self._granted(name, own, place)
+            if Lease.from_contents(name, contents).holder != own_branch:
+                self._acquire(name, own_branch, location)
 
-    def _granted(self, name: str, own: str, place: Place | None) -> None:
-        began = self._monotonic()
+    def _acquire(self, name: str, own_branch: str, location: RunLocation | None) -> None:
+        started_at = self._monotonic()
         watches: dict[tuple[int, str], HolderWatch] = {}
         while True:
-            seen = self._client().contents_at(MAIN, lease_keys([name]))
-            now = Lease.of(name, seen.contents)
-            if now.holder == own:
-                self._say(f"Holds {name!r} alone, with fencing token {now.token}.")
+            main_contents = self._client().contents_at(MAIN, lease_keys([name]))
+            lease = Lease.from_contents(name, main_contents.contents)
+            if lease.holder == own_branch:
+                self._log_info(f"Holds {name!r} alone, with fencing token {lease.token}.")
                 return
-            inherited = place is not None and now.holder is not None and now.holder == place.continues
-            if place is not None and not inherited:
-                self._not_since_base(now, own, place)
-            gone = None
-            if now.holder is not None and not inherited:
-                watch = watches.setdefault((now.token, now.holder), self._watch(now.holder))
-                gone = watch.gone()
-                if gone is None:
-                    self._wait(now, self._monotonic() - began)
+            is_inherited = (
+                location is not None and lease.holder is not None and lease.holder == location.continues
+            )
+            if location is not None and not is_inherited:
+                self._require_base_lease(lease, own_branch, location)
+            gone_reason = None
+            if lease.holder is not None and not is_inherited:
+                watch = watches.setdefault((lease.token, lease.holder), self._watch(lease.holder))
+                gone_reason = watch.gone_reason()
+                if gone_reason is None:
+                    self._wait(lease, self._monotonic() - started_at)
                     continue
-            grant = now.granted_to(own)
-            after = f" after {now.holder}: {gone}" if gone else ""
+            grant = lease.next_grant(own_branch)
+            takeover_note = f" after {lease.holder}: {gone_reason}" if gone_reason else ""
             try:
                 self._client().commit(
                     MAIN,
-                    expected_hash=seen.reference.hash,
-                    operations=grant.puts(seen.contents),
-                    message=f"Grant {name!r} to {own}, fencing token {grant.token}{after}",
+                    expected_hash=main_contents.reference.hash,
+                    operations=grant.put_operations(main_contents.contents),
+                    message=f"Grant {name!r} to {own_branch}, fencing token {grant.token}{takeover_note}",
                     properties={
-                        LakeProperty.HOLDER: own,
+                        LakeProperty.HOLDER: own_branch,
                         LakeProperty.FENCING_TOKEN: str(grant.token),
                         LakeProperty.LEASE: name,
                     },
@@ -231,39 +245,42 @@ class RunLeases:
             holder,
             self._client(),
             self._instance,
-            self._beats,
+            self._load_heartbeats,
             interval_s=self._interval_s,
             monotonic=self._monotonic,
         )
 
-    def _not_since_base(self, now: Lease, own: str, place: Place) -> None:
+    def _require_base_lease(self, lease: Lease, own_branch: str, location: RunLocation) -> None:
         """Raise LeaseLost unless the lease is as it was at the run's base."""
-        base = Lease(now.name)
-        if place.base_hash:
-            base = Lease.of(now.name, self._client().contents(f"@{place.base_hash}", lease_keys([now.name])))
-        if base == now:
+        base_lease = Lease(lease.name)
+        if location.base_hash:
+            base_lease = Lease.from_contents(
+                lease.name, self._client().contents(f"@{location.base_hash}", lease_keys([lease.name]))
+            )
+        if base_lease == lease:
             return
         raise LeaseLost(
-            f"{now.holder} has taken over {now.name!r} with fencing token {now.token}"
-            f"{', since this run was silent for too long' if base.holder == own else ''};"
+            f"{lease.holder} has taken over {lease.name!r} with fencing token {lease.token}"
+            f"{', since this run was silent for too long' if base_lease.holder == own_branch else ''};"
             " nothing of this run can be published.",
-            branch=place.branch,
+            branch=location.branch,
             run_id=self._run_id,
             hint="Launch the run anew: it then starts from what the other one has published.",
-            reason="silent_too_long" if base.holder == own else "taken_over",
-            subject=now.name,
+            reason="silent_too_long" if base_lease.holder == own_branch else "taken_over",
+            subject=lease.name,
         )
 
-    def _wait(self, now: Lease, waited_s: float) -> None:
+    def _wait(self, lease: Lease, waited_s: float) -> None:
         if waited_s >= self._wait_s:
             raise LeaseHeld(
-                f"{now.holder} holds {now.name!r} (fencing token {now.token}) and is at work or waits for its"
+                f"{lease.holder} holds {lease.name!r} (fencing token {lease.token}) and is at work or waits"
+                " for its"
                 f" publication; this run has waited for {waited_s:.0f} s.",
-                branch=now.holder,
+                branch=lease.holder,
                 run_id=self._run_id,
                 hint="Nothing was changed. Launch it again when that run has ended, or raise"
                 " BRANCHLAKE_EXCLUSIVE_WAIT_S.",
-                subject=now.name,
+                subject=lease.name,
             )
         # So often that a silent holder is looked at often enough within the time that it may be silent.
-        self._sleep(min(1.0, MISSED * self._interval_s / (2 * LOOKS)))
+        self._sleep(min(1.0, MISSED_INTERVALS * self._interval_s / (2 * MIN_READINGS)))

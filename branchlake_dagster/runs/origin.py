@@ -20,9 +20,9 @@ from branchlake_dagster.nessie.model import IcebergTable, LogEntry, Put, Referen
 from branchlake_dagster.runs.branch_owner import BatchBranch
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.table_files import FileUnreadable, TableFiles
-from branchlake_dagster.wording import named
+from branchlake_dagster.wording import format_names
 
-_MOST = 200
+_MAX_COMMITS = 200
 """Commits of a branch that are looked at."""
 
 
@@ -35,91 +35,101 @@ class Maker(StrEnum):
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Who made a branch; `by` are the ids of the instances that its name and its commits name."""
+class BranchOrigin:
+    """Who made a branch; `instance_ids` are the ids of the instances that its name and its commits name."""
 
     maker: Maker = Maker.UNKNOWN
-    by: tuple[str, ...] = ()
+    instance_ids: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.maker is Maker.ELSEWHERE:
-            return f"it belongs to {named('Dagster instance', self.by)}"
+            return f"it belongs to {format_names('Dagster instance', self.instance_ids)}"
         return "nothing says which Dagster instance made it"
 
 
-UNKNOWN = Origin()
+UNKNOWN_ORIGIN = BranchOrigin()
 """Of a branch that nobody has asked about, or of which nothing is known."""
 
 
 _ids: WeakKeyDictionary[DagsterInstance, str | None] = WeakKeyDictionary()
 
 
-def instance_id(instance: DagsterInstance) -> str | None:
+def load_instance_id(instance: DagsterInstance) -> str | None:
     """The id of the instance's run storage, which outlives processes; None when the storage has none."""
     if instance not in _ids:
-        told = getattr(instance.run_storage, "get_run_storage_id", None)
-        _ids[instance] = str(told()) if told is not None else None
+        load_storage_id = getattr(instance.run_storage, "get_run_storage_id", None)
+        _ids[instance] = str(load_storage_id()) if load_storage_id is not None else None
     return _ids[instance]
 
 
-class Makers:
+class OriginFinder:
     """Tells who made a branch or a tag. `here` is this instance's id; with None nothing is its own.
 
     `files` reads the table metadata that Spark's commits name; without it they say nothing.
     """
 
-    def __init__(self, client: NessieClient, here: str | None, files: TableFiles | None = None) -> None:
+    def __init__(
+        self, client: NessieClient, own_instance: str | None, files: TableFiles | None = None
+    ) -> None:
         self._client = client
-        self._here = here
+        self._own_instance = own_instance
         self._files = files
 
-    def of(self, ref: Reference, *, base: str | None = None, beating: frozenset[str] = frozenset()) -> Origin:
-        """Who made `ref`, which has its metadata. `beating` are the instances of those who beat on it.
+    def find_origin(
+        self,
+        ref: Reference,
+        *,
+        base_hash: str | None = None,
+        heartbeat_instances: frozenset[str] = frozenset(),
+    ) -> BranchOrigin:
+        """Who made `ref`, which has its metadata. `heartbeat_instances` are the instances of those who beat on it.
 
-        `base` is where it left `main`, which Nessie tells of branches but not of tags. It is ours only when
-        everything that names an instance names this one.
+        `base_hash` is where it left `main`, which Nessie tells of branches but not of tags. It is ours only
+        when everything that names an instance names this one.
         """
         metadata = ref.metadata
-        ancestor = base or (metadata.common_ancestor_hash if metadata else None)
-        batch = BatchBranch.of(ref.name)
-        found = {*beating, batch.instance} - {""} if batch else set(beating)
+        ancestor = base_hash or (metadata.common_ancestor_hash if metadata else None)
+        batch = BatchBranch.from_name(ref.name)
+        instance_ids = {*heartbeat_instances, batch.instance} - {""} if batch else set(heartbeat_instances)
         if metadata and ancestor and ancestor != ref.hash:
-            head = (
+            head_instance = (
                 metadata.head_commit.properties.get(LakeProperty.INSTANCE) if metadata.head_commit else None
             )
-            found |= {head} if head else set(self._named(ref, ancestor))
-        by = tuple(sorted(found))
-        if not by:
-            return UNKNOWN
-        return Origin(Maker.HERE if by == (self._here,) else Maker.ELSEWHERE, by)
+            instance_ids |= {head_instance} if head_instance else set(self._iter_log_instances(ref, ancestor))
+        sorted_ids = tuple(sorted(instance_ids))
+        if not sorted_ids:
+            return UNKNOWN_ORIGIN
+        return BranchOrigin(
+            Maker.HERE if sorted_ids == (self._own_instance,) else Maker.ELSEWHERE, sorted_ids
+        )
 
-    def _named(self, ref: Reference, ancestor: str) -> Iterator[str]:
-        log = self._client.log(f"@{ref.hash}", since=ancestor, limit=_MOST, fetch_operations=True)
+    def _iter_log_instances(self, ref: Reference, ancestor: str) -> Iterator[str]:
+        log = self._client.log(f"@{ref.hash}", since=ancestor, limit=_MAX_COMMITS, fetch_operations=True)
         try:
             for entry in log:
-                yield from self._in(entry)
+                yield from self._iter_entry_instances(entry)
         except ReferenceNotFound:
             return  # its commits cannot be told from main's
 
-    def _in(self, entry: LogEntry) -> Iterator[str]:
-        if told := entry.commit.properties.get(LakeProperty.INSTANCE):
-            yield told
+    def _iter_entry_instances(self, entry: LogEntry) -> Iterator[str]:
+        if commit_instance := entry.commit.properties.get(LakeProperty.INSTANCE):
+            yield commit_instance
             return
         for operation in entry.operations:
             content = operation.content if isinstance(operation, Put) else None
-            if isinstance(content, IcebergTable) and (said := self._summary(content)):
-                yield said
+            if isinstance(content, IcebergTable) and (snapshot_instance := self._snapshot_instance(content)):
+                yield snapshot_instance
 
-    def _summary(self, content: IcebergTable) -> str | None:
+    def _snapshot_instance(self, content: IcebergTable) -> str | None:
         if self._files is None:
             return None
         try:
             metadata = self._files.metadata(content.metadata_location)
         except FileUnreadable:
             return None  # it says nothing; without another sign the branch stays
-        found = metadata.snapshot_by_id(content.snapshot_id) if metadata else None
+        snapshot = metadata.snapshot_by_id(content.snapshot_id) if metadata else None
         return (
-            found.summary.additional_properties.get(LakeProperty.INSTANCE)
-            if found and found.summary
+            snapshot.summary.additional_properties.get(LakeProperty.INSTANCE)
+            if snapshot and snapshot.summary
             else None
         )

@@ -20,10 +20,10 @@ from branchlake_dagster.runs.run_branch import RunBranch
 from branchlake_dagster.stored_names import EventMetadata, LakeProperty
 from branchlake_dagster.tables.specification import TableSpec
 
-_MANY = 20
+_MAX_LISTED = 20
 
 
-def snapshot_properties(
+def build_snapshot_properties(
     *,
     spec: TableSpec,
     asset: str,
@@ -40,30 +40,30 @@ def snapshot_properties(
     `step` and `attempt` (from 1) tell the writes of one step's attempts from each other. `replaced` is the
     record of the predicate that was replaced, see `branching.replaced`.
     """
-    listed = ",".join(partitions[:_MANY]) + (
-        f",… {len(partitions)} in all" if len(partitions) > _MANY else ""
+    partition_text = ",".join(partitions[:_MAX_LISTED]) + (
+        f",… {len(partitions)} in all" if len(partitions) > _MAX_LISTED else ""
     )
-    found = {
+    entries = {
         LakeProperty.ASSET: asset,
         LakeProperty.WRITE_MODE: spec.write_mode,
         LakeProperty.KEYS: ",".join(spec.keys),
-        LakeProperty.PARTITION: listed,
+        LakeProperty.PARTITION: partition_text,
         LakeProperty.REPLACED: replaced,
         LakeProperty.CODE_VERSION: code_version,
         LakeProperty.STEP: step,
         LakeProperty.ATTEMPT: str(attempt) if attempt else None,
     }
     if run is not None:
-        found |= {
+        entries |= {
             LakeProperty.RUN_ID: run.run_id,
             LakeProperty.ROOT_RUN_ID: root_run_id or run.run_id,
             LakeProperty.BASE_HASH: run.open().base_hash,
         }
-        found[LakeProperty.UNBRANCHED] = "true" if run.open().unbranched else None
-    return {name: value for name, value in found.items() if value}
+        entries[LakeProperty.UNBRANCHED] = "true" if run.open().unbranched else None
+    return {name: value for name, value in entries.items() if value}
 
 
-def materialisation_metadata(
+def materialization_metadata(
     table: Table,
     spec: TableSpec,
     run: RunBranch | None,
@@ -77,33 +77,33 @@ def materialisation_metadata(
     `branch_head`: the hash of the branch that holds this state of the table.
     """
     snapshot = table.current_snapshot()
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "dagster/table_name": spec.name,
         "dagster/column_schema": _column_schema(table),
         "dagster/uri": MetadataValue.path(table.location()),
         "dagster/storage_kind": "iceberg",
         EventMetadata.WRITE_MODE: spec.write_mode,
     }
-    if (rows := row_count(table)) is not None:
-        found[EventMetadata.ROWS_ON_BRANCH] = MetadataValue.int(rows)
+    if (rows := count_rows(table)) is not None:
+        metadata[EventMetadata.ROWS_ON_BRANCH] = MetadataValue.int(rows)
     if partition_rows is not None:
-        found[EventMetadata.PARTITION_ROWS_ON_BRANCH] = MetadataValue.int(partition_rows)
+        metadata[EventMetadata.PARTITION_ROWS_ON_BRANCH] = MetadataValue.int(partition_rows)
     if snapshot is not None:
         # As text: the ids exceed what the browser's numbers hold.
-        found[EventMetadata.SNAPSHOT_ID] = MetadataValue.text(str(snapshot.snapshot_id))
+        metadata[EventMetadata.SNAPSHOT_ID] = MetadataValue.text(str(snapshot.snapshot_id))
     if run is not None:
-        place = run.open()
-        found[EventMetadata.BRANCH] = MetadataValue.text(place.branch)
-        found[EventMetadata.BASE_HASH] = MetadataValue.text(place.base_hash)
-        if branch_head is not None and not place.unbranched:
-            found[EventMetadata.BRANCH_HEAD] = MetadataValue.text(branch_head)
-            run.head_recorded(branch_head)
-        if place.unbranched:
-            found[EventMetadata.UNBRANCHED] = MetadataValue.bool(True)
-    return found
+        location = run.open()
+        metadata[EventMetadata.BRANCH] = MetadataValue.text(location.branch)
+        metadata[EventMetadata.BASE_HASH] = MetadataValue.text(location.base_hash)
+        if branch_head is not None and not location.unbranched:
+            metadata[EventMetadata.BRANCH_HEAD] = MetadataValue.text(branch_head)
+            run.note_recorded_head(branch_head)
+        if location.unbranched:
+            metadata[EventMetadata.UNBRANCHED] = MetadataValue.bool(True)
+    return metadata
 
 
-def row_count(table: Table) -> int | None:
+def count_rows(table: Table) -> int | None:
     """The rows of a table, from its snapshot's summary; None where another engine left equality deletes."""
     snapshot = table.current_snapshot()
     if snapshot is None:
@@ -128,12 +128,15 @@ def _column_schema(table: Table) -> TableSchema:
     )
 
 
-def asset_partitions(context: OutputContext) -> tuple[str, ...]:
+def output_partition_keys(context: OutputContext) -> tuple[str, ...]:
     """The partition keys this output covers; empty when the asset is not partitioned."""
     return tuple(context.asset_partition_keys) if context.has_asset_partitions else ()
 
 
 def report_read(context: InputContext, spec: TableSpec, ref: str) -> None:
     """Let the input's LOADED_INPUT event say which table was read and where: a run's read set."""
-    told = {EventMetadata.TABLE: MetadataValue.text(spec.name), EventMetadata.REF: MetadataValue.text(ref)}
-    add_loaded_input_metadata(context, told)
+    metadata = {
+        EventMetadata.TABLE: MetadataValue.text(spec.name),
+        EventMetadata.REF: MetadataValue.text(ref),
+    }
+    add_loaded_input_metadata(context, metadata)

@@ -19,13 +19,13 @@ from typing import Any
 from dagster import DagsterInstance, DagsterRun, MetadataValue
 from pyiceberg.typedef import Identifier
 
-from branchlake_dagster.internals.dagster import report_engine_event, running_context
+from branchlake_dagster.internals.dagster import get_running_context, report_engine_event
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.spark.plan_reads import Scanned
+from branchlake_dagster.spark.plan_reads import PlanReads
 from branchlake_dagster.stored_names import AssetMetadata, EventMetadata
 
-_SELECTORS = re.compile(r"(?:snapshot_id_|at_timestamp_|branch_|tag_)\S+|changes|rewrite|use_ref_\S+")
+_SELECTOR_PATTERN = re.compile(r"(?:snapshot_id_|at_timestamp_|branch_|tag_)\S+|changes|rewrite|use_ref_\S+")
 _METADATA_TABLES = frozenset(
     {
         *("entries", "files", "data_files", "delete_files", "history", "metadata_log_entries", "snapshots"),
@@ -34,7 +34,7 @@ _METADATA_TABLES = frozenset(
     }
 )
 
-_merging: ContextVar[Identifier | None] = ContextVar("branchlake_merging", default=None)
+_merge_target: ContextVar[Identifier | None] = ContextVar("branchlake_merging", default=None)
 
 
 @dataclass(frozen=True)
@@ -45,35 +45,36 @@ class RunningStep:
     """
 
     key: str | None
-    strict: bool | None
+    is_serializable: bool | None
     attempt: int = 1
 
 
-def running_step() -> RunningStep:
+def find_running_step() -> RunningStep:
     """What Dagster executes in this thread. In a thread of the user's own nobody knows."""
-    context = running_context()
+    context = get_running_context()
     if context is None:
         return RunningStep(None, None)
     step = context.op_execution_context.get_step_execution_context()
     assets = step.job_def.asset_layer.get_assets_def_for_node(step.node_handle)
-    wants = assets is not None and any(
-        _plain(spec.metadata.get(AssetMetadata.ISOLATION)) == "serializable" for spec in assets.specs
+    is_serializable = assets is not None and any(
+        _unwrap_metadata(spec.metadata.get(AssetMetadata.ISOLATION)) == "serializable"
+        for spec in assets.specs
     )
-    return RunningStep(step.step.key, wants, step.previous_attempt_count + 1)
+    return RunningStep(step.step.key, is_serializable, step.previous_attempt_count + 1)
 
 
-def _plain(value: Any) -> Any:
+def _unwrap_metadata(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
 @contextlib.contextmanager
-def merging(identifier: Identifier) -> Iterator[None]:
+def mark_merge_target(identifier: Identifier) -> Iterator[None]:
     """The IO manager merges into this table: its write mode says what that looks at, as for any write."""
-    token = _merging.set(tuple(identifier))
+    token = _merge_target.set(tuple(identifier))
     try:
         yield
     finally:
-        _merging.reset(token)
+        _merge_target.reset(token)
 
 
 class ReadSet:
@@ -90,12 +91,12 @@ class ReadSet:
         self._report = report
         self._client = client
         self._ref = ref
-        self.step = step or running_step
+        self.step = step or find_running_step
         self._lock = threading.Lock()
-        self._told: set[tuple[str | None, object]] = set()
+        self._reported: set[tuple[str | None, object]] = set()
 
     @classmethod
-    def of_run(
+    def from_run(
         cls,
         instance: DagsterInstance,
         run: DagsterRun,
@@ -109,53 +110,55 @@ class ReadSet:
 
         return cls(report, client, ref)
 
-    def wanted(self) -> bool:
+    def is_recording(self) -> bool:
         """Whether what is read here and now belongs to a read set."""
-        return self.step().strict is not False
+        return self.step().is_serializable is not False
 
-    def loaded(self, identifier: Identifier) -> None:
+    def report_load(self, identifier: Identifier) -> None:
         """A table was loaded through the catalogue."""
-        if self.wanted():
-            self.note(Scanned(frozenset({tuple(identifier)})))
+        if self.is_recording():
+            self.report_scan(PlanReads(frozenset({tuple(identifier)})))
 
-    def note(self, found: Scanned) -> None:
+    def report_scan(self, scan: PlanReads) -> None:
         """Report what was scanned, as far as it is new; names without the catalogue's."""
         step = self.step().key
-        seen = found.tables | (found.merged - {_merging.get()})
+        scanned_names = scan.tables | (scan.merge_targets - {_merge_target.get()})
         with self._lock:
-            names = {name for name in seen if (step, name) not in self._told}
-            untold = {what for what in found.untold if (step, what) not in self._told}
-            if not names and not untold:
+            names = {name for name in scanned_names if (step, name) not in self._reported}
+            unnamed = {what for what in scan.unnamed_reads if (step, what) not in self._reported}
+            if not names and not unnamed:
                 return
-            tables = sorted(key.name for key in self._tables(names))
-            told: dict[str, MetadataValue[Any]] = {EventMetadata.REF: MetadataValue.text(self._ref())}
+            tables = sorted(key.name for key in self._resolve_tables(names))
+            metadata: dict[str, MetadataValue[Any]] = {EventMetadata.REF: MetadataValue.text(self._ref())}
             if tables:
-                told[EventMetadata.READ_TABLES] = MetadataValue.text(json.dumps(tables))
-            if untold:
-                told[EventMetadata.UNNAMED_READS] = MetadataValue.text(json.dumps(sorted(untold)))
-            what = ", ".join([*tables, *sorted(untold)])
-            self._report(f"Read for a serializable asset: {what}", told, step)
-            self._told |= {(step, name) for name in names} | {(step, what) for what in untold}
+                metadata[EventMetadata.READ_TABLES] = MetadataValue.text(json.dumps(tables))
+            if unnamed:
+                metadata[EventMetadata.UNNAMED_READS] = MetadataValue.text(json.dumps(sorted(unnamed)))
+            what = ", ".join([*tables, *sorted(unnamed)])
+            self._report(f"Read for a serializable asset: {what}", metadata, step)
+            self._reported |= {(step, name) for name in names} | {(step, what) for what in unnamed}
 
-    def _tables(self, names: Iterable[Identifier]) -> set[ContentKey]:
+    def _resolve_tables(self, names: Iterable[Identifier]) -> set[ContentKey]:
         """The tables behind names as Spark has them: metadata tables, time travel, `name@reference`."""
-        choices = [candidates(name) for name in names]
-        if not choices:
+        candidates = [candidate_keys(name) for name in names]
+        if not candidates:
             return set()
-        found = self._client().contents(self._ref(), sorted({key for keys in choices for key in keys}))
+        contents = self._client().contents(self._ref(), sorted({key for keys in candidates for key in keys}))
         keys: set[ContentKey] = set()
-        for options in choices:
-            real = [key for key in options if isinstance(found.get(key), IcebergTable)]
-            keys |= set(real or options[-1:])
+        for options in candidates:
+            table_keys = [key for key in options if isinstance(contents.get(key), IcebergTable)]
+            keys |= set(table_keys or options[-1:])
         return keys
 
 
-def candidates(name: Identifier) -> list[ContentKey]:
+def candidate_keys(name: Identifier) -> list[ContentKey]:
     """The tables that a name may mean, the longest name first."""
     elements = (*name[:-1], name[-1])
-    found = [elements]
-    while len(elements) > 2 and (elements[-1] in _METADATA_TABLES or _SELECTORS.fullmatch(elements[-1])):
+    names = [elements]
+    while len(elements) > 2 and (
+        elements[-1] in _METADATA_TABLES or _SELECTOR_PATTERN.fullmatch(elements[-1])
+    ):
         elements = elements[:-1]
-        found.append(elements)
-    plain = [(*one[:-1], re.split("[@#]", one[-1])[0]) for one in found]
-    return [ContentKey(one) for one in dict.fromkeys([*found, *plain]) if all(one)]
+        names.append(elements)
+    names_without_ref = [(*parts[:-1], re.split("[@#]", parts[-1])[0]) for parts in names]
+    return [ContentKey(parts) for parts in dict.fromkeys([*names, *names_without_ref]) if all(parts)]

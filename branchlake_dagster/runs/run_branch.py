@@ -16,35 +16,40 @@ from branchlake_dagster.nessie.errors import (
     ReferenceNotFound,
 )
 from branchlake_dagster.nessie.model import ContentKey, Namespace, Put, Reference
-from branchlake_dagster.runs.run_tags import Place, base_hash_of, opened, place_of
+from branchlake_dagster.runs.run_tags import (
+    RunLocation,
+    build_opening_tags,
+    find_recorded_base,
+    find_run_location,
+)
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.errors import RunBranchGone
 
-FALLING_BACK = "Nessie unavailable, falling back to direct main writes"
+FALLBACK_WARNING = "Nessie unavailable, falling back to direct main writes"
 """The warning of an unbranched run."""
 
-_ATTEMPTS = 4
+_MAX_ATTEMPTS = 4
 _log = logging.getLogger(__name__)
 
 
-def branch_name(run_id: str) -> str:
+def run_branch_name(run_id: str) -> str:
     """The branch of a run: `run-{run_id}`."""
     return f"{ReferencePrefix.RUN}{run_id}"
 
 
-def run_id_of(branch: str) -> str:
+def run_id_of_branch(branch: str) -> str:
     """The run a run branch belongs to."""
     return branch.removeprefix(ReferencePrefix.RUN)
 
 
-def main_with_history(client: NessieClient) -> str:
+def ensure_main_has_commit(client: NessieClient) -> str:
     """The head of `main`, after giving an empty `main` its first commit.
 
     A branch made from an empty `main` can never be merged: Nessie finds no common ancestor.
     """
     key = ContentKey(["branchlake"])
-    first = Namespace(None, key.elements, {"comment": "made so that branches have a common ancestor"})
-    for _ in range(_ATTEMPTS):
+    namespace = Namespace(None, key.elements, {"comment": "made so that branches have a common ancestor"})
+    for _ in range(_MAX_ATTEMPTS):
         # Its metadata, for they tell of a first commit: an empty branch has none.
         head = client.reference(MAIN, fetch_metadata=True)
         if head.metadata is not None and head.metadata.head_commit is not None:
@@ -53,12 +58,12 @@ def main_with_history(client: NessieClient) -> str:
             return client.commit(
                 MAIN,
                 expected_hash=head.hash,
-                operations=[Put(key, first)],
+                operations=[Put(key, namespace)],
                 message="First commit: branches need a common ancestor",
             ).hash
         except NessieConflict as conflict:  # another run was first, or Nessie lost a race with itself
-            last = conflict
-    raise last
+            last_conflict = conflict
+    raise last_conflict
 
 
 class RunBranch:
@@ -77,15 +82,15 @@ class RunBranch:
         client: Callable[[], NessieClient],
         run_id: str,
         *,
-        tags: Callable[[], Mapping[str, str]],
-        remember: Callable[[Mapping[str, str]], None],
-        inherit: Callable[[], Place | None] = lambda: None,
+        load_tags: Callable[[], Mapping[str, str]],
+        add_tags: Callable[[Mapping[str, str]], None],
+        inherit_location: Callable[[], RunLocation | None] = lambda: None,
         direct_main: bool = False,
         warn: Callable[[str], None] = _log.warning,
-        hold: Callable[[Place | None], None] = lambda _: None,
+        hold_leases: Callable[[RunLocation | None], None] = lambda _: None,
         report_head: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
-        self._hold = hold
+        self._hold_leases = hold_leases
         self._report_head = report_head
         self._recorded_heads: set[str] = set()
         self._used_since_record = False
@@ -93,40 +98,40 @@ class RunBranch:
         self._accesses: set[tuple[str, int]] = set()
         self._access_lock = threading.Lock()
         self._client = client
-        self._tags = tags
-        self._remember = remember
-        self._inherit = inherit
+        self._load_tags = load_tags
+        self._add_tags = add_tags
+        self._inherit_location = inherit_location
         self._direct_main = direct_main
         self._warn = warn
         self._lock = threading.Lock()
-        self._place: Place | None = None
+        self._location: RunLocation | None = None
         self.run_id = run_id
 
-    def open(self) -> Place:
+    def open(self) -> RunLocation:
         """The branch, made if needed, and where it started. Raises RunBranchGone when it was deleted.
 
         For an unbranched run that is `main`, with an empty base hash when Nessie could not tell it.
         """
         with self._lock:
-            if self._place is None:
-                self._place = self._settle(self._create)
-            assert self._place is not None  # noqa: S101 - it was created at the latest
-            self._hold(self._place)
+            if self._location is None:
+                self._location = self._resolve_location(self._create_branch)
+            assert self._location is not None  # noqa: S101 - it was created at the latest
+            self._hold_leases(self._location)
             self._used_since_record = True
-            return self._place
+            return self._location
 
     def take_over(self) -> bool:
         """Continue the work of the run that this one retries now, if there is any; create nothing."""
         with self._lock:
-            if self._place is None:
-                self._place = self._settle(lambda: None)
-            return self._place is not None
+            if self._location is None:
+                self._location = self._resolve_location(lambda: None)
+            return self._location is not None
 
-    def head(self) -> Reference:
+    def load_head(self) -> Reference:
         """The branch as it is now. Raises RunBranchGone."""
-        return self._must_exist(self.open().branch)
+        return self._require_branch(self.open().branch)
 
-    def at_first_access(self, step: str, attempt: int, action: Callable[[], None]) -> None:
+    def run_at_first_access(self, step: str, attempt: int, action: Callable[[], None]) -> None:
         """Call `action` once in this process for this attempt of a step, and again only if it raised."""
         with self._access_lock:
             if (step, attempt) not in self._accesses:
@@ -146,73 +151,79 @@ class RunBranch:
         tries again.
         """
         with self._lock:
-            place, used = self._place, self._used_since_record or self._used_by_code
-            if place is None or place.unbranched or not used:
+            location, is_used = self._location, self._used_since_record or self._used_by_code
+            if location is None or location.unbranched or not is_used:
                 return
             # Before the request: a use while it is on its way has to be recorded by the next call.
             self._used_since_record = self._used_by_code = False
         try:
-            head = self._client().reference(place.branch).hash
-            if head != place.base_hash and head not in self._recorded_heads:
-                self._report_head(place.branch, head)
+            head = self._client().reference(location.branch).hash
+            if head != location.base_hash and head not in self._recorded_heads:
+                self._report_head(location.branch, head)
                 self._recorded_heads.add(head)
         except ReferenceNotFound:
             return  # the run was fenced, or published already
         except NessieError as error:
             self._used_since_record = True
-            _log.warning("The head of branch %s could not be recorded: %s", place.branch, error)
+            _log.warning("The head of branch %s could not be recorded: %s", location.branch, error)
         except BaseException:
             self._used_since_record = True
             raise
 
-    def head_recorded(self, hash_: str) -> None:
+    def note_recorded_head(self, hash_: str) -> None:
         """Note that a materialization of this process carries the branch's present hash."""
         self._recorded_heads.add(hash_)
         self._used_since_record = False
 
-    def _settle(self, otherwise: Callable[[], Place | None]) -> Place | None:
-        tags = self._tags()
-        known = self._remembered(tags)
-        if known is None:
-            place = self._inherit() or otherwise()
-            if place is None:
+    def _resolve_location(self, create_location: Callable[[], RunLocation | None]) -> RunLocation | None:
+        tags = self._load_tags()
+        recorded_location = self._parse_location(tags)
+        if recorded_location is None:
+            location = self._inherit_location() or create_location()
+            if location is None:
                 return None
-            tags = self._tags()
-            known = self._remembered(tags)  # another process of this run was faster; follow it
-            if known is None:
-                self._remember(opened(self.run_id, place, tags))
-                return place
-        self._must_exist(known.branch)
-        return known
+            tags = self._load_tags()
+            recorded_location = self._parse_location(
+                tags
+            )  # another process of this run was faster; follow it
+            if recorded_location is None:
+                self._add_tags(build_opening_tags(self.run_id, location, tags))
+                return location
+        self._require_branch(recorded_location.branch)
+        return recorded_location
 
-    def _remembered(self, tags: Mapping[str, str]) -> Place | None:
-        own = branch_name(self.run_id)
-        base = base_hash_of(tags, own)
-        return place_of(tags, self.run_id) or (Place(own, base) if base else None)
+    def _parse_location(self, tags: Mapping[str, str]) -> RunLocation | None:
+        own_branch = run_branch_name(self.run_id)
+        base_hash = find_recorded_base(tags, own_branch)
+        return find_run_location(tags, self.run_id) or (
+            RunLocation(own_branch, base_hash) if base_hash else None
+        )
 
-    def _create(self) -> Place:
-        self._hold(None)  # first: what the holder before has published is then in the base
+    def _create_branch(self) -> RunLocation:
+        self._hold_leases(None)  # first: what the holder before has published is then in the base
         client = self._client()
-        own = branch_name(self.run_id)
-        base = ""
+        own_branch = run_branch_name(self.run_id)
+        base_hash = ""
         try:
-            base = main_with_history(client)
-            client.create_branch(own, from_ref=MAIN, from_hash=base)
+            base_hash = ensure_main_has_commit(client)
+            client.create_branch(own_branch, from_ref=MAIN, from_hash=base_hash)
         except NessieAlreadyExists:
             # Another step of this run was first, or died before it could write the tag.
-            found = client.reference(own, fetch_metadata=True)
-            return Place(own, (found.metadata and found.metadata.common_ancestor_hash) or base)
+            existing = client.reference(own_branch, fetch_metadata=True)
+            return RunLocation(
+                own_branch, (existing.metadata and existing.metadata.common_ancestor_hash) or base_hash
+            )
         except NessieError as error:
             # A Nessie that refuses is available, and what it refuses must not go around the gate: with
             # an expired certificate every run would write to main.
             if not self._direct_main or not isinstance(error, Transient | OutcomeUnknown):
                 raise
-            self._warn(FALLING_BACK)
-            _log.warning("Branch %s could not be made: %s", own, error)
-            return Place(MAIN, base, unbranched=True)
-        return Place(own, base)
+            self._warn(FALLBACK_WARNING)
+            _log.warning("Branch %s could not be made: %s", own_branch, error)
+            return RunLocation(MAIN, base_hash, unbranched=True)
+        return RunLocation(own_branch, base_hash)
 
-    def _must_exist(self, name: str) -> Reference:
+    def _require_branch(self, name: str) -> Reference:
         try:
             return self._client().reference(name)
         except ReferenceNotFound as error:

@@ -2,7 +2,8 @@
 
 The tags by which a run shows its branch and its fate in Dagster's UI.
 
-Dagster may copy all tags of a run to its re-execution. Whoever reads them therefore asks `opened_by` first,
+Dagster may copy all tags of a run to its re-execution. Whoever reads them therefore asks `is_opened_by`
+first,
 and a run that opens its branch overwrites what it inherited: a re-execution once took its parent's base
 hash for its own and reported a deleted branch that had never existed.
 
@@ -32,11 +33,11 @@ _HIDDEN = ".dagster/branchlake_"
 PUBLISHER = "publisher"
 
 
-SET_ASIDE = "set aside"
+PARKED = "set aside"
 
 
-REQUIRED = "required"
-GIVEN = "given"
+APPROVAL_REQUIRED = "required"
+APPROVAL_GIVEN = "given"
 
 
 class Status(StrEnum):
@@ -68,12 +69,12 @@ UNJUDGED = (PENDING, FENCED, CONTINUED)
 """No publisher's word: a run that passes in spite of it is judged."""
 TAG_LENGTH = 250
 """The longest value that a tag gets."""
-NONE = "none"
+NO_VALUE = "none"
 """In place of an inherited value: Dagster has no way to remove a tag."""
 
 
 @dataclass(frozen=True)
-class Place:
+class RunLocation:
     """Where a run works: its branch and the hash of `main` that it started from.
 
     `continues` is the branch whose work a retry took over. An unbranched run stands on `main`; its base
@@ -86,20 +87,22 @@ class Place:
     unbranched: bool = False
 
 
-def opened(run_id: str, place: Place, inherited: Mapping[str, str]) -> dict[str, str]:
+def build_opening_tags(
+    run_id: str, location: RunLocation, inherited_tags: Mapping[str, str]
+) -> dict[str, str]:
     """The tags of a run that has just opened its branch; what it inherited and does not hold is undone."""
-    mine = {
-        RunTag.BRANCH: place.branch,
-        RunTag.BASE_HASH: place.base_hash or NONE,
+    own_tags = {
+        RunTag.BRANCH: location.branch,
+        RunTag.BASE_HASH: location.base_hash or NO_VALUE,
         RunTag.VERDICT: PENDING,
         RunTag.OPENED_BY: run_id,
-        RunTag.STATUS: str(Status.UNBRANCHED if place.unbranched else Status.PENDING),
+        RunTag.STATUS: str(Status.UNBRANCHED if location.unbranched else Status.PENDING),
     }
-    if place.continues:
-        mine[RunTag.CONTINUES] = place.continues
-    if place.unbranched:
-        mine[RunTag.UNBRANCHED] = "true"
-    others = (
+    if location.continues:
+        own_tags[RunTag.CONTINUES] = location.continues
+    if location.unbranched:
+        own_tags[RunTag.UNBRANCHED] = "true"
+    stale_names = (
         RunTag.PUBLICATION,
         RunTag.REASON,
         RunTag.FAILED_BY,
@@ -109,55 +112,57 @@ def opened(run_id: str, place: Place, inherited: Mapping[str, str]) -> dict[str,
         RunTag.NEXT_ATTEMPT,
         RunTag.REPORTED,
     )
-    if inherited.get(RunTag.APPROVAL) == GIVEN:  # it was given to the result of the run that this one repeats
-        mine[RunTag.APPROVAL] = REQUIRED
-    return {name: NONE for name in others if name in inherited} | mine
+    if (
+        inherited_tags.get(RunTag.APPROVAL) == APPROVAL_GIVEN
+    ):  # it was given to the result of the run that this one repeats
+        own_tags[RunTag.APPROVAL] = APPROVAL_REQUIRED
+    return {name: NO_VALUE for name in stale_names if name in inherited_tags} | own_tags
 
 
-def place_of(tags: Mapping[str, str], run_id: str) -> Place | None:
+def find_run_location(tags: Mapping[str, str], run_id: str) -> RunLocation | None:
     """Where run `run_id` works, if these tags are its own; None: it has not opened a branch."""
-    if not opened_by(tags, run_id):
+    if not is_opened_by(tags, run_id):
         return None
-    base, continues = tags.get(RunTag.BASE_HASH, NONE), tags.get(RunTag.CONTINUES, NONE)
-    return Place(
+    base_hash, continues = tags.get(RunTag.BASE_HASH, NO_VALUE), tags.get(RunTag.CONTINUES, NO_VALUE)
+    return RunLocation(
         tags[RunTag.BRANCH],
-        "" if base == NONE else base,
-        None if continues == NONE else continues,
+        "" if base_hash == NO_VALUE else base_hash,
+        None if continues == NO_VALUE else continues,
         tags.get(RunTag.UNBRANCHED) == "true",
     )
 
 
-def opened_by(tags: Mapping[str, str], run_id: str) -> bool:
+def is_opened_by(tags: Mapping[str, str], run_id: str) -> bool:
     """Whether run `run_id` itself wrote these tags, rather than a run it was made from."""
     return tags.get(RunTag.OPENED_BY) == run_id
 
 
-def base_hash_of(tags: Mapping[str, str], branch: str) -> str | None:
+def find_recorded_base(tags: Mapping[str, str], branch: str) -> str | None:
     """The base hash, if these tags are about this very branch."""
-    return _told(tags, RunTag.BASE_HASH, branch)
+    return _find_tag(tags, RunTag.BASE_HASH, branch)
 
 
-def judged(tags: Mapping[str, str], branch: str) -> bool:
+def is_judged(tags: Mapping[str, str], branch: str) -> bool:
     """Whether the publisher has told its verdict on this branch."""
     return tags.get(RunTag.BRANCH) == branch and tags.get(RunTag.VERDICT, PENDING) not in UNJUDGED
 
 
-def publication_of(tags: Mapping[str, str], branch: str) -> str | None:
+def find_publication(tags: Mapping[str, str], branch: str) -> str | None:
     """The commit on `main` that this branch was published as, if the publisher has told one."""
-    return _told(tags, RunTag.PUBLICATION, branch)
+    return _find_tag(tags, RunTag.PUBLICATION, branch)
 
 
-def _told(tags: Mapping[str, str], name: str, branch: str) -> str | None:
-    found = tags.get(name) if tags.get(RunTag.BRANCH) == branch else None
-    return None if found == NONE else found
+def _find_tag(tags: Mapping[str, str], name: str, branch: str) -> str | None:
+    value = tags.get(name) if tags.get(RunTag.BRANCH) == branch else None
+    return None if value == NO_VALUE else value
 
 
-def shortened(text: str) -> str:
-    """`text` as a tag's value: at most `TAG_LENGTH` characters."""
-    return text if len(text) <= TAG_LENGTH else f"{text[: TAG_LENGTH - 1]}…"
+def shorten_tag_value(value: str) -> str:
+    """`value` as a tag's value: at most `TAG_LENGTH` characters."""
+    return value if len(value) <= TAG_LENGTH else f"{value[: TAG_LENGTH - 1]}…"
 
 
-_SETTINGS = ("keep_failed_hours", "discard_grace_h", "orphan_max_age_h")
+_RETENTION_SETTINGS = ("keep_failed_hours", "discard_grace_h", "orphan_max_age_h")
 """In the order of the fields of `Retention`; each counts hours."""
 
 
@@ -174,35 +179,37 @@ class Retention:
     max_age: timedelta
 
     @classmethod
-    def of(cls, settings: Settings) -> Retention:
+    def from_settings(cls, settings: Settings) -> Retention:
         """The retention that these settings demand."""
-        return cls(*(timedelta(hours=getattr(settings, name)) for name in _SETTINGS))
+        return cls(*(timedelta(hours=getattr(settings, name)) for name in _RETENTION_SETTINGS))
 
     @classmethod
-    def of_run(cls, tags: Mapping[str, str], run_id: str) -> Retention | None:
+    def from_run_tags(cls, tags: Mapping[str, str], run_id: str) -> Retention | None:
         """The retention that run `run_id` has recorded.
 
         None if the run opened no branch, or an older version opened it: the reader's settings hold then.
         """
-        if not opened_by(tags, run_id):
+        if not is_opened_by(tags, run_id):
             return None
         try:
             recorded = json.loads(tags.get(RunTag.RETENTION, ""))
-            hours = [float(recorded[name]) for name in _SETTINGS]
+            hours = [float(recorded[name]) for name in _RETENTION_SETTINGS]
             if not all(math.isfinite(each) and each >= 0 for each in hours):
                 return None
             return cls(*(timedelta(hours=each) for each in hours))
         except (ValueError, KeyError, TypeError, OverflowError):
             return None
 
-    def tags(self) -> dict[str, str]:
+    def to_tags(self) -> dict[str, str]:
         """The tag that records the retention with a run."""
         spans = (self.keep_failed, self.discard_grace, self.max_age)
-        hours = {name: span / timedelta(hours=1) for name, span in zip(_SETTINGS, spans, strict=True)}
+        hours = {
+            name: span / timedelta(hours=1) for name, span in zip(_RETENTION_SETTINGS, spans, strict=True)
+        }
         return {RunTag.RETENTION: json.dumps(hours)}
 
 
-def keep_failed_hours(tags: Mapping[str, str], run_id: str, settings: Settings) -> float:
+def find_keep_failed_hours(tags: Mapping[str, str], run_id: str, settings: Settings) -> float:
     """The hours for which the branch of a run that is not published is kept; `settings` are the reader's."""
-    recorded = Retention.of_run(tags, run_id)
+    recorded = Retention.from_run_tags(tags, run_id)
     return settings.keep_failed_hours if recorded is None else recorded.keep_failed / timedelta(hours=1)

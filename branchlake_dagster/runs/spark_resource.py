@@ -14,8 +14,8 @@ from pyspark.sql import SparkSession
 
 from branchlake_dagster.internals.dagster import CopiedByFields
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.read_set import running_step
-from branchlake_dagster.spark.plan_reads import Scanned, watch
+from branchlake_dagster.runs.read_set import find_running_step
+from branchlake_dagster.spark.plan_reads import PlanReads, watch_reads
 from branchlake_dagster.spark.session import is_connect
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import ReadsUnknown
@@ -61,7 +61,7 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
         """Give the session back; the last user of a run's session ends it on the server."""
         key, self._holds, self._spark_session = self._holds, None, None
         if key is not None:
-            _sessions.give_back(key)
+            _sessions.release(key)
 
     @property
     def spark_session(self) -> SparkSession:
@@ -73,20 +73,20 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
         self.lakehouse.open_branch()  # each step's access counts, also where the session is open already
         if self.lakehouse.run_branch is not None:
             self.lakehouse.run_branch.note_use_by_code()
-        session, reads = self.own_session(), self.lakehouse.reads
-        step = running_step().key
+        session, reads = self.own_session(), self.lakehouse.read_set
+        step = find_running_step().key
         if step is not None and self._holds is not None:
             _sessions.name_step(self._holds, step)
         if reads is not None and not is_connect(session):
-            if reads.step().strict:
+            if reads.step().is_serializable:
                 raise ReadsUnknown(
                     "A serializable asset asks for a classic Spark session, whose reads nobody can see.",
                     branch=self.lakehouse.open_branch(),
                     hint="Use Spark Connect (session_kind=connect), load its inputs through the IO manager,"
                     " or choose isolation snapshot.",
                 )
-            if reads.wanted():
-                reads.note(Scanned(untold=frozenset({"a classic Spark session"})))
+            if reads.is_recording():
+                reads.report_scan(PlanReads(unnamed_reads=frozenset({"a classic Spark session"})))
         return session
 
     def own_session(self) -> SparkSession:
@@ -96,15 +96,15 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
             conf = {key: str(value) for key, value in flatten_dict(self.spark_config)}  # type: ignore[no-untyped-call]
             conf = self.lakehouse.session_conf() | conf
             self._holds = (ref, repr(sorted(conf.items())))
-            self._spark_session = _sessions.take(self._holds, lambda: self._opened(ref, conf))
+            self._spark_session = _sessions.acquire(self._holds, lambda: self._open_session(ref, conf))
         session: SparkSession = self._spark_session
         return session
 
-    def _opened(self, ref: str, conf: Mapping[str, str]) -> SparkSession:
+    def _open_session(self, ref: str, conf: Mapping[str, str]) -> SparkSession:
         session = self.lakehouse.lakehouse.spark_session(ref, conf=conf)
-        reads = self.lakehouse.reads
+        reads = self.lakehouse.read_set
         if reads is not None and is_connect(session):
-            watch(session, reads.wanted, reads.note)
+            watch_reads(session, reads.is_recording, reads.report_scan)
         return session
 
 
@@ -120,9 +120,9 @@ class _SharedSessions:
         self._open: dict[tuple[str, str], tuple[SparkSession, int]] = {}
         self._steps: dict[tuple[str, str], str] = {}
 
-    def take(self, key: tuple[str, str], make: Callable[[], SparkSession]) -> SparkSession:
+    def acquire(self, key: tuple[str, str], create_session: Callable[[], SparkSession]) -> SparkSession:
         with self._lock:
-            session, users = self._open[key] if key in self._open else (make(), 0)
+            session, users = self._open[key] if key in self._open else (create_session(), 0)
             self._open[key] = (session, users + 1)
             return session
 
@@ -134,7 +134,7 @@ class _SharedSessions:
                 session.conf.set(f"spark.sql.iceberg.snapshot-property.{LakeProperty.CODE_OF_STEP}", step)
                 self._steps[key] = step
 
-    def give_back(self, key: tuple[str, str]) -> None:
+    def release(self, key: tuple[str, str]) -> None:
         with self._lock:
             session, users = self._open.pop(key)
             if users > 1:

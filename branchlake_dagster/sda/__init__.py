@@ -1,5 +1,5 @@
 """The Space Domain Awareness starter graph: catalogue, observations, fused tracks, conjunctions."""
 
-from branchlake_dagster.extras import require
+from branchlake_dagster.extras import require_modules
 
-require("sda", "numpy", "scipy", "sgp4", wanted_by="The Space Domain Awareness pipeline")
+require_modules("sda", "numpy", "scipy", "sgp4", needed_by="The Space Domain Awareness pipeline")

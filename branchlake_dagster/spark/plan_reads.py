@@ -25,86 +25,94 @@ if TYPE_CHECKING:
 
 _PART = r"(?:`(?:[^`]|``)+`|[A-Za-z0-9_]+)"
 _NAME = rf"{_PART}(?:\.{_PART})*"
-_PARTS = re.compile(_PART)
-_ANALYSED = "== Analyzed Logical Plan =="
-_OPTIMISED = "== Optimized Logical Plan =="
-_TREE = re.compile(r"^[\s:|+*-]*")
+_PART_PATTERN = re.compile(_PART)
+_ANALYZED_HEADER = "== Analyzed Logical Plan =="
+_OPTIMIZED_HEADER = "== Optimized Logical Plan =="
+_TREE_PREFIX = re.compile(r"^[\s:|+*-]*")
 # The columns stand first and may be called anything, so the name is what follows the last bracket.
 _RELATION = re.compile(rf"RelationV2\[.*\] (?P<name>{_NAME})(?: (?:VERSION|TIMESTAMP) AS OF .*)?\s*$")
-_RESOLVED = re.compile(rf"ResolvedTable \S+, .*?, (?P<name>{_NAME}), \[")
-_BLIND = {
+_RESOLVED_TABLE = re.compile(rf"ResolvedTable \S+, .*?, (?P<name>{_NAME}), \[")
+_UNNAMED_NODES = {
     "Call ": "a procedure",
     "StreamingRelation": "a stream",
     "StreamingDataSourceV2": "a stream",
 }
 
-Name = tuple[str, ...]
+NameParts = tuple[str, ...]
 """A name in parts, the catalogue first."""
 
 
 @dataclass(frozen=True)
-class Scanned:
+class PlanReads:
     """The tables a plan scans by name, and what it reads that cannot be named.
 
-    `merged` are the targets of a frame's `mergeInto`: its plan does not contain them.
+    `merge_targets` are the targets of a frame's `mergeInto`: its plan does not contain them.
     """
 
-    tables: frozenset[Name] = frozenset()
-    untold: frozenset[str] = frozenset()
-    merged: frozenset[Name] = frozenset()
+    tables: frozenset[NameParts] = frozenset()
+    unnamed_reads: frozenset[str] = frozenset()
+    merge_targets: frozenset[NameParts] = frozenset()
 
-    def __or__(self, other: Scanned) -> Scanned:
-        return Scanned(self.tables | other.tables, self.untold | other.untold, self.merged | other.merged)
+    def __or__(self, other: PlanReads) -> PlanReads:
+        return PlanReads(
+            self.tables | other.tables,
+            self.unnamed_reads | other.unnamed_reads,
+            self.merge_targets | other.merge_targets,
+        )
 
     def __bool__(self) -> bool:
-        return bool(self.tables or self.untold or self.merged)
+        return bool(self.tables or self.unnamed_reads or self.merge_targets)
 
 
-def scanned(explained: str) -> Scanned:
+def parse_plan(explained: str) -> PlanReads:
     """What the plan of `EXPLAIN EXTENDED` scans. A target that is only written to is not among it."""
-    tables: set[Name] = set()
-    untold: set[str] = set()
-    for line in _analysed(explained):
-        node = _TREE.sub("", line)
+    tables: set[NameParts] = set()
+    unnamed_reads: set[str] = set()
+    for line in _analyzed_lines(explained):
+        node = _TREE_PREFIX.sub("", line)
         if node.startswith("RelationV2["):
             match = _RELATION.match(node)
             if match is None:
-                untold.add("a relation without a name")
+                unnamed_reads.add("a relation without a name")
             else:
-                tables.add(parts(match["name"]))
+                tables.add(split_name(match["name"]))
         elif node.startswith("ResolvedTable "):
-            match = _RESOLVED.match(node)
+            match = _RESOLVED_TABLE.match(node)
             if match is None:
-                untold.add("a relation without a name")
+                unnamed_reads.add("a relation without a name")
             else:
-                tables.add(parts(match["name"]))
+                tables.add(split_name(match["name"]))
         else:
-            untold |= {what for start, what in _BLIND.items() if node.startswith(start)}
-    by_path = {name for name in tables if any("/" in part for part in name)}
-    if by_path:
-        untold.add("a table by its path")
-    return Scanned(frozenset(tables - by_path), frozenset(untold))
+            unnamed_reads |= {
+                description
+                for node_prefix, description in _UNNAMED_NODES.items()
+                if node.startswith(node_prefix)
+            }
+    path_tables = {name for name in tables if any("/" in part for part in name)}
+    if path_tables:
+        unnamed_reads.add("a table by its path")
+    return PlanReads(frozenset(tables - path_tables), frozenset(unnamed_reads))
 
 
-def _analysed(explained: str) -> list[str]:
+def _analyzed_lines(explained: str) -> list[str]:
     """The lines of the analysed plan; all of them from there on when its end cannot be told."""
-    _, _, rest = explained.partition(_ANALYSED)
-    plan, found, after = rest.partition(_OPTIMISED)
+    _, _, rest = explained.partition(_ANALYZED_HEADER)
+    plan, separator, after = rest.partition(_OPTIMIZED_HEADER)
     # A text in the query may look like the headline.
-    return (rest if found and _OPTIMISED in after else plan).split("\n")
+    return (rest if separator and _OPTIMIZED_HEADER in after else plan).split("\n")
 
 
-def parts(name: str) -> Name:
+def split_name(name: str) -> NameParts:
     """A dotted name apart, without its backticks."""
-    found = _PARTS.findall(name)
-    return tuple(p[1:-1].replace("``", "`") if p.startswith("`") else p for p in found)
+    name_parts = _PART_PATTERN.findall(name)
+    return tuple(p[1:-1].replace("``", "`") if p.startswith("`") else p for p in name_parts)
 
 
 CATALOG = "nessie"
 """What sessions call the lake's catalogue."""
 
-_CONF = "spark.sql.catalog."
-_READING = frozenset(
+_CATALOG_CONF = "spark.sql.catalog."
+_READING_RELATIONS = frozenset(
     {
         "read",
         "sql",
@@ -119,87 +127,93 @@ _READING = frozenset(
 """Kinds of relation that may lead to a table; a plan without any need not be explained."""
 
 
-def watch(session: SparkSession, wanted: Callable[[], bool], note: Callable[[Scanned], None]) -> None:
-    """Call `note` before each execution that scans tables, while `wanted()`; names without the catalogue."""
+def watch_reads(
+    session: SparkSession, is_enabled: Callable[[], bool], on_read: Callable[[PlanReads], None]
+) -> None:
+    """Call `on_read` before each execution that scans tables, while `is_enabled()`; names without the catalogue."""
     client = cast("Any", session).client
-    _attach(client, wanted, note)
+    _add_read_hook(client, is_enabled, on_read)
     clone = client.clone
 
-    def watched(*given: Any, **named: Any) -> Any:
-        copy = clone(*given, **named)
-        _attach(copy, wanted, note)
-        return copy
+    def watched_clone(*args: Any, **kwargs: Any) -> Any:
+        cloned_client = clone(*args, **kwargs)
+        _add_read_hook(cloned_client, is_enabled, on_read)
+        return cloned_client
 
-    client.clone = watched
-
-
-def _attach(client: SparkConnectClient, wanted: Callable[[], bool], note: Callable[[Scanned], None]) -> None:
-    add_session_hook(client, _Watch(client, wanted, note))
+    client.clone = watched_clone
 
 
-class _Watch:
+def _add_read_hook(
+    client: SparkConnectClient, is_enabled: Callable[[], bool], on_read: Callable[[PlanReads], None]
+) -> None:
+    add_session_hook(client, _ReadHook(client, is_enabled, on_read))
+
+
+class _ReadHook:
     """A hook of one client (pyspark's `SparkSession.Hook`)."""
 
     def __init__(
-        self, client: SparkConnectClient, wanted: Callable[[], bool], note: Callable[[Scanned], None]
+        self, client: SparkConnectClient, is_enabled: Callable[[], bool], on_read: Callable[[PlanReads], None]
     ) -> None:
         self._client = client
-        self._wanted = wanted
-        self._note = note
-        self._asking = threading.local()
-        self._ours: dict[str, bool] = {CATALOG: True}
+        self._is_enabled = is_enabled
+        self._on_read = on_read
+        self._explaining = threading.local()
+        self._is_lake_catalog: dict[str, bool] = {CATALOG: True}
 
     def on_execute_plan(self, request: ExecutePlanRequest) -> ExecutePlanRequest:
         """Called by the client before it sends the request."""
-        if getattr(self._asking, "now", False) or not self._wanted():
+        if getattr(self._explaining, "now", False) or not self._is_enabled():
             return request
-        self._asking.now = True
+        self._explaining.now = True
         try:
-            found = self._reads(request.plan)
+            reads = self._find_reads(request.plan)
         finally:
-            self._asking.now = False
-        if found:
-            self._note(found)
+            self._explaining.now = False
+        if reads:
+            self._on_read(reads)
         return request
 
-    def _reads(self, plan: Plan) -> Scanned:
-        plan = _plain(plan)
-        found = Scanned(frozenset(_asked_for(plan)), merged=frozenset(_merged(plan)))
-        for relation, statement in _questions(plan):
-            found |= self._scanned(relation, statement=statement)
-        tables, merged = (
+    def _find_reads(self, plan: Plan) -> PlanReads:
+        plan = _decompress_plan(plan)
+        reads = PlanReads(frozenset(_catalog_tables(plan)), merge_targets=frozenset(_merge_targets(plan)))
+        for relation, is_statement in _iter_relations(plan):
+            reads |= self._explain_relation(relation, is_statement=is_statement)
+        tables, merge_targets = (
             frozenset(name[1:] for name in names if self._in_lake(name))
-            for names in (found.tables, found.merged)
+            for names in (reads.tables, reads.merge_targets)
         )
-        return Scanned(tables, found.untold, merged)
+        return PlanReads(tables, reads.unnamed_reads, merge_targets)
 
-    def _scanned(self, relation: Relation, *, statement: bool) -> Scanned:
+    def _explain_relation(self, relation: Relation, *, is_statement: bool) -> PlanReads:
         from pyspark.errors import AnalysisException, ParseException
         from pyspark.sql.connect.proto import Plan
 
         plan = Plan(root=relation)
         try:
-            if not statement:
-                return scanned(self._client.explain_string(plan, "extended"))
-            answer = self._client.to_table(plan, {})[0]
-            return scanned("\n".join(answer.column(0).to_pylist()))
+            if not is_statement:
+                return parse_plan(self._client.explain_string(plan, "extended"))
+            plan_table = self._client.to_table(plan, {})[0]
+            return parse_plan("\n".join(plan_table.column(0).to_pylist()))
         except ParseException:
-            return Scanned(untold=frozenset({"a statement that cannot be explained"}))
+            return PlanReads(unnamed_reads=frozenset({"a statement that cannot be explained"}))
         except AnalysisException:
-            return Scanned()  # it will fail for the same reason, and read nothing
+            return PlanReads()  # it will fail for the same reason, and read nothing
 
-    def _in_lake(self, name: Name) -> bool:
+    def _in_lake(self, name: NameParts) -> bool:
         """Whether the catalogue is the lake's own, or another name for it."""
         if len(name) < 2:
             return False
-        alias = name[0]
-        if alias not in self._ours:
-            uri, ours = self._client.get_configs(f"{_CONF}{alias}.uri", f"{_CONF}{CATALOG}.uri")
-            self._ours[alias] = uri is not None and uri == ours
-        return self._ours[alias]
+        catalog_name = name[0]
+        if catalog_name not in self._is_lake_catalog:
+            uri, lake_uri = self._client.get_configs(
+                f"{_CATALOG_CONF}{catalog_name}.uri", f"{_CATALOG_CONF}{CATALOG}.uri"
+            )
+            self._is_lake_catalog[catalog_name] = uri is not None and uri == lake_uri
+        return self._is_lake_catalog[catalog_name]
 
 
-def _plain(plan: Plan) -> Plan:
+def _decompress_plan(plan: Plan) -> Plan:
     """The plan, if need be decompressed."""
     from pyspark.sql.connect.proto import Command, Plan, Relation
 
@@ -214,44 +228,46 @@ def _plain(plan: Plan) -> Plan:
     return Plan(command=Command.FromString(data))
 
 
-def _questions(plan: Plan) -> Iterator[tuple[Relation, bool]]:
+def _iter_relations(plan: Plan) -> Iterator[tuple[Relation, bool]]:
     """The relations to ask the server about, and whether one is a statement that must not be executed."""
     if plan.WhichOneof("op_type") == "command" and plan.command.HasField("sql_command"):
         command = plan.command.sql_command
-        asked = type(command.input)()
-        asked.CopyFrom(command.input)
-        inner = asked.with_relations.root if asked.HasField("with_relations") else asked
-        text = inner.sql.query
+        relation_copy = type(command.input)()
+        relation_copy.CopyFrom(command.input)
+        root_relation = (
+            relation_copy.with_relations.root if relation_copy.HasField("with_relations") else relation_copy
+        )
+        query = root_relation.sql.query
         # A query is not executed by this: it will be asked about when its rows are.
-        if not text.lstrip().lower().startswith("select"):
-            inner.sql.query = f"EXPLAIN EXTENDED {text}"
-            yield asked, True
+        if not query.lstrip().lower().startswith("select"):
+            root_relation.sql.query = f"EXPLAIN EXTENDED {query}"
+            yield relation_copy, True
         return
-    for relation in _outermost(plan):
+    for relation in _outermost_relations(plan):
         if _may_read(relation):
             yield relation, False
 
 
-def _outermost(message: Any) -> Iterator[Relation]:
+def _outermost_relations(message: Any) -> Iterator[Relation]:
     """The relations in a message that are not inside of another one."""
     from pyspark.sql.connect.proto import Relation
 
-    for child in _children(message):
+    for child in _child_messages(message):
         if isinstance(child, Relation):
             yield child
         else:
-            yield from _outermost(child)
+            yield from _outermost_relations(child)
 
 
 def _may_read(message: Any) -> bool:
     from pyspark.sql.connect.proto import Relation
 
-    if isinstance(message, Relation) and message.WhichOneof("rel_type") in _READING:
+    if isinstance(message, Relation) and message.WhichOneof("rel_type") in _READING_RELATIONS:
         return message.WhichOneof("rel_type") != "catalog"
-    return any(map(_may_read, _children(message)))
+    return any(map(_may_read, _child_messages(message)))
 
 
-def _children(message: Any) -> Iterator[Any]:
+def _child_messages(message: Any) -> Iterator[Any]:
     for field, value in message.ListFields():
         if field.message_type is None:
             continue
@@ -264,17 +280,17 @@ def _children(message: Any) -> Iterator[Any]:
             yield from value
 
 
-def _merged(plan: Plan) -> Iterator[Name]:
+def _merge_targets(plan: Plan) -> Iterator[NameParts]:
     """The target of a frame's merge."""
     if plan.WhichOneof("op_type") == "command" and plan.command.HasField("merge_into_table_command"):
-        yield parts(plan.command.merge_into_table_command.target_table_name)
+        yield split_name(plan.command.merge_into_table_command.target_table_name)
 
 
-def _asked_for(plan: Plan) -> Iterator[Name]:
+def _catalog_tables(plan: Plan) -> Iterator[NameParts]:
     """The table that `spark.catalog` is asked about."""
     if plan.WhichOneof("op_type") == "root" and plan.root.HasField("catalog"):
-        asked = getattr(plan.root.catalog, plan.root.catalog.WhichOneof("cat_type") or "")
-        known = {field.name: value for field, value in asked.ListFields()}
-        if "table_name" in known:
-            home = parts(known["db_name"]) if "db_name" in known else ()
-            yield (*home, *parts(known["table_name"]))
+        catalog_call = getattr(plan.root.catalog, plan.root.catalog.WhichOneof("cat_type") or "")
+        field_values = {field.name: value for field, value in catalog_call.ListFields()}
+        if "table_name" in field_values:
+            namespace = split_name(field_values["db_name"]) if "db_name" in field_values else ()
+            yield (*namespace, *split_name(field_values["table_name"]))

@@ -38,13 +38,13 @@ from branchlake_dagster.embedded.servers import (
 )
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, OutcomeUnknown
 from branchlake_dagster.internals.pyspark import (
-    give_up_within,
-    handle_errors_by,
-    keep_connect_log_off,
-    leave_sessions_to_stop,
+    disable_session_finalizer,
+    limit_retry_time,
+    silence_connect_log,
+    translate_errors,
 )
 from branchlake_dagster.nessie.errors import NessieUnauthorized
-from branchlake_dagster.nessie.failures import REFUSED_HINT
+from branchlake_dagster.nessie.failures import TOKEN_HINT
 from branchlake_dagster.settings import Settings, require_tls
 
 if TYPE_CHECKING:
@@ -55,25 +55,25 @@ class SparkGone(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the
     """Spark's server does not answer any more. What it was asked for last it may have done."""
 
 
-def quoted(name: str) -> str:
+def quote_spark_name(name: str) -> str:
     """One identifier, whatever it holds: dots, spaces and backticks included."""
     return f"`{name.replace('`', '``')}`"
 
 
-def dotted(parts: Iterable[str]) -> str:
+def quote_spark_path(parts: Iterable[str]) -> str:
     """A name of several parts, such as catalogue, namespaces and table."""
-    return ".".join(map(quoted, parts))
+    return ".".join(map(quote_spark_name, parts))
 
 
-def text_literal(text: str) -> str:
+def quote_spark_string(value: str) -> str:
     """A string literal. Backslashes are escapes in Spark's, so they are doubled."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
-_EVERY_S = 60.0
-_looked = threading.Lock()
-_last: dict[int, float] = {}
+_CHECK_INTERVAL_S = 60.0
+_check_lock = threading.Lock()
+_last_checks: dict[int, float] = {}
 
 
 def end_idle_daemons(server: ProcessRecord, *, now: Callable[[], float] = time.time) -> int:
@@ -82,31 +82,31 @@ def end_idle_daemons(server: ProcessRecord, *, now: Callable[[], float] = time.t
     How many. Looks once a minute and process, whoever asks; touches only children of the server. Those that
     were forked from the warm process are ended by it.
     """
-    with _looked:
-        if now() - _last.get(server.pid, 0.0) < _EVERY_S or not server.alive():
+    with _check_lock:
+        if now() - _last_checks.get(server.pid, 0.0) < _CHECK_INTERVAL_S or not server.is_alive():
             return 0
-        _last[server.pid] = now()
-    ended = 0
+        _last_checks[server.pid] = now()
+    ended_count = 0
     with contextlib.suppress(psutil.Error):  # it ended meanwhile
-        for one in psutil.Process(server.pid).children():
+        for process in psutil.Process(server.pid).children():
             with contextlib.suppress(psutil.Error):
-                old = now() - one.create_time() > IDLE_S
-                if old and "pyspark.daemon" in one.cmdline() and is_idle(one):
-                    one.terminate()
-                    ended += 1
-    return ended
+                is_old = now() - process.create_time() > IDLE_S
+                if is_old and "pyspark.daemon" in process.cmdline() and is_idle(process):
+                    process.terminate()
+                    ended_count += 1
+    return ended_count
 
 
-_SERVER_SIDE = ("spark.sql.extensions",)
+_SERVER_SIDE_KEYS = ("spark.sql.extensions",)
 _CATALOG = "spark.sql.catalog."
 _NESSIE_AUTHENTICATION = f"{_CATALOG}nessie.authentication"
 _NESSIE_TOKEN = f"{_NESSIE_AUTHENTICATION}.token"
 _REFUSALS = ("NessieNotAuthorizedException", "NessieForbiddenException")
-_PATIENCE_S = 60.0
+_EMBEDDED_TIMEOUT_S = 60.0
 """With an embedded server that does not answer: one that has no processor for a while does."""
 _SECRET_KEY = re.compile(r"(?i)secret|password|token|access[.]?key")
 """Names of settings that hold secrets, as Spark recognizes them by default (`spark.redaction.regex`)."""
-_classic_start = threading.Lock()
+_classic_lock = threading.Lock()
 
 
 def open_session(
@@ -117,10 +117,14 @@ def open_session(
     Connect: 15 ms against a running server. Classic: the first one in a process starts a JVM (11-18 s),
     later ones share it but not its settings. Raises SecretWithoutTls before it connects.
     """
-    settled = {**catalog_conf(settings, endpoints.nessie_uri, ref=ref), **_authentication(endpoints), **conf}
+    session_conf = {
+        **catalog_conf(settings, endpoints.nessie_uri, ref=ref),
+        **_authentication_conf(endpoints),
+        **conf,
+    }
     if settings.session_kind == "classic":
-        return _open_classic(settings, settled)
-    return _open_connect(settings, endpoints, settled)
+        return _open_classic(settings, session_conf)
+    return _open_connect(settings, endpoints, session_conf)
 
 
 def connect_url(remote: str, token: str | None) -> str:
@@ -137,7 +141,7 @@ def is_connect(session: SparkSession) -> bool:
 
 
 @contextmanager
-def telling_refusals() -> Iterator[None]:
+def translate_refusals() -> Iterator[None]:
     """Turn what Spark's own Nessie client calls not authorised or forbidden into NessieUnauthorized.
 
     Without the text: the JVM passes on what the server says, and a server may echo the token.
@@ -145,73 +149,73 @@ def telling_refusals() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if refusal := _refusal_in(str(error)):
+        if refusal := _find_refusal(str(error)):
             raise refusal from None
         raise
 
 
-def _refusal_in(text: str) -> NessieUnauthorized | None:
-    kind = next((name for name in _REFUSALS if name in text), None)
+def _find_refusal(message: str) -> NessieUnauthorized | None:
+    exception_name = next((name for name in _REFUSALS if name in message), None)
     return (
-        NessieUnauthorized(f"Nessie refused what Spark asked of it ({kind}).", hint=REFUSED_HINT)
-        if kind
+        NessieUnauthorized(f"Nessie refused what Spark asked of it ({exception_name}).", hint=TOKEN_HINT)
+        if exception_name
         else None
     )
 
 
-def _tell_failures(session: SparkSession, server: str) -> None:
+def _translate_failures(session: SparkSession, server: str) -> None:
     """Let a Connect session raise NessieUnauthorized and SparkGone in users' code too."""
     import grpc
 
-    def told(error: Exception) -> Exception | None:
+    def translate_error(error: Exception) -> Exception | None:
         # The server's exception class stands in a trailer of the call; one that is gone has none.
-        trailer = getattr(error, "trailing_metadata", None)
-        found = trailer() if trailer else None
-        if not found and isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAVAILABLE:
+        get_trailer = getattr(error, "trailing_metadata", None)
+        metadata = get_trailer() if get_trailer else None
+        if not metadata and isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAVAILABLE:
             return SparkGone(
                 f"Spark at {server} does not answer any more.",
                 hint="See its log. The embedded one is started again by whatever needs it next; a run goes on"
                 " by its retry.",
                 subject=server,
             )
-        return _refusal_in(str(found or ""))
+        return _find_refusal(str(metadata or ""))
 
-    handle_errors_by(cast("Any", session).client, told)
+    translate_errors(cast("Any", session).client, translate_error)
 
 
 def _open_connect(settings: Settings, endpoints: Endpoints, conf: dict[str, str]) -> SparkSession:
     from pyspark.sql import SparkSession
 
-    named = conf.pop("spark.remote", None)
-    remote = named or endpoints.spark_remote
+    custom_remote = conf.pop("spark.remote", None)
+    remote = custom_remote or endpoints.spark_remote
     if remote is None:
         raise ConfigurationError("No Spark Connect server is known.", hint="Set BRANCHLAKE_SPARK_REMOTE.")
-    keep_connect_log_off()
-    leave_sessions_to_stop()
+    silence_connect_log()
+    disable_session_finalizer()
     url = connect_url(remote, endpoints.spark_token)
-    require_tls(url, _secrets_in(conf))
+    require_tls(url, _secret_names(conf))
     session: SparkSession = SparkSession.builder.remote(url).create()
-    if settings.embedded_spark and not named:
+    if settings.embedded_spark and not custom_remote:
         # One that was killed comes back at another port: nothing is waited for at the old one. A live run
         # once stood still for minutes after that.
-        give_up_within(cast("Any", session).client, _PATIENCE_S)
-    _tell_failures(session, urlsplit(url).netloc)
+        limit_retry_time(cast("Any", session).client, _EMBEDDED_TIMEOUT_S)
+    _translate_failures(session, urlsplit(url).netloc)
     for key, value in conf.items():
-        if key not in _SERVER_SIDE:
+        if key not in _SERVER_SIDE_KEYS:
             session.conf.set(key, value)
     return session
 
 
-def _secrets_in(conf: Mapping[str, str]) -> list[str]:
+def _secret_names(conf: Mapping[str, str]) -> list[str]:
     """Descriptions of the secrets among a session's settings: Nessie's token, and what a user has set."""
-    names = {_NESSIE_TOKEN: "Nessie's token (BRANCHLAKE_NESSIE_TOKEN, or run/nessie.token)"}
-    return [names.get(key, f"the session's setting {key}") for key in conf if _SECRET_KEY.search(key)]
+    known_names = {_NESSIE_TOKEN: "Nessie's token (BRANCHLAKE_NESSIE_TOKEN, or run/nessie.token)"}
+    return [known_names.get(key, f"the session's setting {key}") for key in conf if _SECRET_KEY.search(key)]
 
 
 def _open_classic(settings: Settings, conf: dict[str, str]) -> SparkSession:
     from pyspark.sql import SparkSession
 
-    with _classic_start:
+    with _classic_lock:
         # pyspark refuses a classic session while these point to a Connect server.
         for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED"):
             os.environ.pop(name, None)
@@ -220,15 +224,15 @@ def _open_classic(settings: Settings, conf: dict[str, str]) -> SparkSession:
             # Its workers are here too; pyspark would take whatever `python3` is, without our libraries.
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         jars = EmbeddedServers(settings).fetch_jars()
-        paths = ",".join(str(path) for jar, path in jars.items() if jar is not NESSIE_SERVER)
-        of_process = {
-            "spark.jars": paths,
+        jar_paths = ",".join(str(path) for jar, path in jars.items() if jar is not NESSIE_SERVER)
+        process_conf = {
+            "spark.jars": jar_paths,
             "spark.ui.enabled": "false",
             "spark.driver.memory": settings.spark_driver_memory,
             "spark.sql.warehouse.dir": str(settings.state_dir / "spark" / "warehouse"),
         }
         if settings.spark_master.startswith("local"):
-            of_process |= {
+            process_conf |= {
                 "spark.driver.bindAddress": LOOPBACK,
                 "spark.driver.host": LOOPBACK,
                 "spark.sql.shuffle.partitions": str(max(2, os.cpu_count() or 2)),
@@ -236,11 +240,11 @@ def _open_classic(settings: Settings, conf: dict[str, str]) -> SparkSession:
         if "SPARK_CONF_DIR" not in os.environ:
             # A configuration of the user's own may set these, and ours would replace them.
             for name in ("spark.driver.extraJavaOptions", "spark.executor.extraJavaOptions"):
-                of_process[name] = " ".join(avro_options())
+                process_conf[name] = " ".join(avro_options())
         # Not the catalogue's: as settings of the process they would be every session's, the branch included.
-        of_process |= {key: value for key, value in conf.items() if not key.startswith(_CATALOG)}
+        process_conf |= {key: value for key, value in conf.items() if not key.startswith(_CATALOG)}
         builder = SparkSession.builder.master(settings.spark_master).appName("branchlake")
-        session = builder.config(map=dict(of_process)).getOrCreate().newSession()
+        session = builder.config(map=dict(process_conf)).getOrCreate().newSession()
     for key, value in conf.items():
         # Spark does not know a catalogue's settings and so calls them not modifiable; setting them works.
         if key.startswith(_CATALOG) or session.conf.isModifiable(key):
@@ -248,7 +252,7 @@ def _open_classic(settings: Settings, conf: dict[str, str]) -> SparkSession:
     return session
 
 
-def _authentication(endpoints: Endpoints) -> dict[str, str]:
+def _authentication_conf(endpoints: Endpoints) -> dict[str, str]:
     """The bearer token for Spark's own Nessie client, set per session so that no command line shows it."""
     if endpoints.nessie_token is None:
         return {}
@@ -256,8 +260,8 @@ def _authentication(endpoints: Endpoints) -> dict[str, str]:
 
 
 _WARM_UP_CATALOG = "warming"
-_TABLE = f"{_WARM_UP_CATALOG}.up.t"
-_ROWS = "SELECT id AS key, id % 7 AS n, CAST(id AS STRING) AS word FROM range(100)"
+_WARM_UP_TABLE = f"{_WARM_UP_CATALOG}.up.t"
+_WARM_UP_ROWS = "SELECT id AS key, id % 7 AS n, CAST(id AS STRING) AS word FROM range(100)"
 
 
 def warm_up(settings: Settings, endpoints: Endpoints) -> None:
@@ -277,13 +281,13 @@ def warm_up(settings: Settings, endpoints: Endpoints) -> None:
     }
     session = open_session(settings, endpoints, ref="main", conf=conf)
     try:
-        session.sql(f"CREATE TABLE {_TABLE} USING iceberg PARTITIONED BY (n) AS {_ROWS}")
+        session.sql(f"CREATE TABLE {_WARM_UP_TABLE} USING iceberg PARTITIONED BY (n) AS {_WARM_UP_ROWS}")
         session.sql(
-            f"MERGE INTO {_TABLE} t USING ({_ROWS}) s ON t.key = s.key"
+            f"MERGE INTO {_WARM_UP_TABLE} t USING ({_WARM_UP_ROWS}) s ON t.key = s.key"
             " WHEN MATCHED THEN UPDATE SET * WHEN NOT MATCHED THEN INSERT *"
         )
         measures = ("count(*)", "sum(CAST(n > 3 AS BIGINT))", "count(DISTINCT key)", "max(word)")
-        session.table(_TABLE).selectExpr(*measures).collect()
+        session.table(_WARM_UP_TABLE).selectExpr(*measures).collect()
     finally:
         session.stop()
         shutil.rmtree(Path(folder), ignore_errors=True)

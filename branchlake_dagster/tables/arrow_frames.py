@@ -14,41 +14,53 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.types import TimestampType
 
-from branchlake_dagster.errors import some
-from branchlake_dagster.internals.pyiceberg import transaction_on
+from branchlake_dagster.errors import format_first_values
+from branchlake_dagster.internals.pyiceberg import open_transaction
 from branchlake_dagster.tables.errors import ColumnUnsupported, PartitionMismatch, UpsertKeyInvalid
 from branchlake_dagster.tables.schemas import stored_schema
-from branchlake_dagster.tables.selection import Selection, Values, rows_outside, to_iceberg
+from branchlake_dagster.tables.selection import Selection, Values, count_rows_outside, to_iceberg_filter
 from branchlake_dagster.tables.specification import TableSpec
-from branchlake_dagster.wording import agree, named
+from branchlake_dagster.wording import format_names, pluralize
 
 
-def must_be(selection: Selection, schema: Schema) -> str:
+def format_required_rows(selection: Selection, schema: Schema) -> str:
     """Which rows a frame for the selection may have, and how their time stamps are read."""
-    naive = [one for one in selection.columns() if isinstance(schema.find_type(one), TimestampType)]
-    have, are = agree(len(naive), "has", "have"), agree(len(naive), "it is", "they are")
-    rule = (
-        f" {', '.join(naive)} {have} no time zone, so {are} read as the clock of UTC: convert local times in"
+    naive_columns = [
+        column_name
+        for column_name in selection.column_names()
+        if isinstance(schema.find_type(column_name), TimestampType)
+    ]
+    have, are = (
+        pluralize(len(naive_columns), "has", "have"),
+        pluralize(len(naive_columns), "it is", "they are"),
+    )
+    time_zone_note = (
+        f" {', '.join(naive_columns)} {have} no time zone, so {are} read as the clock of UTC: convert local"
+        " times in"
         " the asset, or give them their zone."
     )
-    return f"Its rows must be those where {rows_of(selection)}.{rule if naive else ''}"
+    return f"Its rows must be those where {format_selected_rows(selection)}.{time_zone_note if naive_columns else ''}"
 
 
-def rows_of(selection: Selection) -> str:
+def format_selected_rows(selection: Selection) -> str:
     """Which rows a selection holds: the first few of its conditions, with their columns."""
-    found = []
+    slice_texts = []
     for part in selection.slices:
-        words = []
-        for one in part:
-            if isinstance(one, Values):
-                words.append(f"{one.column} is {some(tuple(map(repr, one.values)))}")
+        condition_texts = []
+        for condition in part:
+            if isinstance(condition, Values):
+                condition_texts.append(
+                    f"{condition.column} is {format_first_values(tuple(map(repr, condition.values)))}"
+                )
             else:
-                words.append(f"{one.start.isoformat()} <= {one.column} < {one.end.isoformat()}")
-        found.append(" and ".join(words))
-    return some(tuple(found)) if found else "no row"
+                condition_texts.append(
+                    f"{condition.start.isoformat()} <= {condition.column} < {condition.end.isoformat()}"
+                )
+        slice_texts.append(" and ".join(condition_texts))
+    return format_first_values(tuple(slice_texts)) if slice_texts else "no row"
 
 
-def not_unique(spec: TableSpec) -> UpsertKeyInvalid:
+def duplicate_key_error(spec: TableSpec) -> UpsertKeyInvalid:
     """The error for keys that are null or occur twice."""
     return UpsertKeyInvalid(
         f"Two rows share a key, or a key is null, in ({', '.join(spec.keys)}).",
@@ -64,47 +76,54 @@ _TO_ARROW: dict[type, Callable[[Any], pa.Table]] = {
 }
 
 
-def handles(kind: type) -> bool:
+def can_write_type(frame_type: type) -> bool:
     """Whether frames of this type can be written."""
-    return kind in (pd.DataFrame, pl.LazyFrame) or kind in _TO_ARROW
+    return frame_type in (pd.DataFrame, pl.LazyFrame) or frame_type in _TO_ARROW
 
 
-def to_arrow(frame: Any, like: pa.Schema | None, *, table: str) -> pa.Table:
+def to_arrow(frame: Any, table_schema: pa.Schema | None, *, table_name: str) -> pa.Table:
     """Any supported frame as an Arrow table in types that the lake stores.
 
-    `like` is the schema of the table it goes to, if there is one: Python objects become its maps, and a
-    column that is null in all rows (or has none) and would not fit says no type. Raises SchemaMismatch and
+    `table_schema` is the schema of the table it goes to, if there is one: Python objects become its maps, and
+    a column that is null in all rows (or has none) and would not fit says no type. Raises SchemaMismatch and
     ColumnUnsupported.
     """
     if isinstance(frame, pl.LazyFrame):
         frame = frame.collect()
     if isinstance(frame, pl.DataFrame):
-        _no_objects(frame, table)
+        _require_no_objects(frame, table_name)
     convert = _TO_ARROW.get(type(frame))
-    found = _maps(convert(frame) if convert else _from_pandas(frame, like, table), like)
-    return _without_guesses(cast(found, stored_schema(found.schema, table=table), table=table), like)
+    arrow_table = _restore_maps(
+        convert(frame) if convert else _from_pandas(frame, table_schema, table_name), table_schema
+    )
+    return _drop_guessed_types(
+        cast_columns(
+            arrow_table, stored_schema(arrow_table.schema, table_name=table_name), table_name=table_name
+        ),
+        table_schema,
+    )
 
 
-def _no_objects(frame: pl.DataFrame, table: str) -> None:
+def _require_no_objects(frame: pl.DataFrame, table_name: str) -> None:
     """Polars hands Python objects to Arrow as the addresses they have in memory."""
-    if objects := [name for name, kind in frame.schema.items() if kind == pl.Object]:
-        hold = agree(len(objects), "holds", "hold")
+    if object_columns := [name for name, kind in frame.schema.items() if kind == pl.Object]:
+        hold = pluralize(len(object_columns), "holds", "hold")
         raise ColumnUnsupported(
-            f"{named('Column', objects)} {hold} Python objects, which the lake cannot store.",
-            table=table,
+            f"{format_names('Column', object_columns)} {hold} Python objects, which the lake cannot store.",
+            table=table_name,
             hint="Cast to text, numbers, time stamps or structs.",
         )
 
 
-def cast(frame: pa.Table, schema: pa.Schema, *, table: str) -> pa.Table:
+def cast_columns(frame: pa.Table, schema: pa.Schema, *, table_name: str) -> pa.Table:
     """The columns of `schema` in its types; what would lose something is refused by column."""
-    columns = [_cast(frame.column(one.name), one, table) for one in schema]
+    columns = [_cast_column(frame.column(field.name), field, table_name) for field in schema]
     return pa.table(columns, schema=schema)
 
 
-def _cast(column: pa.ChunkedArray, to: pa.Field, table: str) -> pa.ChunkedArray:
+def _cast_column(column: pa.ChunkedArray, field: pa.Field, table_name: str) -> pa.ChunkedArray:
     try:
-        return column.cast(to.type)
+        return column.cast(field.type)
     except pa.ArrowException as error:
         hint = "Cast the column in the asset."
         if pa.types.is_uint64(column.type):
@@ -115,68 +134,88 @@ def _cast(column: pa.ChunkedArray, to: pa.Field, table: str) -> pa.ChunkedArray:
                 " .dt.truncate('1us'))."
             )
         raise ColumnUnsupported(
-            f"Column {to.name} holds values of {column.type} that {to.type} cannot hold"
+            f"Column {field.name} holds values of {column.type} that {field.type} cannot hold"
             f" ({str(error).splitlines()[0]}).",
-            table=table,
+            table=table_name,
             hint=hint,
         ) from error
 
 
-def _from_pandas(frame: pd.DataFrame, like: pa.Schema | None, table: str) -> pa.Table:
+def _from_pandas(frame: pd.DataFrame, table_schema: pa.Schema | None, table_name: str) -> pa.Table:
     names = [str(name) for name in frame.columns]
-    arrays = [_series(frame.iloc[:, i], name, like, table) for i, name in enumerate(names)]
+    arrays = [
+        _convert_series(frame.iloc[:, i], name, table_schema, table_name) for i, name in enumerate(names)
+    ]
     return pa.Table.from_arrays(arrays, names=names)
 
 
-def _series(series: pd.Series[Any], name: str, like: pa.Schema | None, table: str) -> Any:
-    wanted = like.field(name).type if like is not None and name in like.names else None
-    kind = wanted if wanted is not None and pa.types.is_map(wanted) and series.dtype == object else None
+def _convert_series(
+    series: pd.Series[Any], column_name: str, table_schema: pa.Schema | None, table_name: str
+) -> Any:
+    column_type = (
+        table_schema.field(column_name).type
+        if table_schema is not None and column_name in table_schema.names
+        else None
+    )
+    map_type = (
+        column_type
+        if column_type is not None and pa.types.is_map(column_type) and series.dtype == object
+        else None
+    )
     try:
-        return pa.Array.from_pandas(series, type=kind)
+        return pa.Array.from_pandas(series, type=map_type)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         hint = "Let all its values be of one type: .astype(…) in the asset."
-        if kind is not None:
+        if map_type is not None:
             hint = "Its values must be dicts, or lists of (key, value), of the map's types."
         raise ColumnUnsupported(
-            f"Column {name} ({series.dtype}) has values that no one type holds"
+            f"Column {column_name} ({series.dtype}) has values that no one type holds"
             f" ({str(error).splitlines()[0]}).",
-            table=table,
+            table=table_name,
             hint=hint,
         ) from error
 
 
-def _maps(frame: pa.Table, like: pa.Schema | None) -> pa.Table:
+def _restore_maps(frame: pa.Table, table_schema: pa.Schema | None) -> pa.Table:
     """Lists of (key, value) structs, Polars' form of maps, become maps where the table has maps."""
-    for i, field in enumerate(frame.schema if like is not None else ()):
-        wanted = like.field(field.name).type if like is not None and field.name in like.names else None
-        kind = field.type
-        pairs = (
-            wanted is not None
-            and pa.types.is_map(wanted)
-            and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
-            and pa.types.is_struct(kind.value_type)
-            and [one.name for one in kind.value_type] == ["key", "value"]
+    for i, field in enumerate(frame.schema if table_schema is not None else ()):
+        table_type = (
+            table_schema.field(field.name).type
+            if table_schema is not None and field.name in table_schema.names
+            else None
         )
-        if pairs:
+        frame_type = field.type
+        is_pair_list = (
+            table_type is not None
+            and pa.types.is_map(table_type)
+            and (pa.types.is_list(frame_type) or pa.types.is_large_list(frame_type))
+            and pa.types.is_struct(frame_type.value_type)
+            and [entry_field.name for entry_field in frame_type.value_type] == ["key", "value"]
+        )
+        if is_pair_list:
             rows = [
                 None if row is None else [(pair["key"], pair["value"]) for pair in row]
                 for row in frame.column(i).to_pylist()
             ]
-            inner = pa.map_(kind.value_type.field("key").type, kind.value_type.field("value").type)
-            frame = frame.set_column(i, field.name, pa.chunked_array([pa.array(rows, inner)]))
+            map_type = pa.map_(
+                frame_type.value_type.field("key").type, frame_type.value_type.field("value").type
+            )
+            frame = frame.set_column(i, field.name, pa.chunked_array([pa.array(rows, map_type)]))
     return frame
 
 
-def _without_guesses(frame: pa.Table, like: pa.Schema | None) -> pa.Table:
+def _drop_guessed_types(frame: pa.Table, table_schema: pa.Schema | None) -> pa.Table:
     """A column without any value says no type: pandas has floats for it, or objects, whatever was meant."""
     for i, field in enumerate(frame.schema):
         column = frame.column(i)
-        known = like is not None and field.name in like.names
-        nothing = column.null_count == len(column)
-        guessed = known and like is not None and like.field(field.name).type != field.type
-        empty_list = not known and len(column) > 0 and pa.types.is_list(field.type)
-        untyped = empty_list and pa.types.is_null(field.type.value_type)
-        if nothing and (guessed or untyped):
+        in_table = table_schema is not None and field.name in table_schema.names
+        has_no_values = column.null_count == len(column)
+        is_guessed = (
+            in_table and table_schema is not None and table_schema.field(field.name).type != field.type
+        )
+        empty_list = not in_table and len(column) > 0 and pa.types.is_list(field.type)
+        is_untyped = empty_list and pa.types.is_null(field.type.value_type)
+        if has_no_values and (is_guessed or is_untyped):
             frame = frame.set_column(i, field.name, pa.nulls(len(column)))
     return frame
 
@@ -189,18 +228,20 @@ _FROM_ARROW: dict[type, Callable[[pa.Table], Any]] = {
 }
 
 
-def loads(kind: Any) -> bool:
+def can_load_type(frame_type: Any) -> bool:
     """Whether tables can be loaded as this type."""
-    return kind in _FROM_ARROW
+    return frame_type in _FROM_ARROW
 
 
-def require_inside(frame: pa.Table, schema: Schema, spec: TableSpec, selection: Selection | None) -> None:
+def require_rows_inside(
+    frame: pa.Table, schema: Schema, spec: TableSpec, selection: Selection | None
+) -> None:
     """Raise PartitionMismatch for rows outside the selection. `frame` has the table's columns."""
-    if selection is not None and (outside := rows_outside(selection, frame)):
+    if selection is not None and (outside_count := count_rows_outside(selection, frame)):
         raise PartitionMismatch(
-            f"{outside} rows of the frame are outside the run's partitions.",
+            f"{outside_count} rows of the frame are outside the run's partitions.",
             table=spec.name,
-            hint=must_be(selection, schema),
+            hint=format_required_rows(selection, schema),
         )
 
 
@@ -209,20 +250,20 @@ def may_have_rows(table: Table) -> bool:
     snapshot = table.current_snapshot()
     if snapshot is None:
         return False
-    told = snapshot.summary.additional_properties if snapshot.summary else {}
-    return told.get("total-records") != "0" or any(True for _ in table.scan().plan_files())
+    summary = snapshot.summary.additional_properties if snapshot.summary else {}
+    return summary.get("total-records") != "0" or any(True for _ in table.scan().plan_files())
 
 
-def require_unique(frame: pa.Table, spec: TableSpec) -> None:
+def require_unique_keys(frame: pa.Table, spec: TableSpec) -> None:
     """Raise UpsertKeyInvalid when a key of an upsert is null or occurs twice."""
     nulls = any(frame[key].null_count for key in spec.keys)
-    keys = pa.table({key: comparable(frame[key]) for key in spec.keys})
+    keys = pa.table({key: to_comparable_column(frame[key]) for key in spec.keys})
     distinct = keys.group_by(list(spec.keys)).aggregate([]).num_rows
     if nulls or distinct < frame.num_rows:
-        raise not_unique(spec)
+        raise duplicate_key_error(spec)
 
 
-def comparable(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def to_comparable_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """A column in a type that Arrow and Polars group and join by: UUIDs and fixed binary as binary."""
     if isinstance(column.type, pa.BaseExtensionType):
         storage = [chunk.storage for chunk in column.chunks]
@@ -230,7 +271,7 @@ def comparable(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return column.cast(pa.binary()) if pa.types.is_fixed_size_binary(column.type) else column
 
 
-def write(
+def write_frame(
     frame: pa.Table, table: Table, spec: TableSpec, selection: Selection | None, properties: Mapping[str, str]
 ) -> None:
     """Write by the spec's mode in one commit, after which `table` is what it then is.
@@ -238,15 +279,15 @@ def write(
     `frame` has the table's columns. An upsert finds no row to match: the table has none yet. Raises
     PartitionMismatch and UpsertKeyInvalid before anything is written.
     """
-    require_inside(frame, table.schema(), spec, selection)
+    require_rows_inside(frame, table.schema(), spec, selection)
     if spec.write_mode == "upsert":
-        require_unique(frame, spec)
-    with transaction_on(table) as transaction:
+        require_unique_keys(frame, spec)
+    with open_transaction(table) as transaction:
         if spec.write_mode in ("append", "upsert") or table.current_snapshot() is None:
             transaction.append(frame, snapshot_properties=dict(properties))
             return
         row_filter: BooleanExpression = (
-            AlwaysTrue() if selection is None else to_iceberg(selection, table.schema())
+            AlwaysTrue() if selection is None else to_iceberg_filter(selection, table.schema())
         )
         with warnings.catch_warnings():
             # The first write of a partition replaces nothing, which is what we asked for.
@@ -254,17 +295,19 @@ def write(
             transaction.overwrite(frame, overwrite_filter=row_filter, snapshot_properties=dict(properties))
 
 
-def read(table: Table, kind: type, selection: Selection | None, columns: Sequence[str] | None = None) -> Any:
-    """The table's rows of the selection as `kind`, with these columns in this order; None: all."""
+def read_frame(
+    table: Table, frame_type: type, selection: Selection | None, columns: Sequence[str] | None = None
+) -> Any:
+    """The table's rows of the selection as `frame_type`, with these columns in this order; None: all."""
     row_filter: BooleanExpression = (
-        AlwaysTrue() if selection is None else to_iceberg(selection, table.schema())
+        AlwaysTrue() if selection is None else to_iceberg_filter(selection, table.schema())
     )
     if columns is None:
-        return as_kind(table.scan(row_filter=row_filter).to_arrow(), kind)
+        return from_arrow(table.scan(row_filter=row_filter).to_arrow(), frame_type)
     rows = table.scan(row_filter=row_filter, selected_fields=tuple(columns)).to_arrow()
-    return as_kind(rows.select(list(columns)), kind)
+    return from_arrow(rows.select(list(columns)), frame_type)
 
 
-def as_kind(rows: pa.Table, kind: type) -> Any:
+def from_arrow(rows: pa.Table, frame_type: type) -> Any:
     """Rows as a frame of the kind."""
-    return _FROM_ARROW[kind](rows)
+    return _FROM_ARROW[frame_type](rows)

@@ -30,69 +30,75 @@ from pyiceberg.expressions.visitors import bind
 from pyiceberg.schema import Schema
 from pyiceberg.types import DateType, StringType
 
-from branchlake_dagster.tables.selection import Selection, to_iceberg
+from branchlake_dagster.tables.selection import Selection, to_iceberg_filter
 
 MAX_CHARACTERS = 2000
 """A longer record is widened: each snapshot's summary is read whenever its table is opened."""
 
 _VERSION = 1
 
-Kind = Literal["time", "date", "string"]
+RangeKind = Literal["time", "date", "string"]
 
 
 @dataclass(frozen=True)
-class Among:
+class StringSet:
     """The column (a field id) is one of the strings."""
 
-    column: int
+    field_id: int
     values: frozenset[str]
 
 
 @dataclass(frozen=True)
-class Between:
+class ValueRange:
     """The column lies between two values of its kind."""
 
-    column: int
-    kind: Kind
+    field_id: int
+    kind: RangeKind
     low: int | str
     high: int | str
 
 
-Condition = Among | Between
-Slice = tuple[Condition, ...]
+ReplacedCondition = StringSet | ValueRange
+ReplacedSlice = tuple[ReplacedCondition, ...]
 
 
 @dataclass(frozen=True)
-class Replaced:
+class ReplacedRows:
     """A union of slices, each a conjunction. A slice without conditions is the whole table."""
 
-    slices: tuple[Slice, ...]
+    slices: tuple[ReplacedSlice, ...]
 
-    def meets(self, other: Replaced) -> bool:
+    def overlaps(self, other: ReplacedRows) -> bool:
         """Whether a row could belong to both."""
-        return any(_meet(mine, theirs) for mine in self.slices for theirs in other.slices)
+        return any(
+            _slices_overlap(own_slice, other_slice)
+            for own_slice in self.slices
+            for other_slice in other.slices
+        )
 
 
-EVERYTHING = Replaced(((),))
+ALL_ROWS = ReplacedRows(((),))
 """The whole table; also what is assumed of a record that cannot be read."""
 
 
-def _meet(mine: Slice, theirs: Slice) -> bool:
-    return all(_together(left, right) for left in mine for right in theirs if left.column == right.column)
+def _slices_overlap(first: ReplacedSlice, second: ReplacedSlice) -> bool:
+    return all(
+        _can_both_hold(left, right) for left in first for right in second if left.field_id == right.field_id
+    )
 
 
-def _together(left: Condition, right: Condition) -> bool:
+def _can_both_hold(left: ReplacedCondition, right: ReplacedCondition) -> bool:
     """Whether one value could satisfy both. What cannot be compared could."""
-    if isinstance(left, Among) and isinstance(right, Among):
+    if isinstance(left, StringSet) and isinstance(right, StringSet):
         return not left.values.isdisjoint(right.values)
-    if isinstance(left, Among) and isinstance(right, Between):
+    if isinstance(left, StringSet) and isinstance(right, ValueRange):
         return right.kind != "string" or any(
             str(right.low) <= value <= str(right.high) for value in left.values
         )
-    if isinstance(left, Between) and isinstance(right, Among):
-        return _together(right, left)
-    assert isinstance(left, Between)  # noqa: S101 - the cases above are all others
-    assert isinstance(right, Between)  # noqa: S101
+    if isinstance(left, ValueRange) and isinstance(right, StringSet):
+        return _can_both_hold(right, left)
+    assert isinstance(left, ValueRange)  # noqa: S101 - the cases above are all others
+    assert isinstance(right, ValueRange)  # noqa: S101
     if left.kind != right.kind:
         return True
     if left.kind == "string":
@@ -103,100 +109,111 @@ def _together(left: Condition, right: Condition) -> bool:
 # -- from a selection ----------------------------------------------------------------------------------
 
 
-def replaced(selection: Selection, schema: Schema) -> Replaced:
+def build_replaced_rows(selection: Selection, schema: Schema) -> ReplacedRows:
     """The predicate of a selection on a table of that schema, as both engines apply it."""
     # Slice by slice: the expression of a thousand slices would be a thousand levels deep.
-    parts = [bind(schema, to_iceberg(Selection((one,)), schema), True) for one in selection.slices]
-    return Replaced(tuple(_slice(part) for part in parts if not isinstance(part, AlwaysFalse)))
+    predicates = [
+        bind(schema, to_iceberg_filter(Selection((part,)), schema), True) for part in selection.slices
+    ]
+    return ReplacedRows(
+        tuple(_parse_slice(predicate) for predicate in predicates if not isinstance(predicate, AlwaysFalse))
+    )
 
 
-def _slice(part: BooleanExpression) -> Slice:
-    values: list[Condition] = []
-    starts: dict[int, tuple[Kind, int]] = {}
+def _parse_slice(expression: BooleanExpression) -> ReplacedSlice:
+    values: list[ReplacedCondition] = []
+    starts: dict[int, tuple[RangeKind, int]] = {}
     ends: dict[int, int] = {}
-    for one in _conjuncts(part):
-        field = one.term.ref().field if isinstance(one, BoundPredicate) else None
+    for predicate in _iter_conjuncts(expression):
+        field = predicate.term.ref().field if isinstance(predicate, BoundPredicate) else None
         if field is None:
             continue  # says nothing that we know how to compare: the slice is wider without it
-        if isinstance(one, BoundIn | BoundEqualTo) and isinstance(field.field_type, StringType):
-            literals = one.literals if isinstance(one, BoundIn) else {one.literal}
-            values.append(Among(field.field_id, frozenset(str(literal.value) for literal in literals)))
-        elif isinstance(one, BoundGreaterThanOrEqual):
-            kind: Kind = "date" if isinstance(field.field_type, DateType) else "time"
-            starts[field.field_id] = kind, one.literal.value
-        elif isinstance(one, BoundLessThan):
-            ends[field.field_id] = one.literal.value
-    ranges = [Between(column, starts[column][0], starts[column][1], ends[column]) for column in starts]
+        if isinstance(predicate, BoundIn | BoundEqualTo) and isinstance(field.field_type, StringType):
+            literals = predicate.literals if isinstance(predicate, BoundIn) else {predicate.literal}
+            values.append(StringSet(field.field_id, frozenset(str(literal.value) for literal in literals)))
+        elif isinstance(predicate, BoundGreaterThanOrEqual):
+            kind: RangeKind = "date" if isinstance(field.field_type, DateType) else "time"
+            starts[field.field_id] = kind, predicate.literal.value
+        elif isinstance(predicate, BoundLessThan):
+            ends[field.field_id] = predicate.literal.value
+    ranges = [
+        ValueRange(field_id, starts[field_id][0], starts[field_id][1], ends[field_id]) for field_id in starts
+    ]
     return (*ranges, *values)
 
 
-def _conjuncts(part: BooleanExpression) -> Iterator[BooleanExpression]:
-    if isinstance(part, And):
-        yield from _conjuncts(part.left)
-        yield from _conjuncts(part.right)
+def _iter_conjuncts(expression: BooleanExpression) -> Iterator[BooleanExpression]:
+    if isinstance(expression, And):
+        yield from _iter_conjuncts(expression.left)
+        yield from _iter_conjuncts(expression.right)
     else:
-        yield part
+        yield expression
 
 
 # -- in a summary --------------------------------------------------------------------------------------
 
 
-def to_text(predicate: Replaced) -> str:
+def to_json(predicate: ReplacedRows) -> str:
     """The record; of bounded length, for which it may say more than was replaced, never less."""
-    text = _dumped(predicate)
-    if len(text) > MAX_CHARACTERS:
-        text = _dumped(Replaced((_hull(predicate.slices),)))
-    return text if len(text) <= MAX_CHARACTERS else _dumped(EVERYTHING)
+    record = _dump_record(predicate)
+    if len(record) > MAX_CHARACTERS:
+        record = _dump_record(ReplacedRows((_bounding_slice(predicate.slices),)))
+    return record if len(record) <= MAX_CHARACTERS else _dump_record(ALL_ROWS)
 
 
-def from_text(text: str) -> Replaced:
-    """What `to_text` wrote. A record of another version, or a broken one, is of everything."""
+def from_json(record: str) -> ReplacedRows:
+    """What `to_json` wrote. A record of another version, or a broken one, is of everything."""
     try:
-        record = json.loads(text)
-        if record["v"] != _VERSION:
-            return EVERYTHING
-        return Replaced(tuple(tuple(_loaded(one) for one in part) for part in record["any"]))
+        content = json.loads(record)
+        if content["v"] != _VERSION:
+            return ALL_ROWS
+        return ReplacedRows(
+            tuple(tuple(_decode_condition(fields) for fields in part) for part in content["any"])
+        )
     except (ValueError, KeyError, TypeError):
-        return EVERYTHING  # written by hand or by a later version: never less than was replaced
+        return ALL_ROWS  # written by hand or by a later version: never less than was replaced
 
 
-def _dumped(predicate: Replaced) -> str:
-    told = {"v": _VERSION, "any": [[_told(one) for one in part] for part in predicate.slices]}
-    return json.dumps(told, separators=(",", ":"), ensure_ascii=False)
+def _dump_record(predicate: ReplacedRows) -> str:
+    content = {
+        "v": _VERSION,
+        "any": [[_encode_condition(condition) for condition in part] for part in predicate.slices],
+    }
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
 
 
-def _told(condition: Condition) -> list[Any]:
-    if isinstance(condition, Among):
-        return [condition.column, "in", sorted(condition.values)]
-    return [condition.column, condition.kind, condition.low, condition.high]
+def _encode_condition(condition: ReplacedCondition) -> list[Any]:
+    if isinstance(condition, StringSet):
+        return [condition.field_id, "in", sorted(condition.values)]
+    return [condition.field_id, condition.kind, condition.low, condition.high]
 
 
-def _loaded(told: Sequence[Any]) -> Condition:
-    column = int(told[0])
-    if told[1] == "in":
-        return Among(column, frozenset(map(str, told[2])))
-    if told[1] == "string":
-        return Between(column, "string", str(told[2]), str(told[3]))
-    if told[1] in ("time", "date"):
-        return Between(column, told[1], int(told[2]), int(told[3]))
-    raise ValueError(f"unknown condition {told[1]!r}")
+def _decode_condition(fields: Sequence[Any]) -> ReplacedCondition:
+    field_id = int(fields[0])
+    if fields[1] == "in":
+        return StringSet(field_id, frozenset(map(str, fields[2])))
+    if fields[1] == "string":
+        return ValueRange(field_id, "string", str(fields[2]), str(fields[3]))
+    if fields[1] in ("time", "date"):
+        return ValueRange(field_id, fields[1], int(fields[2]), int(fields[3]))
+    raise ValueError(f"unknown condition {fields[1]!r}")
 
 
-def _hull(slices: Iterable[Slice]) -> Slice:
+def _bounding_slice(slices: Iterable[ReplacedSlice]) -> ReplacedSlice:
     """One slice that holds all of them: per column that each of them restricts, the range of its values."""
-    per_slice = [{one.column: one for one in part} for part in slices]
+    per_slice = [{condition.field_id: condition for condition in part} for part in slices]
     common = set.intersection(*(set(part) for part in per_slice))
-    found: list[Condition] = []
-    for column in sorted(common):
-        ranges = [_as_range(part[column]) for part in per_slice]
-        kinds = {one.kind for one in ranges}
+    bounds: list[ReplacedCondition] = []
+    for field_id in sorted(common):
+        ranges = [_to_range(part[field_id]) for part in per_slice]
+        kinds = {condition.kind for condition in ranges}
         if len(kinds) == 1:
-            lows, highs = [one.low for one in ranges], [one.high for one in ranges]
-            found.append(Between(column, kinds.pop(), min(lows), max(highs)))
-    return tuple(found)
+            lows, highs = [condition.low for condition in ranges], [condition.high for condition in ranges]
+            bounds.append(ValueRange(field_id, kinds.pop(), min(lows), max(highs)))
+    return tuple(bounds)
 
 
-def _as_range(condition: Condition) -> Between:
-    if isinstance(condition, Between):
+def _to_range(condition: ReplacedCondition) -> ValueRange:
+    if isinstance(condition, ValueRange):
         return condition
-    return Between(condition.column, "string", min(condition.values), max(condition.values))
+    return ValueRange(condition.field_id, "string", min(condition.values), max(condition.values))

@@ -17,15 +17,15 @@ from pyiceberg.schema import Schema, assign_fresh_schema_ids
 from pyiceberg.table import Table
 from pyiceberg.types import IcebergType, ListType, MapType, StructType
 
-from branchlake_dagster.internals.pyiceberg import iceberg_schema_of
+from branchlake_dagster.internals.pyiceberg import to_iceberg_schema
 from branchlake_dagster.tables.errors import ColumnsFrozen, ColumnUnsupported, SchemaMismatch
-from branchlake_dagster.wording import named
+from branchlake_dagster.wording import format_names
 
-_MOST_DIGITS = 38
+_MAX_DIGITS = 38
 _FORMAT_VERSION = 2
 
 
-def stored_schema(schema: pa.Schema, *, table: str) -> pa.Schema:
+def stored_schema(schema: pa.Schema, *, table_name: str) -> pa.Schema:
     """`schema` as the lake stores it: every column nullable, times in microseconds, zones in UTC.
 
     Nullability is a matter of checks, not of storage: pandas cannot express it and Spark derives it
@@ -36,43 +36,47 @@ def stored_schema(schema: pa.Schema, *, table: str) -> pa.Schema:
     if not schema.names:
         raise SchemaMismatch(
             "The frame has no columns.",
-            table=table,
+            table=table_name,
             hint="Return a frame with columns (it may have no rows), or None to write nothing.",
         )
-    if twice := [name for name, count in Counter(schema.names).items() if count > 1]:
+    if duplicates := [name for name, count in Counter(schema.names).items() if count > 1]:
         raise SchemaMismatch(
-            f"The frame has several columns of the name {', '.join(twice)}.",
-            table=table,
+            f"The frame has several columns of the name {', '.join(duplicates)}.",
+            table=table_name,
             hint="Rename or drop all but one.",
         )
-    return pa.schema([pa.field(one.name, stored_type(one.type, one.name, table)) for one in schema])
+    return pa.schema(
+        [pa.field(field.name, stored_type(field.type, field.name, table_name)) for field in schema]
+    )
 
 
-def stored_type(kind: pa.DataType, column: str, table: str) -> pa.DataType:
+def stored_type(kind: pa.DataType, column_name: str, table_name: str) -> pa.DataType:
     """The type that the lake stores for `kind`; raises ColumnUnsupported where it has none."""
-    if remedy := _remedy(kind):
+    if hint := _unsupported_type_hint(kind):
         raise ColumnUnsupported(
-            f"Column {column} is {kind}, which the lake cannot store.", table=table, hint=remedy
+            f"Column {column_name} is {kind}, which the lake cannot store.", table=table_name, hint=hint
         )
-    nested = _nested(kind, column, table)
-    return _plain(kind) if nested is None else nested
+    nested_type = _stored_nested_type(kind, column_name, table_name)
+    return _stored_plain_type(kind) if nested_type is None else nested_type
 
 
-def _nested(kind: pa.DataType, column: str, table: str) -> pa.DataType | None:
+def _stored_nested_type(kind: pa.DataType, column_name: str, table_name: str) -> pa.DataType | None:
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        return stored_type(kind.value_type, column, table)
-    if is_list(kind):
-        element = stored_type(kind.value_type, f"{column}.element", table)
+        return stored_type(kind.value_type, column_name, table_name)
+    if is_list_type(kind):
+        element = stored_type(kind.value_type, f"{column_name}.element", table_name)
         return pa.list_(pa.field("element", element))
     if pa.types.is_struct(kind):
-        return pa.struct([pa.field(f.name, stored_type(f.type, f"{column}.{f.name}", table)) for f in kind])
+        return pa.struct(
+            [pa.field(f.name, stored_type(f.type, f"{column_name}.{f.name}", table_name)) for f in kind]
+        )
     if pa.types.is_map(kind):
-        key = stored_type(kind.key_type, f"{column}.key", table)
-        return pa.map_(key, stored_type(kind.item_type, f"{column}.value", table))
+        key = stored_type(kind.key_type, f"{column_name}.key", table_name)
+        return pa.map_(key, stored_type(kind.item_type, f"{column_name}.value", table_name))
     return None
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
+def _stored_plain_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_timestamp(kind):
         return pa.timestamp("us", tz="UTC" if kind.tz else None)
     if pa.types.is_time(kind):
@@ -92,7 +96,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     return pa.float32() if pa.types.is_float16(kind) else kind
 
 
-def is_list(kind: pa.DataType) -> bool:
+def is_list_type(kind: pa.DataType) -> bool:
     """Whether it is a list of any of Arrow's layouts."""
     return any(
         test(kind)
@@ -106,12 +110,12 @@ def is_list(kind: pa.DataType) -> bool:
     )
 
 
-def _remedy(kind: pa.DataType) -> str | None:
+def _unsupported_type_hint(kind: pa.DataType) -> str | None:
     """What to do about a type that Iceberg has not; None where it has one."""
     if pa.types.is_duration(kind) or pa.types.is_interval(kind):
         return "Store whole numbers of one unit, such as int64 microseconds, and name it in the column."
-    if pa.types.is_decimal(kind) and (kind.precision > _MOST_DIGITS or not 0 <= kind.scale <= kind.precision):
-        return f"Cast it to a decimal of at most {_MOST_DIGITS} digits whose scale is not negative."
+    if pa.types.is_decimal(kind) and (kind.precision > _MAX_DIGITS or not 0 <= kind.scale <= kind.precision):
+        return f"Cast it to a decimal of at most {_MAX_DIGITS} digits whose scale is not negative."
     if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.UuidType):
         return "Cast it to text, numbers or time stamps."
     if pa.types.is_union(kind):
@@ -119,160 +123,181 @@ def _remedy(kind: pa.DataType) -> str | None:
     return None
 
 
-def has_type(kind: pa.DataType) -> bool:
+def is_fully_typed(kind: pa.DataType) -> bool:
     """Whether all of it is known: no null type, and none inside."""
     if pa.types.is_null(kind):
         return False
     if pa.types.is_list(kind):
-        return has_type(kind.value_type)
+        return is_fully_typed(kind.value_type)
     if pa.types.is_struct(kind):
-        return kind.num_fields > 0 and all(has_type(field.type) for field in kind)
-    return not pa.types.is_map(kind) or (has_type(kind.key_type) and has_type(kind.item_type))
+        return kind.num_fields > 0 and all(is_fully_typed(field.type) for field in kind)
+    return not pa.types.is_map(kind) or (is_fully_typed(kind.key_type) and is_fully_typed(kind.item_type))
 
 
-def iceberg_schema(schema: pa.Schema, *, table: str) -> Schema:
+def build_iceberg_schema(schema: pa.Schema, *, table_name: str) -> Schema:
     """An Iceberg schema with fresh field ids for a stored Arrow schema whose columns all have a type."""
     for column in schema:
-        if not has_type(column.type):
+        if not is_fully_typed(column.type):
             raise ColumnUnsupported(
                 f"Column {column.name} is {column.type}: a part of it has no type, because no row has a value"
                 " there.",
-                table=table,
+                table=table_name,
                 hint="Give it a type in the asset (an Arrow, Polars or Spark schema), or leave the part out.",
             )
-    converted = iceberg_schema_of(schema, _FORMAT_VERSION)
+    converted = to_iceberg_schema(schema, _FORMAT_VERSION)
     return assign_fresh_schema_ids(converted)
 
 
-def iceberg_type(kind: pa.DataType, *, table: str) -> IcebergType:
+def build_iceberg_type(kind: pa.DataType, *, table_name: str) -> IcebergType:
     """The Iceberg type of a stored Arrow type that is known."""
-    return iceberg_schema(pa.schema([pa.field("it", kind)]), table=table).fields[0].field_type
+    return build_iceberg_schema(pa.schema([pa.field("it", kind)]), table_name=table_name).fields[0].field_type
 
 
-def in_words(kind: pa.DataType, *, table: str) -> str:
+def format_type(kind: pa.DataType, *, table_name: str) -> str:
     """The type as Iceberg prints it, without field ids."""
-    return _words(iceberg_type(kind, table=table)) if has_type(kind) else str(kind)
+    return (
+        _format_iceberg_type(build_iceberg_type(kind, table_name=table_name))
+        if is_fully_typed(kind)
+        else str(kind)
+    )
 
 
-def _words(kind: IcebergType) -> str:
+def _format_iceberg_type(kind: IcebergType) -> str:
     if isinstance(kind, StructType):
-        return f"struct<{', '.join(f'{f.name}: {_words(f.field_type)}' for f in kind.fields)}>"
+        return f"struct<{', '.join(f'{f.name}: {_format_iceberg_type(f.field_type)}' for f in kind.fields)}>"
     if isinstance(kind, ListType):
-        return f"list<{_words(kind.element_type)}>"
+        return f"list<{_format_iceberg_type(kind.element_type)}>"
     if isinstance(kind, MapType):
-        return f"map<{_words(kind.key_type)}, {_words(kind.value_type)}>"
+        return f"map<{_format_iceberg_type(kind.key_type)}, {_format_iceberg_type(kind.value_type)}>"
     return str(kind)
 
 
-_WIDER = {(pa.int32(), pa.int64()), (pa.float32(), pa.float64())}
-_ADD_ONLY = "Cast the column in the asset; only adding nullable columns evolves a table."
-Path = tuple[str, ...]
+_WIDENINGS = {(pa.int32(), pa.int64()), (pa.float32(), pa.float64())}
+_ADD_ONLY_HINT = "Cast the column in the asset; only adding nullable columns evolves a table."
+ColumnPath = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Added:
+class AddedColumn:
     """A new nullable column, or field of a struct."""
 
-    path: Path
+    path: ColumnPath
     kind: pa.DataType
 
 
 @dataclass(frozen=True)
-class Widened:
+class WidenedColumn:
     """A column or nested field that takes a type which holds all that the old one does."""
 
-    path: Path
+    path: ColumnPath
     kind: pa.DataType
 
 
-Change = Added | Widened
+SchemaChange = AddedColumn | WidenedColumn
 
 
-def changes(table: pa.Schema, frame: pa.Schema, *, name: str, widen: bool) -> list[Change]:
-    """What the table `name` needs before it can hold the frame, outermost first.
+def plan_schema_changes(
+    table_schema: pa.Schema, frame_schema: pa.Schema, *, table_name: str, widen: bool
+) -> list[SchemaChange]:
+    """What the table `table_name` needs before it can hold the frame, outermost first.
 
     A column of the frame without a type (null in all rows) takes the table's, and none where the table has
     not got it. Without `widen` only new columns are allowed. Raises SchemaMismatch by column.
     """
-    if missing := [column for column in table.names if column not in frame.names]:
+    if missing_columns := [column for column in table_schema.names if column not in frame_schema.names]:
         raise SchemaMismatch(
-            f"The frame lacks {named('column', missing)}.",
-            table=name,
+            f"The frame lacks {format_names('column', missing_columns)}.",
+            table=table_name,
             hint="Write it (nulls are fine), or drop it from the table on purpose.",
         )
-    comparison = _Comparison(name, widen)
-    return list(comparison.fields((), list(table), list(frame)))
+    comparison = _SchemaComparison(table_name, widen)
+    return list(comparison.compare_fields((), list(table_schema), list(frame_schema)))
 
 
 @dataclass(frozen=True)
-class _Comparison:
-    name: str
+class _SchemaComparison:
+    table_name: str
     widen: bool
 
-    def fields(self, path: Path, table: list[pa.Field], frame: list[pa.Field]) -> Iterator[Change]:
-        current = {field.name: field.type for field in table}
-        for field in frame:
-            inside = (*path, field.name)
-            if field.name in current:
-                yield from self.types(inside, current[field.name], field.type)
+    def compare_fields(
+        self, path: ColumnPath, table_fields: list[pa.Field], frame_fields: list[pa.Field]
+    ) -> Iterator[SchemaChange]:
+        table_types = {field.name: field.type for field in table_fields}
+        for field in frame_fields:
+            field_path = (*path, field.name)
+            if field.name in table_types:
+                yield from self.compare_types(field_path, table_types[field.name], field.type)
             elif path or not pa.types.is_null(field.type):
-                yield Added(inside, field.type)
+                yield AddedColumn(field_path, field.type)
 
-    def types(self, path: Path, table: pa.DataType, frame: pa.DataType) -> Iterator[Change]:
-        if pa.types.is_null(frame) or table == frame:
+    def compare_types(
+        self, path: ColumnPath, table_type: pa.DataType, frame_type: pa.DataType
+    ) -> Iterator[SchemaChange]:
+        if pa.types.is_null(frame_type) or table_type == frame_type:
             return
-        if not self.widen and pa.types.is_nested(table):
-            if in_words(table, table=self.name) != in_words(frame, table=self.name):
-                raise self._differ(path, table, frame)
+        if not self.widen and pa.types.is_nested(table_type):
+            if format_type(table_type, table_name=self.table_name) != format_type(
+                frame_type, table_name=self.table_name
+            ):
+                raise self._mismatch_error(path, table_type, frame_type)
             return
-        if pa.types.is_struct(table) and pa.types.is_struct(frame):
-            names = {field.name for field in frame}
-            if missing := [field.name for field in table if field.name not in names]:
+        if pa.types.is_struct(table_type) and pa.types.is_struct(frame_type):
+            names = {field.name for field in frame_type}
+            if missing_fields := [field.name for field in table_type if field.name not in names]:
                 raise SchemaMismatch(
-                    f"The frame lacks {named('field', ['.'.join((*path, one)) for one in missing])}.",
-                    table=self.name,
+                    "The frame lacks"
+                    f" {format_names('field', ['.'.join((*path, field_name)) for field_name in missing_fields])}.",
+                    table=self.table_name,
                     hint="Write it (nulls are fine), or drop it from the table on purpose.",
                 )
-            yield from self.fields(path, list(table), list(frame))
-        elif pa.types.is_list(table) and pa.types.is_list(frame):
-            yield from self.types((*path, "element"), table.value_type, frame.value_type)
-        elif pa.types.is_map(table) and pa.types.is_map(frame):
-            if list(self.types((*path, "key"), table.key_type, frame.key_type)):
-                raise self._differ((*path, "key"), table.key_type, frame.key_type)
-            yield from self.types((*path, "value"), table.item_type, frame.item_type)
+            yield from self.compare_fields(path, list(table_type), list(frame_type))
+        elif pa.types.is_list(table_type) and pa.types.is_list(frame_type):
+            yield from self.compare_types((*path, "element"), table_type.value_type, frame_type.value_type)
+        elif pa.types.is_map(table_type) and pa.types.is_map(frame_type):
+            if list(self.compare_types((*path, "key"), table_type.key_type, frame_type.key_type)):
+                raise self._mismatch_error((*path, "key"), table_type.key_type, frame_type.key_type)
+            yield from self.compare_types((*path, "value"), table_type.item_type, frame_type.item_type)
         else:
-            yield from self._plain(path, table, frame)
+            yield from self._compare_plain_types(path, table_type, frame_type)
 
-    def _plain(self, path: Path, table: pa.DataType, frame: pa.DataType) -> Iterator[Change]:
-        if self.widen and (frame, table) in _WIDER:
+    def _compare_plain_types(
+        self, path: ColumnPath, table_type: pa.DataType, frame_type: pa.DataType
+    ) -> Iterator[SchemaChange]:
+        if self.widen and (frame_type, table_type) in _WIDENINGS:
             return  # the frame's values are cast
-        if self.widen and (table, frame) in _WIDER:
-            yield Widened(path, frame)
-        elif self.widen and pa.types.is_decimal(table) and pa.types.is_decimal(frame):
-            yield from self._decimals(path, table, frame)
+        if self.widen and (table_type, frame_type) in _WIDENINGS:
+            yield WidenedColumn(path, frame_type)
+        elif self.widen and pa.types.is_decimal(table_type) and pa.types.is_decimal(frame_type):
+            yield from self._compare_decimals(path, table_type, frame_type)
         else:
-            raise self._differ(path, table, frame)
+            raise self._mismatch_error(path, table_type, frame_type)
 
-    def _decimals(self, path: Path, table: pa.DataType, frame: pa.DataType) -> Iterator[Change]:
+    def _compare_decimals(
+        self, path: ColumnPath, table_type: pa.DataType, frame_type: pa.DataType
+    ) -> Iterator[SchemaChange]:
         """Iceberg widens the precision and never the scale, so the table's stays."""
-        needed = max(table.precision, frame.precision - frame.scale + table.scale)
-        if frame.scale > table.scale or needed > _MOST_DIGITS:
-            raise self._differ(path, table, frame)
-        if needed > table.precision:
-            yield Widened(path, pa.decimal128(needed, table.scale))
+        required_digits = max(
+            table_type.precision, frame_type.precision - frame_type.scale + table_type.scale
+        )
+        if frame_type.scale > table_type.scale or required_digits > _MAX_DIGITS:
+            raise self._mismatch_error(path, table_type, frame_type)
+        if required_digits > table_type.precision:
+            yield WidenedColumn(path, pa.decimal128(required_digits, table_type.scale))
 
-    def _differ(self, path: Path, table: pa.DataType, frame: pa.DataType) -> SchemaMismatch:
+    def _mismatch_error(
+        self, path: ColumnPath, table_type: pa.DataType, frame_type: pa.DataType
+    ) -> SchemaMismatch:
         return SchemaMismatch(
-            f"Column {'.'.join(path)} is {in_words(table, table=self.name)} in the table"
-            f" and {in_words(frame, table=self.name)} in the frame.",
-            table=self.name,
-            hint=_hint(table, frame, self.widen),
+            f"Column {'.'.join(path)} is {format_type(table_type, table_name=self.table_name)} in the table"
+            f" and {format_type(frame_type, table_name=self.table_name)} in the frame.",
+            table=self.table_name,
+            hint=_mismatch_hint(table_type, frame_type, self.widen),
         )
 
 
-def _hint(table: pa.DataType, frame: pa.DataType, widen: bool) -> str:
-    if pa.types.is_timestamp(table) and pa.types.is_timestamp(frame):
-        if table.tz:
+def _mismatch_hint(table_type: pa.DataType, frame_type: pa.DataType, widen: bool) -> str:
+    if pa.types.is_timestamp(table_type) and pa.types.is_timestamp(frame_type):
+        if table_type.tz:
             return (
                 "A time stamp without zone is taken for no moment. Say in the asset which zone its clock"
                 " is in: pandas .dt.tz_localize(zone), Polars .dt.replace_time_zone(zone),"
@@ -283,95 +308,111 @@ def _hint(table: pa.DataType, frame: pa.DataType, widen: bool) -> str:
             " .dt.tz_convert('UTC').dt.tz_localize(None), Polars .dt.convert_time_zone('UTC')"
             ".dt.replace_time_zone(None), Spark to_timestamp_ntz in a session on UTC."
         )
-    if pa.types.is_integer(table) and pa.types.is_floating(frame):
+    if pa.types.is_integer(table_type) and pa.types.is_floating(frame_type):
         return (
             "Cast it to whole numbers in the asset. pandas makes floats of whole numbers with gaps:"
             " its dtype 'Int64' does not."
         )
-    if pa.types.is_decimal(table) and pa.types.is_decimal(frame):
+    if pa.types.is_decimal(table_type) and pa.types.is_decimal(frame_type):
         return (
             "A table keeps its scale, and 38 digits are the most: round in the asset, or make a new column."
         )
-    if pa.types.is_map(table):
+    if pa.types.is_map(table_type):
         return "Give the column a map type: a pyarrow.Table, or the pandas dtype ArrowDtype(pyarrow.map_(…))."
     if not widen:
-        return f"{_ADD_ONLY} (The setting widen_columns is off.)"
+        return f"{_ADD_ONLY_HINT} (The setting widen_columns is off.)"
     return (
         "Cast the column in the asset; a table takes new nullable columns and fields, int to long, float to"
         " double and decimals of more digits."
     )
 
 
-def arrow_schema(schema: Schema, *, name: str) -> pa.Schema:
+def table_arrow_schema(schema: Schema, *, table_name: str) -> pa.Schema:
     """A table's columns in Arrow's types, as frames are compared with them."""
-    return stored_schema(schema_to_pyarrow(schema, include_field_ids=False), table=name)
+    return stored_schema(schema_to_pyarrow(schema, include_field_ids=False), table_name=table_name)
 
 
-def without_untyped(schema: pa.Schema, needed: tuple[str, ...], *, name: str) -> pa.Schema:
+def drop_untyped_columns(
+    schema: pa.Schema, required_columns: tuple[str, ...], *, table_name: str
+) -> pa.Schema:
     """What a new table is made of: the columns that have a type.
 
     One that is null in all rows comes when a frame brings values. Raises SchemaMismatch when nothing is
-    left, or one of `needed` (keys, partition columns) is not.
+    left, or one of `required_columns` (keys, partition columns) is not.
     """
-    untyped = [column.name for column in schema if pa.types.is_null(column.type)]
+    untyped_columns = [column.name for column in schema if pa.types.is_null(column.type)]
     hint = "Give it a type in the asset (a pandas dtype, an Arrow, Polars or Spark schema)."
-    if lost := [column for column in untyped if column in needed]:
-        are, has, it = ("is", "it has", "it") if len(lost) == 1 else ("are", "they have", "them")
+    if untyped_required := [column for column in untyped_columns if column in required_columns]:
+        are, has, pronoun = (
+            ("is", "it has", "it") if len(untyped_required) == 1 else ("are", "they have", "them")
+        )
         raise SchemaMismatch(
-            f"{named('Column', lost)} {are} null in all rows, so {has} no type, and the table is made by"
-            f" {it}.",
-            table=name,
+            f"{format_names('Column', untyped_required)} {are} null in all rows, so {has} no type, and the"
+            " table is made by"
+            f" {pronoun}.",
+            table=table_name,
             hint=hint,
         )
-    if len(untyped) == len(schema):
+    if len(untyped_columns) == len(schema):
         raise SchemaMismatch(
-            f"All columns ({', '.join(untyped)}) are null in all rows, so no table can be made of them.",
-            table=name,
+            f"All columns ({', '.join(untyped_columns)}) are null in all rows, so no table can be made of"
+            " them.",
+            table=table_name,
             hint=hint,
         )
-    return pa.schema([column for column in schema if column.name not in untyped])
+    return pa.schema([column for column in schema if column.name not in untyped_columns])
 
 
-def require_unchanged(table: Table, wanted: pa.Schema, *, name: str, widen: bool) -> None:
-    """Raise ColumnsFrozen if a frame of `wanted` would change the table's columns.
+def require_unchanged_columns(table: Table, frame_schema: pa.Schema, *, table_name: str, widen: bool) -> None:
+    """Raise ColumnsFrozen if a frame of `frame_schema` would change the table's columns.
 
-    A new column that is null in all rows counts too. `evolve` would leave the column out, and its first value
-    would fail a later run.
+    A new column that is null in all rows counts too. `evolve_table` would leave the column out, and its first
+    value would fail a later run.
     """
-    current = arrow_schema(table.schema(), name=name)
-    paths = [change.path for change in changes(current, wanted, name=name, widen=widen)]
-    untyped = [(column,) for column in wanted.names if column not in current.names]
-    columns = tuple(".".join(path) for path in dict.fromkeys((*untyped, *paths)))
+    table_schema = table_arrow_schema(table.schema(), table_name=table_name)
+    paths = [
+        change.path
+        for change in plan_schema_changes(table_schema, frame_schema, table_name=table_name, widen=widen)
+    ]
+    untyped_paths = [(column,) for column in frame_schema.names if column not in table_schema.names]
+    columns = tuple(".".join(path) for path in dict.fromkeys((*untyped_paths, *paths)))
     if columns:
-        new = tuple(column for column in columns if (column,) in untyped)
+        untyped_columns = tuple(column for column in columns if (column,) in untyped_paths)
         raise ColumnsFrozen(
-            f"The frame would change {named('column', columns)}, and the asset's columns are frozen.",
+            f"The frame would change {format_names('column', columns)}, and the asset's columns are frozen.",
             columns=columns,
-            table=name,
+            table=table_name,
             hint=(
-                f"Leave {named('column', new)} out in the asset" if new else "Cast the columns in the asset"
+                f"Leave {format_names('column', untyped_columns)} out in the asset"
+                if untyped_columns
+                else "Cast the columns in the asset"
             )
             + ', or declare table_metadata(columns="evolve") for the run that shall change the table.',
         )
 
 
-def evolve(table: Table, wanted: pa.Schema, *, name: str, widen: bool) -> Table:
-    """Make the changes that let the table hold a frame of `wanted`; any other is refused by column."""
-    found = changes(arrow_schema(table.schema(), name=name), wanted, name=name, widen=widen)
-    for change in found:
-        if not has_type(change.kind):
+def evolve_table(table: Table, frame_schema: pa.Schema, *, table_name: str, widen: bool) -> Table:
+    """Make the changes that let the table hold a frame of `frame_schema`; any other is refused by column."""
+    schema_changes = plan_schema_changes(
+        table_arrow_schema(table.schema(), table_name=table_name),
+        frame_schema,
+        table_name=table_name,
+        widen=widen,
+    )
+    for change in schema_changes:
+        if not is_fully_typed(change.kind):
             raise ColumnUnsupported(
                 f"{'.'.join(change.path)} has no type in the frame, because no row has a value there, and the"
                 " table has not got it either.",
-                table=name,
+                table=table_name,
                 hint="Give it a type in the asset (an Arrow, Polars or Spark schema), or leave it out.",
             )
-    if not found:
+    if not schema_changes:
         return table
     with table.update_schema() as update:
-        for change in found:
-            kind = iceberg_type(change.kind, table=name)
-            if isinstance(change, Added):
+        for change in schema_changes:
+            kind = build_iceberg_type(change.kind, table_name=table_name)
+            if isinstance(change, AddedColumn):
                 update.add_column(change.path, kind)
             else:
                 update.update_column(change.path, field_type=kind)

@@ -36,7 +36,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import DateType, IcebergType, StringType, TimestampType, TimestamptzType
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.spark.session import quoted, text_literal
+from branchlake_dagster.spark.session import quote_spark_name, quote_spark_string
 from branchlake_dagster.tables.errors import SchemaMismatch
 
 
@@ -76,192 +76,206 @@ class Selection:
 
     slices: tuple[Slice, ...]
 
-    def columns(self) -> tuple[str, ...]:
+    def column_names(self) -> tuple[str, ...]:
         """The columns it looks at."""
         return tuple(dict.fromkeys(c.column for part in self.slices for c in part))
 
 
-def select(
-    keys: Iterable[str],
+def select_partitions(
+    partition_keys: Iterable[str],
     definition: PartitionsDefinition[str],
-    columns: Mapping[str, str],
+    columns_by_dimension: Mapping[str, str],
     *,
     schema: Schema,
-    table: str,
-    window: Callable[[TimeWindowPartitionsDefinition, TimeWindow], TimeWindow] | None = None,
+    table_name: str,
+    map_window: Callable[[TimeWindowPartitionsDefinition, TimeWindow], TimeWindow] | None = None,
     all_dimensions: bool = True,
 ) -> Selection:
-    """The selection of partition `keys` in a table of `schema`; neighbouring windows become one range.
+    """The selection of partition `partition_keys` in a table of `schema`; neighbouring windows become one range.
 
-    `window` gives the window that is selected for the window of a key. (default: the same) Without
+    `map_window` gives the window that is selected for the window of a key. (default: the same) Without
     `all_dimensions` one that has no column selects nothing away.
 
     Raises ConfigurationError when a dimension has no column or its windows do not fit the column, and
     SchemaMismatch when the column is missing or of a type that cannot hold the dimension.
     """
-    slices: dict[Slice, list[str]] = {}
-    last: str | None = None
-    for key in keys:
-        conditions, rest = _conditions(key, definition, columns, schema, table, window, all_dimensions)
-        if rest is None:
-            slices.setdefault(conditions, [])
+    values_by_slice: dict[Slice, list[str]] = {}
+    string_column: str | None = None
+    for key in partition_keys:
+        conditions, string_value = _key_conditions(
+            key, definition, columns_by_dimension, schema, table_name, map_window, all_dimensions
+        )
+        if string_value is None:
+            values_by_slice.setdefault(conditions, [])
         else:
-            last = rest[0]
-            slices.setdefault(conditions, []).append(rest[1])
-    found = [
-        (*part, Values(last, tuple(sorted(set(values))))) if last else part for part, values in slices.items()
+            string_column = string_value[0]
+            values_by_slice.setdefault(conditions, []).append(string_value[1])
+    slices = [
+        (*part, Values(string_column, tuple(sorted(set(values))))) if string_column else part
+        for part, values in values_by_slice.items()
     ]
-    return Selection(tuple(_join_neighbours(found)))
+    return Selection(tuple(_join_adjacent_slices(slices)))
 
 
-def _conditions(
-    key: str,
+def _key_conditions(
+    partition_key: str,
     definition: PartitionsDefinition[str],
-    columns: Mapping[str, str],
+    columns_by_dimension: Mapping[str, str],
     schema: Schema,
-    table: str,
-    selected: Callable[[TimeWindowPartitionsDefinition, TimeWindow], TimeWindow] | None,
+    table_name: str,
+    map_window: Callable[[TimeWindowPartitionsDefinition, TimeWindow], TimeWindow] | None,
     all_dimensions: bool,
 ) -> tuple[Slice, tuple[str, str] | None]:
     """The conditions of one key, apart from its last string dimension, so that those can be gathered."""
     dimensions: Sequence[tuple[str, str, PartitionsDefinition[str]]]
     if isinstance(definition, MultiPartitionsDefinition):
-        parts = key if isinstance(key, MultiPartitionKey) else definition.get_partition_key_from_str(key)
+        key_parts = (
+            partition_key
+            if isinstance(partition_key, MultiPartitionKey)
+            else definition.get_partition_key_from_str(partition_key)
+        )
         dimensions = [
-            (d.name, parts.keys_by_dimension[d.name], d.partitions_def) for d in definition.partitions_defs
+            (d.name, key_parts.keys_by_dimension[d.name], d.partitions_def)
+            for d in definition.partitions_defs
         ]
     else:
-        dimensions = [("", key, definition)]
-    windows: list[Condition] = []
-    strings: list[tuple[str, str]] = []
+        dimensions = [("", partition_key, definition)]
+    window_conditions: list[Condition] = []
+    string_values: list[tuple[str, str]] = []
     for name, value, dimension in dimensions:
-        column = columns.get(name)
+        column = columns_by_dimension.get(name)
         if column is None and not all_dimensions:
             continue
         if column is None:
             raise ConfigurationError(
                 f"Partition dimension {name!r} has no column." if name else "The partitions have no column.",
-                table=table,
+                table=table_name,
                 hint="Name it with table_metadata(partition_by=…).",
                 reason="dimension_without_column",
                 subject=name,
             )
-        kind = _kind(column, schema, table)
+        column_type = _column_type(column, schema, table_name)
         if isinstance(dimension, TimeWindowPartitionsDefinition):
             window = dimension.time_window_for_partition_key(value)
-            window = selected(dimension, window) if selected is not None else window
-            windows.append(_window(column, kind, window.start, window.end, dimension, value, table))
-        elif isinstance(kind, StringType):
-            strings.append((column, value))
+            window = map_window(dimension, window) if map_window is not None else window
+            window_conditions.append(
+                _window_condition(column, column_type, window.start, window.end, dimension, value, table_name)
+            )
+        elif isinstance(column_type, StringType):
+            string_values.append((column, value))
         else:
             raise SchemaMismatch(
-                f"Partition column {column} is {kind}, but the partition keys are strings.",
-                table=table,
+                f"Partition column {column} is {column_type}, but the partition keys are strings.",
+                table=table_name,
                 hint="Store the partition key itself in a string column and name that in partition_by.",
                 reason="column_type",
                 subject=column,
             )
-    others = [Values(column, (value,)) for column, value in strings[:-1]]
-    return (*windows, *others), strings[-1] if strings else None
+    string_conditions = [Values(column, (value,)) for column, value in string_values[:-1]]
+    return (*window_conditions, *string_conditions), string_values[-1] if string_values else None
 
 
-def _kind(column: str, schema: Schema, table: str) -> IcebergType:
+def _column_type(column_name: str, schema: Schema, table_name: str) -> IcebergType:
     try:
-        return schema.find_type(column)
+        return schema.find_type(column_name)
     except ValueError as error:
         raise SchemaMismatch(
-            f"Partition column {column} is missing from the table.",
-            table=table,
+            f"Partition column {column_name} is missing from the table.",
+            table=table_name,
             hint=f"Its columns are {', '.join(field.name for field in schema.fields)}.",
             reason="column_missing",
-            subject=column,
+            subject=column_name,
         ) from error
 
 
-def _window(
-    column: str,
-    kind: IcebergType,
+def _window_condition(
+    column_name: str,
+    column_type: IcebergType,
     start: datetime,
     end: datetime,
     definition: TimeWindowPartitionsDefinition,
-    key: str,
-    table: str,
+    partition_key: str,
+    table_name: str,
 ) -> Condition:
-    if isinstance(kind, TimestampType | TimestamptzType):
-        return TimeRange(column, start.astimezone(UTC), end.astimezone(UTC))
-    if not isinstance(kind, DateType):
+    if isinstance(column_type, TimestampType | TimestamptzType):
+        return TimeRange(column_name, start.astimezone(UTC), end.astimezone(UTC))
+    if not isinstance(column_type, DateType):
         raise SchemaMismatch(
-            f"Column {column} is {kind}, but time-window partitions need a timestamp or date.",
-            table=table,
+            f"Column {column_name} is {column_type}, but time-window partitions need a timestamp or date.",
+            table=table_name,
             hint="Name a timestamp column in partition_by.",
             reason="column_type",
-            subject=column,
+            subject=column_name,
         )
-    if not (_begins_a_day(start) and _begins_a_day(end)):
+    if not (_is_day_start(start) and _is_day_start(end)):
         raise ConfigurationError(
             f"The window {start.isoformat()} to {end.isoformat()} of the partitions"
             f" ({definition.cron_schedule!r} in {definition.timezone}) is not made of whole days, but column"
-            f" {column} holds dates.",
-            table=table,
-            partitions=(key,),
+            f" {column_name} holds dates.",
+            table=table_name,
+            partitions=(partition_key,),
             hint="Partition by a timestamp column, or let the windows begin at midnight.",
             reason="dates_for_hours",
-            subject=column,
+            subject=column_name,
         )
-    return DateRange(column, start.date(), end.date())
+    return DateRange(column_name, start.date(), end.date())
 
 
-def _begins_a_day(moment: datetime) -> bool:
+def _is_day_start(moment: datetime) -> bool:
     """Whether a calendar day begins here: at midnight, or where the clock jumps over midnight."""
     if moment.hour == moment.minute == moment.second == moment.microsecond == 0:
         return True
-    before = (moment.astimezone(UTC) - timedelta(microseconds=1)).astimezone(moment.tzinfo)
-    return before.date() < moment.date()
+    moment_before = (moment.astimezone(UTC) - timedelta(microseconds=1)).astimezone(moment.tzinfo)
+    return moment_before.date() < moment.date()
 
 
-def _join_neighbours(slices: list[Slice]) -> list[Slice]:
+def _join_adjacent_slices(slices: list[Slice]) -> list[Slice]:
     """Merge slices that differ only in ranges that touch."""
-    done: list[Slice] = []
-    for part in sorted(slices, key=_order):
-        joined = _joined(done[-1][0], part[0]) if done and done[-1][1:] == part[1:] else None
-        if joined is None:
-            done.append(part)
+    joined_slices: list[Slice] = []
+    for part in sorted(slices, key=_slice_sort_key):
+        joined_range = (
+            _join_ranges(joined_slices[-1][0], part[0])
+            if joined_slices and joined_slices[-1][1:] == part[1:]
+            else None
+        )
+        if joined_range is None:
+            joined_slices.append(part)
         else:
-            done[-1] = (joined, *part[1:])
-    return done
+            joined_slices[-1] = (joined_range, *part[1:])
+    return joined_slices
 
 
-def _joined(before: Condition, after: Condition) -> Condition | None:
+def _join_ranges(earlier: Condition, later: Condition) -> Condition | None:
     """One range for two of the same column that touch."""
-    if isinstance(before, TimeRange) and isinstance(after, TimeRange):
-        if (before.column, before.end) == (after.column, after.start):
-            return TimeRange(before.column, before.start, after.end)
+    if isinstance(earlier, TimeRange) and isinstance(later, TimeRange):
+        if (earlier.column, earlier.end) == (later.column, later.start):
+            return TimeRange(earlier.column, earlier.start, later.end)
     elif (
-        isinstance(before, DateRange)
-        and isinstance(after, DateRange)
-        and (before.column, before.end) == (after.column, after.start)
+        isinstance(earlier, DateRange)
+        and isinstance(later, DateRange)
+        and (earlier.column, earlier.end) == (later.column, later.start)
     ):
-        return DateRange(before.column, before.start, after.end)
+        return DateRange(earlier.column, earlier.start, later.end)
     return None
 
 
-def _order(part: Slice) -> tuple[str, str, str]:
+def _slice_sort_key(part: Slice) -> tuple[str, str, str]:
     head = part[0]
     # ISO 8601 of one zone sorts by time.
-    begins = head.start.isoformat() if isinstance(head, TimeRange | DateRange) else ""
-    return repr(part[1:]), head.column, begins
+    start = head.start.isoformat() if isinstance(head, TimeRange | DateRange) else ""
+    return repr(part[1:]), head.column, start
 
 
-def _bounds(condition: TimeRange | DateRange, kind: IcebergType) -> tuple[str, str]:
-    """The range's ends as literals of a column of type `kind`."""
-    if isinstance(condition, DateRange) and isinstance(kind, DateType):
+def _bound_literals(condition: TimeRange | DateRange, column_type: IcebergType) -> tuple[str, str]:
+    """The range's ends as literals of a column of type `column_type`."""
+    if isinstance(condition, DateRange) and isinstance(column_type, DateType):
         return condition.start.isoformat(), condition.end.isoformat()
-    if isinstance(condition, TimeRange) and isinstance(kind, TimestamptzType):
+    if isinstance(condition, TimeRange) and isinstance(column_type, TimestamptzType):
         return condition.start.isoformat(), condition.end.isoformat()
-    if isinstance(condition, TimeRange) and isinstance(kind, TimestampType):
-        return _utc_wall(condition.start).isoformat(), _utc_wall(condition.end).isoformat()
+    if isinstance(condition, TimeRange) and isinstance(column_type, TimestampType):
+        return _to_utc_wall_clock(condition.start).isoformat(), _to_utc_wall_clock(condition.end).isoformat()
     raise SchemaMismatch(
-        f"Column {condition.column} is {kind}, but its partitions are"
+        f"Column {condition.column} is {column_type}, but its partitions are"
         f" {'dates' if isinstance(condition, DateRange) else 'moments'}.",
         hint="Name a timestamp or date column in partition_by.",
         reason="column_type",
@@ -269,71 +283,73 @@ def _bounds(condition: TimeRange | DateRange, kind: IcebergType) -> tuple[str, s
     )
 
 
-def _utc_wall(moment: datetime) -> datetime:
+def _to_utc_wall_clock(moment: datetime) -> datetime:
     """What a timestamp without zone holds: the wall clock of UTC, the only one that never jumps."""
     return moment.astimezone(UTC).replace(tzinfo=None)
 
 
-def to_iceberg(selection: Selection, schema: Schema) -> BooleanExpression:
+def to_iceberg_filter(selection: Selection, schema: Schema) -> BooleanExpression:
     """The selection as a PyIceberg row filter."""
 
-    def one(condition: Condition) -> BooleanExpression:
+    def condition_filter(condition: Condition) -> BooleanExpression:
         if isinstance(condition, Values):
             return In(condition.column, condition.values)
-        start, end = _bounds(condition, schema.find_type(condition.column))
+        start, end = _bound_literals(condition, schema.find_type(condition.column))
         return And(GreaterThanOrEqual(condition.column, start), LessThan(condition.column, end))
 
-    slices = [reduce(And, map(one, part)) for part in selection.slices]
+    slices = [reduce(And, map(condition_filter, part)) for part in selection.slices]
     return reduce(Or, slices) if slices else AlwaysFalse()
 
 
-def to_sql(selection: Selection, schema: Schema, *, of: str = "") -> str:
+def to_sql_predicate(selection: Selection, schema: Schema, *, table_alias: str = "") -> str:
     """The selection as a Spark SQL predicate, whatever the session's time zone.
 
-    `of` is the quoted name of the table whose columns are meant, where the query has several.
+    `table_alias` is the quoted name of the table whose columns are meant, where the query has several.
     """
-    words: dict[type[IcebergType], str] = {DateType: "DATE", TimestampType: "TIMESTAMP_NTZ"}
+    literal_types: dict[type[IcebergType], str] = {DateType: "DATE", TimestampType: "TIMESTAMP_NTZ"}
 
-    def one(condition: Condition) -> str:
-        name = f"{of}." * bool(of) + quoted(condition.column)
-        kind = schema.find_type(condition.column)
+    def condition_sql(condition: Condition) -> str:
+        column_sql = f"{table_alias}." * bool(table_alias) + quote_spark_name(condition.column)
+        column_type = schema.find_type(condition.column)
         if isinstance(condition, Values):
-            if not isinstance(kind, StringType):
+            if not isinstance(column_type, StringType):
                 raise SchemaMismatch(f"Partition column {condition.column} is not a string.")
-            return f"{name} IN ({', '.join(map(text_literal, condition.values))})"
+            return f"{column_sql} IN ({', '.join(map(quote_spark_string, condition.values))})"
         # A moment's literal carries its offset: without it, it would be read in the session's time zone.
-        word = words.get(type(kind), "TIMESTAMP")
-        start, end = _bounds(condition, kind)
-        return f"({name} >= {word} '{start}' AND {name} < {word} '{end}')"
+        literal_type = literal_types.get(type(column_type), "TIMESTAMP")
+        start, end = _bound_literals(condition, column_type)
+        return f"({column_sql} >= {literal_type} '{start}' AND {column_sql} < {literal_type} '{end}')"
 
-    slices = [" AND ".join(map(one, part)) for part in selection.slices]
-    return " OR ".join(f"({text})" for text in slices) if slices else "false"
+    slices = [" AND ".join(map(condition_sql, part)) for part in selection.slices]
+    return " OR ".join(f"({slice_sql})" for slice_sql in slices) if slices else "false"
 
 
-def rows_outside(selection: Selection, frame: pa.Table) -> int:
+def count_rows_outside(selection: Selection, frame: pa.Table) -> int:
     """How many rows of an Arrow table the selection does not hold (null partition values included)."""
-    return int(frame.num_rows - (pc.sum(inside(selection, frame)).as_py() or 0))
+    return int(frame.num_rows - (pc.sum(selection_mask(selection, frame)).as_py() or 0))
 
 
-def inside(selection: Selection, frame: pa.Table) -> pa.ChunkedArray:
+def selection_mask(selection: Selection, frame: pa.Table) -> pa.ChunkedArray:
     """For each row of an Arrow table whether the selection holds it."""
 
-    def one(condition: Condition) -> pa.ChunkedArray:
+    def condition_mask(condition: Condition) -> pa.ChunkedArray:
         column = frame.column(condition.column)
         if isinstance(condition, Values):
             return pc.is_in(column, value_set=pa.array(condition.values, type=column.type))
-        start, end = ends(condition, column.type)
+        start, end = range_bounds(condition, column.type)
         return pc.and_kleene(pc.greater_equal(column, start), pc.less(column, end))
 
     if not selection.slices:
         return pa.chunked_array([pa.repeat(pa.scalar(False), frame.num_rows)])
-    found = reduce(pc.or_kleene, (reduce(pc.and_kleene, map(one, part)) for part in selection.slices))
-    return pc.fill_null(found, False)
+    mask = reduce(
+        pc.or_kleene, (reduce(pc.and_kleene, map(condition_mask, part)) for part in selection.slices)
+    )
+    return pc.fill_null(mask, False)
 
 
-def ends(condition: TimeRange | DateRange, kind: pa.DataType) -> tuple[pa.Scalar, pa.Scalar]:
-    """The range's ends as values of an Arrow column of type `kind`."""
-    found: tuple[Any, Any] = (condition.start, condition.end)
-    if isinstance(condition, TimeRange) and getattr(kind, "tz", None) is None:
-        found = (_utc_wall(condition.start), _utc_wall(condition.end))
-    return pa.scalar(found[0], type=kind), pa.scalar(found[1], type=kind)
+def range_bounds(condition: TimeRange | DateRange, column_type: pa.DataType) -> tuple[pa.Scalar, pa.Scalar]:
+    """The range's ends as values of an Arrow column of type `column_type`."""
+    bounds: tuple[Any, Any] = (condition.start, condition.end)
+    if isinstance(condition, TimeRange) and getattr(column_type, "tz", None) is None:
+        bounds = (_to_utc_wall_clock(condition.start), _to_utc_wall_clock(condition.end))
+    return pa.scalar(bounds[0], type=column_type), pa.scalar(bounds[1], type=column_type)

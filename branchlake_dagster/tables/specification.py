@@ -12,7 +12,7 @@ from pyiceberg.table import TableProperties
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.nessie.model import ContentKey
-from branchlake_dagster.spark.session import dotted
+from branchlake_dagster.spark.session import quote_spark_path
 from branchlake_dagster.stored_names import AssetMetadata
 
 WriteMode = Literal["replace_partitions", "replace_table", "append", "upsert"]
@@ -20,11 +20,11 @@ Isolation = Literal["snapshot", "serializable"]
 ColumnContract = Literal["evolve", "freeze"]
 
 
-_EXCLUSIVE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_NO_NAME = re.compile(r"[/@#?\x00-\x1f\x7f-\x9f]")
+_EXCLUSIVE_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_INVALID_CHARACTERS = re.compile(r"[/@#?\x00-\x1f\x7f-\x9f]")
 
 
-_TRANSFORMED = re.compile(r"(year|month|day|hour)\((.+)\)|(bucket|truncate)\(\s*(\d+)\s*,\s*(.+)\)")
+_TRANSFORM_PATTERN = re.compile(r"(year|month|day|hour)\((.+)\)|(bucket|truncate)\(\s*(\d+)\s*,\s*(.+)\)")
 PARTITION_EXPR = "partition_expr"
 """Dagster's own name for it in its database IO managers."""
 
@@ -93,28 +93,28 @@ def table_metadata(
                 day = context.partition_time_window.start.date()
                 return pl.DataFrame({"day": [day], "price": [2.5]})
     """
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     if write_mode is not None:
-        found[AssetMetadata.WRITE_MODE] = write_mode
+        metadata[AssetMetadata.WRITE_MODE] = write_mode
     if keys:
-        found[AssetMetadata.KEYS] = list(keys)
+        metadata[AssetMetadata.KEYS] = list(keys)
     if partition_by is not None:
-        found[PARTITION_EXPR] = partition_by if isinstance(partition_by, str) else dict(partition_by)
+        metadata[PARTITION_EXPR] = partition_by if isinstance(partition_by, str) else dict(partition_by)
     if require_checks is not None:
-        found[AssetMetadata.REQUIRE_CHECKS] = require_checks
+        metadata[AssetMetadata.REQUIRE_CHECKS] = require_checks
     if isolation is not None:
-        found[AssetMetadata.ISOLATION] = isolation
+        metadata[AssetMetadata.ISOLATION] = isolation
     if preview_rows is not None:
-        found[AssetMetadata.PREVIEW_ROWS] = preview_rows
+        metadata[AssetMetadata.PREVIEW_ROWS] = preview_rows
     if layout:
-        found[AssetMetadata.LAYOUT] = list(layout)
+        metadata[AssetMetadata.LAYOUT] = list(layout)
     if properties:
-        found[AssetMetadata.PROPERTIES] = dict(properties)
+        metadata[AssetMetadata.PROPERTIES] = dict(properties)
     if exclusive is not None:
-        found[AssetMetadata.EXCLUSIVE] = exclusive
+        metadata[AssetMetadata.EXCLUSIVE] = exclusive
     if columns is not None:
-        found[AssetMetadata.COLUMNS] = columns
-    return found
+        metadata[AssetMetadata.COLUMNS] = columns
+    return metadata
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,17 @@ class LayoutField:
     transform: str | None = None
 
     @classmethod
-    def of(cls, text: str) -> LayoutField:
+    def from_declaration(cls, declaration: str) -> LayoutField:
         """As `table_metadata` takes it. What looks like no transform is a column's name."""
-        found = _TRANSFORMED.fullmatch(text.strip())
-        if found is None:
-            return cls(text)
-        time, column, function, width, of = found.groups()
-        return cls(column.strip(), time) if time else cls(of.strip(), f"{function}[{width}]")
+        transform_match = _TRANSFORM_PATTERN.fullmatch(declaration.strip())
+        if transform_match is None:
+            return cls(declaration)
+        time_transform, column, function, width, source = transform_match.groups()
+        return (
+            cls(column.strip(), time_transform)
+            if time_transform
+            else cls(source.strip(), f"{function}[{width}]")
+        )
 
 
 @dataclass(frozen=True)
@@ -155,130 +159,130 @@ class TableSpec:
     @property
     def name(self) -> str:
         """The dotted name without the catalogue, as Nessie's keys are written."""
-        return table_name(self.identifier)
+        return format_table_name(self.identifier)
 
     @property
     def spark_name(self) -> str:
         """The name Spark SQL knows, catalogue included."""
-        return f"nessie.{dotted(self.identifier)}"
+        return f"nessie.{quote_spark_path(self.identifier)}"
 
 
-def identifier_of(key: AssetKey, default_namespace: str) -> tuple[str, ...]:
+def table_identifier(asset_key: AssetKey, default_namespace: str) -> tuple[str, ...]:
     """The table of an asset: its key path; a key without prefix goes to the default namespace.
 
     Raises ConfigurationError for a part that is no name: it would leave the warehouse's folder, or mean
     something to Nessie or to the engines (`table@branch`, `table#time`, a query in a path).
     """
-    for part in key.path:
-        if part in ("", ".", "..") or _NO_NAME.search(part):
+    for part in asset_key.path:
+        if part in ("", ".", "..") or _INVALID_CHARACTERS.search(part):
             raise ConfigurationError(
-                f"Asset {key.to_user_string()!r} has the key part {part!r}, which can name no table.",
+                f"Asset {asset_key.to_user_string()!r} has the key part {part!r}, which can name no table.",
                 hint="It must not be empty, '.' or '..', nor hold '/', '@', '#', '?' or a control character.",
                 reason="key_part",
                 subject=part,
             )
-    return tuple(key.path) if len(key.path) > 1 else (default_namespace, *key.path)
+    return tuple(asset_key.path) if len(asset_key.path) > 1 else (default_namespace, *asset_key.path)
 
 
-def table_name(identifier: Sequence[str]) -> str:
+def format_table_name(identifier: Sequence[str]) -> str:
     """The dotted name of an identifier, from which `ContentKey.from_path` reads it back."""
     return ContentKey(identifier).name
 
 
-def table_spec(
-    key: AssetKey, metadata: Mapping[str, Any], *, default_namespace: str, partitioned: bool
+def parse_table_spec(
+    asset_key: AssetKey, metadata: Mapping[str, Any], *, default_namespace: str, partitioned: bool
 ) -> TableSpec:
     """The spec of an asset from its metadata; raises ConfigurationError when that contradicts itself."""
-    identifier = identifier_of(key, default_namespace)
-    name = table_name(identifier)
-    expression = plain(metadata.get(PARTITION_EXPR))
-    columns = _columns(expression, name)
-    keys = tuple(plain(metadata.get(AssetMetadata.KEYS)) or ())
-    mode: Any = plain(metadata.get(AssetMetadata.WRITE_MODE)) or (
+    identifier = table_identifier(asset_key, default_namespace)
+    table_name = format_table_name(identifier)
+    expression = unwrap_metadata(metadata.get(PARTITION_EXPR))
+    columns = _parse_partition_expr(expression, table_name)
+    keys = tuple(unwrap_metadata(metadata.get(AssetMetadata.KEYS)) or ())
+    mode: Any = unwrap_metadata(metadata.get(AssetMetadata.WRITE_MODE)) or (
         "replace_partitions" if columns else "replace_table"
     )
     if mode not in get_args(WriteMode):
         raise ConfigurationError(
             f"Unknown write mode {mode!r}.",
-            table=name,
+            table=table_name,
             hint=f"Use one of {', '.join(get_args(WriteMode))}.",
             reason="write_mode",
         )
-    isolation: Any = plain(metadata.get(AssetMetadata.ISOLATION)) or "snapshot"
+    isolation: Any = unwrap_metadata(metadata.get(AssetMetadata.ISOLATION)) or "snapshot"
     if isolation not in get_args(Isolation):
         raise ConfigurationError(
             f"Unknown isolation {isolation!r}.",
-            table=name,
+            table=table_name,
             hint=f"Use {' or '.join(get_args(Isolation))}.",
             reason="isolation",
         )
-    contract: Any = plain(metadata.get(AssetMetadata.COLUMNS)) or "evolve"
+    contract: Any = unwrap_metadata(metadata.get(AssetMetadata.COLUMNS)) or "evolve"
     if contract not in get_args(ColumnContract):
         raise ConfigurationError(
             f"Unknown value {contract!r} of columns.",
-            table=name,
+            table=table_name,
             hint=f"Use {' or '.join(get_args(ColumnContract))}.",
             reason="columns",
         )
     if mode == "upsert" and not keys:
         raise ConfigurationError(
-            "An upsert needs keys.", table=name, hint="table_metadata(keys=[…])", reason="keys_missing"
+            "An upsert needs keys.", table=table_name, hint="table_metadata(keys=[…])", reason="keys_missing"
         )
     if any("," in key for key in keys):
         raise ConfigurationError(
             f"The keys {', '.join(map(repr, keys))} hold a comma, which parts them in a snapshot's summary.",
-            table=name,
+            table=table_name,
             hint="Rename the column.",
             reason="comma_in_key",
         )
     if mode == "replace_partitions" and not columns:
         raise ConfigurationError(
             "Replacing partitions needs a partition column.",
-            table=name,
+            table=table_name,
             hint="table_metadata(partition_by=…)",
             reason="partition_column_missing",
         )
     if partitioned and mode == "replace_table":
         raise ConfigurationError(
             "A partitioned asset that replaces its whole table would keep only its last partition.",
-            table=name,
+            table=table_name,
             hint="Name the column with table_metadata(partition_by=…), or choose append or upsert.",
             reason="only_last_partition",
         )
-    exclusive_name(metadata, name)
+    parse_exclusive_name(metadata, table_name)
     layout, properties = (
-        plain(metadata.get(AssetMetadata.LAYOUT)) or (),
-        plain(metadata.get(AssetMetadata.PROPERTIES)) or {},
+        unwrap_metadata(metadata.get(AssetMetadata.LAYOUT)) or (),
+        unwrap_metadata(metadata.get(AssetMetadata.PROPERTIES)) or {},
     )
-    if isinstance(layout, str) or not all(isinstance(one, str) for one in layout):
+    if isinstance(layout, str) or not all(isinstance(declaration, str) for declaration in layout):
         raise ConfigurationError(
             f"The layout is {layout!r}.",
-            table=name,
+            table=table_name,
             hint='It is a list, as layout=["day", "bucket(16, account)"].',
             reason="layout",
         )
     if not isinstance(properties, Mapping):
         raise ConfigurationError(
             f"The table's properties are {properties!r}.",
-            table=name,
+            table=table_name,
             hint="Give a dict.",
             reason="properties",
         )
     table_properties = {str(key): str(value) for key, value in properties.items()}
-    require_parquet(table_properties, table=name)
+    require_parquet(table_properties, table_name=table_name)
     return TableSpec(
         identifier,
         mode,
         keys,
         columns,
         isolation,
-        tuple(LayoutField.of(one) for one in layout),
+        tuple(LayoutField.from_declaration(declaration) for declaration in layout),
         table_properties,
         contract == "freeze",
     )
 
 
-def require_parquet(properties: Mapping[str, str], *, table: str) -> None:
+def require_parquet(properties: Mapping[str, str], *, table_name: str) -> None:
     """Raise ConfigurationError if a table's properties ask for data files of another format than Parquet.
 
     PyIceberg writes Parquet only, and this package writes with it: frames that are not Spark's, files that a
@@ -289,32 +293,32 @@ def require_parquet(properties: Mapping[str, str], *, table: str) -> None:
     if file_format.lower() != TableProperties.WRITE_FILE_FORMAT_DEFAULT:
         raise ConfigurationError(
             f"The table's property {name} is {file_format!r}, and branchlake writes Parquet files only.",
-            table=table,
+            table=table_name,
             hint=f"Set {name} to 'parquet'. Files of another format that the table has can still be read.",
             reason="file_format",
         )
 
 
-def exclusive_name(metadata: Mapping[str, Any], table: str) -> str | None:
+def parse_exclusive_name(metadata: Mapping[str, Any], table_name: str) -> str | None:
     """The name under which an asset is exclusive; raises ConfigurationError for one that is none."""
-    name = plain(metadata.get(AssetMetadata.EXCLUSIVE))
-    if name is None or (isinstance(name, str) and _EXCLUSIVE_NAME.fullmatch(name)):
+    name = unwrap_metadata(metadata.get(AssetMetadata.EXCLUSIVE))
+    if name is None or (isinstance(name, str) and _EXCLUSIVE_PATTERN.fullmatch(name)):
         return name
     raise ConfigurationError(
         f"{name!r} is no name for what is exclusive.",
-        table=table,
+        table=table_name,
         hint="Use letters, digits, '_' and '-', at most 64.",
         reason="exclusive_name",
         subject=repr(name),
     )
 
 
-def plain(value: Any) -> Any:
+def unwrap_metadata(value: Any) -> Any:
     """Dagster wraps metadata given on a definition; the plain value is inside."""
     return getattr(value, "value", value)
 
 
-def _columns(expression: Any, table: str) -> Mapping[str, str]:
+def _parse_partition_expr(expression: Any, table_name: str) -> Mapping[str, str]:
     if expression is None:
         return {}
     if isinstance(expression, str):
@@ -323,7 +327,7 @@ def _columns(expression: Any, table: str) -> Mapping[str, str]:
         return {str(dimension): str(column) for dimension, column in expression.items()}
     raise ConfigurationError(
         f"partition_expr is {expression!r}.",
-        table=table,
+        table=table_name,
         hint="A column or {dimension: column}.",
         reason="partition_expr",
     )

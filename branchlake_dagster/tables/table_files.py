@@ -26,7 +26,7 @@ class FileUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the
 
 
 @dataclass(frozen=True)
-class Entries:
+class ManifestFiles:
     """The files a manifest names: those that were new in it with their size in bytes, and all live ones."""
 
     added: Mapping[str, int]
@@ -43,7 +43,7 @@ class TableFiles:
         self._properties = dict(properties)
         self._metadata: dict[str, TableMetadata | None] = {}
         self._lists: dict[str, tuple[ManifestFile, ...] | None] = {}
-        self._entries: dict[str, Entries | None] = {}
+        self._entries: dict[str, ManifestFiles | None] = {}
 
     def io(self, location: str) -> FileIO:
         """A FileIO for this location."""
@@ -53,7 +53,7 @@ class TableFiles:
         """The table metadata in a file. Raises FileUnreadable."""
         if location not in self._metadata:
             source = self.io(location).new_input(location)
-            self._metadata[location] = _read(location, lambda: FromInputFile.table_metadata(source))
+            self._metadata[location] = _read_or_none(location, lambda: FromInputFile.table_metadata(source))
         return self._metadata[location]
 
     def manifests(self, snapshot: Snapshot) -> tuple[ManifestFile, ...] | None:
@@ -61,36 +61,36 @@ class TableFiles:
         location = snapshot.manifest_list
         if location not in self._lists:
             # PyIceberg keeps manifest lists of the whole process in memory, deleted ones too.
-            there = self.size(location)
+            size = self.size(location)
             io = self.io(location)
-            found = _read(location, lambda: tuple(snapshot.manifests(io))) if there else None
-            self._lists[location] = found
+            manifests = _read_or_none(location, lambda: tuple(snapshot.manifests(io))) if size else None
+            self._lists[location] = manifests
         return self._lists[location]
 
-    def entries(self, manifest: ManifestFile) -> Entries | None:
+    def manifest_files(self, manifest: ManifestFile) -> ManifestFiles | None:
         """The data and delete files that a manifest names. Raises FileUnreadable."""
         path = manifest.manifest_path
         if path not in self._entries:
             io = self.io(path)
-            found = _read(path, lambda: manifest.fetch_manifest_entry(io, discard_deleted=True))
-            if found is None:
+            entries = _read_or_none(path, lambda: manifest.fetch_manifest_entry(io, discard_deleted=True))
+            if entries is None:
                 self._entries[path] = None
                 return None
-            new = [entry.data_file for entry in found if entry.status is ManifestEntryStatus.ADDED]
-            self._entries[path] = Entries(
-                {file.file_path: file.file_size_in_bytes for file in new},
-                frozenset(entry.data_file.file_path for entry in found),
+            new_files = [entry.data_file for entry in entries if entry.status is ManifestEntryStatus.ADDED]
+            self._entries[path] = ManifestFiles(
+                {file.file_path: file.file_size_in_bytes for file in new_files},
+                frozenset(entry.data_file.file_path for entry in entries),
             )
         return self._entries[path]
 
-    def modified(self, location: str) -> datetime | None:
+    def modified_at(self, location: str) -> datetime | None:
         """When a file was written, by the store's clock; None when it is missing or the store cannot tell."""
         io = self.io(location)
         if not isinstance(io, PyArrowFileIO):
             return None
         scheme, netloc, path = io.parse_location(location, io.properties)
-        found: datetime | None = io.fs_by_scheme(scheme, netloc).get_file_info(path).mtime
-        return found
+        modified_at: datetime | None = io.fs_by_scheme(scheme, netloc).get_file_info(path).mtime
+        return modified_at
 
     def size(self, location: str) -> int:
         """The size of a file in bytes; 0 when it is missing."""
@@ -104,17 +104,17 @@ class TableFiles:
         io = self.io(location)
         with contextlib.suppress(FileNotFoundError):
             io.delete(location)
-        if plain(location).startswith("file:"):
+        if normalize_location(location).startswith("file:"):
             # Hadoop's local file system puts a checksum beside each file that Spark writes.
             folder, _, name = location.rpartition("/")
             with contextlib.suppress(FileNotFoundError):
                 io.delete(f"{folder}/.{name}.crc")
 
 
-def _read(location: str, read: Callable[[], T]) -> T | None:
+def _read_or_none(location: str, read_file: Callable[[], T]) -> T | None:
     """What is in a file; None when it is missing."""
     try:
-        return read()
+        return read_file()
     except FileNotFoundError:
         return None
     except Exception as error:
@@ -122,28 +122,28 @@ def _read(location: str, read: Callable[[], T]) -> T | None:
         raise FileUnreadable(f"{location} cannot be read: {type(error).__name__}.") from error
 
 
-def folders(metadata: TableMetadata) -> tuple[str, ...]:
+def table_folders(metadata: TableMetadata) -> tuple[str, ...]:
     """Where the table itself puts its files; anything elsewhere was only registered in it."""
-    named = (
+    locations = (
         metadata.location,
         metadata.properties.get(TableProperties.WRITE_DATA_PATH),
         metadata.properties.get(TableProperties.WRITE_METADATA_PATH),
     )
-    return tuple(f"{folder.rstrip('/')}/" for folder in named if folder)
+    return tuple(f"{folder.rstrip('/')}/" for folder in locations if folder)
 
 
-def home(location: str) -> str:
+def table_root(location: str) -> str:
     """The folder of the table that a metadata file belongs to, by its path alone."""
     folder = location.rpartition("/")[0]
     return f"{folder.removesuffix('/metadata')}/"
 
 
-def within(path: str, places: Iterable[str]) -> bool:
+def is_in_folders(path: str, folders: Iterable[str]) -> bool:
     """Whether a file lies in one of the folders."""
-    return any(plain(path).startswith(plain(place)) for place in places)
+    return any(normalize_location(path).startswith(normalize_location(folder)) for folder in folders)
 
 
-def plain(location: str) -> str:
+def normalize_location(location: str) -> str:
     """One spelling per file, for comparisons: Spark writes `file:/…` where PyIceberg writes `file:///…`."""
     scheme, separator, rest = location.partition(":")
     if not separator or scheme not in ("file", "s3", "s3a", "s3n"):

@@ -16,16 +16,16 @@ from pyiceberg.table import TableProperties
 
 from branchlake_dagster.stored_names import EventMetadata
 
-MOST_FRAME_ROWS = 1_000_000
+MAX_FRAME_ROWS = 1_000_000
 """Rows of a frame. They are in the step's memory anyway; their keys are held there a second time."""
-MOST_CANDIDATE_BYTES = 256 * 2**20
+MAX_CANDIDATE_BYTES = 256 * 2**20
 """Size of the data files that may hold one of the keys. Random numbers took 2.3 times that in memory."""
-MOST_CANDIDATE_VALUES = 20_000_000
+MAX_CANDIDATE_VALUES = 20_000_000
 """Rows times columns of those files. Text that repeats takes little room in a file, and all of it in memory:
 20 million texts of 44 bytes took 1 GB."""
-MOST_CANDIDATE_PARTITIONS = 1_000
+MAX_CANDIDATE_PARTITIONS = 1_000
 """Partitions of those files: PyIceberg looks through all rows that are written for each of them."""
-MOST_TABLE_FILES = 10_000
+MAX_TABLE_FILES = 10_000
 """Data files of the table: PyIceberg takes some 40 µs for each manifest entry, and reads entries twice."""
 
 
@@ -84,16 +84,16 @@ class TableFacts:
 class CandidateFacts:
     """The data files that may hold one of the keys, in all.
 
-    `size` is in bytes, `values` are rows times columns.
+    `size_bytes` is in bytes, `value_count` are rows times columns.
     """
 
     formats: frozenset[str] = frozenset()
-    size: int = 0
-    values: int = 0
-    partitions: int = 0
+    size_bytes: int = 0
+    value_count: int = 0
+    partition_count: int = 0
 
 
-_KEYS = (
+_KEY_TYPES = (
     ice.BooleanType,
     ice.IntegerType,
     ice.LongType,
@@ -109,7 +109,7 @@ _KEYS = (
 )
 """Types of which two values are equal to both engines or to neither. Floats have -0.0 and NaN."""
 
-_PARTITIONED = (
+_PARTITION_TYPES = (
     ice.BooleanType,
     ice.IntegerType,
     ice.LongType,
@@ -129,7 +129,7 @@ _TRANSFORMS = (
 )
 
 _MERGE_MODE = "write.merge.mode"
-_ONLY_SPARK = (
+_SPARK_ONLY_PREFIXES = (
     TableProperties.PARQUET_ROW_GROUP_SIZE_BYTES,
     "write.parquet.bloom-filter",
     "write.location-provider.impl",
@@ -138,52 +138,52 @@ _ONLY_SPARK = (
 """Beginnings of properties that PyIceberg does not follow when it writes a file."""
 
 
-def reason_of_table(facts: TableFacts) -> SparkReason | None:
+def find_table_reason(facts: TableFacts) -> SparkReason | None:
     """Why Spark writes this upsert, from the metadata of the table; None if nothing there requires it."""
-    unknown = [
+    unsupported_types = [
         kind
         for transform, kind in facts.partitioned_by
-        if not isinstance(transform, _TRANSFORMS) or not isinstance(kind, _PARTITIONED)
+        if not isinstance(transform, _TRANSFORMS) or not isinstance(kind, _PARTITION_TYPES)
     ]
-    return _first(
+    return _first_applicable(
         (SparkReason.FORMAT_VERSION, facts.format_version != 2),
         (SparkReason.PARTITION_SPECS, facts.partition_specs > 1),
-        (SparkReason.PARTITION_COLUMNS, bool(unknown)),
+        (SparkReason.PARTITION_COLUMNS, bool(unsupported_types)),
         (SparkReason.SORT_ORDER, facts.sorted),
         (SparkReason.MERGE_ON_READ, facts.properties.get(_MERGE_MODE, "copy-on-write") != "copy-on-write"),
         (SparkReason.DELETE_FILES, facts.delete_files),
         (SparkReason.REQUIRED_COLUMNS, facts.required),
-        (SparkReason.PROPERTIES, any(name.startswith(_ONLY_SPARK) for name in facts.properties)),
-        (SparkReason.KEY_TYPE, not all(isinstance(kind, _KEYS) for kind in facts.keys)),
-        (SparkReason.TABLE_FILES, facts.data_files > MOST_TABLE_FILES),
-        (SparkReason.FRAME_ROWS, facts.frame_rows > MOST_FRAME_ROWS),
+        (SparkReason.PROPERTIES, any(name.startswith(_SPARK_ONLY_PREFIXES) for name in facts.properties)),
+        (SparkReason.KEY_TYPE, not all(isinstance(kind, _KEY_TYPES) for kind in facts.keys)),
+        (SparkReason.TABLE_FILES, facts.data_files > MAX_TABLE_FILES),
+        (SparkReason.FRAME_ROWS, facts.frame_rows > MAX_FRAME_ROWS),
     )
 
 
-def reason_of_candidates(facts: CandidateFacts) -> SparkReason | None:
+def find_candidate_reason(facts: CandidateFacts) -> SparkReason | None:
     """Why Spark writes this upsert, from the files that may hold a key; None if nothing requires it."""
-    return _first(
+    return _first_applicable(
         (SparkReason.CANDIDATE_FORMAT, not facts.formats <= {"PARQUET"}),
-        (SparkReason.CANDIDATE_BYTES, facts.size > MOST_CANDIDATE_BYTES),
-        (SparkReason.CANDIDATE_VALUES, facts.values > MOST_CANDIDATE_VALUES),
-        (SparkReason.CANDIDATE_PARTITIONS, facts.partitions > MOST_CANDIDATE_PARTITIONS),
+        (SparkReason.CANDIDATE_BYTES, facts.size_bytes > MAX_CANDIDATE_BYTES),
+        (SparkReason.CANDIDATE_VALUES, facts.value_count > MAX_CANDIDATE_VALUES),
+        (SparkReason.CANDIDATE_PARTITIONS, facts.partition_count > MAX_CANDIDATE_PARTITIONS),
     )
 
 
-def _first(*tests: tuple[SparkReason, bool]) -> SparkReason | None:
+def _first_applicable(*tests: tuple[SparkReason, bool]) -> SparkReason | None:
     return next((reason for reason, applies in tests if applies), None)
 
 
-def requires_values(fields: Iterable[ice.NestedField]) -> bool:
+def has_required_fields(fields: Iterable[ice.NestedField]) -> bool:
     """Whether a column, or a part of one, must not be null. Keys of maps never are, so they do not count."""
-    return any(one.required or _requires_values(one.field_type) for one in fields)
+    return any(column.required or _has_required_parts(column.field_type) for column in fields)
 
 
-def _requires_values(kind: ice.IcebergType) -> bool:
+def _has_required_parts(kind: ice.IcebergType) -> bool:
     if isinstance(kind, ice.StructType):
-        return requires_values(kind.fields)
+        return has_required_fields(kind.fields)
     if isinstance(kind, ice.ListType):
-        return requires_values([kind.element_field])
+        return has_required_fields([kind.element_field])
     if isinstance(kind, ice.MapType):
-        return _requires_values(kind.key_type) or requires_values([kind.value_field])
+        return _has_required_parts(kind.key_type) or has_required_fields([kind.value_field])
     return False

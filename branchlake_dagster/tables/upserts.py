@@ -21,34 +21,45 @@ from pyiceberg.manifest import DataFile
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
 
-from branchlake_dagster.history.file_facts import facts
-from branchlake_dagster.internals.pyiceberg import commit_files, data_files
-from branchlake_dagster.tables.arrow_frames import comparable, require_inside, require_unique
+from branchlake_dagster.history.file_facts import column_facts
+from branchlake_dagster.internals.pyiceberg import commit_files, write_data_files
+from branchlake_dagster.tables.arrow_frames import (
+    require_rows_inside,
+    require_unique_keys,
+    to_comparable_column,
+)
 from branchlake_dagster.tables.selection import Selection
 from branchlake_dagster.tables.specification import TableSpec
 from branchlake_dagster.tables.upsert_engine import (
     CandidateFacts,
     SparkReason,
     TableFacts,
-    reason_of_candidates,
-    reason_of_table,
-    requires_values,
+    find_candidate_reason,
+    find_table_reason,
+    has_required_fields,
 )
 
-_MOST_LISTED = 200
+_MAX_LISTED_VALUES = 200
 """Values in a predicate: PyIceberg compares a longer list with no bounds and no partition."""
-_COUNTED: dict[type[ice.IcebergType], pa.DataType] = {
+_INTEGER_BOUND_TYPES: dict[type[ice.IcebergType], pa.DataType] = {
     ice.DateType: pa.int32(),
     ice.TimeType: pa.int64(),
     ice.TimestampType: pa.int64(),
     ice.TimestamptzType: pa.int64(),
 }
 """Types whose bounds are whole numbers, and Arrow's type for those."""
-_BOUNDED = (ice.IntegerType, ice.LongType, ice.DecimalType, ice.StringType, ice.BinaryType, ice.UUIDType)
+_COMPARABLE_TYPES = (
+    ice.IntegerType,
+    ice.LongType,
+    ice.DecimalType,
+    ice.StringType,
+    ice.BinaryType,
+    ice.UUIDType,
+)
 """Other types whose bounds are compared with keys."""
 
 
-def candidate_files(table: Table, keys: pa.Table) -> list[FileScanTask]:
+def find_candidate_files(table: Table, keys: pa.Table) -> list[FileScanTask]:
     """The data files in the current snapshot of `table` that may hold one of `keys`.
 
     `keys` has the key columns only, in the table's types, without nulls and with at least one row. A file
@@ -56,22 +67,22 @@ def candidate_files(table: Table, keys: pa.Table) -> list[FileScanTask]:
     manifests whose partitions may hold one of the keys.
     """
     row_filter: BooleanExpression = AlwaysTrue()
-    distinct = {name: pc.unique(comparable(keys[name])) for name in keys.column_names}
+    distinct_values = {name: pc.unique(to_comparable_column(keys[name])) for name in keys.column_names}
     for name in keys.column_names:
-        row_filter = And(row_filter, _condition(name, keys[name], len(distinct[name])))
-    columns = [_SortedKeys(table, name, values) for name, values in distinct.items()]
+        row_filter = And(row_filter, _key_filter(name, keys[name], len(distinct_values[name])))
+    columns = [_SortedKeys(table, name, values) for name, values in distinct_values.items()]
     tasks = table.scan(row_filter=row_filter).plan_files()
     return [task for task in tasks if all(column.may_be_in(task.file) for column in columns)]
 
 
-def _condition(name: str, values: pa.ChunkedArray, distinct: int) -> BooleanExpression:
+def _key_filter(name: str, values: pa.ChunkedArray, distinct_count: int) -> BooleanExpression:
     """A predicate that every row with one of the values meets."""
-    if distinct <= _MOST_LISTED:
+    if distinct_count <= _MAX_LISTED_VALUES:
         return In(name, set(values.to_pylist()))
     if isinstance(values.type, pa.BaseExtensionType) or pa.types.is_fixed_size_binary(values.type):
         return AlwaysTrue()
-    ends = pc.min_max(values)
-    return And(GreaterThanOrEqual(name, ends["min"].as_py()), LessThanOrEqual(name, ends["max"].as_py()))
+    bounds = pc.min_max(values)
+    return And(GreaterThanOrEqual(name, bounds["min"].as_py()), LessThanOrEqual(name, bounds["max"].as_py()))
 
 
 class _SortedKeys:
@@ -81,24 +92,26 @@ class _SortedKeys:
         self._specs = table.specs()
         self._field = table.schema().find_field(name)
         kind = self._field.field_type
-        self._values: _Ordered | None = None
-        if type(kind) in _COUNTED:
-            self._values = _Ordered(values.cast(_COUNTED[type(kind)]))
-        elif isinstance(kind, _BOUNDED):
-            self._values = _Ordered(values)
+        self._values: _SortedValues | None = None
+        if type(kind) in _INTEGER_BOUND_TYPES:
+            self._values = _SortedValues(values.cast(_INTEGER_BOUND_TYPES[type(kind)]))
+        elif isinstance(kind, _COMPARABLE_TYPES):
+            self._values = _SortedValues(values)
 
     def may_be_in(self, file: DataFile) -> bool:
         """Whether the file may hold one of the values. False is a proof, True is not."""
-        known = facts(file, self._field, self._specs[file.spec_id])
-        if known.all_null:
+        file_facts = column_facts(file, self._field, self._specs[file.spec_id])
+        if file_facts.all_null:
             return False
         if self._values is None:
             return True
-        place = 0 if known.low is None else bisect_left(self._values, known.low)
-        return place < len(self._values) and (known.high is None or self._values[place] <= known.high)
+        index = 0 if file_facts.low is None else bisect_left(self._values, file_facts.low)
+        return index < len(self._values) and (
+            file_facts.high is None or self._values[index] <= file_facts.high
+        )
 
 
-class _Ordered(Sequence[Any]):
+class _SortedValues(Sequence[Any]):
     """Values in ascending order. One becomes a Python object when it is asked for: a search needs few."""
 
     def __init__(self, values: pa.Array) -> None:
@@ -107,23 +120,23 @@ class _Ordered(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def __getitem__(self, place: Any) -> Any:
-        return self._values[place].as_py()
+    def __getitem__(self, index: Any) -> Any:
+        return self._values[index].as_py()
 
 
-def live_files(table: Table) -> tuple[int, bool]:
+def count_live_files(table: Table) -> tuple[int, bool]:
     """How many data files the current snapshot has, and whether it has delete files.
 
     Cost: one file, the manifest list.
     """
-    data, deletes = 0, False
-    for count, deleting in _manifests(table):
-        data += 0 if deleting else count
-        deletes = deletes or (deleting and count > 0)
-    return data, deletes
+    data_count, has_deletes = 0, False
+    for count, is_delete in _iter_file_counts(table):
+        data_count += 0 if is_delete else count
+        has_deletes = has_deletes or (is_delete and count > 0)
+    return data_count, has_deletes
 
 
-def _manifests(table: Table) -> Iterator[tuple[int, bool]]:
+def _iter_file_counts(table: Table) -> Iterator[tuple[int, bool]]:
     snapshot = table.current_snapshot()
     for manifest in snapshot.manifests(table.io) if snapshot is not None else ():
         counts = (manifest.added_files_count, manifest.existing_files_count)
@@ -132,24 +145,24 @@ def _manifests(table: Table) -> Iterator[tuple[int, bool]]:
 
 
 _READERS = 8
-_ROW = "__branchlake_row"
+_ROW_COLUMN = "__branchlake_row"
 
 
 @dataclass(frozen=True)
 class UpsertPlan:
     """An upsert that PyIceberg writes.
 
-    `matched` are the data files of `table` that hold a row with one of the frame's keys. `others` are the
-    rows of these files with other keys, a table for each file.
+    `matched_files` are the data files of `table` that hold a row with one of the frame's keys. `other_rows`
+    are the rows of these files with other keys, a table for each file.
     """
 
     frame: pa.Table
     table: Table
-    matched: tuple[FileScanTask, ...] = ()
-    others: tuple[pa.Table, ...] = ()
+    matched_files: tuple[FileScanTask, ...] = ()
+    other_rows: tuple[pa.Table, ...] = ()
 
 
-def plan(
+def plan_upsert(
     frame: pa.Table, table: Table, spec: TableSpec, selection: Selection | None
 ) -> UpsertPlan | SparkReason:
     """Decide which engine upserts `frame`, and for PyIceberg into which files.
@@ -163,7 +176,8 @@ def plan(
         selection (Optional[Selection]): The rows that the run may write. None: any.
 
     Returns:
-        UpsertPlan | SparkReason: The plan for `write`, or why Spark has to do it. Cost: the manifests, the
+        UpsertPlan | SparkReason: The plan for `write_upsert`, or why Spark has to do it. Cost: the manifests,
+        the
         key columns of the files whose bounds admit one of the keys, and the matched files. All rows of those
         are held in memory.
 
@@ -171,55 +185,57 @@ def plan(
         UpsertKeyInvalid: A key is null or occurs twice in the frame.
         PartitionMismatch: The frame has rows outside `selection`.
     """
-    if reason := reason_of_table(_table_facts(frame, table, spec)):
+    if reason := find_table_reason(_table_facts(frame, table, spec)):
         return reason
-    require_unique(frame, spec)
-    require_inside(frame, table.schema(), spec, selection)
-    candidates = candidate_files(table, frame.select(list(spec.keys)))
-    if reason := reason_of_candidates(_candidate_facts(candidates, columns=frame.num_columns)):
+    require_unique_keys(frame, spec)
+    require_rows_inside(frame, table.schema(), spec, selection)
+    candidates = find_candidate_files(table, frame.select(list(spec.keys)))
+    if reason := find_candidate_reason(_candidate_facts(candidates, columns=frame.num_columns)):
         return reason
     if not candidates:
         return UpsertPlan(frame, table)
     try:
-        return _matched(frame, table, spec, candidates)
+        return _plan_from_candidates(frame, table, spec, candidates)
     except (ValueError, TypeError, NotImplementedError, pa.ArrowException):
         # Files of other writers, such as files without field ids. What no engine can read, Spark reports.
         return SparkReason.UNREADABLE
 
 
-def _matched(
+def _plan_from_candidates(
     frame: pa.Table, table: Table, spec: TableSpec, candidates: Sequence[FileScanTask]
 ) -> UpsertPlan | SparkReason:
-    parts = _read(table, table.schema().select(*spec.keys), candidates)
-    rows = _matching_rows(_together(parts), frame, spec)
+    parts = _read_files(table, table.schema().select(*spec.keys), candidates)
+    rows = _match_rows(_concat_parts(parts), frame, spec)
     if rows.drop_nulls().is_duplicated().any():
         return SparkReason.SHARED_KEYS
-    ends = np.cumsum([part.num_rows for part in parts])
-    numbers = np.unique(np.searchsorted(ends, rows.is_not_null().arg_true().to_numpy(), side="right"))
-    matched = tuple(candidates[number] for number in numbers)
-    return UpsertPlan(frame, table, matched, _other_rows(frame, table, spec, matched))
+    end_rows = np.cumsum([part.num_rows for part in parts])
+    matched_numbers = np.unique(
+        np.searchsorted(end_rows, rows.is_not_null().arg_true().to_numpy(), side="right")
+    )
+    matched_files = tuple(candidates[number] for number in matched_numbers)
+    return UpsertPlan(frame, table, matched_files, _read_other_rows(frame, table, spec, matched_files))
 
 
-def _other_rows(
-    frame: pa.Table, table: Table, spec: TableSpec, matched: Sequence[FileScanTask]
+def _read_other_rows(
+    frame: pa.Table, table: Table, spec: TableSpec, matched_files: Sequence[FileScanTask]
 ) -> tuple[pa.Table, ...]:
     """The rows of each file whose keys the frame has not, in the frame's types."""
-    if not matched:
+    if not matched_files:
         return ()
-    parts = _read(table, table.schema(), matched)
-    keys = _together([part.select(list(spec.keys)) for part in parts])
-    others = _matching_rows(keys, frame, spec).is_null().to_arrow()
-    begin = 0
+    parts = _read_files(table, table.schema(), matched_files)
+    keys = _concat_parts([part.select(list(spec.keys)) for part in parts])
+    is_other = _match_rows(keys, frame, spec).is_null().to_arrow()
+    start = 0
     for number, part in enumerate(parts):  # in place, so that one file at a time is in memory twice
-        kept = part.filter(others.slice(begin, part.num_rows))
+        other_rows = part.filter(is_other.slice(start, part.num_rows))
         parts[number] = pa.table(
-            [kept[column.name].cast(column.type) for column in frame.schema], schema=frame.schema
+            [other_rows[column.name].cast(column.type) for column in frame.schema], schema=frame.schema
         )
-        begin += part.num_rows
+        start += part.num_rows
     return tuple(parts)
 
 
-def write(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
+def write_upsert(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
     """Write a planned upsert in one commit, and return the table after it.
 
     Atomic: all rows are there afterwards, or none. The matched files are removed, and their other rows are
@@ -228,20 +244,20 @@ def write(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
     may have come: CommitFailedException.
     """
     table = upsert.table
-    rows = pa.concat_tables([upsert.frame, *upsert.others])
-    files = data_files(table.metadata, rows, table.io, commit=uuid.uuid4(), numbers=itertools.count())
-    removed = [task.file for task in upsert.matched]
-    return commit_files(table, added=files, removed=removed, properties=properties)
+    rows = pa.concat_tables([upsert.frame, *upsert.other_rows])
+    files = write_data_files(table.metadata, rows, table.io, commit=uuid.uuid4(), numbers=itertools.count())
+    removed_files = [task.file for task in upsert.matched_files]
+    return commit_files(table, added=files, removed=removed_files, properties=properties)
 
 
-def _together(parts: Sequence[pa.Table]) -> pa.Table:
+def _concat_parts(parts: Sequence[pa.Table]) -> pa.Table:
     """One table of several; scans differ in how they hold text."""
     return pa.concat_tables(parts, promote_options="permissive")
 
 
 def _table_facts(frame: pa.Table, table: Table, spec: TableSpec) -> TableFacts:
     schema, metadata = table.schema(), table.metadata
-    files, delete_files = live_files(table)
+    files, delete_files = count_live_files(table)
     return TableFacts(
         frame_rows=frame.num_rows,
         keys=tuple(schema.find_type(key) for key in spec.keys),
@@ -251,7 +267,7 @@ def _table_facts(frame: pa.Table, table: Table, spec: TableSpec) -> TableFacts:
             (part.transform, schema.find_type(part.source_id)) for part in metadata.spec().fields
         ),
         sorted=not table.sort_order().is_unsorted,
-        required=requires_values(schema.fields),
+        required=has_required_fields(schema.fields),
         delete_files=delete_files,
         data_files=files,
         properties=metadata.properties,
@@ -262,27 +278,29 @@ def _candidate_facts(candidates: Sequence[FileScanTask], *, columns: int) -> Can
     files = [task.file for task in candidates]
     return CandidateFacts(
         formats=frozenset(file.file_format.name for file in files),
-        size=sum(file.file_size_in_bytes for file in files),
-        values=sum(file.record_count for file in files) * columns,
-        partitions=len({file.partition for file in files}),
+        size_bytes=sum(file.file_size_in_bytes for file in files),
+        value_count=sum(file.record_count for file in files) * columns,
+        partition_count=len({file.partition for file in files}),
     )
 
 
-def _read(table: Table, columns: Schema, tasks: Sequence[FileScanTask]) -> list[pa.Table]:
+def _read_files(table: Table, columns: Schema, tasks: Sequence[FileScanTask]) -> list[pa.Table]:
     """The columns of each file, in the order of `tasks`."""
 
-    def rows(task: FileScanTask) -> pa.Table:
+    def read_file(task: FileScanTask) -> pa.Table:
         return ArrowScan(table.metadata, table.io, columns, AlwaysTrue()).to_table([task])
 
     with ThreadPoolExecutor(_READERS) as pool:
-        return list(pool.map(rows, tasks))
+        return list(pool.map(read_file, tasks))
 
 
-def _matching_rows(rows: pa.Table, frame: pa.Table, spec: TableSpec) -> pl.Series:
+def _match_rows(rows: pa.Table, frame: pa.Table, spec: TableSpec) -> pl.Series:
     """For each of `rows`, the number of the frame's row with the same key; null if there is none."""
-    keys = _key_columns(frame, spec).with_row_index(_ROW)
-    return _key_columns(rows, spec).join(keys, on=list(spec.keys), how="left", maintain_order="left")[_ROW]
+    keys = _key_columns(frame, spec).with_row_index(_ROW_COLUMN)
+    return _key_columns(rows, spec).join(keys, on=list(spec.keys), how="left", maintain_order="left")[
+        _ROW_COLUMN
+    ]
 
 
 def _key_columns(rows: pa.Table, spec: TableSpec) -> pl.DataFrame:
-    return pl.DataFrame({key: pl.Series(pl.from_arrow(comparable(rows[key]))) for key in spec.keys})
+    return pl.DataFrame({key: pl.Series(pl.from_arrow(to_comparable_column(rows[key]))) for key in spec.keys})

@@ -31,5 +31,5 @@ def lake_settings() -> Mapping[str, Any]:
 @pytest.fixture
 def lake(branchlake_server: ThrowawayServer, lake_settings: Mapping[str, Any]) -> Iterator[ThrowawayLake]:
     """An empty lake with a Dagster instance of its own."""
-    with branchlake_server.lake(**lake_settings) as found:
-        yield found
+    with branchlake_server.lake(**lake_settings) as throwaway:
+        yield throwaway

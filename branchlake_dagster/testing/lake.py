@@ -17,11 +17,11 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication.publish import RunOutcome, publish
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.errors import TableMissing
-from branchlake_dagster.tables.specification import identifier_of, table_name
+from branchlake_dagster.tables.specification import format_table_name, table_identifier
 
 if TYPE_CHECKING:
     from branchlake_dagster.internals.dagster import CoercibleToAssetSelection
@@ -29,39 +29,43 @@ if TYPE_CHECKING:
 _CONFIGURABLE = (ConfigurableResource, ConfigurableIOManagerFactory)
 
 
-def standing_on(lakehouse: LakehouseResource, resources: Mapping[str, Any]) -> dict[str, Any]:
+def bind_to_lake(lakehouse: LakehouseResource, resources: Mapping[str, Any]) -> dict[str, Any]:
     """`resources` with `lakehouse` in place of every lake, also inside others; those of ours that lack.
 
     A resource that others share stays shared.
     """
-    made: dict[int, Any] = {}
-    found = {key: _rebound(one, lakehouse, made) for key, one in resources.items()}
+    bound_resources: dict[int, Any] = {}
+    bound = {
+        key: _rebind_resource(resource, lakehouse, bound_resources) for key, resource in resources.items()
+    }
     spark = BranchSparkResource(lakehouse=lakehouse)
     defaults = {
         "lakehouse": lakehouse,
         "spark": spark,
         "io_manager": NessieBranchIOManager(lakehouse=lakehouse, spark=spark),
     }
-    return defaults | found
+    return defaults | bound
 
 
-def _rebound(resource: Any, lakehouse: LakehouseResource, made: dict[int, Any]) -> Any:
+def _rebind_resource(resource: Any, lakehouse: LakehouseResource, bound_resources: dict[int, Any]) -> Any:
     if isinstance(resource, LakehouseResource):
         return lakehouse
     if not isinstance(resource, _CONFIGURABLE):
         return resource
-    if id(resource) not in made:
+    if id(resource) not in bound_resources:
         fields = {name: getattr(resource, name) for name in type(resource).model_fields}
-        new = {
-            name: _rebound(value, lakehouse, made) if isinstance(value, _CONFIGURABLE) else value
+        new_fields = {
+            name: _rebind_resource(value, lakehouse, bound_resources)
+            if isinstance(value, _CONFIGURABLE)
+            else value
             for name, value in fields.items()
         }
-        changed = any(new[name] is not fields[name] for name in fields)
-        made[id(resource)] = type(resource)(**new) if changed else resource
-    return made[id(resource)]
+        changed = any(new_fields[name] is not fields[name] for name in fields)
+        bound_resources[id(resource)] = type(resource)(**new_fields) if changed else resource
+    return bound_resources[id(resource)]
 
 
-Run = str | dg.ExecuteInProcessResult | dg.DagsterRun
+RunLike = str | dg.ExecuteInProcessResult | dg.DagsterRun
 """A run, by its id or by what Dagster gave back."""
 
 
@@ -81,7 +85,7 @@ class ThrowawayLake:
     @property
     def resources(self) -> dict[str, Any]:
         """`lakehouse`, `spark` and `io_manager` of this lake, for `dg.materialize(…, resources=…)`."""
-        return standing_on(LakehouseResource(), {})
+        return bind_to_lake(LakehouseResource(), {})
 
     def definitions(self, *parts: Any, resources: Mapping[str, Any] | None = None) -> dg.Definitions:
         """Definitions whose resources stand on this lake, whichever lake they stood on.
@@ -95,19 +99,21 @@ class ThrowawayLake:
             Definitions: Their assets, checks and jobs, and the resources, to which `lakehouse`, `spark` and
             `io_manager` are added where they lack.
         """
-        flat = list(_flat(parts))
-        checks = [one for one in flat if isinstance(one, dg.AssetChecksDefinition)]
-        whole = [one for one in flat if isinstance(one, dg.Definitions)]
-        assets = [one for one in flat if not isinstance(one, dg.AssetChecksDefinition | dg.Definitions)]
-        merged = dg.Definitions.merge(*whole, dg.Definitions(assets=assets, asset_checks=checks))
-        wanted = {**(merged.resources or {}), **(resources or {})}
+        flat_parts = list(_flatten_parts(parts))
+        checks = [part for part in flat_parts if isinstance(part, dg.AssetChecksDefinition)]
+        definitions_parts = [part for part in flat_parts if isinstance(part, dg.Definitions)]
+        assets = [
+            part for part in flat_parts if not isinstance(part, dg.AssetChecksDefinition | dg.Definitions)
+        ]
+        merged = dg.Definitions.merge(*definitions_parts, dg.Definitions(assets=assets, asset_checks=checks))
+        all_resources = {**(merged.resources or {}), **(resources or {})}
         # Not `with_resources`, which refuses another resource under a key that is there.
         return dg.Definitions(
             assets=merged.assets,
             asset_checks=merged.asset_checks,
             jobs=merged.jobs,
             loggers=merged.loggers,
-            resources=standing_on(LakehouseResource(), wanted),
+            resources=bind_to_lake(LakehouseResource(), all_resources),
         )
 
     def run(
@@ -161,7 +167,7 @@ class ThrowawayLake:
         self._definitions[result.run_id] = definitions
         return result
 
-    def publish(self, run: Run, definitions: dg.Definitions | None = None) -> RunOutcome:
+    def publish(self, run: RunLike, definitions: dg.Definitions | None = None) -> RunOutcome:
         """Judges a run by the real gate and publishes it if it passes; see `branchlake_dagster.publish`.
 
         Args:
@@ -176,16 +182,16 @@ class ThrowawayLake:
             ConfigurationError: It was not run by `lake.run`, and no definitions are given.
         """
         run_id = run if isinstance(run, str) else run.run_id
-        known = definitions or self._definitions.get(run_id)
-        if known is None:
+        run_definitions = definitions or self._definitions.get(run_id)
+        if run_definitions is None:
             raise ConfigurationError(
                 f"Run {run_id} was not made by lake.run, so its checks are not known.",
                 hint="Give them: lake.publish(run, definitions).",
                 reason="checks_unknown",
             )
-        return publish(run_id, known, instance=self.instance, lakehouse=self.lakehouse)
+        return publish(run_id, run_definitions, instance=self.instance, lakehouse=self.lakehouse)
 
-    def table(self, name: str | dg.AssetKey, *, of: Run | None = None) -> pa.Table:
+    def table(self, name: str | dg.AssetKey, *, of: RunLike | None = None) -> pa.Table:
         """The rows of a table.
 
         Args:
@@ -207,21 +213,21 @@ class ThrowawayLake:
         """
         default = self.lakehouse.settings.default_namespace
         key = name if isinstance(name, dg.AssetKey) else dg.AssetKey(list(ContentKey.from_path(name)))
-        identifier = identifier_of(key, default)
-        ref = MAIN if of is None else self._ref(of)
+        identifier = table_identifier(key, default)
+        ref = MAIN if of is None else self._find_run_ref(of)
         try:
             table = self.lakehouse.catalog(ref).load_table(identifier)
         except NoSuchTableError as error:
             raise TableMissing(
                 "There is no such table.",
-                table=table_name(identifier),
+                table=format_table_name(identifier),
                 branch=ref,
                 hint=f"There are: {', '.join(self.tables(of=of)) or 'none'}.",
                 reason="no_table",
             ) from error
         return table.scan().to_arrow()
 
-    def polars(self, name: str | dg.AssetKey, *, of: Run | None = None) -> pl.DataFrame:
+    def polars(self, name: str | dg.AssetKey, *, of: RunLike | None = None) -> pl.DataFrame:
         """The same as a Polars frame.
 
         Args:
@@ -233,7 +239,7 @@ class ThrowawayLake:
         """
         return pl.DataFrame(self.table(name, of=of))
 
-    def tables(self, *, of: Run | None = None) -> list[str]:
+    def tables(self, *, of: RunLike | None = None) -> list[str]:
         """The dotted names of the tables on `main`, or of those a run sees.
 
         Args:
@@ -242,7 +248,7 @@ class ThrowawayLake:
         Returns:
             list[str]: Sorted.
         """
-        ref = MAIN if of is None else self._ref(of)
+        ref = MAIN if of is None else self._find_run_ref(of)
         entries = self.lakehouse.nessie.entries(ref, fetch_content=True)
         return sorted(entry.key.name for entry in entries if isinstance(entry.content, IcebergTable))
 
@@ -250,11 +256,11 @@ class ThrowawayLake:
         """The names of all branches and tags but `main`, sorted: what runs have left."""
         return sorted(ref.name for ref in self.lakehouse.nessie.references() if ref.name != MAIN)
 
-    def _ref(self, run: Run) -> str:
+    def _find_run_ref(self, run: RunLike) -> str:
         run_id = run if isinstance(run, str) else run.run_id
-        there = self.references()
-        for name in (branch_name(run_id), f"{ReferencePrefix.DISCARDED}{run_id}"):
-            if name in there:
+        existing_refs = self.references()
+        for name in (run_branch_name(run_id), f"{ReferencePrefix.DISCARDED}{run_id}"):
+            if name in existing_refs:
                 return name
         raise TableMissing(
             "The run has no branch: it was published, or it touched no table.",
@@ -264,9 +270,9 @@ class ThrowawayLake:
         )
 
 
-def _flat(parts: Sequence[Any]) -> Iterator[Any]:
+def _flatten_parts(parts: Sequence[Any]) -> Iterator[Any]:
     for part in parts:
         if type(part) in (list, tuple):  # Dagster's own classes may be tuples, too
-            yield from _flat(part)
+            yield from _flatten_parts(part)
         else:
             yield part

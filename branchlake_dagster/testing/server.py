@@ -14,20 +14,20 @@ from typing import Any
 import dagster as dg
 from pydantic import SecretStr
 
-from branchlake_dagster.embedded.process import ProcessRecord, started_s
+from branchlake_dagster.embedded.process import ProcessRecord, find_start_s
 from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import Delete, ReferenceType
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.testing.lake import ThrowawayLake
 
 _VARIABLE_PREFIX = "BRANCHLAKE_"
-_OF_THE_MACHINE = frozenset({"guard_nessie", "ivy_settings", "spark_driver_memory", "startup_timeout_s"})
+_MACHINE_SETTINGS = frozenset({"guard_nessie", "ivy_settings", "spark_driver_memory", "startup_timeout_s"})
 """What the environment says of these is about the machine and no lake, so a test takes it over."""
-_FIXED = frozenset(
+_RESERVED_SETTINGS = frozenset(
     {
         *("state_dir", "warehouse", "nessie_uri", "nessie_token", "nessie_verify_tls", "nessie_port"),
         *("s3_endpoint", "s3_region", "s3_access_key_id", "s3_secret_access_key"),
@@ -37,46 +37,46 @@ _FIXED = frozenset(
 
 
 @contextmanager
-def settings_in_environment(state_dir: str, given: Mapping[str, Any]) -> Iterator[Settings]:
+def settings_in_environment(state_dir: str, fields: Mapping[str, Any]) -> Iterator[Settings]:
     """Let everything in this process that reads its settings from the environment find these ones.
 
-    `given` are fields of `Settings`. Raises ConfigurationError for one that would name another lake.
+    `fields` are fields of `Settings`. Raises ConfigurationError for one that would name another lake.
     """
-    if refused := sorted(_FIXED & given.keys()):
+    if reserved_names := sorted(_RESERVED_SETTINGS & fields.keys()):
         raise ConfigurationError(
-            f"A throw-away lake is a lake of its own, so it takes no {', '.join(refused)}.",
+            f"A throw-away lake is a lake of its own, so it takes no {', '.join(reserved_names)}.",
             hint="Give settings of behaviour only, such as require_checks or default_namespace.",
             reason="names_another_lake",
-            subject=", ".join(refused),
+            subject=", ".join(reserved_names),
         )
-    ours = {f"{_VARIABLE_PREFIX}{name}".upper(): name for name in Settings.model_fields}
-    before = {name: os.environ[name] for name in os.environ if name.upper() in ours}
-    for name in before:
-        if ours[name.upper()] not in _OF_THE_MACHINE:
+    field_by_variable = {f"{_VARIABLE_PREFIX}{name}".upper(): name for name in Settings.model_fields}
+    saved_variables = {name: os.environ[name] for name in os.environ if name.upper() in field_by_variable}
+    for name in saved_variables:
+        if field_by_variable[name.upper()] not in _MACHINE_SETTINGS:
             del os.environ[name]
     try:
-        settings = Settings(state_dir=state_dir, **given)
-        os.environ.update(_as_environment(settings, {"state_dir", *given}))
+        settings = Settings(state_dir=state_dir, **fields)
+        os.environ.update(_to_variables(settings, {"state_dir", *fields}))
         yield settings
     finally:
-        for name in [name for name in os.environ if name.upper() in ours]:
+        for name in [name for name in os.environ if name.upper() in field_by_variable]:
             del os.environ[name]
-        os.environ.update(before)
+        os.environ.update(saved_variables)
 
 
-def _as_environment(settings: Settings, names: set[str]) -> dict[str, str]:
-    found = {}
+def _to_variables(settings: Settings, names: set[str]) -> dict[str, str]:
+    variables = {}
     for name in names:
         value = getattr(settings, name)
         if value is not None:
-            text = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
-            found[f"{_VARIABLE_PREFIX}{name}".upper()] = text
-    return found
+            raw_value = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+            variables[f"{_VARIABLE_PREFIX}{name}".upper()] = raw_value
+    return variables
 
 
 _PREFIX = "branchlake-throwaway-"
-_OWNER = "owner.json"
-_LISTING = "jars/jars.classpath"
+_OWNER_FILE = "owner.json"
+_JAR_LISTING = "jars/jars.classpath"
 
 
 class ThrowawayServer:
@@ -110,11 +110,11 @@ class ThrowawayServer:
             )
         self._in_use = True
         try:
-            with settings_in_environment(str(self._state_dir), settings) as found:
-                EmbeddedServers(found, volatile=True).endpoints(spark=False)
-                lakehouse = Lakehouse(found)
+            with settings_in_environment(str(self._state_dir), settings) as lake_settings:
+                EmbeddedServers(lake_settings, volatile=True).endpoints(spark=False)
+                lakehouse = Lakehouse(lake_settings)
                 try:
-                    _empty(lakehouse.nessie)
+                    _reset_nessie(lakehouse.nessie)
                     shutil.rmtree(self._state_dir / "warehouse", ignore_errors=True)
                     with dg.instance_for_test() as instance:
                         yield ThrowawayLake(lakehouse, instance)
@@ -149,11 +149,11 @@ def throwaway_server() -> Iterator[ThrowawayServer]:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     state_dir = folder / "state"
     try:
-        ProcessRecord("tests", os.getpid(), started_s(os.getpid()) or 0.0, 0).save(folder / _OWNER)
-        _take_listing(Settings().state_dir, state_dir)
+        ProcessRecord("tests", os.getpid(), find_start_s(os.getpid()) or 0.0, 0).save(folder / _OWNER_FILE)
+        _copy_jar_listing(Settings().state_dir, state_dir)
         yield ThrowawayServer(state_dir)
     finally:
-        _remove(folder)
+        _remove_server(folder)
 
 
 @contextlib.contextmanager
@@ -191,29 +191,29 @@ def throwaway_lake(**settings: Any) -> Iterator[ThrowawayLake]:
         yield lake
 
 
-def _empty(client: NessieClient) -> None:
+def _reset_nessie(client: NessieClient) -> None:
     """Nothing but an empty `main`. Its history stays: what this process has read of it remains true."""
     for ref in list(client.references()):
         if ref.name == MAIN:
             continue
         delete = client.delete_branch if ref.type is ReferenceType.BRANCH else client.delete_tag
         delete(ref.name, expected_hash=ref.hash)
-    head = main_with_history(client)
+    main_hash = ensure_main_has_commit(client)
     deletes = [Delete(entry.key) for entry in client.entries(MAIN)]
     if deletes:
-        client.commit(MAIN, expected_hash=head, operations=deletes, message="Empty for the next test")
+        client.commit(MAIN, expected_hash=main_hash, operations=deletes, message="Empty for the next test")
 
 
-def _take_listing(known: Path, state_dir: Path) -> None:
+def _copy_jar_listing(source_dir: Path, state_dir: Path) -> None:
     """Where Ivy put the jars, if the project's state folder knows: it saves a JVM."""
-    if (known / _LISTING).is_file():
-        (state_dir / _LISTING).parent.mkdir(parents=True)
-        shutil.copy(known / _LISTING, state_dir / _LISTING)
+    if (source_dir / _JAR_LISTING).is_file():
+        (state_dir / _JAR_LISTING).parent.mkdir(parents=True)
+        shutil.copy(source_dir / _JAR_LISTING, state_dir / _JAR_LISTING)
 
 
-def _remove(folder: Path) -> None:
+def _remove_server(folder: Path) -> None:
     with settings_in_environment(str(folder / "state"), {}) as settings:
-        EmbeddedServers(settings).down()
+        EmbeddedServers(settings).stop_all()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -221,6 +221,6 @@ def _remove_leftovers(parent: Path) -> None:
     """What test processes left that were killed: a server each, and its folder."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError):  # another test process was faster
-            owner = ProcessRecord.load(folder / _OWNER)
-            if folder.stat().st_uid == os.getuid() and owner is not None and not owner.alive():
-                _remove(folder)
+            owner = ProcessRecord.load(folder / _OWNER_FILE)
+            if folder.stat().st_uid == os.getuid() and owner is not None and not owner.is_alive():
+                _remove_server(folder)

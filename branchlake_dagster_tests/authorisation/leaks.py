@@ -65,7 +65,7 @@ def of_nessie(lake: Lakehouse, since: str) -> Iterator[str]:
     for ref in lake.nessie.references(fetch_metadata=True):
         yield repr(ref)
         log = lake.nessie.log(
-            ref.pinned, since=since if ref.name == MAIN else None, limit=50, fetch_operations=True
+            ref.pinned_ref, since=since if ref.name == MAIN else None, limit=50, fetch_operations=True
         )
         yield from map(repr, log)
 

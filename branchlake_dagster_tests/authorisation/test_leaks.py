@@ -104,9 +104,9 @@ def test_the_token_is_nowhere(
             refused = bearer(token)
             p.run(scenery.watched.key, ok=False)
             p.failed_with(NessieUnauthorized)
-            reconciler = Reconciler.of(refused, p.instance, p.graph)
+            reconciler = Reconciler.from_lake(refused, p.instance, p.graph)
             for attempt in (
-                lambda found=reconciler: told.append(str(found.run_one(waiting))),
+                lambda found=reconciler: told.append(str(found.reconcile_run(waiting))),
                 lambda lake=refused: told.extend(map(str, reap_branches(lake, p.instance))),
                 lambda lake=refused: told.append(str(lake.catalog().create_namespace(namespace + "x"))),
             ):

@@ -15,8 +15,8 @@ from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.runs.discarding import discarded_name
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.discarding import discarded_tag_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
@@ -44,7 +44,7 @@ def lake(bearer: Bearer, guard: Guard) -> Iterator[Lakehouse]:
 
 def outcomes(p: Project, *run_ids: str) -> dict[str, Outcome]:
     """What a pass over all branches does about these runs."""
-    return {one.run_id: one for one in p.reconciler().run() if one.run_id in run_ids}
+    return {one.run_id: one for one in p.reconciler().reconcile_branches() if one.run_id in run_ids}
 
 
 def test_run_check_and_merge(lake: Lakehouse, namespace: str) -> None:
@@ -52,14 +52,14 @@ def test_run_check_and_merge(lake: Lakehouse, namespace: str) -> None:
         run_id = p.run()
         assert p.settle(run_id).action is PublicationAction.PUBLISHED
         assert p.rows(namespace, "checked") == [{"n": 1}]
-        assert branch_name(run_id) not in p.branches()
+        assert run_branch_name(run_id) not in p.branches()
 
 
 def test_a_blocked_run_is_discarded(lake: Lakehouse, namespace: str) -> None:
     with project(lake, *checked(namespace, passes=False)) as p:
         run_id = p.run()
         assert p.settle(run_id).action is PublicationAction.BLOCKED
-        assert discarded_name(branch_name(run_id)) in p.branches()
+        assert discarded_tag_name(run_branch_name(run_id)) in p.branches()
 
 
 def test_two_runs_of_one_table_are_rebased(lake: Lakehouse, namespace: str) -> None:
@@ -111,7 +111,7 @@ def test_retry_reap_and_sweep(lake: Lakehouse, namespace: str) -> None:
         parent = p.run(ok=False)
         second = retry(p, parent, ok=False)
         reaped = {one.branch: one for one in reap_branches(lake, p.instance)}
-        assert reaped[branch_name(second)].delete
+        assert reaped[run_branch_name(second)].deletes_branch
         flaky.broken = False
         third = retry(p, second)
         assert p.settle(third).action is PublicationAction.PUBLISHED
@@ -120,7 +120,7 @@ def test_retry_reap_and_sweep(lake: Lakehouse, namespace: str) -> None:
         flaky.broken = True
         failed = p.run(ok=False)
         p.settle(failed)
-        tag = discarded_name(branch_name(failed))
+        tag = discarded_tag_name(run_branch_name(failed))
         later = datetime.now(UTC) + timedelta(hours=25)
         swept = {one.run_id: one for one in sweep_discarded(lake, p.instance, now=lambda: later)}
         assert swept[failed].done, swept[failed]

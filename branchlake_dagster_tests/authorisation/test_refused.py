@@ -18,7 +18,7 @@ from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_dis
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.publish_at_end import LEFT_TO_SENSOR
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
@@ -110,13 +110,13 @@ def test_publishing_and_discarding(
         untouched()
         refused = bearer(token)
         for p, run_id in runs:
-            reconciler = Reconciler.of(refused, p.instance, p.graph)
+            reconciler = Reconciler.from_lake(refused, p.instance, p.graph)
             if token is None:
                 with pytest.raises(NessieUnauthorized) as caught:
-                    list(reconciler.run())
+                    list(reconciler.reconcile_branches())
                 says_so(str(caught.value))
             else:
-                (outcome,) = [one for one in reconciler.run() if one.run_id == run_id]
+                (outcome,) = [one for one in reconciler.reconcile_branches() if one.run_id == run_id]
                 assert outcome.action is PublicationAction.TRY_AGAIN
                 says_so(outcome.detail)
         undone = {p.instance.get_run_by_id(run_id).tags.get(RunTag.VERDICT) for p, run_id in runs}
@@ -129,7 +129,7 @@ def test_what_was_refused_is_published_with_the_right_token(
     with project(lakehouse, *checked(namespace)) as p:
         run_id = p.run()
         for token, action in ((READ_ONLY, PublicationAction.TRY_AGAIN), (TOKEN, PublicationAction.PUBLISHED)):
-            outcome = Reconciler.of(bearer(token), p.instance, p.graph).run_one(run_id)
+            outcome = Reconciler.from_lake(bearer(token), p.instance, p.graph).reconcile_run(run_id)
             assert outcome is not None
             assert outcome.action is action
 
@@ -153,7 +153,7 @@ def test_a_run_whose_token_expires_before_it_publishes_itself(
         says_so(told)
         guard.full.add(TOKEN)
         graph = publish_at_end_project.defs.get_repository_def().asset_graph
-        outcome = Reconciler.of(bearer(TOKEN), instance, graph).run_one(result.run_id)
+        outcome = Reconciler.from_lake(bearer(TOKEN), instance, graph).reconcile_run(result.run_id)
         assert outcome is not None
         assert outcome.action is PublicationAction.PUBLISHED
 
@@ -174,7 +174,7 @@ def test_reaping_and_sweeping(
             with pytest.raises(NessieUnauthorized) as caught:
                 list(attempt(eager, p.instance))
             says_so(str(caught.value))
-        assert branch_name(waits) in references(lakehouse)
+        assert run_branch_name(waits) in references(lakehouse)
 
 
 @either
@@ -264,5 +264,5 @@ def test_a_token_that_expires_under_spark(
         run_id = p.run(ok=False)
         p.failed_with(NessieUnauthorized, HINT)
         guard.full.add(TOKEN)
-        assert branch_name(run_id) in p.branches()
+        assert run_branch_name(run_id) in p.branches()
         assert p.settle(run_id).action is PublicationAction.DISCARDED

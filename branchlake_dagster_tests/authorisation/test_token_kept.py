@@ -96,7 +96,7 @@ def test_every_secret_setting_is_known_to_be_one() -> None:
         for name in Settings.model_fields
         if name.endswith(("token", "password", "secret_access_key", "access_key_id"))
     }
-    assert secrets == set(Settings.secrets())
+    assert secrets == set(Settings.secret_names())
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,12 @@ def test_a_refused_token_is_no_reason_to_write_to_main(
     monkeypatch.setattr(NessieClient, "reference", refuse)
     with NessieClient("http://127.0.0.1:9/api/v2") as client:
         branch = RunBranch(
-            lambda: client, "r", tags=dict, remember=lambda _: None, direct_main=True, warn=lambda _: None
+            lambda: client,
+            "r",
+            load_tags=dict,
+            add_tags=lambda _: None,
+            direct_main=True,
+            warn=lambda _: None,
         )
         if falls_back:
             assert branch.open().unbranched

@@ -13,7 +13,7 @@ import dagster as dg
 from branchlake_dagster.cli.dagster_home import dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.landing_sink import LandingSink
-from branchlake_dagster.receivers.records import Origin, Record
+from branchlake_dagster.receivers.records import ReceiverOrigin, Record
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.baseline import shop
 from branchlake_dagster_tests.baseline.storage import without_secrets
@@ -61,7 +61,7 @@ class Opened(Project):
     def land(self, *values: Mapping[str, Any] | bytes) -> None:
         """Put records into the landing folder, as a receiver does."""
         folder = self.lake.settings.landing_folder
-        sink = LandingSink(folder, shop.TOPIC, 0, Origin("receiver", "udp"), now_ns=lambda: 0)
+        sink = LandingSink(folder, shop.TOPIC, 0, ReceiverOrigin("receiver", "udp"), now_ns=lambda: 0)
         sink.open(resume=True)
         first = FIRST_RECORD_S + sink.next_offset
         sink.write(
@@ -162,4 +162,4 @@ def opened(settings: Settings, *, spark: bool = False) -> Iterator[Opened]:
             yield Opened(lake, instance, shop.definitions(without_secrets(settings), stock), stock)
     finally:
         lake.nessie.close()
-        lake.servers.down()
+        lake.servers.stop_all()

@@ -271,6 +271,6 @@ def definitions(settings: Settings, shop: Shop) -> dg.Definitions:
     )
     parts_of_ingestion = ingest_definitions(ingestion(), live_interval_s=0.2)
     return branchlake_definitions(
-        lakehouse=LakehouseResource.of(settings),
+        lakehouse=LakehouseResource.from_settings(settings),
         definitions=dg.Definitions.merge(parts_of_ingestion, own),
     )

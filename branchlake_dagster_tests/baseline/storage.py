@@ -92,7 +92,7 @@ def settings_of(state_dir: Path, endpoint: str, **more: Any) -> Iterator[Setting
 
 def without_secrets(settings: Settings) -> Settings:
     """The settings as a code location stores them; the secrets come from the environment."""
-    return settings.model_copy(update=dict.fromkeys(Settings.secrets()))
+    return settings.model_copy(update=dict.fromkeys(Settings.secret_names()))
 
 
 def pack(state_dir: Path, endpoint: str, target: Path) -> None:

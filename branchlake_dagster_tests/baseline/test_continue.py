@@ -14,21 +14,21 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster.automation.approve_backfill import approve
+from branchlake_dagster.automation.approve_backfill import approve_results
 from branchlake_dagster.cli.main import main
-from branchlake_dagster.incremental.positions import Consumed
-from branchlake_dagster.ingest.offsets import Recorded, ingestions_in
+from branchlake_dagster.incremental.positions import ConsumptionRecord
+from branchlake_dagster.ingest.offsets import TableProgress, recorded_ingestions
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.publication.ledger import publications
+from branchlake_dagster.publication.ledger import iter_publications
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.publication.parked_runs import retry as try_again
-from branchlake_dagster.publication.parked_runs import set_aside
+from branchlake_dagster.publication.parked_runs import iter_parked_runs
+from branchlake_dagster.publication.parked_runs import retry_parked_run as try_again
 from branchlake_dagster.runs.branch_owner import BatchBranch
-from branchlake_dagster.runs.discarding import discarded_name, give_back
+from branchlake_dagster.runs.discarding import discarded_tag_name, restore_branch
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.runs.leases import Lease, lease_keys
-from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import Retention, place_of
+from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import Retention, find_run_location
 from branchlake_dagster.stored_names import LakeProperty, RunTag
 from branchlake_dagster_tests.baseline import shop
 from branchlake_dagster_tests.baseline.names import classes_in_home, names_of_run, stored_names
@@ -96,9 +96,9 @@ def test_main_and_its_tables_are_read(p: Opened, expected: dict[str, Any], runs:
     for name, stored in expected["tables"].items():
         rows = p.rows(*name.split("."))
         assert sorted((row.get("id") for row in rows), key=str) == stored, name
-    ledger = {one.run_id: one for one in publications(p.lake.nessie)}
+    ledger = {one.run_id: one for one in iter_publications(p.lake.nessie)}
     assert ledger[runs["published_visits"]].tables == ("shop.visits",)
-    assert ledger[runs["rebased"]].branch == branch_name(runs["rebased"])
+    assert ledger[runs["rebased"]].branch == run_branch_name(runs["rebased"])
 
 
 def test_commands_read_the_lake(p: Opened, expected: dict[str, Any], runs: dict[str, str]) -> None:
@@ -119,7 +119,7 @@ def test_commands_read_the_lake(p: Opened, expected: dict[str, Any], runs: dict[
     assert answer("doctor", code=1)["findings"]
     reaped = CliRunner().invoke(main, ["reap", "--dry-run"])
     assert reaped.exit_code == 0, reaped.output
-    assert branch_name(runs["waiting"]) not in _lines(reaped.output, "discard")
+    assert run_branch_name(runs["waiting"]) not in _lines(reaped.output, "discard")
 
 
 def _lines(text: str, word: str) -> str:
@@ -137,10 +137,10 @@ def test_the_dagster_home_is_read(p: Opened, expected: dict[str, Any], runs: dic
         "unbranched": "unbranched",
     }
     assert {name: tags(p, runs[name])[RunTag.STATUS] for name in states} == states
-    place = place_of(tags(p, runs["waiting"]), runs["waiting"])
+    place = find_run_location(tags(p, runs["waiting"]), runs["waiting"])
     assert place is not None
-    assert (place.branch, place.base_hash != "") == (branch_name(runs["waiting"]), True)
-    kept = Retention.of_run(tags(p, runs["failed"]), runs["failed"])
+    assert (place.branch, place.base_hash != "") == (run_branch_name(runs["waiting"]), True)
+    kept = Retention.from_run_tags(tags(p, runs["failed"]), runs["failed"])
     assert kept is not None
     assert kept.discard_grace.total_seconds() == p.lake.settings.discard_grace_h * 3_600
     event = p.instance.get_latest_materialization_event(key("visits"))
@@ -164,11 +164,11 @@ def test_all_objects_in_the_dagster_home_are_known_to_dagster(p: Opened) -> None
 
 
 def test_leases_heartbeats_and_live_branches_are_read(p: Opened, runs: dict[str, str]) -> None:
-    lease = Lease.of("ledger", p.lake.nessie.contents(MAIN, lease_keys(["ledger"])))
-    assert (lease.holder, lease.token) == (branch_name(runs["leased"]), 3)
-    (beat,) = HeartbeatStore.of(p.lake.settings).all()
+    lease = Lease.from_contents("ledger", p.lake.nessie.contents(MAIN, lease_keys(["ledger"])))
+    assert (lease.holder, lease.token) == (run_branch_name(runs["leased"]), 3)
+    (beat,) = HeartbeatStore.from_settings(p.lake.settings).all()
     assert (beat.run_id, beat.kind, beat.interval_s) == (runs["leased"], "run", 10.0)
-    batch = BatchBranch.of(runs["live_batch"])
+    batch = BatchBranch.from_name(runs["live_batch"])
     assert batch is not None
     assert batch.run_id == runs["live"]
 
@@ -178,7 +178,7 @@ def test_leases_heartbeats_and_live_branches_are_read(p: Opened, runs: dict[str,
 
 def test_the_waiting_run_is_published(p: Opened, runs: dict[str, str]) -> None:
     """A publisher had claimed it before it died."""
-    waiting = ids(p, "shop", "prices", ref=branch_name(runs["waiting"]))
+    waiting = ids(p, "shop", "prices", ref=run_branch_name(runs["waiting"]))
     outcome = p.settle(runs["waiting"])
     assert outcome.action is PublicationAction.PUBLISHED, outcome
     assert ids(p, "shop", "prices") == waiting
@@ -188,7 +188,7 @@ def test_the_waiting_run_is_published(p: Opened, runs: dict[str, str]) -> None:
 def test_a_run_that_wrote_by_its_own_code_is_published(p: Opened, runs: dict[str, str]) -> None:
     """What it has read and which of its commits its own code made is in its events and commits."""
     before = ids(p, "shop", "own")
-    written = ids(p, "shop", "own", ref=branch_name(runs["waiting_own"]))
+    written = ids(p, "shop", "own", ref=run_branch_name(runs["waiting_own"]))
     publish(p, runs["waiting_own"])
     assert ids(p, "shop", "own") == written != before
 
@@ -198,16 +198,16 @@ def test_the_blocked_run_keeps_its_reason(p: Opened, runs: dict[str, str]) -> No
     assert "positive" in before[RunTag.REASON]
     assert before[RunTag.VERDICT] == "blocked"
     again = p.with_settings(keep_failed_hours=p.lake.settings.discard_grace_h)
-    again.reconciler().run_one(runs["blocked"])
+    again.reconciler().reconcile_run(runs["blocked"])
     assert tags(p, runs["blocked"]) == before
-    assert {row["price"] for row in p.rows("shop", "prices", ref=branch_name(runs["blocked"]))} == {-1}
+    assert {row["price"] for row in p.rows("shop", "prices", ref=run_branch_name(runs["blocked"]))} == {-1}
     assert {row["price"] for row in p.rows("shop", "prices")}.isdisjoint({-1})
 
 
 def test_a_fenced_run_that_passed_gets_its_branch_back(p: Opened, runs: dict[str, str]) -> None:
-    branch = branch_name(runs["fenced"])
-    tag = p.lake.nessie.reference(discarded_name(branch))
-    assert give_back(p.lake.nessie, branch, tag)
+    branch = run_branch_name(runs["fenced"])
+    tag = p.lake.nessie.reference(discarded_tag_name(branch))
+    assert restore_branch(p.lake.nessie, branch, tag)
     written = ids(p, "shop", "stock", ref=branch)
     publish(p, runs["fenced"])
     assert {*written} >= {row["id"] for row in p.rows("shop", "stock") if row["region"] == "south"} != set()
@@ -215,7 +215,7 @@ def test_a_fenced_run_that_passed_gets_its_branch_back(p: Opened, runs: dict[str
 
 def test_a_failed_run_is_retried_from_its_discarded_branch(p: Opened, runs: dict[str, str]) -> None:
     before = ids(p, "shop", "first")
-    written = ids(p, "shop", "first", ref=discarded_name(branch_name(runs["failed"])))
+    written = ids(p, "shop", "first", ref=discarded_tag_name(run_branch_name(runs["failed"])))
     again = retry(p, runs["failed"], assets=[key("first"), key("second")])
     publish(p, again)
     new = {*written} - {*before}
@@ -224,9 +224,9 @@ def test_a_failed_run_is_retried_from_its_discarded_branch(p: Opened, runs: dict
 
 
 def test_a_run_that_was_set_aside_is_taken_up_again(p: Opened, runs: dict[str, str]) -> None:
-    (run,) = set_aside(p.instance)
+    (run,) = iter_parked_runs(p.instance)
     assert run.run_id == runs["parked"]
-    assert p.settle(run.run_id).action is PublicationAction.SET_ASIDE
+    assert p.settle(run.run_id).action is PublicationAction.PARKED
     try_again(p.instance, run)
     publish(p, run.run_id)
 
@@ -243,18 +243,18 @@ def test_a_prepared_publication_is_checked_and_published(p: Opened, runs: dict[s
 def test_the_holder_of_a_lease_publishes_and_the_next_one_gets_the_next_token(
     p: Opened, runs: dict[str, str]
 ) -> None:
-    before = Lease.of("ledger", p.lake.nessie.contents(MAIN, lease_keys(["ledger"])))
+    before = Lease.from_contents("ledger", p.lake.nessie.contents(MAIN, lease_keys(["ledger"])))
     publish(p, runs["leased"])
     after = p.run(key("ledger"))
-    lease = Lease.of("ledger", p.lake.nessie.contents(MAIN, lease_keys(["ledger"])))
-    assert (lease.holder, lease.token) == (branch_name(after), before.token + 1)
+    lease = Lease.from_contents("ledger", p.lake.nessie.contents(MAIN, lease_keys(["ledger"])))
+    assert (lease.holder, lease.token) == (run_branch_name(after), before.token + 1)
     publish(p, after)
 
 
 def test_a_consumer_goes_on_from_its_position(p: Opened, expected: dict[str, Any]) -> None:
     """No row twice, none lost; the sensor goes on from its cursor."""
     table = p.lake.catalog(MAIN).load_table(("shop", "copies"))
-    assert "shop.visits" in Consumed.from_text(table.properties[LakeProperty.CONSUMED]).inputs
+    assert "shop.visits" in ConsumptionRecord.from_json(table.properties[LakeProperty.CONSUMED]).inputs
     before = ids(p, "shop", "copies")
     assert len(ids(p, "shop", "visits")) > len(before)
     result = p.tick("incremental_sensor", expected["cursors"]["incremental_sensor"])
@@ -272,8 +272,8 @@ def test_a_result_that_waits_for_approval_is_consumed_after_it(p: Opened, runs: 
         return {one.partition_key for one in found if one.asset_selection == [key("sums")]}
 
     assert "2026-08-01" not in requested()
-    approval = approve(p.instance, runs["backfill"])
-    assert runs["unapproved"] in {run.run_id for run in approval.approved}
+    approval = approve_results(p.instance, runs["backfill"])
+    assert runs["unapproved"] in {run.run_id for run in approval.approved_runs}
     assert "2026-08-01" in requested()
     publish(p, p.run(key("sums"), partition="2026-08-01"))
     sums = {str(row["day"]): row["price"] for row in p.rows("shop", "sums")}
@@ -319,7 +319,7 @@ def test_the_ingestion_goes_on_exactly_once(
     p: Opened, expected: dict[str, Any], runs: dict[str, str], pytestconfig: Any
 ) -> None:
     table = p.lake.catalog(MAIN).load_table(("events", "every"))
-    recorded = Recorded.from_text(ingestions_in(table.properties)[shop.INGESTION])
+    recorded = TableProgress.from_json(recorded_ingestions(table.properties)[shop.INGESTION])
     assert recorded.run_id == runs["live"]
     dead = len(p.rows("events", "events_dead_letters"))
     lakes, state_dir = pytestconfig.stash[LAKES], p.lake.settings.state_dir

@@ -20,21 +20,21 @@ from uuid import uuid4
 
 import dagster as dg
 
-from branchlake_dagster.automation.backfill_launch import launch, launch_again
-from branchlake_dagster.ingest.reprocessing import Chosen
+from branchlake_dagster.automation.backfill_launch import launch_again, launch_backfill
+from branchlake_dagster.ingest.reprocessing import DeadLetterSelection
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.nessie.model import IcebergTable
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.publication.parked_runs import ATTEMPTS
-from branchlake_dagster.runs.branch_owner import batch_branch
-from branchlake_dagster.runs.claims import claim
-from branchlake_dagster.runs.discarding import discard
-from branchlake_dagster.runs.heartbeats import HeartbeatStore, first_heartbeat
-from branchlake_dagster.runs.origin import instance_id
-from branchlake_dagster.runs.run_branch import branch_name, main_with_history
-from branchlake_dagster.runs.run_tags import SET_ASIDE
+from branchlake_dagster.publication.parked_runs import MAX_ATTEMPTS
+from branchlake_dagster.runs.branch_owner import build_batch_branch_name
+from branchlake_dagster.runs.claims import claim_branch
+from branchlake_dagster.runs.discarding import discard_branch
+from branchlake_dagster.runs.heartbeats import HeartbeatStore, build_heartbeat
+from branchlake_dagster.runs.origin import load_instance_id
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name
+from branchlake_dagster.runs.run_tags import PARKED
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.baseline.names import stored_names
 from branchlake_dagster_tests.baseline.opened import AUTOMATION, Opened, key, opened
@@ -115,7 +115,7 @@ def write(p: Opened, *, blocked: Opened, fallback: Opened) -> dict[str, Any]:
     found["checked_again"] = checked_again(p)
     found["parked"] = parked(p)
     found["fenced"] = p.run(key("stock"), partition="south")
-    discard(p.lake.nessie, p.lake.nessie.reference(branch_name(found["fenced"])))
+    discard_branch(p.lake.nessie, p.lake.nessie.reference(run_branch_name(found["fenced"])))
     p.shop.failing.add("second")
     found["failed"] = p.run(key("first"), key("second"), ok=False)
     assert p.settle(found["failed"]).action is PublicationAction.DISCARDED
@@ -132,15 +132,17 @@ def write(p: Opened, *, blocked: Opened, fallback: Opened) -> dict[str, Any]:
     # Published by the one that continues, with a claim of a publisher that died.
     p.shop.price = 7
     found["waiting"] = p.run(key("prices"))
-    claim(p.lake.nessie, p.lake.nessie.reference(branch_name(found["waiting"])))
-    found["live_batch"] = batch_branch(
-        found["live"], instance_id(p.instance), now=datetime.now(UTC), unique=uuid4()
+    claim_branch(p.lake.nessie, p.lake.nessie.reference(run_branch_name(found["waiting"])))
+    found["live_batch"] = build_batch_branch_name(
+        found["live"], load_instance_id(p.instance), now=datetime.now(UTC), random_id=uuid4()
     )
     head = p.lake.nessie.reference(MAIN).hash
     p.lake.nessie.create_branch(found["live_batch"], from_ref=MAIN, from_hash=head)
     found["leased"] = p.run(key("ledger"))
-    beat = first_heartbeat(branch_name(found["leased"]), run_id=found["leased"], interval_s=10.0)
-    HeartbeatStore.of(p.lake.settings).write(replace(beat, counter=1, written_at=datetime.now(UTC)))
+    beat = build_heartbeat(run_branch_name(found["leased"]), run_id=found["leased"], interval_s=10.0)
+    HeartbeatStore.from_settings(p.lake.settings).write(
+        replace(beat, counter=1, written_at=datetime.now(UTC))
+    )
     for sensor in p.sensors():
         if sensor.name == "publication_sensor":
             continue  # it would publish what is to wait
@@ -155,7 +157,7 @@ def write_ingestion(p: Opened) -> dict[str, Any]:
     p.land({"id": 1, "kind": "a"}, {"id": 2, "kind": "b"}, b"no record", {"id": 3, "kind": "a", "more": 1})
     first = p.ingest()
     assert p.settle(first).action is PublicationAction.PUBLISHED
-    again = p.ingest(tags={RunTag.REPROCESS: Chosen().text()})
+    again = p.ingest(tags={RunTag.REPROCESS: DeadLetterSelection().to_tag()})
     assert p.settle(again).action is PublicationAction.PUBLISHED
     p.land({"id": 4, "kind": "a"}, {"id": 5, "kind": "b"})
     config = {"ops": {"ingest_events_batches": {"config": {"run_s": 0.1, "interval_s": 0.0}}}}
@@ -166,15 +168,15 @@ def write_ingestion(p: Opened) -> dict[str, Any]:
 
 def write_backfill(p: Opened) -> dict[str, Any]:
     """A backfill whose first stage is published and waits for approval."""
-    number = launch(
+    number = launch_backfill(
         p.graph,
         p.instance,
         key("sales"),
         [_BACKFILL_DAY, _OTHER_DAY],
-        why="a new price",
+        reason="a new price",
         base_hash=p.lake.nessie.reference(MAIN).hash,
         approval=True,
-        at=time.time(),
+        requested_at=time.time(),
     )
     backfill = p.instance.get_backfill(number)
     assert backfill is not None
@@ -191,7 +193,7 @@ def write_backfill(p: Opened) -> dict[str, Any]:
         backfill_id=number,
         rebuild=True,
         approval=True,
-        at=time.time(),
+        requested_at=time.time(),
     )
     return {"backfill": number, "unapproved": unapproved, "following": following, "backfill_retry": again}
 
@@ -250,7 +252,7 @@ def checked_again(p: Opened) -> str:
 def sweeping(p: Opened) -> str:
     """A discarded run whose files were being deleted when the sweeper died."""
     run_id = p.run(key("stock"), partition="south")
-    tag = discard(p.lake.nessie, p.lake.nessie.reference(branch_name(run_id)))
+    tag = discard_branch(p.lake.nessie, p.lake.nessie.reference(run_branch_name(run_id)))
     assert tag is not None
     p.lake.nessie.create_tag(f"sweeping-{run_id}", from_ref=MAIN, from_hash=tag.hash)
     p.lake.nessie.delete_tag(tag.name, expected_hash=tag.hash)
@@ -260,7 +262,7 @@ def sweeping(p: Opened) -> str:
 def parked(p: Opened) -> str:
     """A run that was set aside, whose trouble has passed since."""
     run_id = p.run(key("readings"), partition="2026-08-02|south")
-    table = p.lake.catalog(branch_name(run_id)).load_table(("shop", "readings"))
+    table = p.lake.catalog(run_branch_name(run_id)).load_table(("shop", "readings"))
     endpoint = p.lake.settings.s3_endpoint
     assert endpoint is not None
     where = {"Bucket": BUCKET, "Key": table.metadata_location.removeprefix(f"s3://{BUCKET}/")}
@@ -268,13 +270,13 @@ def parked(p: Opened) -> str:
     with client_of(endpoint) as client:
         whole = client.get_object(**where)["Body"].read()
         client.put_object(**where, Body=b"")
-        for _ in range(ATTEMPTS):
-            p.reconciler(now=lambda: now[0]).run_one(run_id)
+        for _ in range(MAX_ATTEMPTS):
+            p.reconciler(now=lambda: now[0]).reconcile_run(run_id)
             now[0] += timedelta(days=1)
         client.put_object(**where, Body=whole)
     run = p.instance.get_run_by_id(run_id)
     assert run is not None
-    assert run.tags[RunTag.NEXT_ATTEMPT] == SET_ASIDE, run.tags.get(RunTag.REASON)
+    assert run.tags[RunTag.NEXT_ATTEMPT] == PARKED, run.tags.get(RunTag.REASON)
     return run_id
 
 
@@ -286,7 +288,7 @@ def unbranched(p: Opened) -> str:
 
     with patch.object(NessieClient, "create_branch", refuses):
         run_id = p.run(key("stock"), partition="north")
-    list(p.reconciler().run())
+    list(p.reconciler().reconcile_branches())
     return run_id
 
 
@@ -308,7 +310,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="branchlake-baseline-"))
     with object_store() as endpoint, settings_of(folder / "state", endpoint) as settings:
         with opened(settings, spark=True) as p:
-            main_with_history(p.lake.nessie)
+            ensure_main_has_commit(p.lake.nessie)
             blocked = p.with_settings(keep_failed_hours=settings.discard_grace_h)
             fallback = p.with_settings(when_unavailable="direct_main")
             runs = write(p, blocked=blocked, fallback=fallback)

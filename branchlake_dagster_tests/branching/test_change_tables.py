@@ -6,7 +6,7 @@ import dagster as dg
 import pyarrow as pa
 import pytest
 
-from branchlake_dagster import LakehouseResource, connect, consume, consumes, table_metadata
+from branchlake_dagster import LakehouseResource, connect, consumes, read_changes, table_metadata
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.incremental.sql_changes import Changes
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -34,7 +34,7 @@ class Reader:
             metadata=table_metadata(write_mode="append", **FREE) | consumes({source.key: "rows"}),
         )
         def reader(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> dg.MaterializeResult:  # type: ignore[type-arg]
-            with consume(context, lakehouse) as changes:
+            with read_changes(context, lakehouse) as changes:
                 if changes.whole:
                     schema = pa.schema([("n", pa.int64())])
                     lakehouse.own_catalog().create_table_if_not_exists((namespace, "reader"), schema)

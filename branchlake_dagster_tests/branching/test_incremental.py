@@ -12,17 +12,17 @@ import pytest
 from branchlake_dagster import (
     BranchSparkResource,
     LakehouseResource,
-    consume,
     consumes,
+    read_changes,
     table_metadata,
 )
-from branchlake_dagster.automation.backlog import Standing
-from branchlake_dagster.automation.consumers import consumers
-from branchlake_dagster.automation.progress import standings
+from branchlake_dagster.automation.backlog import ConsumerBacklog
+from branchlake_dagster.automation.consumers import iter_consumers
+from branchlake_dagster.automation.progress import iter_input_backlogs
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
-from branchlake_dagster.history.capture import capture, position_of
+from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.history.change import ChangeLost
-from branchlake_dagster.incremental.commits import commits_of
+from branchlake_dagster.incremental.commits import commits_of_change
 from branchlake_dagster.internals.dagster import report_engine_event
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
@@ -226,7 +226,7 @@ def test_the_commits_of_a_rebased_publication(lakehouse: Lakehouse, namespace: s
     client, identifier = lakehouse.nessie, tuple(orders.key.path)
     with project(lakehouse, orders.asset) as p:
         orders.publish(p, ("a", 1))
-        since = position_of(lakehouse.catalog().load_table(identifier))
+        since = current_position(lakehouse.catalog().load_table(identifier))
         base = client.reference("main").hash
         first, second = p.run(orders.key), p.run(orders.key)
         # As the run's own code does: the commit names the run, which records the branch's head.
@@ -243,17 +243,21 @@ def test_the_commits_of_a_rebased_publication(lakehouse: Lakehouse, namespace: s
         at = client.reference("main").hash
         lakehouse.catalog().load_table(identifier).append(pa.table({"account": ["later"], "price": [1]}))
         table = lakehouse.catalog().load_table(identifier)
-        change = capture(table, since, name="orders")
+        change = capture_change(table, since, name="orders")
         ids = [step.snapshot_id for step in change.steps]
         for known in (base, "", "00" * 32):
-            told = commits_of(client, identifier, table, change, at=at, after=known)
+            told = commits_of_change(client, identifier, table, change, main_hash=at, after_hash=known)
             assert [(one.run_id, one.snapshots) for one in told] == [
                 (first, (ids[0],)),
                 (second, (ids[1], ids[2])),
             ]
             assert told[-1].hash == at
-        assert [len(one.snapshots) for one in commits_of(client, identifier, table, change)] == [1, 2, 1]
-        assert commits_of(client, identifier, table, capture(table, None, name="orders")) == []
+        assert [len(one.snapshots) for one in commits_of_change(client, identifier, table, change)] == [
+            1,
+            2,
+            1,
+        ]
+        assert commits_of_change(client, identifier, table, capture_change(table, None, name="orders")) == []
 
 
 @pytest.mark.parametrize(
@@ -272,7 +276,7 @@ def test_a_consumer_whose_own_table_was_rolled_back(
         table.manage_snapshots().rollback_to_snapshot(first).commit()
         assert [row[0] for row in values(p, copy)] == ["a"]
         orders.publish(p, ("c", 1))
-        (told,) = [one for one in standings(lakehouse) if one.table == f"{namespace}.copy"]
+        (told,) = [one for one in iter_input_backlogs(lakehouse) if one.table == f"{namespace}.copy"]
         assert "own table was rolled back" in (told.trouble or "")
         if expected is None:
             p.run(copy.key, ok=False)
@@ -284,7 +288,7 @@ def test_a_consumer_whose_own_table_was_rolled_back(
         published_again = p.run(copy.key)
         p.settle(published_again)
         assert sorted(row[0] for row in values(p, copy)) == expected
-        (told,) = [one for one in standings(lakehouse) if one.table == f"{namespace}.copy"]
+        (told,) = [one for one in iter_input_backlogs(lakehouse) if one.table == f"{namespace}.copy"]
         assert told.trouble is None
 
 
@@ -308,10 +312,10 @@ def test_a_rolled_back_partition_is_computed_anew_and_the_others_are_not(
         return events.group_by("day").agg(pl.col("price").sum())
 
     def left() -> tuple[str, ...]:
-        (asset,) = consumers(p.graph, "lake", [daily.key])
-        return Standing(
-            LakehouseResource.of(lakehouse.settings), asset.consumer, instance=p.instance
-        ).partitions
+        (asset,) = iter_consumers(p.graph, "lake", [daily.key])
+        return ConsumerBacklog(
+            LakehouseResource.from_settings(lakehouse.settings), asset.consumer, instance=p.instance
+        ).pending_partitions
 
     with project(lakehouse, events.asset, daily) as p:
         events.publish(p, (date(2026, 8, 1), 1), (date(2026, 8, 2), 2), (date(2026, 8, 3), 3))
@@ -548,7 +552,7 @@ def test_an_asset_that_writes_by_sql(lakehouse: Lakehouse, namespace: str, order
         context: dg.AssetExecutionContext, lakehouse: LakehouseResource, spark: BranchSparkResource
     ) -> dg.MaterializeResult:  # type: ignore[type-arg]
         sql = spark.spark_session.sql
-        with consume(context, lakehouse) as changes:
+        with read_changes(context, lakehouse) as changes:
             if changes.whole:
                 sql(f"CREATE TABLE {target} (account STRING, price BIGINT)")
             added = changes.added(source)

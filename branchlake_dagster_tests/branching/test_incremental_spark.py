@@ -67,7 +67,7 @@ def test_keys_of_two_columns_are_looked_for_by_the_one_of_few_values(
     lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of kind `x` more accounts have changed than are asked for one by one, of `y` and of none some."""
-    monkeypatch.setattr(spark_keys, "MOST_OF_ONE", 2)
+    monkeypatch.setattr(spark_keys, "MAX_VALUES_PER_PART", 2)
     orders = Orders(namespace)
     both = ["account", "kind"]
     spent = asset_of(orders, namespace, keys=both, upsert=both)
@@ -92,17 +92,21 @@ def test_a_filter_of_rows_lets_all_keys_through(spark_session: SparkSession) -> 
     )
     rows = pa.table({"day": [1, 1, 2, 2, 3, None, 4], "account": ["a", "z", "b", "a", None, "d", "a"]})
     frame = spark_session.createDataFrame(rows.append_column("f", pa.array([0.5] * 7)))
-    found = frame.filter(spark_keys.nearly(keys, lambda name: frame[name])).select("day", "account").collect()
+    found = (
+        frame.filter(spark_keys.row_prefilter(keys, lambda name: frame[name]))
+        .select("day", "account")
+        .collect()
+    )
     kept = {(row["day"], row["account"]) for row in found}
     assert kept == {(1, "a"), (2, "b"), (3, None), (None, "d")}
     many = pa.table({"day": range(300), "account": range(300)})
-    assert str(spark_keys.nearly(many, lambda name: frame[name])) == str(F.lit(True))
+    assert str(spark_keys.row_prefilter(many, lambda name: frame[name])) == str(F.lit(True))
 
 
 def test_the_longest_filter_of_rows_is_still_compiled(
     spark_session: SparkSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    groups = range(spark_keys.MOST_PARTS)
+    groups = range(spark_keys.MAX_FILTER_PARTS)
     rows = [(day, f"a{number * 7}") for day in groups for number in range(300)]
     keys = pa.table(
         {"day": pa.array([row[0] for row in rows], pa.int64()), "account": [row[1] for row in rows]}
@@ -110,7 +114,7 @@ def test_the_longest_filter_of_rows_is_still_compiled(
     frame = spark_session.range(1000).select(
         F.col("id").alias("day"), F.concat(F.lit("a"), F.col("id").cast("string")).alias("account")
     )
-    found = frame.filter(spark_keys.nearly(keys, lambda name: frame[name]))
+    found = frame.filter(spark_keys.row_prefilter(keys, lambda name: frame[name]))
     assert found.count() == len([day for day in groups if day % 7 == 0])
     found.explain(mode="codegen")
     (size,) = re.findall(r"maxMethodCodeSize:(\d+)", capsys.readouterr().out)

@@ -11,7 +11,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 
 from branchlake_dagster import consumes, keys, range_, rows, table_metadata
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.declaration import ConsumedInput, declared
+from branchlake_dagster.incremental.declaration import ConsumedInput, parse_declaration
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.tables.errors import InputColumnGone
@@ -52,18 +52,18 @@ def at(day: int, hour: int = 3) -> datetime:
 
 def test_what_was_declared_is_read_back() -> None:
     metadata = consumes({"a": keys("id", on="at"), "b": "keys"}, keys=["account"])
-    found = declared(metadata, asset="x")
+    found = parse_declaration(metadata, asset="x")
     assert found is not None
     assert found.inputs == {A: "keys", B: "keys"}
-    assert found.columns == {A: ConsumedInput("keys", ("id",), "at")}
-    assert (found.keys_of(A), found.keys_of(B)) == (("id",), ("account",))
-    assert (found.on_of(A), found.on_of(B)) == ("at", None)
+    assert found.column_overrides == {A: ConsumedInput("keys", ("id",), "at")}
+    assert (found.key_columns_of(A), found.key_columns_of(B)) == (("id",), ("account",))
+    assert (found.time_column_of(A), found.time_column_of(B)) == ("at", None)
 
 
 def test_a_column_that_all_inputs_name_is_the_asset_s_too() -> None:
-    alike = declared(consumes({"a": range_("at"), "b": range_("at")}), asset="x")
-    apart = declared(consumes({"a": range_("at"), "b": range_("day")}), asset="x")
-    partly = declared(consumes({"a": range_("at"), "b": "range"}), asset="x")
+    alike = parse_declaration(consumes({"a": range_("at"), "b": range_("at")}), asset="x")
+    apart = parse_declaration(consumes({"a": range_("at"), "b": range_("day")}), asset="x")
+    partly = parse_declaration(consumes({"a": range_("at"), "b": "range"}), asset="x")
     assert alike is not None
     assert apart is not None
     assert partly is not None

@@ -11,8 +11,8 @@ from pyspark.sql import functions as F  # noqa: N812 - the library's own abbrevi
 
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.declaration import declared
-from branchlake_dagster.incremental.step_consumption import consumer_of
+from branchlake_dagster.incremental.declaration import parse_declaration
+from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.tables.errors import RowsRemoved
 from branchlake_dagster_tests.harness import project
@@ -232,9 +232,9 @@ def test_only_an_upsert_can_apply_what_has_gone(
     def declare() -> None:
         metadata = table_metadata(**table, **FREE)
         metadata |= consumes({orders.key: "rows"}, when_removed="apply", **how)
-        declaration = declared(metadata, asset="lines")
+        declaration = parse_declaration(metadata, asset="lines")
         assert declaration is not None
-        consumer_of(dg.AssetSpec([namespace, "lines"], metadata=metadata), declaration, None, "lake")
+        build_consumer(dg.AssetSpec([namespace, "lines"], metadata=metadata), declaration, None, "lake")
 
     with pytest.raises(ConfigurationError):
         declare()

@@ -19,7 +19,7 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
 from branchlake_dagster.history.rows import ChangedRows
-from branchlake_dagster.internals.pyiceberg import as_compaction, data_files, snapshot_of
+from branchlake_dagster.internals.pyiceberg import as_compaction, build_snapshot, write_data_files
 
 SCHEMA = Schema(NestedField(1, "day", StringType()), NestedField(2, "value", LongType()))
 BY_DAY = PartitionSpec(PartitionField(1, 1000, IdentityTransform(), "day"))
@@ -72,9 +72,11 @@ def compact(table: Table) -> None:
 
     old = [task.file for task in table.scan().plan_files()]
     rows = table.scan().to_arrow()
-    new = list(data_files(table.metadata, rows, table.io, commit=uuid.uuid4(), numbers=itertools.count()))
-    updates = snapshot_of(
-        table, added=new, removed=old, operation=Operation.OVERWRITE, properties={}, written=[]
+    new = list(
+        write_data_files(table.metadata, rows, table.io, commit=uuid.uuid4(), numbers=itertools.count())
+    )
+    updates = build_snapshot(
+        table, added=new, removed=old, operation=Operation.OVERWRITE, properties={}, written_paths=[]
     )
     transaction = table.transaction()
     transaction._apply(tuple(map(as_compaction, updates)))

@@ -16,12 +16,12 @@ from pyiceberg.manifest import ManifestEntry, ManifestFile
 from pyiceberg.table import Table
 
 from branchlake_dagster.history import snapshot_files as own_files
-from branchlake_dagster.history.capture import capture, position_of, position_on_branch
-from branchlake_dagster.history.change import ChangeKind, ChangeLost, ChangeSet, Loss, Position
-from branchlake_dagster.history.change_table import copied, referring
-from branchlake_dagster.history.rows import RowReader, without_carried
+from branchlake_dagster.history.capture import capture_change, current_position, position_on_branch
+from branchlake_dagster.history.change import ChangeKind, ChangeLost, ChangeSet, LossReason, Position
+from branchlake_dagster.history.change_table import build_change_table, write_copied_rows
+from branchlake_dagster.history.rows import RowReader, drop_unchanged_rows
 from branchlake_dagster.history.snapshot_files import OwnFilesCache
-from branchlake_dagster.internals.pyiceberg_manifests import entries_of
+from branchlake_dagster.internals.pyiceberg_manifests import iter_entries
 from branchlake_dagster_tests.changes.tables import (
     BY_DAY,
     SCHEMA,
@@ -50,7 +50,7 @@ def table(catalog: Catalog) -> Table:
 
 
 def captured(table: Table, since: Position | None) -> ChangeSet:
-    return capture(table, since, name="shop.t", cache=OwnFilesCache())
+    return capture_change(table, since, name="shop.t", cache=OwnFilesCache())
 
 
 def rows(table: Table, change: ChangeSet) -> Counter[tuple[object, ...]]:
@@ -58,11 +58,11 @@ def rows(table: Table, change: ChangeSet) -> Counter[tuple[object, ...]]:
 
 
 def test_nothing_has_changed(table: Table) -> None:
-    change = captured(table, position_of(table))
+    change = captured(table, current_position(table))
     assert change.empty
     assert change.steps == ()
     assert change.label() == "no change"
-    assert change.upto == position_of(table)
+    assert change.up_to == current_position(table)
 
 
 def test_a_new_consumer_gets_everything(table: Table) -> None:
@@ -78,28 +78,28 @@ def test_what_was_read_of_everything_is_not_read_again(table: Table, monkeypatch
 
     def counted_entries(manifest: ManifestFile, *more: Any) -> Iterator[ManifestEntry]:
         read.append(manifest.manifest_path)
-        return entries_of(manifest, *more)
+        return iter_entries(manifest, *more)
 
-    monkeypatch.setattr(own_files, "entries_of", counted_entries)
+    monkeypatch.setattr(own_files, "iter_entries", counted_entries)
     cache = OwnFilesCache()
     append(table, [("c", 4)])
-    first = capture(table, None, name="shop.t", cache=cache)
+    first = capture_change(table, None, name="shop.t", cache=cache)
     assert len(read) == len(set(read)) == 2
     append(table, [("d", 5)])
     table.delete("day = 'c'")
-    change = capture(table, None, name="shop.t", cache=cache)
+    change = capture_change(table, None, name="shop.t", cache=cache)
     manifests = table.current_snapshot().manifests(table.io)  # type: ignore[union-attr]
     assert set(read[2:]) == {one.manifest_path for one in manifests} - set(read[:2])
     assert {one.file.partition[0] for one in change.added} == {"a", "b", "d"}
     known = {one.snapshot_id for one in table.metadata.snapshots}
     assert {one.snapshot_id for one in change.added} <= known
     assert {one.path for one in first.added} == {
-        task.file.file_path for task in table.scan(snapshot_id=first.upto.snapshot_id).plan_files()
+        task.file.file_path for task in table.scan(snapshot_id=first.up_to.snapshot_id).plan_files()
     }
 
 
 def test_appends_are_told_by_file_with_rows_and_partition(table: Table) -> None:
-    start = position_of(table)
+    start = current_position(table)
     append(table, [("a", 4)])
     append(table, [("b", 5), ("c", 6)])
     change = captured(table, start)
@@ -115,28 +115,28 @@ def test_appends_are_told_by_file_with_rows_and_partition(table: Table) -> None:
 
 
 def test_a_replaced_partition_takes_rows_away_and_brings_new_ones(table: Table) -> None:
-    start = position_of(table)
+    start = current_position(table)
     replace_day(table, "a", [("a", 2), ("a", 7)])
     change = captured(table, start)
     assert ChangeKind.REPLACE_PARTITIONS in change.kinds
     assert not change.only_appends
     assert rows(table, change) == Counter({("a", 7): 1, ("a", 1): -1})
-    net = without_carried(RowReader(table, change).read())
+    net = drop_unchanged_rows(RowReader(table, change).read())
     assert (counted(net.added), counted(net.removed)) == (Counter([("a", 7)]), Counter([("a", 1)]))
 
 
 def test_deletes_and_updates_are_told_apart(table: Table) -> None:
-    start = position_of(table)
+    start = current_position(table)
     table.delete("day = 'b'")
     assert captured(table, start).kinds == (ChangeKind.DELETE,)
-    middle = position_of(table)
+    middle = current_position(table)
     table.delete("value = 1")  # rewrites the file of a
     assert captured(table, middle).kinds == (ChangeKind.UPDATE,)
     assert rows(table, captured(table, start)) == Counter({("b", 3): -1, ("a", 1): -1})
 
 
 def test_what_was_added_and_removed_again_cancels(table: Table) -> None:
-    start = position_of(table)
+    start = current_position(table)
     append(table, [("c", 8)])
     table.delete("day = 'c'")
     change = captured(table, start)
@@ -145,13 +145,13 @@ def test_what_was_added_and_removed_again_cancels(table: Table) -> None:
 
 
 def test_compactions_change_no_rows(table: Table) -> None:
-    start = position_of(table)
+    start = current_position(table)
     append(table, [("a", 4)])
     compact(table)
     change = captured(table, start)
     assert [step.kind for step in change.steps] == [ChangeKind.APPEND, ChangeKind.COMPACT]
     assert rows(table, change) == Counter([("a", 4)])
-    middle = position_of(table)
+    middle = current_position(table)
     compact(table)
     assert captured(table, middle).empty
     table.delete("day = 'a'")
@@ -159,7 +159,7 @@ def test_compactions_change_no_rows(table: Table) -> None:
 
 
 def test_snapshots_of_the_consumers_own_run_come_back_under_other_names(table: Table) -> None:
-    base = position_of(table)
+    base = current_position(table)
     append(table, [("m", 1)])  # what main got meanwhile
     append(table, [("own", 2)], replayed_from="4711")
     append(table, [("m", 3)])
@@ -172,13 +172,13 @@ def test_a_position_on_a_branch_names_what_is_beyond_main(table: Table, catalog:
     append(table, [("own", 2)])
     found = position_on_branch(table, on_main)
     assert found.snapshot_id == on_main.metadata.current_snapshot_id
-    assert found.beyond == (table.metadata.current_snapshot_id,)
+    assert found.unpublished_snapshots == (table.metadata.current_snapshot_id,)
     assert captured(table, found).empty
     assert Position.from_dict(found.as_dict()) == found
 
 
 def test_a_roll_back_below_what_the_consumers_own_run_added(table: Table) -> None:
-    base = position_of(table)
+    base = current_position(table)
     append(table, [("own", 2)], replayed_from="4711")
     consumed = Position(base.table_uuid, base.snapshot_id, (4711,))
     assert captured(table, consumed).empty
@@ -186,7 +186,7 @@ def test_a_roll_back_below_what_the_consumers_own_run_added(table: Table) -> Non
     table.manage_snapshots().rollback_to_snapshot(base.snapshot_id).commit()
     with pytest.raises(ChangeLost) as caught:
         captured(table, consumed)
-    assert caught.value.loss is Loss.ROLLED_BACK
+    assert caught.value.loss is LossReason.ROLLED_BACK
 
 
 def test_tables_that_two_runs_created_are_one(table: Table) -> None:
@@ -206,10 +206,16 @@ def test_a_table_that_was_empty_and_has_lost_its_first_snapshots(table: Table) -
 
 @pytest.mark.parametrize(
     ("how", "loss"),
-    [("recreated", Loss.RECREATED), ("expired", Loss.EXPIRED), ("rolled back", Loss.ROLLED_BACK)],
+    [
+        ("recreated", LossReason.RECREATED),
+        ("expired", LossReason.EXPIRED),
+        ("rolled back", LossReason.ROLLED_BACK),
+    ],
 )
-def test_a_lost_position_says_what_became_of_it(table: Table, catalog: Catalog, how: str, loss: Loss) -> None:
-    first = position_of(table)
+def test_a_lost_position_says_what_became_of_it(
+    table: Table, catalog: Catalog, how: str, loss: LossReason
+) -> None:
+    first = current_position(table)
     append(table, [("c", 8)])
     if how == "recreated":
         catalog.drop_table("shop.t")
@@ -220,7 +226,7 @@ def test_a_lost_position_says_what_became_of_it(table: Table, catalog: Catalog, 
             table.maintenance.expire_snapshots().by_id(snapshot.snapshot_id).commit()
     else:
         assert first.snapshot_id is not None
-        later = position_of(table)
+        later = current_position(table)
         table.manage_snapshots().rollback_to_snapshot(first.snapshot_id).commit()
         first = later
     with raising(ChangeLost, table="shop.t", loss=loss):
@@ -228,29 +234,29 @@ def test_a_lost_position_says_what_became_of_it(table: Table, catalog: Catalog, 
 
 
 def test_files_that_are_gone_are_an_error_of_its_own(table: Table) -> None:
-    start = position_of(table)
+    start = current_position(table)
     append(table, [("c", 8)])
     change = captured(table, start)
     Path(change.added[0].path.removeprefix("file://")).unlink()
-    with raising(ChangeLost, loss=Loss.FILES_GONE):
+    with raising(ChangeLost, loss=LossReason.FILES_GONE):
         RowReader(table, change).read()
 
 
 def test_a_manifest_is_read_once(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, cache = position_of(table), OwnFilesCache()
+    start, cache = current_position(table), OwnFilesCache()
     append(table, [("c", 8)])
-    first = capture(table, start, name="shop.t", cache=cache)
+    first = capture_change(table, start, name="shop.t", cache=cache)
     for snapshot in table.metadata.snapshots:
         Path(snapshot.manifest_list.removeprefix("file://")).unlink()
-    assert capture(table, start, name="shop.t", cache=cache) == first
+    assert capture_change(table, start, name="shop.t", cache=cache) == first
 
 
 def test_the_cache_forgets_what_was_used_least(table: Table) -> None:
-    start, cache = position_of(table), OwnFilesCache(most_bytes=8_000)
+    start, cache = current_position(table), OwnFilesCache(max_bytes=8_000)
     append(table, [("c", 8)])
     append(table, [("d", 9)])
-    capture(table, start, name="shop.t", cache=cache)
-    assert len(cache._found) == 1
+    capture_change(table, start, name="shop.t", cache=cache)
+    assert len(cache._cache) == 1
 
 
 @pytest.mark.long
@@ -260,7 +266,7 @@ def test_the_cache_forgets_what_was_used_least(table: Table) -> None:
 def test_the_cache_is_bounded_by_the_memory_that_files_take(tmp_path: Path, columns: int, text: str) -> None:
     """A file of many columns, or with long bounds, counts for as much as it takes."""
     most = 1_000_000
-    cache = OwnFilesCache(most_bytes=most)
+    cache = OwnFilesCache(max_bytes=most)
     with catalogue(tmp_path) as catalog:
         rows = pa.table({f"c{number}": [text] for number in range(columns)})
         properties = {"write.metadata.metrics.default": "full"}
@@ -274,15 +280,15 @@ def test_the_cache_is_bounded_by_the_memory_that_files_take(tmp_path: Path, colu
         for number in range(600):
             shutil.copy(path, f"{path}-{number}")
             same = snapshot.model_copy(update={"manifest_list": f"{snapshot.manifest_list}-{number}"})
-            cache.of([same], None, table.io)
+            cache.load_files([same], None, table.io)
         taken = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
-    assert len(cache._found) > 1
+    assert len(cache._cache) > 1
     assert taken < 1.5 * most
 
 
 def test_rows_are_read_with_the_columns_of_today(table: Table) -> None:
-    start = position_of(table)
+    start = current_position(table)
     append(table, [("c", 8)])
     with table.update_schema() as update:
         update.rename_column("value", "amount")
@@ -297,12 +303,12 @@ def test_rows_are_read_with_the_columns_of_today(table: Table) -> None:
             "_commit_snapshot_id": table.metadata.snapshots[-1].snapshot_id,
         }
     ]
-    assert found.tracked()["_change_type"].to_pylist() == ["INSERT"]
+    assert found.with_change_types()["_change_type"].to_pylist() == ["INSERT"]
 
 
 def test_rows_that_no_file_stands_for_are_copied_into_a_change_table(table: Table) -> None:
     how = {"name": ("shop", "c"), "location": f"{table.location()}-change", "change_of": "shop.t"}
-    empty = referring(table, (), properties={}, **how)
-    files = copied(empty, frame([("a", 4), ("b", 5)]))
-    made = referring(empty.table, files, properties={}, **how)
+    empty = build_change_table(table, (), properties={}, **how)
+    files = write_copied_rows(empty, frame([("a", 4), ("b", 5)]))
+    made = build_change_table(empty.table, files, properties={}, **how)
     assert counted(made.table.scan().to_arrow()) == Counter([("a", 4), ("b", 5)])

@@ -19,9 +19,9 @@ from pyiceberg.transforms import BucketTransform, IdentityTransform, Transform
 from pyiceberg.typedef import Record
 
 from branchlake_dagster.checks.constraints import Among, Compared, NotAmong, NotNull, StartsWith
-from branchlake_dagster.checks.proof import proves
+from branchlake_dagster.checks.proof import can_prove
 from branchlake_dagster.checks.stored_rows import Footers
-from branchlake_dagster.history.file_facts import Facts, facts
+from branchlake_dagster.history.file_facts import ColumnFacts, column_facts
 
 PLAIN = PartitionSpec()
 DOUBLE, LONG, TEXT = ice.DoubleType(), ice.LongType(), ice.StringType()
@@ -44,8 +44,8 @@ def _file(**told: Any) -> DataFile:
     return DataFile.from_args(**{**known, **told})
 
 
-def _facts(kind: ice.IcebergType, spec: PartitionSpec = PLAIN, **told: Any) -> Facts:
-    return facts(_file(**told), ice.NestedField(1, "c", kind, required=False), spec)
+def _facts(kind: ice.IcebergType, spec: PartitionSpec = PLAIN, **told: Any) -> ColumnFacts:
+    return column_facts(_file(**told), ice.NestedField(1, "c", kind, required=False), spec)
 
 
 def _bounds(kind: ice.PrimitiveType, low: Any, high: Any) -> dict[str, Any]:
@@ -68,34 +68,34 @@ def _spec(transform: Transform[Any, Any]) -> PartitionSpec:
     ],
 )
 def test_not_null_needs_every_count(told: dict[str, Any]) -> None:
-    assert proves(_facts(LONG), NotNull(), LONG)
-    assert not proves(_facts(LONG, **told), NotNull(), LONG)
+    assert can_prove(_facts(LONG), NotNull(), LONG)
+    assert not can_prove(_facts(LONG, **told), NotNull(), LONG)
 
 
 def test_nested_columns_are_not_known() -> None:
-    assert _facts(ice.ListType(2, LONG)) == Facts()
-    assert _facts(ice.StructType(ice.NestedField(2, "x", LONG))) == Facts()
+    assert _facts(ice.ListType(2, LONG)) == ColumnFacts()
+    assert _facts(ice.StructType(ice.NestedField(2, "x", LONG))) == ColumnFacts()
 
 
 def test_nan_is_above_every_number() -> None:
     told = _bounds(DOUBLE, 1.0, 2.0)
     for nan in ({1: 1}, {}, None):
         known = _facts(DOUBLE, **told, nan_value_counts=nan)
-        assert proves(known, Compared(">=", 1.0), DOUBLE)
-        assert not proves(known, Compared("<=", 2.0), DOUBLE)
-        assert not proves(
+        assert can_prove(known, Compared(">=", 1.0), DOUBLE)
+        assert not can_prove(known, Compared("<=", 2.0), DOUBLE)
+        assert not can_prove(
             _facts(DOUBLE, **_bounds(DOUBLE, 1.0, 1.0), nan_value_counts=nan), Compared("=", 1.0), DOUBLE
         )
-    assert proves(_facts(DOUBLE, **told), Compared("<=", 2.0), DOUBLE)
-    assert not proves(_facts(DOUBLE, **told), Compared("<=", float("nan")), DOUBLE)
+    assert can_prove(_facts(DOUBLE, **told), Compared("<=", 2.0), DOUBLE)
+    assert not can_prove(_facts(DOUBLE, **told), Compared("<=", float("nan")), DOUBLE)
     assert _facts(DOUBLE, **_bounds(DOUBLE, float("nan"), 2.0)).low is None
 
 
 def test_zero_has_two_signs() -> None:
     known = _facts(DOUBLE, **_bounds(DOUBLE, -0.0, 0.0))
-    assert proves(known, Compared(">=", 0.0), DOUBLE)
-    assert not proves(known, Compared(">", -0.0), DOUBLE)
-    assert not proves(known, Among((0.0, 1.0)), DOUBLE)
+    assert can_prove(known, Compared(">=", 0.0), DOUBLE)
+    assert not can_prove(known, Compared(">", -0.0), DOUBLE)
+    assert not can_prove(known, Among((0.0, 1.0)), DOUBLE)
 
 
 def test_bounds_of_promoted_columns_are_read_in_their_old_type() -> None:
@@ -110,12 +110,12 @@ def test_bounds_of_promoted_columns_are_read_in_their_old_type() -> None:
 
 def test_cut_texts_are_bounds_and_no_values() -> None:
     cut = _facts(TEXT, **_bounds(TEXT, "abcdefghijklmnop", "abcdefghijklmnoq"))
-    assert proves(cut, StartsWith("abcdefghijklmno"), TEXT)
-    assert not proves(cut, Compared("=", "abcdefghijklmnop"), TEXT)
-    assert proves(cut, NotAmong(("b", "abc")), TEXT)
-    assert not proves(cut, Compared("!=", "abcdefghijklmnopq"), TEXT)
+    assert can_prove(cut, StartsWith("abcdefghijklmno"), TEXT)
+    assert not can_prove(cut, Compared("=", "abcdefghijklmnop"), TEXT)
+    assert can_prove(cut, NotAmong(("b", "abc")), TEXT)
+    assert not can_prove(cut, Compared("!=", "abcdefghijklmnopq"), TEXT)
     open_end = _facts(TEXT, lower_bounds={1: b"ab"})
-    assert not proves(open_end, StartsWith("a"), TEXT)
+    assert not can_prove(open_end, StartsWith("a"), TEXT)
     assert _facts(TEXT, lower_bounds={1: b"\xff"}).low is None
 
 
@@ -123,9 +123,9 @@ def test_cut_texts_are_bounds_and_no_values() -> None:
 def test_texts_of_several_row_groups_ask_the_footer(offsets: list[int] | None) -> None:
     file = _file(**_bounds(TEXT, "a", "a"), split_offsets=offsets)
     field = ice.NestedField(1, "c", TEXT, required=False)
-    assert facts(file, field, PLAIN).low is None
-    assert facts(file, field, PLAIN, lambda *_: False).low is None
-    assert facts(file, field, PLAIN, lambda *_: True).low == "a"
+    assert column_facts(file, field, PLAIN).low is None
+    assert column_facts(file, field, PLAIN, lambda *_: False).low is None
+    assert column_facts(file, field, PLAIN, lambda *_: True).low == "a"
 
 
 def test_footers_know_which_row_groups_have_bounds(tmp_path: Path) -> None:
@@ -140,31 +140,33 @@ def test_footers_know_which_row_groups_have_bounds(tmp_path: Path) -> None:
     rows = {"a": ["x", "y", None, None], "b": ["x", "y", "z" * 5000, "y"]}
     pq.write_table(pa.table(rows, schema=schema), path, row_group_size=2)
     file = _file(file_path=f"file://{path}")
-    footers = Footers(PyArrowFileIO(), most=1)
-    assert footers.bound_all(file, 1)
-    assert not footers.bound_all(file, 2)
-    assert not footers.bound_all(file, 3)
-    assert not footers.bound_all(_file(file_path=f"file://{path}.other"), 1)  # one is enough here
-    assert not Footers(PyArrowFileIO(), most=1).bound_all(_file(file_path="file:///gone.parquet"), 1)
+    footers = Footers(PyArrowFileIO(), max_files=1)
+    assert footers.has_all_bounds(file, 1)
+    assert not footers.has_all_bounds(file, 2)
+    assert not footers.has_all_bounds(file, 3)
+    assert not footers.has_all_bounds(_file(file_path=f"file://{path}.other"), 1)  # one is enough here
+    assert not Footers(PyArrowFileIO(), max_files=1).has_all_bounds(
+        _file(file_path="file:///gone.parquet"), 1
+    )
 
 
 def test_an_identity_partition_is_the_value_whatever_the_file_says() -> None:
     told = {**_bounds(TEXT, "a", "z"), "null_value_counts": None, "split_offsets": None}
     one = _facts(TEXT, _spec(IdentityTransform()), partition=Record("k"), **told)
-    assert one == Facts(no_null=True, no_nan=True, low="k", high="k")
+    assert one == ColumnFacts(no_null=True, no_nan=True, low="k", high="k")
     assert _facts(TEXT, _spec(IdentityTransform()), partition=Record(None), **told).all_null
     bucket = _facts(LONG, _spec(BucketTransform(4)), partition=Record(3), **_bounds(LONG, 10, 20))
     assert (bucket.low, bucket.high) == (10, 20)
     nan = _facts(DOUBLE, _spec(IdentityTransform()), partition=Record(float("nan")))
-    assert nan == Facts(no_null=True)
+    assert nan == ColumnFacts(no_null=True)
 
 
 def test_only_nulls_keep_all_but_one() -> None:
     nulls = _facts(LONG, null_value_counts={1: 4})
-    assert proves(nulls, Compared("<", 0), LONG)
-    assert proves(nulls, Among((1, 2)), LONG)
-    assert not proves(nulls, NotNull(), LONG)
-    assert not proves(nulls, Among(()), LONG)  # Spark's answer depends on a setting
+    assert can_prove(nulls, Compared("<", 0), LONG)
+    assert can_prove(nulls, Among((1, 2)), LONG)
+    assert not can_prove(nulls, NotNull(), LONG)
+    assert not can_prove(nulls, Among(()), LONG)  # Spark's answer depends on a setting
 
 
 @pytest.mark.parametrize(
@@ -185,6 +187,6 @@ def test_only_nulls_keep_all_but_one() -> None:
 def test_what_spark_would_cast_in_its_own_way_is_left_to_it(
     kind: ice.PrimitiveType, value: Any, bound: Any
 ) -> None:
-    known = Facts(no_null=True, no_nan=True, low=value, high=value)
-    assert not proves(known, Compared("!=", bound), kind)
-    assert not proves(known, Compared(">", bound), kind)
+    known = ColumnFacts(no_null=True, no_nan=True, low=value, high=value)
+    assert not can_prove(known, Compared("!=", bound), kind)
+    assert not can_prove(known, Compared(">", bound), kind)

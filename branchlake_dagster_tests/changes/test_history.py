@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pyiceberg.table import Table
 
-from branchlake_dagster.history.capture import holds
+from branchlake_dagster.history.capture import contains_snapshot
 from branchlake_dagster_tests.changes.tables import SCHEMA, append, catalogue, compact
 
 
@@ -37,21 +37,23 @@ def test_what_is_in_its_line_is_held_and_what_is_not_told_too(table: Table) -> N
     first, second = ids(table)
     append(table, [("b", 3)], replayed_from="77")
     compact(table)
-    assert all(holds(table.metadata, one) for one in (first, second, 77, None))
-    assert not holds(table.metadata, 78)
+    assert all(contains_snapshot(table.metadata, one) for one in (first, second, 77, None))
+    assert not contains_snapshot(table.metadata, 78)
 
 
 def test_what_was_rolled_back_is_not_held(table: Table) -> None:
     first, second = ids(table)
     append(table, [("b", 3)], replayed_from="77")
     roll_back(table, first)
-    assert holds(table.metadata, first)
-    assert not holds(table.metadata, second)
-    assert not holds(table.metadata, 77)
+    assert contains_snapshot(table.metadata, first)
+    assert not contains_snapshot(table.metadata, second)
+    assert not contains_snapshot(table.metadata, 77)
     append(table, [("c", 4)])
-    assert not holds(table.metadata, second)
+    assert not contains_snapshot(table.metadata, second)
     expire(table, second)
-    assert not holds(table.metadata, second)  # the line leads back to the first snapshot, and it is not in it
+    assert not contains_snapshot(
+        table.metadata, second
+    )  # the line leads back to the first snapshot, and it is not in it
 
 
 def test_with_expired_snapshots_only_what_is_still_known_is_missed(table: Table) -> None:
@@ -59,9 +61,9 @@ def test_with_expired_snapshots_only_what_is_still_known_is_missed(table: Table)
     append(table, [("b", 3)])
     third = ids(table)[-1]
     expire(table, first)
-    assert all(holds(table.metadata, one) for one in (first, second, third))
+    assert all(contains_snapshot(table.metadata, one) for one in (first, second, third))
     roll_back(table, second)
-    assert not holds(table.metadata, third)
+    assert not contains_snapshot(table.metadata, third)
     append(table, [("c", 4)])
     expire(table, third)
-    assert holds(table.metadata, third)  # which is not so, and nothing tells it any more
+    assert contains_snapshot(table.metadata, third)  # which is not so, and nothing tells it any more

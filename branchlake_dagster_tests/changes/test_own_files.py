@@ -23,7 +23,7 @@ from pyiceberg.table.snapshots import Operation, Snapshot, Summary
 from pyiceberg.typedef import Record
 
 from branchlake_dagster.history.snapshot_files import OwnFilesCache
-from branchlake_dagster.internals.pyiceberg_manifests import entries_of
+from branchlake_dagster.internals.pyiceberg_manifests import iter_entries
 from branchlake_dagster_tests.changes.tables import BY_DAY, SCHEMA
 
 OTHER, OWN = 11, 12
@@ -120,7 +120,7 @@ def test_a_snapshots_own_files_are_found_in_a_merged_manifest(tmp_path: Path, ma
     snapshot = Snapshot(
         snapshot_id=OWN, parent_snapshot_id=OTHER, manifest_list=lists, summary=Summary(Operation.OVERWRITE)
     )
-    found = OwnFilesCache().of([snapshot], snapshot, IO)[OWN]
+    found = OwnFilesCache().load_files([snapshot], snapshot, IO)[OWN]
     assert [one.file_path for one in found.added] == paths([5000, 5001])
     assert [one.file_path for one in found.removed] == paths(REMOVED)
     assert [one.record_count for one in found.removed] == REMOVED
@@ -136,10 +136,10 @@ def test_entries_at_places_are_those_that_pyiceberg_reads(manifest: ManifestFile
         return [(one._data[:4], one.data_file._data, one.data_file.spec_id) for one in entries]
 
     assert len(every) == 1003
-    assert told(list(entries_of(manifest, content))) == told(every)
+    assert told(list(iter_entries(manifest, content))) == told(every)
     last = len(every) - 1
     for places in itertools.chain.from_iterable(
         itertools.combinations((0, 1, _BLOCK - 1, _BLOCK, 700, last), size) for size in range(4)
     ):
-        found = list(entries_of(manifest, content, places))
+        found = list(iter_entries(manifest, content, places))
         assert told(found) == told([every[place] for place in places])

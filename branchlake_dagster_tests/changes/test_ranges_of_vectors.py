@@ -10,7 +10,7 @@ from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.typedef import Record
 
 from branchlake_dagster.history.change import ChangedFile, ChangeSet, Position
-from branchlake_dagster.history.ranges import Range, changed
+from branchlake_dagster.history.ranges import Range, changed_ranges
 from branchlake_dagster_tests.changes.tables import BY_DAY, SCHEMA
 
 
@@ -32,4 +32,4 @@ def test_vectors_of_two_partitions_in_one_file(days: tuple[str, str]) -> None:
     at = Position("uuid", 1)
     change = ChangeSet("t", at, at, (), (), (), tuple(map(vector, days)))
     metadata: Any = SimpleNamespace(schema=lambda: SCHEMA, specs=lambda: {0: BY_DAY})
-    assert changed(change, "day", metadata).parts == (Range("a", "a"), Range("b", "b"))
+    assert changed_ranges(change, "day", metadata).parts == (Range("a", "a"), Range("b", "b"))

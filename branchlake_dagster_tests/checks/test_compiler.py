@@ -63,7 +63,7 @@ def test_only_what_must_goes_through_pandera() -> None:
 
 
 def test_texts_say_the_promise() -> None:
-    texts = {c.name: c.text for c in compile_schema(EveryKind.to_schema())}
+    texts = {c.name: c.description for c in compile_schema(EveryKind.to_schema())}
     assert texts["in_range__x"] == "x in [0, 360)"
     assert texts["isin__s"] == "s in ['ab', 'abc', 'b']"
     assert texts["str_matches__s"] == "s matches '^a|b'"

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from branchlake_dagster.checks import join_checks, pandera_checks, sql_check
 from branchlake_dagster.checks.constraints import FailingPartitions, RowConstraint, UniqueConstraint
-from branchlake_dagster.checks.counting import failing_partitions
+from branchlake_dagster.checks.counting import find_failing_partitions
 from branchlake_dagster.io_manager.loading import RowPartitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
@@ -23,8 +23,10 @@ from branchlake_dagster_tests.harness import project
 
 pytestmark = pytest.mark.spark
 
-POSITIVE = RowConstraint(name="positive", columns=("n",), text="n > 0", holds=lambda rows: rows["n"] > 0)
-UNIQUE = UniqueConstraint(name="unique", columns=("n",), text="n is unique")
+POSITIVE = RowConstraint(
+    name="positive", columns=("n",), description="n > 0", build_condition=lambda rows: rows["n"] > 0
+)
+UNIQUE = UniqueConstraint(name="unique", columns=("n",), description="n is unique")
 DAILY = dg.DailyPartitionsDefinition("2026-11-01")
 IN_KOLKATA = dg.DailyPartitionsDefinition("2026-11-01", timezone="Asia/Kolkata")
 WEEKLY = dg.WeeklyPartitionsDefinition("2026-11-01")
@@ -56,20 +58,22 @@ def test_rows_are_counted_by_the_windows_of_the_partitions(
         "NULL, 0, ''",
         "'2020-01-01', 0, ''",
     )
-    found = failing_partitions(rows, [POSITIVE], RowPartitions(definition, {"": "at"}))
+    found = find_failing_partitions(rows, [POSITIVE], RowPartitions(definition, {"": "at"}))
     assert found["positive"].rows_by_partition == expected
 
 
 def test_a_time_stamp_belongs_to_the_day_of_the_partitions_zone(spark_session: SparkSession) -> None:
     rows = frame(spark_session, "TIMESTAMP", "'2026-11-02 18:29:59Z', 0, ''", "'2026-11-02 18:30:00Z', 0, ''")
-    found = failing_partitions(rows, [POSITIVE], RowPartitions(IN_KOLKATA, {"": "at"}))
+    found = find_failing_partitions(rows, [POSITIVE], RowPartitions(IN_KOLKATA, {"": "at"}))
     assert found["positive"].rows_by_partition == {"2026-11-02": 1, "2026-11-03": 1}
 
 
 def test_keys_that_repeat_are_counted_in_each_of_their_partitions(spark_session: SparkSession) -> None:
     rows = frame(spark_session, "DATE", "'2026-11-02', 1, 'radar'", "'2026-11-03', 1, 'optical'")
     both = dg.MultiPartitionsDefinition({"day": DAILY, "kind": KINDS})
-    found = failing_partitions(rows, [POSITIVE, UNIQUE], RowPartitions(both, {"day": "at", "kind": "kind"}))
+    found = find_failing_partitions(
+        rows, [POSITIVE, UNIQUE], RowPartitions(both, {"day": "at", "kind": "kind"})
+    )
     assert set(found) == {"unique"}
     assert found["unique"].rows_by_partition == {"2026-11-02|radar": 1, "2026-11-03|optical": 1}
 
@@ -79,7 +83,7 @@ def test_at_most_five_partitions_are_named_the_largest_first(spark_session: Spar
         F.when(F.col("id") < 62, "most").otherwise(F.concat(F.lit("p"), F.col("id"))).alias("kind"),
         F.lit(0).alias("n"),
     )
-    found = failing_partitions(
+    found = find_failing_partitions(
         rows, [POSITIVE], RowPartitions(dg.DynamicPartitionsDefinition(name="kinds"), {"": "kind"})
     )
     listed = {"most": 62, "p62": 1, "p63": 1, "p64": 1, "p65": 1}
@@ -88,9 +92,9 @@ def test_at_most_five_partitions_are_named_the_largest_first(spark_session: Spar
 
 def test_rows_without_the_partition_column_name_none(spark_session: SparkSession) -> None:
     rows = spark_session.sql("SELECT 0 AS n")
-    assert failing_partitions(rows, [POSITIVE], RowPartitions(KINDS, {"": "kind"})) == {}
+    assert find_failing_partitions(rows, [POSITIVE], RowPartitions(KINDS, {"": "kind"})) == {}
     rows = spark_session.sql("SELECT 0 AS n, 'no day' AS kind")
-    assert failing_partitions(rows, [POSITIVE], RowPartitions(DAILY, {"": "kind"})) == {}
+    assert find_failing_partitions(rows, [POSITIVE], RowPartitions(DAILY, {"": "kind"})) == {}
 
 
 class Measured(DataFrameModel):

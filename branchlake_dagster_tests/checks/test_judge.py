@@ -17,24 +17,29 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from branchlake_dagster.checks import ContractError, row_predicate
 from branchlake_dagster.checks.compiler import compile_schema
-from branchlake_dagster.checks.constraints import Outcome, PanderaConstraint, RowConstraint, SqlConstraint
+from branchlake_dagster.checks.constraints import (
+    CheckOutcome,
+    PanderaConstraint,
+    RowConstraint,
+    SqlConstraint,
+)
 from branchlake_dagster.checks.counting import Collect, collect_rows
-from branchlake_dagster.checks.judge import Asked, FrameRows, Verdicts, judge
+from branchlake_dagster.checks.judge import ConstraintGroup, FrameRows, Verdicts, judge_constraints
 from branchlake_dagster_tests.checks.contracts import DDL, PANDERA_NAMES, EveryKind, random_rows
 from branchlake_dagster_tests.suite.raised import raising
 
 pytestmark = pytest.mark.spark
 
 
-def _judged(rows: DataFrame, model: type[DataFrameModel[Any]], examples: int = 3) -> dict[str, Outcome]:
+def _judged(rows: DataFrame, model: type[DataFrameModel[Any]], examples: int = 3) -> dict[str, CheckOutcome]:
     schema = model.to_schema()
-    verdicts = _verdicts(rows, Asked(schema, compile_schema(schema), examples))
-    assert not verdicts.broken
+    verdicts = _verdicts(rows, ConstraintGroup(schema, compile_schema(schema), examples))
+    assert not verdicts.errors
     return verdicts.outcomes
 
 
-def _verdicts(rows: DataFrame, *asked: Asked, collect: Collect = collect_rows) -> Verdicts:
-    return judge(FrameRows(rows), asked, view="branchlake_judged", collect=collect)
+def _verdicts(rows: DataFrame, *asked: ConstraintGroup, collect: Collect = collect_rows) -> Verdicts:
+    return judge_constraints(FrameRows(rows), asked, view="branchlake_judged", collect=collect)
 
 
 def _strict_twin(model: type[DataFrameModel[Any]]) -> DataFrameSchema:
@@ -140,7 +145,7 @@ def test_a_model_that_holds_is_one_query_and_examples_are_one_more(
         collected.append("one")
         return collect_rows(frame)
 
-    verdicts = _verdicts(rows, Asked(schema, compiled, 3), collect=collect)
+    verdicts = _verdicts(rows, ConstraintGroup(schema, compiled, 3), collect=collect)
     assert len(verdicts.outcomes) == 20
     failing = {name for name, outcome in verdicts.outcomes.items() if not outcome.passed}
     assert failing == ({"ge__n", "unique__n__s"} if broken else set())
@@ -162,10 +167,14 @@ def test_sql_checks_share_the_one_query(spark_session: SparkSession, queries: Co
         collected.append(frame)
         return collect_rows(frame)
 
-    verdicts = _verdicts(rows, Asked(schema, compiled, 3), Asked(None, checks, 2), collect=collect)
+    verdicts = _verdicts(
+        rows, ConstraintGroup(schema, compiled, 3), ConstraintGroup(None, checks, 2), collect=collect
+    )
     assert len(verdicts.outcomes) == 22
-    assert verdicts.outcomes["none"] == Outcome(passed=True, failing=0)
-    assert verdicts.outcomes["all"] == Outcome(passed=False, failing=1, examples=({"n": "2", "n_2": "2"},))
+    assert verdicts.outcomes["none"] == CheckOutcome(passed=True, failing=0)
+    assert verdicts.outcomes["all"] == CheckOutcome(
+        passed=False, failing=1, examples=({"n": "2", "n_2": "2"},)
+    )
     assert len(collected) == 2  # the counts of all, and examples of what failed
     assert not [view for view in spark_session.catalog.listTables() if view.name == "branchlake_judged"]
 
@@ -194,8 +203,10 @@ def test_what_cannot_be_evaluated_leaves_the_others_their_verdicts(
     schema = Rules.to_schema()
     checks = [_sql("good", "SELECT * FROM {this} WHERE n > 5"), _sql("bad", bad)]
     rows = spark_session.createDataFrame([(2,)], "n bigint")
-    verdicts = _verdicts(rows, Asked(schema, compile_schema(schema), 3), Asked(None, checks, 2))
-    assert set(verdicts.broken) == {"bad", "explodes__n", "divides__n"}
+    verdicts = _verdicts(
+        rows, ConstraintGroup(schema, compile_schema(schema), 3), ConstraintGroup(None, checks, 2)
+    )
+    assert set(verdicts.errors) == {"bad", "explodes__n", "divides__n"}
     assert {name: outcome.passed for name, outcome in verdicts.outcomes.items()} == {
         "schema": True,
         "not_null__n": True,
@@ -216,15 +227,15 @@ def test_a_lost_connection_is_not_asked_again_for_each(spark_session: SparkSessi
     schema = EveryKind.to_schema()
     compiled = [c for c in compile_schema(schema) if isinstance(c, RowConstraint)]
     verdicts = _verdicts(
-        spark_session.createDataFrame([KEEPS_ALL], DDL), Asked(schema, compiled, 3), collect=lost
+        spark_session.createDataFrame([KEEPS_ALL], DDL), ConstraintGroup(schema, compiled, 3), collect=lost
     )
     assert len(tries) == 1
-    assert set(verdicts.broken) == {one.name for one in compiled}
+    assert set(verdicts.errors) == {one.name for one in compiled}
     assert not verdicts.outcomes
 
 
 def _sql(name: str, text: str) -> SqlConstraint:
-    return SqlConstraint(name=name, columns=(), text=text, sql=text)
+    return SqlConstraint(name=name, columns=(), description=text, sql=text)
 
 
 def test_the_session_keeps_its_settings(spark_session: SparkSession) -> None:
@@ -281,7 +292,7 @@ def test_missing_and_mistyped_columns_take_no_other_verdict_along(
             return F.col("b") < F.col("d")
 
     outcomes = _judged(spark_session.createDataFrame([("x", 3)], "a string, d bigint"), Wide)
-    assert outcomes["ge__d"] == Outcome(passed=True, failing=0, total=1)
+    assert outcomes["ge__d"] == CheckOutcome(passed=True, failing=0, total=1)
     assert outcomes["not_null__a"].passed
     assert outcomes["ge__c"].passed
     notes = {name: outcome.note or "" for name, outcome in outcomes.items() if not outcome.passed}

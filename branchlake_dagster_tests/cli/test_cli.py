@@ -154,7 +154,7 @@ def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(jars, "_check_room", full)
+    monkeypatch.setattr(jars, "_require_free_space", full)
     done = call("fetch")
     assert done.exit_code == 1
     assert "[Errno 28]" in done.output

@@ -20,7 +20,7 @@ from pyiceberg.types import LongType, NestedField, StringType, StructType, Times
 
 from branchlake_dagster import consumes, keys, table_metadata
 from branchlake_dagster.cleanup.reaper_rules import ReapingAction
-from branchlake_dagster.cli.column_dependents import columns_of_asset, dependents_in_code
+from branchlake_dagster.cli.column_dependents import iter_code_dependents, list_asset_columns
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.errors import NessieOutcomeUnknown
@@ -31,12 +31,12 @@ from branchlake_dagster.publication.column_changes import (
     ColumnChange,
     ColumnChangeRefused,
     change_columns,
-    require_possible,
+    validate_column_change,
 )
-from branchlake_dagster.publication.ledger import publications
+from branchlake_dagster.publication.ledger import iter_publications
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.runs.origin import instance_id
-from branchlake_dagster.runs.run_branch import run_id_of
+from branchlake_dagster.runs.origin import load_instance_id
+from branchlake_dagster.runs.run_branch import run_id_of_branch
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published
 
@@ -87,7 +87,7 @@ def change(*columns: str, new_name: str | None = None) -> ColumnChange:
 def test_a_column_that_the_table_needs_is_refused(column: str, new_name: str | None) -> None:
     used = Schema(*SCHEMA.fields, NestedField(7, "used", StringType()), identifier_field_ids=[1])
     with pytest.raises(ColumnChangeRefused) as caught:
-        require_possible(change(column, new_name=new_name), metadata(used), ["used"])
+        validate_column_change(change(column, new_name=new_name), metadata(used), ["used"])
     assert caught.value.columns == (column,)
     assert caught.value.table == "shop.orders"
 
@@ -95,8 +95,8 @@ def test_a_column_that_the_table_needs_is_refused(column: str, new_name: str | N
 @pytest.mark.parametrize("name", ["", "ID", "at"])
 def test_a_new_name_belongs_to_no_other_column(name: str) -> None:
     with pytest.raises(ColumnChangeRefused):
-        require_possible(change("extra", new_name=name), metadata())
-    require_possible(change("extra", new_name="Extra"), metadata())
+        validate_column_change(change("extra", new_name=name), metadata())
+    validate_column_change(change("extra", new_name="Extra"), metadata())
 
 
 def test_a_table_keeps_a_column() -> None:
@@ -104,7 +104,7 @@ def test_a_table_keeps_a_column() -> None:
         Schema(NestedField(1, "a", LongType())), PartitionSpec(), SortOrder(), "file:///t"
     )
     with pytest.raises(ColumnChangeRefused):
-        require_possible(change("a"), plain)
+        validate_column_change(change("a"), plain)
 
 
 def test_dependents_in_the_code_are_listed() -> None:
@@ -133,12 +133,12 @@ def test_dependents_in_the_code_are_listed() -> None:
 
     graph = dg.Definitions(assets=[orders, spent, report], asset_checks=[good]).resolve_asset_graph()
     asked = change("account", "extra")
-    assert [(one.kind, one.name, one.declares) for one in dependents_in_code(graph, asked, "lake")] == [
+    assert [(one.kind, one.name, one.declares) for one in iter_code_dependents(graph, asked, "lake")] == [
         ("check", "shop/orders:good", ()),
         ("asset", "shop/report", ()),
         ("asset", "shop/spent", ("account",)),
     ]
-    assert columns_of_asset(graph, asked, "lake") == {"id", "at"}
+    assert list_asset_columns(graph, asked, "lake") == {"id", "at"}
 
 
 @contextmanager
@@ -197,7 +197,7 @@ def test_columns_are_dropped_and_renamed_in_one_publication_each(
         assert refused.exit_code == 1
 
         done = command("drop", table, "extra")
-        newest = next(publications(lakehouse.nessie))
+        newest = next(iter_publications(lakehouse.nessie))
         assert (newest.hash, newest.tables, newest.verdict) == (done["publication"], (table,), BY_COMMAND)
         assert p.rows(namespace, "orders") == [{"account": "a", "price": 1}]
 
@@ -241,19 +241,19 @@ def test_a_branch_of_a_command_that_died_is_not_published_and_is_reaped(
     with project(lakehouse, orders.asset) as p:
         orders.publish(p, ("a", 1))
         head, before = lakehouse.nessie.reference("main").hash, p.branches()
-        monkeypatch.setattr(column_changes, "publisher_of", dies)
+        monkeypatch.setattr(column_changes, "build_publisher", dies)
         with pytest.raises(NessieOutcomeUnknown):
             change_columns(
                 lakehouse,
                 ColumnChange((namespace, "orders"), ("price",)),
-                instance=instance_id(p.instance),
+                instance=load_instance_id(p.instance),
             )
         (branch,) = p.branches() - before
-        outcome = p.reconciler().run_one(run_id_of(branch))
+        outcome = p.reconciler().reconcile_run(run_id_of_branch(branch))
         assert outcome is not None
         assert outcome.action is PublicationAction.UNKNOWN_RUN
         tomorrow = datetime.now(UTC) + timedelta(days=2)
-        reaped = list(reap_branches(lakehouse, p.instance, now=lambda: tomorrow, only={branch}))
+        reaped = list(reap_branches(lakehouse, p.instance, now=lambda: tomorrow, branch_names={branch}))
         assert [one.action for one in reaped] == [ReapingAction.DISCARD]
         assert lakehouse.nessie.reference("main").hash == head
         assert branch not in p.branches()

@@ -17,8 +17,13 @@ from rich.console import Console
 from branchlake_dagster import incremental_sensor
 from branchlake_dagster.automation.incremental_sensor import DeclaredSensor, declared_sensors
 from branchlake_dagster.automation.launch_decision import LaunchPolicy, LaunchState
-from branchlake_dagster.cli.backfill import Place
-from branchlake_dagster.cli.consumers import as_dicts, gather_partitions, missing_ticks, show_partitions
+from branchlake_dagster.cli.backfill import LocationContext
+from branchlake_dagster.cli.consumers import (
+    explain_missing_ticks,
+    gather_partitions,
+    partitions_to_dicts,
+    show_consumer_partitions,
+)
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import SensorTicks
@@ -46,7 +51,7 @@ SENSOR = DeclaredSensor("s", LaunchPolicy(), running_by_default=True)
 def test_why_no_sensor_ticks(
     sensor: DeclaredSensor | None, ticks: SensorTicks | None, state: LaunchState | None
 ) -> None:
-    assert missing_ticks(sensor, ticks) is state
+    assert explain_missing_ticks(sensor, ticks) is state
 
 
 def test_a_sensor_of_a_code_location_is_found_with_its_policy() -> None:
@@ -64,15 +69,15 @@ def daily(namespace: str) -> Daily:
     return Daily(namespace)
 
 
-def place(p: Project, policy: LaunchPolicy, daily: Daily) -> Place:
+def place(p: Project, policy: LaunchPolicy, daily: Daily) -> LocationContext:
     sensor = DeclaredSensor("incremental_sensor", policy, running_by_default=True)
-    lake = LakehouseResource.of(p.lake.settings)
-    return Place(p.graph, lake, p.instance, {daily.asset.key: sensor})
+    lake = LakehouseResource.from_settings(p.lake.settings)
+    return LocationContext(p.graph, lake, p.instance, {daily.asset.key: sensor})
 
 
 def ticked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "branchlake_dagster.cli.consumers.sensor_ticks",
+        "branchlake_dagster.cli.consumers.load_sensor_ticks",
         lambda *_: SensorTicks(started=None, ticked=True),
     )
 
@@ -104,7 +109,7 @@ def test_each_partition_has_its_position_and_the_reason_why_it_waits(
         waits = p.run(daily.asset.key, partition="2026-08-03")
         now = datetime.now(UTC)
         (found,) = gather_partitions(where, asset, now)
-        (listed,) = as_dicts([found], now)
+        (listed,) = partitions_to_dicts([found], now)
         rows = {one["partition"]: one for one in listed["partitions"]}
         assert {name: row["state"] for name, row in rows.items()} == {
             "2026-08-01": "due",
@@ -121,7 +126,7 @@ def test_each_partition_has_its_position_and_the_reason_why_it_waits(
         assert rows["2026-08-02"]["position"] is None  # nothing was consumed for it yet
         p.settle(waits)
         console = Console(width=300, record=True, file=io.StringIO())
-        show_partitions([found], now, console)
+        show_consumer_partitions([found], now, console)
         assert failed[:8] in console.export_text()
         assert states(LaunchPolicy())["2026-08-02"] is LaunchState.NOT_RETRIED
 

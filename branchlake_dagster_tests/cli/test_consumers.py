@@ -17,8 +17,13 @@ from pyiceberg.manifest import DataFile, DataFileContent
 from rich.console import Console
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.automation.progress import TableStanding
-from branchlake_dagster.cli.consumers import _left, _told, gather, show
+from branchlake_dagster.automation.progress import InputBacklog
+from branchlake_dagster.cli.consumers import (
+    _backlog_to_dict,
+    _format_unconsumed,
+    gather_consumers,
+    show_consumers,
+)
 from branchlake_dagster.history.change import ChangedFile, ChangeSet, Position
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.harness import project
@@ -38,7 +43,7 @@ def test_consumers_are_shown_with_what_they_have_left(lakehouse: Lakehouse, name
         return orders
 
     def mine() -> dict[str, Any]:
-        gathered = gather(lakehouse.settings)
+        gathered = gather_consumers(lakehouse.settings)
         check_output(["consumers", "--json"], json.dumps(gathered))
         (found,) = [one for one in gathered["consumers"] if one["table"].startswith(namespace)]
         return found
@@ -57,7 +62,7 @@ def test_consumers_are_shown_with_what_they_have_left(lakehouse: Lakehouse, name
         lakehouse.catalog().drop_table((namespace, "orders"))
         assert mine()["trouble"] == "The input has no table any more."
         console = Console(width=200, record=True, file=io.StringIO())
-        show(
+        show_consumers(
             {"consumers": [found], "unreadable": [{"table": "x.odd", "trouble": "lost [table x.odd]"}]},
             console,
         )
@@ -95,8 +100,8 @@ def test_the_number_of_rows_says_what_it_is(
         tuple(map(changed_file, removed)),
         tuple(changed_file(1, content) for content in deletes),
     )
-    told = _told(TableStanding("t", "input", "run", Position("u", 1), 0, change), datetime.now(UTC))
-    assert _left(told) == shown
+    told = _backlog_to_dict(InputBacklog("t", "input", "run", Position("u", 1), 0, change), datetime.now(UTC))
+    assert _format_unconsumed(told) == shown
 
 
 def test_a_table_whose_metadata_is_gone_stops_no_other(lakehouse: Lakehouse, namespace: str) -> None:
@@ -119,7 +124,7 @@ def test_a_table_whose_metadata_is_gone_stops_no_other(lakehouse: Lakehouse, nam
             for table in where.values():
                 path = Path(table.metadata_location.removeprefix("file://"))
                 path.rename(path.with_suffix(".away"))
-            found = gather(lakehouse.settings)
+            found = gather_consumers(lakehouse.settings)
             check_output(["consumers", "--json"], json.dumps(found))
             (lost,) = [one for one in found["unreadable"] if one["table"] == f"{namespace}.broken"]
             assert "cannot be read" in lost["trouble"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.cli.status import gather
+from branchlake_dagster.cli.status import gather_status
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.sda.commands.demo_run import run_demo
 from branchlake_dagster_tests.suite import soak
@@ -59,7 +59,7 @@ def test_the_demo_publishes_what_passes_and_blocks_what_does_not(
     snapshots = catalog.load_table(("sda", "element_sets")).scan(selected_fields=("snapshot_id",)).to_arrow()
     assert not [key for key in set(snapshots["snapshot_id"].to_pylist()) if key.startswith("sim-bad-")]
 
-    told = gather(lakehouse.settings)
+    told = gather_status(lakehouse.settings)
     ours = {line.branch for line in result.lines}
     assert not [row for row in told["branches"] if row["branch"] in ours]
     assert {row["run_id"] for row in told["publications"]} <= {line.run for line in published}

@@ -17,14 +17,14 @@ from dagster import DagsterInstance, DagsterRun, DagsterRunStatus
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.cleanup.reaper_rules import Reaping, ReapingAction, RunState
 from branchlake_dagster.cli import main
-from branchlake_dagster.cli.doctor_examinations import Examination, ownerless_branches
+from branchlake_dagster.cli.doctor_examinations import Examination, find_ownerless_branches
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest import kafka_topics as topics
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.failure_detector import Liveness
-from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import Place, Status, opened
+from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import RunLocation, Status, build_opening_tags
 from branchlake_dagster.stored_names import LakeProperty, RunTag
 from branchlake_dagster_tests.conftest import LAKES
 from branchlake_dagster_tests.suite.kafka import Broker, as_settings
@@ -152,7 +152,9 @@ def test_a_publication_that_main_does_not_hold(lakehouse: Lakehouse, tmp_path: P
     state = {"state_dir": str(lakehouse.settings.state_dir)}
     assert doctor(**state)[1]["Dagster", "newest publication"]["state"] == "right"
     run_id = str(uuid4())
-    tags = opened(run_id, Place(branch_name(run_id), lakehouse.nessie.reference("main").hash), {})
+    tags = build_opening_tags(
+        run_id, RunLocation(run_branch_name(run_id), lakehouse.nessie.reference("main").hash), {}
+    )
     lost = {
         RunTag.STATUS: str(Status.PUBLISHED),
         RunTag.PUBLICATION: "0" * 64,
@@ -175,7 +177,7 @@ def test_branches_of_an_instance_that_no_longer_exists(
     (home / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
     state = {"state_dir": str(lakehouse.settings.state_dir)}
     nessie, looked = lakehouse.nessie, ("Dagster", "branches of other instances")
-    branch = branch_name(str(uuid4()))
+    branch = run_branch_name(str(uuid4()))
     nessie.create_branch(branch, from_ref="main", from_hash=nessie.reference("main").hash)
     # Of many instances the first by name are listed, and other tests leave branches of theirs behind.
     made_by = {f"{COMMIT_PROPERTY}{LakeProperty.INSTANCE}": f"0-{namespace}"}
@@ -206,7 +208,7 @@ def test_only_branches_that_nobody_works_on_are_listed(
     state: RunState, heartbeat: str, age: timedelta | None, is_listed: bool
 ) -> None:
     one = Reaping("run-1", "1", ReapingAction.KEEP, "", state, age, heartbeat)
-    assert ownerless_branches([one], timedelta(hours=1)) == ([one] if is_listed else [])
+    assert find_ownerless_branches([one], timedelta(hours=1)) == ([one] if is_listed else [])
 
 
 def test_postgres_without_its_extra(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
@@ -225,7 +227,7 @@ def test_a_bug_of_ours_is_not_called_a_finding() -> None:
         raise KeyError("bug")
 
     with pytest.raises(KeyError):
-        Examination().look("here", "this", broken, remedy="none")
+        Examination().run_check("here", "this", broken, remedy="none")
 
 
 def test_secrets_are_taken_out_of_what_the_places_say() -> None:
@@ -234,7 +236,7 @@ def test_secrets_are_taken_out_of_what_the_places_say() -> None:
     def echo() -> str:
         raise ConfigurationError("They said: s3cret\nand more")
 
-    assert not found.look("here", "this", echo, remedy="Do that.")
+    assert not found.run_check("here", "this", echo, remedy="Do that.")
     (finding,) = found.findings
     assert (finding.told, finding.remedy) == ("They said: ***", "Do that.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from branchlake_dagster.bench.incremental_feed import Size
+from branchlake_dagster.bench.incremental_feed import FeedSize
 from branchlake_dagster.bench.incremental_simulation import STAGES, Simulation
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster_tests.suite.instances import new_instance
@@ -13,10 +13,10 @@ from branchlake_dagster_tests.suite.instances import new_instance
 @pytest.mark.spark
 @pytest.mark.filterwarnings("ignore:Parameter `backfill_policy`:dagster_shared.utils.warnings.BetaWarning")
 def test_both_ways_give_the_same_rows(lakehouse: Lakehouse, namespace: str) -> None:
-    simulation = Simulation(lakehouse, namespace, Size("tiny", 300, late=0.1))
+    simulation = Simulation(lakehouse, namespace, FeedSize("tiny", 300, late_share=0.1))
     with new_instance() as instance:
-        runs = simulation.begin(instance, days=2, ways=["changes"])
-        runs += simulation.day(instance, 2)
+        runs = simulation.run_first_days(instance, days=2, ways=["changes"])
+        runs += simulation.run_day(instance, 2)
     assert [(one.way, one.stage) for one in runs[2:]] == [
         (way, stage) for way in ("changes", "lookback") for stage in STAGES
     ]

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from branchlake_dagster.cli import doctor, main, set_aside, status
-from branchlake_dagster.cli.command_settings import ENVIRONMENT, command_settings, project_files
-from branchlake_dagster.cli.location import format_settings, required_location
+from branchlake_dagster.cli.command_settings import ENVIRONMENT, find_project_files, load_command_settings
+from branchlake_dagster.cli.location import format_settings, require_location
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse import lakehouse
 from branchlake_dagster.settings import Settings
@@ -91,7 +91,7 @@ def workspace(project: Path, *names: str) -> None:
 
 
 def settings_of(module: str | None) -> Settings:
-    return command_settings(module).settings
+    return load_command_settings(module).settings
 
 
 def test_settings_given_in_code_hold_for_the_command(module: str, tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_the_command_looks_at_the_lake_of_the_code_location(
         raise LookedError
 
     for imported_by_command, name in (
-        (status, "gather"),
-        (set_aside, "gather"),
-        (doctor, "examine"),
+        (status, "gather_status"),
+        (set_aside, "gather_parked_runs"),
+        (doctor, "examine_setup"),
         (lakehouse, "Lakehouse"),
     ):
         monkeypatch.setattr(imported_by_command, name, look)
@@ -149,7 +149,7 @@ def test_the_files_of_a_project_name_the_code_location(
 ) -> None:
     write(project, NAME, source.format(state=project / "of_code"))
     (project / file).write_text(content)
-    found = command_settings(None)
+    found = load_command_settings(None)
     assert found.settings.state_dir == project / "of_code"
     assert [(one.origin, Path(one.name).stem) for one in found.locations] == [(file, NAME)]
     printed = capsys.readouterr()
@@ -170,7 +170,7 @@ def test_a_command_without_a_module_works_with_the_lake_of_the_project(
 
 
 def test_a_module_is_named_as_the_source(module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_settings(module).source == f"lakehouse of {module} (-m)"
+    assert load_command_settings(module).source == f"lakehouse of {module} (-m)"
     assert capsys.readouterr().err == f"settings: lakehouse of {module} (-m)\n"
 
 
@@ -188,17 +188,17 @@ def test_outside_a_project_nothing_is_loaded_or_printed(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (project / "pyproject.toml").write_text('[project]\nname = "something"\n')
-    assert project_files() == []
-    assert command_settings(None).settings.state_dir == project / "of_environment"
+    assert find_project_files() == []
+    assert load_command_settings(None).settings.state_dir == project / "of_environment"
     assert capsys.readouterr().err == ""
     with pytest.raises(click.UsageError):
-        required_location(None)
+        require_location(None)
 
 
 def test_a_project_without_a_lake_changes_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(project, "no_lake", WITHOUT_LAKE)
     workspace(project, "no_lake")
-    found = command_settings(None)
+    found = load_command_settings(None)
     assert found.settings.state_dir == project / "of_environment"
     assert found.source == ENVIRONMENT
     assert capsys.readouterr().err == ""
@@ -208,7 +208,7 @@ def test_of_several_locations_the_one_with_a_lake_counts(module: str, project: P
     write(project, "no_lake", WITHOUT_LAKE)
     workspace(project, "no_lake", module)
     assert settings_of(None).state_dir == project / "of_code"
-    location, _ = required_location(None)
+    location, _ = require_location(None)
     assert location.name == module
 
 
@@ -217,19 +217,19 @@ def test_a_location_that_cannot_be_loaded_is_reported_in_one_line(
 ) -> None:
     write(project, "broken", "raise RuntimeError('first line\\nsecond line')")
     workspace(project, "broken")
-    found = command_settings(None)
+    found = load_command_settings(None)
     assert found.settings.state_dir == project / "of_environment"
     assert found.trouble is not None
     assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(ConfigurationError):
-        required_location(None)
+        require_location(None)
 
 
 def test_a_file_that_dagster_cannot_read_is_reported_in_one_line(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (project / "pyproject.toml").write_text("[tool.dagster\n")
-    assert command_settings(None).trouble is not None
+    assert load_command_settings(None).trouble is not None
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -238,7 +238,7 @@ def test_one_lake_of_two_locations_is_used(module: str, project: Path) -> None:
     workspace(project, module, "location_of_another")
     assert settings_of(None).state_dir == project / "of_code"
     with pytest.raises(click.UsageError) as raised:
-        required_location(None)
+        require_location(None)
     assert f"-m {module}" in raised.value.message
 
 
@@ -248,7 +248,7 @@ def test_two_lakes_of_two_locations_have_to_be_named(
     write(project, "location_of_another", MODULE.format(state=project / "another"))
     workspace(project, module, "location_of_another")
     with pytest.raises(ConfigurationError) as raised:
-        command_settings(None)
+        load_command_settings(None)
     assert f"-m {module}" in (raised.value.hint or "")
     monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(project / "another"))
     assert settings_of(None).state_dir == project / "another"
@@ -267,8 +267,8 @@ def test_variables_of_the_env_file_reach_the_code_location(
 
 
 def test_status_and_doctor_say_where_their_settings_come_from(module: str, project: Path) -> None:
-    assert status.gather(Settings(), "lake of shop (-m)")["settings_source"] == "lake of shop (-m)"
-    found = doctor.examine(Settings(), "lake of shop (-m)", "broken cannot be loaded")
+    assert status.gather_status(Settings(), "lake of shop (-m)")["settings_source"] == "lake of shop (-m)"
+    found = doctor.examine_setup(Settings(), "lake of shop (-m)", "broken cannot be loaded")
     states = {(one.place, one.looked_at): one.state for one in found.findings}
     assert states["Settings", "source"] == "right"
     assert states["Settings", "code location"] == "off"

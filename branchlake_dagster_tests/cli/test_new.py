@@ -16,7 +16,7 @@ import pytest
 from dagster import DagsterInstance
 
 from branchlake_dagster import WarmRunLauncher
-from branchlake_dagster.cli.new import new_project, requirement_of
+from branchlake_dagster.cli.new import create_project, format_requirement
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.dagster_internals import get_env_var_dict
@@ -71,7 +71,7 @@ def keys(told: str, kind: str) -> set[str]:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("made") / "my-shop"
-    made = new_project(target)
+    made = create_project(target)
     assert target / "src" / "my_shop" / "definitions.py" in made
     return target
 
@@ -142,7 +142,7 @@ def test_launched_by_dg_and_published(project: Path, lakehouse: Lakehouse, tmp_p
 
 def test_a_scaffolded_component_brings_the_machinery(project: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
-    new_project(plain)
+    create_project(plain)
     (plain / "src" / "plain" / "definitions.py").write_text(PLAIN)
     dg_says(plain, "scaffold", "defs", "branchlake_dagster.components.BranchlakeComponent", "lake")
     yaml = plain / "src" / "plain" / "defs" / "lake" / "defs.yaml"
@@ -176,13 +176,13 @@ def test_a_scaffolded_component_brings_the_machinery(project: Path, tmp_path: Pa
 def test_a_project_depends_on_the_package_that_made_it(
     direct_url: Mapping[str, object] | None, requirement: str
 ) -> None:
-    assert requirement_of(json.dumps(direct_url) if direct_url else None, "0.1.0") == requirement
+    assert format_requirement(json.dumps(direct_url) if direct_url else None, "0.1.0") == requirement
 
 
 def test_dagsters_home_is_in_the_project_unless_the_shell_names_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new_project(tmp_path / "shop")
+    create_project(tmp_path / "shop")
     monkeypatch.delenv("DAGSTER_HOME", raising=False)
     home = get_env_var_dict(str(tmp_path / "shop"))["DAGSTER_HOME"]
     assert home == str(tmp_path / "shop" / ".branchlake" / "dagster")
@@ -215,7 +215,7 @@ def test_it_is_installed_in_an_environment_of_its_own(tmp_path: Path) -> None:
     said(tmp_path, [sys.executable, *pip, *wheel], 0, {})
     (built,) = tmp_path.glob("*.whl")
     told = json.dumps({"url": built.as_uri(), "archive_info": {}})
-    new_project(tmp_path / "my-shop", requirement=requirement_of(told, "0.1.0"))
+    create_project(tmp_path / "my-shop", requirement=format_requirement(told, "0.1.0"))
     venv.create(tmp_path / "own", with_pip=True)
     python = tmp_path / "own" / "bin" / "python"
     (packages,) = (tmp_path / "own" / "lib").glob("*/site-packages")
@@ -231,12 +231,12 @@ def test_it_is_installed_in_an_environment_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["2shops", "class", "sh/op$"])
 def test_a_name_that_python_cannot_import_is_refused(tmp_path: Path, name: str) -> None:
     with raising(ConfigurationError, reason="package_name", subject=Path(name).name):
-        new_project(tmp_path / name)
+        create_project(tmp_path / name)
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "mine.txt").write_text("mine")
     with raising(ConfigurationError, reason="folder_exists", subject=str(tmp_path / "shop")):
-        new_project(tmp_path / "shop")
+        create_project(tmp_path / "shop")
     assert [path.name for path in (tmp_path / "shop").iterdir()] == ["mine.txt"]

@@ -6,7 +6,7 @@ import pytest
 
 from branchlake_dagster.cleanup.reaper_rules import Reaping, ReapingAction, RunState
 from branchlake_dagster.cleanup.sweeper import Sweeping
-from branchlake_dagster.cli.reaping import show
+from branchlake_dagster.cli.reaping import show_reaping
 
 REAPED = [
     Reaping(
@@ -36,7 +36,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
 
 
 def test_each_branch_and_each_tag_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    show(REAPED, SWEPT, dry_run=True)
+    show_reaping(REAPED, SWEPT, dry_run=True)
     assert lines(capsys) == [
         ["run-1", "active", "7 h 0 min", "beating", "kept", "its writer beats"],
         ["run-2", "missing", "1 h 30 min", "none", "would be discarded", "no run of that id is known"],
@@ -47,12 +47,12 @@ def test_each_branch_and_each_tag_is_explained(capsys: pytest.CaptureFixture[str
 
 
 def test_what_was_freed_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
-    show(REAPED, SWEPT, dry_run=False)
+    show_reaping(REAPED, SWEPT, dry_run=False)
     told = capsys.readouterr().out
     assert "12 files, 3.4 MB freed." in told
     assert "would be" not in told
 
 
 def test_an_empty_lake(capsys: pytest.CaptureFixture[str]) -> None:
-    show([], [], dry_run=True)
+    show_reaping([], [], dry_run=True)
     assert capsys.readouterr().out == "No run branches.\n"

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from branchlake_dagster.cli import main
 from branchlake_dagster.cli.registry import CommandGroup
-from branchlake_dagster.extras import MissingExtra, require
+from branchlake_dagster.extras import MissingExtra, require_modules
 
 
 @click.command()
@@ -53,7 +53,7 @@ def test_a_command_without_its_extra_is_listed_and_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "sgp4", None)
     with pytest.raises(MissingExtra) as expected:
-        require("sda", "sgp4", wanted_by="The pipeline")
+        require_modules("sda", "sgp4", needed_by="The pipeline")
     listed = CliRunner().invoke(main, ["--help"], catch_exceptions=False)
     assert listed.exit_code == 0
     done = CliRunner().invoke(main, arguments)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from branchlake_dagster.cli import server_starts as rehearsal
 from branchlake_dagster.cli.main import main
-from branchlake_dagster.embedded.archives import archive_of, archives_folder
+from branchlake_dagster.embedded.archives import archives_folder, find_archive
 from branchlake_dagster.embedded.java import bundled_java
 from branchlake_dagster.embedded.process import ServerDidNotStart
 from branchlake_dagster.embedded.servers import NESSIE, SPARK, EmbeddedServers
@@ -20,14 +20,14 @@ from branchlake_dagster.settings import Settings
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(tmp_path / "state"))
-    found = {name: archive_of(name, bundled_java(), []) for name in (NESSIE, SPARK)}
+    found = {name: find_archive(name, bundled_java(), []) for name in (NESSIE, SPARK)}
     monkeypatch.setattr(EmbeddedServers, "archives", lambda _: found)
     monkeypatch.setattr(EmbeddedServers, "fetch_jars", lambda *_, **__: {})
 
 
 def scratch_files() -> list[Path]:
     archives = EmbeddedServers(Settings()).archives().values()
-    return [Path(archive.record()[-1].partition("=")[2]) for archive in archives]
+    return [Path(archive.record_options()[-1].partition("=")[2]) for archive in archives]
 
 
 def test_the_servers_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_the_servers_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None
         for path in scratch_files():
             path.write_bytes(b"classes")
 
-    monkeypatch.setattr(rehearsal, "_rehearse", rehearse)
+    monkeypatch.setattr(rehearsal, "_rehearse_start", rehearse)
     told: list[str] = []
     made = rehearsal.prepare_starts(Settings(), say=told.append)
     assert {path.name.partition("-")[0] for path in made} == {NESSIE, SPARK}
@@ -53,12 +53,12 @@ def test_the_servers_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_server_that_writes_no_archive_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a Java without an archive of its own does."""
-    monkeypatch.setattr(rehearsal, "_rehearse", lambda *_: None)
+    monkeypatch.setattr(rehearsal, "_rehearse_start", lambda *_: None)
     assert rehearsal.prepare_starts(Settings(), say=lambda _: None) == []
 
 
 def test_without_prepare_there_is_no_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "_rehearse", lambda *_: pytest.fail("rehearsed"))
+    monkeypatch.setattr(rehearsal, "_rehearse_start", lambda *_: pytest.fail("rehearsed"))
     done = CliRunner().invoke(main, ["fetch"])
     assert (done.exit_code, done.output) == (0, "")
     assert not archives_folder().exists()
@@ -71,7 +71,7 @@ def test_setting_up_does_not_fail_for_it(monkeypatch: pytest.MonkeyPatch, error:
     def rehearse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(rehearsal, "_rehearse", rehearse)
+    monkeypatch.setattr(rehearsal, "_rehearse_start", rehearse)
     done = CliRunner().invoke(main, ["fetch", "--prepare"])
     assert done.exit_code == 0
     assert str(error) in done.output

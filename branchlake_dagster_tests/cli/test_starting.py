@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.cli.server_starts import Starting
+from branchlake_dagster.cli.server_starts import BackgroundServerStart
 from branchlake_dagster.embedded.servers import EmbeddedServers, Endpoints
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -23,7 +23,7 @@ def test_what_keeps_the_servers_from_starting_is_raised_to_who_waits(
         raise ConfigurationError("There is no Java.")
 
     monkeypatch.setattr(EmbeddedServers, "endpoints", refused)
-    starting = Starting(Settings(state_dir=tmp_path), say=lambda _: None)
+    starting = BackgroundServerStart(Settings(state_dir=tmp_path), say=lambda _: None)
     with pytest.raises(ConfigurationError):
         starting.wait()
     starting.finish()
@@ -39,10 +39,10 @@ def test_only_a_fresh_server_is_warmed_up_and_its_failure_is_nobodys(
         warmed.append(1)
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(EmbeddedServers, "running", lambda _: ANSWER if running else None)
+    monkeypatch.setattr(EmbeddedServers, "find_endpoints", lambda _: ANSWER if running else None)
     monkeypatch.setattr(EmbeddedServers, "endpoints", lambda _: ANSWER)
     monkeypatch.setattr(warm_up, "warm_up", failing)
-    starting = Starting(Settings(state_dir=tmp_path), say=lambda _: None)
+    starting = BackgroundServerStart(Settings(state_dir=tmp_path), say=lambda _: None)
     starting.wait()
     starting.finish()
     assert warmed == ([] if running else [1])

@@ -19,15 +19,20 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from branchlake_dagster.cli import main
-from branchlake_dagster.cli.ending import ending_cleanly
-from branchlake_dagster.cli.status import show, still_used
+from branchlake_dagster.cli.ending import exit_on_signals
+from branchlake_dagster.cli.status import find_daemon_warning, show_status
 from branchlake_dagster.embedded import jars
-from branchlake_dagster.embedded.jars import ICEBERG_SPARK, DownloadFailed, resolve
-from branchlake_dagster.embedded.state_folder import LakeMoved, note_place, require_place, state_folder
+from branchlake_dagster.embedded.jars import ICEBERG_SPARK, DownloadFailed, resolve_jars
+from branchlake_dagster.embedded.state_folder import (
+    LakeMoved,
+    make_state_folder,
+    record_location,
+    require_location,
+)
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.tick_report import Tick
+from branchlake_dagster.publication.tick_report import TickReport
 from branchlake_dagster.sda.commands import demo_run as demo
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.raised import raising
@@ -71,7 +76,7 @@ def test_a_state_folder_that_is_a_file(tmp_path: Path, command: str, inside: str
 def test_a_state_folder_that_cannot_be_made(tmp_path: Path) -> None:
     assert "/proc/branchlake" in sentence(call("up", state_dir=Path("/proc/branchlake")))
     with raising(ConfigurationError, reason="not_made", subject="/proc/branchlake"):
-        state_folder(Path("/proc/branchlake"))
+        make_state_folder(Path("/proc/branchlake"))
 
 
 def test_a_state_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,13 +84,13 @@ def test_a_state_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
     assert str(tmp_path) in sentence(call("up", state_dir=tmp_path))
     with raising(ConfigurationError, reason="not_writable", subject=str(tmp_path)):
-        state_folder(tmp_path)
+        make_state_folder(tmp_path)
 
 
 @pytest.mark.parametrize("command", ["up", "down", "status", "sql", "reap"])
 def test_a_copied_state_folder_is_refused_by_every_command(tmp_path: Path, command: str) -> None:
     original, copy = tmp_path / "original", tmp_path / "copy"
-    note_place(original)
+    record_location(original)
     copy.mkdir()
     (copy / "lake.json").write_text((original / "lake.json").read_text())
     told = sentence(call(command, state_dir=copy))
@@ -95,14 +100,14 @@ def test_a_copied_state_folder_is_refused_by_every_command(tmp_path: Path, comma
 
 def test_a_moved_state_folder_works_again_with_the_link_that_it_asks_for(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
-    note_place(old)
+    record_location(old)
     old.rename(new)
     with raising(LakeMoved, f"ln -s {new} {old};", reason="moved", subject=str(new)):
-        require_place(new, tables_elsewhere=False)
-    require_place(new, tables_elsewhere=True)
+        require_location(new, tables_elsewhere=False)
+    require_location(new, tables_elsewhere=True)
     old.symlink_to(new)
-    require_place(old, tables_elsewhere=False)
-    require_place(new, tables_elsewhere=False)
+    require_location(old, tables_elsewhere=False)
+    require_location(new, tables_elsewhere=False)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +144,7 @@ def test_a_download_is_announced_only_when_there_is_one(
     def told() -> list[str]:
         lines: list[str] = []
         with pytest.raises(DownloadFailed):
-            resolve([ICEBERG_SPARK], tmp_path / "jars", ivy_settings=None, say=lines.append)
+            resolve_jars([ICEBERG_SPARK], tmp_path / "jars", ivy_settings=None, notify=lines.append)
         return lines
 
     assert told() == ["Bringing iceberg-spark-runtime-4.1_2.13 1.12.0 (about 48 MB) …"]
@@ -149,11 +154,11 @@ def test_a_download_is_announced_only_when_there_is_one(
 
 
 def test_kept_branches_are_not_at_work() -> None:
-    tick = Tick()
+    tick = TickReport()
     for number in range(3):
         assert not tick.add(Outcome(f"run-{number}", str(number), PublicationAction.KEPT, "kept"))
-    assert "3" in tick.message()
-    assert len(tick.message().splitlines()) == 1
+    assert "3" in tick.format_message()
+    assert len(tick.format_message().splitlines()) == 1
 
 
 RUN = "0f2f4a54-3f0e-4b45-9d0e-2f1c3e1f7a10"
@@ -164,7 +169,7 @@ def test_status_shows_whole_ids_and_names_what_was_discarded(columns: int) -> No
     screen = Console(width=columns, file=io.StringIO())
     branch: dict[str, Any] = {"branch": f"run-{RUN}", "state": "failure", "age_s": 61, "commits": 2}
     publication = {"publication": "ab" * 32, "run_id": RUN, "verdict": "passed", "tables": ["shop.prices"]}
-    show(
+    show_status(
         {
             "servers": {},
             "page": "http://127.0.0.1:1/",
@@ -185,16 +190,16 @@ def test_status_shows_whole_ids_and_names_what_was_discarded(columns: int) -> No
 
 def test_down_says_that_a_daemon_starts_the_servers_again(tmp_path: Path) -> None:
     settings = Settings(state_dir=tmp_path)
-    assert still_used(settings) is None
+    assert find_daemon_warning(settings) is None
     home = tmp_path / "dagster"
     home.mkdir()
     (home / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
-    assert still_used(settings) is None
+    assert find_daemon_warning(settings) is None
     with dg.DagsterInstance.get() as instance:
         heartbeat(instance, time.time())
-        assert "end `dagster dev` first" in (still_used(settings) or "")
+        assert "end `dagster dev` first" in (find_daemon_warning(settings) or "")
         heartbeat(instance, time.time() - 600)
-        assert still_used(settings) is None
+        assert find_daemon_warning(settings) is None
 
 
 def heartbeat(instance: dg.DagsterInstance, at: float) -> None:
@@ -211,7 +216,7 @@ def test_a_signal_leaves_through_the_clean_up() -> None:
     before = signal.getsignal(signal.SIGTERM)  # Dagster sets one of its own when it is imported
 
     def work() -> None:
-        with ending_cleanly():
+        with exit_on_signals():
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(5)

@@ -25,12 +25,12 @@ from pyiceberg.schema import Schema
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.history.rows import CHANGE_TYPE, INSERT
 from branchlake_dagster.incremental import inputs, outputs
-from branchlake_dagster.incremental.consumer import Consumer, Input
+from branchlake_dagster.incremental.consumer import Consumer, UpstreamTable
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.declaration import declared
-from branchlake_dagster.incremental.positions import Update
-from branchlake_dagster.incremental.step_consumption import consumer_of
-from branchlake_dagster.tables.selection import Selection, inside
+from branchlake_dagster.incremental.declaration import parse_declaration
+from branchlake_dagster.incremental.positions import PropertyUpdate
+from branchlake_dagster.incremental.step_consumption import build_consumer
+from branchlake_dagster.tables.selection import Selection, selection_mask
 from branchlake_dagster_tests.incremental.iceberg import SCHEMA, Row, Table, arrow, rows_of
 from branchlake_dagster_tests.incremental.lake import Change, Run
 
@@ -104,9 +104,9 @@ class Kind:
             {AssetKey(["shop", name]): self.pattern for name in self.inputs}, **how
         )
         key = AssetKey(["shop", self.name])
-        declaration = declared(told, asset=self.name)
+        declaration = parse_declaration(told, asset=self.name)
         assert declaration is not None
-        return consumer_of(AssetSpec(key, metadata=told), declaration, self.definition, "shop")
+        return build_consumer(AssetSpec(key, metadata=told), declaration, self.definition, "shop")
 
     @property
     def needs_days(self) -> bool:
@@ -222,7 +222,7 @@ class Step:
         change = self._change()
         before = base.get(name, create)
         after = self.run.lake.writer.store(before, change.on(before.kept))
-        update = self.consumption.update(after.metadata.current_snapshot_id)
+        update = self.consumption.build_update(after.metadata.current_snapshot_id)
         self.run.tables[name] = after.changed(properties=_updated(before.metadata.properties, update))
         self.run.changes[name] = change
 
@@ -244,10 +244,10 @@ class Step:
         if consumption.whole:
             return Change(None, new)
         if kind.pattern == "keys":
-            keys = inputs.changed_keys(consumption)["key"].to_pylist()
+            keys = inputs.read_changed_keys(consumption)["key"].to_pylist()
             assert new.keys() <= set(keys), "rows of keys that have not changed"
             return Change(frozenset(keys), new)
-        replaced = outputs.replaced_range(consumption, SCHEMA)
+        replaced = outputs.select_replaced_rows(consumption, SCHEMA)
         days = self.run.lake.states[self.run.base].get(kind.name)
         held = [Row(None, day, "", 0) for day in {*(days.kept if days else ()), *new}]
         gone = frozenset(row.day for row in _inside(replaced, held))
@@ -270,18 +270,18 @@ class Step:
             return Change(self.kind.places(self.consumption.partitions) if by_partition else None, found)
         return Change(frozenset(), found, appended=True)
 
-    def _loaded(self, one: Input) -> pa.Table:
+    def _loaded(self, one: UpstreamTable) -> pa.Table:
         """As `arrow_inputs.load`, whose scans are of the model's tables."""
         consumption, kind = self.consumption, self.kind
         rows = self.run.view[one.key.path[-1]].rows.elements()
         if kind.pattern == "range":
-            return arrow(_inside(inputs.of_range(consumption, one), rows, one.table.schema()))
-        where = inputs.of_partitions(consumption, one, consumption.partitions)
+            return arrow(_inside(inputs.select_range_rows(consumption, one), rows, one.table.schema()))
+        where = inputs.select_partition_rows(consumption, one, consumption.partitions)
         if consumption.whole:
             return arrow(_inside(where, rows, one.table.schema()))
         if kind.pattern == "rows":
-            return inputs.delivered(consumption, one, inputs.changed_rows(consumption, one))
-        keys = set(inputs.changed_keys(consumption)["key"].to_pylist())
+            return inputs.deliver_rows(consumption, one, inputs.read_changed_rows(consumption, one))
+        keys = set(inputs.read_changed_keys(consumption)["key"].to_pylist())
         return arrow(row for row in _inside(where, rows, one.table.schema()) if row.key in keys)
 
 
@@ -289,9 +289,9 @@ def _inside(selection: Selection | None, rows: Iterable[Row], schema: Schema = S
     found = list(rows)
     if selection is None or not found:
         return found
-    mask = inside(selection, arrow(found, schema)).to_pylist()
+    mask = selection_mask(selection, arrow(found, schema)).to_pylist()
     return [row for row, wanted in zip(found, mask, strict=True) if wanted]
 
 
-def _updated(properties: Mapping[str, str], update: Update) -> dict[str, str]:
+def _updated(properties: Mapping[str, str], update: PropertyUpdate) -> dict[str, str]:
     return {**{k: v for k, v in properties.items() if k not in update.remove}, **update.set}

@@ -62,9 +62,9 @@ def place(name: str) -> None:
         die()
 
     places: dict[str, Any] = {
-        "capture": (consumption, "capture", die),
-        "before the record": (outputs, "record", die),
-        "after the record": (Consumption, "written", die),
+        "capture": (consumption, "capture_change", die),
+        "before the record": (outputs, "record_consumption", die),
+        "after the record": (Consumption, "clean_up", die),
         "before the commit": (NessieClient, "merge", die),
         "after the commit": (NessieClient, "merge", merged),
     }
@@ -79,7 +79,7 @@ def work(what: str, where: str) -> None:
     with dg.DagsterInstance.get() as instance:
         if what == "publish":
             graph = defs.get_repository_def().asset_graph
-            for outcome in Reconciler.of(Lakehouse(), instance, graph).run():
+            for outcome in Reconciler.from_lake(Lakehouse(), instance, graph).reconcile_branches():
                 print(outcome, file=sys.stderr)
             return
         job = defs.resolve_implicit_global_asset_job_def()

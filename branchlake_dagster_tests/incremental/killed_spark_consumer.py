@@ -19,8 +19,8 @@ def die(*_: Any, **__: Any) -> None:
 
 def main() -> None:
     shop = Shop(Lakehouse(), os.environ["BRANCHLAKE_TEST_NAMESPACE"], make=False)
-    spark_inputs.FEW_ROWS = 0
-    spark_frames.write = die
+    spark_inputs.MAX_SENT_ROWS = 0
+    spark_frames.write_spark_frame = die
     defs = dg.Definitions.merge(
         branchlake_definitions(), dg.Definitions(assets=shop.assets, executor=dg.in_process_executor)
     )

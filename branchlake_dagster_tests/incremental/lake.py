@@ -10,7 +10,7 @@ from typing import Any
 from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.table.snapshots import Operation
 
-from branchlake_dagster.history.capture import line
+from branchlake_dagster.history.capture import ancestors_after
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.incremental.iceberg import Snapshot, Table
 from branchlake_dagster_tests.incremental.writing import Writer
@@ -168,11 +168,11 @@ class Run:
             if any(self.changes[name].meets(one) for one in since):
                 raise Refused(f"{name}: the same rows were replaced meanwhile")
             head = base.metadata.current_snapshot_id if base else None
-            if not line(now.metadata, head)[1]:  # type: ignore[arg-type]
+            if not ancestors_after(now.metadata, head)[1]:  # type: ignore[arg-type]
                 raise Refused(f"{name} was rolled back")
             kept = self.changes[name].on(now.kept)
             return self.lake.writer.store(made, kept, replayed=after.metadata.current_snapshot_id)
-        steps, complete = line(after.metadata, base.metadata.current_snapshot_id if base else None)  # type: ignore[arg-type]
+        steps, complete = ancestors_after(after.metadata, base.metadata.current_snapshot_id if base else None)  # type: ignore[arg-type]
         if not complete:
             raise Refused(f"{name} was rolled back on the branch")
         for step in steps:
@@ -183,7 +183,7 @@ class Run:
     def _require_apart(self, step: Snapshot, base: Table | None, now: Table) -> None:
         if step.summary.operation is Operation.APPEND:
             return
-        theirs, complete = line(now.metadata, base.metadata.current_snapshot_id if base else None)  # type: ignore[arg-type]
+        theirs, complete = ancestors_after(now.metadata, base.metadata.current_snapshot_id if base else None)  # type: ignore[arg-type]
         touched = {str(file.partition) for one in theirs for file in (*one.added, *one.removed)}
         mine = {str(file.partition) for file in (*step.added, *step.removed)}
         if not complete or mine & touched or any(file.names for file in step.added):

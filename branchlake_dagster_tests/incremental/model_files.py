@@ -60,9 +60,9 @@ def _deleted_positions(io: object, file: File) -> dict[str, pa.ChunkedArray]:
 def model_files() -> Any:
     """Let change capture read the model's tables."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(own_files, "_read", _own))
-        stack.enter_context(patch.object(OwnFilesCache, "live", _live))
+        stack.enter_context(patch.object(own_files, "_read_snapshots", _own))
+        stack.enter_context(patch.object(OwnFilesCache, "load_live_files", _live))
         stack.enter_context(patch.object(RowReader, "_scan", _scan))
         stack.enter_context(patch.object(rows, "arrow_schema", arrow_schema))
-        stack.enter_context(patch.object(rows, "deleted_positions", _deleted_positions))
+        stack.enter_context(patch.object(rows, "read_deleted_positions", _deleted_positions))
         yield

@@ -14,9 +14,9 @@ from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.consumer import Consumer
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.declaration import declared
-from branchlake_dagster.incremental.pending import Batch, batches, following
-from branchlake_dagster.incremental.step_consumption import consumer_of
+from branchlake_dagster.incremental.declaration import parse_declaration
+from branchlake_dagster.incremental.pending import PartitionBatch, plan_batches, with_successors
+from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster_tests.incremental.consumers import DAYS, Kind, Step
 from branchlake_dagster_tests.incremental.iceberg import Row
 from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run
@@ -42,9 +42,9 @@ def keys(first: int, last: int = 6) -> set[str]:
 
 def declare(definition: dg.PartitionsDefinition[str], partition_by: Any) -> Consumer:
     metadata = table_metadata(partition_by=partition_by) | consumes({"events": "range"}, from_start=True)
-    declaration = declared(metadata, asset="totals")
+    declaration = parse_declaration(metadata, asset="totals")
     assert declaration is not None
-    return consumer_of(dg.AssetSpec("totals", metadata=metadata), declaration, definition, "lake")
+    return build_consumer(dg.AssetSpec("totals", metadata=metadata), declaration, definition, "lake")
 
 
 @pytest.mark.parametrize(
@@ -63,23 +63,25 @@ def test_partitions_without_one_order_in_time_are_refused(
 
 
 def test_partitions_in_time_are_in_order() -> None:
-    assert declare(DAYS, "day").in_order
-    assert declare(BOTH, {"day": "day", "kind": "kind"}).in_order
+    assert declare(DAYS, "day").computes_in_order
+    assert declare(BOTH, {"day": "day", "kind": "kind"}).computes_in_order
 
 
 def test_what_follows_a_partition_has_its_keys_of_the_other_dimensions() -> None:
     every = BOTH.get_partition_keys()
-    found = following(BOTH, {f"{key(5)}|a"}, every)
+    found = with_successors(BOTH, {f"{key(5)}|a"}, every)
     assert found == {f"{key(5)}|a", f"{key(6)}|a"}
-    left = following(BOTH, {f"{key(5)}|a", f"{key(6)}|b"}, every)
-    assert batches(BOTH, left, every, 1) == [
-        Batch((f"{key(5)}|a",), (f"{key(6)}|a",)),
-        Batch((f"{key(6)}|b",)),
+    left = with_successors(BOTH, {f"{key(5)}|a", f"{key(6)}|b"}, every)
+    assert plan_batches(BOTH, left, every, 1) == [
+        PartitionBatch((f"{key(5)}|a",), (f"{key(6)}|a",)),
+        PartitionBatch((f"{key(6)}|b",)),
     ]
-    assert batches(DAYS, keys(2), DAYS.get_partition_keys(), 3) == [
-        Batch((key(2), key(3), key(4)), (key(5), key(6)))
+    assert plan_batches(DAYS, keys(2), DAYS.get_partition_keys(), 3) == [
+        PartitionBatch((key(2), key(3), key(4)), (key(5), key(6)))
     ]
-    assert batches(DAYS, keys(2), DAYS.get_partition_keys(), None) == [Batch(tuple(sorted(keys(2))))]
+    assert plan_batches(DAYS, keys(2), DAYS.get_partition_keys(), None) == [
+        PartitionBatch(tuple(sorted(keys(2))))
+    ]
 
 
 # -- what is left ------------------------------------------------------------------------------------------
@@ -119,7 +121,7 @@ class Totals:
 
     @property
     def left(self) -> set[str]:
-        return self.consumption().pending()
+        return self.consumption().pending_partitions()
 
 
 @pytest.fixture
@@ -154,12 +156,12 @@ def test_a_result_that_is_computed_anew_leaves_all_after_it(totals: Totals) -> N
 
 def test_a_day_that_was_computed_too_early_is_left(totals: Totals) -> None:
     totals.change(2)
-    assert totals.consumption(5).waits_for == key(2)
+    assert totals.consumption(5).blocking_partition == key(2)
     totals.run(5).publish()
     assert totals.left == keys(2)
     totals.run(2, 3, 4).publish()
     assert totals.left == keys(5)
-    assert totals.consumption(5).waits_for is None
+    assert totals.consumption(5).blocking_partition is None
 
 
 def test_runs_of_neighboring_days_beside_each_other(totals: Totals) -> None:

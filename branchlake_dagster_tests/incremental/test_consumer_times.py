@@ -25,18 +25,18 @@ from branchlake_dagster.history.change import Position
 from branchlake_dagster.incremental.affected_partitions import Reach
 from branchlake_dagster.incremental.consumer import Consumer
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.declaration import Pattern, declared
+from branchlake_dagster.incremental.declaration import Pattern, parse_declaration
 from branchlake_dagster.incremental.pending import windows_end_ms
-from branchlake_dagster.incremental.positions import Consumed
-from branchlake_dagster.incremental.step_consumption import consumer_of
+from branchlake_dagster.incremental.positions import ConsumptionRecord
+from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster.incremental.valid_through import (
     InputTime,
     UnconsumedPart,
     ValidThrough,
     table_time_ms,
-    to_ms,
+    to_epoch_ms,
 )
-from branchlake_dagster.ingest.offsets import Recorded, TopicPartition
+from branchlake_dagster.ingest.offsets import TableProgress, TopicPartition
 from branchlake_dagster.ingest.published_through import PublishedTime, TimeReader
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.incremental.iceberg import Row, Table
@@ -46,7 +46,7 @@ from branchlake_dagster_tests.incremental.writing import Writer
 
 FIRST = date(2026, 8, 2)
 HOUR = 3_600_000
-START = to_ms(datetime(2026, 8, 2, tzinfo=UTC))
+START = to_epoch_ms(datetime(2026, 8, 2, tzinfo=UTC))
 INPUTS = {"raw": (), "more": (), "silver": ("raw",), "gold": ("silver",), "total": ("gold", "more")}
 PARTITIONED = ("silver", "gold")
 
@@ -89,11 +89,11 @@ class World:
             when_lost="rebuild",
             **({} if by_day else {"on": "day"}),
         )
-        declaration = declared(metadata, asset=name)
+        declaration = parse_declaration(metadata, asset=name)
         assert declaration is not None
         definition: PartitionsDefinition[str] | None = self.definition() if by_day else None
         spec = AssetSpec(AssetKey(["shop", name]), metadata=metadata)
-        return consumer_of(spec, declaration, definition, "shop")
+        return build_consumer(spec, declaration, definition, "shop")
 
     def time_of(self, name: str, *, is_declared: bool = True) -> PublishedTime:
         def load(wanted: Mapping[str, tuple[str, ...]]) -> Mapping[str, Any]:
@@ -102,7 +102,7 @@ class World:
         def of(identifier: tuple[str, ...]) -> Consumer | None:
             return self.consumer(identifier[-1]) if is_declared and INPUTS[identifier[-1]] else None
 
-        return TimeReader(load, "shop", of).time_of(("shop", name))
+        return TimeReader(load, "shop", of).published_time(("shop", name))
 
     # -- what happens ------------------------------------------------------------------------------------
 
@@ -114,14 +114,14 @@ class World:
             day = max(FIRST, day_of(self.now_ms) - timedelta(late))
             row = Row(day.isoformat(), day, str(next(self.numbers)), self.now_ms)
             table = self.lake.writer.append(table, [row])
-        recorded = Recorded(
+        recorded = TableProgress(
             {TopicPartition(name, "id", 0): next(self.numbers)},
             "commit",
             "run",
             self.now_ms,
             table.metadata.current_snapshot_id,
         )
-        self.put(name, table.changed(properties={f"{LakeProperty.OFFSETS_PREFIX}i": recorded.text()}))
+        self.put(name, table.changed(properties={f"{LakeProperty.OFFSETS_PREFIX}i": recorded.to_json()}))
 
     def put(self, name: str, table: Table) -> None:
         self.lake.put({name: table})
@@ -151,7 +151,7 @@ class World:
         table = self.lake.writer.rewrite(
             table, lambda row: partition is None or row.part == partition, lambda _: None, rows
         )
-        update = consumption.update(at=table.metadata.current_snapshot_id)
+        update = consumption.build_update(snapshot_id=table.metadata.current_snapshot_id)
         kept = {key: text for key, text in table.metadata.properties.items() if key not in update.remove}
         run.tables[name] = table.changed(properties={**kept, **update.set})
         return run
@@ -186,11 +186,11 @@ class World:
         if found.at is None:
             return
         self.reached[name] += 1
-        through, roots = to_ms(found.at), ["raw", "more"] if name == "total" else ["raw"]
+        through, roots = to_epoch_ms(found.at), ["raw", "more"] if name == "total" else ["raw"]
         held = self.lake.main[name].rows
         for row in (row for root in roots for row in self.lake.main[root].rows):
             assert row.day is not None
-            begins = to_ms(datetime(row.day.year, row.day.month, row.day.day, tzinfo=UTC))
+            begins = to_epoch_ms(datetime(row.day.year, row.day.month, row.day.day, tzinfo=UTC))
             if row.value < through and begins < through:
                 assert row in held, f"{name} lacks {row}, and it is valid through {found.at}"
 
@@ -347,11 +347,13 @@ def test_before_the_first_day_is_over_no_row_is_there(world: World, monkeypatch:
 
 def test_keys_that_are_added_are_another_source() -> None:
     time, window = InputTime(5, frozenset({"shop.raw"})), "2026-08-01T00:00:00+00:00/"
-    before = time.partitioned("shop.silver", {"day": f"{window}2026-08-04", "region": ["eu"]})
-    assert before == time.partitioned("shop.silver", {"day": f"{window}2026-08-09", "region": ["eu"]})
-    assert before != time.partitioned("shop.silver", {"day": f"{window}2026-08-04", "region": ["eu", "us"]})
+    before = time.with_partitions("shop.silver", {"day": f"{window}2026-08-04", "region": ["eu"]})
+    assert before == time.with_partitions("shop.silver", {"day": f"{window}2026-08-09", "region": ["eu"]})
+    assert before != time.with_partitions(
+        "shop.silver", {"day": f"{window}2026-08-04", "region": ["eu", "us"]}
+    )
     assert before.sources > time.sources
-    assert time.partitioned("shop.silver", {}) == time
+    assert time.with_partitions("shop.silver", {}) == time
 
 
 def test_a_table_of_another_code_location_is_as_far_as_its_runs(world: World) -> None:
@@ -365,8 +367,8 @@ def test_a_table_of_another_code_location_is_as_far_as_its_runs(world: World) ->
 def test_what_was_consumed_of_other_inputs_does_not_count() -> None:
     position = Position("uuid", 1)
     recorded = ValidThrough(7, 5, frozenset({"shop.raw"}))
-    consumed = Consumed({"shop.silver": position}, valid_through=recorded)
-    assert Consumed.from_text(consumed.text()) == consumed
+    consumed = ConsumptionRecord({"shop.silver": position}, valid_through=recorded)
+    assert ConsumptionRecord.from_json(consumed.to_json()) == consumed
     assert consumed.inputs_time_ms(["shop.silver"], frozenset({"shop.raw"})) == 7
     assert consumed.inputs_time_ms(["shop.silver", "shop.new"], frozenset({"shop.raw"})) is None
     assert consumed.inputs_time_ms(["shop.silver"], frozenset({"shop.raw", "shop.more"})) is None

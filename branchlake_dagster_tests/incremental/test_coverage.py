@@ -5,7 +5,7 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
-from branchlake_dagster.incremental.affected_partitions import coverage, covers
+from branchlake_dagster.incremental.affected_partitions import is_covered_partition, partition_coverage
 
 AUGUST = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-04")
 
@@ -23,17 +23,17 @@ def test_windows_that_came_later_at_either_end_are_not_covered(
     start: str, end: str, key: str, covered: bool
 ) -> None:
     later = dg.DailyPartitionsDefinition(start, end_date=end)
-    assert covers(coverage(AUGUST), later, key) is covered
+    assert is_covered_partition(partition_coverage(AUGUST), later, key) is covered
 
 
 def test_keys_that_came_later_are_not_covered() -> None:
     both = dg.MultiPartitionsDefinition({"day": AUGUST, "kind": dg.StaticPartitionsDefinition(["a"])})
     later = dg.MultiPartitionsDefinition({"day": AUGUST, "kind": dg.StaticPartitionsDefinition(["a", "b"])})
-    told = coverage(both)
-    assert covers(told, later, "2026-08-01|a")
-    assert not covers(told, later, "2026-08-01|b")
+    told = partition_coverage(both)
+    assert is_covered_partition(told, later, "2026-08-01|a")
+    assert not is_covered_partition(told, later, "2026-08-01|b")
 
 
 def test_no_window_yet_covers_nothing() -> None:
     none = dg.DailyPartitionsDefinition("2099-01-01")
-    assert not covers(coverage(none), AUGUST, "2026-08-01")
+    assert not is_covered_partition(partition_coverage(none), AUGUST, "2026-08-01")

@@ -8,18 +8,18 @@ import polars as pl
 import pytest
 
 from branchlake_dagster import consumes, table_metadata, unconsumed_change
-from branchlake_dagster.automation.backfill_plan import plan
-from branchlake_dagster.automation.backfill_progress import follower
-from branchlake_dagster.automation.backlog import Standing
-from branchlake_dagster.automation.consumers import consumers
-from branchlake_dagster.automation.in_flight import InFlight
+from branchlake_dagster.automation.backfill_plan import plan_stages
+from branchlake_dagster.automation.backfill_progress import load_consumer_progress
+from branchlake_dagster.automation.backlog import ConsumerBacklog
+from branchlake_dagster.automation.consumers import iter_consumers
+from branchlake_dagster.automation.in_flight import InFlightRuns
 from branchlake_dagster.automation.launch_decision import LaunchPolicy, LaunchState
 from branchlake_dagster.automation.partition_backlog import launch_decisions
 from branchlake_dagster.internals.dagster import RANGE_END_TAG, RANGE_START_TAG, RUN_KEY_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.approval import Approvals, give_approval
+from branchlake_dagster.runs.approval import Approvals, approve_run
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import REQUIRED
+from branchlake_dagster.runs.run_tags import APPROVAL_REQUIRED
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
@@ -108,25 +108,27 @@ def test_each_day_waits_for_the_one_before_it(lakehouse: Lakehouse, namespace: s
     totals = totals_of(namespace, events)
     with project(lakehouse, events.asset, totals) as p:
         events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
-        (asset,) = consumers(p.graph, "default", [totals.key])
-        standing = Standing(LakehouseResource.of(lakehouse.settings), asset.consumer, instance=p.instance)
+        (asset,) = iter_consumers(p.graph, "default", [totals.key])
+        standing = ConsumerBacklog(
+            LakehouseResource.from_settings(lakehouse.settings), asset.consumer, instance=p.instance
+        )
         now = datetime.now(UTC)
         found = launch_decisions(
             totals.key,
             standing,
             p.instance,
-            InFlight(p.instance, now),
+            InFlightRuns(p.instance, now),
             LaunchPolicy(),
             now,
             approvals=Approvals(p.instance),
         )
-        assert [(one, its.state, its.earlier) for one, its in found] == [
+        assert [(one, its.state, its.earlier_partition) for one, its in found] == [
             ("2026-08-01", LaunchState.DUE, ""),
             ("2026-08-02", LaunchState.WAITS_FOR_EARLIER, "2026-08-01"),
             ("2026-08-03", LaunchState.WAITS_FOR_EARLIER, "2026-08-01"),
         ]
-        stages = plan(p.graph, lakehouse, totals.key, ["2026-08-02"], why="asked for")
-        assert [(one.number, one.asset, one.partitions, one.by_itself) for one in stages] == [
+        stages = plan_stages(p.graph, lakehouse, totals.key, ["2026-08-02"], reason="asked for")
+        assert [(one.number, one.asset, one.partitions, one.launches_itself) for one in stages] == [
             (0, totals.key, ("2026-08-02",), False),
             (1, totals.key, ("2026-08-03",), True),
         ]
@@ -169,15 +171,15 @@ def test_all_days_of_a_run_that_fails_have_failed(
 ) -> None:
     totals = totals_of(namespace, events, backfill_policy=dg.BackfillPolicy.single_run())
     with project(lakehouse, events.asset, totals) as p:
-        lake = LakehouseResource.of(lakehouse.settings)
+        lake = LakehouseResource.from_settings(lakehouse.settings)
         events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
         (request,) = Ticks(p, target=[totals]).tick()
-        _, stage = plan(p.graph, lakehouse, events.key, None, why="asked for")
+        _, stage = plan_stages(p.graph, lakehouse, events.key, None, reason="asked for")
 
         def found() -> tuple[int, int, int]:
-            in_flight = InFlight(p.instance, datetime.now(UTC))
-            its = follower(stage, p.graph, lake, p.instance, in_flight, waits=False)
-            return its.left, its.running, len(its.failed_partitions)
+            in_flight = InFlightRuns(p.instance, datetime.now(UTC))
+            its = load_consumer_progress(stage, p.graph, lake, p.instance, in_flight, must_wait=False)
+            return its.left_count, its.running_count, len(its.failed_partitions)
 
         job = p.definitions.resolve_implicit_global_asset_job_def()
         tags = {**request.tags, RUN_KEY_TAG: str(request.run_key)}
@@ -221,13 +223,13 @@ def test_a_day_whose_change_waits_for_approval_holds_up_those_after_it(
         events.publish(p, (at(1), 1), (at(2), 2), (at(3), 4))
         assert launched(p, totals, ticks) == ["2026-08-01", "2026-08-02", "2026-08-03"]
         events.rows = [(at(2), 10)]
-        run_id = p.run(events.key, tags={RunTag.APPROVAL: REQUIRED})
+        run_id = p.run(events.key, tags={RunTag.APPROVAL: APPROVAL_REQUIRED})
         p.settle(run_id)
         events.publish(p, (at(1), 100))
         assert launched(p, totals, ticks) == ["2026-08-01"]
         assert by_day(p, totals) == [101, 3, 7]
         run = p.instance.get_run_by_id(run_id)
         assert run is not None
-        give_approval(p.instance, run)
+        approve_run(p.instance, run)
         assert launched(p, totals, ticks) == ["2026-08-02", "2026-08-03"]
         assert by_day(p, totals) == [101, 113, 117]

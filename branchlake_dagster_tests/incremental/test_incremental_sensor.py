@@ -7,13 +7,19 @@ import dagster as dg
 import polars as pl
 import pytest
 
-from branchlake_dagster import consumes, incremental_sensor, table_metadata, unconsumed, unconsumed_change
-from branchlake_dagster.automation.approve_backfill import approve
-from branchlake_dagster.automation.backlog import Standing
+from branchlake_dagster import (
+    consumer_backlog,
+    consumes,
+    incremental_sensor,
+    table_metadata,
+    unconsumed_change,
+)
+from branchlake_dagster.automation.approve_backfill import approve_results
+from branchlake_dagster.automation.backlog import ConsumerBacklog
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import REQUIRED
+from branchlake_dagster.runs.run_tags import APPROVAL_REQUIRED
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
@@ -40,7 +46,7 @@ class Ticks:
             self._p.instance,
             cursor=self._cursor,
             repository_def=self._p.definitions.get_repository_def(),
-            resources={"lakehouse": LakehouseResource.of(self._p.lake.settings)},
+            resources={"lakehouse": LakehouseResource.from_settings(self._p.lake.settings)},
         ) as context:
             found = self._sensor(context)
         assert isinstance(found, dg.SensorResult)
@@ -73,11 +79,11 @@ def test_a_schedule_makes_no_empty_runs(lakehouse: Lakehouse, namespace: str, or
 
     @dg.schedule(cron_schedule="*/5 * * * *", target=[spent])
     def often(lakehouse: LakehouseResource) -> dg.RunRequest | dg.SkipReason:
-        left = unconsumed(spent, lakehouse)
+        left = consumer_backlog(spent, lakehouse)
         return dg.RunRequest() if left.any else dg.SkipReason(left.text())
 
     def tick() -> Any:
-        resources = {"lakehouse": LakehouseResource.of(lakehouse.settings)}
+        resources = {"lakehouse": LakehouseResource.from_settings(lakehouse.settings)}
         with dg.build_schedule_context(p.instance, resources=resources) as context:
             return often(context)
 
@@ -88,10 +94,10 @@ def test_a_schedule_makes_no_empty_runs(lakehouse: Lakehouse, namespace: str, or
         published(p, spent)
         assert tick().skip_message == "nothing"
         orders.publish(p, ("a", 2), ("b", 3))
-        left = unconsumed(spent, LakehouseResource.of(lakehouse.settings))
+        left = consumer_backlog(spent, LakehouseResource.from_settings(lakehouse.settings))
         assert (left.rows, left.files, left.whole) == (2, 1, False)
         with raising(ConfigurationError, "consumes(", reason="consumes_nothing"):
-            unconsumed(orders.asset, LakehouseResource.of(lakehouse.settings))
+            consumer_backlog(orders.asset, LakehouseResource.from_settings(lakehouse.settings))
 
 
 def test_a_change_is_launched_once(lakehouse: Lakehouse, namespace: str, orders: Source) -> None:
@@ -222,10 +228,10 @@ def test_a_condition_is_true_while_there_is_something_left(
         published(p, spent)
         assert requested(p) == 0
         orders.rows = [("b", 2)]
-        run = p.run(orders.key, tags={RunTag.APPROVAL: REQUIRED})
+        run = p.run(orders.key, tags={RunTag.APPROVAL: APPROVAL_REQUIRED})
         p.settle(run)
         assert requested(p) == 0  # it waits for approval
-        approve(p.instance, run)
+        approve_results(p.instance, run)
         assert requested(p) == 1
 
 
@@ -286,14 +292,14 @@ def test_partitions_whose_runs_failed_hold_up_no_others(lakehouse: Lakehouse, na
 def test_an_error_of_any_class_is_told_and_nothing_is_called_consumed(
     lakehouse: Lakehouse, namespace: str, orders: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Standing) -> None:
+    def broken(self: ConsumerBacklog) -> None:
         raise KeyError("metadata")
 
     spent = spent_of(orders, namespace)
     with project(lakehouse, orders.asset, spent) as p:
         ticks = Ticks(p, target=[spent])
         with monkeypatch.context() as patched:
-            patched.setattr(Standing, "unconsumed", property(broken))
+            patched.setattr(ConsumerBacklog, "unconsumed", property(broken))
             assert ticks.tick() == []
         orders.publish(p, ("a", 1))
         assert len(ticks.tick()) == 1

@@ -16,7 +16,7 @@ import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.suite import soak
@@ -75,12 +75,12 @@ def consumer(tmp_path: Path, namespace: str, monkeypatch: pytest.MonkeyPatch) ->
     }.items():
         monkeypatch.setenv(name, value)
     lake = Lakehouse(Settings())
-    main_with_history(lake.nessie)
+    ensure_main_has_commit(lake.nessie)
     found = Consumer(lake, namespace)
     yield found
     found.process.kill()
     found.process.communicate()
-    lake.servers.down()
+    lake.servers.stop_all()
 
 
 PLACES = ("capture", "compute", "before the record", "after the record")

@@ -32,7 +32,7 @@ from branchlake_dagster.incremental import pending as pending_partitions
 from branchlake_dagster.incremental.affected_partitions import Reach
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.incremental.pending import Backlog
-from branchlake_dagster.incremental.positions import Consumed, Positions, Update
+from branchlake_dagster.incremental.positions import ConsumptionRecord, Positions, PropertyUpdate
 from branchlake_dagster_tests.incremental.consumers import PARTS, Kind, Step
 from branchlake_dagster_tests.incremental.iceberg import Row
 from branchlake_dagster_tests.incremental.lake import Lake, Refused, Run
@@ -104,25 +104,30 @@ def test_a_seed_is_one_history() -> None:
 
 _WITHIN = 4000
 
-_SINCE, _NET, _KIND, _ADVANCE = history.snapshots_since, capture._net, capture._kind, positions.advance
-_WITH_FILES = pending_partitions._with_files
-_HIT, _KEY_ROWS = RowReader._hit, inputs._key_rows
+_SINCE, _NET, _KIND, _ADVANCE = (
+    history.snapshots_since,
+    capture._net_files,
+    capture._change_kind,
+    positions.advance_positions,
+)
+_WITH_FILES = pending_partitions._partitions_with_files
+_HIT, _KEY_ROWS = RowReader._iter_deleted_rows, inputs._iter_changed_keys
 
 
 def _from_branch(self: Consumption) -> Positions:
-    found = consuming._load(self._lake.own_catalog(), self.consumer.spec.identifier)
-    return positions.read(found.metadata.properties, table="") if found else Positions()
+    found = consuming._load_table_or_none(self._lake.own_catalog(), self.consumer.spec.identifier)
+    return positions.read_positions(found.metadata.properties, table="") if found else Positions()
 
 
 def _without_beyond(metadata: Any, position: Position, *, table: str) -> Any:
-    return _SINCE(metadata, replace(position, beyond=()), table=table)
+    return _SINCE(metadata, replace(position, unpublished_snapshots=()), table=table)
 
 
 def _beyond_is_not_looked_for(metadata: Any, position: Position, *, table: str) -> Any:
     try:
         return _SINCE(metadata, position, table=table)
     except ChangeLost:
-        if position.beyond and history.line(metadata, position.snapshot_id)[1]:
+        if position.unpublished_snapshots and history.ancestors_after(metadata, position.snapshot_id)[1]:
             return []
         raise
 
@@ -148,15 +153,15 @@ def _nothing_cancels(steps: Any) -> Any:
         if step.kind is not ChangeKind.COMPACT:
             added |= {one.path: one for one in step.added}
             removed |= {one.path: one for one in step.removed if one.path not in added}
-            deletes |= {capture._delete_key(one): one for one in step.deletes}
+            deletes |= {capture._delete_file_key(one): one for one in step.deletes}
     return tuple(added.values()), tuple(removed.values()), tuple(deletes.values())
 
 
-def _always_floor(now_at: Positions, now: Consumed, *_: Any, **__: Any) -> Update:
+def _always_floor(now_at: Positions, now: ConsumptionRecord, *_: Any, **__: Any) -> PropertyUpdate:
     return _ADVANCE(now_at, now, (), None)
 
 
-def _only_the_floor(*args: Any, **_: Any) -> Update:
+def _only_the_floor(*args: Any, **_: Any) -> PropertyUpdate:
     """`advance`, without the entries that make appending runs of one partition meet."""
     return _ADVANCE(*args)
 
@@ -188,13 +193,13 @@ def _with_files_of_inputs(backlog: Backlog, keys: Any, table: Any, *more: Any) -
     return set() if table is backlog.own_table else _WITH_FILES(backlog, keys, table, *more)
 
 
-def _void_stays(now_at: Positions, *args: Any, **more: Any) -> Update:
-    return _ADVANCE(replace(now_at, void=frozenset()), *args, **more)
+def _void_stays(now_at: Positions, *args: Any, **more: Any) -> PropertyUpdate:
+    return _ADVANCE(replace(now_at, void_partitions=frozenset()), *args, **more)
 
 
 def _lost(self: Consumption) -> set[str] | None:
     try:
-        return pending_partitions.pending(self._backlog())
+        return pending_partitions.pending_partitions(self._backlog())
     except ChangeLost:
         return None
 
@@ -203,46 +208,50 @@ _BUGS: dict[str, Any] = {
     "positions are read from the branch": (Consumption, "positions", property(_from_branch)),
     "what a run's branch added is not remembered": (history, "snapshots_since", _without_beyond),
     "a roll-back below it is not noticed": (history, "snapshots_since", _beyond_is_not_looked_for),
-    "compactions add rows": (capture, "_net", _compactions_add),
-    "compactions are not told apart": (capture, "_kind", _compactions_are_updates),
-    "what was added and removed does not cancel": (capture, "_net", _nothing_cancels),
-    "deletes of compacted files are forgotten": (RowReader, "_hit", _compacted_is_gone),
-    "deletes that are repeated count twice": (RowReader, "_hit", _each_by_itself),
+    "compactions add rows": (capture, "_net_files", _compactions_add),
+    "compactions are not told apart": (capture, "_change_kind", _compactions_are_updates),
+    "what was added and removed does not cancel": (capture, "_net_files", _nothing_cancels),
+    "deletes of compacted files are forgotten": (RowReader, "_iter_deleted_rows", _compacted_is_gone),
+    "deletes that are repeated count twice": (RowReader, "_iter_deleted_rows", _each_by_itself),
     "deletes before the position are not looked at": (RowReader, "_deletes_before", lambda _: []),
-    "only rows that came have keys": (inputs, "_key_rows", _added_keys),
+    "only rows that came have keys": (inputs, "_iter_changed_keys", _added_keys),
     "only rows that came have ranges": (ChangeSet, "files", lambda self: iter(self.added)),
-    "the floor moves whatever is pending": (positions, "advance", _always_floor),
-    "another partition definition is not noticed": (consuming, "fitting", lambda found, consumer: found),
-    "new partitions count as consumed": (Consumption, "_covered", lambda *_: True),
+    "the floor moves whatever is pending": (positions, "advance_positions", _always_floor),
+    "another partition definition is not noticed": (
+        consuming,
+        "fit_positions",
+        lambda found, consumer: found,
+    ),
+    "new partitions count as consumed": (Consumption, "_is_covered", lambda *_: True),
     "what the own table holds of new partitions is not looked for": (
         pending_partitions,
-        "_with_files",
+        "_partitions_with_files",
         _with_files_of_inputs,
     ),
     "days that depend on a row of the day before are forgotten": (
         Reach,
-        "affected",
+        "affected_interval",
         lambda self, definition, start, end: TimeWindow(start, end),
     ),
     "results that were rolled back count": (Positions, "without_lost", lambda found, _: found),
-    "entries that count for nothing stay": (positions, "advance", _void_stays),
-    "new partitions are not looked for": (pending_partitions, "_with_rows", lambda *_: set()),
-    "a lost floor never moves again": (Consumption, "_pending", _lost),
+    "entries that count for nothing stay": (positions, "advance_positions", _void_stays),
+    "new partitions are not looked for": (pending_partitions, "_partitions_with_rows", lambda *_: set()),
+    "a lost floor never moves again": (Consumption, "_pending_or_none", _lost),
     "runs of one consumer look alike": (
-        (Consumed, "text", lambda self: _TEXT(replace(self, run_id="", base=""))),
-        (positions, "advance", _only_the_floor),
+        (ConsumptionRecord, "to_json", lambda self: _TEXT(replace(self, run_id="", base=""))),
+        (positions, "advance_positions", _only_the_floor),
     ),
-    "appending runs do not meet": (positions, "advance", _only_the_floor),
+    "appending runs do not meet": (positions, "advance_positions", _only_the_floor),
     "results of an earlier day are forgotten": (
         pending_partitions,
-        "_computed_from_others",
+        "_outdated_partitions",
         lambda *_: set(),
     ),
-    "later days do not follow": (pending_partitions, "following", lambda _, found, __: set(found)),
+    "later days do not follow": (pending_partitions, "with_successors", lambda _, found, __: set(found)),
 }
 """What to put in whose place."""
 
-_TEXT = Consumed.text
+_TEXT = ConsumptionRecord.to_json
 _FOUND_AS = {
     "entries that count for nothing stay": "never catches up",
     "a lost floor never moves again": "never catches up",

@@ -10,7 +10,7 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster.history.ranges import Range, Ranges
-from branchlake_dagster.incremental.affected_partitions import PartitionFinder, Reach, affected
+from branchlake_dagster.incremental.affected_partitions import PartitionFinder, Reach, affected_partition_keys
 
 DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-20", timezone="Europe/Berlin")
 HOURS = dg.HourlyPartitionsDefinition("2026-08-01-00:00", end_date="2026-08-03-00:00")
@@ -57,8 +57,13 @@ def test_it_finds_what_the_whole_change_affects(
         if definition is BOTH:
             changed = {"day": moments(chance), "kind": texts(chance)}
             changed.pop(chance.choice(["day", "kind", "neither"]), None)
-        assert finder.of(changed) == affected(definition, changed, reach=reach) & {*some}, changed
+        assert finder.affected_keys(changed) == affected_partition_keys(definition, changed, reach=reach) & {
+            *some
+        }, changed
 
 
 def test_without_partitions_nothing_is_found() -> None:
-    assert PartitionFinder(DAYS, []).of({"": Ranges((Range(date(2026, 8, 1), date(2026, 8, 2)),))}) == set()
+    assert (
+        PartitionFinder(DAYS, []).affected_keys({"": Ranges((Range(date(2026, 8, 1), date(2026, 8, 2)),))})
+        == set()
+    )

@@ -34,13 +34,13 @@ from branchlake_dagster.incremental import inputs, outputs, replace_keys
 from branchlake_dagster.incremental import inputs as arrow_inputs
 from branchlake_dagster.incremental.consumer import Consumer
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.declaration import declared
-from branchlake_dagster.incremental.pending import Batch
-from branchlake_dagster.incremental.step_consumption import consumer_of
+from branchlake_dagster.incremental.declaration import parse_declaration
+from branchlake_dagster.incremental.pending import PartitionBatch
+from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.ledger import Published, Refused
 from branchlake_dagster.tables import arrow_frames
-from branchlake_dagster.tables.selection import select
+from branchlake_dagster.tables.selection import select_partitions
 from branchlake_dagster_tests.changes.tables import compact, counted
 from branchlake_dagster_tests.publication.workbench import Run, Workbench
 
@@ -118,10 +118,10 @@ class History:
         key, orders = AssetKey([self.bench.namespace, "result"]), AssetKey([self.bench.namespace, "orders"])
         pattern: Any = "range" if self.pattern == "totals" else self.pattern
         told = table_metadata(**table) | consumes({orders: pattern}, when_lost="rebuild", **how)
-        declaration = declared(told, asset="result")
+        declaration = parse_declaration(told, asset="result")
         assert declaration is not None
         days = DAYS if self.pattern == "totals" else None
-        self.consumer: Consumer = consumer_of(AssetSpec(key, metadata=told), declaration, days, "default")
+        self.consumer: Consumer = build_consumer(AssetSpec(key, metadata=told), declaration, days, "default")
 
     def tell(self, what: str) -> None:
         self.told.append(what)
@@ -242,9 +242,9 @@ class History:
             return False
         consumption = Consumption(resource, self.consumer, partitions=days, rebuild=lost)
         (one,) = consumption.inputs.values()
-        rows = arrow_inputs.load(consumption, one)
+        rows = arrow_inputs.load_rows(consumption, one)
         result = totals(rows, self.held(run), days) if days else computed(self.pattern, rows)
-        spec = outputs.effective(consumption, self.consumer.spec)
+        spec = outputs.effective_spec(consumption, self.consumer.spec)
         self.tell(f"{self.pattern} of {'everything' if consumption.whole else 'a change'}")
         try:
             table = run.table("result")
@@ -253,27 +253,29 @@ class History:
         result = result.cast(table.schema().as_arrow())
         properties = run.properties(spec.write_mode, ",".join(spec.keys))
         if consumption.replaced_keys:
-            keys = inputs.changed_keys(consumption)
+            keys = inputs.read_changed_keys(consumption)
             if keys.num_rows:
-                replace_keys.by_arrow(result, table, spec, keys, properties)
+                replace_keys.replace_by_pyiceberg(result, table, spec, keys, properties)
         else:
             where = None
-            if outputs.by_range(consumption):
-                where = outputs.replaced_range(consumption, table.schema())
+            if outputs.replaces_ranges(consumption):
+                where = outputs.select_replaced_rows(consumption, table.schema())
             elif days:
-                where = select(days, DAYS, {"": "day"}, schema=table.schema(), table=spec.name)
-            arrow_frames.write(result, table, spec, where, properties)
-        outputs.record(consumption, table)
-        return bool(consumption.update().set)
+                where = select_partitions(
+                    days, DAYS, {"": "day"}, schema=table.schema(), table_name=spec.name
+                )
+            arrow_frames.write_frame(result, table, spec, where, properties)
+        outputs.record_consumption(consumption, table)
+        return bool(consumption.build_update().set)
 
     def days(self, resource: Any) -> tuple[tuple[str, ...], bool]:
         """The days that a run computes next, some or all of those left; whether their change is lost."""
         try:
-            left, lost = Consumption(resource, self.consumer).pending(), False
+            left, lost = Consumption(resource, self.consumer).pending_partitions(), False
         except ChangeLost:
             left = Consumption(resource, self.consumer, rebuild=True).partitions_to_rebuild()
             lost = True
-        (batch,) = Consumption(resource, self.consumer).batches(left, None) or [Batch(())]
+        (batch,) = Consumption(resource, self.consumer).plan_batches(left, None) or [PartitionBatch(())]
         return batch.partitions[: self.random.randrange(1, 5)], lost
 
     @staticmethod
@@ -291,7 +293,7 @@ class History:
             return True
         (found,) = self.bench.publish(run)
         assert isinstance(found, Published | Refused), found
-        self.tell("published" if isinstance(found, Published) else f"refused: {found.reason()}")
+        self.tell("published" if isinstance(found, Published) else f"refused: {found.format_reason()}")
         return isinstance(found, Published)
 
 

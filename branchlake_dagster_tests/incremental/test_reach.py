@@ -15,9 +15,9 @@ from pyspark.sql import functions as F  # noqa: N812 - the library's own abbrevi
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.ranges import Range, Ranges
-from branchlake_dagster.incremental.affected_partitions import Reach, affected
-from branchlake_dagster.incremental.declaration import declared
-from branchlake_dagster.incremental.step_consumption import consumer_of
+from branchlake_dagster.incremental.affected_partitions import Reach, affected_partition_keys
+from branchlake_dagster.incremental.declaration import parse_declaration
+from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.tables.errors import SchemaMismatch
 from branchlake_dagster_tests.harness import project
@@ -52,31 +52,31 @@ def test_a_row_affects_the_partitions_that_read_it_and_no_others(data: st.DataOb
     low = first + timedelta(minutes=data.draw(st.integers(-20_000, 300_000)))
     high = low + timedelta(minutes=data.draw(st.integers(0, 5_000)))
     changed = Ranges((Range(low.astimezone(UTC), high.astimezone(UTC)),))
-    needed = {key: reach.of_window(definition, window) for key, window in windows.items()}
+    needed = {key: reach.required_window(definition, window) for key, window in windows.items()}
     expected = {key for key, window in needed.items() if window.start <= high and low < window.end}
-    assert affected(definition, {"": changed}, reach=reach) == expected
+    assert affected_partition_keys(definition, {"": changed}, reach=reach) == expected
 
 
 def test_offsets_count_windows_across_a_change_of_the_clock() -> None:
     berlin = DEFINITIONS[1]
     own = berlin.time_window_for_partition_key("2026-03-29")  # 23 hours
-    found = Reach(start_offset=-1, end_offset=1).of_window(berlin, own)
+    found = Reach(start_offset=-1, end_offset=1).required_window(berlin, own)
     assert [one.date() for one in (found.start, found.end)] == [date(2026, 3, 28), date(2026, 3, 31)]
     assert found.end.astimezone(UTC) - found.start.astimezone(UTC) == timedelta(hours=71)
     # What is before the first partition counts like any other row.
     first = berlin.time_window_for_partition_key("2026-03-25")
-    assert Reach(start_offset=-1).of_window(berlin, first).start.date() == date(2026, 3, 24)
+    assert Reach(start_offset=-1).required_window(berlin, first).start.date() == date(2026, 3, 24)
 
 
 @pytest.mark.parametrize("moved", [timedelta(hours=30), timedelta(days=4_000_000)])
 def test_ranges_are_widened_to_both_sides(moved: timedelta) -> None:
     reach = Reach(before=moved, after=moved)
     for value in (day(5), datetime(2026, 8, 5, tzinfo=UTC), datetime(2026, 8, 5)):
-        (part,) = reach.around(Ranges((Range(value, value),)), rows=False).parts
+        (part,) = reach.widen_ranges(Ranges((Range(value, value),)), to_required_rows=False).parts
         assert part.low < value < part.high
         assert type(part.low) is type(part.high) is type(value)
     unknown = Ranges(anything=True)
-    assert reach.around(unknown, rows=True) == unknown
+    assert reach.widen_ranges(unknown, to_required_rows=True) == unknown
 
 
 class Events:
@@ -181,9 +181,9 @@ def test_a_frame_without_its_partition_column_is_refused(lakehouse: Lakehouse, n
 def test_what_cannot_be_widened(pattern: Any, table: dict[str, Any], how: dict[str, Any]) -> None:
     def declare() -> None:
         metadata = table_metadata(**table, **FREE) | consumes({"events": pattern}, **how)
-        declaration = declared(metadata, asset="sums")
+        declaration = parse_declaration(metadata, asset="sums")
         assert declaration is not None
-        consumer_of(dg.AssetSpec("sums", metadata=metadata), declaration, None, "lake")
+        build_consumer(dg.AssetSpec("sums", metadata=metadata), declaration, None, "lake")
 
     with pytest.raises(ConfigurationError):
         declare()

@@ -15,10 +15,10 @@ import pytest
 from pyiceberg.table import Table
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.history.capture import capture, position_of
+from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.history.change import Position, RowsUnreadable
-from branchlake_dagster.history.ranges import changed
-from branchlake_dagster.history.rows import RowReader, without_carried
+from branchlake_dagster.history.ranges import changed_ranges
+from branchlake_dagster.history.rows import RowReader, drop_unchanged_rows
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.changes.tables import counted, difference
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
@@ -104,17 +104,17 @@ def require_every_change(table: Table) -> int:
     for end, upto in enumerate(ids):
         now = at(table, upto)
         for before in (None, *ids[:end]):
-            change = capture(now, Position(uuid, before), name="t")
+            change = capture_change(now, Position(uuid, before), name="t")
             found = RowReader(now, change).read()
             expected = Counter(states[upto])
             expected.subtract(states.get(before, Counter()))
             wanted = Counter({row: count for row, count in expected.items() if count})
             assert difference(found) == wanted, (before, upto, change.label())
-            net = without_carried(found)
+            net = drop_unchanged_rows(found)
             assert counted(net.added) == +wanted
             assert counted(net.removed) == -wanted
             for place, field in enumerate(("day", "id")):
-                ranges = changed(change, field, now.metadata)
+                ranges = changed_ranges(change, field, now.metadata)
                 assert all(
                     ranges.anything or any(part.low <= row[place] <= part.high for part in ranges.parts)
                     for row in wanted
@@ -151,22 +151,22 @@ def test_rows_deleted_by_value_are_not_told_one_by_one(
     )
     session.sql(f"INSERT INTO nessie.{namespace}.t VALUES ('a', 1), ('a', 2), ('b', 2), ('b', 3)")
     table = lakehouse.catalog().load_table((namespace, "t"))
-    start = position_of(table)
+    start = current_position(table)
     delete_equal(table, "id", 2, "a")
-    middle = position_of(table)
-    change = capture(table, start, name="t")
+    middle = current_position(table)
+    change = capture_change(table, start, name="t")
     assert not change.only_appends
     with raising(RowsUnreadable, table="t"):
         RowReader(table, change)
-    days = changed(change, "day", table.metadata)
+    days = changed_ranges(change, "day", table.metadata)
     assert [(part.low, part.high) for part in days.parts] == [("a", "a")]
-    assert changed(change, "id", table.metadata).anything
+    assert changed_ranges(change, "id", table.metadata).anything
     # Nor what was left of a file that goes later; additions alone are told.
     session.sql(f"DELETE FROM nessie.{namespace}.t WHERE day = 'a'")
     table.refresh()
     with raising(RowsUnreadable, table="t"):
-        RowReader(table, capture(table, middle, name="t")).read()
-    late = position_of(table)
+        RowReader(table, capture_change(table, middle, name="t")).read()
+    late = current_position(table)
     session.sql(f"INSERT INTO nessie.{namespace}.t VALUES ('b', 4)")
     table.refresh()
-    assert difference(RowReader(table, capture(table, late, name="t")).read()) == Counter([("b", 4)])
+    assert difference(RowReader(table, capture_change(table, late, name="t")).read()) == Counter([("b", 4)])

@@ -9,13 +9,13 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from branchlake_dagster import consume, consumes, table_metadata, unconsumed
-from branchlake_dagster.automation.consumers import consumers
+from branchlake_dagster import consumer_backlog, consumes, read_changes, table_metadata
+from branchlake_dagster.automation.consumers import iter_consumers
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.tables.errors import InputColumnGone
 from branchlake_dagster_tests.harness import Project, project
@@ -46,9 +46,9 @@ def events(namespace: str) -> Source:
 def own_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
     """A lake whose `main` may be set back; no Spark."""
     lake = Lakehouse(Settings(state_dir=tmp_path_factory.mktemp("set-back"), session_kind="classic"))
-    main_with_history(lake.nessie)
+    ensure_main_has_commit(lake.nessie)
     yield lake
-    lake.servers.down()
+    lake.servers.stop_all()
 
 
 def lines_of(
@@ -194,9 +194,9 @@ def test_rows_of_a_day_that_is_no_partition_yet(lakehouse: Lakehouse, namespace:
         assert values(p, before) == [(day(2), 1)]
         events.publish(p, (day(6), 6))
         catch_up(p, before)
-        assert not unconsumed(before, LakehouseResource.of(lakehouse.settings)).any
+        assert not consumer_backlog(before, LakehouseResource.from_settings(lakehouse.settings)).any
     with project(lakehouse, events.asset, after) as p:
-        assert unconsumed(after, LakehouseResource.of(lakehouse.settings)).any
+        assert consumer_backlog(after, LakehouseResource.from_settings(lakehouse.settings)).any
         catch_up(p, after)
         assert values(p, after) == [(day(2), 1), (day(5), 5), (day(6), 6)]
 
@@ -231,7 +231,7 @@ def test_a_day_that_leaves_the_partitions_and_comes_back_without_rows(
         events.publish(p, (day(2), 2))
         catch_up(p, without)
     with project(lakehouse, events.asset, after) as p:
-        assert unconsumed(after, LakehouseResource.of(lakehouse.settings)).any
+        assert consumer_backlog(after, LakehouseResource.from_settings(lakehouse.settings)).any
         catch_up(p, after)
         assert values(p, after) == [(day(2), 1), (day(2), 2)]
 
@@ -375,9 +375,9 @@ def test_a_column_that_decides_what_changed_is_renamed(
             update.rename_column(renamed, "other")
         p.run(sums.key, ok=False)
         p.failed_with(InputColumnGone)
-        (asset,) = consumers(p.graph, "lake", [sums.key])
+        (asset,) = iter_consumers(p.graph, "lake", [sums.key])
         with pytest.raises(InputColumnGone) as caught:
-            _ = Consumption(LakehouseResource.of(lakehouse.settings), asset.consumer).inputs
+            _ = Consumption(LakehouseResource.from_settings(lakehouse.settings), asset.consumer).inputs
         assert (caught.value.column, caught.value.renamed_to) == (renamed, "other")
 
 
@@ -399,7 +399,7 @@ def test_an_asset_that_writes_its_partitions_by_itself(
         def rows(name: str) -> pa.Table:
             return catalog.load_table(tuple(name.replace("`", "").split(".")[1:])).scan().to_arrow()
 
-        with consume(context, lakehouse) as changes:
+        with read_changes(context, lakehouse) as changes:
             added = rows(changes.added(events.key))
             table = catalog.create_table_if_not_exists((namespace, "lines"), schema=added.schema)
             own = f"day = '{context.partition_key}'"

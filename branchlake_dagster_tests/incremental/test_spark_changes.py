@@ -25,7 +25,7 @@ from branchlake_dagster.incremental import spark_inputs
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import CHANGE_TABLE_INFIX
 from branchlake_dagster_tests.changes.tables import counted
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
@@ -163,7 +163,7 @@ def test_each_pattern_gets_a_spark_frame_of_the_change(shop: Shop, monkeypatch: 
         shop.table.append(frame((1, "a", 10)))
         shop.table.delete(EqualTo("account", "b"))
         shop.consumed(p)  # a few rows: sent with the query
-        monkeypatch.setattr(spark_inputs, "FEW_ROWS", 0)
+        monkeypatch.setattr(spark_inputs, "MAX_SENT_ROWS", 0)
         shop.table.append(frame((4, "e", 5), (4, "e", 5)))
         shop.table.overwrite(frame((2, "c", 7)), overwrite_filter=EqualTo("account", "c"))
         shop.consumed(p)  # whole files
@@ -179,7 +179,7 @@ def test_a_step_that_fails_leaves_no_change_table_and_takes_no_file_along(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lake = Lakehouse(shop.lake.settings.model_copy(update={"discard_grace_h": 1e-6}))
-    monkeypatch.setattr(spark_inputs, "FEW_ROWS", 0)
+    monkeypatch.setattr(spark_inputs, "MAX_SENT_ROWS", 0)
     with project(lake, *shop.assets) as p:
         shop.table.append(frame((1, "a", 1), (1, "b", 2)))
         shop.consumed(p)
@@ -225,14 +225,14 @@ def test_a_process_killed_before_its_write_leaves_nothing_and_takes_no_file_alon
         assert killed.returncode == -signal.SIGKILL, killed.stdout
         with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
             (run,) = instance.get_runs()
-            branch = branch_name(run.run_id)
+            branch = run_branch_name(run.run_id)
             names = [entry.key.name for entry in lake.nessie.entries(branch)]
             assert len([name for name in names if CHANGE_TABLE_INFIX in name]) == 2
             changes, gone = shop.left()
             assert changes
             assert not gone
             later = datetime.now(UTC) + timedelta(hours=7)
-            list(reap_branches(lake, instance, now=lambda: later, only=[branch]))
+            list(reap_branches(lake, instance, now=lambda: later, branch_names=[branch]))
             list(sweep_discarded(lake, instance, now=lambda: later))
         assert branch not in p.branches()
         assert shop.left() == (set(), set())

@@ -9,7 +9,7 @@ from datetime import date
 from random import Random
 from typing import Any
 
-from branchlake_dagster.history.capture import capture
+from branchlake_dagster.history.capture import capture_change
 from branchlake_dagster.history.change import ChangeLost
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.tables.errors import InputColumnGone
@@ -372,7 +372,7 @@ class World:
                 rebuild = True
                 step = Step.of(kind, run, partitions=partitions, rebuild=rebuild, instance=self.instance)
                 step.write(self.writer.create(by_part=False))
-            told = step.consumption.update().set.values()
+            told = step.consumption.build_update().set.values()
             self.seen["rows beyond main"] += any('"beyond"' in one for one in told)
             self.seen["both tables"] += all(name in run.tables for name in kind.inputs)
             how = "everything" if step.consumption.whole else "a change"
@@ -437,11 +437,11 @@ class World:
         if any(name not in main for name in kind.inputs) or self._is_renamed(kind, main):
             return False
         try:
-            floor = self._consumption(kind).positions.floor
+            floor = self._consumption(kind).positions.common_position
             if floor is None:
                 return False
             return all(
-                capture(main[name], floor.inputs[f"shop.{name}"], name=name).empty  # type: ignore[arg-type]
+                capture_change(main[name], floor.inputs[f"shop.{name}"], name=name).empty  # type: ignore[arg-type]
                 for name in kind.inputs
             )
         except ChangeLost:
@@ -463,7 +463,7 @@ class World:
         main = self.lake.main
         if any(name not in main for name in kind.inputs) or self._is_renamed(kind, main):
             return set(self._keys(kind))
-        wanted = self._consumption(kind).pending()
+        wanted = self._consumption(kind).pending_partitions()
         self._require_rest(kind, wanted)
         return wanted
 
@@ -489,7 +489,7 @@ class World:
     def _require_seen(self, step: Step) -> None:
         """A published result is what a full computation over what the run saw gives."""
         kind, partitions = step.kind, step.consumption.partitions
-        update = step.consumption.update()
+        update = step.consumption.build_update()
         if kind.from_start:
             return  # computed too early, it is computed again, and `_require_rest` looks at all others
         if not (update.set or update.remove):

@@ -11,7 +11,13 @@ from pyiceberg.table import Table
 from pyspark.sql import SparkSession
 
 from branchlake_dagster.catalog.options import NAMESPACE_CREATE
-from branchlake_dagster.ingest.batch_context import Before, KnownTables, Place, known_tables, look
+from branchlake_dagster.ingest.batch_context import (
+    BatchContext,
+    IngestionTables,
+    PlannedBatch,
+    load_ingestion_tables,
+    plan_next_batch,
+)
 from branchlake_dagster.ingest.batch_tables import Identifier
 from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.ingest.ingest_batch import BatchResult, ingest_batch
@@ -32,26 +38,28 @@ class Driver:
         self.topics = KafkaTopics(kafka.cluster)
         self.records: Records = KafkaRecords(kafka.cluster, self.topics)
 
-    def look(self, ref: str = "main") -> Before:
-        return look(self.ingest, self.lake.nessie, self.lake.catalog(ref), self.topics, namespace="lake")
+    def look(self, ref: str = "main") -> PlannedBatch:
+        return plan_next_batch(
+            self.ingest, self.lake.nessie, self.lake.catalog(ref), self.topics, namespace="lake"
+        )
 
     @property
-    def known(self) -> KnownTables:
+    def known(self) -> IngestionTables:
         """The tables on `main`."""
-        return known_tables(self.ingest, self.lake.nessie, self.lake.catalog("main"), "lake")
+        return load_ingestion_tables(self.ingest, self.lake.nessie, self.lake.catalog("main"), "lake")
 
     @property
     def wanted(self) -> Mapping[str, Identifier]:
         """Their identifiers, the dead letters last."""
-        return self.known.wanted
+        return self.known.identifiers
 
-    def place(self) -> Place:
+    def place(self) -> BatchContext:
         """A branch of main's head."""
         name = f"ingest-{uuid.uuid4().hex[:8]}"
         base = self.lake.nessie.reference("main").hash
         self.lake.nessie.create_branch(name, from_ref="main", from_hash=base)
         catalog = self.lake.catalog(name, properties={NAMESPACE_CREATE: "true"})
-        return Place(self.lake, name, catalog, lambda: self._at(name), "run", {}, {})
+        return BatchContext(self.lake, name, catalog, lambda: self._at(name), "run", {}, {})
 
     def _at(self, branch: str) -> SparkSession:
         """A session at the branch where rows are merged; else any, whose workers are there already."""
@@ -69,7 +77,7 @@ class Driver:
             self.publish(place, result)
         return result
 
-    def merge(self, place: Place) -> bool:
+    def merge(self, place: BatchContext) -> bool:
         """Put the branch on `main` as it is; whether it went."""
         lake = self.lake.nessie
         merged = lake.merge(
@@ -82,7 +90,7 @@ class Driver:
         )
         return merged.applied
 
-    def publish(self, place: Place, result: BatchResult) -> None:
+    def publish(self, place: BatchContext, result: BatchResult) -> None:
         while self._own:
             self._own.pop().stop()
         assert self.merge(place)

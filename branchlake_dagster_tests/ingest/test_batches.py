@@ -39,7 +39,7 @@ from branchlake_dagster.ingest.errors import (
     TopicReplaced,
 )
 from branchlake_dagster.ingest.ingest_batch import ingest_batch
-from branchlake_dagster.ingest.worker_writer import SET
+from branchlake_dagster.ingest.worker_writer import TABLES_PER_SET
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 from branchlake_dagster_tests.suite.raised import raising
@@ -113,13 +113,13 @@ def test_records_go_to_the_tables_of_their_route(driving: Driving, kafka: Broker
     assert "amount" in broken
     assert "site" in broken
     # Of three partitions the least of their latest times; each of them took part.
-    assert result.recorded.valid_through_ms == told
+    assert result.progress.valid_through_ms == told
 
     # A batch that has nothing from two of them knows their times all the same.
     kafka.send(other, [_json(id=8)])
     result = drive.batch()
-    assert (result.records, result.recorded.valid_through_ms) == (1, told)
-    assert drive.look().plan.empty
+    assert (result.record_count, result.progress.valid_through_ms) == (1, told)
+    assert drive.look().plan.is_empty
 
 
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["once", "again"])
@@ -127,7 +127,7 @@ def test_more_tables_and_partitions_than_an_expression_may_be_deep(
     driving: Driving, kafka: Broker, namespace: str, again: bool
 ) -> None:
     """And more tables than a number has bits: each gets what is its own, also when one is filled again."""
-    number = SET + 2
+    number = TABLES_PER_SET + 2
     topic = kafka.topic(partitions=number)
     tables = [
         IngestTable(key=[namespace, f"t{one}"], columns={"id": "int"}, route=f"r{one}")
@@ -140,16 +140,16 @@ def test_more_tables_and_partitions_than_an_expression_may_be_deep(
         kafka.send(
             topic,
             [Message(_json(id=first + one, to=f"r{one}"), partition=one) for one in range(number)]
-            + [Message(_json(id="x", to=f"r{SET}"), partition=SET)],
+            + [Message(_json(id="x", to=f"r{TABLES_PER_SET}"), partition=TABLES_PER_SET)],
         )
         drive.batch()
     expected = [[first + one for first in rounds] for one in range(number)]
     assert [sorted(drive.arrow(one)["id"].to_pylist()) for one in range(number)] == expected
-    assert [letter["table"] for letter in drive.dead()] == [f"{namespace}.t{SET}"] * len(rounds)
+    assert [letter["table"] for letter in drive.dead()] == [f"{namespace}.t{TABLES_PER_SET}"] * len(rounds)
     if not again:
         return
 
-    table = drive.table(SET)
+    table = drive.table(TABLES_PER_SET)
     table.manage_snapshots().rollback_to_snapshot(table.metadata.snapshots[0].snapshot_id).commit()
     drive.batch()
     assert [sorted(drive.arrow(one)["id"].to_pylist()) for one in range(number)] == expected
@@ -178,7 +178,7 @@ def test_a_record_without_a_route_is_a_dead_letter_or_is_left_out(
     )
     drive.ingest = replace(drive.ingest, on_unrouted="skip")
     kafka.send(topics[1], [_json(id=1)])
-    assert (drive.batch().records, len(drive.dead())) == (1, 3)
+    assert (drive.batch().record_count, len(drive.dead())) == (1, 3)
 
 
 def test_what_cannot_be_read_is_skipped_by_no_setting(
@@ -217,7 +217,7 @@ def test_times_that_there_are_not_stop_nothing(driving: Driving, kafka: Broker, 
     result = drive.batch()
     assert {row["id"]: row["at"] and row["at"].year for row in drive.rows()} == {1: None, 2: 2026}
     assert [row["timestamp"] for row in drive.dead()] == [None]
-    assert result.recorded.valid_through_ms == moment
+    assert result.progress.valid_through_ms == moment
 
 
 def test_every_new_field_of_a_batch_becomes_a_column(driving: Driving, kafka: Broker, namespace: str) -> None:
@@ -230,7 +230,7 @@ def test_every_new_field_of_a_batch_becomes_a_column(driving: Driving, kafka: Br
     drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], evolve=["add"]))
     last = _json(id=-1, seldom="s", none=None, late=1.5, empty=[])
     kafka.send(topic, [_json(id=n, often=n, late=None) for n in range(10_500)] + [last])
-    assert drive.batch().records == 10_501
+    assert drive.batch().record_count == 10_501
     (row,) = [row for row in drive.rows() if row["id"] == -1]
     assert row == {"id": -1, "often": None, "seldom": "s", "late": 1.5}
     assert drive.dead() == []
@@ -262,7 +262,7 @@ def test_fields_that_can_be_no_columns_are_left_out_and_told(
     }
     kafka.send(topic, [_json(id=1, at="2026-01-02T00:00:00Z", **strange)])
     result = drive.batch()
-    assert result.dead == 0
+    assert result.dead_letter_count == 0
     assert [field.name for field in drive.table(0).schema().fields] == ["id", "at", "s", "New"]
     assert drive.rows(0)[0]["New"] == 2
     assert [field.name for field in drive.table(1).schema().fields] == ["ID", "New", "at", "at_day", "s.b"]
@@ -363,7 +363,7 @@ def test_tables_are_made_from_what_the_records_have_and_grow_with_them(
     more = [_json(to="a", id=n) for n in range(50)]
     kafka.send(topic, [*more, _json(to="a", id=60, late={"n": 1}), _json(to="b", id=3, other=[1.5])])
     result = drive.batch()
-    assert result.records == 52
+    assert result.record_count == 52
     assert len(drive.rows(0)) == 53
     assert [row["late"] for row in drive.rows(0) if row["late"]] == [{"n": 1}]
     assert drive.rows(1) == [{"id": 3, "other": [1.5]}]
@@ -455,12 +455,12 @@ def test_only_committed_records_count_and_compaction_leaves_gaps(
     kafka.transaction(topic, [Message(_json(id=3), b"c"), Message(_json(id=4), b"d")], commit=False)
     kafka.transaction(topic, [Message(_json(id=5), b"e")], commit=True)
     counts = []
-    while not drive.look().plan.empty:
-        counts.append(drive.batch().records)
+    while not drive.look().plan.is_empty:
+        counts.append(drive.batch().record_count)
     assert [row["id"] for row in drive.rows(0, "at")] == [1, 2, 5]
     # Markers of transactions take offsets and are no records: a batch may be empty, and is one all the same.
     assert sum(counts) == 3
-    assert drive.look().standing.position[drive.topics.describe([topic])[topic].partitions()[0]] == 8
+    assert drive.look().progress.position[drive.topics.describe([topic])[topic].partitions()[0]] == 8
 
 
 def test_a_topic_that_loses_records_or_is_made_again_stops_and_goes_on_by_the_rules(
@@ -470,7 +470,7 @@ def test_a_topic_that_loses_records_or_is_made_again_stops_and_goes_on_by_the_ru
     table = IngestTable(key=[namespace, "t"], columns={"id": "int"})
     drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], start="latest"))
     kafka.send(topic, [_json(id=0)])
-    assert drive.batch().records == 0
+    assert drive.batch().record_count == 0
     kafka.send(topic, [_json(id=n) for n in (1, 2, 3)])
     kafka.delete_before(topic, 0, 3)
     with raising(TopicChanged, 1, 2, reason="records_deleted", subject=f"{topic}[0]"):
@@ -567,7 +567,7 @@ def test_a_table_that_is_rolled_back_is_filled_again_alone(
     with raising(PositionLost, namespace, reason="rolled_back"):
         drive.look()
     drive.ingest = replace(ingest, on_rollback="replay", most_records=100)
-    while not drive.look().plan.empty:
+    while not drive.look().plan.is_empty:
         drive.batch()
     for number in range(3):
         assert [row["id"] for row in drive.rows(number, "id")] == [0, 1, 2, 4, 5, 6, 8]

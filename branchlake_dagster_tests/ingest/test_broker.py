@@ -20,16 +20,16 @@ from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest import embedded_kafka as broker
 from branchlake_dagster.ingest.embedded_kafka import (
-    USER,
+    BROKER_USER,
     BrokerLogin,
     EmbeddedKafka,
-    cluster_at,
-    cluster_of,
+    cluster_at_address,
+    configured_cluster,
     login_properties,
     new_cluster_id,
 )
 from branchlake_dagster.ingest.errors import KafkaRefused
-from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.sda.commands.receive import kafka_options
 from branchlake_dagster.settings import Settings
@@ -78,7 +78,7 @@ def test_both_listeners_ask_for_the_password() -> None:
 
 
 def test_a_broker_that_an_earlier_release_started_has_no_login(tmp_path: Path) -> None:
-    assert BrokerLogin(tmp_path).cluster("127.0.0.1:1") == Cluster("127.0.0.1:1")
+    assert BrokerLogin(tmp_path).cluster("127.0.0.1:1") == KafkaCluster("127.0.0.1:1")
 
 
 def test_who_has_the_address_of_the_embedded_broker_need_not_know_its_password(
@@ -86,15 +86,15 @@ def test_who_has_the_address_of_the_embedded_broker_need_not_know_its_password(
 ) -> None:
     settings = Settings(state_dir=tmp_path)
     with pytest.raises(ConfigurationError):
-        cluster_of(settings)
+        configured_cluster(settings)
     monkeypatch.setattr(EmbeddedKafka, "running", lambda _: "127.0.0.1:9")
     password = BrokerLogin(tmp_path).create_password()
-    embedded = Cluster("127.0.0.1:9", "SASL_PLAINTEXT", "PLAIN", USER, password)
-    assert cluster_of(settings) == embedded
+    embedded = KafkaCluster("127.0.0.1:9", "SASL_PLAINTEXT", "PLAIN", BROKER_USER, password)
+    assert configured_cluster(settings) == embedded
     for address in ("127.0.0.1:9", "localhost:9"):
-        assert cluster_of(Settings(state_dir=tmp_path, kafka_bootstrap=address)) == embedded
-        assert cluster_at(settings, address) == embedded
-    assert cluster_at(settings, "kafka.example.org:9") == Cluster("kafka.example.org:9")
+        assert configured_cluster(Settings(state_dir=tmp_path, kafka_bootstrap=address)) == embedded
+        assert cluster_at_address(settings, address) == embedded
+    assert cluster_at_address(settings, "kafka.example.org:9") == KafkaCluster("kafka.example.org:9")
     assert password not in repr(embedded)
     own = Settings(
         state_dir=tmp_path,
@@ -103,7 +103,7 @@ def test_who_has_the_address_of_the_embedded_broker_need_not_know_its_password(
         kafka_username="me",
         kafka_password="mine",
     )
-    assert cluster_at(own, "127.0.0.1:9").username == "me"
+    assert cluster_at_address(own, "127.0.0.1:9").username == "me"
     monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(tmp_path))
     assert kafka_options("127.0.0.1:9", None)["sasl.password"] == password
     monkeypatch.setenv("BRANCHLAKE_KAFKA_SECURITY", "SSL")
@@ -140,7 +140,7 @@ def home(tmp_path: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> It
     kafka = EmbeddedKafka(Settings(state_dir=tmp_path))
     try:
         with monkeypatch.context() as before:
-            before.setattr(broker, "_properties", properties_of_the_release_before)
+            before.setattr(broker, "_server_properties", properties_of_the_release_before)
             before.setattr(BrokerLogin, "create_password", lambda _: "")
             kafka.up()
         # It still runs after an upgrade.
@@ -191,7 +191,7 @@ def test_nobody_without_the_password_uses_a_broker_after_its_upgrade(
     stranger = AdminClient({"bootstrap.servers": cluster.bootstrap, "log_level": 0})
     with pytest.raises(KafkaException):
         stranger.list_topics(timeout=5)
-    wrong = Cluster(cluster.bootstrap, cluster.security, cluster.mechanism, cluster.username, "wrong")
+    wrong = KafkaCluster(cluster.bootstrap, cluster.security, cluster.mechanism, cluster.username, "wrong")
     with pytest.raises(KafkaRefused):
         KafkaTopics(wrong).describe(["t.radar"])
     assert [answer_without_login(port) for port in ports(home)] == [b"", b""]

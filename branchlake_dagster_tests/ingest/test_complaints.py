@@ -7,7 +7,7 @@ from confluent_kafka import KafkaError
 
 from branchlake_dagster.ingest import kafka_topics as topics
 from branchlake_dagster.receivers import kafka_sink as sinks
-from branchlake_dagster.receivers.kafka_errors import Cause, Complaints
+from branchlake_dagster.receivers.kafka_errors import BrokerErrors, Cause
 
 DOWN = KafkaError(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down")
 REFUSED = KafkaError(KafkaError._TRANSPORT, "b:9092/bootstrap: Connect to ipv4#10.0.0.1:9092 failed: refused")
@@ -70,51 +70,51 @@ WRONG = KafkaError(
     ],
 )
 def test_the_worst_is_told(told: list[KafkaError], cause: Cause, text: str) -> None:
-    complaints = Complaints("a:1,b:2")
+    complaints = BrokerErrors("a:1,b:2")
     for one in told:
         complaints(one)
-    found = complaints.worst("topic t", "Local: Timed out")
+    found = complaints.worst_failure("topic t", "Local: Timed out")
     assert found.cause is cause
-    assert found.text.startswith(text)
+    assert found.message.startswith(text)
 
 
 def test_only_what_does_not_pass_is_final_and_only_when_no_broker_is_left() -> None:
-    complaints = Complaints("a:1")
+    complaints = BrokerErrors("a:1")
     complaints(REFUSED)
     complaints(DOWN)
-    assert not complaints.final
+    assert not complaints.is_final
     complaints(WRONG)
-    assert complaints.final
-    complaints.asked()
-    assert not complaints.final
+    assert complaints.is_final
+    complaints.begin_request()
+    assert not complaints.is_final
     complaints(WRONG)
-    assert complaints.final
-    complaints.answered()
-    complaints.asked()
+    assert complaints.is_final
+    complaints.end_request()
+    complaints.begin_request()
     complaints(WRONG)
-    assert not complaints.final
-    assert [cause for cause in Cause if cause.passes] == [Cause.ADDRESS, Cause.PROTOCOL]
+    assert not complaints.is_final
+    assert [cause for cause in Cause if cause.is_transient] == [Cause.ADDRESS, Cause.PROTOCOL]
 
 
 def test_what_was_told_before_a_request_counts_until_a_broker_answers() -> None:
     def cause() -> Cause:
-        return complaints.worst("topic t", "Local: Timed out").cause
+        return complaints.worst_failure("topic t", "Local: Timed out").cause
 
-    complaints = Complaints("a:1")
+    complaints = BrokerErrors("a:1")
     complaints(WRONG)
     complaints(DOWN)
-    complaints.asked()
+    complaints.begin_request()
     assert cause() is Cause.CREDENTIALS
     complaints(REFUSED)
     assert cause() is Cause.ADDRESS
-    complaints.answered()
+    complaints.end_request()
     assert cause() is Cause.ADDRESS, "it may be of another broker than the one that has answered"
     complaints(WRONG)
-    complaints.asked()
+    complaints.begin_request()
     assert cause() is Cause.ADDRESS, "what is told after an answer is not of the next request"
     complaints(DOWN)
-    complaints.asked()
-    complaints.asked()
+    complaints.begin_request()
+    complaints.begin_request()
     assert cause() is Cause.PROTOCOL
 
 

@@ -43,12 +43,12 @@ def stop_sensor(instance: dg.DagsterInstance, name: str) -> None:
 
 def begun_by(lake: Lakehouse, run: dg.DagsterRun) -> list[str]:
     """The branches of a live run's batches that are still there."""
-    batches = {name: BatchBranch.of(name) for name in run_branches(lake)}
+    batches = {name: BatchBranch.from_name(name) for name in run_branches(lake)}
     return [name for name, batch in batches.items() if batch and batch.run_id == run.run_id]
 
 
 def kill(run: dg.DagsterRun) -> None:
-    worker = WorkerProcess.of(run.tags[RunTag.WORKER])
+    worker = WorkerProcess.from_tag(run.tags[RunTag.WORKER])
     assert worker is not None
     os.kill(worker.pid, signal.SIGKILL)
 
@@ -130,4 +130,6 @@ def test_sensors_start_batches_and_keep_a_live_run_going(
     assert len(begun_by(lakehouse, first)) <= 1
     # So is the beat of the killed one, which the sensor of dead writers takes when it has been silent for long.
     mine = {one.run_id for one in (second, third)}
-    assert not [beat for beat in HeartbeatStore.of(lakehouse.settings).all() if beat.run_id in mine]
+    assert not [
+        beat for beat in HeartbeatStore.from_settings(lakehouse.settings).all() if beat.run_id in mine
+    ]

@@ -5,13 +5,19 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchlake_dagster.ingest.division import Position, divide, halves, joined, without
-from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, records
+from branchlake_dagster.ingest.division import (
+    RecordPosition,
+    exclude_records,
+    find_unwritable_records,
+    join_ranges,
+    split_in_halves,
+)
+from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, count_offsets
 
 PARTS = [TopicPartition("t", "i", number) for number in range(3)]
 
 
-def _positions(ranges: Ranges) -> list[Position]:
+def _positions(ranges: Ranges) -> list[RecordPosition]:
     return [(one, at) for one, span in sorted(ranges.items()) for at in range(span.start, span.end)]
 
 
@@ -34,11 +40,11 @@ def test_each_bad_record_is_found_and_no_other(ranges: Ranges, data: st.DataObje
         hit = bad.intersection(_positions(part))
         return ValueError(str(hit)) if hit else None
 
-    division = divide(ranges, error_of, most_passes=10_000)
+    division = find_unwritable_records(ranges, error_of, max_passes=10_000)
     assert set(division.unwritable) == bad
     assert [one for part in division.resolved for one in _positions(part)] == every
-    assert joined(division.resolved) == ranges
-    assert passes <= len(bad) * (2 * records(ranges).bit_length() + 3)
+    assert join_ranges(division.resolved) == ranges
+    assert passes <= len(bad) * (2 * count_offsets(ranges).bit_length() + 3)
 
 
 @given(_RANGES, st.data(), st.integers(1, 40))
@@ -52,13 +58,13 @@ def test_a_search_that_ends_early_resolves_a_prefix(ranges: Ranges, data: st.Dat
         passes += 1
         return ValueError() if bad.intersection(_positions(part)) else None
 
-    division = divide(ranges, error_of, most_passes=most)
+    division = find_unwritable_records(ranges, error_of, max_passes=most)
     resolved = [one for part in division.resolved for one in _positions(part)]
     assert resolved == every[: len(resolved)]
     assert set(division.unwritable) == bad.intersection(resolved)
     assert passes <= most + 2
     # With the default bound a batch of half a million records always gets on.
-    if most >= records(ranges).bit_length() + 2:
+    if most >= count_offsets(ranges).bit_length() + 2:
         assert resolved
 
 
@@ -69,14 +75,14 @@ def test_a_cause_that_passes_accuses_no_record() -> None:
     def error_of(_: Ranges) -> Exception | None:
         return ValueError() if next(failures, False) else None
 
-    division = divide(ranges, error_of)
+    division = find_unwritable_records(ranges, error_of)
     assert division.unwritable == {}
-    assert joined(division.resolved) == ranges
+    assert join_ranges(division.resolved) == ranges
 
 
 def test_records_that_fail_only_together_are_not_accused() -> None:
     ranges = {PARTS[0]: OffsetRange(0, 8)}
-    division = divide(ranges, lambda part: ValueError() if records(part) > 4 else None)
+    division = find_unwritable_records(ranges, lambda part: ValueError() if count_offsets(part) > 4 else None)
     assert division.unwritable == {}
     assert len(division.resolved) > 1
 
@@ -85,15 +91,15 @@ def test_records_that_fail_only_together_are_not_accused() -> None:
 def test_ranges_without_some_records(ranges: Ranges, data: st.DataObject) -> None:
     every = _positions(ranges)
     gone = set(data.draw(st.lists(st.sampled_from(every))))
-    pieces = without(ranges, gone)
+    pieces = exclude_records(ranges, gone)
     assert sorted(one for piece in pieces for one in _positions(piece)) == [
         one for one in every if one not in gone
     ]
-    assert all(records(piece) for piece in pieces)
+    assert all(count_offsets(piece) for piece in pieces)
 
 
 @given(_RANGES)
 def test_halves_are_what_they_are_made_of(ranges: Ranges) -> None:
-    left, right = halves(ranges)
+    left, right = split_in_halves(ranges)
     assert _positions(left) + _positions(right) == _positions(ranges)
-    assert abs(records(left) - records(right)) <= 1
+    assert abs(count_offsets(left) - count_offsets(right)) <= 1

@@ -17,7 +17,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.binary_formats import Avro, RegistryAvro, protobuf
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import KafkaUnavailable
-from branchlake_dagster.ingest.formats import Decoded, decoded
+from branchlake_dagster.ingest.formats import Decoded, decode_values
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker
 from branchlake_dagster_tests.suite.raised import raising
@@ -173,7 +173,7 @@ def test_a_length_that_overflows_fails_its_own_value_alone() -> None:
     kind = pa.struct(list(reading.schema))
     overflowing = b"\x1a" + b"\xff" * 9 + b"\x01"
     values = pa.array([b"\x08\x01", overflowing, b"\x08\x02"], pa.binary())
-    rows, reasons = decoded(reading.decode, values, kind)
+    rows, reasons = decode_values(reading.decode, values, kind)
     assert [row and row["id"] for row in rows.to_pylist()] == [1, None, 2]
     assert [reason is not None for reason in reasons.to_pylist()] == [False, True, False]
 

@@ -62,7 +62,7 @@ def _holds_each_record_once(
         sent[place] = replace(sent[place], at=at)
     kafka.send(topic, sent)
     drive = driving(ingest)
-    while not drive.look().plan.empty:
+    while not drive.look().plan.is_empty:
         drive.batch()
     seen: Counter[tuple[int, str]] = Counter()
     for number, name in enumerate(drive.wanted):

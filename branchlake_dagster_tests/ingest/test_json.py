@@ -188,7 +188,7 @@ def test_each_value_is_a_row_or_a_dead_letter_with_its_bytes(
         assert [(one["key"], one["value"]) for one in letter["headers"]] == headers
         assert (letter["topic"], letter["partition"], letter["timestamp"]) == (topic, 0, _AT)
         assert (letter["table"], letter["batch"]) == (f"{namespace}.t", result.commit_id)
-    assert (result.records, result.dead) == (len(CASES), len(bad))
+    assert (result.record_count, result.dead_letter_count) == (len(CASES), len(bad))
 
 
 def _plain(row: Row) -> Row:

@@ -21,16 +21,21 @@ from branchlake_dagster.errors import ConfigurationError, Transient
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.definitions import ingest_definitions
 from branchlake_dagster.ingest.errors import LandingUnavailable, TopicChanged, TopicReplaced
-from branchlake_dagster.ingest.ingest_sensor import waiting
+from branchlake_dagster.ingest.ingest_sensor import plan_batch_on_main
 from branchlake_dagster.ingest.landing_files_job import remove_landing_files
-from branchlake_dagster.ingest.observation import observations
+from branchlake_dagster.ingest.observation import build_observations
 from branchlake_dagster.ingest.offsets import OffsetRange, TopicPartition
 from branchlake_dagster.ingest.record_frames import LandingRecords
-from branchlake_dagster.ingest.topic_source import LandingTopics, least, remove_read, source_of
+from branchlake_dagster.ingest.topic_source import (
+    LandingTopics,
+    common_offsets,
+    open_topic_source,
+    remove_read_files,
+)
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.landing import Landing, LandingDamaged
 from branchlake_dagster.receivers.landing_sink import LandingSink
-from branchlake_dagster.receivers.records import Origin, Record
+from branchlake_dagster.receivers.records import ReceiverOrigin, Record
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.ingest.driving import Driver
@@ -41,7 +46,7 @@ WEEK_S = 7 * 86_400
 
 def land(folder: Path, topic: str, *files: Sequence[bytes], partition: int = 0, at: int = 1_000) -> None:
     """Files with these values; the time of each record is its number, in seconds, from `at` on."""
-    sink = LandingSink(folder, topic, partition, Origin("r1", "udp"), now_ns=lambda: 0)
+    sink = LandingSink(folder, topic, partition, ReceiverOrigin("r1", "udp"), now_ns=lambda: 0)
     sink.open(resume=False)
     for values in files:
         first = at + sink.next_offset
@@ -72,12 +77,12 @@ def test_a_folder_tells_incarnation_offsets_and_times(tmp_path: Path) -> None:
     assert topic.incarnation == Landing(tmp_path).topic_id("a")
     assert (topic.begins, topic.ends) == ({0: 0, 3: 0}, {0: 3, 3: 1})
     zero, three = topic.partitions()
-    assert topics.at_time(topic, moment(1_001)) == {zero: 1, three: 1}
-    assert topics.at_time(topic, moment(1_002)) == {zero: 2, three: 1}
-    assert topics.at_time(topic, moment(3_000)) == {zero: 3, three: 1}
-    assert topics.time_of({zero: 1}) == moment(1_001)
-    assert topics.time_of({zero: 2, three: 0}) == moment(500)
-    assert topics.time_of({zero: 3}) is None
+    assert topics.offsets_at_time(topic, moment(1_001)) == {zero: 1, three: 1}
+    assert topics.offsets_at_time(topic, moment(1_002)) == {zero: 2, three: 1}
+    assert topics.offsets_at_time(topic, moment(3_000)) == {zero: 3, three: 1}
+    assert topics.earliest_time({zero: 1}) == moment(1_001)
+    assert topics.earliest_time({zero: 2, three: 0}) == moment(500)
+    assert topics.earliest_time({zero: 3}) is None
 
 
 def test_a_topic_that_nobody_has_received_yet_is_waited_for(tmp_path: Path) -> None:
@@ -113,13 +118,13 @@ def test_a_folder_that_goes_or_is_made_again_while_it_is_read_gives_nothing(tmp_
     land(tmp_path, "a", [b"1"])
     (one,) = LandingTopics(tmp_path).describe(["a"])["a"].partitions()
     ranges, records = {one: OffsetRange(0, 1)}, LandingRecords(tmp_path)
-    records.require(ranges, 1)
+    records.require_complete(ranges, 1)
     (tmp_path / "a" / "topic-id").write_text(str(uuid.uuid4()))
     with raising(TopicReplaced, subject="a"):
-        records.require(ranges, 1)
+        records.require_complete(ranges, 1)
     (tmp_path / "a" / "topic-id").unlink()
     with raising(LandingUnavailable, "a[0]", reason="folder_gone"):
-        records.require(ranges, 1)
+        records.require_complete(ranges, 1)
 
 
 # -- what may be removed -------------------------------------------------------------------------------
@@ -135,7 +140,7 @@ def test_files_go_that_are_read_and_old_and_never_the_newest(tmp_path: Path) -> 
         os.utime(file.path, (1_000, 1_000))
 
     def removed(read: dict[TopicPartition, int], before: float = 2_000.0) -> list[int]:
-        return [file.first for file in remove_read(landing, [topic], read, finished_before=before)]
+        return [file.first for file in remove_read_files(landing, [topic], read, finished_before=before)]
 
     assert removed({}) == []
     assert removed({TopicPartition("a", str(uuid.uuid4()), 0): 6}) == []
@@ -150,9 +155,9 @@ def test_files_go_that_are_read_and_old_and_never_the_newest(tmp_path: Path) -> 
 
 def test_of_several_ingestions_the_slowest_counts() -> None:
     a, b = TopicPartition("t", "x", 0), TopicPartition("t", "x", 1)
-    assert least([{a: 5, b: 7}, {a: 3}]) == {a: 3}
-    assert least([{a: 5}]) == {a: 5}
-    assert least([]) == {}
+    assert common_offsets([{a: 5, b: 7}, {a: 3}]) == {a: 3}
+    assert common_offsets([{a: 5}]) == {a: 5}
+    assert common_offsets([]) == {}
 
 
 # -- batches -------------------------------------------------------------------------------------------
@@ -182,10 +187,10 @@ def test_each_record_is_read_once_whatever_the_files_borders(
     land(tmp_path, "a", values(10, 11), partition=1)
     driver = LandingDriver(lakehouse, tmp_path, an_ingest(most_records=4), spark_session)
     batches = [driver.batch(), driver.batch()]
-    assert [one.records for one in batches] == [4, 4]
+    assert [one.record_count for one in batches] == [4, 4]
     land(tmp_path, "a", values(8))
-    assert driver.batch().records == 2
-    assert driver.look().plan.empty
+    assert driver.batch().record_count == 2
+    assert driver.look().plan.is_empty
     found = {(row["p"], row["o"]): (row["id"], row["at"]) for row in driver.rows()}
     ids = {(0, number - 1): number for number in (1, 2, 3, 4, 6, 7, 8)} | {(1, 0): 10, (1, 1): 11}
     assert found == {place: (number, moment(1_000 + place[1])) for place, number in ids.items()}
@@ -208,7 +213,7 @@ def test_a_file_that_lost_records_or_is_gone_fails_the_batch_and_changes_nothing
     first.path.write_bytes(whole)
     topic = driver.look().topics["a"]
     ranges = dict.fromkeys(topic.partitions(), OffsetRange(0, 3))
-    frame = driver.records.frame(spark_session, ranges, tasks=1)
+    frame = driver.records.load_frame(spark_session, ranges, tasks=1)
     assert frame.schema  # it is planned before the file goes
     second.path.unlink()
     with pytest.raises(PySparkException) as gone:
@@ -216,7 +221,7 @@ def test_a_file_that_lost_records_or_is_gone_fails_the_batch_and_changes_nothing
     assert second.path.name in str(gone.value)
     shutil.copy(first.path, second.path)
     second.path.write_bytes(b"")
-    assert driver.look().standing.position == {}
+    assert driver.look().progress.position == {}
 
 
 def test_files_at_another_place_than_theirs_fail_the_batch(
@@ -228,7 +233,7 @@ def test_files_at_another_place_than_theirs_fail_the_batch(
     driver = LandingDriver(lakehouse, tmp_path, an_ingest(), spark_session)
     with raising(LandingDamaged, "a[0]", 0, 2, reason="records_missing"):
         driver.batch()
-    assert driver.look().standing.position == {}
+    assert driver.look().progress.position == {}
 
 
 def test_a_folder_that_was_made_again_is_another_topic(
@@ -247,8 +252,10 @@ def test_a_folder_that_was_made_again_is_another_topic(
 
 
 def resource_of(lake: Lakehouse, folder: Path, **more: Any) -> LakehouseResource:
-    secrets = dict.fromkeys(Settings.secrets())
-    return LakehouseResource.of(lake.settings.model_copy(update={"landing": folder, **secrets, **more}))
+    secrets = dict.fromkeys(Settings.secret_names())
+    return LakehouseResource.from_settings(
+        lake.settings.model_copy(update={"landing": folder, **secrets, **more})
+    )
 
 
 def test_runs_read_the_folder_and_remove_what_main_has(
@@ -288,8 +295,10 @@ def test_runs_read_the_folder_and_remove_what_main_has(
         assert observed.metadata["branchlake/lag"].value == 0
         assert observed.metadata["branchlake/oldest_waiting_s"].value == 0.0
         assert observed.metadata["branchlake/valid_through"].value == 1_002.0
-        topics = source_of(ingest, lake.settings).topics
-        (later,) = observations(ingest, waiting(ingest, lake), topics, [], now=lambda: 1_062.5)
+        topics = open_topic_source(ingest, lake.settings).topics
+        (later,) = build_observations(
+            ingest, plan_batch_on_main(ingest, lake), topics, [], clock=lambda: 1_062.5
+        )
         assert later.metadata["branchlake/valid_through_age_s"].value == 60.5
         removing = next(one for one in definitions.jobs if one.name.startswith("landing_files_"))
         assert isinstance(removing, dg.JobDefinition)

@@ -26,13 +26,13 @@ from branchlake_dagster.ingest.errors import Superseded, TooManyDeadLetters
 from branchlake_dagster.ingest.ingest_batch import BatchResult
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.ingest.live import LiveIngestion
-from branchlake_dagster.ingest.offsets import Recorded
+from branchlake_dagster.ingest.offsets import TableProgress
 from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.cleanup_jobs import DagsterRuns, reap_branches
 from branchlake_dagster.publication.committer import PublicationContended
-from branchlake_dagster.publication.reconciler import RUN_BRANCHES
+from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite.instances import new_instance
@@ -66,9 +66,9 @@ class Live(LiveIngestion):
 
     between: Callable[[BatchResult], None] = staticmethod(lambda _: None)
 
-    def _publish(self, base: str, result: BatchResult) -> str:
+    def _publish(self, base_hash: str, result: BatchResult) -> str:
         self.between(result)
-        return super()._publish(base, result)
+        return super()._publish(base_hash, result)
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def ids(lake: Lakehouse, ingest: Ingest, kind: str) -> list[int]:
 
 
 def run_branches(lake: Lakehouse) -> set[str]:
-    return {one.name for one in lake.nessie.references(filter=RUN_BRANCHES)}
+    return {one.name for one in lake.nessie.references(filter=RUN_BRANCH_FILTER)}
 
 
 def test_spark_bounds_the_bytes_it_sends_to_workers_unless_records_are_small(
@@ -117,7 +117,7 @@ def test_spark_bounds_the_bytes_it_sends_to_workers_unless_records_are_small(
     with live(lakehouse, kafka, ingest, session_at=opened) as one:
         for kind in ("a" * 10, "a" * 10, "a" * 900_000, "a" * 10):
             kafka.send(topic, [record(1, "a"), record(1, kind)])
-            assert one.batch() is not None
+            assert one.publish_next_batch() is not None
             bounds.append(int(sessions[-1].conf.get("spark.sql.execution.arrow.maxBytesPerBatch") or 0))
     assert len(sessions) == 1
     assert bounds == [64 << 20, (1 << 31) - 1, (1 << 31) - 1, 64 << 20]
@@ -132,10 +132,10 @@ def test_a_record_that_fails_its_batch_is_published_as_a_dead_letter_with_the_ot
     kafka.send(topic, [record(1), replace(record(2), at=AT * 1_000_000), record(3, "b")])
     before = run_branches(lakehouse)
     with live(lakehouse, kafka, ingest) as one:
-        batch = one.batch()
+        batch = one.publish_next_batch()
         assert batch is not None
-        assert one.batch() is None
-    assert (batch.result.records, batch.result.scanned.counts["dead/unwritable"]) == (3, 1)
+        assert one.publish_next_batch() is None
+    assert (batch.result.record_count, batch.result.scan_result.counts["dead/unwritable"]) == (3, 1)
     assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1], [3])
     assert run_branches(lakehouse) == before
 
@@ -148,12 +148,12 @@ def test_each_batch_is_one_publication_with_its_offsets(
     kafka.send(topic, [record(1), record(2, "b"), Message(b"no", partition=1, at=AT + 9_000), record(3, "c")])
     before = run_branches(lakehouse)
     with live(lakehouse, kafka, ingest) as one:
-        first, second = one.batch(), one.batch()
+        first, second = one.publish_next_batch(), one.publish_next_batch()
         assert first is not None
         assert second is not None
-        assert one.batch() is None
+        assert one.publish_next_batch() is None
     assert first.result.plan.lag == 1
-    assert (first.result.records, second.result.records) == (3, 1)
+    assert (first.result.record_count, second.result.record_count) == (3, 1)
     assert run_branches(lakehouse) == before
     assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1], [2])
     log = [entry.commit.hash for entry in lakehouse.nessie.log("main", limit=2)]
@@ -162,7 +162,7 @@ def test_each_batch_is_one_publication_with_its_offsets(
     dead = catalog.load_table((ingest.name, f"{ingest.name}_dead_letters"))
     found = {row["value"]: row["error_kind"] for row in dead.scan().to_arrow().to_pylist()}
     assert found == {b"no": "syntax", record(3, "c").value: "route"}
-    told = Recorded.from_text(dead.metadata.properties[LakeProperty.OFFSETS_PREFIX + ingest.name])
+    told = TableProgress.from_json(dead.metadata.properties[LakeProperty.OFFSETS_PREFIX + ingest.name])
     assert {(each.topic, each.partition): offset for each, offset in told.offsets.items()} == {
         (topic, 0): 3,
         (topic, 1): 1,
@@ -174,11 +174,11 @@ def test_each_batch_is_one_publication_with_its_offsets(
     summary = snapshot.summary.additional_properties
     assert summary[LakeProperty.COMMIT_ID] == first.result.commit_id
     assert (
-        Recorded.from_text(summary[LakeProperty.OFFSETS_PREFIX + ingest.name]).commit_id
+        TableProgress.from_json(summary[LakeProperty.OFFSETS_PREFIX + ingest.name]).commit_id
         == first.result.commit_id
     )
     # The least of the partitions' latest times, as soon as both have had a record.
-    times = [one.result.recorded.valid_through_ms for one in (first, second)]
+    times = [one.result.progress.valid_through_ms for one in (first, second)]
     assert summary.get(LakeProperty.VALID_THROUGH_MS) == (str(times[0]) if times[0] is not None else None)
     assert times in ([AT + 2_000, AT + 3_000], [None, AT + 3_000])
 
@@ -190,18 +190,18 @@ def test_of_two_batches_for_the_same_offsets_one_is_published(
     ingest = two_tables(topic)
     kafka.send(topic, [record(1), record(2, "b")])
     with live(lakehouse, kafka, ingest) as paused, live(lakehouse, kafka, ingest) as other:
-        other.batch()
+        other.publish_next_batch()
         kafka.send(topic, [record(3, "b")])
 
         def meanwhile(_: BatchResult) -> None:
             kafka.send(topic, [record(4)])
-            assert other.batch() is not None  # takes both, and fills another table as well
+            assert other.publish_next_batch() is not None  # takes both, and fills another table as well
 
         paused.between = meanwhile
         with raising(Superseded, reason="batch_published_first"):
-            paused.batch()
+            paused.publish_next_batch()
         paused.between = lambda _: None
-        assert paused.batch() is None  # it sees what main has
+        assert paused.publish_next_batch() is None  # it sees what main has
     assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1, 4], [2, 3])
 
 
@@ -219,9 +219,9 @@ def test_a_writer_whose_branch_is_gone_publishes_nothing(
     with live(lakehouse, kafka, ingest) as one:
         one.between = reaped
         with raising(Superseded, reason="fenced"):
-            one.batch()
+            one.publish_next_batch()
         one.between = lambda _: None
-        assert one.batch() is not None
+        assert one.publish_next_batch() is not None
     assert ids(lakehouse, ingest, "a") == [1]
 
 
@@ -238,7 +238,7 @@ def test_a_batch_that_dies_anywhere_leaves_nothing(
     with live(lakehouse, kafka, ingest) as one:
         one.between = dies
         with pytest.raises(Stopped):
-            one.batch()
+            one.publish_next_batch()
     with live(lakehouse, kafka, ingest) as one:
         publish = one._publisher.publish
 
@@ -248,9 +248,9 @@ def test_a_batch_that_dies_anywhere_leaves_nothing(
 
         monkeypatch.setattr(one._publisher, "publish", published_and_died)
         with pytest.raises(Stopped):
-            one.batch()
+            one.publish_next_batch()
     with live(lakehouse, kafka, ingest) as one:
-        assert one.batch() is None
+        assert one.publish_next_batch() is None
     assert ids(lakehouse, ingest, "a") + ids(lakehouse, ingest, "b") == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
 
 
@@ -261,7 +261,7 @@ def test_too_many_dead_letters_block_the_batch(
     ingest = two_tables(topic, tolerance=0.2)
     kafka.send(topic, [record(1), Message(b"no")])
     with live(lakehouse, kafka, ingest) as one, raising(TooManyDeadLetters, "50.00%"):
-        one.batch()
+        one.publish_next_batch()
     assert not lakehouse.catalog("main").table_exists((ingest.name, "a"))
 
 
@@ -273,9 +273,9 @@ def test_of_two_first_batches_one_is_published(
     ingest = two_tables(topic)
     kafka.send(topic, [record(1), record(2, "b"), Message(b"no")])
     with live(lakehouse, kafka, ingest) as paused, live(lakehouse, kafka, ingest) as other:
-        paused.between = lambda _: other.batch()
+        paused.between = lambda _: other.publish_next_batch()
         with pytest.raises(Superseded):
-            paused.batch()
+            paused.publish_next_batch()
     assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1], [2])
 
 
@@ -287,7 +287,7 @@ def test_a_table_that_is_rolled_back_meanwhile_is_filled_again(
     with live(lakehouse, kafka, ingest) as one:
         for number in (1, 2):
             kafka.send(topic, [record(number), record(number, "b")])
-            one.batch()
+            one.publish_next_batch()
 
         def rolled_back(_: BatchResult) -> None:
             table = lakehouse.catalog("main").load_table((ingest.name, "a"))
@@ -296,9 +296,9 @@ def test_a_table_that_is_rolled_back_meanwhile_is_filled_again(
         kafka.send(topic, [record(3), record(3, "b")])
         one.between = rolled_back
         with contextlib.suppress(Superseded):
-            one.batch()
+            one.publish_next_batch()
         one.between = lambda _: None
-        while one.batch():
+        while one.publish_next_batch():
             pass
     assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1, 2, 3], [1, 2, 3])
 
@@ -313,13 +313,13 @@ def test_a_table_is_filled_again_alone_and_no_dead_letter_comes_twice(
     with live(lakehouse, kafka, ingest) as one:
         for number in (1, 2):
             kafka.send(topic, [record(number), record(number, "b"), bad, Message(b"no"), record(9, "c")])
-            one.batch()
+            one.publish_next_batch()
         for name in ("a", f"{ingest.name}_dead_letters"):
             before = catalog.load_table((ingest.name, name)).scan().to_arrow().num_rows
             table = catalog.load_table((ingest.name, name))
             table.manage_snapshots().rollback_to_snapshot(table.history()[0].snapshot_id).commit()
-            assert one.batch() is not None
-            assert one.batch() is None
+            assert one.publish_next_batch() is not None
+            assert one.publish_next_batch() is None
             after = catalog.load_table((ingest.name, name)).scan().to_arrow().num_rows
             assert (name, after) == (name, before)
             assert (ids(lakehouse, ingest, "a"), ids(lakehouse, ingest, "b")) == ([1, 2], [1, 2])
@@ -343,13 +343,13 @@ def test_it_takes_no_snapshots_out_any_more_when_it_meets_another_writer(
     with live(lakehouse, kafka, ingest) as one:
         for number in range(4):
             kafka.send(topic, [record(number)])
-            one.batch()
+            one.publish_next_batch()
         assert len(table().snapshots()) == 3  # one was taken out for the fourth
         kafka.send(topic, [record(4)])
         one.between = by_hand
         with raising(PublicationContended, reason="expired_snapshots"):
-            one.batch()
-        assert one.batch() is not None
+            one.publish_next_batch()
+        assert one.publish_next_batch() is not None
         assert len(table().snapshots()) == 5
     assert sorted({*ids(lakehouse, ingest, "a")}) == [0, 1, 2, 3, 4]
     assert len(ids(lakehouse, ingest, "a")) == 6
@@ -381,10 +381,10 @@ def test_it_goes_on_when_nessie_is_back_at_another_address(
     moved = MovedLake(lakehouse)
     kafka.send(topic, [record(1)])
     with live(moved, kafka, ingest) as one:
-        one.batch()
+        one.publish_next_batch()
         moved.move()
         kafka.send(topic, [record(2)])
-        one.batch()
+        one.publish_next_batch()
     assert ids(lakehouse, ingest, "a") == [1, 2]
 
 
@@ -414,7 +414,7 @@ def test_it_opens_another_session_when_spark_is_back_at_another_address(
         for number, at in enumerate(("", "", "sc://elsewhere"), 1):
             lake.at = at
             kafka.send(topic, [record(number)])
-            assert one.batch() is not None
+            assert one.publish_next_batch() is not None
         assert len(opened) == 2
         opened[0].stop()
     assert ids(lakehouse, ingest, "a") == [1, 2, 3]
@@ -433,13 +433,13 @@ def test_what_is_left_of_a_batch_that_died_in_its_pass_is_reaped(
 
     with new_instance() as instance, live(lakehouse, kafka, ingest) as one:
         one._properties = {LakeProperty.INSTANCE: instance.run_storage.get_run_storage_id()}
-        monkeypatch.setattr(one._records, "frame", dies)
-        monkeypatch.setattr(one, "_end", lambda *_, **__: None)
+        monkeypatch.setattr(one._records, "load_frame", dies)
+        monkeypatch.setattr(one, "_clean_up", lambda *_, **__: None)
         with pytest.raises(Stopped):
-            one.batch()
+            one.publish_next_batch()
         (left,) = run_branches(lakehouse) - before
         later = datetime.now(UTC) + timedelta(days=2)
-        (ended,) = reap_branches(lakehouse, instance, only=[left], now=lambda: later)
+        (ended,) = reap_branches(lakehouse, instance, branch_names=[left], now=lambda: later)
     assert ended.action is ReapingAction.DISCARD, ended.reason
 
 
@@ -468,9 +468,9 @@ def test_what_is_left_of_a_batch_that_died_as_it_had_its_branch_is_reaped(
             monotonic=time.monotonic,
             sleep=time.sleep,
             is_on_main=lambda *_: True,
-            listing=f"ref.name == '{made[-1]}'",
-            fenced="ref.name == ''",
-            claims="ref.name == ''",
+            ref_filter=f"ref.name == '{made[-1]}'",
+            discarded_filter="ref.name == ''",
+            claim_filter="ref.name == ''",
             instance=instance.run_storage.get_run_storage_id(),
         ).run()
         assert (found.action is ReapingAction.KEEP) == (made[-1] in run_branches(lakehouse))
@@ -482,9 +482,9 @@ def test_what_is_left_of_a_batch_that_died_as_it_had_its_branch_is_reaped(
             with live(lakehouse, kafka, ingest) as one, monkeypatch.context() as patch:
                 one._properties = {LakeProperty.INSTANCE: instance.run_storage.get_run_storage_id()}
                 patch.setattr(NessieClient, "create_branch", made_and_died)
-                patch.setattr(one, "_end", lambda *_, **__: None)
+                patch.setattr(one, "_clean_up", lambda *_, **__: None)
                 with pytest.raises(Stopped):
-                    one.batch()
+                    one.publish_next_batch()
             run = create_run_for_test(instance, run_id=one._run_id, status=dg.DagsterRunStatus.STARTED)
             at_work = reaped(instance, after=5 * hours)
             assert (at_work.action, at_work.reason.code) == (ReapingAction.KEEP, "run_active")
@@ -506,7 +506,7 @@ def test_an_interruption_leaves_no_branch_wherever_it_comes(
     topic = kafka.topic()
     ingest, client = two_tables(topic), lakehouse.nessie
     kafka.send(topic, [record(1, "a")])
-    make, drop, tries = client.create_branch, live_module.drop_branch, []
+    make, drop, tries = client.create_branch, live_module.end_judged_branch, []
 
     def made(*args: Any, **more: Any) -> None:
         make(*args, **more)
@@ -523,13 +523,13 @@ def test_an_interruption_leaves_no_branch_wherever_it_comes(
         with monkeypatch.context() as patch:
             patch.setattr(client, "create_branch", made)
             with pytest.raises(KeyboardInterrupt):
-                one.batch()
+                one.publish_next_batch()
         assert run_branches(lakehouse) == there
         with monkeypatch.context() as patch:
-            patch.setattr(live_module, "drop_branch", dropped)
+            patch.setattr(live_module, "end_judged_branch", dropped)
             with pytest.raises(KeyboardInterrupt):
-                one.batch()
+                one.publish_next_batch()
         assert len(tries) == 2
         assert run_branches(lakehouse) == there
         # It was on main when the interruption came.
-        assert one.batch() is None
+        assert one.publish_next_batch() is None

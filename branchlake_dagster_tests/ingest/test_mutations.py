@@ -11,17 +11,21 @@ from typing import Any
 
 import pytest
 
-from branchlake_dagster.catalog.written_prefixes import recorded_prefixes
+from branchlake_dagster.catalog.written_prefixes import load_prefixes
 from branchlake_dagster.cleanup.sweep_plan import SweepPlanner
 from branchlake_dagster.ingest import ingest_batch as batches
-from branchlake_dagster.ingest.batch_commit import merge, staging_table, staging_tables
+from branchlake_dagster.ingest.batch_commit import (
+    create_staging_table,
+    list_staging_tables,
+    merge_staged_rows,
+)
 from branchlake_dagster.ingest.batch_tables import Target
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.earlier_attempts import take_back
+from branchlake_dagster.ingest.earlier_attempts import undo_earlier_attempt
 from branchlake_dagster.ingest.ingest_batch import ingest_batch
-from branchlake_dagster.ingest.scan import Scanned
+from branchlake_dagster.ingest.scan import ScanResult
 from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown, NessieUnavailable
-from branchlake_dagster.tables.table_files import TableFiles, plain
+from branchlake_dagster.tables.table_files import TableFiles, normalize_location
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.kafka import Broker, Message
@@ -145,10 +149,10 @@ def test_an_attempt_that_was_given_up_takes_no_staged_rows_away(
     place = drive.place()
 
     def late(session: Any, target: Target, staged: Any, properties: Any) -> None:
-        staging_table(place.catalog, target, "the earlier attempt's")
-        merge(session, target, staged, properties)
+        create_staging_table(place.catalog, target, "the earlier attempt's")
+        merge_staged_rows(session, target, staged, properties)
 
-    monkeypatch.setattr("branchlake_dagster.ingest.ingest_batch.merge", late)
+    monkeypatch.setattr("branchlake_dagster.ingest.ingest_batch.merge_staged_rows", late)
     result = ingest_batch(drive.look(place.branch), place, drive.records, tasks=2)
     names = [entry.key.name for entry in drive.lake.nessie.entries(place.branch)]
     assert not [one for one in names if "staged" in one]
@@ -157,9 +161,9 @@ def test_an_attempt_that_was_given_up_takes_no_staged_rows_away(
 
     again, tables = drive.place(), [(namespace, "t")]
     base = drive.lake.nessie.reference("main").hash
-    staging_table(again.catalog, result.targets[0], "one that failed")
-    assert take_back(drive.lake.nessie, again.branch, base, tables, ingestion="i", properties={})
-    assert not staging_tables(drive.lake.nessie, again.branch, tables)
+    create_staging_table(again.catalog, result.targets[0], "one that failed")
+    assert undo_earlier_attempt(drive.lake.nessie, again.branch, base, tables, ingestion="i", properties={})
+    assert not list_staging_tables(drive.lake.nessie, again.branch, tables)
 
 
 def test_columns_may_have_the_names_of_ours(driving: Driving, kafka: Broker, namespace: str) -> None:
@@ -281,13 +285,13 @@ def test_a_scan_that_failed_leaves_no_file_in_any_table(
     drive = driving(Ingest(name=namespace, topics=[topic], tables=tables))
     kafka.send(topic, [_json({"id": 1, "region": "a", "v": "x"}), b"no JSON"])
     drive.batch()
-    real, failed_scans = batches.scan, []
+    real, failed_scans = batches.scan_records, []
 
-    def scan_without_report(*given: Any) -> Scanned:
+    def scan_without_report(*given: Any) -> ScanResult:
         failed_scans.append(real(*given))
         raise NessieUnavailable("gone")
 
-    monkeypatch.setattr(batches, "scan", scan_without_report)
+    monkeypatch.setattr(batches, "scan_records", scan_without_report)
     kafka.send(topic, [_json({"id": 2, "region": "b", "v": "x"}), b"no JSON"])
     with pytest.raises(NessieUnavailable):
         drive.batch()
@@ -297,10 +301,10 @@ def test_a_scan_that_failed_leaves_no_file_in_any_table(
     assert len(outside) == 1
     # All of it was written where writers had recorded that they would.
     io, settings = drive.table(0).io, drive.lake.settings
-    prefixes = tuple(map(plain, recorded_prefixes(io, settings.warehouse_uri)))
+    prefixes = tuple(map(normalize_location, load_prefixes(io, settings.warehouse_uri)))
     folder = Path(settings.warehouse_uri.removeprefix("file://")) / namespace
     files = [path for parent in (folder, tmp_path) for path in parent.rglob("*.*") if path.is_file()]
-    assert [path for path in files if not plain(path.as_uri()).startswith(prefixes)] == []
+    assert [path for path in files if not normalize_location(path.as_uri()).startswith(prefixes)] == []
 
 
 def test_an_update_that_changes_the_key_takes_the_old_row_away(

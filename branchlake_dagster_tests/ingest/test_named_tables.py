@@ -11,18 +11,18 @@ import pyarrow as pa
 import pytest
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.batch_context import with_new_names
+from branchlake_dagster.ingest.batch_context import with_new_route_names
 from branchlake_dagster.ingest.declaration import (
+    FamilyTable,
     Ingest,
     IngestTable,
-    NamedTable,
-    expanded,
-    names_from,
-    names_text,
+    expand_families,
+    format_route_names,
+    parse_route_names,
 )
 from branchlake_dagster.ingest.errors import AnotherIngestion, EarlierAttemptLate, PositionLost
 from branchlake_dagster.ingest.ingest_batch import ingest_batch
-from branchlake_dagster.ingest.reprocessing import Chosen, reprocess_batch
+from branchlake_dagster.ingest.reprocessing import DeadLetterSelection, reprocess_batch
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.ingest.conftest import Driving
@@ -42,7 +42,9 @@ def by_kind(name: str, topic: str, **more: Any) -> Ingest:
 
 
 def told(drive: Driver) -> Mapping[str, list[str]]:
-    return names_from(drive.table(-1).metadata.properties[LakeProperty.TABLES_PREFIX + drive.ingest.name])
+    return parse_route_names(
+        drive.table(-1).metadata.properties[LakeProperty.TABLES_PREFIX + drive.ingest.name]
+    )
 
 
 def tables(drive: Driver) -> dict[str, list[int]]:
@@ -50,7 +52,7 @@ def tables(drive: Driver) -> dict[str, list[int]]:
     catalog = drive.lake.catalog("main")
     return {
         one.name: sorted(catalog.load_table(tuple(one.asset.path)).scan().to_arrow()["id"].to_pylist())
-        for one in drive.known.ingest.named
+        for one in drive.known.ingest.family_tables
     }
 
 
@@ -74,21 +76,21 @@ def test_a_family_is_expanded_behind_the_tables_with_keys_of_their_own() -> None
     one = IngestTable(key="x/own", route="own")
     other = IngestTable(key="x/{route}", columns={"id": "int"}, mode="upsert", keys=["id"])
     ingest = Ingest(name="i", topics=["t"], tables=[other, one])
-    full = expanded(ingest, {"x/{route}": ["b", "a", "own", "i_dead_letters"], "gone": ["z"]})
+    full = expand_families(ingest, {"x/{route}": ["b", "a", "own", "i_dead_letters"], "gone": ["z"]})
     keys = [table.asset.to_user_string() for table in full.tables]
     assert keys == ["x/own", "x/a", "x/b"], "not those of others, nor the dead letters'"
     first = full.tables[1]
-    assert isinstance(first, NamedTable)
+    assert isinstance(first, FamilyTable)
     assert (first.name, first.family, first.keys, first.mode) == ("a", "x/{route}", ["id"], "upsert")
     assert full.dead_letters_asset == ingest.dead_letters_asset
-    assert expanded(full, {"x/{route}": ["c"]}).named[0].name == "c"
-    assert len(expanded(full, {"x/{route}": ["c"]}).tables) == 2
+    assert expand_families(full, {"x/{route}": ["c"]}).family_tables[0].name == "c"
+    assert len(expand_families(full, {"x/{route}": ["c"]}).tables) == 2
 
 
 def test_names_come_back_from_their_text() -> None:
-    assert names_from(names_text({"x/{route}": {"b", "a"}})) == {"x/{route}": ["a", "b"]}
+    assert parse_route_names(format_route_names({"x/{route}": {"b", "a"}})) == {"x/{route}": ["a", "b"]}
     with raising(ValueError):
-        names_from('["a"]')
+        parse_route_names('["a"]')
 
 
 # -- batches -------------------------------------------------------------------------------------------
@@ -109,8 +111,8 @@ def test_tables_come_with_their_first_records_and_stay_known(
     assert tables(drive) == {"asia": [6], "eu": [1, 3, 5], "us-2": [2]}
     kafka.send(topic, [record("us-2", id=7)])
     third = drive.batch()
-    assert drive.look().plan.empty
-    assert third.scanned.names(list(third.ingest.families)) == {}, "it was read once"
+    assert drive.look().plan.is_empty
+    assert third.scan_result.new_route_names(list(third.ingest.families)) == {}, "it was read once"
     assert tables(drive)["us-2"] == [2, 7]
     assert [kind for kind, _ in dead(drive)] == ["route", "conversion"]
     # Every table says how far it is.
@@ -143,7 +145,7 @@ def test_what_could_not_be_read_at_first_is_only_dead(
     topic = kafka.topic()
     drive = driving(by_kind(namespace, topic))
     kafka.send(topic, [b"{", record("..", id=1), Message(None)])
-    assert drive.batch().dead == 3
+    assert drive.batch().dead_letter_count == 3
     assert told(drive) == {}
     assert tables(drive) == {}
 
@@ -221,7 +223,7 @@ def test_tables_are_found_again_without_the_dead_letters_list(
     else:
         with drive.table(-1).transaction() as change:
             change.remove_properties(LakeProperty.TABLES_PREFIX + namespace)
-    assert drive.look().plan.empty
+    assert drive.look().plan.is_empty
     kafka.send(topic, [record("b", id=3), record("theirs", id=4)])
     drive.batch()
     assert tables(drive) == {"a": [1], "b": [2, 3], "theirs": [4]}
@@ -284,7 +286,7 @@ def test_rows_take_each_others_place_in_tables_that_records_name(
     catalog = drive.lake.catalog("main")
     found = {
         one.name: catalog.load_table(tuple(one.asset.path)).scan().to_arrow().to_pylist()
-        for one in drive.known.ingest.named
+        for one in drive.known.ingest.family_tables
     }
     assert found == {
         "a": [{"id": 1, "v": "z"}],
@@ -312,7 +314,7 @@ def test_letters_for_which_there_was_no_table_are_put_back(
     session = drive.lake.spark_session(place.branch)
     try:
         there = replace(place, run_id="again", session=lambda: session)
-        done = reprocess_batch(drive.ingest, there, Chosen(kinds=["route"]))
+        done = reprocess_batch(drive.ingest, there, DeadLetterSelection(kinds=["route"]))
     finally:
         session.stop()
     assert done is not None
@@ -330,9 +332,9 @@ def test_a_live_run_tells_of_each_table(lakehouse: Lakehouse, kafka: Broker, nam
     ingest = by_kind(namespace, topic)
     with live(lakehouse, kafka, ingest) as one:
         kafka.send(topic, [record("a", id=1)])
-        first = one.batch()
+        first = one.publish_next_batch()
         kafka.send(topic, [record("b", id=2), record("a", id=3)])
-        second = one.batch()
+        second = one.publish_next_batch()
     assert first is not None
     assert second is not None
     catalog = lakehouse.catalog("main")
@@ -353,12 +355,12 @@ def test_what_an_earlier_attempt_sends_late_between_two_passes_is_not_built_on(
     waiting = [earlier]
 
     def named(*arguments: Any) -> Any:
-        found = with_new_names(*arguments)
+        found = with_new_route_names(*arguments)
         while waiting:
             ingest_batch(waiting.pop(), place, drive.records, tasks=2)
         return found
 
-    monkeypatch.setattr("branchlake_dagster.ingest.batch_context.with_new_names", named)
+    monkeypatch.setattr("branchlake_dagster.ingest.batch_context.with_new_route_names", named)
     with pytest.raises(EarlierAttemptLate):
         ingest_batch(before, place, drive.records, tasks=2)
     held = drive.lake.catalog(place.branch).load_table((namespace, "a")).scan().to_arrow()

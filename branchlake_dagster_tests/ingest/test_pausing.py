@@ -9,7 +9,7 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.ingest_sensor import pause
+from branchlake_dagster.ingest.ingest_sensor import find_pause_reason
 from branchlake_dagster.runs.run_tags import Status
 from branchlake_dagster.stored_names import RunTag
 
@@ -96,7 +96,7 @@ class Runs:
         return record.end_time
 
     def pause(self, after_s: float) -> str | None:
-        return pause(self.instance, self.ingest, JOB, self.last_ended() + after_s)
+        return find_pause_reason(self.instance, self.ingest, JOB, self.last_ended() + after_s)
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_run_that_worked_for_long_has_failed_for_something_new(
         return [first._replace(start_time=first.end_time - 700.0), *records[1:]]
 
     monkeypatch.setattr(runs.instance, "get_run_records", older)
-    assert pause(runs.instance, runs.ingest, JOB, 0.0) is None
+    assert find_pause_reason(runs.instance, runs.ingest, JOB, 0.0) is None
 
 
 def test_other_ingestions_and_jobs_do_not_count(runs: Runs) -> None:
@@ -171,4 +171,4 @@ def test_other_ingestions_and_jobs_do_not_count(runs: Runs) -> None:
 
 
 def test_before_any_run_there_is_nothing_to_wait_for(runs: Runs) -> None:
-    assert pause(runs.instance, runs.ingest, JOB, 0.0) is None
+    assert find_pause_reason(runs.instance, runs.ingest, JOB, 0.0) is None

@@ -16,27 +16,27 @@ from branchlake_dagster.ingest.errors import AnotherIngestion, PositionLost, Top
 from branchlake_dagster.ingest.offsets import (
     OffsetRange,
     Offsets,
-    Recorded,
+    TableProgress,
     Topic,
     TopicPartition,
-    covers,
-    in_words,
-    merged,
-    records,
+    count_offsets,
+    format_ranges,
+    has_reached,
+    merge_offsets,
 )
-from branchlake_dagster.ingest.planning import BatchPlan, Rules, plan_batch
+from branchlake_dagster.ingest.planning import BatchPlan, TopicRules, plan_batch
 from branchlake_dagster.ingest.progress import (
+    IngestionProgress,
     OnRollback,
-    Standing,
-    require_alone,
+    read_progress,
     require_replayable,
-    standing,
+    require_single_ingestion,
 )
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.suite.raised import raising
 
 NAME = "orders"
-LENIENT = Rules("start_over", "continue_at_end", "skip")
+LENIENT = TopicRules("start_over", "continue_at_end", "skip")
 
 
 @dataclass
@@ -58,10 +58,10 @@ class FakeTable:
     def now(self) -> tuple[int, ...]:
         return self.rows[self.current]
 
-    def append(self, number: int, rows: list[int], recorded: Recorded) -> None:
+    def append(self, number: int, rows: list[int], recorded: TableProgress) -> None:
         at = self.current
         if rows:
-            summary = SimpleNamespace(additional_properties=recorded.summary(NAME))
+            summary = SimpleNamespace(additional_properties=recorded.to_summary(NAME))
             self.snapshots.append(
                 SimpleNamespace(
                     snapshot_id=number,
@@ -72,7 +72,7 @@ class FakeTable:
             )
             self.rows[number] = (*self.now, *rows)
             self.current = at = number
-        self.properties[LakeProperty.OFFSETS_PREFIX + NAME] = replace(recorded, at=at).text()
+        self.properties[LakeProperty.OFFSETS_PREFIX + NAME] = replace(recorded, snapshot_id=at).to_json()
 
     def roll_back(self, steps: int) -> None:
         parents = {one.snapshot_id: one.parent_snapshot_id for one in self.snapshots}
@@ -80,8 +80,8 @@ class FakeTable:
             self.current = parents.get(self.current)
 
 
-def found(tables: dict[str, FakeTable], on_rollback: OnRollback = "stop") -> Standing:
-    return standing(NAME, cast("dict[str, Table | None]", tables), on_rollback=on_rollback)
+def found(tables: dict[str, FakeTable], on_rollback: OnRollback = "stop") -> IngestionProgress:
+    return read_progress(NAME, cast("dict[str, Table | None]", tables), on_rollback=on_rollback)
 
 
 def topic(*spans: tuple[int, int], incarnation: str = "i", name: str = "t") -> Topic:
@@ -106,10 +106,12 @@ def plan(
     start: Offsets,
     first: Any = earliest,
     most: int = 1000,
-    rules: Rules | None = None,
+    rules: TopicRules | None = None,
     started: Offsets | None = None,
 ) -> BatchPlan:
-    return plan_batch(topics, start, first, most_records=most, rules=rules or Rules(), started=started)
+    return plan_batch(
+        topics, start, first, max_records=most, rules=rules or TopicRules(), first_offsets=started
+    )
 
 
 # -- the model: any history ------------------------------------------------------------------------------
@@ -189,15 +191,23 @@ class World:
                 # Its choice: what it does not hold of what all have come past is left out.
                 self.left[name] |= set(range(1, self.numbers + 1)) - set(table.now)
         planned = plan(
-            *topics, start=known.start, first=self.first, most=most, rules=LENIENT, started=known.started
+            *topics,
+            start=known.start,
+            first=self.first,
+            most=most,
+            rules=LENIENT,
+            started=known.first_offsets,
         )
-        if planned.empty:
+        if planned.is_empty:
             return False
-        assert 0 <= records(planned.ranges) <= most
-        floors = known.floors(self.tables, planned.ranges)
+        assert 0 <= count_offsets(planned.ranges) <= most
+        floors = known.min_offsets(self.tables, planned.ranges)
         self.batches += 1
-        batch = Recorded(
-            known.after(planned), f"b{self.batches}", "run", started=merged(known.started, planned.started)
+        batch = TableProgress(
+            known.position_after(planned),
+            f"b{self.batches}",
+            "run",
+            first_offsets=merge_offsets(known.first_offsets, planned.first_offsets),
         )
         for name, table in self.tables.items():
             rows = [
@@ -213,8 +223,8 @@ class World:
                     if part.partition == one.partition
                 )
             ]
-            if rows or name in known.replayed or name == "all":
-                mine = known.recorded(name, batch, planned)
+            if rows or name in known.replay_offsets or name == "all":
+                mine = known.table_progress(name, batch, planned)
                 table.append(self.batches, rows, mine)
         return True
 
@@ -225,9 +235,9 @@ class World:
         for table, back in zip(self.tables.values(), steps, strict=True):
             table.roll_back(back)
 
-    def look(self, on_rollback: OnRollback) -> tuple[Standing, list[Topic]]:
+    def look(self, on_rollback: OnRollback) -> tuple[IngestionProgress, list[Topic]]:
         known = found(self.tables, on_rollback)
-        now = [self.topic().as_recorded(known.position)]
+        now = [self.topic().with_recorded_resets(known.position)]
         require_replayable(known, now)
         return known, now
 
@@ -297,12 +307,12 @@ def test_a_batch_has_at_most_so_many_records_and_leaves_out_nothing_else(
     one = topic(*((begin, begin + count) for begin, count in spans))
     planned = plan(one, start={}, most=most)
     waiting = sum(count for _, count in spans)
-    assert records(planned.ranges) == min(most, waiting)
-    assert planned.lag == waiting - records(planned.ranges)
+    assert count_offsets(planned.ranges) == min(most, waiting)
+    assert planned.lag == waiting - count_offsets(planned.ranges)
     for part, span in planned.ranges.items():
         assert span.start == one.begins[part.partition] < span.end <= one.ends[part.partition]
     # Where the others stand is told too: what is deleted before their turn is then missed.
-    assert {*planned.ranges, *planned.passed} == {*one.partitions()}
+    assert {*planned.ranges, *planned.advanced_offsets} == {*one.partitions()}
 
 
 def test_partitions_take_part_by_what_waits_in_them() -> None:
@@ -315,7 +325,7 @@ def test_reading_starts_at_the_end_where_that_is_wanted_and_only_once() -> None:
         return {part: one.ends[part.partition] for part in one.partitions()}
 
     planned = plan(topic((0, 7), (0, 9)), start={}, first=ends)
-    assert (planned.ranges, dict(planned.passed), planned.empty) == ({}, at(7, 9), False)
+    assert (planned.ranges, dict(planned.advanced_offsets), planned.is_empty) == ({}, at(7, 9), False)
     # What comes after it is read, and a partition that is added later from its start.
     later = plan(topic((0, 8), (0, 9), (0, 4)), start=at(7, 9), first=ends)
     assert later.ranges == {
@@ -325,43 +335,43 @@ def test_reading_starts_at_the_end_where_that_is_wanted_and_only_once() -> None:
 
 
 def test_nothing_is_told_of_an_empty_topic() -> None:
-    assert plan(topic((0, 0)), start={}).empty
-    assert plan(topic((3, 3)), start=at(3)).empty
+    assert plan(topic((0, 0)), start={}).is_empty
+    assert plan(topic((3, 3)), start=at(3)).is_empty
 
 
 def test_a_topic_that_is_not_what_it_was_stops_everything_or_goes_by_the_rule() -> None:
     again = topic((0, 4), incarnation="j")
     with raising(TopicChanged, "i", "j", reason="recreated", subject="t") as caught:
         plan(again, start=at(9))
-    planned = plan(again, start=at(9), rules=Rules(on_recreated="start_over"))
+    planned = plan(again, start=at(9), rules=TopicRules(on_recreated="start_over"))
     assert planned.ranges == {TopicPartition("t", "j", 0): OffsetRange(0, 4)}
     assert planned.notes == (caught.value.message,)
     # At once, so that it is not told again when the first records come.
-    assert not plan(topic((0, 0), incarnation="j"), start=at(9), rules=Rules("start_over")).empty
+    assert not plan(topic((0, 0), incarnation="j"), start=at(9), rules=TopicRules("start_over")).is_empty
 
     with raising(TopicChanged, 4, 6, reason="records_deleted", subject="t[0]"):
         plan(topic((7, 9)), start=at(4))
-    planned = plan(topic((7, 9)), start=at(4), rules=Rules(on_lost="skip"))
+    planned = plan(topic((7, 9)), start=at(4), rules=TopicRules(on_lost="skip"))
     assert planned.ranges == {TopicPartition("t", "i", 0): OffsetRange(7, 9)}
-    gone = plan(topic((9, 9)), start=at(4), rules=Rules(on_lost="skip"))
-    assert (dict(gone.passed), gone.empty) == (at(9), False)
+    gone = plan(topic((9, 9)), start=at(4), rules=TopicRules(on_lost="skip"))
+    assert (dict(gone.advanced_offsets), gone.is_empty) == (at(9), False)
 
     with raising(TopicChanged, 5, 9, reason="end_set_back", subject="t[0]"):
         plan(topic((0, 5), (0, 3)), start=at(9, 2))
-    planned = plan(topic((0, 5), (0, 3)), start=at(9, 2), rules=Rules(on_reset="continue_at_end"))
+    planned = plan(topic((0, 5), (0, 3)), start=at(9, 2), rules=TopicRules(on_reset="continue_at_end"))
     assert planned.ranges == {TopicPartition("t", "i~1", 1): OffsetRange(2, 3)}
-    assert dict(planned.passed) == {TopicPartition("t", "i~1", 0): 5}
+    assert dict(planned.advanced_offsets) == {TopicPartition("t", "i~1", 0): 5}
     assert planned.topics["t"].incarnation == "i~1"
     # From then on the smaller offsets count.
-    position = merged(at(9, 2), planned.passed, {TopicPartition("t", "i~1", 1): 3})
-    later = topic((0, 6), (0, 3)).as_recorded(position)
+    position = merge_offsets(at(9, 2), planned.advanced_offsets, {TopicPartition("t", "i~1", 1): 3})
+    later = topic((0, 6), (0, 3)).with_recorded_resets(position)
     assert plan(later, start=position).ranges == {TopicPartition("t", "i~1", 0): OffsetRange(5, 6)}
 
 
 def test_ranges_are_told_in_words() -> None:
     spans = {TopicPartition("t", "i", n): OffsetRange(n, 2 * n) for n in range(8)}
-    assert in_words(spans, most=2) == "t[1] 1 to 1, t[2] 2 to 3 and 5 more"
-    assert in_words({}) == "nothing"
+    assert format_ranges(spans, max_partitions=2) == "t[1] 1 to 1, t[2] 2 to 3 and 5 more"
+    assert format_ranges({}) == "nothing"
 
 
 # -- what tables say ---------------------------------------------------------------------------------------
@@ -377,10 +387,10 @@ def test_what_is_recorded_is_read_back(
     valid: int | None,
     snapshot: int | None,
 ) -> None:
-    told = Recorded(offsets, "commit", "run", valid, snapshot, until)
-    assert Recorded.from_text(told.text()) == told
-    summary = told.summary(NAME)
-    assert Recorded.from_text(summary[LakeProperty.OFFSETS_PREFIX + NAME]).offsets == offsets
+    told = TableProgress(offsets, "commit", "run", valid, snapshot, until)
+    assert TableProgress.from_json(told.to_json()) == told
+    summary = told.to_summary(NAME)
+    assert TableProgress.from_json(summary[LakeProperty.OFFSETS_PREFIX + NAME]).offsets == offsets
     assert (summary[LakeProperty.COMMIT_ID], summary.get(LakeProperty.VALID_THROUGH_MS)) == (
         "commit",
         None if valid is None else str(valid),
@@ -391,23 +401,23 @@ def test_what_is_recorded_is_read_back(
 def test_positions_are_merged_by_their_maximum(
     one: dict[TopicPartition, int], other: dict[TopicPartition, int]
 ) -> None:
-    both = merged(one, other)
-    assert both == merged(other, one)
-    assert covers(both, one)
-    assert covers(both, other)
+    both = merge_offsets(one, other)
+    assert both == merge_offsets(other, one)
+    assert has_reached(both, one)
+    assert has_reached(both, other)
     assert all(offset in (one.get(part), other.get(part)) for part, offset in both.items())
 
 
 def table(*batches: Offsets) -> FakeTable:
     made = FakeTable()
     for number, offsets in enumerate(batches, 1):
-        made.append(number, [number], Recorded(offsets, f"c{number}", "run"))
+        made.append(number, [number], TableProgress(offsets, f"c{number}", "run"))
     return made
 
 
 def test_a_table_that_had_nothing_in_a_batch_is_as_far_as_the_others() -> None:
     known = found({"a": table(at(5)), "b": table(at(2), at(9, 4))})
-    assert (known.position, known.replayed, known.start) == (at(9, 4), {}, at(9, 4))
+    assert (known.position, known.replay_offsets, known.start) == (at(9, 4), {}, at(9, 4))
     assert found({}).start == {}
 
 
@@ -418,30 +428,30 @@ def test_a_table_that_was_rolled_back_stops_is_filled_again_or_is_left_as_it_is(
     with raising(PositionLost, NAME, 'on_rollback="replay"', reason="rolled_back"):
         found(tables)
     again = found(tables, "replay")
-    assert (again.position, again.start, again.replayed) == (at(9), at(5), {"b": at(5)})
-    assert again.floors(["a", "b"], {TopicPartition("t", "i", 0): OffsetRange(5, 9)}) == {
+    assert (again.position, again.start, again.replay_offsets) == (at(9), at(5), {"b": at(5)})
+    assert again.min_offsets(["a", "b"], {TopicPartition("t", "i", 0): OffsetRange(5, 9)}) == {
         "a": at(9),
         "b": at(5),
     }
     left = found(tables, "skip")
-    assert (left.start, left.replayed) == (at(9), {})
+    assert (left.start, left.replay_offsets) == (at(9), {})
     # To before all that was ever put into it.
     back.roll_back(1)
-    assert found(tables, "replay").replayed == {"b": at(0)}
+    assert found(tables, "replay").replay_offsets == {"b": at(0)}
 
 
 def test_a_table_rolled_back_below_the_start_offset_is_filled_again_from_that_offset() -> None:
     """Before it are the rows of the sink that was taken over: they would be in the table twice."""
     one, world = topic((0, 9), (0, 9)), FakeTable()
     planned = plan(one, start={}, first=lambda _: at(7, 0))
-    assert dict(planned.started) == {one.partitions()[0]: 7}
-    world.append(0, [-1], Recorded({}, "old sink", "run"))
+    assert dict(planned.first_offsets) == {one.partitions()[0]: 7}
+    world.append(0, [-1], TableProgress({}, "old sink", "run"))
     del world.properties[LakeProperty.OFFSETS_PREFIX + NAME]
     world.snapshots[0].summary.additional_properties = {}
-    world.append(1, [1], Recorded(at(9, 9), "c", "run", started=planned.started))
+    world.append(1, [1], TableProgress(at(9, 9), "c", "run", first_offsets=planned.first_offsets))
     # The batch after it does not start anything, and the start is still known.
     known = found({"t": world})
-    assert dict(known.started) == dict(planned.started)
+    assert dict(known.first_offsets) == dict(planned.first_offsets)
     world.roll_back(1)
     assert found({"t": world}, "replay").start == at(7, 0)
 
@@ -476,7 +486,7 @@ def test_snapshots_that_expire_after_a_roll_back_do_not_make_it_unseen() -> None
     back.snapshots = [one for one in back.snapshots if one.snapshot_id == 2]
     with raising(PositionLost, reason="rolled_back"):
         found({"a": back})
-    assert found({"a": back}, "replay").replayed == {"a": at(9)}
+    assert found({"a": back}, "replay").replay_offsets == {"a": at(9)}
     # That of somebody else, put on top of what has expired, says nothing against it.
     grown = table(at(5), at(9))
     theirs = {"snapshot_id": 3, "parent_snapshot_id": 2, "sequence_number": 3, "summary": None}
@@ -498,7 +508,7 @@ def test_a_property_that_cannot_be_read_is_made_up_for_by_the_snapshots_or_is_an
 
 def test_two_ingestions_do_not_fill_one_table_from_one_topic() -> None:
     filled = cast("dict[str, Table | None]", {"shop.a": table(at(5)), "shop.b": None})
-    require_alone(NAME, filled, {"t": "i"})
-    require_alone("other", filled, {"t": "j", "u": "i"})
+    require_single_ingestion(NAME, filled, {"t": "i"})
+    require_single_ingestion("other", filled, {"t": "j", "u": "i"})
     with raising(AnotherIngestion, "topic t", subject=NAME, table="shop.a"):
-        require_alone("other", filled, {"t": "i"})
+        require_single_ingestion("other", filled, {"t": "i"})

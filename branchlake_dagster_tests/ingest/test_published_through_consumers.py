@@ -7,11 +7,11 @@ import dagster as dg
 import polars as pl
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.cli.consumers import gather
-from branchlake_dagster.ingest.offsets import Recorded, TopicPartition
+from branchlake_dagster.cli.consumers import gather_consumers
+from branchlake_dagster.ingest.offsets import TableProgress, TopicPartition
 from branchlake_dagster.ingest.published_through import published_through
 from branchlake_dagster.ingest.published_through_check import published_through_check
-from branchlake_dagster.internals.pyiceberg import transaction_on
+from branchlake_dagster.internals.pyiceberg import open_transaction
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.stored_names import LakeProperty
@@ -69,9 +69,9 @@ def test_a_condition_and_a_check_wait_for_two_stages_of_consumers(
         table = lakehouse.catalog().load_table(tuple(orders.key.path))
         snapshot = table.metadata.current_snapshot_id
         ms = int(through.timestamp() * 1000)
-        recorded = Recorded({TopicPartition("orders", "id", 0): ms}, "commit", "run", ms, snapshot)
-        with transaction_on(table) as transaction:
-            transaction.set_properties({f"{LakeProperty.OFFSETS_PREFIX}orders": recorded.text()})
+        recorded = TableProgress({TopicPartition("orders", "id", 0): ms}, "commit", "run", ms, snapshot)
+        with open_transaction(table) as transaction:
+            transaction.set_properties({f"{LakeProperty.OFFSETS_PREFIX}orders": recorded.to_json()})
 
     def requested(p: Project) -> set[Any]:
         found = dg.evaluate_automation_conditions(
@@ -116,5 +116,7 @@ def test_a_condition_and_a_check_wait_for_two_stages_of_consumers(
         assert event.asset_materialization is not None
         through = datetime(2026, 8, 5, 1, tzinfo=UTC)
         assert event.asset_materialization.metadata["branchlake/valid_through"].value == through.timestamp()
-        shown = {one["table"]: one["valid_through"] for one in gather(lakehouse.settings)["consumers"]}
+        shown = {
+            one["table"]: one["valid_through"] for one in gather_consumers(lakehouse.settings)["consumers"]
+        }
         assert shown[f"{namespace}.gold"] == through.isoformat()

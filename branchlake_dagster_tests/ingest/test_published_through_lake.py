@@ -48,8 +48,8 @@ def time_of(lake: Lakehouse, ingest: Ingest, kind: str) -> PublishedTime:
 def test_all_tables_of_an_ingestion_are_published_through_its_time(
     driving: Driving, kafka: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_assets, "declared", declared := dict[str, Ingest]())
-    monkeypatch.setattr("branchlake_dagster.ingest.published_through.declared", declared)
+    monkeypatch.setattr(batch_assets, "ingests_by_name", declared := dict[str, Ingest]())
+    monkeypatch.setattr("branchlake_dagster.ingest.published_through.ingests_by_name", declared)
     topic = kafka.topic(partitions=2)
     ingest = an_ingestion(topic)
     drive = driving(ingest)
@@ -142,7 +142,7 @@ def test_a_run_that_read_too_early_is_not_published(driving: Driving, kafka: Bro
 
     check = published_through_check(daily, f"{name}.a", severity=severity)
     defs = branchlake_definitions(
-        lakehouse=LakehouseResource.of(drive.lake.settings),
+        lakehouse=LakehouseResource.from_settings(drive.lake.settings),
         definitions=dg.Definitions(assets=[daily], asset_checks=[check], executor=dg.in_process_executor),
     )
     with new_instance() as instance:

@@ -13,8 +13,13 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import PositionLost
-from branchlake_dagster.ingest.progress import PutBack, put_back, require_put_back, with_put_back
-from branchlake_dagster.ingest.reprocessing import Chosen, reprocess_batch
+from branchlake_dagster.ingest.progress import (
+    ReprocessingRun,
+    add_reprocessing_run,
+    reprocessing_runs,
+    require_reprocessed_rows,
+)
+from branchlake_dagster.ingest.reprocessing import DeadLetterSelection, reprocess_batch
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
@@ -33,7 +38,9 @@ def _put_back(drive: Driver, run: str) -> None:
     place = drive.place()
     session = drive.lake.spark_session(place.branch)
     try:
-        done = reprocess_batch(drive.ingest, replace(place, run_id=run, session=lambda: session), Chosen())
+        done = reprocess_batch(
+            drive.ingest, replace(place, run_id=run, session=lambda: session), DeadLetterSelection()
+        )
     finally:
         session.stop()
     assert done is not None
@@ -93,14 +100,14 @@ def test_rows_that_were_put_back_are_missed_and_put_back_again(
     _takes(drive, "x|y")
     _put_back(drive, "run-1")
     put_in = _head(drive, 0)
-    assert drive.look().plan.empty
+    assert drive.look().plan.is_empty
     # Back to what all of its offsets are in.
     _roll_back(drive, 0, first)
     with raising(PositionLost, f"{topic}[0]", reason="reprocessed_rows_lost") as lost:
         drive.look()
     assert (lost.value.table, lost.value.branch, lost.value.run_id) == (f"{namespace}.a", "main", "run-1")
     _by_the_page(drive, "set_current_snapshot", {"4711": str(put_in)})
-    assert drive.look().plan.empty
+    assert drive.look().plan.is_empty
 
     kafka.send(topic, [_json(id=3, to="x"), _json(id=4, to="z")])
     drive.batch()
@@ -115,7 +122,7 @@ def test_rows_that_were_put_back_are_missed_and_put_back_again(
         with raising(PositionLost, "run-1", reason="reprocessed_rows_lost"):
             _put_back(drive, "run-3")
     _takes(drive, "x|y|z", on_rollback="skip")
-    assert drive.look().plan.empty
+    assert drive.look().plan.is_empty
 
     runs = {"'1081e5a2-…'": "'run-1', 'run-2'", ">= 10": ">= 2"}
     _by_the_page(drive, "NOT EXISTS", runs)
@@ -125,7 +132,7 @@ def test_rows_that_were_put_back_are_missed_and_put_back_again(
     _put_back(drive, "run-3")
     assert [[row["id"] for row in drive.rows(n, "id")] for n in range(2)] == 2 * [[1, 2, 3, 4]]
     _takes(drive, "x|y|z", on_rollback="stop")
-    assert drive.look().plan.empty
+    assert drive.look().plan.is_empty
     assert not _waiting(drive)
 
 
@@ -154,7 +161,7 @@ def test_letters_whose_marks_were_rolled_back_are_not_put_back_twice(
     _takes(drive, "x|y", on_rollback="stop")
 
     _by_the_page(drive, "UPDATE", {"5012": str(marked), "1081e5a2-…": "run-1"})
-    assert drive.look().plan.empty
+    assert drive.look().plan.is_empty
     assert _waiting(drive) == [2, 4]
     _put_back(drive, "run-2")
     assert _waiting(drive) == [2, 4]
@@ -199,7 +206,7 @@ def test_a_replay_reads_nothing_again_that_was_put_back(
     _roll_back(drive, 0, put_in)
     drive.batch()
     assert [row["id"] for row in drive.rows(0, "id")] == [1, 1, 2]
-    assert drive.look().plan.empty
+    assert drive.look().plan.is_empty
 
 
 # -- what snapshots tell -----------------------------------------------------------------------------------
@@ -231,8 +238,8 @@ def _table(*line: int, beside: tuple[int, ...] = (), first: int | None = None, *
 
 def _lost(table: Table, **more: Any) -> bool:
     try:
-        rules = {"on_rollback": "stop", "branch": "main", "dead_letters": "dead", **more}
-        require_put_back("orders", {"t": table}, **rules)
+        rules = {"on_rollback": "stop", "branch": "main", "dead_letter_table_name": "dead", **more}
+        require_reprocessed_rows("orders", {"t": table}, **rules)
     except PositionLost:
         return True
     return False
@@ -259,9 +266,11 @@ def test_a_replayed_snapshot_is_the_one_that_it_repeats() -> None:
 
 def test_the_property_forgets_expired_snapshots_and_reads_what_older_releases_wrote() -> None:
     table = _table(3, 4, first=2, old=2, other=3)
-    found = with_put_back("orders", table.metadata, PutBack("new", 5, 5))
-    told = put_back("orders", {f"{LakeProperty.REPROCESSED_PREFIX}orders": found})
-    assert told == [PutBack("other", 3, 3), PutBack("new", 5, 5)]
+    found = add_reprocessing_run("orders", table.metadata, ReprocessingRun("new", 5, 5))
+    told = reprocessing_runs("orders", {f"{LakeProperty.REPROCESSED_PREFIX}orders": found})
+    assert told == [ReprocessingRun("other", 3, 3), ReprocessingRun("new", 5, 5)]
     for plain in ("1081e5a2-6c1f-4a55-a10c-09b1a6d1c4f0", "17", "run"):
-        assert put_back("orders", {f"{LakeProperty.REPROCESSED_PREFIX}orders": plain}) == [PutBack(plain)]
-    assert put_back("orders", {}) == []
+        assert reprocessing_runs("orders", {f"{LakeProperty.REPROCESSED_PREFIX}orders": plain}) == [
+            ReprocessingRun(plain)
+        ]
+    assert reprocessing_runs("orders", {}) == []

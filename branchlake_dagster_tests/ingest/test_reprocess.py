@@ -19,13 +19,13 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from branchlake_dagster.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.batch_context import Place
+from branchlake_dagster.ingest.batch_context import BatchContext
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import EarlierAttemptLate, LettersLeftOut
-from branchlake_dagster.ingest.prepared_records import Prepared
-from branchlake_dagster.ingest.reprocessing import Chosen, reprocess_batch, waiting_letters
-from branchlake_dagster.ingest.scan import Scanned
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.ingest.prepared_records import PreparedRecords
+from branchlake_dagster.ingest.reprocessing import DeadLetterSelection, count_dead_letters, reprocess_batch
+from branchlake_dagster.ingest.scan import ScanResult
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.suite.kafka import Broker, Message, as_environment
@@ -36,7 +36,9 @@ def _json(**told: Any) -> bytes:
     return json.dumps(told).encode()
 
 
-def _run(drive: Driver, chosen: Chosen, run: str, place: Place | None = None) -> tuple[Place, Scanned | None]:
+def _run(
+    drive: Driver, chosen: DeadLetterSelection, run: str, place: BatchContext | None = None
+) -> tuple[BatchContext, ScanResult | None]:
     place = place or drive.place()
     # Letters are marked by Spark, so its session stands on the branch.
     session = drive.lake.spark_session(place.branch)
@@ -54,9 +56,9 @@ def _letters(drive: Driver) -> list[tuple[int, str | None, str]]:
 
 
 def test_what_is_chosen_comes_through_a_tag() -> None:
-    chosen = Chosen(("syntax", "route"), "a.b", datetime(2026, 1, 2, tzinfo=UTC), None)
-    assert Chosen.from_text(chosen.text()) == chosen
-    assert Chosen.from_text(Chosen().text()) == Chosen()
+    chosen = DeadLetterSelection(("syntax", "route"), "a.b", datetime(2026, 1, 2, tzinfo=UTC), None)
+    assert DeadLetterSelection.from_tag(chosen.to_tag()) == chosen
+    assert DeadLetterSelection.from_tag(DeadLetterSelection().to_tag()) == DeadLetterSelection()
 
 
 _MODULE = """
@@ -97,7 +99,7 @@ def test_the_command_counts_letters_and_puts_them_back_in_a_run(
     assert asked("--dry-run", "--error-kind", "syntax") == {"letters": [], "run": None}
     found = asked()
     assert found["letters"] == letters
-    branch = drive.lake.catalog(branch_name(found["run"]))
+    branch = drive.lake.catalog(run_branch_name(found["run"]))
     rows = branch.load_table((namespace, "t")).scan().to_arrow()
     assert sorted(rows["id"].to_pylist()) == [1, 3_000_000_000]
     # On its branch: main has it when it is published.
@@ -140,11 +142,11 @@ def test_dead_letters_are_put_back_once(driving: Driving, kafka: Broker, namespa
     first = drive.dead()
     name = f"{namespace}.b"
     session = drive.lake.spark_session()
-    waits = waiting_letters(session, drive.known, Chosen(kinds=["conversion"]))
+    waits = count_dead_letters(session, drive.known, DeadLetterSelection(kinds=["conversion"]))
     assert waits == [(f"{namespace}.a", "conversion", 1), (name, "conversion", 2)]
-    late = Chosen(since=datetime.now(UTC) + timedelta(days=1))
-    assert waiting_letters(session, drive.known, late) == []
-    assert len(waiting_letters(session, drive.known, Chosen(until=late.since))) == 4
+    late = DeadLetterSelection(since=datetime.now(UTC) + timedelta(days=1))
+    assert count_dead_letters(session, drive.known, late) == []
+    assert len(count_dead_letters(session, drive.known, DeadLetterSelection(until=late.since))) == 4
     session.stop()
 
     # What was wrong is put right: the tables hold more, and take another route.
@@ -153,12 +155,17 @@ def test_dead_letters_are_put_back_once(driving: Driving, kafka: Broker, namespa
             update.update_column("n", field_type=LongType())
     wide = [replace(tables[0], route="a|c"), tables[1]]
     drive.ingest = replace(drive.ingest, tables=wide)
-    place, found = _run(drive, Chosen(), "run-1")
-    other, _ = _run(drive, Chosen(kinds=["route"]), "run-2")
+    place, found = _run(drive, DeadLetterSelection(), "run-1")
+    other, _ = _run(drive, DeadLetterSelection(kinds=["route"]), "run-2")
     assert found is not None
-    assert (found.counts["records"], found.rows(0), found.rows(1), found.counts["dead"]) == (5, 1, 1, 3)
+    assert (found.counts["records"], found.count_rows(0), found.count_rows(1), found.counts["dead"]) == (
+        5,
+        1,
+        1,
+        3,
+    )
     # An attempt after one that had committed adds nothing.
-    assert _run(drive, Chosen(), "run-1", place)[1] is None
+    assert _run(drive, DeadLetterSelection(), "run-1", place)[1] is None
     assert drive.merge(place)
     # Another that took up one of the same letters at once is refused.
     assert not drive.merge(other)
@@ -174,13 +181,13 @@ def test_dead_letters_are_put_back_once(driving: Driving, kafka: Broker, namespa
     again = next(row for row in letters if row["batch"] == "run-1" and row["offset"] == 3)
     assert [again[one] for one in same] == [first[3][one] for one in same]
     # All that is left fails again, and no row comes twice; the ingestion's own place did not move.
-    assert drive.merge(_run(drive, Chosen(kinds=["conversion", "syntax"]), "run-3")[0])
+    assert drive.merge(_run(drive, DeadLetterSelection(kinds=["conversion", "syntax"]), "run-3")[0])
     assert (len(drive.rows(0)), len(drive.rows(1))) == (1, 2)
-    assert drive.look().plan.empty
+    assert drive.look().plan.is_empty
 
     drive.ingest = replace(drive.ingest, tables=tables)
     with raising(ConfigurationError, table=f"{namespace}.m", reason="not_reprocessable"):
-        Chosen(table=f"{namespace}.m").condition(drive.known)
+        DeadLetterSelection(table=f"{namespace}.m").to_sql(drive.known)
 
 
 def test_a_letter_that_only_a_wider_table_takes_widens_it(
@@ -198,9 +205,9 @@ def test_a_letter_that_only_a_wider_table_takes_widens_it(
     assert _letters(drive) == [(0, f"{namespace}.t", "conversion"), *_letters(drive)[1:]]
 
     drive.ingest = replace(drive.ingest, evolve=["add", "widen", "relax"])
-    place, found = _run(drive, Chosen(), "run-1")
+    place, found = _run(drive, DeadLetterSelection(), "run-1")
     assert found is not None
-    assert (found.counts["records"], found.rows(0), found.counts["dead"]) == (3, 2, 1)
+    assert (found.counts["records"], found.count_rows(0), found.counts["dead"]) == (3, 2, 1)
     assert drive.merge(place)
     assert drive.rows(0, "id") == [
         {"id": 2, "must": None, "new": None},
@@ -225,13 +232,13 @@ def test_a_letter_that_finds_no_table_stays_its_tables(
     assert (_letters(drive), len(drive.rows(1))) == (waits, 1)
 
     drive.ingest = replace(drive.ingest, tables=[replace(both[0], route="y"), both[1]])
-    assert drive.merge(_run(drive, Chosen(), "run-1")[0])
+    assert drive.merge(_run(drive, DeadLetterSelection(), "run-1")[0])
     assert _letters(drive) == [(0, f"{namespace}.a", "route")]
-    assert drive.merge(_run(drive, Chosen(), "run-2")[0])
+    assert drive.merge(_run(drive, DeadLetterSelection(), "run-2")[0])
     with drive.table(0).update_schema() as update:
         update.update_column("id", field_type=LongType())
     drive.ingest = replace(drive.ingest, tables=both)
-    assert drive.merge(_run(drive, Chosen(), "run-3")[0])
+    assert drive.merge(_run(drive, DeadLetterSelection(), "run-3")[0])
     assert (_letters(drive), len(drive.rows(0)), len(drive.rows(1))) == ([], 1, 1)
 
 
@@ -246,7 +253,7 @@ def test_a_letter_without_a_value_stays_one_beside_merged_tables(
     drive.batch()
     merged = replace(table, key=[namespace, "m"], mode="upsert", keys=["id"])
     drive.ingest = replace(drive.ingest, tables=[table, merged])
-    place, found = _run(drive, Chosen(), "run-1")
+    place, found = _run(drive, DeadLetterSelection(), "run-1")
     assert found is not None
     assert (found.counts["records"], found.counts["dead"]) == (1, 1)
     assert drive.merge(place)
@@ -262,9 +269,9 @@ def test_letters_that_would_give_nothing_are_not_put_back(
     drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], route_by="to"))
     kafka.send(topic, [_json(id=1, to="y"), _json(id="x", to="x")])
     drive.batch()
-    monkeypatch.setattr(Prepared, "_says_no_more", lambda _: F.expr("true"))
+    monkeypatch.setattr(PreparedRecords, "_is_redundant_tombstone", lambda _: F.expr("true"))
     with raising(LettersLeftOut, 2, 1):
-        _run(drive, Chosen(), "run-1")
+        _run(drive, DeadLetterSelection(), "run-1")
     assert len(_letters(drive)) == 2
 
 
@@ -278,16 +285,18 @@ def test_what_an_earlier_attempt_sends_late_is_not_put_back_twice(
     drive.batch()
     drive.ingest = replace(drive.ingest, tables=[replace(table, route="y")])
     place = drive.place()
-    late: list[Scanned | None] = []
+    late: list[ScanResult | None] = []
     session = drive.lake.spark_session(place.branch)
 
     def open_session() -> SparkSession:
         if not late:
-            late.append(_run(drive, Chosen(), "run-1", place)[1])
+            late.append(_run(drive, DeadLetterSelection(), "run-1", place)[1])
         return session
 
     with pytest.raises(EarlierAttemptLate):
-        reprocess_batch(drive.ingest, replace(place, run_id="run-1", session=open_session), Chosen())
+        reprocess_batch(
+            drive.ingest, replace(place, run_id="run-1", session=open_session), DeadLetterSelection()
+        )
     session.stop()
     assert late[0] is not None
     assert drive.lake.catalog(place.branch).load_table((namespace, "a")).scan().to_arrow().num_rows == 1
@@ -316,11 +325,11 @@ def test_a_table_that_is_filled_again_leaves_waiting_letters_alone(
             update.update_column("id", field_type=LongType())
     wide = [replace(one, route="x|y") for one in tables]
     drive.ingest = replace(drive.ingest, tables=wide, on_rollback="replay")
-    while not drive.look().plan.empty:
+    while not drive.look().plan.is_empty:
         drive.batch()
     assert [row["id"] for row in drive.rows(0, "id")] == [1, 2]
     # No letter goes into a table whose rows are merged, so this one takes what fits now.
     assert [row["id"] for row in drive.rows(1, "id")] == [1, 2, 4, 3_000_000_000]
-    assert drive.merge(_run(drive, Chosen(), "run-1")[0])
+    assert drive.merge(_run(drive, DeadLetterSelection(), "run-1")[0])
     assert [row["id"] for row in drive.rows(0, "id")] == [1, 2, 4, 3_000_000_000]
     assert len(_letters(drive)) == 1

@@ -17,16 +17,16 @@ from confluent_kafka.admin import AdminClient
 from branchlake_dagster.ingest import batch_assets
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.definitions import ingest_definitions
-from branchlake_dagster.ingest.ingest_sensor import batch_sensor, told_and_observations, waiting
+from branchlake_dagster.ingest.ingest_sensor import build_batch_sensor, observe_topics, plan_batch_on_main
 from branchlake_dagster.ingest.live_job import live_sensor
 from branchlake_dagster.ingest.observation import topic_key
 from branchlake_dagster.ingest.planning import CommittedOffsets, StartingOffsets
-from branchlake_dagster.ingest.reprocessing import Chosen
+from branchlake_dagster.ingest.reprocessing import DeadLetterSelection
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.publication.publish import RunOutcome, publish
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import NONE, SET_ASIDE
+from branchlake_dagster.runs.run_tags import NO_VALUE, PARKED
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.ingest.test_live import AT, COLUMNS, ids, record, run_branches, two_tables
@@ -74,7 +74,7 @@ def project(lakehouse: Lakehouse, spark_session: Any, kafka: Broker) -> Iterator
 
         def opened(ingest: Ingest) -> Project:
             merged = branchlake_definitions(
-                lakehouse=LakehouseResource.of(lake.settings),
+                lakehouse=LakehouseResource.from_settings(lake.settings),
                 definitions=dg.Definitions.merge(
                     ingest_definitions(ingest), dg.Definitions(executor=dg.in_process_executor)
                 ),
@@ -274,7 +274,7 @@ def test_a_second_attempt_to_put_letters_back_is_judged_by_them_too(
     kafka.send(topic, [record(1), Message(b"no")])
     assert p.publish(p.run()).published
     _fails_once(monkeypatch, "_changed")
-    result = p.run(tags={RunTag.REPROCESS: Chosen().text()})
+    result = p.run(tags={RunTag.REPROCESS: DeadLetterSelection().to_tag()})
     told = [
         each.asset_check_evaluation_data.description
         for each in result.all_events
@@ -304,14 +304,14 @@ def test_the_sensor_waits_for_records_or_their_age(project: Opened, kafka: Broke
     topic = kafka.topic()
     p = project(two_tables(topic))
     clock = [1_000.0]
-    sensor = batch_sensor(
-        p.ingest, f"ingest_{p.ingest.name}_job", least_records=3, most_age_s=60, now=lambda: clock[0]
+    sensor = build_batch_sensor(
+        p.ingest, f"ingest_{p.ingest.name}_job", least_records=3, most_age_s=60, clock=lambda: clock[0]
     )
     cursor: str | None = None
 
     def tick() -> Any:
         nonlocal cursor
-        resources = {"lakehouse": LakehouseResource.of(p.lake.settings)}
+        resources = {"lakehouse": LakehouseResource.from_settings(p.lake.settings)}
         with dg.build_sensor_context(instance=p.instance, cursor=cursor, resources=resources) as context:
             told = sensor.evaluate_tick(context)
         cursor = told.cursor
@@ -345,10 +345,10 @@ def test_no_run_is_started_while_the_one_before_waits_for_its_publication(
     """It would read the same records again, and be refused."""
     topic = kafka.topic()
     p = project(two_tables(topic))
-    sensor = batch_sensor(p.ingest, f"ingest_{p.ingest.name}_job", least_records=1)
+    sensor = build_batch_sensor(p.ingest, f"ingest_{p.ingest.name}_job", least_records=1)
 
     def tick() -> Any:
-        resources = {"lakehouse": LakehouseResource.of(p.lake.settings)}
+        resources = {"lakehouse": LakehouseResource.from_settings(p.lake.settings)}
         with dg.build_sensor_context(instance=p.instance, resources=resources) as context:
             return sensor.evaluate_tick(context)
 
@@ -356,9 +356,9 @@ def test_no_run_is_started_while_the_one_before_waits_for_its_publication(
     (request,) = tick().run_requests
     done = p.run(tags=request.tags)
     assert tick().skip_message == f"Run {done.run_id[:8]} is to be published first."
-    p.instance.add_run_tags(done.run_id, {RunTag.NEXT_ATTEMPT: SET_ASIDE})
+    p.instance.add_run_tags(done.run_id, {RunTag.NEXT_ATTEMPT: PARKED})
     assert len(tick().run_requests) == 1  # nobody knows when somebody takes it up again
-    p.instance.add_run_tags(done.run_id, {RunTag.NEXT_ATTEMPT: NONE})
+    p.instance.add_run_tags(done.run_id, {RunTag.NEXT_ATTEMPT: NO_VALUE})
     assert p.publish(done).published
     assert tick().skip_message == "Nothing waits."
 
@@ -370,7 +370,7 @@ def test_the_group_has_committed_what_a_published_run_has_read(project: Opened, 
     admin = AdminClient(kafka.cluster.client_options())
 
     def committed() -> int:
-        told_and_observations(p.ingest, p.lake, 0.0, 1_000.0)
+        observe_topics(p.ingest, p.lake, 0.0, 1_000.0)
         partitions = [TopicPartition(topic, 0)]
         asked = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(p.ingest.group, partitions)])
         (place,) = asked[p.ingest.group].result(30).topic_partitions
@@ -387,11 +387,11 @@ def test_the_live_sensor_keeps_one_run_going_and_tells_the_lag(project: Opened, 
     topic = kafka.topic()
     p = project(two_tables(topic))
     clock, cursor = [1_000.0], None
-    sensor = live_sensor(p.ingest, now=lambda: clock[0])
+    sensor = live_sensor(p.ingest, clock=lambda: clock[0])
 
     def tick() -> tuple[int, list[Any]]:
         nonlocal cursor
-        resources = {"lakehouse": LakehouseResource.of(p.lake.settings)}
+        resources = {"lakehouse": LakehouseResource.from_settings(p.lake.settings)}
         with dg.build_sensor_context(instance=p.instance, cursor=cursor, resources=resources) as context:
             told = sensor.evaluate_tick(context)
         cursor = told.cursor
@@ -423,7 +423,7 @@ def test_a_run_starts_at_the_committed_offsets_and_its_second_attempt_too(
     send(kafka, topic, 3, partition=1)
     kafka.commit(group, topic, {0: 2, 1: 3})
     p = project(an_ingestion(topic, CommittedOffsets(group)))
-    assert waiting(p.ingest, p.lake).plan.due
+    assert plan_batch_on_main(p.ingest, p.lake).plan.must_record
     _fails_once(monkeypatch)
     first, second = p.run(), p.run()
     assert p.publish(first).published

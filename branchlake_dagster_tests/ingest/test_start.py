@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.declaration import Ingest, IngestTable, expanded
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable, expand_families
 from branchlake_dagster.ingest.errors import StartOffsetsMissing, StartOffsetsOutOfRange
 from branchlake_dagster.ingest.offsets import Topic, TopicPartition
 from branchlake_dagster.ingest.planning import (
@@ -76,7 +76,7 @@ def test_offsets_outside_the_retained_range_are_named_with_that_range(
 def test_offsets_are_formatted_by_partition() -> None:
     offsets = {TopicPartition("t", "i", number): number * 10 for number in range(3)}
     assert format_offsets(offsets) == "t[0] 0, t[1] 10, t[2] 20"
-    assert format_offsets(offsets, most=1) == "t[0] 0 and 2 more"
+    assert format_offsets(offsets, max_partitions=1) == "t[0] 0 and 2 more"
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_a_start_without_meaning_is_refused_when_it_is_declared(declare: Any) ->
 )
 def test_a_start_goes_with_its_source_and_stays_when_tables_are_named(source: Any, start: Any) -> None:
     ingest = Ingest(name="o", topics=["orders"], tables=[TABLE], source=source, start=start)
-    assert expanded(ingest, {}).start == start
+    assert expand_families(ingest, {}).start == start
 
 
 def test_a_landing_folder_has_no_consumer_groups(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError):
-        LandingTopics(tmp_path).committed("old", ["orders"])
+        LandingTopics(tmp_path).committed_offsets("old", ["orders"])

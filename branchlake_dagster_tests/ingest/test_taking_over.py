@@ -56,7 +56,7 @@ def held(lake: Lakehouse, ingest: Ingest) -> dict[int, list[int]]:
 
 
 def positions(drive: Driver) -> dict[int, int]:
-    return {one.partition: offset for one, offset in drive.look().standing.position.items()}
+    return {one.partition: offset for one, offset in drive.look().progress.position.items()}
 
 
 # -- batch by batch ----------------------------------------------------------------------------------------
@@ -88,9 +88,9 @@ def test_the_start_is_recorded_also_where_nothing_waits(driving: Driving, kafka:
     kafka.commit(group, topic, {0: 3})
     ingest = an_ingestion(topic, CommittedOffsets(group))
     drive = driving(ingest)
-    assert drive.look().plan.due
-    assert drive.batch().records == 0
-    assert drive.look().plan.empty
+    assert drive.look().plan.must_record
+    assert drive.batch().record_count == 0
+    assert drive.look().plan.is_empty
     kafka.delete_group(group)
     send(kafka, topic, 1)
     drive.batch()
@@ -103,11 +103,11 @@ def test_given_offsets_are_exact_and_counted_once(driving: Driving, kafka: Broke
     send(kafka, topic, 4, partition=1)
     ingest = an_ingestion(topic, StartingOffsets({topic: {0: 4, 1: 1}}), most_records=2)
     drive = driving(ingest)
-    while not drive.look().plan.empty:
+    while not drive.look().plan.is_empty:
         drive.batch()
     assert held(drive.lake, ingest) == {0: [4], 1: [1, 2, 3]}
     drive.ingest = replace(ingest, start=StartingOffsets({topic: {0: 0, 1: 0}}))
-    assert drive.look().plan.empty
+    assert drive.look().plan.is_empty
 
 
 @pytest.mark.parametrize(("otherwise", "rows"), [("earliest", {0: [2], 1: [0, 1]}), ("latest", {0: [2]})])
@@ -176,11 +176,11 @@ def test_a_transaction_that_commits_offsets_is_waited_for(kafka: Broker) -> None
     kafka.commit(group, topic, {0: 1})
     topics = KafkaTopics(kafka.cluster)
     with kafka.transaction_of(group, topic, {0: 3}), pytest.raises(ConsumerGroupActive):
-        topics.committed(group, [topic])
+        topics.committed_offsets(group, [topic])
     until = time.monotonic() + 30
     while True:
         try:
-            committed = topics.committed(group, [topic])
+            committed = topics.committed_offsets(group, [topic])
             break
         except ConsumerGroupActive:  # its markers are written after the commit
             assert time.monotonic() < until
@@ -240,11 +240,11 @@ def test_of_two_live_runs_that_start_at_once_one_is_published(
 
         def meanwhile(_: Any) -> None:
             kafka.commit(group, topic, {0: 3})
-            assert other.batch() is not None
+            assert other.publish_next_batch() is not None
 
         paused.between = meanwhile
         with pytest.raises(Superseded):
-            paused.batch()
+            paused.publish_next_batch()
         paused.between = lambda _: None
-        assert paused.batch() is None
+        assert paused.publish_next_batch() is None
     assert held(lakehouse, ingest) == {0: [3, 4]}

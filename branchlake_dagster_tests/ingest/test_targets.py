@@ -11,9 +11,9 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import ListType, LongType, NestedField, StringType, StructType
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.batch_assets import asset_specs
-from branchlake_dagster.ingest.batch_tables import prepare
-from branchlake_dagster.ingest.declaration import Ingest, IngestTable, expanded
+from branchlake_dagster.ingest.batch_assets import build_asset_specs
+from branchlake_dagster.ingest.batch_tables import prepare_targets
+from branchlake_dagster.ingest.declaration import Ingest, IngestTable, expand_families
 from branchlake_dagster.ingest.spark_expressions import NAME_MAPPING, columns_of
 from branchlake_dagster_tests.changes.tables import SCHEMA, catalogue
 
@@ -47,9 +47,9 @@ def test_a_table_of_another_format_than_parquet_is_refused_before_a_record_is_re
         table = catalog.create_table("shop.t", SCHEMA, properties={"write.format.default": "orc"})
         known = {"shop.t": table, "shop.dead": catalog.create_table("shop.dead", SCHEMA)}
         wanted = {name: tuple(name.split(".")) for name in known}
-        ingest = expanded(Ingest(name="shop", topics=["t"], tables=[declared]), {})
+        ingest = expand_families(Ingest(name="shop", topics=["t"], tables=[declared]), {})
         with pytest.raises(ConfigurationError) as raised:
-            prepare(ingest, catalog, known, wanted, {})  # type: ignore[arg-type]  # any catalog does
+            prepare_targets(ingest, catalog, known, wanted, {})  # type: ignore[arg-type]  # any catalog does
         assert raised.value.table == "shop.t"
 
 
@@ -89,6 +89,6 @@ def test_a_name_mapping_that_cannot_be_read_is_refused(text: str) -> None:
 
 def test_all_tables_of_an_ingestion_are_computed_on_spark() -> None:
     declared = IngestTable(key=["shop", "t"])
-    specs = list(asset_specs(Ingest(name="shop", topics=["t"], tables=[declared])))
+    specs = list(build_asset_specs(Ingest(name="shop", topics=["t"], tables=[declared])))
     assert len(specs) == 2
     assert all("spark" in spec.kinds for spec in specs)

@@ -20,7 +20,7 @@ from confluent_kafka.admin import AdminClient
 
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.errors import AnotherIngestion, KafkaRefused
-from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.ingest.offsets import TopicPartition
 from branchlake_dagster.ingest.topic_source import LandingTopics
@@ -35,7 +35,7 @@ OTHER = TopicPartition("t", "i", 1)
 
 def test_topics_without_an_id_are_refused() -> None:
     """One that is made again has the same id as before: none."""
-    topics = KafkaTopics(Cluster("127.0.0.1:1"))
+    topics = KafkaTopics(KafkaCluster("127.0.0.1:1"))
 
     def describe(*_: Any, **__: Any) -> dict[str, Future[Any]]:
         told: Future[Any] = Future()
@@ -44,7 +44,7 @@ def test_topics_without_an_id_are_refused() -> None:
 
     admin = SimpleNamespace(describe_topics=describe, poll=lambda _: 0)
     topics.__dict__["_admin"] = admin
-    for ask in (topics.describe, topics.ids):
+    for ask in (topics.describe, topics.topic_ids):
         with raising(KafkaRefused, "Kafka 2.8", reason="topic_id_missing", subject="orders"):
             ask(["orders"])
 
@@ -52,11 +52,11 @@ def test_topics_without_an_id_are_refused() -> None:
 COLLECTED_BY_ITS_OWN_THREAD = """
 import gc, threading
 from confluent_kafka import TopicCollection
-from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 
 gc.disable()
-topics = KafkaTopics(Cluster("127.0.0.1:1"))
+topics = KafkaTopics(KafkaCluster("127.0.0.1:1"))
 topics.itself = topics
 future = topics._admin.describe_topics(TopicCollection(["orders"]), request_timeout=0.2)["orders"]
 collected = threading.Event()
@@ -106,16 +106,16 @@ def test_a_time_that_no_calendar_has_is_not_known(
 
     monkeypatch.setattr(confluent_kafka, "Consumer", consumer)
     offsets = dict.fromkeys((ONE, OTHER)[: len(times)], 0)
-    assert KafkaTopics(Cluster("127.0.0.1:1")).time_of(offsets) == expected
+    assert KafkaTopics(KafkaCluster("127.0.0.1:1")).earliest_time(offsets) == expected
 
 
 def test_nor_that_of_a_landed_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f.parquet"
     times = pa.array([253_402_300_800_000_000, None], pa.timestamp("us", "UTC"))
     pq.write_table(pa.table({"timestamp": times}), path)
-    monkeypatch.setattr(LandingTopics, "_holding", lambda *_: SimpleNamespace(path=path, first=0))
+    monkeypatch.setattr(LandingTopics, "_file_of_offset", lambda *_: SimpleNamespace(path=path, first=0))
     for offset in (0, 1):
-        assert LandingTopics(tmp_path).time_of({ONE: offset}) is None
+        assert LandingTopics(tmp_path).earliest_time({ONE: offset}) is None
 
 
 def test_a_group_is_told_of_a_topic_that_was_made_again(
@@ -131,8 +131,8 @@ def test_a_group_is_told_of_a_topic_that_was_made_again(
     kafka.create(topic)
     kafka.send(topic, [b'{"id": 3}'])
     result = drive.batch()
-    assert (len(result.recorded.offsets), list(result.current.values())) == (2, [1])
-    drive.topics.report(drive.ingest.group, result.current)
+    assert (len(result.progress.offsets), list(result.current_offsets.values())) == (2, [1])
+    drive.topics.report_offsets(drive.ingest.group, result.current_offsets)
     assert not caplog.records
     admin = AdminClient(kafka.cluster.client_options())  # its answers end with it
     asked = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(drive.ingest.group)])
@@ -155,7 +155,7 @@ def test_what_is_set_back_is_told_from_what_was_before(
     drive = driving(ingest)
     kafka.send(topic, [Message(b'{"id": 1, "to": "a"}', partition=0)])
     drive.batch()
-    (incarnation,) = {one.incarnation for one in drive.look().standing.position}
+    (incarnation,) = {one.incarnation for one in drive.look().progress.position}
     # As if partition 0 had had more, which a broker has lost.
     key, anchor = LakeProperty.OFFSETS_PREFIX + namespace, drive.table(-1)
     further = json.loads(anchor.properties[key])
@@ -164,7 +164,7 @@ def test_what_is_set_back_is_told_from_what_was_before(
     kafka.send(topic, [Message(b'{"id": "x", "to": "a"}', partition=1)])
     result = drive.batch()
     assert [row["incarnation"] for row in drive.dead()] == [f"{incarnation}~1"]
-    assert {(one.incarnation, one.partition) for one in result.current} == {
+    assert {(one.incarnation, one.partition) for one in result.current_offsets} == {
         (f"{incarnation}~1", 0),
         (f"{incarnation}~1", 1),
     }

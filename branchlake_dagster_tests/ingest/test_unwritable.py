@@ -15,10 +15,10 @@ from pyspark.errors import PySparkException
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest import ingest_batch as module
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.division import divide
+from branchlake_dagster.ingest.division import find_unwritable_records
 from branchlake_dagster.ingest.errors import KafkaUnavailable
 from branchlake_dagster.ingest.ingest_batch import ingest_batch
-from branchlake_dagster.ingest.unwritable_records import is_caused_by_records, reason_of
+from branchlake_dagster.ingest.unwritable_records import error_reason, is_caused_by_records
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.spark.session import SparkGone
 from branchlake_dagster.tables.errors import SchemaMismatch
@@ -75,15 +75,15 @@ def test_all_others_are_written_and_each_bad_record_is_a_dead_letter(
         assert (letter["table"], letter["batch"]) == (None, result.commit_id)
         assert "long overflow" in letter["error"]
     dead = len(bad_ones)
-    assert (result.records, result.dead, result.scanned.counts["dead/unwritable"]) == (
+    assert (result.record_count, result.dead_letter_count, result.scan_result.counts["dead/unwritable"]) == (
         count + dead,
         dead,
         dead,
     )
     assert len(result.notes) == 1
-    assert drive.look().plan.empty
+    assert drive.look().plan.is_empty
     kafka.send(topic, [good(count)])
-    assert (drive.batch().records, len(drive.rows(0))) == (1, count + 1)
+    assert (drive.batch().record_count, len(drive.rows(0))) == (1, count + 1)
 
 
 def test_a_batch_of_nothing_else_is_dead_letters_alone(
@@ -94,7 +94,7 @@ def test_a_batch_of_nothing_else_is_dead_letters_alone(
     drive = driving(Ingest(name=namespace, topics=[topic], tables=[table]))
     kafka.send(topic, [bad(1), bad(2)])
     result = drive.batch()
-    assert (result.records, result.dead) == (2, 2)
+    assert (result.record_count, result.dead_letter_count) == (2, 2)
     assert [letter["offset"] for letter in drive.dead()] == [0, 1]
     kafka.send(topic, [good(3)])
     drive.batch()
@@ -104,14 +104,14 @@ def test_a_batch_of_nothing_else_is_dead_letters_alone(
 def test_what_a_search_does_not_reach_waits_for_the_next_batch(
     driving: Driving, kafka: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "divide", partial(divide, most_passes=5))
+    monkeypatch.setattr(module, "find_unwritable_records", partial(find_unwritable_records, max_passes=5))
     topic = kafka.topic(partitions=2, **ANY_TIME)
     table = IngestTable(key=[namespace, "t"], columns={"id": "bigint"})
     drive = driving(Ingest(name=namespace, topics=[topic], tables=[table], start="earliest"))
     numbers = range(6)
     kafka.send(topic, [bad(n, n % 2) if n % 3 == 0 else good(n, n % 2) for n in numbers])
     batches = 0
-    while not drive.look().plan.empty:
+    while not drive.look().plan.is_empty:
         before = drive.look().plan
         drive.batch()
         after = drive.look().plan
@@ -136,7 +136,7 @@ def test_nothing_is_divided_where_a_harmless_record_fails_too(
         calls.append(1)
         raise PySparkException("broken")
 
-    monkeypatch.setattr(module, "scan", failing)
+    monkeypatch.setattr(module, "scan_records", failing)
     place = drive.place()
     head = drive.lake.nessie.reference(place.branch).hash
     with pytest.raises(PySparkException):
@@ -197,8 +197,8 @@ def test_only_what_records_may_cause_is_divided() -> None:
 
 def test_a_reason_is_the_innermost_cause() -> None:
     java = "Job aborted\n\tat org.apache.spark.Foo(Foo.scala:1)\nCaused by: java.lang.ArithmeticException: long overflow\n"
-    assert reason_of(PySparkException(java)) == "java.lang.ArithmeticException: long overflow"
+    assert error_reason(PySparkException(java)) == "java.lang.ArithmeticException: long overflow"
     python = 'Traceback\n  File "x.py", line 1, in f\nValueError: Can not validate empty avro name\n'
-    assert reason_of(PySparkException(python)) == "ValueError: Can not validate empty avro name"
-    assert reason_of(KeyError("x" * 2_000)).startswith("KeyError: 'xx")
-    assert len(reason_of(KeyError("x" * 2_000))) == 500
+    assert error_reason(PySparkException(python)) == "ValueError: Can not validate empty avro name"
+    assert error_reason(KeyError("x" * 2_000)).startswith("KeyError: 'xx")
+    assert len(error_reason(KeyError("x" * 2_000))) == 500

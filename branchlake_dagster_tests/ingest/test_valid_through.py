@@ -9,7 +9,7 @@ import pytest
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.offsets import Topic, TopicPartition
-from branchlake_dagster.ingest.planning import latest_times, valid_through_ms
+from branchlake_dagster.ingest.planning import compute_valid_through_ms, merge_latest_times
 
 NOW = 1_000_000
 ONE, OTHER = TopicPartition("t", "i", 0), TopicPartition("t", "i", 1)
@@ -20,49 +20,49 @@ def topic(*ends: int) -> Topic:
 
 
 def test_the_latest_time_of_each_partition_outlives_the_batches_it_has_nothing_in() -> None:
-    latest = latest_times({ONE: 10, OTHER: 30}, {"t/0": 20}, [topic(2, 2)], now_ms=NOW)
+    latest = merge_latest_times({ONE: 10, OTHER: 30}, {"t/0": 20}, [topic(2, 2)], now_ms=NOW)
     assert latest == {ONE: 20, OTHER: 30}
-    assert valid_through_ms([topic(2, 2)], latest, {}, None, now_ms=NOW) == 20
+    assert compute_valid_through_ms([topic(2, 2)], latest, {}, None, now_ms=NOW) == 20
 
 
 def test_an_earlier_record_takes_no_time_back() -> None:
-    assert latest_times({ONE: 10}, {"t/0": 5}, [topic(2)], now_ms=NOW) == {ONE: 10}
+    assert merge_latest_times({ONE: 10}, {"t/0": 5}, [topic(2)], now_ms=NOW) == {ONE: 10}
 
 
 def test_a_record_from_the_future_counts_as_of_now() -> None:
     """Somebody who sends microseconds as milliseconds must not make all later times pass."""
-    assert latest_times({}, {"t/0": NOW * 1000}, [topic(2)], now_ms=NOW) == {ONE: NOW}
+    assert merge_latest_times({}, {"t/0": NOW * 1000}, [topic(2)], now_ms=NOW) == {ONE: NOW}
 
 
 def test_partitions_of_topics_that_are_gone_are_forgotten() -> None:
     before = {TopicPartition("t", "old", 0): 10, TopicPartition("u", "i", 0): 10}
-    assert latest_times(before, {"t/0": 20}, [topic(2)], now_ms=NOW) == {ONE: 20}
+    assert merge_latest_times(before, {"t/0": 20}, [topic(2)], now_ms=NOW) == {ONE: 20}
 
 
 def test_a_partition_without_any_record_holds_the_time_where_it_was() -> None:
-    assert valid_through_ms([topic(2, 0)], {ONE: 20}, {}, None, now_ms=NOW) is None
-    assert valid_through_ms([topic(2, 0)], {ONE: 20}, {}, 15, now_ms=NOW) == 15
+    assert compute_valid_through_ms([topic(2, 0)], {ONE: 20}, {}, None, now_ms=NOW) is None
+    assert compute_valid_through_ms([topic(2, 0)], {ONE: 20}, {}, 15, now_ms=NOW) == 15
 
 
 def test_the_time_never_goes_back() -> None:
-    assert valid_through_ms([topic(2)], {ONE: 20}, {}, 30, now_ms=NOW) == 30
+    assert compute_valid_through_ms([topic(2)], {ONE: 20}, {}, 30, now_ms=NOW) == 30
 
 
 def test_idle_partitions_hold_nothing_back_once_they_are_read_to_their_end() -> None:
     one, read, unread = topic(2, 0), {ONE: 2, OTHER: 0}, {ONE: 2}
     latest = {ONE: NOW - 5}
-    assert valid_through_ms([one], latest, read, None, now_ms=NOW, idle_after_ms=100) == NOW - 5
+    assert compute_valid_through_ms([one], latest, read, None, now_ms=NOW, idle_after_ms=100) == NOW - 5
     old = {**latest, OTHER: NOW - 101}
-    assert valid_through_ms([one], old, read, None, now_ms=NOW, idle_after_ms=100) == NOW - 5
+    assert compute_valid_through_ms([one], old, read, None, now_ms=NOW, idle_after_ms=100) == NOW - 5
     recent = {**latest, OTHER: NOW - 99}
-    assert valid_through_ms([one], recent, read, None, now_ms=NOW, idle_after_ms=100) == NOW - 99
+    assert compute_valid_through_ms([one], recent, read, None, now_ms=NOW, idle_after_ms=100) == NOW - 99
     behind = topic(2, 7)
-    assert valid_through_ms([behind], latest, unread, 3, now_ms=NOW, idle_after_ms=100) == 3
+    assert compute_valid_through_ms([behind], latest, unread, 3, now_ms=NOW, idle_after_ms=100) == 3
 
 
 def test_where_all_partitions_are_idle_the_time_stays() -> None:
-    assert valid_through_ms([topic(2)], {ONE: 20}, {ONE: 2}, 15, now_ms=NOW, idle_after_ms=100) == 15
-    assert valid_through_ms([], {}, {}, None, now_ms=NOW) is None
+    assert compute_valid_through_ms([topic(2)], {ONE: 20}, {ONE: 2}, 15, now_ms=NOW, idle_after_ms=100) == 15
+    assert compute_valid_through_ms([], {}, {}, None, now_ms=NOW) is None
 
 
 @pytest.mark.parametrize("idle_after", [timedelta(0), timedelta(seconds=-1)])

@@ -20,9 +20,9 @@ from pyiceberg.catalog.memory import InMemoryCatalog
 
 from branchlake_dagster.ingest import scan as unpublished_files
 from branchlake_dagster.ingest import worker_writer as writer
-from branchlake_dagster.ingest.batch_tables import DEAD_LETTERS
+from branchlake_dagster.ingest.batch_tables import DEAD_LETTER_SCHEMA
 from branchlake_dagster.ingest.scan import FailedScans
-from branchlake_dagster.ingest.worker_writer import Work, WorkerTarget, writing
+from branchlake_dagster.ingest.worker_writer import Work, WorkerTarget, build_writer
 from branchlake_dagster_tests.changes.tables import catalogue
 
 _REASON = pa.struct([("kind", pa.string()), ("detail", pa.string())])
@@ -97,15 +97,15 @@ def _work(catalog: InMemoryCatalog) -> Work:
     staged = pa.schema([*_ROW, *(pa.field(name, kind) for name, kind in beside)])
     known = frozenset({"id", "text"})
     targets = [
-        WorkerTarget(made("first", plain), "__row0", {"at": "offset"}, "shop.first", known=known),
+        WorkerTarget(made("first", plain), "__row0", {"at": "offset"}, "shop.first", mapped_fields=known),
         WorkerTarget(
             made("staged", staged),
             "__row0",
             {f"__{one}": one for one in ("op", "topic", "partition", "offset")},
             "shop.second",
-            known=known,
+            mapped_fields=known,
         ),
-        WorkerTarget(made("dead", DEAD_LETTERS), None, {}, "shop.dead"),
+        WorkerTarget(made("dead", DEAD_LETTER_SCHEMA), None, {}, "shop.dead"),
     ]
     return Work("b1", ["t", "u"], ["i", "j"], targets, {}, 5)
 
@@ -114,7 +114,7 @@ def _written(
     work: Work, parts: list[list[dict[str, Any]]]
 ) -> tuple[dict[int, list[dict[str, Any]]], dict[str, Any], int]:
     batches = [pa.RecordBatch.from_pylist(part, schema=_RECORDS) for part in parts]
-    (sent,) = writing(work)(batches)
+    (sent,) = build_writer(work)(batches)
     rows: dict[int, list[dict[str, Any]]] = {0: [], 1: [], 2: []}
     told: dict[str, Any] = {}
     files = 0
@@ -211,7 +211,7 @@ def test_what_a_table_cannot_take_yet_is_not_written(catalog: InMemoryCatalog) -
     batch = pa.RecordBatch.from_pylist([_record(n, "first") for n in range(3)], schema=_RECORDS)
     wants = pa.array([None, "widen/id\nrelax/text", None], pa.string())
     whole = pa.RecordBatch.from_arrays([*batch.columns, wants], [*batch.schema.names, "__row0_evolve"])
-    (sent,) = writing(_work(catalog))([whole])
+    (sent,) = build_writer(_work(catalog))([whole])
     told = json.loads(sent.to_pylist()[-1]["payload"])["counts"]
     assert (told["rows/0"], told["evolve/0/widen/id"], told["evolve/0/relax/text"]) == (2, 1, 1)
 
@@ -222,7 +222,7 @@ def test_the_files_of_failed_scans_and_no_others_are_deleted(
 ) -> None:
     """Tables with very many files are not searched."""
     if not searched:
-        monkeypatch.setattr(unpublished_files, "LISTED_UP_TO", -1)
+        monkeypatch.setattr(unpublished_files, "MAX_LISTED_FILES", -1)
     records, files, works = [[_record(0, "both"), _record(1, "bad")]], [set[Path]()], []
     for _ in range(3):
         works.append(_work(catalog))
@@ -231,9 +231,9 @@ def test_the_files_of_failed_scans_and_no_others_are_deleted(
     failed = FailedScans()
     io = catalog.load_table(("shop", "first")).io
     for work in (works[0], works[2]):
-        with pytest.raises(RuntimeError), failed.remembering(work, io):
+        with pytest.raises(RuntimeError), failed.remember_failure(work, io):
             raise RuntimeError("lost")
-    with failed.remembering(works[1], io):
+    with failed.remember_failure(works[1], io):
         pass
     failed.delete_files()
     assert len(files[1]) == 3

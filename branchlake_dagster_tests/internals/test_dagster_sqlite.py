@@ -16,7 +16,7 @@ from alembic.script.revision import RevisionMap
 from alembic.util import pyfiles
 from sqlalchemy.pool import NullPool, StaticPool
 
-from branchlake_dagster.internals.dagster_sqlite import remembering
+from branchlake_dagster.internals.dagster_sqlite import cache_engines
 from branchlake_dagster_tests.suite.instances import new_instance
 
 
@@ -52,7 +52,7 @@ def test_a_database_has_one_engine_that_keeps_nothing_open(tmp_path: Path) -> No
         made.append(url)
         return sqlalchemy.create_engine(url, **options)
 
-    create_engine = remembering(create)
+    create_engine = cache_engines(create)
     urls = [f"sqlite:///{tmp_path / name}.db" for name in "ab"]
     for url in [*urls, *urls]:
         with create_engine(url, poolclass=NullPool, connect_args={"timeout": 5.0}).connect() as at:
@@ -71,7 +71,7 @@ def test_a_database_has_one_engine_that_keeps_nothing_open(tmp_path: Path) -> No
     ],
 )
 def test_an_engine_of_another_kind_is_made_anew(options: dict[str, Any]) -> None:
-    create_engine = remembering(sqlalchemy.create_engine)
+    create_engine = cache_engines(sqlalchemy.create_engine)
     first, second = (create_engine("sqlite://", **options) for _ in range(2))
     assert first is not second
     assert type(first.pool) is options["poolclass"]

@@ -157,14 +157,14 @@ def test_the_tags_of_retries_are_what_runs_carry() -> None:
 def test_pandera_tells_its_own_checks_from_others() -> None:
     from pandera.api.checks import Check
 
-    assert pandera_internals.builtin_of(Check.ge(3)) == ("greater_than_or_equal_to", {"min_value": 3})
+    assert pandera_internals.get_builtin_check(Check.ge(3)) == ("greater_than_or_equal_to", {"min_value": 3})
     own = Check(lambda _: True)
-    assert pandera_internals.builtin_of(own) is None
-    assert pandera_internals.method_of(own) is None
+    assert pandera_internals.get_builtin_check(own) is None
+    assert pandera_internals.find_check_method(own) is None
 
 
 def test_what_a_run_imports_late_is_where_it_was() -> None:
-    for module in launching_internals._FIRST_USED_BY_A_RUN:
+    for module in launching_internals._LATE_IMPORTS:
         import_module(module)
 
 
@@ -196,7 +196,7 @@ def test_nothing_is_written_any_more_once_writing_has_failed() -> None:
         late.append("written")
 
     def fail() -> None:
-        with pyiceberg_internals._all_written():
+        with pyiceberg_internals._wait_for_tasks():
             snapshot.ExecutorFactory.get_or_create().submit(slow)
             threading.Timer(0.05, goes_on.set).start()
             raise OSError("full")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from branchlake_dagster.embedded import process
-from branchlake_dagster.embedded.archives import Archive, archive_of, archives_folder, making
+from branchlake_dagster.embedded.archives import Archive, archives_folder, find_archive, lock_archives
 from branchlake_dagster.embedded.jars import ICEBERG_AWS, ICEBERG_SPARK, NESSIE_SERVER
 from branchlake_dagster.embedded.java import bundled_java, user_java
 from branchlake_dagster.embedded.process import ProcessRecord
@@ -43,14 +43,14 @@ def jar(folder: Path, name: str = "a.jar", content: bytes = b"jar") -> Path:
 
 def kept(archive: Archive | None, content: bytes = b"classes") -> Archive:
     assert archive is not None
-    with making():
-        Path(archive.record()[-1].partition("=")[2]).write_bytes(content)
-        assert archive.adopt()
+    with lock_archives():
+        Path(archive.record_options()[-1].partition("=")[2]).write_bytes(content)
+        assert archive.store_recording()
     return archive
 
 
 def file_of(archive: Archive) -> Path:
-    found = archive.found()
+    found = archive.find_file()
     assert found is not None
     return found
 
@@ -68,12 +68,12 @@ def file_of(archive: Archive) -> Path:
 )
 def test_the_options_are_those_of_the_java(tmp_path: Path, version: str, recorded: str, used: str) -> None:
     java = java_that_says(tmp_path / "java", f'IMPLEMENTOR="X"\nJAVA_VERSION="{version}"\n')
-    archive = archive_of("nessie", java, [jar(tmp_path)])
+    archive = find_archive("nessie", java, [jar(tmp_path)])
     assert archive is not None
-    assert archive.record()[-1].startswith(f"{recorded}{archives_folder()}/nessie-")
-    assert archive.use() == []
+    assert archive.record_options()[-1].startswith(f"{recorded}{archives_folder()}/nessie-")
+    assert archive.use_options() == []
     kept(archive)
-    assert archive.use() == [f"{used}{archive.found()}"]
+    assert archive.use_options() == [f"{used}{archive.find_file()}"]
 
 
 def test_another_jvm_server_or_jar_is_another_archive(tmp_path: Path) -> None:
@@ -82,43 +82,43 @@ def test_another_jvm_server_or_jar_is_another_archive(tmp_path: Path) -> None:
     one, same_size = jar(tmp_path, "one.jar"), jar(tmp_path, "two.jar")
     os.utime(one, (1, 1))
     found = [
-        archive_of("nessie", old, [one]),
-        archive_of("spark", old, [one]),
-        archive_of("nessie", new, [one]),
-        archive_of("nessie", old, [same_size]),
-        archive_of("nessie", old, [one, same_size]),
+        find_archive("nessie", old, [one]),
+        find_archive("spark", old, [one]),
+        find_archive("nessie", new, [one]),
+        find_archive("nessie", old, [same_size]),
+        find_archive("nessie", old, [one, same_size]),
     ]
     os.utime(one, (2, 2))  # another build under the old name
-    found.append(archive_of("nessie", old, [one]))
+    found.append(find_archive("nessie", old, [one]))
     assert len({archive.stem for archive in found if archive}) == len(found)
-    assert archive_of("nessie", old, [one]) == found[-1]
+    assert find_archive("nessie", old, [one]) == found[-1]
     (tmp_path / "old" / "release").write_text('JAVA_VERSION="17.0.3"\n')  # brought up to date in its place
-    assert archive_of("nessie", old, [one]) not in found
+    assert find_archive("nessie", old, [one]) not in found
 
 
 @pytest.mark.parametrize("release", [None, "", "nothing of use"])
 def test_a_java_that_does_not_say_what_it_is_has_none(tmp_path: Path, release: str | None) -> None:
-    assert archive_of("spark", java_that_says(tmp_path / "java", release), [jar(tmp_path)]) is None
+    assert find_archive("spark", java_that_says(tmp_path / "java", release), [jar(tmp_path)]) is None
 
 
 def test_a_jar_that_is_not_there_has_none(tmp_path: Path) -> None:
     java = java_that_says(tmp_path / "java", 'JAVA_VERSION="17"\n')
-    assert archive_of("spark", java, [tmp_path / "gone.jar"]) is None
+    assert find_archive("spark", java, [tmp_path / "gone.jar"]) is None
 
 
 # -- making one ----------------------------------------------------------------------------------------
 
 
 def test_an_archive_has_its_name_only_when_it_is_whole(tmp_path: Path, cache: Path) -> None:
-    archive = archive_of("nessie", java_that_says(tmp_path / "java", 'JAVA_VERSION="17"\n'), [])
+    archive = find_archive("nessie", java_that_says(tmp_path / "java", 'JAVA_VERSION="17"\n'), [])
     assert archive is not None
-    scratch = Path(archive.record()[-1].partition("=")[2])
+    scratch = Path(archive.record_options()[-1].partition("=")[2])
     assert (scratch.parent, scratch.suffix) == (cache, ".tmp")
-    with making():
-        assert archive.adopt() is None  # the JVM was killed, or the disk is full
+    with lock_archives():
+        assert archive.store_recording() is None  # the JVM was killed, or the disk is full
         scratch.write_bytes(b"half")
-        assert archive.use() == []
-        assert archive.adopt() == archive.found()
+        assert archive.use_options() == []
+        assert archive.store_recording() == archive.find_file()
     assert file_of(archive).read_bytes() == b"half"
     assert [path.name for path in cache.iterdir() if path.suffix == ".tmp"] == []
 
@@ -126,10 +126,10 @@ def test_an_archive_has_its_name_only_when_it_is_whole(tmp_path: Path, cache: Pa
 @pytest.mark.parametrize("content", [b"", b"class", b"Classes", b"classes!"])
 def test_one_that_was_cut_off_or_changed_is_not_used_and_is_made_anew(tmp_path: Path, content: bytes) -> None:
     """Java 17 ends with SIGBUS or SIGSEGV when it is given one."""
-    archive = kept(archive_of("spark", java_that_says(tmp_path / "java", 'JAVA_VERSION="17"\n'), []))
+    archive = kept(find_archive("spark", java_that_says(tmp_path / "java", 'JAVA_VERSION="17"\n'), []))
     path = file_of(archive)
     path.write_bytes(content)
-    assert archive.use() == []
+    assert archive.use_options() == []
     kept(archive, b"new")
     assert file_of(archive).read_bytes() == b"new"
     assert not path.exists()
@@ -137,16 +137,16 @@ def test_one_that_was_cut_off_or_changed_is_not_used_and_is_made_anew(tmp_path: 
 
 def test_what_a_dead_process_or_nobody_needs_is_cleared_away(cache: Path, tmp_path: Path) -> None:
     java = java_that_says(tmp_path / "java", 'JAVA_VERSION="17"\n')
-    used, unused = (file_of(kept(archive_of(name, java, []))) for name in ("nessie", "spark"))
+    used, unused = (file_of(kept(find_archive(name, java, []))) for name in ("nessie", "spark"))
     for path in (used, unused):
         os.utime(path, (1, 1))
     (cache / "spark-1.99.tmp").touch()
     (cache / "of-somebody-else").touch()
     os.utime(cache / "of-somebody-else", (1, 1))
-    archive = archive_of("nessie", java, [])
+    archive = find_archive("nessie", java, [])
     assert archive is not None
-    assert archive.use()
-    with making():
+    assert archive.use_options()
+    with lock_archives():
         assert {path.name for path in cache.iterdir()} == {used.name, "lock", "of-somebody-else"}
     assert cache.stat().st_mode & 0o777 == 0o700
 
@@ -155,11 +155,11 @@ def test_only_one_at_a_time_makes_them() -> None:
     inside = threading.Event()
 
     def other() -> None:
-        with making():
+        with lock_archives():
             inside.set()
 
     thread = threading.Thread(target=other)
-    with making():
+    with lock_archives():
         thread.start()
         assert not inside.wait(0.2)
     thread.join()
@@ -180,7 +180,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str,
         found.append((command, environment))
         return ProcessRecord(name, 1, 0.0, port)
 
-    monkeypatch.setattr(process, "launch", note)
+    monkeypatch.setattr(process, "launch_server", note)
     return found
 
 
@@ -225,14 +225,14 @@ def test_archives_that_are_there_are_used_and_others_recorded(
         kept(archive)
     launch(servers())
     (nessie, _), (spark, _) = launched
-    assert set(there[NESSIE].use()) < set(nessie[: nessie.index("-jar")])
-    assert f'"{there[SPARK].use()[0]}"' in driver_options(spark)
+    assert set(there[NESSIE].use_options()) < set(nessie[: nessie.index("-jar")])
+    assert f'"{there[SPARK].use_options()[0]}"' in driver_options(spark)
     launched.clear()
     launch(servers(recording=True))
     (nessie, _), (spark, _) = launched
-    assert set(there[NESSIE].record()) < set(nessie[: nessie.index("-jar")])
-    assert f'"{there[SPARK].record()[-1]}"' in driver_options(spark)
-    assert there[SPARK].use()[0] not in driver_options(spark)
+    assert set(there[NESSIE].record_options()) < set(nessie[: nessie.index("-jar")])
+    assert f'"{there[SPARK].record_options()[-1]}"' in driver_options(spark)
+    assert there[SPARK].use_options()[0] not in driver_options(spark)
 
 
 def test_what_is_not_ours_to_start_has_no_archive(servers: Callable[..., EmbeddedServers]) -> None:
@@ -284,13 +284,13 @@ def runs(java: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("java", [user_java, bundled_java], ids=["of Spark", "of Nessie"])
 def test_a_jvm_takes_what_it_has_recorded_and_starts_without_what_is_gone(java: Callable[[], Path]) -> None:
-    archive = archive_of("test", java(), [])
+    archive = find_archive("test", java(), [])
     assert archive is not None
-    with making():
-        assert runs(java(), *archive.record()).returncode == 0
-        if not archive.adopt():
+    with lock_archives():
+        assert runs(java(), *archive.record_options()).returncode == 0
+        if not archive.store_recording():
             pytest.skip("this Java has no archive of its own to build on")
-    options = archive.use()
+    options = archive.use_options()
     assert runs(java(), *options).returncode == 0
     file_of(archive).unlink()  # since somebody looked
     assert runs(java(), *options).returncode == 0
@@ -301,12 +301,12 @@ def test_a_recorded_nessie_is_mapped_by_the_next_one(tmp_path: Path) -> None:
     settings = Settings(state_dir=tmp_path / "state", session_kind="classic")
     recording = EmbeddedServers(settings, volatile=True, recording=True)
     archive = recording.archives()[NESSIE]
-    with making():
+    with lock_archives():
         recording.endpoints()
         record = recording.status()[NESSIE]
         assert record is not None
-        process.stop(record, grace_s=240)
-        path = archive.adopt()
+        process.stop_process(record, grace_s=240)
+        path = archive.store_recording()
     servers = EmbeddedServers(settings, volatile=True)
     servers.endpoints()
     try:
@@ -314,11 +314,11 @@ def test_a_recorded_nessie_is_mapped_by_the_next_one(tmp_path: Path) -> None:
         assert record is not None
         assert str(path) in Path(f"/proc/{record.pid}/maps").read_text()
     finally:
-        servers.down()
+        servers.stop_all()
 
 
 def test_a_cache_that_cannot_be_written_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with raising(ConfigurationError, reason="not_a_folder", subject=str(tmp_path / "file")), making():
+    with raising(ConfigurationError, reason="not_a_folder", subject=str(tmp_path / "file")), lock_archives():
         pass

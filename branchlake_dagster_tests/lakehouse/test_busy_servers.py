@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from branchlake_dagster.embedded import process, servers
-from branchlake_dagster.embedded.process import ProcessRecord, choose_port, started_s
+from branchlake_dagster.embedded.process import ProcessRecord, choose_port, find_start_s
 from branchlake_dagster.embedded.servers import NESSIE, EmbeddedServers
 from branchlake_dagster.settings import Settings
 
@@ -33,7 +33,7 @@ def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmbeddedServers
         raise Started
 
     found = EmbeddedServers(Settings(state_dir=tmp_path / "state"))
-    monkeypatch.setattr(found, "_start", lambda names: start() if names else {})
+    monkeypatch.setattr(found, "_start_servers", lambda names: start() if names else {})
     (tmp_path / "state" / "run").mkdir(parents=True, mode=0o700)
     return found
 
@@ -42,7 +42,7 @@ def listens_after(embedded: EmbeddedServers, seconds: float) -> Iterator[subproc
     """A recorded process that begins to accept connections after some seconds."""
     port = choose_port(0, setting="none")
     with subprocess.Popen([sys.executable, "-c", LISTENS_LATE, str(port), str(seconds)]) as server:
-        started = started_s(server.pid)
+        started = find_start_s(server.pid)
         assert started is not None
         ProcessRecord(NESSIE, server.pid, started, port).save(embedded._record_path(NESSIE))
         yield server
@@ -54,7 +54,7 @@ def test_a_server_that_accepts_late_is_used(embedded: EmbeddedServers, *, start:
     for server in listens_after(embedded, 1.5):
         record = ProcessRecord.load(embedded._record_path(NESSIE))
         assert record is not None
-        assert not process.listening(record.port)
+        assert not process.is_listening(record.port)
         assert str(record.port) in embedded.endpoints(spark=False, start=start).nessie_uri
         assert server.poll() is None
 

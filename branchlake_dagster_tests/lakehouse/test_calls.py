@@ -67,29 +67,29 @@ def test_a_breaker_opens_at_half_of_twenty_and_lets_one_call_try() -> None:
     clock = Clock()
     breaker = Breaker(BreakerRule(), clock=clock)
     for number in range(20):
-        assert breaker.closed_in() == 0.0
-        breaker.ended(failed=number % 2 == 1)
-    assert breaker.closed_in() == 5.0
+        assert breaker.seconds_to_wait() == 0.0
+        breaker.record_result(failed=number % 2 == 1)
+    assert breaker.seconds_to_wait() == 5.0
     clock.now += 5.0
-    assert breaker.closed_in() == 0.0  # the one that tries
-    assert breaker.closed_in() > 0.0
-    breaker.ended(failed=True)
-    assert breaker.closed_in() == 5.0
+    assert breaker.seconds_to_wait() == 0.0  # the one that tries
+    assert breaker.seconds_to_wait() > 0.0
+    breaker.record_result(failed=True)
+    assert breaker.seconds_to_wait() == 5.0
     clock.now += 5.0
-    assert breaker.closed_in() == 0.0
-    breaker.ended(failed=False)
-    assert [breaker.closed_in(), breaker.closed_in()] == [0.0, 0.0]
+    assert breaker.seconds_to_wait() == 0.0
+    breaker.record_result(failed=False)
+    assert [breaker.seconds_to_wait(), breaker.seconds_to_wait()] == [0.0, 0.0]
 
 
 def test_old_failures_and_few_calls_open_nothing() -> None:
     clock = Clock()
     breaker = Breaker(BreakerRule(), clock=clock)
     for _ in range(19):
-        breaker.ended(failed=True)
+        breaker.record_result(failed=True)
     clock.now += 10.1
     for _ in range(19):
-        breaker.ended(failed=True)
-    assert breaker.closed_in() == 0.0
+        breaker.record_result(failed=True)
+    assert breaker.seconds_to_wait() == 0.0
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 3.0)), max_size=200))
@@ -98,23 +98,23 @@ def test_an_open_breaker_always_closes_again(history: list[tuple[bool, float]]) 
     breaker = Breaker(BreakerRule(), clock=clock)
     for failed, wait in history:
         clock.now += wait
-        if not breaker.closed_in():
-            breaker.ended(failed=failed)
+        if not breaker.seconds_to_wait():
+            breaker.record_result(failed=failed)
     clock.now += 5.0
-    assert breaker.closed_in() == 0.0
-    breaker.ended(failed=False)
-    assert breaker.closed_in() == 0.0
+    assert breaker.seconds_to_wait() == 0.0
+    breaker.record_result(failed=False)
+    assert breaker.seconds_to_wait() == 0.0
 
 
 def test_repeats_are_a_share_of_the_calls_and_some_are_always_left() -> None:
     clock = Clock()
     budget = RetryBudget(share=0.1, reserve=3, clock=clock)
-    assert [budget.spend() for _ in range(4)] == [True, True, True, False]
+    assert [budget.try_spend() for _ in range(4)] == [True, True, True, False]
     for _ in range(50):
-        budget.called()
-    assert [budget.spend() for _ in range(3)] == [True, True, False]
+        budget.record_call()
+    assert [budget.try_spend() for _ in range(3)] == [True, True, False]
     clock.now += 60.1
-    assert [budget.spend() for _ in range(4)] == [True, True, True, False]
+    assert [budget.try_spend() for _ in range(4)] == [True, True, True, False]
 
 
 def test_calls_to_a_nessie_that_is_away_are_few_and_end_with_a_sentence() -> None:

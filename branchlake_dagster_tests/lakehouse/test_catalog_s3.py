@@ -10,8 +10,8 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.history.capture import capture, position_of
-from branchlake_dagster.history.change import ChangeLost, Loss
+from branchlake_dagster.history.capture import capture_change, current_position
+from branchlake_dagster.history.change import ChangeLost, LossReason
 from branchlake_dagster.history.snapshot_files import OwnFilesCache
 from branchlake_dagster.nessie import NessieClient
 
@@ -65,7 +65,7 @@ def test_a_change_whose_manifest_is_gone_is_lost(
     catalog.create_namespace("gone")
     table = catalog.create_table("gone.t", pa.schema([("id", pa.int64())]))
     table.append(pa.table({"id": [1]}))
-    since = position_of(table)
+    since = current_position(table)
     table.append(pa.table({"id": [2]}))
     snapshot = table.metadata.current_snapshot()
     assert snapshot is not None
@@ -74,5 +74,5 @@ def test_a_change_whose_manifest_is_gone_is_lost(
     )
     table.io.delete(manifest.manifest_path)
     with pytest.raises(ChangeLost) as caught:
-        capture(catalog.load_table("gone.t"), since, name="gone.t", cache=OwnFilesCache())
-    assert caught.value.loss is Loss.FILES_GONE
+        capture_change(catalog.load_table("gone.t"), since, name="gone.t", cache=OwnFilesCache())
+    assert caught.value.loss is LossReason.FILES_GONE

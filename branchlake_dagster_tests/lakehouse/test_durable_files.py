@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyiceberg.io import load_file_io
 
-from branchlake_dagster.catalog.stored_files import DurableFileIO, synchronize
+from branchlake_dagster.catalog.stored_files import DurableFileIO, synchronize_files
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.settings import Settings
@@ -76,16 +76,16 @@ def test_a_file_system_that_cannot_synchronize_folders_will_do(
     path = tmp_path / "rows"
     path.touch()
     monkeypatch.setattr(os, "fsync", refusing(errno.EINVAL, Path.is_dir))
-    synchronize([f"file:{path}"])
+    synchronize_files([f"file:{path}"])
     monkeypatch.setattr(os, "fsync", refusing(errno.EIO, Path.is_dir))
     with pytest.raises(OSError, check=lambda error: error.errno == errno.EIO):
-        synchronize([f"file:{path}"])
+        synchronize_files([f"file:{path}"])
 
 
 def test_what_spark_writes_is_synchronized_with_its_checksum(tmp_path: Path, synchronized: list[str]) -> None:
     for name in ("a", ".a.crc", "b"):
         (tmp_path / name).touch()
-    synchronize([f"file:{tmp_path}/a", f"file://{tmp_path}/b", "s3://lake/c"])
+    synchronize_files([f"file:{tmp_path}/a", f"file://{tmp_path}/b", "s3://lake/c"])
     assert synchronized == [str(tmp_path / name) for name in ("a", ".a.crc", "b")] + [str(tmp_path)]
 
 

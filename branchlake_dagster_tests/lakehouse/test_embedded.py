@@ -25,22 +25,22 @@ from branchlake_dagster.embedded.jars import (
     NESSIE_SERVER,
     DownloadFailed,
     Jar,
-    copied,
+    copy_jars,
     ivy_module,
-    resolve,
+    resolve_jars,
 )
 from branchlake_dagster.embedded.process import (
     LOOPBACK,
     ProcessRecord,
     ServerDidNotStart,
     choose_port,
+    find_start_s,
     keep_port,
-    started_s,
 )
 from branchlake_dagster.embedded.servers import NESSIE, SPARK, EmbeddedServers, Endpoints
 from branchlake_dagster.errors import ConfigurationError, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.raised import raising
 
@@ -56,12 +56,12 @@ def test_the_state_folder_is_its_owners_alone(tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
         servers = EmbeddedServers(Settings(state_dir=root))
-        servers.down()
-        token = servers._spark_token()
+        servers.stop_all()
+        token = servers._load_spark_token()
         sleep = shutil.which("sleep")
         assert sleep
         log = servers.log_path("x")
-        process.stop(process.launch("x", [sleep, "9"], log=log, environment={}, port=1))
+        process.stop_process(process.launch_server("x", [sleep, "9"], log=log, environment={}, port=1))
     finally:
         os.umask(umask)
     assert token == (root / "run" / "spark.token").read_text()
@@ -74,7 +74,7 @@ def test_what_an_older_version_left_open_is_closed_but_for_the_folder_itself(tmp
     run = tmp_path / "run"
     run.mkdir(mode=0o755)
     tmp_path.chmod(0o750)
-    EmbeddedServers(Settings(state_dir=tmp_path)).down()
+    EmbeddedServers(Settings(state_dir=tmp_path)).stop_all()
     assert (mode(tmp_path), mode(run)) == (0o750, 0o700)
 
 
@@ -89,7 +89,7 @@ JAVA_11 = 'openjdk version "11.0.22" 2024-01-16\n'
 
 @pytest.mark.parametrize(("text", "major"), [(OPENJDK_17, 17), (NOISY_21, 21)])
 def test_a_java_that_will_do(text: str, major: int) -> None:
-    assert java.check_version(Path("/usr/bin/java"), text, java.SPARK_RUNS_ON) == major
+    assert java.require_java_version(Path("/usr/bin/java"), text, java.SPARK_RUNS_ON) == major
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_java_that_will_do(text: str, major: int) -> None:
 )
 def test_a_java_too_old_or_too_new_is_one_sentence_that_says_what_to_do(text: str, told: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        java.check_version(Path("/usr/bin/java"), text, java.SPARK_RUNS_ON)
+        java.require_java_version(Path("/usr/bin/java"), text, java.SPARK_RUNS_ON)
     assert str(caught.value).startswith(told)
     assert "JAVA_HOME" in str(caught.value)
 
@@ -139,8 +139,8 @@ def test_the_users_java_is_java_home_before_the_path(monkeypatch: pytest.MonkeyP
 
 
 def test_nessies_java_needs_nothing_of_the_users() -> None:
-    text = java.java_version_text(java.bundled_java())
-    assert java.check_version(java.bundled_java(), text, java.NESSIE_RUNS_ON) >= 21
+    text = java.read_java_version(java.bundled_java())
+    assert java.require_java_version(java.bundled_java(), text, java.NESSIE_RUNS_ON) >= 21
 
 
 # -- jars ----------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_a_download_that_is_blocked_says_where_to_name_a_mirror(tmp_path: Path) 
     )
     told: list[str] = []
     with pytest.raises(DownloadFailed) as caught:
-        resolve([ICEBERG_SPARK], tmp_path / "jars", ivy_settings=settings, say=told.append)
+        resolve_jars([ICEBERG_SPARK], tmp_path / "jars", ivy_settings=settings, notify=told.append)
     text = str(caught.value)
     assert "iceberg-spark-runtime-4.1_2.13" in text
     assert "not found" in text
@@ -180,13 +180,13 @@ def test_a_download_that_is_blocked_says_where_to_name_a_mirror(tmp_path: Path) 
 
 def test_a_settings_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with raising(DownloadFailed, "absent.xml"):
-        resolve([ICEBERG_SPARK], tmp_path, ivy_settings=tmp_path / "absent.xml", say=lambda _: None)
+        resolve_jars([ICEBERG_SPARK], tmp_path, ivy_settings=tmp_path / "absent.xml", notify=lambda _: None)
 
 
 def test_a_full_disk_is_told_before_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
     with raising(ConfigurationError, "5 MiB", "1 GiB", reason="disk_full"):
-        resolve([ICEBERG_SPARK], tmp_path, ivy_settings=None, say=lambda _: None)
+        resolve_jars([ICEBERG_SPARK], tmp_path, ivy_settings=None, notify=lambda _: None)
 
 
 def test_known_jars_cost_no_java_and_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -198,12 +198,12 @@ def test_known_jars_cost_no_java_and_no_room(monkeypatch: pytest.MonkeyPatch, tm
     path.touch()
     (tmp_path / "jars.classpath").write_text(f"{path}{os.pathsep}/elsewhere/thing-2.0.jar\n")
     verified: list[Path] = []
-    known = resolve([jar], tmp_path, ivy_settings=None, say=pytest.fail, verify=verified.extend)
+    known = resolve_jars([jar], tmp_path, ivy_settings=None, notify=pytest.fail, verify=verified.extend)
     assert known == {jar: path}
     assert verified == [path]
     path.unlink()  # a cache that was emptied: brought again, not trusted
     with raising(ConfigurationError, reason="disk_full"):
-        resolve([jar], tmp_path, ivy_settings=None, say=lambda _: None)
+        resolve_jars([jar], tmp_path, ivy_settings=None, notify=lambda _: None)
 
 
 # -- processes -----------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_copied_jars_have_names_without_versions(tmp_path: Path) -> None:
     source = tmp_path / "iceberg-spark-runtime-4.1_2.13-1.12.0.jar"
     source.write_bytes(b"jar")
     jars = {ICEBERG_SPARK: source, NESSIE_SERVER: source, ICEBERG_AWS: source}
-    names = [path.name for path in copied(jars, tmp_path / "to" / "here")]
+    names = [path.name for path in copy_jars(jars, tmp_path / "to" / "here")]
     assert names == ["iceberg-spark-runtime.jar", "nessie-quarkus.jar", "iceberg-aws-bundle.jar"]
     assert (tmp_path / "to" / "here" / names[0]).read_bytes() == b"jar"
 
@@ -252,7 +252,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def record_of(running: subprocess.Popen[bytes], *, off_s: float = 0.0) -> ProcessRecord:
-    started = started_s(running.pid)
+    started = find_start_s(running.pid)
     assert started is not None
     return ProcessRecord("nessie", running.pid, started + off_s, 1)
 
@@ -262,23 +262,23 @@ def test_a_record_survives_the_file(tmp_path: Path, sleeper: subprocess.Popen[by
     record.save(tmp_path / "nessie.json")
     assert ProcessRecord.load(tmp_path / "nessie.json") == record
     assert [path.name for path in tmp_path.iterdir()] == ["nessie.json"]
-    assert record.alive()
+    assert record.is_alive()
 
 
 def test_a_stale_pid_is_not_alive_and_a_zombie_neither(sleeper: subprocess.Popen[bytes]) -> None:
     record = record_of(sleeper)
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # dead, not collected yet
-    assert not record.alive()
+    assert not record.is_alive()
     sleeper.wait()
-    assert not record.alive()
-    assert process.stop(record) is False
+    assert not record.is_alive()
+    assert process.stop_process(record) is False
 
 
 def test_a_reused_pid_is_neither_alive_nor_stopped(sleeper: subprocess.Popen[bytes]) -> None:
     record = record_of(sleeper, off_s=-1.0)
-    assert not record.alive()
-    assert process.stop(record) is False
+    assert not record.is_alive()
+    assert process.stop_process(record) is False
     assert sleeper.poll() is None
 
 
@@ -289,9 +289,9 @@ def test_setting_the_clock_makes_no_server_a_stranger(
     boot, created = psutil.boot_time(), psutil.Process(sleeper.pid).create_time()
     monkeypatch.setattr(psutil, "boot_time", lambda: boot + 3600)
     monkeypatch.setattr(psutil.Process, "create_time", lambda _: created + 3600)
-    assert record.alive()
+    assert record.is_alive()
     monkeypatch.setattr(psutil.Process, "create_time", lambda _: created + 3601)
-    assert not record.alive()
+    assert not record.is_alive()
 
 
 def test_stop_insists_when_asking_does_not_help(tmp_path: Path) -> None:
@@ -302,8 +302,8 @@ def test_stop_insists_when_asking_does_not_help(tmp_path: Path) -> None:
         assert running.stdout is not None
         running.stdout.readline()
         record = record_of(running)
-        assert process.stop(record, grace_s=0.5)
-        assert not record.alive()
+        assert process.stop_process(record, grace_s=0.5)
+        assert not record.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -322,19 +322,19 @@ def test_no_record_is_none(tmp_path: Path) -> None:
 def test_a_server_that_ends_at_once_quotes_its_log(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "nessie.log"
     command = ["/bin/sh", "-c", "echo starting; sleep 2; echo 'ERROR the store is locked' >&2; exit 1"]
-    record = process.launch("nessie", command, log=log, environment={}, port=1)
+    record = process.launch_server("nessie", command, log=log, environment={}, port=1)
     with raising(ServerDidNotStart, "ERROR the store is locked", log, reason="ended", subject="nessie"):
         process.wait_until(lambda: False, record, log=log, timeout_s=60)
 
 
 def test_a_server_that_never_answers_is_stopped(tmp_path: Path) -> None:
     log = tmp_path / "nessie.log"
-    record = process.launch("nessie", ["/bin/sleep", "600"], log=log, environment={}, port=1)
+    record = process.launch_server("nessie", ["/bin/sleep", "600"], log=log, environment={}, port=1)
     with raising(
         ServerDidNotStart, log, "BRANCHLAKE_STARTUP_TIMEOUT_S", reason="no_answer", subject="nessie"
     ):
         process.wait_until(lambda: False, record, log=log, timeout_s=0.1)
-    assert not record.alive()
+    assert not record.is_alive()
 
 
 def test_endpoints_do_not_print_the_token() -> None:
@@ -348,12 +348,12 @@ def test_remote_servers_leave_nothing_to_start(tmp_path: Path) -> None:
         nessie_uri="http://nessie.example/api/v2",
         spark_remote="sc://spark:15002",
     )
-    servers = EmbeddedServers(settings, say=pytest.fail)
-    assert servers.wanted() == ()
+    servers = EmbeddedServers(settings, notify=pytest.fail)
+    assert servers.server_names() == ()
     assert servers.endpoints() == Endpoints("http://nessie.example/api/v2", "sc://spark:15002", None)
     assert not (tmp_path / "state").exists()
-    assert EmbeddedServers(Settings(state_dir=tmp_path, session_kind="classic")).wanted() == (NESSIE,)
-    assert EmbeddedServers(Settings(state_dir=tmp_path)).wanted() == (NESSIE, SPARK)
+    assert EmbeddedServers(Settings(state_dir=tmp_path, session_kind="classic")).server_names() == (NESSIE,)
+    assert EmbeddedServers(Settings(state_dir=tmp_path)).server_names() == (NESSIE, SPARK)
 
 
 # -- a Nessie of their own -----------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A state folder for Nessie only, with its servers stopped afterwards."""
     folder = tmp_path_factory.mktemp("own")
     yield folder
-    EmbeddedServers(Settings(state_dir=folder)).down()
+    EmbeddedServers(Settings(state_dir=folder)).stop_all()
 
 
 @pytest.fixture
@@ -409,7 +409,7 @@ def test_two_processes_at_once_start_one_server(own_folder: Path) -> None:
 @pytest.mark.nessie
 def test_data_survives_a_kill_and_a_down(own_folder: Path, own_lake: Callable[[], Lakehouse]) -> None:
     lake = own_lake()
-    main_with_history(lake.nessie)
+    ensure_main_has_commit(lake.nessie)
     lake.catalog().create_namespace("survives")
     head, address = lake.nessie.reference("main").hash, lake.endpoints(spark=False).nessie_uri
     record = lake.servers.status()[NESSIE]
@@ -417,7 +417,7 @@ def test_data_survives_a_kill_and_a_down(own_folder: Path, own_lake: Callable[[]
     assert lake.servers.status()[SPARK] is None
 
     os.kill(record.pid, signal.SIGKILL)
-    while record.alive():
+    while record.is_alive():
         process._reap_child(record.pid)
     assert own_lake().servers.status()[NESSIE] is None
     # The very object that knew the dead server, and one that never saw it.
@@ -429,9 +429,9 @@ def test_data_survives_a_kill_and_a_down(own_folder: Path, own_lake: Callable[[]
     unpacked = list((own_folder / "tmp" / NESSIE).glob("librocksdb*.so"))
     assert len(unpacked) == 1, "the killed one's is gone"
 
-    assert lake.servers.down() == (NESSIE,)
-    assert lake.servers.down() == ()
-    assert not revived.alive()
+    assert lake.servers.stop_all() == (NESSIE,)
+    assert lake.servers.stop_all() == ()
+    assert not revived.is_alive()
     assert own_lake().nessie.reference("main").hash == head
     assert own_lake().endpoints(spark=False).nessie_uri == address
 

@@ -17,7 +17,7 @@ from branchlake_dagster.embedded import token
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnauthorized
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 
 
@@ -25,7 +25,7 @@ def test_openssl_agrees_with_the_signature(tmp_path: Path) -> None:
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("no openssl here; the server's own test decides")
-    made = token.issue()
+    made = token.create_credentials()
     signed, _, signature = made.token.rpartition(".")
     (tmp_path / "key.der").write_bytes(b64decode(made.public_key))
     (tmp_path / "signature").write_bytes(urlsafe_b64decode(signature + "=="))
@@ -38,13 +38,13 @@ def test_openssl_agrees_with_the_signature(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_credentials_are_kept_and_printed_nowhere(tmp_path: Path) -> None:
     path = tmp_path / "run" / "nessie.token"
-    made = token.credentials(path)
-    assert token.credentials(path) == made
+    made = token.ensure_credentials(path)
+    assert token.ensure_credentials(path) == made
     assert path.stat().st_mode & 0o777 == 0o600
     assert made.token not in repr(made)
     path.write_text("{")  # cut off
-    assert token.stored(path) is None
-    assert token.credentials(path) != made
+    assert token.find_credentials(path) is None
+    assert token.ensure_credentials(path) != made
     assert set(json.loads(path.read_text())) == {"token", "public_key"}
 
 
@@ -52,16 +52,20 @@ def test_credentials_are_kept_and_printed_nowhere(tmp_path: Path) -> None:
 def guarded(tmp_path: Path) -> Iterator[Lakehouse]:
     lake = Lakehouse(Settings(state_dir=tmp_path / "state", guard_nessie=True))
     try:
-        main_with_history(lake.nessie)
+        ensure_main_has_commit(lake.nessie)
         yield lake
     finally:
-        lake.servers.down()
+        lake.servers.stop_all()
 
 
 @pytest.mark.spark
 def test_without_the_token_nobody_reads_or_commits(guarded: Lakehouse, namespace: str) -> None:
     uri = guarded.endpoints().nessie_uri
-    for wrong in (None, "no.to.ken", token.issue().token):  # the last one is signed by somebody else
+    for wrong in (
+        None,
+        "no.to.ken",
+        token.create_credentials().token,
+    ):  # the last one is signed by somebody else
         with NessieClient(uri, token=wrong) as client, pytest.raises(NessieUnauthorized):
             client.reference("main")
         headers = {} if wrong is None else {"Authorization": f"Bearer {wrong}"}
@@ -78,7 +82,7 @@ def test_without_the_token_nobody_reads_or_commits(guarded: Lakehouse, namespace
 
     again = Lakehouse(guarded.settings)  # another process of the same account
     assert again.nessie.reference("main").hash == guarded.nessie.reference("main").hash
-    guarded.servers.down()
+    guarded.servers.stop_all()
     assert guarded.catalog().load_table((namespace, "t")).scan().to_arrow().num_rows == 2
 
 

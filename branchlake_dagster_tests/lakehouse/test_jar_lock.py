@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.cli.lock_jars import digests_of
+from branchlake_dagster.cli.lock_jars import compute_digests
 from branchlake_dagster.embedded import jar_lock as verification
 from branchlake_dagster.embedded.jar_lock import (
     LOCK_FILE,
@@ -28,8 +28,8 @@ from branchlake_dagster.embedded.jars import (
     NESSIE_SERVER,
     SPARK_KAFKA,
     Jar,
-    resolve,
-    resolve_with_all,
+    resolve_class_path,
+    resolve_jars,
 )
 from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.errors import ConfigurationError, Terminal
@@ -84,23 +84,23 @@ def test_a_jar_is_hashed_once_per_file_state(
     jar: Path, lock: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = jar.parent / "cache" / "digests.json"
-    verify_jars([jar], lock, memory=memory)
+    verify_jars([jar], lock, digest_cache=memory)
     with monkeypatch.context() as patched:
-        patched.setattr(verification, "sha256_of", lambda path: pytest.fail(f"{path} was hashed again"))
-        verify_jars([jar], lock, memory=memory)
+        patched.setattr(verification, "compute_sha256", lambda path: pytest.fail(f"{path} was hashed again"))
+        verify_jars([jar], lock, digest_cache=memory)
     with pytest.raises(JarRefused):
-        verify_jars([jar], {"thing-1.0.jar": sha256(b"another release")}, memory=memory)
+        verify_jars([jar], {"thing-1.0.jar": sha256(b"another release")}, digest_cache=memory)
 
 
 def test_an_edit_that_restores_size_and_time_is_noticed(jar: Path, lock: dict[str, str]) -> None:
     memory = jar.parent / "digests.json"
-    verify_jars([jar], lock, memory=memory)
+    verify_jars([jar], lock, digest_cache=memory)
     before = jar.stat()
     jar.write_bytes(b"JAR")
     os.utime(jar, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (jar.stat().st_size, jar.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     with pytest.raises(JarRefused):
-        verify_jars([jar], lock, memory=memory)
+        verify_jars([jar], lock, digest_cache=memory)
 
 
 @pytest.mark.parametrize(
@@ -109,21 +109,21 @@ def test_an_edit_that_restores_size_and_time_is_noticed(jar: Path, lock: dict[st
 def test_a_damaged_memory_costs_only_the_hashing(jar: Path, lock: dict[str, str], content: str) -> None:
     memory = jar.parent / "digests.json"
     memory.write_text(content)
-    verify_jars([jar], lock, memory=memory)
+    verify_jars([jar], lock, digest_cache=memory)
     assert str(jar) in memory.read_text()
 
 
 def test_a_memory_that_cannot_be_written_is_no_error(jar: Path, lock: dict[str, str]) -> None:
-    verify_jars([jar], lock, memory=jar / "below-a-file" / "digests.json")
+    verify_jars([jar], lock, digest_cache=jar / "below-a-file" / "digests.json")
 
 
 def test_the_memory_forgets_jars_that_are_gone(jar: Path, lock: dict[str, str]) -> None:
     memory, other = jar.parent / "digests.json", jar.with_name("other-1.0.jar")
     other.write_bytes(b"other")
-    verify_jars([jar, other], {**lock, other.name: sha256(b"other")}, memory=memory)
+    verify_jars([jar, other], {**lock, other.name: sha256(b"other")}, digest_cache=memory)
     other.unlink()
     jar.write_bytes(b"jar")  # another state of the file, so that the memory is written
-    verify_jars([jar], lock, memory=memory)
+    verify_jars([jar], lock, digest_cache=memory)
     assert str(other) not in memory.read_text()
 
 
@@ -180,10 +180,10 @@ def test_no_host_stands_in_the_lock_file() -> None:
 
 
 def test_a_released_artifact_may_not_change_in_the_lock(jar: Path, lock: dict[str, str]) -> None:
-    assert digests_of([jar], {}) == lock
-    assert digests_of([jar], lock) == lock
+    assert compute_digests([jar], {}) == lock
+    assert compute_digests([jar], lock) == lock
     with pytest.raises(JarRefused):
-        digests_of([jar], {"thing-1.0.jar": sha256(b"another")})
+        compute_digests([jar], {"thing-1.0.jar": sha256(b"another")})
 
 
 def test_a_wheel_carries_every_file_of_the_package() -> None:
@@ -235,7 +235,7 @@ def test_a_mirror_that_delivers_another_artifact_is_refused(
     settings = mirror(POOL, b"not what Apache released")
     for _ in range(2):  # as downloaded, and as found in the cache
         with pytest.raises(JarRefused) as caught:
-            resolve([POOL], tmp_path / "jars", ivy_settings=settings, say=lambda _: None)
+            resolve_jars([POOL], tmp_path / "jars", ivy_settings=settings, notify=lambda _: None)
         assert caught.value.file.name == "commons-pool2-2.12.1.jar"
         assert caught.value.expected == packaged_lock()["commons-pool2-2.12.1.jar"]
         assert caught.value.actual == sha256(b"not what Apache released")
@@ -248,5 +248,5 @@ def test_a_dependency_that_is_not_locked_is_refused(
     settings = mirror(unknown, b"jar")
     for _ in range(2):
         with pytest.raises(JarRefused) as caught:
-            resolve_with_all(unknown, tmp_path / "jars", ivy_settings=settings, say=lambda _: None)
+            resolve_class_path(unknown, tmp_path / "jars", ivy_settings=settings, notify=lambda _: None)
         assert caught.value.expected is None

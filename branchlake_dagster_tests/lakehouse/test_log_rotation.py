@@ -39,9 +39,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def chatty(tmp_path: Path) -> Iterator[tuple[ProcessRecord, Path]]:
     """A process that writes to its log as fast as it can, and the log."""
     log = tmp_path / "logs" / "chatty.log"
-    record = process.launch("chatty", ["/bin/sh", "-c", CHATTY], log=log, environment={}, port=1)
+    record = process.launch_server("chatty", ["/bin/sh", "-c", CHATTY], log=log, environment={}, port=1)
     yield record, log
-    process.stop(record)
+    process.stop_process(record)
 
 
 def oldest_first(log: Path) -> list[Path]:
@@ -86,8 +86,8 @@ def test_a_server_that_writes_for_days_is_bounded(chatty: tuple[ProcessRecord, P
 
     with ThreadPoolExecutor(4) as pool:
         assert sum(pool.map(rotate_often, range(4))) > EARLIER_FILES
-    assert record.alive()
-    process.stop(record)
+    assert record.is_alive()
+    process.stop_process(record)
     files = oldest_first(log)
     assert len(files) == EARLIER_FILES + 1
     assert {path.stat().st_mode & 0o777 for path in files[:-1]} == {0o600}
@@ -103,7 +103,9 @@ def test_a_log_is_rotated_when_its_server_starts(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "sleep.log"
     log.parent.mkdir()
     log.write_bytes(b"x" * (LIMIT + 1))
-    process.stop(process.launch("sleep", ["/bin/sleep", "60"], log=log, environment={}, port=1))
+    process.stop_process(
+        process.launch_server("sleep", ["/bin/sleep", "60"], log=log, environment={}, port=1)
+    )
     assert log.stat().st_size < 100
     assert log.with_name("sleep.log.1").stat().st_size == LIMIT + 1
 
@@ -147,7 +149,7 @@ def test_nessie_goes_on_in_its_rotated_log(tmp_path: Path, monkeypatch: pytest.M
         assert log.stat().st_size < 300
         assert b"Listening on" in log.with_name("nessie.log.1").read_bytes()
     finally:
-        servers.down()
+        servers.stop_all()
     # Only its end is in the emptied log, without a hole before it.
     assert b"stopped in" in log.read_bytes()
     assert b"\x00" not in log.read_bytes()

@@ -92,7 +92,7 @@ def test_reference_with_metadata() -> None:
         "allProperties": {"a": ["b", "c"], "none": []},
         "parentCommitHashes": ["bb", "cc"],
     }
-    reference = codec.reference(
+    reference = codec.parse_reference(
         {
             "type": "TAG",
             "name": "t",
@@ -102,7 +102,7 @@ def test_reference_with_metadata() -> None:
         }
     )
     assert reference.type is ReferenceType.TAG
-    assert reference.pinned == "t@aa"
+    assert reference.pinned_ref == "t@aa"
     assert reference.metadata is not None
     head = reference.metadata.head_commit
     assert head is not None
@@ -112,36 +112,36 @@ def test_reference_with_metadata() -> None:
 
 
 def test_detached_reference() -> None:
-    reference = codec.reference({"type": "DETACHED", "hash": "aa"})
+    reference = codec.parse_reference({"type": "DETACHED", "hash": "aa"})
     assert reference == Reference(ReferenceType.DETACHED, "", "aa")
-    assert reference.pinned == "@aa"
+    assert reference.pinned_ref == "@aa"
 
 
 @pytest.mark.parametrize("content", [TABLE, Namespace("id-2", ("a", "b"), {"k": "v"})])
 def test_contents_come_back(content: IcebergTable | Namespace) -> None:
-    assert codec.content(codec.content_json(content)) == content
+    assert codec.parse_content(codec.content_to_json(content)) == content
 
 
 def test_contents_without_an_id_are_creations() -> None:
-    assert "id" not in codec.content_json(Namespace(None, ("a",)))
+    assert "id" not in codec.content_to_json(Namespace(None, ("a",)))
 
 
 def test_other_contents_are_carried() -> None:
     udf = {"type": "UDF", "id": "u", "x": 1}
-    assert codec.content(udf) == OtherContent("u", "UDF", {"x": 1})
-    assert codec.content_json(codec.content(udf)) == udf
+    assert codec.parse_content(udf) == OtherContent("u", "UDF", {"x": 1})
+    assert codec.content_to_json(codec.parse_content(udf)) == udf
 
 
 def test_operations() -> None:
     key = ContentKey(["a", "t"])
     where = {"key": {"elements": ["a", "t"]}}
-    assert codec.operation_json(Delete(key)) == {"type": "DELETE", **where}
-    assert codec.operation_json(Unchanged(key)) == {"type": "UNCHANGED", **where}
-    put = codec.operation_json(Put(key, TABLE))
-    assert put == {"type": "PUT", **where, "content": codec.content_json(TABLE)}
+    assert codec.operation_to_json(Delete(key)) == {"type": "DELETE", **where}
+    assert codec.operation_to_json(Unchanged(key)) == {"type": "UNCHANGED", **where}
+    put = codec.operation_to_json(Put(key, TABLE))
+    assert put == {"type": "PUT", **where, "content": codec.content_to_json(TABLE)}
     view = {"type": "PUT", **where, "content": {"type": "ICEBERG_VIEW", "id": "v"}}
     data = {"commitMeta": {"hash": "h"}, "operations": [put, view, {"type": "DELETE", **where}]}
-    assert codec.log_entry(data).operations == (
+    assert codec.parse_log_entry(data).operations == (
         Put(key, TABLE),
         Put(key, OtherContent("v", "ICEBERG_VIEW")),
         Delete(key),
@@ -151,7 +151,7 @@ def test_operations() -> None:
 def test_merge_conflicts() -> None:
     where = {"elements": ["a", "t"]}
     conflict = {"conflictType": "VALUE_DIFFERS", "key": where, "message": "differs"}
-    result = codec.merge_result(
+    result = codec.parse_merge_result(
         {
             "wasApplied": False,
             "wasSuccessful": False,

@@ -33,7 +33,7 @@ class Script:
         return step
 
     def run(self, *, repeatable: bool = False, policy: RetryPolicy | None = None) -> str:
-        return (policy or RetryPolicy()).run(self, sleep=self.waits.append, repeatable=repeatable)
+        return (policy or RetryPolicy()).run_attempts(self, sleep=self.waits.append, repeatable=repeatable)
 
 
 def test_transient_errors_are_repeated_after_one_two_and_four_seconds() -> None:
@@ -93,6 +93,6 @@ def test_foreign_errors_pass_through() -> None:
     def broken(_: bool) -> str:
         raise KeyError("bug")
 
-    run: Callable[..., str] = RetryPolicy().run
+    run: Callable[..., str] = RetryPolicy().run_attempts
     with pytest.raises(KeyError):
         run(broken, sleep=lambda _: None)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from branchlake_dagster.runs.read_set import candidates
-from branchlake_dagster.spark.plan_reads import Scanned, parts, scanned
+from branchlake_dagster.runs.read_set import candidate_keys
+from branchlake_dagster.spark.plan_reads import PlanReads, parse_plan, split_name
 
 
 def plan(*lines: str) -> str:
@@ -32,7 +32,7 @@ def plan(*lines: str) -> str:
     ],
 )
 def test_a_relation_is_found_by_its_name(line: str, name: tuple[str, ...]) -> None:
-    assert scanned(plan("Project [id#1]", line)) == Scanned(frozenset({name}))
+    assert parse_plan(plan("Project [id#1]", line)) == PlanReads(frozenset({name}))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_relation_is_found_by_its_name(line: str, name: tuple[str, ...]) -> No
     ],
 )
 def test_what_has_no_name_is_said(line: str, what: str) -> None:
-    assert scanned(plan("+- " + line)) == Scanned(untold=frozenset({what}))
+    assert parse_plan(plan("+- " + line)) == PlanReads(unnamed_reads=frozenset({what}))
 
 
 def test_what_is_only_written_is_not_read() -> None:
@@ -54,16 +54,16 @@ def test_what_is_only_written_is_not_read() -> None:
         "+- Project [1 AS id#2]",
         "   +- OneRowRelation",
     ]
-    assert not scanned(plan(*lines))
+    assert not parse_plan(plan(*lines))
 
 
 def test_a_text_that_looks_like_a_headline_hides_nothing() -> None:
     lines = ["Project [", "== Optimized Logical Plan ==", " AS x#1]", "+- RelationV2[id#1] nessie.lake.a"]
-    assert scanned(plan(*lines)).tables == {("nessie", "lake", "a")}
+    assert parse_plan(plan(*lines)).tables == {("nessie", "lake", "a")}
 
 
 def test_names_apart() -> None:
-    assert parts("nessie.`a.b`.`c``d`") == ("nessie", "a.b", "c`d")
+    assert split_name("nessie.`a.b`.`c``d`") == ("nessie", "a.b", "c`d")
 
 
 @pytest.mark.parametrize(
@@ -77,4 +77,4 @@ def test_names_apart() -> None:
     ],
 )
 def test_which_tables_a_name_may_mean(name: tuple[str, ...], meant: list[tuple[str, ...]]) -> None:
-    assert candidates(name) == meant
+    assert candidate_keys(name) == meant

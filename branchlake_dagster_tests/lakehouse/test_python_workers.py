@@ -47,7 +47,7 @@ class Server:
             cwd=place,
             env={
                 **os.environ,
-                daemon.FOLDER: str(self.folder),
+                daemon.FOLDER_VARIABLE: str(self.folder),
                 "PYTHON_WORKER_FACTORY_SECRET": self.secret,
                 **environment,
             },
@@ -97,7 +97,7 @@ def warm_processes(folder: Path) -> list[psutil.Process]:
     found = []
     for one in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if warm.__name__ in one.cmdline() and one.environ().get(daemon.FOLDER) == str(folder):
+            if warm.__name__ in one.cmdline() and one.environ().get(daemon.FOLDER_VARIABLE) == str(folder):
                 found.append(one)
     return found
 
@@ -161,7 +161,7 @@ def test_who_imports_otherwise_is_an_ordinary_daemon(server: Server, environment
 
 
 def test_without_a_folder_of_its_own_it_is_an_ordinary_daemon(server: Server, tmp_path: Path) -> None:
-    made, port = server.daemon(**{daemon.FOLDER: str(tmp_path / "not there")})
+    made, port = server.daemon(**{daemon.FOLDER_VARIABLE: str(tmp_path / "not there")})
     assert server.worker(port)
     assert "pyspark.daemon" in psutil.Process(made.pid).cmdline()
 
@@ -174,7 +174,7 @@ def test_the_warm_process_ends_with_spark(tmp_path: Path) -> None:
         f"subprocess.Popen([sys.executable, '-m', {MODULE!r}, 'pyspark.worker'],"
         " stdin=subprocess.PIPE, stdout=sys.stdout).wait()"
     )
-    environment = {**os.environ, daemon.FOLDER: str(tmp_path), "PYTHON_WORKER_FACTORY_SECRET": "x"}
+    environment = {**os.environ, daemon.FOLDER_VARIABLE: str(tmp_path), "PYTHON_WORKER_FACTORY_SECRET": "x"}
     with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, env=environment) as spark:
         assert spark.stdout is not None
         assert len(spark.stdout.read(4)) == 4

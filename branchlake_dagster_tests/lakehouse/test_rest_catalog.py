@@ -14,9 +14,9 @@ from pyiceberg.catalog.rest import RestCatalog
 
 from branchlake_dagster.embedded.rest_catalog import catalog_environment, catalog_flags
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.web_page import nessie_page, rest_catalogue
+from branchlake_dagster.lakehouse.web_page import nessie_page_url, rest_catalog_url
 from branchlake_dagster.query import connect
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 
 SECRET = "t0psecret"
@@ -69,13 +69,13 @@ def s3_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
     store.close()
     lake = Lakehouse(s3_settings(tmp_path_factory.mktemp("s3") / "state", endpoint))
     try:
-        main_with_history(lake.nessie)
+        ensure_main_has_commit(lake.nessie)
         catalog = lake.catalog()
         catalog.create_namespace("shop")
         catalog.create_table("shop.prices", pa.schema([("id", pa.int64())])).append(pa.table({"id": [1, 2]}))
         yield lake
     finally:
-        lake.servers.down()
+        lake.servers.stop_all()
         server.stop()
 
 
@@ -86,7 +86,7 @@ def test_any_rest_client_reads_main_a_branch_and_a_tag(s3_lake: Lakehouse) -> No
     s3_lake.catalog("run/x").load_table("shop.prices").append(pa.table({"id": [3]}))
     nessie.create_tag("discarded-x", from_ref="main", from_hash=nessie.reference("run/x").hash)
     endpoints = s3_lake.endpoints(spark=False)
-    uri = rest_catalogue(endpoints, s3_lake.settings)
+    uri = rest_catalog_url(endpoints, s3_lake.settings)
     found = {}
     for ref in ("", "/run%2Fx", "/discarded-x"):
         client = RestCatalog(
@@ -120,9 +120,9 @@ def test_no_key_is_on_the_command_line_or_in_the_log(s3_lake: Lakehouse) -> None
 def test_the_page_is_named_only_where_it_can_be_seen(s3_lake: Lakehouse, lakehouse: Lakehouse) -> None:
     endpoints = s3_lake.endpoints(spark=False)
     if endpoints.nessie_token is None:
-        assert nessie_page(endpoints, s3_lake.settings) == endpoints.nessie_uri.removesuffix("api/v2")
+        assert nessie_page_url(endpoints, s3_lake.settings) == endpoints.nessie_uri.removesuffix("api/v2")
     guarded = type(endpoints)(endpoints.nessie_uri, None, None, "a token")
-    assert "BRANCHLAKE_GUARD_NESSIE=false" in nessie_page(guarded, s3_lake.settings)
-    assert rest_catalogue(lakehouse.endpoints(spark=False), lakehouse.settings) == (
+    assert "BRANCHLAKE_GUARD_NESSIE=false" in nessie_page_url(guarded, s3_lake.settings)
+    assert rest_catalog_url(lakehouse.endpoints(spark=False), lakehouse.settings) == (
         "none: Nessie serves s3:// warehouses only"
     )

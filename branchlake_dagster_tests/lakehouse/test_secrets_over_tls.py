@@ -13,7 +13,7 @@ from branchlake_dagster.embedded.servers import Endpoints
 from branchlake_dagster.errors import ConfigurationError, SecretWithoutTls
 from branchlake_dagster.ingest import topic_source as source
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 from branchlake_dagster.settings import Settings, require_tls
 from branchlake_dagster.spark.session import open_session
 
@@ -171,10 +171,10 @@ def test_a_server_that_only_a_session_names_counts(connected: list[str]) -> None
 def test_the_embedded_brokers_password_is_not_sent_in_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     table = IngestTable(key=["a", "t"], columns={"id": "int"})
     ingest = Ingest(name="orders", topics=["orders"], tables=[table])
-    embedded = Cluster("127.0.0.1:9", "SASL_PLAINTEXT", "PLAIN", "branchlake", SECRET)
-    monkeypatch.setattr(source, "cluster_of", lambda _: embedded)
+    embedded = KafkaCluster("127.0.0.1:9", "SASL_PLAINTEXT", "PLAIN", "branchlake", SECRET)
+    monkeypatch.setattr(source, "configured_cluster", lambda _: embedded)
     with pytest.raises(SecretWithoutTls) as caught:
-        source.source_of(ingest, Settings(spark_remote=CLEAR))
+        source.open_topic_source(ingest, Settings(spark_remote=CLEAR))
     assert "127.0.0.1:9" in caught.value.secrets[0]
     assert SECRET not in str(caught.value)
-    assert source.source_of(ingest, Settings())
+    assert source.open_topic_source(ingest, Settings())

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from branchlake_dagster.embedded.process import ProcessRecord, started_s
+from branchlake_dagster.embedded.process import ProcessRecord, find_start_s
 from branchlake_dagster.spark import session as python_daemons
 from branchlake_dagster.waiting import holds_within
 
@@ -27,7 +27,7 @@ time.sleep(120)
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[psutil.Process]:
-    monkeypatch.setattr(python_daemons, "_last", {})
+    monkeypatch.setattr(python_daemons, "_last_checks", {})
     with subprocess.Popen([sys.executable, "-c", _SERVER]) as made:
         tree = psutil.Process(made.pid)
         try:
@@ -39,7 +39,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[psutil.Process]:
 
 
 def test_a_daemon_without_workers_is_ended(server: psutil.Process) -> None:
-    started = started_s(server.pid)
+    started = find_start_s(server.pid)
     assert started is not None
     record = ProcessRecord("spark", server.pid, started, 1)
     assert python_daemons.end_idle_daemons(record) == 0  # they are young

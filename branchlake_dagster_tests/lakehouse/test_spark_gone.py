@@ -15,7 +15,7 @@ import pytest
 from pyspark.errors import AnalysisException
 
 from branchlake_dagster.errors import OutcomeUnknown
-from branchlake_dagster.internals.pyspark import give_up_within
+from branchlake_dagster.internals.pyspark import limit_retry_time
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.spark.session import SparkGone, open_session
 from branchlake_dagster_tests.suite.raised import raising
@@ -83,7 +83,7 @@ def test_a_server_that_is_gone_is_told_and_not_waited_for(lakehouse: Lakehouse, 
             for one in range(waits.max_retries)
         )
         assert 60_000 <= longest < 65_000, "pyspark's own is ten minutes"
-        give_up_within(session.client, 0.1)
+        limit_retry_time(session.client, 0.1)
         way.close()
         with (
             pytest.warns(UserWarning, match="RETRIES_EXCEEDED"),

@@ -8,7 +8,7 @@ import pyspark.sql.connect.logging
 import pytest
 from pyspark.sql.connect.session import SparkSession
 
-from branchlake_dagster.internals.pyspark import keep_connect_log_off, leave_sessions_to_stop
+from branchlake_dagster.internals.pyspark import disable_session_finalizer, silence_connect_log
 
 
 @pytest.mark.parametrize("level", [None, "WARNING"])
@@ -22,7 +22,7 @@ def test_it_says_something_only_where_it_is_asked_to(
     log = pyspark.sql.connect.logging.logger
     monkeypatch.setattr(log, "disabled", False)
     for _ in range(2):
-        keep_connect_log_off()
+        silence_connect_log()
     record = log.makeRecord(log.name, logging.WARNING, "", 0, "ReleaseExecute failed", (), None)
     assert bool(log.filter(record)) is (level is not None)
 
@@ -30,5 +30,5 @@ def test_it_says_something_only_where_it_is_asked_to(
 def test_the_garbage_collector_closes_no_session() -> None:
     """Where it came to one while pyspark started a thread, both waited for each other."""
     for _ in range(2):
-        leave_sessions_to_stop()
+        disable_session_finalizer()
     assert not hasattr(SparkSession, "__del__")

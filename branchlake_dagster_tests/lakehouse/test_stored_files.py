@@ -88,7 +88,7 @@ def test_many_remote_files_are_listed(
     store: tuple[Any, PyArrowFileIO], requests: list[str], monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     client, io = store
-    monkeypatch.setattr(stored_files, "LISTED_FROM", 30)
+    monkeypatch.setattr(stored_files, "MIN_LISTED_FILES", 30)
     for number in range(count):
         if number != 7:
             client.put_object(Bucket="lake", Key=f"{count}/{number}", Body=b"12" if number == 9 else b"1234")
@@ -105,8 +105,8 @@ def test_a_store_that_does_not_list_is_asked_for_each_file(
     client, io = store
     for number in range(5):
         client.put_object(Bucket="lake", Key=f"few/{number}", Body=b"1234")
-    monkeypatch.setattr(stored_files, "LISTED_FROM", 2)
-    monkeypatch.setattr(stored_files, "_LISTED_FOLDER", 2)
+    monkeypatch.setattr(stored_files, "MIN_LISTED_FILES", 2)
+    monkeypatch.setattr(stored_files, "_MIN_FOLDER_FILES", 2)
 
     class NoListing:
         def get_file_info(self, _: object) -> None:

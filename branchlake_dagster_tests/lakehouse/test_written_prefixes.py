@@ -15,7 +15,7 @@ from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
 from pyiceberg.types import LongType, NestedField
 
 from branchlake_dagster.catalog import NessieCatalog, written_prefixes
-from branchlake_dagster.catalog.written_prefixes import prefixes_of, record_prefixes, recorded_prefixes
+from branchlake_dagster.catalog.written_prefixes import list_prefixes, load_prefixes, record_prefixes
 from branchlake_dagster.nessie import NessieClient
 
 SCHEMA = Schema(NestedField(1, "n", LongType()))
@@ -51,28 +51,28 @@ def metadata(location: str) -> TableMetadata:
 def test_prefixes_hold_whatever_a_table_writes(
     location: str, properties: dict[str, str], prefixes: list[str]
 ) -> None:
-    assert prefixes_of(location, properties) == tuple(prefixes)
+    assert list_prefixes(location, properties) == tuple(prefixes)
 
 
 @pytest.mark.unit
 def test_a_prefix_is_written_once_and_again_where_a_power_cut_has_emptied_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(written_prefixes, "_recorded", set())
+    monkeypatch.setattr(written_prefixes, "_recorded_prefixes", set())
     io, warehouse = PyArrowFileIO(), tmp_path.as_uri()
-    assert recorded_prefixes(io, warehouse) == frozenset()
+    assert load_prefixes(io, warehouse) == frozenset()
     record_prefixes(io, warehouse, metadata("s3://b/own/orders"))
     record_prefixes(None, warehouse, metadata("s3://b/own/orders"))  # type: ignore[arg-type]  # no request
     (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
     written = file.stat().st_mtime_ns
-    written_prefixes._recorded.clear()
+    written_prefixes._recorded_prefixes.clear()
     record_prefixes(io, warehouse, metadata("s3://b/own/orders"))
     assert file.stat().st_mtime_ns == written
     file.write_bytes(b"")
-    assert recorded_prefixes(io, warehouse) == frozenset()
-    written_prefixes._recorded.clear()
+    assert load_prefixes(io, warehouse) == frozenset()
+    written_prefixes._recorded_prefixes.clear()
     record_prefixes(io, warehouse, metadata("s3://b/own/orders"))
-    assert recorded_prefixes(io, warehouse) == {"s3://b/own/orders/"}
+    assert load_prefixes(io, warehouse) == {"s3://b/own/orders/"}
 
 
 @pytest.mark.nessie
@@ -93,7 +93,7 @@ def test_files_of_dropped_and_moved_tables_are_within_recorded_prefixes(
     catalog.drop_table("db.t")
     with catalog.create_table_transaction("db.u", SCHEMA) as creation:
         creation.append(rows)
-    found = recorded_prefixes(PyArrowFileIO(), warehouse)
+    found = load_prefixes(PyArrowFileIO(), warehouse)
     assert found == {f"{warehouse}/db/t_", f"{elsewhere}/", f"{warehouse}/db/u_"}
     files = {path.as_uri() for path in tmp_path.rglob("*.*") if path.is_file()}
     assert len(files) > 10

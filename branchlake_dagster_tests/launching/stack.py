@@ -99,7 +99,7 @@ class Stack:
         """A run that is in the middle of its step until `release` exists, and its process."""
         run_id = self.launch("waiting", {"ops": {"wait": {"config": {"release": str(release)}}}})
         wait_for(Path(f"{release}.waiting").exists)
-        worker = WorkerProcess.of(self.run(run_id).tags.get(RunTag.WORKER))
+        worker = WorkerProcess.from_tag(self.run(run_id).tags.get(RunTag.WORKER))
         assert worker is not None
         return run_id, worker
 

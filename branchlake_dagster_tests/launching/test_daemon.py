@@ -30,7 +30,7 @@ def at_work(
     wait_for(mark.exists)
     mark.unlink()
     run = instance.get_run_by_id(run_id)
-    worker = WorkerProcess.of(run.tags[RunTag.WORKER]) if run else None
+    worker = WorkerProcess.from_tag(run.tags[RunTag.WORKER]) if run else None
     assert worker is not None
     return run_id, worker, psutil.Process(psutil.Process(worker.pid).ppid())
 
@@ -56,7 +56,7 @@ def test_runs_outlive_a_killed_daemon_and_ctrl_c_leaves_nothing(tmp_path: Path) 
             assert "daemon" in " ".join(daemon.cmdline())
             os.kill(daemon.pid, signal.SIGKILL)
             wait_for(lambda: ended(daemon))
-            assert worker.alive()
+            assert worker.is_running()
             assert not ended(template)
             release.touch()
             wait_for(lambda: status(instance, survivor) is dg.DagsterRunStatus.SUCCESS)
@@ -64,7 +64,7 @@ def test_runs_outlive_a_killed_daemon_and_ctrl_c_leaves_nothing(tmp_path: Path) 
         release.unlink()
         with dagster_dev(MODULE, home=tmp_path, environment=environment) as url:
             interrupted, worker, template = at_work(url, instance, release)
-        wait_for(lambda: ended(template) and not worker.alive())
+        wait_for(lambda: ended(template) and not worker.is_running())
         run = instance.get_run_by_id(interrupted)
         assert run is not None
         assert run.status in (dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)

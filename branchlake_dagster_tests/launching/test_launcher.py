@@ -52,7 +52,7 @@ def test_runs_are_forks_of_one_process_that_has_imported_the_code(warm: Stack) -
         assert run.status is DagsterRunStatus.SUCCESS
         assert run.tags["imported_by"] == run.tags["parent"] == str(template)
         assert run.tags["pid"] != str(template)
-        worker = WorkerProcess.of(run.tags[RunTag.WORKER])
+        worker = WorkerProcess.from_tag(run.tags[RunTag.WORKER])
         assert worker is not None
         assert str(worker.pid) == run.tags["pid"]
         assert run.tags["variable"] == "of the launcher"
@@ -80,7 +80,7 @@ def test_what_a_step_prints_is_kept_as_dagster_keeps_it(warm: Stack) -> None:
 def test_a_step_process_of_the_multiprocess_executor_starts_from_a_fork(warm: Stack) -> None:
     run = warm.finished(warm.launch("telling_elsewhere"))
     assert run.status is DagsterRunStatus.SUCCESS
-    worker = WorkerProcess.of(run.tags[RunTag.WORKER])
+    worker = WorkerProcess.from_tag(run.tags[RunTag.WORKER])
     assert worker is not None
     assert run.tags["imported_by"] == run.tags["pid"] != str(worker.pid)
 
@@ -89,7 +89,7 @@ def test_a_run_that_is_ended_by_hand_is_canceled(warm: Stack, release: Path) -> 
     run_id, worker = warm.waiting(release)
     assert warm.launcher.terminate(run_id)
     assert warm.finished(run_id).status is DagsterRunStatus.CANCELED
-    wait_for(lambda: not worker.alive())
+    wait_for(lambda: not worker.is_running())
     assert not warm.launcher.terminate(run_id)
 
 
@@ -123,7 +123,7 @@ def test_runs_outlive_a_killed_template_and_the_next_one_gets_another(warm: Stac
     assert again.status is DagsterRunStatus.SUCCESS
     assert again.tags["imported_by"] == str(warm.template().pid) != str(dead.pid)
     assert warm.workers(again.run_id) == 1
-    assert worker.alive()
+    assert worker.is_running()
     release.touch()
     assert warm.finished(run_id).status is DagsterRunStatus.SUCCESS
 
@@ -132,7 +132,7 @@ def test_run_monitoring_fails_a_run_whose_whole_family_is_dead(warm: Stack, rele
     run_id, worker = warm.waiting(release)
     warm.template().kill()
     os.kill(worker.pid, signal.SIGKILL)
-    wait_for(lambda: not worker.alive())
+    wait_for(lambda: not worker.is_running())
     assert not warm.run(run_id).is_finished, "nobody was there to tell"
     warm.monitor()
     assert warm.run(run_id).status is DagsterRunStatus.FAILURE
@@ -143,7 +143,7 @@ def test_a_run_that_nobody_can_interrupt_any_more_is_canceled(warm: Stack, relea
     run_id, worker = warm.waiting(release)
     warm.template().kill()
     os.kill(worker.pid, signal.SIGKILL)
-    wait_for(lambda: not worker.alive())
+    wait_for(lambda: not worker.is_running())
     assert warm.launcher.terminate(run_id)
     assert warm.run(run_id).status is DagsterRunStatus.CANCELED
 
@@ -154,10 +154,10 @@ def test_a_template_that_does_not_answer_gives_no_second_worker(
     warm.finished(warm.launch("telling"))
     stopped = warm.template()
     stopped.suspend()
-    monkeypatch.setattr(templates, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(templates, "_FORK_TIMEOUT_S", 0.3)
     run_id = warm.create("telling")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(templates.Templates, "_ready", once_only(templates.Templates._ready))
+        patch.setattr(templates.Templates, "_load_template", once_only(templates.Templates._load_template))
         warm.start(run_id)
     assert gone(stopped.pid)
     run = warm.finished(run_id)
@@ -197,7 +197,7 @@ def test_a_reload_gets_a_new_template_while_runs_of_the_old_one_go_on(warm: Stac
     warm.reload()
     again = warm.finished(warm.launch("telling"))
     assert again.tags["imported_by"] == str(warm.template().pid) != str(old.pid)
-    assert worker.alive()
+    assert worker.is_running()
     assert not gone(old.pid), "it still watches its run"
     os.kill(worker.pid, signal.SIGKILL)
     assert warm.finished(run_id).status is DagsterRunStatus.FAILURE
@@ -249,7 +249,7 @@ def test_where_a_fork_is_not_possible_it_says_why(
 ) -> None:
     run_id = warm.create("telling")
     monkeypatch.setattr(f"branchlake_dagster.launching.{what}", value)
-    found = warm.launcher._load(warm.context(run_id))
+    found = warm.launcher._load_spec(warm.context(run_id))
     assert isinstance(found, str)
     assert reason in found
 
@@ -261,7 +261,7 @@ def test_templates_end_with_their_launcher_and_after_their_runs(
     template = warm.template()
     warm.launcher.dispose()
     assert LOCATION not in warm.launcher.warm_processes()
-    assert worker.alive()
+    assert worker.is_running()
     release.touch()
     assert warm.finished(run_id).status is DagsterRunStatus.SUCCESS
     wait_for(lambda: gone(template.pid))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 def _left(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What comes of a process that ends by `leave`, its output in a pipe and so in buffers."""
-    program = "from branchlake_dagster.launching.worker import leave\n" + textwrap.dedent(code)
+    program = "from branchlake_dagster.launching.worker import end_process as leave\n" + textwrap.dedent(code)
     return subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
@@ -78,11 +78,11 @@ def test_files_that_were_open_before_the_fork_are_written_once_by_each(tmp_path:
     ended = _left(
         """
         import gc, os, sys
-        from branchlake_dagster.launching.worker import open_files
+        from branchlake_dagster.launching.worker import list_open_files
         audit = open(sys.argv[1], "a")
         audit.write("imported\\n")
         gc.collect()
-        files = open_files()
+        files = list_open_files()
         for file in files:
             if file.writable():
                 file.flush()

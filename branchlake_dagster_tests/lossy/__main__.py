@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.lossy.daemon import NotInTime, daemon
 from branchlake_dagster_tests.lossy.faults import Dice
@@ -40,10 +40,10 @@ def embedded(state: Path) -> Iterator[Lakehouse]:
     """A Nessie of its own behind a token, without Spark; stopped on leaving."""
     lake = Lakehouse(Settings(state_dir=state, session_kind="classic", guard_nessie=True, nessie_uri=None))
     try:
-        main_with_history(lake.nessie)
+        ensure_main_has_commit(lake.nessie)
         yield lake
     finally:
-        lake.servers.down()
+        lake.servers.stop_all()
 
 
 def play(state: Path, seed: int, *, runs: int, rate: float, at_once: int) -> list[str]:

@@ -15,9 +15,9 @@ import requests
 
 from branchlake_dagster.cli.dagster_home import dagster_dev
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.runs.branch_names import is_ours
-from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import judged, opened_by
+from branchlake_dagster.runs.branch_names import is_own_reference
+from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import is_judged, is_opened_by
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.lossy.plan import Planned
@@ -135,15 +135,15 @@ def settled(run: dg.DagsterRun) -> bool:
     """
     if not run.is_finished:
         return False
-    if not opened_by(run.tags, run.run_id):
+    if not is_opened_by(run.tags, run.run_id):
         return not run.is_success
-    told = judged(run.tags, branch_name(run.run_id))
+    told = is_judged(run.tags, run_branch_name(run.run_id))
     return told or (not run.is_success and run.tags.get(RunTag.VERDICT) in ("fenced", "continued"))
 
 
 def leftovers(client: NessieClient) -> list[str]:
     """The references of ours, of whatever kind."""
-    return sorted(ref.name for ref in client.references() if is_ours(ref.name))
+    return sorted(ref.name for ref in client.references() if is_own_reference(ref.name))
 
 
 @contextmanager

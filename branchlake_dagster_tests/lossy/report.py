@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import dagster as dg
 
-from branchlake_dagster.runs.discarding import FAILS
-from branchlake_dagster.runs.run_tags import NONE
+from branchlake_dagster.runs.discarding import FAILING_STATUSES
+from branchlake_dagster.runs.run_tags import NO_VALUE
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.lossy.faults import Dice, Fault
 from branchlake_dagster_tests.lossy.project import KIND
@@ -18,9 +18,9 @@ _FATES = ("runs", "published", "refused or blocked", "failed")
 
 def fate(run: dg.DagsterRun) -> str:
     """What became of a run, in one of the table's words."""
-    if run.tags.get(RunTag.PUBLICATION, NONE) != NONE:
+    if run.tags.get(RunTag.PUBLICATION, NO_VALUE) != NO_VALUE:
         return "published"
-    return "refused or blocked" if run.tags.get(RunTag.STATUS) in FAILS else "failed"
+    return "refused or blocked" if run.tags.get(RunTag.STATUS) in FAILING_STATUSES else "failed"
 
 
 def runs_table(runs: Sequence[dg.DagsterRun]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster.publication.ledger import Publication
-from branchlake_dagster.runs.run_tags import Place, opened
+from branchlake_dagster.runs.run_tags import RunLocation, build_opening_tags
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.lossy.plan import plan
 from branchlake_dagster_tests.lossy.project import KIND
@@ -30,7 +30,7 @@ class Told(World):
 def run(
     run_id: str, kind: str, publication: str | None, *, success: bool = True, **tags: str
 ) -> dg.DagsterRun:
-    place = opened(run_id, Place(f"run-{run_id}", "base"), {})
+    place = build_opening_tags(run_id, RunLocation(f"run-{run_id}", "base"), {})
     told = {RunTag.VERDICT: "passed" if publication else "blocked"}
     shown = {RunTag.PUBLICATION: publication} if publication else {}
     status = dg.DagsterRunStatus.SUCCESS if success else dg.DagsterRunStatus.FAILURE

@@ -10,11 +10,11 @@ from typing import Any
 import dagster as dg
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.conditions import reports
-from branchlake_dagster.publication.ledger import Publication, publications
-from branchlake_dagster.runs.discarding import FAILS
+from branchlake_dagster.publication.conditions import iter_publication_reports
+from branchlake_dagster.publication.ledger import Publication, iter_publications
+from branchlake_dagster.runs.discarding import FAILING_STATUSES
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
-from branchlake_dagster.runs.run_tags import NONE, Status
+from branchlake_dagster.runs.run_tags import NO_VALUE, Status
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.lossy.daemon import leftovers, settled
 from branchlake_dagster_tests.lossy.plan import REFUSABLE, TABLES
@@ -35,7 +35,7 @@ class World:
     @classmethod
     def now(cls, lake: Lakehouse, instance: dg.DagsterInstance, runs: Sequence[dg.DagsterRun]) -> World:
         """As it stands; `lake` must not go through the proxy."""
-        found = list(publications(lake.nessie))[::-1]
+        found = list(iter_publications(lake.nessie))[::-1]
         return cls(lake, instance, {run.run_id: run for run in runs}, found)
 
     def problems(self) -> list[str]:
@@ -48,7 +48,7 @@ class World:
             *(f"{name} is left in Nessie" for name in leftovers(self.lake.nessie)),
             *(
                 f"a heartbeat on {beat.branch} is left"
-                for beat in HeartbeatStore.of(self.lake.settings).all()
+                for beat in HeartbeatStore.from_settings(self.lake.settings).all()
             ),
         ]
 
@@ -101,12 +101,12 @@ class World:
         """The runs' tags say what `main` says, and the gate let through what it should."""
         published = {one.run_id: one.hash for one in self.ledger}
         for run_id, run in self.runs.items():
-            kind, told = run.tags[KIND], run.tags.get(RunTag.PUBLICATION, NONE)
+            kind, told = run.tags[KIND], run.tags.get(RunTag.PUBLICATION, NO_VALUE)
             name = f"run {run_id} ({kind}, {run.status.value.lower()})"
             if not settled(run):
                 yield f"{name} has no verdict: {run.tags}"
-            if told != published.get(run_id, NONE):
-                yield f"{name} says it was published as {told}; main says {published.get(run_id, NONE)}"
+            if told != published.get(run_id, NO_VALUE):
+                yield f"{name} says it was published as {told}; main says {published.get(run_id, NO_VALUE)}"
             if run_id in published:
                 if SPOILT in run.tags or BROKEN in run.tags:
                     yield f"{name} was published"
@@ -118,7 +118,7 @@ class World:
             status = run.tags.get(RunTag.STATUS)
             if (run.is_success or status == Status.REFUSED) and kind not in REFUSABLE | {"spoilt"}:
                 yield f"{name} passed and was not published: {run.tags.get(RunTag.REASON)}"
-            if status in FAILS and run.is_success:
+            if status in FAILING_STATUSES and run.is_success:
                 yield f"{name} is {status} and looks green"
 
     def _tellings(self) -> Iterator[str]:
@@ -132,7 +132,9 @@ class World:
         found = Counter(
             (one.branch, one.commit, table)
             for table in _ALL
-            for one in reports(self.instance, dg.AssetKey([NAMESPACE, table]), after=0, upto=2**60)
+            for one in iter_publication_reports(
+                self.instance, dg.AssetKey([NAMESPACE, table]), after_id=0, last_id=2**60
+            )
         )
         yield from (f"{branch} was not told {table}" for branch, _, table in wanted - found)
         yield from (

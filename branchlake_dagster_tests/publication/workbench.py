@@ -24,9 +24,9 @@ from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey
-from branchlake_dagster.publication.ledger import Candidate, Published, Refused, Result, write_set
+from branchlake_dagster.publication.ledger import Candidate, Published, Refused, Result, load_write_set
 from branchlake_dagster.publication.publisher import Publisher
-from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.tables import spark_frames
 from branchlake_dagster.tables import upserts as merge
 from branchlake_dagster.tables.specification import TableSpec
@@ -96,14 +96,14 @@ class Run:
         spec = TableSpec(identifier=(self.bench.namespace, name), write_mode="upsert", keys=keys)
         table = self.table(name)
         if by == "PyIceberg":
-            planned = merge.plan(frame(rows), table, spec, None)
+            planned = merge.plan_upsert(frame(rows), table, spec, None)
             assert isinstance(planned, merge.UpsertPlan), planned
-            merge.write(planned, properties)
+            merge.write_upsert(planned, properties)
             return
         session = self.bench.lake.spark_session(self.name)
         try:
             source = session.createDataFrame(frame(rows))
-            spark_frames.write(source, spec, table.schema(), None, properties)
+            spark_frames.write_spark_frame(source, spec, table.schema(), None, properties)
         finally:
             session.stop()
 
@@ -121,9 +121,9 @@ class Run:
             run_id=self.run_id,
             root_run_id=self.run_id,
             verdict="passed",
-            changes=write_set(client, self.base, head),
+            changes=load_write_set(client, self.base, head),
             read_set=self.reads,
-            table_checks=table_checks,
+            fully_checked_tables=table_checks,
         )
 
 
@@ -138,7 +138,7 @@ class Workbench:
 
     @property
     def publisher(self) -> Publisher:
-        return Publisher(self.client or self.lake.nessie, IcebergTables(self.lake.catalog()))
+        return Publisher(self.client or self.lake.nessie, IcebergTableFormat(self.lake.catalog()))
 
     def key(self, name: str = "t") -> ContentKey:
         return ContentKey([self.namespace, name])

@@ -101,7 +101,7 @@ def test_a_table_is_read_in_groups_of_small_files(
     table: Table, scanned: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ask(table, "SELECT count(*) FROM t") == [(30,)]
-    monkeypatch.setattr(dataset, "_TOGETHER", 1)
+    monkeypatch.setattr(dataset, "_GROUP_BYTES", 1)
     assert ask(table, "SELECT count(*) FROM t") == [(30,)]
     assert [count for _, count in scanned] == [3, 1, 1, 1]
 
@@ -135,7 +135,7 @@ def test_an_empty_table(catalog: Catalog) -> None:
 def test_equality_deletes_are_refused_rather_than_ignored(table: Table) -> None:
     delete_equal(table, "n", 3)
     with raising(QueryFailed, table="db.t", reason="not_readable"):
-        IcebergDataset(table.refresh()).plan()
+        IcebergDataset(table.refresh()).plan_files()
 
 
 def test_rows_of_row_groups_without_bounds_are_found(catalog: Catalog) -> None:

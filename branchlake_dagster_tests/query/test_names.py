@@ -8,7 +8,7 @@ import duckdb
 import pytest
 
 from branchlake_dagster.lakehouse.sql_names import sql_name
-from branchlake_dagster.query.names import named_tables
+from branchlake_dagster.query.names import find_table_paths
 from branchlake_dagster.query.reference import QueryFailed
 from branchlake_dagster_tests.suite.raised import raising
 
@@ -39,7 +39,7 @@ def connection() -> Iterator[duckdb.DuckDBPyConnection]:
 def test_the_tables_of_a_query(
     connection: duckdb.DuckDBPyConnection, sql: str, named: list[tuple[str, ...]]
 ) -> None:
-    assert sorted(named_tables(connection, sql)) == sorted(named)
+    assert sorted(find_table_paths(connection, sql)) == sorted(named)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_tables_of_a_query(
 )
 def test_what_is_no_query(connection: duckdb.DuckDBPyConnection, sql: str, reason: str) -> None:
     with raising(QueryFailed, reason=reason) as failed:
-        named_tables(connection, sql)
+        find_table_paths(connection, sql)
     assert ("PIVOT" in (failed.value.hint or "")) == ("PIVOT" in sql)
 
 

@@ -21,7 +21,7 @@ from branchlake_dagster.embedded.state_folder import LakeNotRunning
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.query import LakeReader, QueryFailed, TableNotThere, connect
 from branchlake_dagster.query.reference import NoSuchState
-from branchlake_dagster.runs.discarding import discard
+from branchlake_dagster.runs.discarding import discard_branch
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
@@ -82,15 +82,15 @@ def test_a_run_is_read_by_its_id_on_its_branch_and_after_it_was_discarded(
     assert count(reader, prices) == 2
     assert count(reader, prices, branch=f"run-{run}") == 3
     assert count(reader, prices, run=run) == 3
-    assert reader.where(run=run[:8]).told == f"run {run}, on its branch"
-    tag = discard(lakehouse.nessie, lakehouse.nessie.reference(f"run-{run}"))
+    assert reader.find_state(run=run[:8]).label == f"run {run}, on its branch"
+    tag = discard_branch(lakehouse.nessie, lakehouse.nessie.reference(f"run-{run}"))
     assert tag is not None
     assert count(reader, prices, run=run[:8]) == 3
-    assert reader.where(run=run).told == f"run {run}, as it was discarded"
+    assert reader.find_state(run=run).label == f"run {run}, as it was discarded"
     lakehouse.nessie.create_tag(f"sweeping-{run}", from_ref="main", from_hash=tag.hash)
     lakehouse.nessie.delete_tag(tag.name, expected_hash=tag.hash)
     with raising(NoSuchState, reason="being_deleted", subject=run):
-        reader.where(run=run)
+        reader.find_state(run=run)
 
 
 @dg.asset(metadata=table_metadata(write_mode="append", require_checks=False), key=["told", "rows"])
@@ -107,7 +107,7 @@ def test_a_published_run_is_read_as_its_publication_left_main(
         runs = [published(found, key) for _ in range(2)]
     table = f"{namespace}.rows"
     assert [count(reader, table, run=run) for run in runs] == [1, 2]
-    assert reader.where(run=runs[0]).told == f"run {runs[0]}, as it was published on main"
+    assert reader.find_state(run=runs[0]).label == f"run {runs[0]}, as it was published on main"
 
 
 def published(found: Project, key: dg.AssetKey) -> str:
@@ -148,7 +148,7 @@ def test_a_state_that_is_not_there(
     reader: LakeReader, state: dict[str, str], reason: str, subject: str
 ) -> None:
     with raising(NoSuchState, reason=reason, subject=subject):
-        reader.where(**state)
+        reader.find_state(**state)
 
 
 # -- names and forms -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.query.reference import Where
+from branchlake_dagster.query.reference import LakeState
 from branchlake_dagster_tests.suite.raised import raising
 
 NOBODY = cast("NessieClient", None)
@@ -17,15 +17,15 @@ NOBODY = cast("NessieClient", None)
 @pytest.mark.parametrize("run", ["", "xyz", "a8960", "a8960950' || 'x", "run-a8960950"])
 def test_what_is_no_run_id(run: str) -> None:
     with raising(ConfigurationError, reason="run_id", subject=run):
-        Where.find(NOBODY, run=run)
+        LakeState.find(NOBODY, run=run)
 
 
 @pytest.mark.parametrize("at", ["", "yesterday", "2026-13-01", "12:00", "abc"])
 def test_what_is_neither_a_time_nor_a_hash(at: str) -> None:
     with raising(ConfigurationError, reason="neither_time_nor_hash", subject=at):
-        Where.find(NOBODY, at=at)
+        LakeState.find(NOBODY, at=at)
 
 
 def test_one_state_at_a_time() -> None:
     with raising(ConfigurationError, reason="several_states"):
-        Where.find(NOBODY, branch="main", at="2026-11-20")
+        LakeState.find(NOBODY, branch="main", at="2026-11-20")

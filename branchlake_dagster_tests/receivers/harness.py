@@ -11,14 +11,22 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from branchlake_dagster.receivers.intake import Intake, Source
+from branchlake_dagster.receivers.intake import Intake, ReceiverSource
 from branchlake_dagster.receivers.landing import Landing
 from branchlake_dagster.receivers.landing_sink import LandingSink
-from branchlake_dagster.receivers.records import Buffer, Counts, Origin, Record, Resumed, Roll, Sink
+from branchlake_dagster.receivers.records import (
+    Buffer,
+    Counts,
+    ReceiverOrigin,
+    Record,
+    ResumeState,
+    Roll,
+    Sink,
+)
 from branchlake_dagster.receivers.service import Receivers
 
 QUICK = Roll(records=1_000, size_bytes=10_000_000, age_s=0.02)
-ORIGIN = Origin("r1", "udp")
+ORIGIN = ReceiverOrigin("r1", "udp")
 
 
 def record(
@@ -34,11 +42,11 @@ class MemorySink:
         self, roll: Roll = QUICK, behave: Callable[[Sequence[Record]], None] = lambda _: None
     ) -> None:
         self.roll, self.records, self.behave = roll, list[Record](), behave
-        self.resumed = Resumed()
+        self.resumed = ResumeState()
         self.stopped = self.closed = False
 
-    def open(self, *, resume: bool) -> Resumed:
-        return self.resumed if resume else Resumed()
+    def open(self, *, resume: bool) -> ResumeState:
+        return self.resumed if resume else ResumeState()
 
     def write(self, records: Sequence[Record], dropped: int = 0) -> None:
         self.behave(records)
@@ -52,7 +60,11 @@ class MemorySink:
 
 
 def an_intake(
-    make: Callable[[Buffer, Counts], Source], sink: Sink, *, most: int = 100_000, most_bytes: int = 1 << 30
+    make: Callable[[Buffer, Counts], ReceiverSource],
+    sink: Sink,
+    *,
+    most: int = 100_000,
+    most_bytes: int = 1 << 30,
 ) -> Intake:
     counts = Counts()
     buffer = Buffer(most, most_bytes, counts)
@@ -65,7 +77,7 @@ async def running(intake: Intake, *, drain_s: float = 4.3) -> AsyncIterator[Rece
     stop = asyncio.Event()
     task = asyncio.create_task(receivers.run(stop))
     try:
-        await until(lambda: intake.opened or task.done())
+        await until(lambda: intake.is_open or task.done())
         yield receivers
     finally:
         stop.set()
@@ -83,12 +95,12 @@ async def until(holds: Callable[[], Any], seconds: float = 120.0) -> None:
 
 def adds_up(intake: Intake) -> bool:
     counts = intake.counts
-    accounted = counts.handed_over + counts.lost() + counts.not_confirmed + counts.not_handed_over
+    accounted = counts.handed_over + counts.total_lost() + counts.not_confirmed + counts.not_handed_over
     return counts.received == accounted + intake.waiting
 
 
 def landing_sink(
-    folder: Path, *, partition: int = 0, roll: Roll = QUICK, origin: Origin = ORIGIN
+    folder: Path, *, partition: int = 0, roll: Roll = QUICK, origin: ReceiverOrigin = ORIGIN
 ) -> LandingSink:
     return LandingSink(folder, "t", partition, origin, roll=roll)
 

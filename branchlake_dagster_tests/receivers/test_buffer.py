@@ -50,7 +50,7 @@ def test_putting_waits_for_room_and_keeps_the_order() -> None:
         counts = Counts()
         buffer = Buffer(3, 1 << 30, counts)
         putting = asyncio.create_task(buffer.put([record(b"%d" % i) for i in range(10)]))
-        await until(lambda: buffer.full)
+        await until(lambda: buffer.is_full)
         await asyncio.sleep(0)
         assert not putting.done()
         taken = []
@@ -68,7 +68,7 @@ def test_what_waited_for_room_at_the_end_is_counted() -> None:
         counts = Counts()
         buffer = Buffer(3, 1 << 30, counts)
         putting = asyncio.create_task(buffer.put([record(b"x")] * 10))
-        await until(lambda: buffer.full)
+        await until(lambda: buffer.is_full)
         putting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await putting

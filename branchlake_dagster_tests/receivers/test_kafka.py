@@ -11,13 +11,20 @@ import pytest
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.receivers.kafka_sink import BrokerUnreachable, KafkaSink
-from branchlake_dagster.receivers.records import NotConfirmed, NotHandedOver, Origin, Record, Resumed, digest
+from branchlake_dagster.receivers.records import (
+    NotConfirmed,
+    NotHandedOver,
+    ReceiverOrigin,
+    Record,
+    ResumeState,
+    digest_value,
+)
 from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
 from branchlake_dagster_tests.receivers.harness import an_intake, record, running, until
 from branchlake_dagster_tests.receivers.test_udp import sender
 from branchlake_dagster_tests.suite.raised import raising
 
-ORIGIN = Origin("r1", "http")
+ORIGIN = ReceiverOrigin("r1", "http")
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +83,15 @@ def test_many_records_keep_their_order_in_a_short_queue(cluster: str) -> None:
 @pytest.mark.long
 def test_the_cursor_is_found_again_in_the_topic(cluster: str) -> None:
     sink = a_sink(cluster, "resumed")
-    assert sink.open(resume=True) == Resumed()
+    assert sink.open(resume=True) == ResumeState()
     sink.write([record(b"a", cursor=b"0"), record(b"b", cursor=b"5")])
     sink.close()
-    other = KafkaSink("resumed", 0, Origin("r2", "http"), {"bootstrap.servers": cluster})
-    assert other.open(resume=True) == Resumed()
+    other = KafkaSink("resumed", 0, ReceiverOrigin("r2", "http"), {"bootstrap.servers": cluster})
+    assert other.open(resume=True) == ResumeState()
     other.write([record(b"c", cursor=b"77")])
     other.close()
     again = KafkaSink("resumed", 0, ORIGIN, {"bootstrap.servers": cluster})
-    assert again.open(resume=True) == Resumed(b"5", (digest(b"a"), digest(b"b")))
+    assert again.open(resume=True) == ResumeState(b"5", (digest_value(b"a"), digest_value(b"b")))
     again.close()
 
 
@@ -93,7 +100,7 @@ def test_a_cursor_that_lies_far_back_is_found(cluster: str) -> None:
     sink = a_sink(cluster, "far")
     sink.write([record(b"a", cursor=b"3")])
     sink.close()
-    other = KafkaSink("far", 0, Origin("r2", "udp"), {"bootstrap.servers": cluster})
+    other = KafkaSink("far", 0, ReceiverOrigin("r2", "udp"), {"bootstrap.servers": cluster})
     other.open(resume=False)
     other.write([record(b"x")] * 12_000)
     other.close()
@@ -275,7 +282,7 @@ def test_options_that_would_lose_records_are_refused() -> None:
 def test_a_broker_that_is_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from branchlake_dagster.receivers import kafka_sink as kafka
 
-    monkeypatch.setattr(kafka, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(kafka, "_ANSWER_TIMEOUT_S", 0.2)
     sink = KafkaSink("t", 0, ORIGIN, {"bootstrap.servers": "127.0.0.1:1", "log_level": 0})
     with raising(BrokerUnreachable, "127.0.0.1:1", reason="address", subject="t"):
         sink.open(resume=False)
@@ -284,7 +291,7 @@ def test_a_broker_that_is_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_datagrams_reach_the_topic(cluster: str) -> None:
     async def play() -> None:
-        sink = KafkaSink("datagrams", 0, Origin("r1", "udp"), {"bootstrap.servers": cluster})
+        sink = KafkaSink("datagrams", 0, ReceiverOrigin("r1", "udp"), {"bootstrap.servers": cluster})
         intake = an_intake(lambda b, c: UdpSource(UdpConfig("127.0.0.1", 0), b, c), sink)
         async with running(intake):
             with sender(intake.source.address) as out:

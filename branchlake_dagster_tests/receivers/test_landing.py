@@ -15,20 +15,27 @@ from hypothesis import strategies as st
 from branchlake_dagster.embedded import logs as rotation
 from branchlake_dagster.embedded.logs import EARLIER_FILES, rotate_by_rename
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.receivers.landing import MARK, SCHEMA, Landing, LandingDamaged, OffsetsGone, file_name
+from branchlake_dagster.receivers.landing import (
+    LANDING_SCHEMA,
+    NEXT_OFFSET_FILE,
+    Landing,
+    LandingDamaged,
+    OffsetsGone,
+    file_name,
+)
 from branchlake_dagster.receivers.records import (
     NotHandedOver,
-    Origin,
     PartitionTaken,
+    ReceiverOrigin,
     Record,
-    Resumed,
-    digest,
+    ResumeState,
+    digest_value,
 )
 from branchlake_dagster_tests.receivers.harness import ORIGIN, landed, landing_sink, record
 from branchlake_dagster_tests.suite.raised import raising
 
 
-def write(folder: Path, *batches: list[Record], partition: int = 0, origin: Origin = ORIGIN) -> None:
+def write(folder: Path, *batches: list[Record], partition: int = 0, origin: ReceiverOrigin = ORIGIN) -> None:
     sink = landing_sink(folder, partition=partition, origin=origin)
     sink.open(resume=False)
     for batch in batches:
@@ -58,7 +65,7 @@ def test_rows_are_what_a_kafka_record_is_in_spark(rows: list[tuple], first: int)
     sink = landing_sink(Path("/nowhere"), partition=3)
     table = sink.as_table([Record(*row) for row in rows], first)
     table.validate(full=True)
-    assert table.schema == SCHEMA
+    assert table.schema == LANDING_SCHEMA
     for number, (row, (value, key, ns, source, cursor)) in enumerate(
         zip(table.to_pylist(), rows, strict=True)
     ):
@@ -91,15 +98,15 @@ def test_offsets_go_on_after_a_restart(tmp_path: Path) -> None:
 def test_files_of_a_range(tmp_path: Path) -> None:
     write(tmp_path, [record(b"a")] * 3, [record(b"b")] * 3, [record(b"c")] * 3)
     landing = Landing(tmp_path)
-    assert [f.first for f in landing.files_of("t", 0, 2, 4)] == [0, 3]
-    assert [f.first for f in landing.files_of("t", 0, 3, 6)] == [3]
-    assert landing.files_of("t", 0, 9, 9) == []
+    assert [f.first for f in landing.files_with_offsets("t", 0, 2, 4)] == [0, 3]
+    assert [f.first for f in landing.files_with_offsets("t", 0, 3, 6)] == [3]
+    assert landing.files_with_offsets("t", 0, 9, 9) == []
     with raising(OffsetsGone, 0, 8, 9, 10, subject="t[0]"):
-        landing.files_of("t", 0, 8, 10)
+        landing.files_with_offsets("t", 0, 8, 10)
     assert [f.first for f in landing.remove_before("t", 0, 5)] == [0]
     assert landing.offsets("t", 0) == (3, 9)
     with pytest.raises(OffsetsGone):
-        landing.files_of("t", 0, 2, 4)
+        landing.files_with_offsets("t", 0, 2, 4)
 
 
 def test_the_newest_file_stays_so_that_offsets_go_on(tmp_path: Path) -> None:
@@ -158,7 +165,7 @@ def test_offsets_are_never_given_twice_beside_a_busy_partition(tmp_path: Path) -
 
 def test_a_folder_of_an_older_release_gets_its_mark(tmp_path: Path) -> None:
     write(tmp_path, [record(b"a")])
-    mark = tmp_path / "t" / "0" / MARK
+    mark = tmp_path / "t" / "0" / NEXT_OFFSET_FILE
     assert mark.read_bytes() == b"%020d\n" % 1
     mark.unlink()
     write(tmp_path, [record(b"b")])
@@ -193,7 +200,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
         sink.write([record(b"a")])
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.records == [record(b"a")]
-    assert {path.name for path in (tmp_path / "t" / "0").iterdir()} == {".lock", MARK}
+    assert {path.name for path in (tmp_path / "t" / "0").iterdir()} == {".lock", NEXT_OFFSET_FILE}
     monkeypatch.setattr(pq, "write_table", whole)
     sink.write(caught.value.records)
     sink.close()
@@ -226,7 +233,10 @@ def test_offsets_are_never_given_twice_after_a_rotation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, [record(b"a")], [record(b"b")])
-    for name in (file_name(1, 1), MARK):  # a folder of an older release, whose newest file is lost
+    for name in (
+        file_name(1, 1),
+        NEXT_OFFSET_FILE,
+    ):  # a folder of an older release, whose newest file is lost
         (tmp_path / "t" / "0" / name).unlink()
     monkeypatch.setattr(rotation, "LIMIT_BYTES", 1)
     assert rotate_by_rename(tmp_path / "t" / "ingest.log")
@@ -243,11 +253,11 @@ def test_a_line_cut_by_a_crash_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_the_cursor_is_found_again_in_the_files(tmp_path: Path) -> None:
-    ours, other = Origin("r1", "http"), Origin("r2", "http")
+    ours, other = ReceiverOrigin("r1", "http"), ReceiverOrigin("r2", "http")
     write(tmp_path, [record(b"a", cursor=b"1"), record(b"b", cursor=b"5")], origin=ours)
     write(tmp_path, [record(b"c", cursor=b"99")], origin=other)
     sink = landing_sink(tmp_path, origin=ours)
-    assert sink.open(resume=True) == Resumed(b"5", (digest(b"a"), digest(b"b")))
+    assert sink.open(resume=True) == ResumeState(b"5", (digest_value(b"a"), digest_value(b"b")))
     sink.close()
 
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.receivers.http_polling import HttpConfig, HttpSource
 from branchlake_dagster.receivers.intake import Intake
-from branchlake_dagster.receivers.records import Origin, Resumed, Sink
+from branchlake_dagster.receivers.records import ReceiverOrigin, ResumeState, Sink
 from branchlake_dagster_tests.receivers.harness import (
     MemorySink,
     adds_up,
@@ -29,7 +29,7 @@ from branchlake_dagster_tests.receivers.harness import (
 from branchlake_dagster_tests.suite.raised import raising
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-OURS = Origin("r1", "http")
+OURS = ReceiverOrigin("r1", "http")
 QUICKLY = {"pause_s": 0.01, "wait_ms": 0, "look_back": 0}
 
 
@@ -399,7 +399,7 @@ def test_a_full_buffer_stops_the_asking() -> None:
             intake = asking(url, sink, limit=10)
             intake.buffer.most_records = 15
             async with running(intake):
-                await until(lambda: intake.buffer.full)
+                await until(lambda: intake.buffer.is_full)
                 await asyncio.sleep(0.2)
                 # Fifteen records in the sink's hand, fifteen in the buffer, and a page that waits for room.
                 assert len(archive.asked) <= 4
@@ -417,7 +417,7 @@ def test_what_is_no_url_or_no_cursor_is_told() -> None:
     async def play() -> None:
         source = asking("http://127.0.0.1:1/", MemorySink()).source
         with raising(ConfigurationError, reason="cursor", subject=repr(b"abc")):
-            source.resume(Resumed(b"abc"))
+            source.resume(ResumeState(b"abc"))
 
     asyncio.run(play())
 

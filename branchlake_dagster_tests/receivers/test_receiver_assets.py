@@ -9,7 +9,7 @@ import pytest
 
 from branchlake_dagster import Ingest, IngestTable, branchlake_definitions, ingest_definitions
 from branchlake_dagster.ingest.observation import receiver_key, receiver_observations
-from branchlake_dagster.receivers.metrics_client import Monitored, TopicCounts
+from branchlake_dagster.receivers.metrics_client import MonitorReport, TopicCounts
 
 ADDRESS = "http://radar-1:9464"
 
@@ -19,7 +19,7 @@ def test_a_receiver_tells_its_state_and_what_it_has_counted_of_all_its_topics() 
         "sda.radar": TopicCounts(100, 90, 5, 10, Counter(kernel=3)),
         "sda.isl": TopicCounts(10, 10, 0, 30, Counter(kernel=1, too_large=2)),
     }
-    monitor = Monitored(ADDRESS, counts, "degraded", ("its buffer is nearly full", "no broker"))
+    monitor = MonitorReport(ADDRESS, counts, "degraded", ("its buffer is nearly full", "no broker"))
     (told,) = receiver_observations([monitor], ["sda.radar"])
     assert told.asset_key == dg.AssetKey(["receivers", "radar-1:9464"])
     values = {name.removeprefix("branchlake/"): one.value for name, one in told.metadata.items()}
@@ -38,12 +38,12 @@ def test_a_receiver_tells_its_state_and_what_it_has_counted_of_all_its_topics() 
 
 
 def test_one_of_other_topics_is_told_by_others() -> None:
-    monitor = Monitored(ADDRESS, {"sda.isl": TopicCounts()}, "ready")
+    monitor = MonitorReport(ADDRESS, {"sda.isl": TopicCounts()}, "ready")
     assert receiver_observations([monitor], ["sda.radar"]) == []
 
 
 def test_one_that_does_not_answer_is_told() -> None:
-    (told,) = receiver_observations([Monitored(ADDRESS)], ["sda.radar"])
+    (told,) = receiver_observations([MonitorReport(ADDRESS)], ["sda.radar"])
     assert {name: one.value for name, one in told.metadata.items()} == {"branchlake/state": "silent"}
 
 

@@ -7,15 +7,20 @@ import asyncio
 import pytest
 import requests
 
-from branchlake_dagster.receivers.metrics_client import Monitored, scrape, together, topic_counts
-from branchlake_dagster.receivers.metrics_server import monitored
+from branchlake_dagster.receivers.metrics_client import (
+    MonitorReport,
+    parse_topic_counts,
+    scrape_monitors,
+    sum_by_topic,
+)
+from branchlake_dagster.receivers.metrics_server import serve_metrics
 from branchlake_dagster.receivers.service import Receivers
 from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
 from branchlake_dagster_tests.receivers.harness import MemorySink, an_intake, record
 
 
 def test_counts_are_what_the_monitor_tells_summed_over_receivers() -> None:
-    async def play() -> list[Monitored]:
+    async def play() -> list[MonitorReport]:
         intakes = [
             an_intake(lambda b, c: UdpSource(UdpConfig("127.0.0.1", 0), b, c), MemorySink(), most=10)
             for _ in range(2)
@@ -25,15 +30,15 @@ def test_counts_are_what_the_monitor_tells_summed_over_receivers() -> None:
             intake.partition = number
             intake.counts.received, intake.counts.handed_over = 2_000_000 + number, 7
             intake.counts.dropped.update({"kernel": 3, "buffer_full": number})
-        async with monitored(Receivers(intakes), "127.0.0.1", 0) as url:
-            return await asyncio.to_thread(scrape, [url, "http://127.0.0.1:1", f"{url}/"])
+        async with serve_metrics(Receivers(intakes), "127.0.0.1", 0) as url:
+            return await asyncio.to_thread(scrape_monitors, [url, "http://127.0.0.1:1", f"{url}/"])
 
     one, silent, again = asyncio.run(play())
     assert (silent.address, silent.silent, silent.counts) == ("http://127.0.0.1:1", True, {})
     assert (one.state, one.reasons, one.silent) == ("starting", (), False)
-    counts = together([one, silent])["t"]
-    assert together([one, silent, again])["t"].received == 2 * counts.received
-    assert (counts.received, counts.handed_over, counts.buffer) == (4_000_001, 14, 20)
+    counts = sum_by_topic([one, silent])["t"]
+    assert sum_by_topic([one, silent, again])["t"].received == 2 * counts.received
+    assert (counts.received, counts.handed_over, counts.buffer_capacity) == (4_000_001, 14, 20)
     assert counts.waiting == 3
     assert counts.dropped == {"kernel": 6, "buffer_full": 1}
 
@@ -48,7 +53,9 @@ def test_what_is_no_sample_of_ours_is_passed_over() -> None:
             "not a line {",
         ]
     )
-    assert {name: counts.received for name, counts in topic_counts(text).items()} == {'a b\\"c': 1_500_000}
+    assert {name: counts.received for name, counts in parse_topic_counts(text).items()} == {
+        'a b\\"c': 1_500_000
+    }
 
 
 def test_counts_are_told_also_when_nothing_is_known_of_the_health(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,5 +68,5 @@ def test_counts_are_told_also_when_nothing_is_known_of_the_health(monkeypatch: p
         return answer
 
     monkeypatch.setattr(requests, "get", get)
-    (one,) = scrape(["http://here"])
+    (one,) = scrape_monitors(["http://here"])
     assert (one.state, one.silent, one.counts["t"].received) == ("unknown", False, 3)

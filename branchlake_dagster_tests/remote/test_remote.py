@@ -13,7 +13,7 @@ from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.sda.graph.code_location import build_definitions
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
@@ -39,7 +39,7 @@ def instance(remote_environment: pytest.MonkeyPatch) -> Iterator[dg.DagsterInsta
 @pytest.fixture(scope="module")
 def lake(remote_environment: pytest.MonkeyPatch) -> Lakehouse:
     made = Lakehouse(Settings())
-    main_with_history(made.nessie)
+    ensure_main_has_commit(made.nessie)
     return made
 
 
@@ -60,10 +60,10 @@ def test_the_doctor_finds_nothing_wrong(lake: Lakehouse, instance: dg.DagsterIns
 
 
 def test_the_graph_is_published_on_the_whole_stack(instance: dg.DagsterInstance, lake: Lakehouse) -> None:
-    assert lake.servers.wanted() == (), "nothing is embedded"
+    assert lake.servers.server_names() == (), "nothing is embedded"
     definitions = build_definitions(lake.settings)
     few = {"gp": {"config": {"simulated_objects": 150}}}
-    reconciler = Reconciler.of(lake, instance, definitions.get_repository_def().asset_graph)
+    reconciler = Reconciler.from_lake(lake, instance, definitions.get_repository_def().asset_graph)
     instance.add_dynamic_partitions(gp_snapshots.name or "", [DEFAULT_SNAPSHOT])
 
     def run(job: str, partition: str) -> str:
@@ -83,18 +83,18 @@ def test_the_graph_is_published_on_the_whole_stack(instance: dg.DagsterInstance,
         return dict(found.tags)
 
     catalogue = run("catalogue_job", DEFAULT_SNAPSHOT)
-    list(reconciler.run())
+    list(reconciler.reconcile_branches())
     assert RunTag.PUBLICATION in tags(catalogue), tags(catalogue)
 
     kinds = [
         run("observations_job", str(dg.MultiPartitionKey({"window": FIRST_WINDOW, "source_kind": kind})))
         for kind in SOURCE_KINDS[:2]
     ]
-    list(reconciler.run())
+    list(reconciler.reconcile_branches())
     assert len({tags(run_id)[RunTag.PUBLICATION] for run_id in kinds}) == 1, "in one commit"
 
     window = run("window_job", FIRST_WINDOW)
-    list(reconciler.run())
+    list(reconciler.reconcile_branches())
     assert RunTag.PUBLICATION in tags(window), tags(window)
 
     tables = {name: lake.catalog().load_table(("sda", name)) for _, name in lake.catalog().list_tables("sda")}

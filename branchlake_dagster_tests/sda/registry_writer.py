@@ -36,5 +36,5 @@ if __name__ == "__main__":
             raise_on_error=False,
         )
         graph = definitions.get_repository_def().asset_graph
-        outcome = Reconciler.of(Lakehouse(Settings()), instance, graph).run_one(done.run_id)
+        outcome = Reconciler.from_lake(Lakehouse(Settings()), instance, graph).reconcile_run(done.run_id)
     sys.exit(0 if outcome is not None and outcome.publication else 1)

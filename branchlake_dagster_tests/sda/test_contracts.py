@@ -41,7 +41,7 @@ from branchlake_dagster.sda.trust.assessment import assessed
 from branchlake_dagster.sda.trust.model import error_model
 from branchlake_dagster.sda.trust.radii import Radii
 from branchlake_dagster.sda.trust.tables import element_errors, element_jumps, object_errors
-from branchlake_dagster.tables.schemas import in_words, stored_type
+from branchlake_dagster.tables.schemas import format_type, stored_type
 
 CONTRACTS = {
     ELEMENT_SETS: contracts.ElementSet,
@@ -79,7 +79,7 @@ UNIT_OF_ENDING = {
 
 
 def stored(schema: pa.Schema) -> dict[str, str]:
-    return {one.name: in_words(stored_type(one.type, one.name, ""), table="") for one in schema}
+    return {one.name: format_type(stored_type(one.type, one.name, ""), table_name="") for one in schema}
 
 
 def of_polars(columns: dict[str, pl.DataType]) -> dict[str, str]:

@@ -31,7 +31,7 @@ from branchlake_dagster.sda.messages.oem import Method, Segment, written
 from branchlake_dagster.sda.messages.oem_read import read_oem, to_utc
 from branchlake_dagster.sda.orbits.inertial import Frame, turned
 from branchlake_dagster.sda.orbits.propagation import Elements, propagate
-from branchlake_dagster.tables.schemas import in_words, stored_type
+from branchlake_dagster.tables.schemas import format_type, stored_type
 from branchlake_dagster_tests.suite.raised import raising
 
 NOON = datetime(2026, 8, 8, 12, 0, tzinfo=UTC)
@@ -591,7 +591,7 @@ def test_a_folder_is_screened_into_a_table(elements, whole, one, tmp_path):
     }
     schema = first.clear().to_arrow().schema
     assert list(columns.items()) == [
-        (one.name, in_words(stored_type(one.type, one.name, ""), table="")) for one in schema
+        (one.name, format_type(stored_type(one.type, one.name, ""), table_name="")) for one in schema
     ]
     for empty in (tmp_path / "none", tmp_path / "a.oem"):
         with raising(UnreadableMessage, reason="no_file", subject=str(empty)):

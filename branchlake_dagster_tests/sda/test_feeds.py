@@ -18,7 +18,7 @@ import pytest
 from branchlake_dagster.receivers.http_polling import HttpConfig, HttpSource
 from branchlake_dagster.receivers.landing import Landing
 from branchlake_dagster.receivers.landing_sink import LandingSink
-from branchlake_dagster.receivers.records import Origin, Record
+from branchlake_dagster.receivers.records import ReceiverOrigin, Record
 from branchlake_dagster.receivers.tcp import TcpConfig, TcpSource
 from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
 from branchlake_dagster.sda.commands.simulate import served
@@ -128,7 +128,7 @@ def writing(sink: LandingSink) -> Callable[[list[Message]], None]:
 @pytest.mark.long
 def test_a_feed_into_files(tmp_path: Path) -> None:
     feed = a_feed(corrupted=0.05)
-    sinks = {kind: LandingSink(tmp_path, kind, 0, Origin(kind, "direct")) for kind in RATES}
+    sinks = {kind: LandingSink(tmp_path, kind, 0, ReceiverOrigin(kind, "direct")) for kind in RATES}
     for sink in sinks.values():
         sink.open(resume=False)
     handed = run_into(feed, {kind: writing(sink) for kind, sink in sinks.items()}, paced=False)
@@ -152,7 +152,7 @@ def test_a_paced_feed_waits_for_the_time_of_sending(tmp_path: Path) -> None:
         slept.append(seconds)
         now += round(seconds * 1e9)
 
-    sink = LandingSink(tmp_path, "radar", 0, Origin("radar", "direct"))
+    sink = LandingSink(tmp_path, "radar", 0, ReceiverOrigin("radar", "direct"))
     sink.open(resume=False)
     run_into(
         a_feed(rates={"radar": 10.0}, seconds=20.0),

@@ -18,7 +18,7 @@ from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.kafka_sink import KafkaSink
 from branchlake_dagster.receivers.landing_sink import LandingSink
-from branchlake_dagster.receivers.records import Origin, Record
+from branchlake_dagster.receivers.records import ReceiverOrigin, Record
 from branchlake_dagster.sda.assets.raw import Where, raw_ingests
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.sda.graph.code_location import LIVE_SENSORS, build_definitions
@@ -93,13 +93,13 @@ def test_the_three_kinds_are_read_from_a_landing_folder(
 ) -> None:
     for ingest in raw_ingests("landing"):
         (topic,) = ingest.topics
-        sink = LandingSink(tmp_path, topic, 0, Origin("r1", "udp"))
+        sink = LandingSink(tmp_path, topic, 0, ReceiverOrigin("r1", "udp"))
         sink.open(resume=False)
         sink.write(records(ingest.name)[:20])
         sink.write(records(ingest.name)[20:])
         sink.close()
         driver = LandingDriver(lakehouse, tmp_path, own(ingest), spark_session)
-        assert driver.batch().records == 51
+        assert driver.batch().record_count == 51
         holds(driver, ingest.name)
 
 
@@ -108,16 +108,16 @@ def test_datagrams_of_radars_go_through_a_broker(
 ) -> None:
     topic = kafka.topic()
     start, end = KEY_BYTES
-    sink = KafkaSink(topic, None, Origin("r1", "udp"), kafka.cluster.client_options())
+    sink = KafkaSink(topic, None, ReceiverOrigin("r1", "udp"), kafka.cluster.client_options())
     sink.open(resume=False)
     sink.write([one._replace(key=one.value[start:end]) for one in records("radar")])
     sink.close()
     driver = Driver(lakehouse, kafka, spark_session, own(raw_ingests("kafka")[0], topic))
     (place,) = driver.look().topics[topic].partitions()
-    at = driver.topics.time_of({place: 0})
+    at = driver.topics.earliest_time({place: 0})
     assert at is not None
     assert int(at.timestamp() * 1_000) == RECEIVED_NS // 1_000_000
-    assert driver.batch().records == 51
+    assert driver.batch().record_count == 51
     holds(driver, "radar")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from branchlake_dagster.publication.table_change import DeleteFile, File, Mode, SnapshotChange
+from branchlake_dagster.publication.table_change import ChangeMode, DeleteFile, File, SnapshotChange
 from branchlake_dagster_tests.simulation.tables import NOTE, Row, State, Warehouse, replacing
 
 
@@ -25,14 +25,14 @@ class Kind(StrEnum):
 
 
 _MODES = {
-    Kind.APPEND: Mode.APPEND,
-    Kind.REPLACE: Mode.REPLACE_PARTITIONS,
-    Kind.CLEAR: Mode.REPLACE_PARTITIONS,
-    Kind.UPSERT: Mode.UPSERT,
-    Kind.DELETE: Mode.REWRITE,
-    Kind.REPLACE_TABLE: Mode.REPLACE_TABLE,
-    Kind.COMPACT: Mode.COMPACT,
-    Kind.ROW_DELETE: Mode.ROW_DELETES,
+    Kind.APPEND: ChangeMode.APPEND,
+    Kind.REPLACE: ChangeMode.REPLACE_PARTITIONS,
+    Kind.CLEAR: ChangeMode.REPLACE_PARTITIONS,
+    Kind.UPSERT: ChangeMode.UPSERT,
+    Kind.DELETE: ChangeMode.REWRITE,
+    Kind.REPLACE_TABLE: ChangeMode.REPLACE_TABLE,
+    Kind.COMPACT: ChangeMode.COMPACT,
+    Kind.ROW_DELETE: ChangeMode.ROW_DELETES,
 }
 
 
@@ -127,10 +127,10 @@ class Change:
             mode=_MODES[self.kind],
             added=tuple(added),
             removed=tuple(removed),
-            keys=("part", "key") if self.kind is Kind.UPSERT else (),
+            key_columns=("part", "key") if self.kind is Kind.UPSERT else (),
             run_id=run_id,
             deletes=tuple(deletes),
-            recorded=replacing(self.part) if self.kind in (Kind.REPLACE, Kind.CLEAR) else None,
-            named=(self.part,),
+            recorded_predicate=replacing(self.part) if self.kind in (Kind.REPLACE, Kind.CLEAR) else None,
+            partition_names=(self.part,),
         )
         return warehouse.stepped(state, step)

@@ -13,11 +13,11 @@ from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.nessie.model import IcebergTable
 from branchlake_dagster.publication.evidence import (
     AssetRules,
+    CheckEvaluation,
     CheckName,
-    Evaluation,
     EventPosition,
     RunEvidence,
-    Written,
+    WrittenPartition,
 )
 from branchlake_dagster.publication.outcome import CheckRun
 from branchlake_dagster.stored_names import RunTag
@@ -83,9 +83,9 @@ class Checks:
     def evidence(self, run_id: str) -> RunEvidence:
         """What a run that repeated checks has found."""
         found = self._verdicts.get(run_id, {})
-        results: dict[tuple[tuple[str, str], str | None], Evaluation] = {}
+        results: dict[tuple[tuple[str, str], str | None], CheckEvaluation] = {}
         for name, passed in found.items():
-            results[name, None] = Evaluation(passed, True, EventPosition(0, 0), None, "")
+            results[name, None] = CheckEvaluation(passed, True, EventPosition(0, 0), None, "")
         return RunEvidence(run_id=run_id, succeeded=True, evaluations=results)
 
 
@@ -97,31 +97,31 @@ def evidence(plans: Sequence[Plan], run: DagsterRun, write_set: frozenset[str]) 
     whole = any(plan.whole for plan in plans)
     strict = [plan.reads for plan in plans if plan.reads is not None]
     reads = frozenset(table_key(name).name for names in strict for name in names)
-    written: dict[tuple[str, str | None], Written] = {}
-    evaluations: dict[tuple[CheckName, str | None], Evaluation] = {}
+    written: dict[tuple[str, str | None], WrittenPartition] = {}
+    evaluations: dict[tuple[CheckName, str | None], CheckEvaluation] = {}
     for index, plan in enumerate(plans):
         passes = all(one.passes for one in plans[: index + 1])
         numbers = count(Random(plan.run_id).randrange(1000))
         tables = sorted({table_key(change.table).name for change in plan.changes})
         for name in tables:
-            written[name, None] = Written(EventPosition(index, next(numbers)), f"write {name}")
+            written[name, None] = WrittenPartition(EventPosition(index, next(numbers)), f"write {name}")
         for name in [] if plan.skips_checks else tables:
             position = EventPosition(index, next(numbers))
-            evaluations[(name, "check"), None] = Evaluation(passes, True, position, f"check {name}", "")
+            evaluations[(name, "check"), None] = CheckEvaluation(passes, True, position, f"check {name}", "")
     return RunEvidence(
         run_id=run.run_id,
         succeeded=run.is_success,
-        planned=frozenset(evaluations),
+        planned_checks=frozenset(evaluations),
         evaluations=evaluations,
-        written=written,
+        written_partitions=written,
         rules={
             name: AssetRules(
                 name,
                 frozenset(["check"]),
                 True,
-                whole_tables={"check": frozenset([name])} if whole else {},
+                whole_table_checks={"check": frozenset([name])} if whole else {},
                 serializable=bool(strict),
-                upstream=reads | ({name} & write_set) if strict else frozenset(),
+                upstream_tables=reads | ({name} & write_set) if strict else frozenset(),
             )
             for name, _ in written
         },

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from branchlake_dagster.tables.table_files import Entries
+from branchlake_dagster.tables.table_files import ManifestFiles
 from branchlake_dagster_tests.simulation.tables import FOLDER, State, Warehouse
 
 
@@ -65,12 +65,12 @@ class SimulatedTableFiles:
         state, last = snapshot.place
         return tuple(_manifest(state, i) for i in range(last + 1))
 
-    def entries(self, manifest: Any) -> Entries | None:
+    def entries(self, manifest: Any) -> ManifestFiles | None:
         """The data files that a manifest names."""
         if manifest.manifest_path in self.warehouse.deleted:
             return None
         paths = [file.path for file in manifest.step.added]
-        return Entries(dict.fromkeys(paths, 1), frozenset(paths))
+        return ManifestFiles(dict.fromkeys(paths, 1), frozenset(paths))
 
     def size(self, location: str) -> int:
         """1 for what is there."""

@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from branchlake_dagster.nessie.errors import NessieConflict
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.simulation.history import Pointer
 
@@ -45,7 +45,7 @@ class Hands:
             plan.run_id
             for plan in world.plans.values()
             if not plan.foreign
-            and branch_name(plan.run_id) in history.references
+            and run_branch_name(plan.run_id) in history.references
             and world.at(plan.run_id).knows(plan.run_id)
             and world.at(plan.run_id).look(plan.run_id).is_success
             # Else it would bring back what was set back, which is what the person then wants.
@@ -54,10 +54,10 @@ class Hands:
         if not ended:
             return
         run_id, client = self.random.choice(ended), world.direct()
-        head = client.reference(branch_name(run_id)).hash
+        head = client.reference(run_branch_name(run_id)).hash
         try:
             done = client.merge(
-                from_name=branch_name(run_id),
+                from_name=run_branch_name(run_id),
                 from_hash=head,
                 into="main",
                 expected_hash=client.reference("main").hash,

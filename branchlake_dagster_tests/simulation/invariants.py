@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from branchlake_dagster.nessie.model import IcebergTable
-from branchlake_dagster.publication.ledger import Publication, publications_in
-from branchlake_dagster.runs.discarding import FAILS
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.publication.ledger import Publication, parse_publications
+from branchlake_dagster.runs.discarding import FAILING_STATUSES
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import Status
 from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster_tests.simulation.changes import Change, Kind
@@ -40,10 +40,10 @@ def check(world: World) -> None:
         if not plan.foreign and world.at(plan.run_id).knows(plan.run_id):
             look.run(plan)
     foreign = [plan for plan in world.plans.values() if plan.foreign]
-    theirs = {branch_name(plan.run_id) for plan in foreign}
+    theirs = {run_branch_name(plan.run_id) for plan in foreign}
     left = set(world.server.history.references)
     for plan in foreign:
-        kept = branch_name(plan.run_id) in left or plan.forgotten or not plan.written
+        kept = run_branch_name(plan.run_id) in left or plan.forgotten or not plan.written
         kept = kept or plan.run_id in world.stranger.touched
         must(kept, f"run {plan.run_id} of another Dagster instance lost its branch")
     if world.hands.undone:
@@ -78,7 +78,7 @@ class _Look:
         """Each commit on `main` shows exactly the rows that its publications, one after the other, give."""
         rows: Rows = {name: [] for name in TABLES}
         for number, entry in enumerate(self._log):
-            found = publications_in(entry)
+            found = parse_publications(entry)
             by_hand = self._world.hands.merged.get(entry.commit.hash)
             if by_hand:
                 self._merged_by_hand(number, entry.commit.hash, *by_hand, rows)
@@ -101,7 +101,7 @@ class _Look:
     def _merged_by_hand(self, number: int, hash_: str, run_id: str, head: str, rows: Rows) -> None:
         """Change `rows` as a branch does that somebody has merged: nobody asked the gate."""
         brought = self._brought.setdefault(run_id, set())
-        merged = number, Publication(branch_name(run_id), run_id, run_id, "", "", (), hash_)
+        merged = number, Publication(run_branch_name(run_id), run_id, run_id, "", "", (), hash_)
         self._done.setdefault(run_id, merged)  # else it brings what a zombie has added to what was published
         for change in self._changes_up_to(head):
             if change.id not in brought:
@@ -210,7 +210,7 @@ class _Look:
         hands = self._world.hands
         status = run.tags.get(RunTag.STATUS) if run.tags.get(RunTag.OPENED_BY) == plan.run_id else None
         must(status != Status.PENDING or not run.is_finished, f"run {plan.run_id} is pending for ever")
-        if told in hands.undone and branch_name(plan.run_id) in self._world.stranger.restored_branches:
+        if told in hands.undone and run_branch_name(plan.run_id) in self._world.stranger.restored_branches:
             must(done or status != Status.PUBLISHED, f"run {plan.run_id} is published and main lost its rows")
         if told in hands.undone:
             return  # it was on main when it was told; it may have come back by hand
@@ -230,7 +230,10 @@ class _Look:
         ancestry = self._ancestry(plan.run_id)
         passes = all(one.passes for one in ancestry) and not unchecked_tables(ancestry)
         late = plan.late.id if plan.late else None
-        must(status not in FAILS or not run.is_success, f"run {plan.run_id} is {status} and looks green")
+        must(
+            status not in FAILING_STATUSES or not run.is_success,
+            f"run {plan.run_id} is {status} and looks green",
+        )
         unpublished = run.is_success or status == Status.REFUSED
         if done is None and unpublished and passes and set(plan.written) - {late}:
             self._rightly_refused(plan, run.tags)

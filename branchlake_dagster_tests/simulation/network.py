@@ -102,7 +102,7 @@ class Network:
             raise Died
         self._scheduler.pause()
         error = _REFUSED if fault is Fault.REFUSED else _LOST
-        raise failures.from_exception(error, action=action, changes=changes, server=URI)
+        raise failures.error_from_exception(error, action=action, changes=changes, server=URI)
 
     def answer(self, method: str, path: str, params: Mapping[str, str], body: Any) -> Answer:
         """What the server says, without faults."""
@@ -142,4 +142,4 @@ class _Wire:
         )
         if status == 200:
             return decode(payload)
-        raise failures.from_answer(status, payload, action=action, changes=changes, server=URI)
+        raise failures.error_from_answer(status, payload, action=action, changes=changes, server=URI)

@@ -33,7 +33,7 @@ def reap(world: World, home: str) -> Iterator[str]:
         now=world.clock.now,
         monotonic=world.clock.monotonic,
         sleep=world.network.sleep,
-        is_on_main=lambda commit: MainLog().holds(world.client(), commit),
+        is_on_main=lambda commit: MainLog().contains_commit(world.client(), commit),
         instance=home,
     )
     return map(str, reaper.run())

@@ -62,7 +62,7 @@ class Stall:
 
     def _real_pass(self, world: World) -> Any:
         clock = world.clock
-        return pass_lock.one_pass(
+        return pass_lock.acquire_pass_lock(
             cast(Any, self._settings),
             clock=clock.monotonic,
             now=lambda: clock.now().timestamp(),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from branchlake_dagster.nessie.errors import NessieError
 from branchlake_dagster.nessie.model import IcebergTable, Namespace, Operation, Put
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.runs import NAMESPACE, TABLES, table_key
@@ -55,7 +55,7 @@ class Stranger:
         runs = [
             one.run_id
             for one in world.plans.values()
-            if not one.foreign and branch_name(one.run_id) in references
+            if not one.foreign and run_branch_name(one.run_id) in references
         ]
         chosen = self.random.choice(runs) if runs else None
         if chosen is not None:
@@ -70,7 +70,7 @@ class Stranger:
             "stranger", self.random.choice(TABLES), Kind.APPEND, "p1", "u1", f"stranger in {run_id}"
         )
         key = table_key(change.table)
-        seen = client.contents_at(branch_name(run_id), [key, NAMESPACE])
+        seen = client.contents_at(run_branch_name(run_id), [key, NAMESPACE])
         content, warehouse = seen.contents.get(key), world.warehouse
         before = warehouse.state(content) if isinstance(content, IcebergTable) else State()
         after = change.on_files(before, warehouse, "")
@@ -82,7 +82,7 @@ class Stranger:
         at = seen.reference.hash
         try:
             client.commit(
-                branch_name(run_id), expected_hash=at, operations=operations, message="a stranger's"
+                run_branch_name(run_id), expected_hash=at, operations=operations, message="a stranger's"
             )
         except NessieError as error:
             world.network.note("a stranger could not append", str(error))
@@ -94,20 +94,22 @@ class Stranger:
             return
         base = world.at(run_id).look(run_id).tags.get(RunTag.BASE_HASH)
         if base:
-            world.server.history.references[branch_name(run_id)].hash = base
+            world.server.history.references[run_branch_name(run_id)].hash = base
             world.network.note("a stranger set a branch back", run_id)
 
     def _delete(self, world: World) -> None:
         run_id = self._choose(world)
         if run_id is not None:
-            del world.server.history.references[branch_name(run_id)]
+            del world.server.history.references[run_branch_name(run_id)]
             world.network.note("a stranger deleted a branch", run_id)
 
     def _restore(self, world: World) -> None:
         """All references are as they were some seconds ago."""
         history = world.server.history
         # A copy that is taken while runs wait, and restored after a publication, is the one that matters.
-        self._wait(world, lambda: any(branch_name(run_id) in history.references for run_id in world.plans))
+        self._wait(
+            world, lambda: any(run_branch_name(run_id) in history.references for run_id in world.plans)
+        )
         older = {name: copy(pointer) for name, pointer in history.references.items()}
         self._wait(world, lambda: history.references["main"].hash != older["main"].hash)
         # As an operator does: Dagster's services are stopped before Nessie is.
@@ -137,10 +139,10 @@ class Stranger:
             file
             for name, pointer in world.server.history.references.items()
             for commit in world.server.history.first_parents(pointer.hash)
-            if name != branch_name(run_id)
+            if name != run_branch_name(run_id)
             for file in self._needed(world, commit.hash)
         }
-        own = sorted(self._needed(world, branch_name(run_id)) - elsewhere - warehouse.deleted)
+        own = sorted(self._needed(world, run_branch_name(run_id)) - elsewhere - warehouse.deleted)
         if own:
             warehouse.deleted.add(self.random.choice(own))
             world.network.note("a file was lost", run_id)

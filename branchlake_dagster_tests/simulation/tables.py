@@ -10,18 +10,18 @@ from zlib import crc32
 
 from branchlake_dagster.internals.column_metrics import DataPaths
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.publication.replay import ReplayImpossible, Staged, TableStates
+from branchlake_dagster.publication.replay import ReplayImpossible, StagedState, TableStates
 from branchlake_dagster.publication.table_change import (
-    Bounds,
-    Column,
+    ChangeMode,
     DeleteFile,
     File,
+    FileBounds,
     Layout,
-    Mode,
+    LayoutColumn,
     SnapshotChange,
     TableChange,
 )
-from branchlake_dagster.tables.replaced_rows import Among, Replaced
+from branchlake_dagster.tables.replaced_rows import ReplacedRows, StringSet
 
 Row = tuple[str, str, str]
 """(partition, key, token). The partition is Dagster's; files are finer, see `slot`."""
@@ -34,9 +34,9 @@ FOLDER = "lake/"
 
 LAYOUT = Layout(
     columns=(
-        Column(1, "part", "string", True),
-        Column(2, "key", "string", True),
-        Column(3, "token", "string", True),
+        LayoutColumn(1, "part", "string", True),
+        LayoutColumn(2, "key", "string", True),
+        LayoutColumn(3, "token", "string", True),
     ),
     spec=(("part", "identity", "part"), ("key", "bucket[2]", "slot")),
     highest_column_id=3,
@@ -92,7 +92,7 @@ class Warehouse:
         self.writers[path] = self._actor()
         part = held[0][0]
         kept = replacing(part)
-        return File(path, f"part={part}/slot={slot(held[0])}", _bounds(held), path, kept.meets, len(held))
+        return File(path, f"part={part}/slot={slot(held[0])}", _bounds(held), path, kept.overlaps, len(held))
 
     def data_files(self, rows: Iterable[Row]) -> list[File]:
         """New data files for rows of one partition, one for each slot."""
@@ -107,7 +107,7 @@ class Warehouse:
         gone = tuple(rows)
         self.dead[path] = frozenset((file.path, row) for row in gone)
         named = DataPaths(file.path.encode(), file.path.encode())
-        return DeleteFile(path, file.partition, named, may_hold=replacing(gone[0][0]).meets)
+        return DeleteFile(path, file.partition, named, may_hold=replacing(gone[0][0]).overlaps)
 
     def rows_in(self, state: State, file: File) -> list[Row]:
         """The rows of a data file that are left."""
@@ -156,9 +156,9 @@ def slot(row: Row) -> int:
     return crc32(row[1].encode()) % 2
 
 
-def replacing(part: str) -> Replaced:
+def replacing(part: str) -> ReplacedRows:
     """The record of a replaced partition."""
-    return Replaced(((Among(1, frozenset({part})),),))
+    return ReplacedRows(((StringSet(1, frozenset({part})),),))
 
 
 def layout(state: State) -> Layout:
@@ -166,8 +166,8 @@ def layout(state: State) -> Layout:
     return replace(LAYOUT, others=(("sort order", str(state.note)),))
 
 
-def _bounds(rows: tuple[Row, ...]) -> Callable[[str], Bounds | None]:
-    def of(column: str) -> Bounds | None:
+def _bounds(rows: tuple[Row, ...]) -> Callable[[str], FileBounds | None]:
+    def of(column: str) -> FileBounds | None:
         values = [row[("part", "key", "token").index(column)] for row in rows]
         return min(values), max(values)
 
@@ -186,29 +186,31 @@ class SimulatedTables:
     warehouse: Warehouse
     pause: Callable[[], None] = field(default=lambda: None)
 
-    def open(self, key: ContentKey, content: IcebergTable) -> Staged:
+    def open(self, key: ContentKey, content: IcebergTable) -> StagedState:
         self.pause()
         state: Any = self.warehouse.state(content)
-        return Staged(state, state)
+        return StagedState(state, state)
 
-    def change(
+    def load_change(
         self,
         key: ContentKey,
         before: IcebergTable | None,
-        after: IcebergTable | Staged,
+        after: IcebergTable | StagedState,
         *,
         files: bool = True,
     ) -> TableChange:
         self.pause()
         old = self.warehouse.state(before) if before else None
-        new: Any = after.table if isinstance(after, Staged) else self.warehouse.state(after)
+        new: Any = after.table if isinstance(after, StagedState) else self.warehouse.state(after)
         start = len(old.steps) if old else 0
         steps = new.steps[start:]
         if old and new.steps[:start] != old.steps:
-            steps = (*new.steps, SnapshotChange(0, Mode.UNKNOWN))
+            steps = (*new.steps, SnapshotChange(0, ChangeMode.UNKNOWN))
         if not files:
             steps = tuple(
-                SnapshotChange(one.snapshot_id, Mode.UNKNOWN, run_id=one.run_id, origin=one.origin)
+                SnapshotChange(
+                    one.snapshot_id, ChangeMode.UNKNOWN, run_id=one.run_id, original_id=one.original_id
+                )
                 for one in steps
             )
         return TableChange(
@@ -218,7 +220,7 @@ class SimulatedTables:
             base_snapshot_id=old.snapshot_id if old else None,
         )
 
-    def read_errors(self, states: Sequence[TableStates]) -> list[Exception | None]:
+    def find_read_errors(self, states: Sequence[TableStates]) -> list[Exception | None]:
         self.pause()
         return [self._read_error(after) for _, _, after in states]
 
@@ -229,27 +231,29 @@ class SimulatedTables:
             return error
         return None
 
-    def replay(self, key: ContentKey, mine: TableChange, after: IcebergTable, onto: Staged) -> Staged:
+    def replay(
+        self, key: ContentKey, run_change: TableChange, after: IcebergTable, target: StagedState
+    ) -> StagedState:
         self.pause()
-        state: Any = onto.table
-        written = list(onto.written)
-        for step in mine.steps:
+        state: Any = target.table
+        written = list(target.written_paths)
+        for step in run_change.steps:
             present = {file.path for file in state.files}
             if lost := {file.path for file in step.removed} - present:
                 raise ReplayImpossible(f"files are not there any more: {sorted(lost)}", table=key.name)
             state = self.warehouse.stepped(
-                state, replace(step, snapshot_id=self.warehouse.number(), origin=step.snapshot_id)
+                state, replace(step, snapshot_id=self.warehouse.number(), original_id=step.snapshot_id)
             )
             written.append(state.manifests[-1])
-        return Staged(onto.base, state, written)
+        return StagedState(target.base, state, written)
 
-    def write(self, staged: Staged, content_id: str | None) -> IcebergTable:
+    def write(self, staged: StagedState, content_id: str | None) -> IcebergTable:
         self.pause()
         state: Any = staged.table
         location = self.warehouse.store(state)
-        staged.written.append(location)
+        staged.written_paths.append(location)
         return table_content(content_id, location, state)
 
-    def discard(self, staged: Staged) -> None:
+    def discard(self, staged: StagedState) -> None:
         self.pause()
-        self.warehouse.deleted.update(staged.written)
+        self.warehouse.deleted.update(staged.written_paths)

@@ -35,13 +35,13 @@ from branchlake_dagster.publication.committer import Committer
 from branchlake_dagster.publication.conflicts import Overlap
 from branchlake_dagster.publication.evidence import EventPosition
 from branchlake_dagster.publication.main_log import BaseNotOnMain, MainLog
-from branchlake_dagster.publication.outcome import Ended
+from branchlake_dagster.publication.outcome import EndedRun
 from branchlake_dagster.publication.rebase_plan import CommitPlan
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.publication.replay import Staged
-from branchlake_dagster.publication.table_change import Mode, TableChange
+from branchlake_dagster.publication.replay import StagedState
+from branchlake_dagster.publication.table_change import ChangeMode, TableChange
 from branchlake_dagster.publication.verdict import Decision, Verdict
-from branchlake_dagster.runs.origin import Maker, Makers, Origin
+from branchlake_dagster.runs.origin import BranchOrigin, Maker, OriginFinder
 from branchlake_dagster_tests.simulation.faults import Fault
 from branchlake_dagster_tests.simulation.play import BY_OTHERS, failures, play
 
@@ -118,9 +118,9 @@ def _judged(self: NessieClient, *args: Any, **kwargs: Any) -> object:
         raise
 
 
-_SEND, _RUN, _OPERATIONS = Committer.send, RetryPolicy.run, CommitPlan.operations
+_SEND, _RUN, _OPERATIONS = Committer.send_commit, RetryPolicy.run_attempts, CommitPlan.build_operations
 _COMMIT = NessieClient.commit
-_MADE_ON = made_on_branch.made_on
+_MADE_ON = made_on_branch.collect_branch_output
 _DELETE = NessieClient.delete_branch
 _REFERENCES, _DIFF_AT = NessieClient.references, NessieClient.diff_at
 
@@ -138,7 +138,7 @@ def _unguarded(self: CommitPlan) -> list[Operation]:
 
 def _discarded(self: CommitPlan, values: Mapping[object, object]) -> None:
     for value in values.values():
-        if isinstance(value, Staged):
+        if isinstance(value, StagedState):
             self.tables.discard(value)
 
 
@@ -160,7 +160,8 @@ def _diff_of_the_listing(self: NessieClient, from_ref: str, to_ref: str) -> Diff
 def _by_files(mine: TableChange, theirs: TableChange) -> Overlap | None:
     """`overlap` without what was recorded of replaced partitions."""
     blind = [
-        replace(one, steps=tuple(replace(s, recorded=None) for s in one.steps)) for one in (mine, theirs)
+        replace(one, steps=tuple(replace(s, recorded_predicate=None) for s in one.steps))
+        for one in (mine, theirs)
     ]
     return _OVERLAP(*blind)
 
@@ -168,7 +169,7 @@ def _by_files(mine: TableChange, theirs: TableChange) -> Overlap | None:
 def _mapped_blindly(mine: TableChange, theirs: TableChange) -> TableChange:
     """`mapped`, by partition alone: as though a new file held only what the run had replaced."""
     for other in theirs.steps:
-        if other.mode is Mode.COMPACT:
+        if other.mode is ChangeMode.COMPACT:
             gone = {file.path: file.partition for file in other.removed}
             steps = []
             for step in mine.steps:
@@ -180,24 +181,28 @@ def _mapped_blindly(mine: TableChange, theirs: TableChange) -> TableChange:
     return mine
 
 
-_OVERLAP = commit_plan.overlap
+_OVERLAP = commit_plan.find_overlap
 
 
-class _OneKey(made_on_branch.Made):
+class _OneKey(made_on_branch.BranchOutput):
     """What a branch made, with no other relatives than the tables of its own keys."""
 
-    homes = earlier = frozenset()  # type: ignore[assignment]
+    normalized_folders = earlier_metadata = frozenset()  # type: ignore[assignment]
 
 
-def _everything_named(log: Any, base: Mapping[Any, str], base_hash: str, files: Any) -> made_on_branch.Made:
+def _everything_named(
+    log: Any, base: Mapping[Any, str], base_hash: str, files: Any
+) -> made_on_branch.BranchOutput:
     """`made_on`, taking all that the branch gave a name for its own, but for the state of that key before."""
     found = _MADE_ON(log, base, base_hash, files)
     known = {
-        one.snapshot_id for key in found.touched & base.keys() for one in files.metadata(base[key]).snapshots
+        one.snapshot_id
+        for key in found.changed_keys & base.keys()
+        for one in files.metadata(base[key]).snapshots
     }
-    every = {one.snapshot_id: one for state in found.named.values() for one in state.snapshots}
+    every = {one.snapshot_id: one for state in found.named_metadata.values() for one in state.snapshots}
     mine = {number: one for number, one in every.items() if number not in known}
-    return _OneKey(found.touched, found.named, found.named, mine)
+    return _OneKey(found.changed_keys, found.named_metadata, found.named_metadata, mine)
 
 
 def _without_hands(
@@ -213,68 +218,72 @@ def _without_roll_backs(self: MainLog, *args: Any, **of: Any) -> object:
         return None
 
 
-def _unguarded_look(self: Reconciler, one: Ended, *, inside: bool) -> object:
-    return self._assessor.assess(one.branch, one.run, ended=inside)
+def _unguarded_look(self: Reconciler, one: EndedRun, *, inside: bool) -> object:
+    return self._assessor.assess(one.branch, one.run, all_steps_succeeded=inside)
 
 
-_PUBLISHED = MainLog.already_published
+_PUBLISHED = MainLog.find_publication
 
 _BUGS = {
     "branches are deleted wherever they stand": (NessieClient, "delete_branch", _delete_now),
     "the listing is taken for the end": (
         (NessieClient, "references", _remembered_listing),
         (NessieClient, "diff_at", _diff_of_the_listing),
-        (BranchCommits, "objection", lambda self, read_metadata: None),
+        (BranchCommits, "find_objection", lambda self, read_metadata: None),
     ),
     "what is judged is not claimed": (
-        (assess, "claim", lambda client, branch: (branch.hash, False)),
-        (BranchCommits, "objection", lambda self, read_metadata: None),
+        (assess, "claim_branch", lambda client, branch: (branch.hash, False)),
+        (BranchCommits, "find_objection", lambda self, read_metadata: None),
     ),
     "no lookup": (
-        (Committer, "_landed", lambda self, candidate, at: None),
-        (TableChange, "there", lambda self, other: None),
+        (Committer, "_find_earlier_result", lambda self, candidate, at: None),
+        (TableChange, "shared_steps", lambda self, other: None),
     ),
     "merges by hand are not looked for": (
-        (MainLog, "already_published", _without_hands),
-        (MainLog, "merges", lambda self, client, **_: {}),
+        (MainLog, "find_publication", _without_hands),
+        (MainLog, "find_merges", lambda self, client, **_: {}),
     ),
-    "roll-backs are not looked for": (MainLog, "already_published", _without_roll_backs),
+    "roll-backs are not looked for": (MainLog, "find_publication", _without_roll_backs),
     "one run's error ends the pass": (Reconciler, "_assess", _unguarded_look),
     "an unknown outcome is a failure": (
-        (Committer, "send", _discarding_send),
+        (Committer, "send_commit", _discarding_send),
         (NessieClient, "commit", _judged),
     ),
-    "commits are repeated blindly": (RetryPolicy, "run", _always_repeated),
-    "nothing overlaps": (commit_plan, "overlap", lambda mine, theirs: None),
-    "a replaced partition is what its files touched": (commit_plan, "overlap", _by_files),
-    "deletes are not looked for": (overlap_rules, "_hit", lambda step, own, theirs: None),
-    "what is not carried is dropped": (overlap_rules, "not_carried", lambda mine, theirs: None),
-    "compactions are mapped by a guess": (commit_plan, "mapped", _mapped_blindly),
-    "reads are not compared": (CommitPlan, "_same_reads", lambda self, candidate, reads: None),
-    "reads are not guarded": (CommitPlan, "operations", _unguarded),
-    "the gate is open": (assess, "judge", lambda evidence, **_: Verdict(Decision.PASSED)),
+    "commits are repeated blindly": (RetryPolicy, "run_attempts", _always_repeated),
+    "nothing overlaps": (commit_plan, "find_overlap", lambda mine, theirs: None),
+    "a replaced partition is what its files touched": (commit_plan, "find_overlap", _by_files),
+    "deletes are not looked for": (overlap_rules, "_check_row_deletes", lambda step, own, theirs: None),
+    "what is not carried is dropped": (overlap_rules, "find_unreplayable", lambda mine, theirs: None),
+    "compactions are mapped by a guess": (commit_plan, "map_over_compactions", _mapped_blindly),
+    "reads are not compared": (CommitPlan, "_require_same_reads", lambda self, candidate, reads: None),
+    "reads are not guarded": (CommitPlan, "build_operations", _unguarded),
+    "the gate is open": (assess, "judge_evidence", lambda evidence, **_: Verdict(Decision.PASSED)),
     "commits of strangers are not looked for": (
         BranchCommits,
-        "objection",
+        "find_objection",
         lambda self, read_metadata: None,
     ),
     "commits that are missing are not looked for": (
         BranchCommits,
-        "objection",
+        "find_objection",
         lambda self, read_metadata: None,
     ),
-    "Dagster's tag says what is published": (assess.Assessor, "_publication_lost", lambda *_: False),
+    "Dagster's tag says what is published": (assess.Assessor, "_is_publication_lost", lambda *_: False),
     "events of several runs are ordered by storage id": (
         EventPosition,
         "__gt__",
         lambda self, other: self._storage_id > other._storage_id,
     ),
-    "files of others are discarded": (CommitPlan, "_forget", _discarded),
-    "what main has lost is taken for the run's": (sweep_plan, "_is_base", lambda *_: True),
-    "files are not opened": (committer, "unreadable_candidates", lambda tables, batch: {}),
+    "files of others are discarded": (CommitPlan, "_discard_values", _discarded),
+    "what main has lost is taken for the run's": (sweep_plan, "_is_branch_base", lambda *_: True),
+    "files are not opened": (committer, "find_unreadable_candidates", lambda tables, batch: {}),
     "a pass that stands still stops the others": (pass_lock, "_abandon_stale", lambda *_, **__: None),
-    "another instance's branches are reaped": (Makers, "of", lambda *_, **__: Origin(Maker.HERE)),
-    "the sweep looks at one key only": (sweep_plan, "made_on", _everything_named),
+    "another instance's branches are reaped": (
+        OriginFinder,
+        "find_origin",
+        lambda *_, **__: BranchOrigin(Maker.HERE),
+    ),
+    "the sweep looks at one key only": (sweep_plan, "collect_branch_output", _everything_named),
 }
 """What to put in whose place; several where one alone is caught by another defence."""
 

@@ -37,4 +37,4 @@ class DirectTransport:
         status, payload = self._server.answer(method, path, params or {}, body)
         if status == 200:
             return decode(payload)
-        raise failures.from_answer(status, payload, action=action, changes=changes, server=self.uri)
+        raise failures.error_from_answer(status, payload, action=action, changes=changes, server=self.uri)

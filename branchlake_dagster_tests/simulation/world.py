@@ -21,12 +21,12 @@ from branchlake_dagster.publication import assessment as assess
 from branchlake_dagster.publication import recheck
 from branchlake_dagster.publication.main_log import MainLog
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.parked_runs import give_up
+from branchlake_dagster.publication.parked_runs import discard_parked_run
 from branchlake_dagster.publication.publish_at_end import NotPublished
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.publication.table_change import Mode, SnapshotChange
-from branchlake_dagster.runs.discarding import discarded_name
-from branchlake_dagster.runs.run_branch import branch_name, main_with_history
+from branchlake_dagster.publication.table_change import ChangeMode, SnapshotChange
+from branchlake_dagster.runs.discarding import discarded_tag_name
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation import evidence
 from branchlake_dagster_tests.simulation.faults import ALL, Faults
@@ -112,7 +112,7 @@ class World:
         self.initial: dict[str, list[Row]] = {}
         """The rows of the tables that were there before all of it."""
         if random.random() < 0.8:
-            main_with_history(self.direct())
+            ensure_main_has_commit(self.direct())
             self._furnish()
 
     def _settle_down(self, random: Random) -> None:
@@ -144,7 +144,7 @@ class World:
                 ]
                 size = self.random.choice((1, 2))
                 files = tuple(self.warehouse.data_file(rows[i : i + size]) for i in range(0, 4, size))
-                step = SnapshotChange(self.warehouse.number(), Mode.APPEND, files)
+                step = SnapshotChange(self.warehouse.number(), ChangeMode.APPEND, files)
                 state = self.warehouse.stepped(State(), step)
                 operations.append(
                     Put(table_key(name), table_content(None, self.warehouse.store(state), state))
@@ -211,7 +211,7 @@ class World:
         with self.stall.one_pass(self) as is_ours:
             if not is_ours:
                 raise AnotherPassAtWork
-            for outcome in self.reconciler(home, log).run(budget_s=budget_s):
+            for outcome in self.reconciler(home, log).reconcile_branches(budget_s=budget_s):
                 self.network.note("outcome", str(outcome))
                 if outcome.check_run:
                     self.checks.launch(outcome.check_run, home)
@@ -236,7 +236,9 @@ class World:
         """A sweeper has deleted a file. It may be a data file of discarded runs only."""
         run_id = self.warehouse.writers.get(location, "")
         if run_id in self.plans:
-            tags = tuple(f"create tag {discarded_name(branch_name(one))} " for one in self._family(run_id))
+            tags = tuple(
+                f"create tag {discarded_tag_name(run_branch_name(one))} " for one in self._family(run_id)
+            )
             if not any(what.startswith(tags) for _, what, _ in self.network.trace):
                 self.wrongly_swept.append(f"{location} of run {run_id}")
 
@@ -337,23 +339,23 @@ class World:
     def _give_up(self, outcomes: list[Outcome]) -> None:
         """As a person does with runs whose files are lost."""
         for outcome in outcomes:
-            if outcome.action is PublicationAction.SET_ASIDE:
+            if outcome.action is PublicationAction.PARKED:
                 instance = self.at(outcome.run_id)
-                told = give_up(self.client(), cast(Any, instance), instance.look(outcome.run_id))
+                told = discard_parked_run(self.client(), cast(Any, instance), instance.look(outcome.run_id))
                 self.network.note("given up", told)
 
     def _waiting(self) -> set[str]:
         """The branches of our runs, discarded ones too: the reaper gives those of passed runs back."""
-        ours = {branch_name(plan.run_id) for plan in self.plans.values() if not plan.foreign}
-        names = ours | {discarded_name(branch) for branch in ours}
+        ours = {run_branch_name(plan.run_id) for plan in self.plans.values() if not plan.foreign}
+        names = ours | {discarded_tag_name(branch) for branch in ours}
         return names & self.server.history.references.keys()
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         collect = evidence.recorded(self)
         with (
-            patch.object(assess, "collect", collect),
-            patch.object(recheck, "collect", collect),
+            patch.object(assess, "collect_evidence", collect),
+            patch.object(recheck, "collect_evidence", collect),
             patch.object(sweeper, "ThreadPoolExecutor", InTurn),
             self.stall,
         ):

@@ -11,8 +11,8 @@ from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.internals.dagster import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Namespace, Put
-from branchlake_dagster.runs.retries import inherited
-from branchlake_dagster.runs.run_branch import RunBranch, branch_name
+from branchlake_dagster.runs.retries import inherit_parent_branch
+from branchlake_dagster.runs.run_branch import RunBranch, run_branch_name
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.instance import SimulatedInstance
@@ -50,9 +50,11 @@ class Writer:
         self._branch = RunBranch(
             lambda: self._client,
             plan.run_id,
-            tags=lambda: self._runs.look(plan.run_id).tags,
-            remember=lambda tags: self._runs.add_run_tags(plan.run_id, tags),
-            inherit=lambda: inherited(self._client, instance, self._runs.look(plan.run_id)),
+            load_tags=lambda: self._runs.look(plan.run_id).tags,
+            add_tags=lambda tags: self._runs.add_run_tags(plan.run_id, tags),
+            inherit_location=lambda: inherit_parent_branch(
+                self._client, instance, self._runs.look(plan.run_id)
+            ),
             report_head=lambda _, head: plan.recorded_heads.add(head),
         )
 
@@ -61,7 +63,9 @@ class Writer:
         if not self._launched():
             return
         plan, hearts = self._plan, self._world.hearts
-        self._heart = "" if plan.foreign else hearts.begin(branch_name(plan.run_id), plan.run_id, plan.home)
+        self._heart = (
+            "" if plan.foreign else hearts.begin(run_branch_name(plan.run_id), plan.run_id, plan.home)
+        )
         try:
             self._work()
         except Died:

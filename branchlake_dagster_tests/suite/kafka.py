@@ -12,10 +12,10 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 
 
-def as_settings(cluster: Cluster) -> dict[str, str]:
+def as_settings(cluster: KafkaCluster) -> dict[str, str]:
     """The settings of a code location that works on this cluster, with its login."""
     found = {
         "kafka_bootstrap": cluster.bootstrap,
@@ -27,7 +27,7 @@ def as_settings(cluster: Cluster) -> dict[str, str]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def as_environment(cluster: Cluster) -> dict[str, str]:
+def as_environment(cluster: KafkaCluster) -> dict[str, str]:
     """The same as variables of the environment."""
     return {f"BRANCHLAKE_{name.upper()}": value for name, value in as_settings(cluster).items()}
 
@@ -46,7 +46,7 @@ class Message:
 class Broker:
     """The session's broker. Topics that tests make have names of their own, and are never seen by others."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: KafkaCluster) -> None:
         self.cluster = cluster
         self._admin = AdminClient(cluster.client_options())
         self._producer = self._new_producer()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
-from branchlake_dagster.ingest.kafka_cluster import Cluster
+from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 from branchlake_dagster.settings import Settings
 
 _LISTING = Path("jars", "jars.classpath")
@@ -77,7 +77,7 @@ class Lakes:
         for part in (*_LENT, _BORROWED):
             (folder / part).unlink(missing_ok=True)
 
-    def kafka(self) -> Cluster:
+    def kafka(self) -> KafkaCluster:
         """The broker of the session, which starts if it does not run. Topics part the tests."""
         return EmbeddedKafka(Settings(state_dir=self.shared)).cluster()
 
@@ -106,7 +106,7 @@ class Lakes:
 def _down(folder: Path) -> None:
     if not (folder / "run").is_dir():
         return  # nothing was started there
-    EmbeddedServers(Settings(state_dir=folder)).down()
+    EmbeddedServers(Settings(state_dir=folder)).stop_all()
 
 
 def kept_folder() -> Path | None:

@@ -22,7 +22,7 @@ from branchlake_dagster.lakehouse import lakehouse as lakehouses
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.retry import RetryBudget, RetryPolicy
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation.history import Json
 from branchlake_dagster_tests.simulation.nessie import Answer, InMemoryNessie
@@ -75,5 +75,5 @@ def lakehouse(request: pytest.FixtureRequest, in_memory_nessie: NessieClient, tm
         return found
     settings = Settings(state_dir=tmp_path / "state", nessie_uri=in_memory_nessie.uri)
     lake = Lakehouse(settings, start=False)
-    main_with_history(lake.nessie)
+    ensure_main_has_commit(lake.nessie)
     return lake

@@ -15,5 +15,5 @@ REPOSITORY = Path(__file__).parents[2]
 
 def ignore_own_project() -> None:
     """From now on the folder of the repository is not a project for commands of this process."""
-    project_files = command_settings.project_files
-    command_settings.project_files = lambda: [] if Path.cwd() == REPOSITORY else project_files()
+    project_files = command_settings.find_project_files
+    command_settings.find_project_files = lambda: [] if Path.cwd() == REPOSITORY else project_files()

@@ -9,7 +9,7 @@ import dagster as dg
 from sqlalchemy import create_engine, event
 from sqlalchemy.pool import NullPool
 
-from branchlake_dagster.runs.origin import instance_id
+from branchlake_dagster.runs.origin import load_instance_id
 from branchlake_dagster_tests.suite.instances import keep_connections, new_instance
 
 
@@ -26,7 +26,7 @@ def test_each_is_another_instance_and_knows_nothing_of_the_one_before() -> None:
             assert instance.get_runs() == []
             assert dg.materialize([one], instance=instance).success
             assert len(instance.get_runs()) == 1
-            ids.append(instance_id(instance))
+            ids.append(load_instance_id(instance))
             homes.append(Path(instance.root_directory))
     assert len(set(ids)) == 2
     assert None not in ids

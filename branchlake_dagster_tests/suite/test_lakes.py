@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.embedded.process import ProcessRecord, started_s
+from branchlake_dagster.embedded.process import ProcessRecord, find_start_s
 from branchlake_dagster.embedded.servers import SPARK, EmbeddedServers, Endpoints
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
@@ -29,10 +29,10 @@ def test_a_worker_that_leaves_does_not_stop_the_spark_of_the_others(
 ) -> None:
     def running(self: EmbeddedServers, **_: object) -> Endpoints:
         """As if the server had been started: this process stands for it."""
-        assert self.wanted() == (SPARK,), "its Nessie is nobody's"
+        assert self.server_names() == (SPARK,), "its Nessie is nobody's"
         run = tmp_path / "run"
         run.mkdir(exist_ok=True)
-        ProcessRecord(SPARK, os.getpid(), started_s(os.getpid()) or 0.0, 1).save(run / "spark.json")
+        ProcessRecord(SPARK, os.getpid(), find_start_s(os.getpid()) or 0.0, 1).save(run / "spark.json")
         (run / "spark.token").write_text("t0ken")
         return Endpoints("", None, None)
 
@@ -52,9 +52,9 @@ def test_a_worker_s_own_spark_is_stopped_with_it(tmp_path: Path, monkeypatch: py
     worker = Lakes(tmp_path, "gw0")
     record = worker.own / "run" / "spark.json"
     record.parent.mkdir(parents=True)
-    ProcessRecord(SPARK, os.getpid(), started_s(os.getpid()) or 0.0, 1).save(record)
+    ProcessRecord(SPARK, os.getpid(), find_start_s(os.getpid()) or 0.0, 1).save(record)
     known = []
-    monkeypatch.setattr(EmbeddedServers, "down", lambda _: known.append(record.exists()))
+    monkeypatch.setattr(EmbeddedServers, "stop_all", lambda _: known.append(record.exists()))
     worker.join_spark()  # a test without the shared lake was first
     worker.leave()
     assert known == [True]
@@ -66,7 +66,7 @@ def test_without_workers_there_is_nothing_to_join(tmp_path: Path) -> None:
 
 
 def test_what_the_user_keeps_runs_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EmbeddedServers, "down", lambda self: pytest.fail("stopped"))
+    monkeypatch.setattr(EmbeddedServers, "stop_all", lambda self: pytest.fail("stopped"))
     Lakes(tmp_path, "gw0", kept=True).leave()
     Lakes(tmp_path, kept=True).end()
 

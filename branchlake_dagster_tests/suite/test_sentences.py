@@ -26,7 +26,6 @@ QUOTED = {
     "sda/test_conjunctions.py": "a name of an object, not a sentence",
     "lakehouse/test_catalog_tables.py": "messages of commits, which are stored on main",
     "launching/test_leaving.py": "an error that the test itself raises",
-    "publication/reconcile/test_pass.py": "the text of a tick is what is tested",
     "suite/test_absent.py": "a command to run",
 }
 """Files that may compare texts of three and more words, and why."""

@@ -22,7 +22,7 @@ from branchlake_dagster import (
     publish,
     table_metadata,
 )
-from branchlake_dagster.embedded.process import ProcessRecord, started_s
+from branchlake_dagster.embedded.process import ProcessRecord, find_start_s
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.publication.publish import RunUnknown
 from branchlake_dagster.tables.errors import TableMissing
@@ -177,10 +177,10 @@ def crowd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_a_killed_process_left_goes_with_the_next_one(crowd: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    ended_s = started_s(ended.pid)
+    ended_s = find_start_s(ended.pid)
     ended.communicate(b"\n")
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    sleeper_s = started_s(sleeper.pid)
+    sleeper_s = find_start_s(sleeper.pid)
     assert ended_s is not None
     assert sleeper_s is not None
     try:
@@ -191,12 +191,12 @@ def test_what_a_killed_process_left_goes_with_the_next_one(crowd: Path) -> None:
             run_folder.mkdir(parents=True)
             record = ProcessRecord.load(own / "owner.json")
             assert record is not None
-            assert record.alive()
+            assert record.is_alive()
             replace(record, pid=ended.pid, started_s=ended_s).save(left / "owner.json")
             ProcessRecord("nessie", sleeper.pid, sleeper_s, 1).save(run_folder / "nessie.json")
             with throwaway_server():
                 assert not left.exists()
-                assert started_s(sleeper.pid) is None
+                assert find_start_s(sleeper.pid) is None
                 assert own.exists()  # its process is at work
     finally:
         sleeper.kill()

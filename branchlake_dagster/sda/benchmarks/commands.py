@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from branchlake_dagster.cli.registry import say
+from branchlake_dagster.cli.registry import print_progress
 from branchlake_dagster.settings import Settings
 
 
@@ -18,7 +18,7 @@ def lifecycle(as_json: bool, rounds: int) -> None:
     """Time a run from its launch to its publication."""
     from branchlake_dagster.sda.benchmarks.lifecycle import measure, show
 
-    found = measure(Settings(), rounds=rounds, say=say)
+    found = measure(Settings(), rounds=rounds, say=print_progress)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
 
 
@@ -37,7 +37,7 @@ def screening(as_json: bool, hours: float, files: tuple[Path, ...]) -> None:
 
     if len(files) not in (0, 2):
         raise click.UsageError("Name two GP files, or none.")
-    found = measure(Settings(), files, hours=hours, say=say)
+    found = measure(Settings(), files, hours=hours, say=print_progress)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
 
 
@@ -52,7 +52,7 @@ def registry(as_json: bool, rows: int, rounds: int) -> None:
     """
     from branchlake_dagster.sda.benchmarks.registry import measure, show
 
-    found = measure(Settings(), rows=rows, rounds=rounds, say=say)
+    found = measure(Settings(), rows=rows, rounds=rounds, say=print_progress)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
 
 
@@ -67,7 +67,7 @@ def receive(as_json: bool, seconds: float, roll_s: float) -> None:
     """
     from branchlake_dagster.sda.benchmarks.receiving import measure, show
 
-    found = measure(seconds=seconds, roll_s=roll_s, say=say)
+    found = measure(seconds=seconds, roll_s=roll_s, say=print_progress)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
 
 
@@ -79,5 +79,5 @@ def live(as_json: bool, seconds: float, bursts: bool) -> None:
     """Time simulated sensors from network to main."""
     from branchlake_dagster.sda.benchmarks.live import measure, show
 
-    found = measure(Settings(), seconds=seconds, bursts=bursts, say=say)
+    found = measure(Settings(), seconds=seconds, bursts=bursts, say=print_progress)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)

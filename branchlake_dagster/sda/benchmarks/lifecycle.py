@@ -12,14 +12,14 @@ import dagster as dg
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.bench.daemon_backfills import backfill_ratios
-from branchlake_dagster.bench.dagster_floor import floor_seconds
+from branchlake_dagster.bench.daemon_backfills import measure_backfill_ratios
+from branchlake_dagster.bench.dagster_floor import measure_trivial_runs
 from branchlake_dagster.bench.launched_run import BenchFailed, launch_run
-from branchlake_dagster.bench.materialization import measure as materialise_figures
+from branchlake_dagster.bench.materialization import measure_materialization as materialise_figures
 from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.ledger import Publication, publications
+from branchlake_dagster.publication.ledger import Publication, iter_publications
 from branchlake_dagster.sda.commands.demo_run import plan_for
 from branchlake_dagster.sda.partitions import gp_snapshots
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT
@@ -68,13 +68,13 @@ def measure(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> d
                 for plan in (plan for plan in plans if not plan.blocked):
                     graph.append(stack.timed(plan.job, plan.partition))
                     say(f"{plan.job} {plan.partition}: {graph[-1].total_s:.1f} s")
-                backfills = backfill_ratios(lake, instance, url, say=say)
+                backfills = measure_backfill_ratios(lake, instance, url, say=say)
             floor_home = bench.state_dir.parent / "floor"
             floor_home.mkdir()
-            floor = floor_seconds(floor_home, rounds=rounds, say=say)
+            floor = measure_trivial_runs(floor_home, rounds=rounds, say=say)
             single = materialise_figures(lake, say=say)
         finally:
-            lake.servers.down()
+            lake.servers.stop_all()
     return {
         "one_asset_s": round(statistics.median(run.total_s for run in small), 2),
         "floor_one_asset_s": round(floor, 2),
@@ -121,7 +121,7 @@ class _Stack:
         return launch_run(self._url, _MODULE, job, tags=tags)
 
     def _publication(self, run_id: str) -> Publication | None:
-        head = publications(self._lake.nessie, limit=1)
+        head = iter_publications(self._lake.nessie, limit=1)
         return next((one for one in head if one.run_id == run_id), None)
 
     def _split(self, run_id: str, launched: float, entry: Publication) -> Timed:

@@ -20,12 +20,12 @@ from rich.table import Table
 
 from branchlake_dagster.bench.launched_run import BenchFailed, start_sensor
 from branchlake_dagster.bench.own_lake import own_lake
-from branchlake_dagster.bench.time_to_visibility import added_rows, publications
+from branchlake_dagster.bench.time_to_visibility import iter_added_rows, publication_times
 from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
 from branchlake_dagster.embedded.process import LOOPBACK, choose_port
 from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.sda.benchmarks.receiving import COMMAND
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
@@ -59,10 +59,10 @@ def measure(
     """
     with own_lake(settings) as bench, ExitStack() as ending:
         lake, kafka = Lakehouse(bench, say=say), EmbeddedKafka(bench, say=say)
-        ending.callback(lake.servers.down)
+        ending.callback(lake.servers.stop_all)
         ending.callback(kafka.down)
         lake.endpoints()
-        main_with_history(lake.nessie)
+        ensure_main_has_commit(lake.nessie)
         return _Trial(lake, kafka.up(), bench.state_dir.parent, say).measure(seconds, bursts)
 
 
@@ -151,10 +151,10 @@ class _Trial:
         ingestion, table = _INGESTIONS[kind]
         rows = self._places(("sda", table), _ROW[:2])
         dead = self._places(("sda", f"{ingestion}_dead_letters"), _DEAD)
-        at = publications(self.lake, ("sda", table))
+        at = publication_times(self.lake, ("sda", table))
         waits, received = [np.empty(0)], [np.empty(0)]
         # Those of snapshots that are no longer kept, after an hour or so, are left out of the delays.
-        for snapshot, added in added_rows(self.lake.catalog(MAIN).load_table(("sda", table)), _ROW[2:]):
+        for snapshot, added in iter_added_rows(self.lake.catalog(MAIN).load_table(("sda", table)), _ROW[2:]):
             came = added["received_at"].to_numpy().astype("datetime64[us]").astype(np.int64) / 1e6
             received.append(came)
             waits.append(at[snapshot.snapshot_id] - came)

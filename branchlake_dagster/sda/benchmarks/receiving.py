@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.receivers.landing import LOG, Landing
+from branchlake_dagster.receivers.landing import LOG_FILE, Landing
 from branchlake_dagster.sda.commands.simulate import served
 from branchlake_dagster.sda.feeds.network import Pages
 from branchlake_dagster.sda.feeds.plan import Batch
@@ -72,7 +72,7 @@ class Receiver:
     def files(self) -> Iterator[tuple[float, float, pa.Table]]:
         """Of each finished file when it was durable (seconds since 1970), its first receipt, and its rows."""
         closed = {}
-        for line in (self._landing.topic_folder(self._topic) / LOG).read_text().splitlines():
+        for line in (self._landing.topic_folder(self._topic) / LOG_FILE).read_text().splitlines():
             told = json.loads(line)
             if "first" in told:
                 closed[told["first"]] = tuple(

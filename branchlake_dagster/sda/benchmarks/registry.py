@@ -20,7 +20,7 @@ from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.sda.assets.catalogue import (
     CATALOGUE,
     ELEMENT_SETS,
@@ -62,7 +62,7 @@ def measure(settings: Settings, *, rows: int, rounds: int, say: Callable[[str], 
         lake = Lakehouse(bench, say=say)
         try:
             lake.endpoints()
-            main_with_history(lake.nessie)
+            ensure_main_has_commit(lake.nessie)
             with dg.DagsterInstance.local_temp() as instance:
                 stage = _Stage(lake, bench, instance, bench.state_dir.parent / "gp")
                 stage.round(0, _WARM_UP_ROWS)
@@ -72,7 +72,7 @@ def measure(settings: Settings, *, rows: int, rounds: int, say: Callable[[str], 
                     told = ", ".join(f"{name} {value:.2f}" for name, value in found[-1].items())
                     say(f"round {number}/{rounds}: {told}")
         finally:
-            lake.servers.down()
+            lake.servers.stop_all()
     return {
         **{name: round(statistics.median(one[name] for one in found), 2) for name in found[0]},
         "rows": rows,
@@ -100,7 +100,7 @@ class _Stage:
             executor=dg.in_process_executor,
         )
         graph = self._definitions.get_repository_def().asset_graph
-        self._reconciler = Reconciler.of(lake, instance, graph)
+        self._reconciler = Reconciler.from_lake(lake, instance, graph)
         self._job = self._definitions.resolve_job_def("catalogue_job")
 
     def round(self, number: int, rows: int) -> dict[str, float]:
@@ -146,7 +146,7 @@ class _Stage:
             run_config=_QUIET,
             raise_on_error=False,
         )
-        outcome = self._reconciler.run_one(done.run_id)
+        outcome = self._reconciler.reconcile_run(done.run_id)
         took = time.perf_counter() - began
         if outcome is None or outcome.action is not PublicationAction.PUBLISHED:
             failed = [e.message for e in done.all_events if e.is_step_failure]

@@ -60,7 +60,7 @@ def measure(
                 stack = _Stack(lake, instance, build_definitions(bench), hours)
                 return _measured(stack, snapshots, hours, say)
         finally:
-            lake.servers.down()
+            lake.servers.stop_all()
 
 
 def _measured(

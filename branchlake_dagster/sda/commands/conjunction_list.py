@@ -71,16 +71,16 @@ def listed(reader: LakeReader, wanted: Wanted, *, at: str | None) -> tuple[pl.Da
         WHERE {wanted.condition()} ORDER BY c.miss_distance_km, c.tca, c.event_id
     """  # noqa: S608 - see `condition`
     with reader.sql(query, at=at) as result:
-        found, place = result.polars(), result.where
+        found, place = result.polars(), result.state
     # A list of before a column was there is shown without it.
     found = found.select(name for name in _SHOWN if name in found.columns)
     reach = f"SELECT min(screened_from), max(screened_until), max(threshold_km) FROM {TABLE}"  # noqa: S608
     with reader.sql(reach, branch=place.ref) as result:
         ((begin, end, threshold_km),) = result.polars().rows()
     if begin is None:
-        return found, f"{place.told}; nothing was found to come close"
+        return found, f"{place.label}; nothing was found to come close"
     time = f"{begin:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC"
-    return found, f"{place.told}; screened {time}, {threshold_km:g} km"
+    return found, f"{place.label}; screened {time}, {threshold_km:g} km"
 
 
 def compared(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:

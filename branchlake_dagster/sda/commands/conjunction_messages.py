@@ -52,7 +52,7 @@ def write_messages(
     """
     query = f"SELECT * FROM {TABLE} WHERE {wanted.condition()} ORDER BY miss_distance_km, tca, event_id"  # noqa: S608 - see `condition`
     with reader.sql(query, at=at) as result:
-        found, place = result.polars(), result.where
+        found, place = result.polars(), result.state
     folder.mkdir(parents=True, exist_ok=True)
     count, refused, created = 0, list[str](), now()
     for begin in range(0, found.height, _AT_ONCE):
@@ -70,7 +70,7 @@ def write_messages(
                 continue
             _write(folder / f"{message_id(row)}.cdm.{notation.value}", message)
             count += 1
-    return Written(count, refused, place.told)
+    return Written(count, refused, place.label)
 
 
 def _write(path: Path, message: str) -> None:

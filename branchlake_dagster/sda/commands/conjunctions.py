@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from branchlake_dagster.cli.command_settings import command_settings
-from branchlake_dagster.wording import counted
+from branchlake_dagster.cli.command_settings import load_command_settings
+from branchlake_dagster.wording import format_count
 
 if TYPE_CHECKING:
     from branchlake_dagster.query.connection import LakeReader
@@ -87,7 +87,7 @@ def conjunctions(
     from branchlake_dagster.query import connect
     from branchlake_dagster.sda.commands.conjunction_list import Wanted, compared, listed, show
 
-    reader = connect(command_settings(None).settings)
+    reader = connect(load_command_settings(None).settings)
     wanted = Wanted(objects, since, until, within_km, kinds)
     if cdm_folder is not None and originator is not None:
         _write_messages(reader, wanted, cdm_folder, at, cdm_format, originator)
@@ -103,7 +103,9 @@ def conjunctions(
         sys.stdout.write(found.write_csv(datetime_format="%Y-%m-%dT%H:%M:%S%.6fZ"))
     else:
         show(found, rows)
-    click.echo(f"{counted(found.height, 'close approach', 'close approaches')}. Read at {told}.", err=True)
+    click.echo(
+        f"{format_count(found.height, 'close approach', 'close approaches')}. Read at {told}.", err=True
+    )
 
 
 def _write_messages(
@@ -122,10 +124,14 @@ def _write_messages(
         originator=originator,
         now=lambda: datetime.now(UTC),
     )
-    click.echo(f"{counted(done.count, 'message', 'messages')} in {folder}. Read at {done.place}.", err=True)
+    click.echo(
+        f"{format_count(done.count, 'message', 'messages')} in {folder}. Read at {done.place}.", err=True
+    )
     if done.refused:
         click.echo(done.told(), err=True)
-        raise click.ClickException(f"{counted(len(done.refused), 'row', 'rows')} could not be a message.")
+        raise click.ClickException(
+            f"{format_count(len(done.refused), 'row', 'rows')} could not be a message."
+        )
 
 
 @click.command(name="screen-ephemeris")
@@ -182,7 +188,7 @@ def screen_ephemeris(
     from branchlake_dagster.sda.commands.ephemeris_screening import screen
 
     screen(
-        connect(command_settings(None).settings),
+        connect(load_command_settings(None).settings),
         files,
         since=since,
         until=until,

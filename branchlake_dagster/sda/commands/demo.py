@@ -8,7 +8,7 @@ import sys
 import click
 
 from branchlake_dagster.cli.ending import interrupts_for_us_alone
-from branchlake_dagster.cli.registry import say
+from branchlake_dagster.cli.registry import print_progress
 from branchlake_dagster.settings import Settings
 
 
@@ -25,16 +25,16 @@ def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> No
 
     --catalogue FILE… takes real TLE or OMM files (.gz too); without it 2,000 objects are simulated.
     """
-    from branchlake_dagster.cli.server_starts import Starting
+    from branchlake_dagster.cli.server_starts import BackgroundServerStart
 
     settings, files = Settings(), [*catalogue, *more]
     with interrupts_for_us_alone():
         if not files:
-            say("Six runs, one of which the gate blocks: about a minute on 2 idle cores.")
-        starting = Starting(settings, say=say)
+            print_progress("Six runs, one of which the gate blocks: about a minute on 2 idle cores.")
+        starting = BackgroundServerStart(settings, say=print_progress)
         # Late: it takes as long as the servers do.
         from branchlake_dagster.sda.commands.demo_run import run_demo, show
 
-        result = run_demo(settings, files, say=say, starting=starting)
+        result = run_demo(settings, files, say=print_progress, starting=starting)
     click.echo(json.dumps(result.as_dict(), indent=2)) if as_json else show(result)
     sys.exit(0 if result.as_expected else 1)

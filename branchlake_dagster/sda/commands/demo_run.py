@@ -13,10 +13,10 @@ import dagster as dg
 from rich.console import Console
 
 from branchlake_dagster.cli.dagster_home import dagster_home
-from branchlake_dagster.cli.server_starts import Starting
+from branchlake_dagster.cli.server_starts import BackgroundServerStart
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.reconciler import RUN_BRANCHES, Reconciler
+from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER, Reconciler
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.graph.code_location import build_definitions, gp_folder
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots, windows
@@ -78,14 +78,14 @@ def run_demo(
     catalogue: Sequence[str],
     *,
     say: Callable[[str], None],
-    starting: Starting | None = None,
+    starting: BackgroundServerStart | None = None,
 ) -> DemoResult:
     """Run the plan, round after round, and settle each as the publication sensor would.
 
     With `catalogue` the named TLE or OMM files are ingested, else a simulated snapshot. `starting` are the
     servers that are about to answer.
     """
-    starting = starting or Starting(settings, say=say)
+    starting = starting or BackgroundServerStart(settings, say=say)
     began = starting.began
     home = dagster_home(settings)
     snapshots = _link(catalogue, gp_folder(settings))
@@ -97,7 +97,7 @@ def run_demo(
     result = DemoResult(dagster_home=str(home))
     with dg.DagsterInstance.get() as instance:
         graph = definitions.get_repository_def().asset_graph
-        reconciler = Reconciler.of(lake, instance, graph)
+        reconciler = Reconciler.from_lake(lake, instance, graph)
         instance.add_dynamic_partitions(gp_snapshots.name or "", [*snapshots, BAD_SNAPSHOT])
         for plans in rounds:
             done = []
@@ -107,7 +107,7 @@ def run_demo(
                 done.append(_run(plan, definitions, instance))
                 _stop_if_interrupted(done[-1][0])
             # One pass, as the sensor's: runs of one table go in one commit.
-            outcomes = {outcome.run_id: outcome for outcome in reconciler.run()}
+            outcomes = {outcome.run_id: outcome for outcome in reconciler.reconcile_branches()}
             for plan, (run, seconds) in zip(plans, done, strict=True):
                 line = _line(plan, run, outcomes.get(run.run_id), instance, lake, seconds)
                 told = f"published as {line.publication[:12]}" if line.publication else str(line.reason)
@@ -119,7 +119,7 @@ def run_demo(
     result.catalogue_objects = _catalogue_rows(lake)
     ours = {line.branch for line in result.lines}
     result.branches_left = [
-        ref.name for ref in lake.nessie.references(filter=RUN_BRANCHES) if ref.name in ours
+        ref.name for ref in lake.nessie.references(filter=RUN_BRANCH_FILTER) if ref.name in ours
     ]
     kept = (
         [line.branch for line in result.lines if not line.publication] if settings.keep_failed_hours else []

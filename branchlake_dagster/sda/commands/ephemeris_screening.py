@@ -19,7 +19,7 @@ from branchlake_dagster.sda.gp.limits import ReadLimits
 from branchlake_dagster.sda.messages.oem import time_of
 from branchlake_dagster.sda.messages.oem_read import ReadEphemeris, read_oem
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
-from branchlake_dagster.wording import counted
+from branchlake_dagster.wording import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +60,9 @@ def screen(
         )
         hidden += ("relative_velocity_t_km_s", "relative_velocity_n_km_s")
         show(found.drop(hidden).rename({"sat1_name": "ephemeris"}), rows)
-    click.echo(f"{counted(found.height, 'close approach', 'close approaches')}. Read at {told}.", err=True)
+    click.echo(
+        f"{format_count(found.height, 'close approach', 'close approaches')}. Read at {told}.", err=True
+    )
 
 
 def _read(path: Path) -> ReadEphemeris:
@@ -82,7 +84,7 @@ def _read(path: Path) -> ReadEphemeris:
 
 def _catalogue(reader: LakeReader, at: str | None) -> tuple[pl.DataFrame, str]:
     """The tracked objects."""
-    place = reader.where(at=at)
+    place = reader.find_state(at=at)
     there = {field.name for field in reader.table("sda.catalogue", branch=place.ref).schema().fields}
     texts = [name for name in ("object_name", "object_id") if name in there]
     wanted = ", ".join(["sat_no", "epoch", *ELEMENT_FIELDS, *texts])
@@ -91,7 +93,7 @@ def _catalogue(reader: LakeReader, at: str | None) -> tuple[pl.DataFrame, str]:
     with reader.sql(query, branch=place.ref) as result:
         found = result.polars()
     missing = [pl.lit(None, pl.String).alias(n) for n in ("object_name", "object_id") if n not in texts]
-    return found.with_columns(missing), place.told
+    return found.with_columns(missing), place.label
 
 
 def _screened(
@@ -127,8 +129,10 @@ def _screened(
     spans = f"{time_of(start):%Y-%m-%d %H:%M:%S} to {time_of(end):%Y-%m-%d %H:%M:%S} UTC"
     parts = len(read.segments)
     click.echo(
-        f"{path}: {spans}, {counted(parts, 'segment')}, {counted(len(used), 'object')}, {within_km:g} km; "
-        f"{counted(int((~fresh).sum()), 'object')} left out with elements older than {max_age_days:g} days.",
+        f"{path}: {spans}, {format_count(parts, 'segment')}, {format_count(len(used), 'object')},"
+        f" {within_km:g} km; "
+        f"{format_count(int((~fresh).sum()), 'object')} left out with elements older than {max_age_days:g}"
+        " days.",
         err=True,
     )
     names = left.select(sat2_object_designator="sat_no", sat2_name="object_name")

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.extras import require
-from branchlake_dagster.ingest.embedded_kafka import cluster_at
+from branchlake_dagster.extras import require_modules
+from branchlake_dagster.ingest.embedded_kafka import cluster_at_address
 from branchlake_dagster.receivers.allowed_peers import AllowedPeers
 from branchlake_dagster.receivers.http_polling import HttpConfig, HttpSource
-from branchlake_dagster.receivers.intake import Intake, Source
+from branchlake_dagster.receivers.intake import Intake, ReceiverSource
 from branchlake_dagster.receivers.kafka_sink import KafkaSink
 from branchlake_dagster.receivers.landing_sink import DEFAULT_ROLL, LandingSink
-from branchlake_dagster.receivers.metrics_server import monitored
-from branchlake_dagster.receivers.records import Buffer, Counts, Drop, Origin, Sink
+from branchlake_dagster.receivers.metrics_server import serve_metrics
+from branchlake_dagster.receivers.records import Buffer, Counts, DropPolicy, ReceiverOrigin, Sink
 from branchlake_dagster.receivers.service import Receivers, stop_on_signals
 from branchlake_dagster.receivers.tcp import TcpConfig, TcpSource
 from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
@@ -34,7 +34,7 @@ def kafka_options(bootstrap: str, file: Path | None) -> dict[str, str]:
     the embedded broker's own for its address. Raises ConfigurationError.
     """
     if file is None:
-        return cluster_at(Settings(), bootstrap).client_options()
+        return cluster_at_address(Settings(), bootstrap).client_options()
     found: dict[str, str] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         text = line.strip()
@@ -73,7 +73,7 @@ class Wanted:
     monitor: Address
     roll_s: float
     buffer: int
-    drop: Drop
+    drop: DropPolicy
     connections: int
     connections_per_peer: int
     allow: tuple[str, ...]
@@ -94,7 +94,7 @@ class Done:
 
 def run(wanted: Wanted, *, as_json: bool, say: Callable[[str], None]) -> Done:
     """Receive until a signal, and drain."""
-    require("receive", "aiohttp", "prometheus_client", wanted_by="branchlake sda receive")
+    require_modules("receive", "aiohttp", "prometheus_client", needed_by="branchlake sda receive")
     return asyncio.run(_run(wanted, as_json, say))
 
 
@@ -102,7 +102,7 @@ async def _run(wanted: Wanted, as_json: bool, say: Callable[[str], None]) -> Don
     stop = asyncio.Event()
     stop_on_signals(stop)
     receivers = Receivers(list(intakes(wanted)))
-    async with monitored(receivers, *wanted.monitor) as url:
+    async with serve_metrics(receivers, *wanted.monitor) as url:
         running = asyncio.create_task(receivers.run(stop))
         announcing = asyncio.create_task(_announce(receivers, url, as_json, say))
         try:
@@ -124,7 +124,7 @@ async def _run(wanted: Wanted, as_json: bool, say: Callable[[str], None]) -> Don
 
 
 async def _announce(receivers: Receivers, url: str, as_json: bool, say: Callable[[str], None]) -> None:
-    while not all(intake.opened for intake in receivers.intakes):
+    while not all(intake.is_open for intake in receivers.intakes):
         await asyncio.sleep(0.02)
     at = {
         one.topic if one.partition is None else f"{one.topic}/{one.partition}": one.source.address
@@ -139,7 +139,7 @@ async def _announce(receivers: Receivers, url: str, as_json: bool, say: Callable
 
 def intakes(wanted: Wanted) -> Iterator[Intake]:
     """One for each source. Made inside the event loop."""
-    allowed = AllowedPeers.of(wanted.allow)
+    allowed = AllowedPeers.from_cidr(wanted.allow)
     for number, (host, port) in enumerate(wanted.radar):
         datagrams = UdpConfig(host, port, key_bytes=radar.KEY_BYTES, drop=wanted.drop, allowed=allowed)
         yield _intake(wanted, "radar", "udp", number, partial(UdpSource, datagrams))
@@ -159,10 +159,10 @@ def intakes(wanted: Wanted) -> Iterator[Intake]:
 
 
 def _intake(
-    wanted: Wanted, kind: str, protocol: str, number: int, make: Callable[[Buffer, Counts], Source]
+    wanted: Wanted, kind: str, protocol: str, number: int, make: Callable[[Buffer, Counts], ReceiverSource]
 ) -> Intake:
     topic, partition = f"{wanted.topics}{kind}", wanted.first_partition + number
-    origin = Origin(f"{wanted.name}/{kind}/{partition}", protocol)
+    origin = ReceiverOrigin(f"{wanted.name}/{kind}/{partition}", protocol)
     sink: Sink
     where: int | None = partition
     if wanted.landing is not None:

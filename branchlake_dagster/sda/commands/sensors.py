@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from branchlake_dagster.cli.ending import ending_cleanly
+from branchlake_dagster.cli.ending import exit_on_signals
 
 _KINDS = ("radar", "optical", "isl")
 
@@ -167,7 +167,7 @@ def simulate(as_json: bool, rates: tuple[tuple[str, float], ...], start: str | N
     for name in ("duplicates", "stragglers", "corrupted"):
         if not 0 <= options[name] <= 0.5:
             raise click.BadParameter("A share is between 0 and 0.5.", param_hint=f"--{name}")
-    with ending_cleanly():
+    with exit_on_signals():
         found = run(
             Simulated(rates=dict(rates), start=_moment(start), **options),
             say=lambda text: click.echo(text, err=True),

@@ -15,10 +15,10 @@ from typing import Any
 import click
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.extras import require
+from branchlake_dagster.extras import require_modules
 from branchlake_dagster.receivers.kafka_sink import KafkaSink
 from branchlake_dagster.receivers.landing_sink import LandingSink
-from branchlake_dagster.receivers.records import Origin, Record, Sink
+from branchlake_dagster.receivers.records import ReceiverOrigin, Record, Sink
 from branchlake_dagster.receivers.service import stop_on_signals
 from branchlake_dagster.sda.commands.receive import kafka_options
 from branchlake_dagster.sda.feeds.direct import Message, run_into
@@ -33,7 +33,7 @@ from branchlake_dagster.sda.orbits.propagation import Elements
 @asynccontextmanager
 async def served(pages: Pages, host: str, port: int) -> AsyncIterator[str]:
     """``GET /observations`` while the block runs; its URL. Port 0 takes a free one."""
-    require("receive", "aiohttp", wanted_by="A server of pages")
+    require_modules("receive", "aiohttp", needed_by="A server of pages")
     from aiohttp import web
 
     async def answer(request: web.Request) -> web.Response:
@@ -174,7 +174,7 @@ def _into(wanted: Simulated, feed: Feed) -> dict[str, dict[str, Any]]:
     sinks: dict[str, Sink] = {}
     with ExitStack() as stack:
         for kind in feed.plan.rates:
-            topic, origin = f"{wanted.topics}{kind}", Origin(f"simulator/{kind}", _PROTOCOLS[kind])
+            topic, origin = f"{wanted.topics}{kind}", ReceiverOrigin(f"simulator/{kind}", _PROTOCOLS[kind])
             if wanted.landing is not None:
                 sinks[kind] = LandingSink(wanted.landing, topic, 0, origin)
             else:

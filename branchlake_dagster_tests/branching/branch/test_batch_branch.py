@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchlake_dagster.runs.branch_names import is_ours
-from branchlake_dagster.runs.branch_owner import BatchBranch, at_work_on, batch_branch
-from branchlake_dagster.runs.discarding import discarded_name
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.branch_names import is_own_reference
+from branchlake_dagster.runs.branch_owner import BatchBranch, build_batch_branch_name, writer_branch
+from branchlake_dagster.runs.discarding import discarded_tag_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import ReferencePrefix
 
 RUN, INSTANCE = "5b1f0b06-95a3-4d0e-8a44-0d3c4a3e9b10", "0c1cf2ab-4f0e-4c39-b7c1-8c2a1e1f7d55"
@@ -26,31 +26,31 @@ NOW = datetime(2026, 11, 23, 2, 45, 54, 123_000, UTC)
 def test_the_name_says_whose_it_is_and_since_when(
     run_id: UUID, instance: UUID, now: datetime, unique: UUID
 ) -> None:
-    name = batch_branch(str(run_id), str(instance), now=now, unique=unique)
-    assert is_ours(name, ReferencePrefix.RUN)
-    assert is_ours(discarded_name(name), ReferencePrefix.DISCARDED)
+    name = build_batch_branch_name(str(run_id), str(instance), now=now, random_id=unique)
+    assert is_own_reference(name, ReferencePrefix.RUN)
+    assert is_own_reference(discarded_tag_name(name), ReferencePrefix.DISCARDED)
     own = UUID(name.removeprefix(ReferencePrefix.RUN).split(".")[0])
     assert (own.version, own.variant, own.fields[-1]) == (7, unique.variant, unique.fields[-1])
     said = [str(one) if one.int else "" for one in (run_id, instance)]
-    for reference in (name, discarded_name(name)):
-        found = BatchBranch.of(reference)
+    for reference in (name, discarded_tag_name(name)):
+        found = BatchBranch.from_name(reference)
         assert found is not None
         assert [found.run_id, found.instance] == said
-        assert abs((found.began - now).total_seconds()) <= 0.001
-    assert at_work_on(name) == branch_name(said[0])
+        assert abs((found.created_at - now).total_seconds()) <= 0.001
+    assert writer_branch(name) == run_branch_name(said[0])
 
 
 def test_it_says_nothing_of_ids_that_are_no_uuids() -> None:
-    name = batch_branch("nightly", "", now=NOW, unique=UUID(RUN))
-    assert is_ours(name)
-    assert BatchBranch.of(name) == BatchBranch("", "", NOW)
+    name = build_batch_branch_name("nightly", "", now=NOW, random_id=UUID(RUN))
+    assert is_own_reference(name)
+    assert BatchBranch.from_name(name) == BatchBranch("", "", NOW)
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "main",
-        branch_name(RUN),
+        run_branch_name(RUN),
         f"run-{RUN}.{RUN}.{INSTANCE}",  # version 4 tells no time
         f"run-ffffffff-ffff-7fff-bfff-ffffffffffff.{RUN}.{INSTANCE}",  # the year 10889
         f"run-019ab2c3-0000-7000-8000-000000000000.{RUN}",
@@ -59,5 +59,5 @@ def test_it_says_nothing_of_ids_that_are_no_uuids() -> None:
     ],
 )
 def test_other_names_are_no_batches(name: str) -> None:
-    assert BatchBranch.of(name) is None
-    assert at_work_on(name) == name
+    assert BatchBranch.from_name(name) is None
+    assert writer_branch(name) == name

@@ -10,8 +10,8 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
-from branchlake_dagster.spark.session import dotted, quoted, text_literal
-from branchlake_dagster.tables.specification import identifier_of, table_metadata, table_name
+from branchlake_dagster.spark.session import quote_spark_name, quote_spark_path, quote_spark_string
+from branchlake_dagster.tables.specification import format_table_name, table_identifier, table_metadata
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite.raised import raising
 
@@ -19,13 +19,13 @@ ODD = ["a b", "we`ird", "dots.in.it", "quo'te", 'dou"ble', "back\\slash", "Ünï
 
 
 def test_quoting() -> None:
-    assert quoted("we`ird.x") == "`we``ird.x`"
-    assert dotted(("nessie", "a", "b.c")) == "`nessie`.`a`.`b.c`"
-    assert text_literal("o'hare\\") == "'o\\'hare\\\\'"
+    assert quote_spark_name("we`ird.x") == "`we``ird.x`"
+    assert quote_spark_path(("nessie", "a", "b.c")) == "`nessie`.`a`.`b.c`"
+    assert quote_spark_string("o'hare\\") == "'o\\'hare\\\\'"
 
 
 def test_a_dotted_name_is_read_back() -> None:
-    assert ContentKey.from_path(table_name(("n", "a.b`c"))) == ("n", "a.b`c")
+    assert ContentKey.from_path(format_table_name(("n", "a.b`c"))) == ("n", "a.b`c")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_dotted_name_is_read_back() -> None:
 def test_a_key_part_that_can_name_no_table_is_refused(part: str) -> None:
     for path in ([part], ["ns", part], [part, "t"]):
         with raising(ConfigurationError, reason="key_part", subject=part):
-            identifier_of(dg.AssetKey(path), "lake")
+            table_identifier(dg.AssetKey(path), "lake")
 
 
 def test_two_dots_write_nothing(lakehouse: Lakehouse, namespace: str) -> None:

@@ -11,7 +11,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieConflict, NessieUnavailable, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference, ReferenceType
-from branchlake_dagster.runs.discarding import discard, discarded_name, take_over
+from branchlake_dagster.runs.discarding import discard_branch, discarded_tag_name, take_over_branch
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising
@@ -24,7 +24,7 @@ class Branch:
 
     def __init__(self, lake: Lakehouse, name: str) -> None:
         self.lake, self.nessie, self.name = lake, lake.nessie, name
-        self.tag = discarded_name(name)
+        self.tag = discarded_tag_name(name)
         self.own = name.replace("run-", "run-retry-of-")
         self.writes = 0
         lake.nessie.create_branch(name, from_ref="main", from_hash=lake.nessie.reference("main").hash)
@@ -74,7 +74,7 @@ def failing(name: str, *, before: bool, error: Exception | None = None) -> Any:
 @memory.ON_BOTH
 def test_a_discarded_branch_is_a_tag_and_its_writer_is_fenced(branch: Branch) -> None:
     seen = branch.write()
-    tag = discard(branch.nessie, seen)
+    tag = discard_branch(branch.nessie, seen)
     assert tag is not None
     assert (tag.name, tag.hash, tag.type) == (branch.tag, seen.hash, ReferenceType.TAG)
     assert branch.state() == {"tag": seen.hash}
@@ -83,12 +83,12 @@ def test_a_discarded_branch_is_a_tag_and_its_writer_is_fenced(branch: Branch) ->
 
 
 def test_a_branch_without_a_commit_leaves_no_tag(branch: Branch) -> None:
-    assert discard(branch.nessie, branch.now()) is None
+    assert discard_branch(branch.nessie, branch.now()) is None
     assert branch.state() == {}
 
 
 def test_metadata_is_fetched_when_the_caller_has_none(branch: Branch) -> None:
-    assert discard(branch.nessie, branch.nessie.reference(branch.name)) is None
+    assert discard_branch(branch.nessie, branch.nessie.reference(branch.name)) is None
     assert branch.state() == {}
 
 
@@ -96,11 +96,11 @@ def test_a_late_write_keeps_the_branch_and_removes_the_tag(branch: Branch) -> No
     seen = branch.write()
     later = branch.write()
     with pytest.raises(NessieConflict):
-        discard(branch.nessie, seen)
+        discard_branch(branch.nessie, seen)
     assert branch.state() == {"branch": later.hash}
     plain = Reference(seen.type, seen.name, seen.hash)
     with pytest.raises(NessieConflict):
-        discard(branch.nessie, plain)
+        discard_branch(branch.nessie, plain)
     assert branch.state() == {"branch": later.hash}
 
 
@@ -109,17 +109,17 @@ def test_a_late_write_keeps_the_branch_and_removes_the_tag(branch: Branch) -> No
 def test_discarding_again_after_a_crash_finishes_it(branch: Branch, step: str, before: bool) -> None:
     seen = branch.write()
     with failing(step, before=before), pytest.raises(NessieUnavailable):
-        discard(branch.nessie, seen)
-    discard(branch.nessie, seen)
+        discard_branch(branch.nessie, seen)
+    discard_branch(branch.nessie, seen)
     assert branch.state() == {"tag": seen.hash}
 
 
 def test_a_tag_left_at_an_older_hash_is_replaced(branch: Branch) -> None:
     older = branch.write()
     with failing("delete_branch", before=True), pytest.raises(NessieUnavailable):
-        discard(branch.nessie, older)
+        discard_branch(branch.nessie, older)
     newer = branch.write()
-    discard(branch.nessie, newer)
+    discard_branch(branch.nessie, newer)
     assert branch.state() == {"tag": newer.hash}
 
 
@@ -129,11 +129,11 @@ def test_two_clean_ups_at_once_leave_the_tag(branch: Branch) -> None:
 
     def interleaved(self: NessieClient, *args: Any, **kwargs: Any) -> None:
         with patch.object(NessieClient, "delete_branch", real):
-            discard(self, seen)
+            discard_branch(self, seen)
         real(self, *args, **kwargs)
 
     with patch.object(NessieClient, "delete_branch", interleaved):
-        discard(branch.nessie, seen)
+        discard_branch(branch.nessie, seen)
     assert branch.state() == {"tag": seen.hash}
 
 
@@ -145,9 +145,9 @@ def test_a_retry_takes_the_work_over_under_its_own_name(branch: Branch, discarde
     """The old name goes: a writer of the parent's that is still alive stays fenced."""
     seen = branch.write()
     if discarded:
-        discard(branch.nessie, seen)
+        discard_branch(branch.nessie, seen)
     for _ in range(2):  # each step of the retry may do it
-        found = take_over(branch.nessie, branch.name, branch.own)
+        found = take_over_branch(branch.nessie, branch.name, branch.own)
         assert found is not None
         assert (found.name, found.hash) == (branch.own, seen.hash)
         assert branch.state() == {"own": seen.hash}
@@ -157,8 +157,8 @@ def test_a_retry_takes_the_work_over_under_its_own_name(branch: Branch, discarde
 
 @memory.ON_BOTH
 def test_there_is_nothing_to_take_over(branch: Branch) -> None:
-    discard(branch.nessie, branch.now())
-    assert take_over(branch.nessie, branch.name, branch.own) is None
+    discard_branch(branch.nessie, branch.now())
+    assert take_over_branch(branch.nessie, branch.name, branch.own) is None
     assert branch.state() == {}
 
 
@@ -170,10 +170,10 @@ def test_taking_over_again_after_a_crash_finishes_it(
 ) -> None:
     seen = branch.write()
     if discarded:
-        discard(branch.nessie, seen)
+        discard_branch(branch.nessie, seen)
     with failing(step, before=before), contextlib.suppress(NessieUnavailable):
-        take_over(branch.nessie, branch.name, branch.own)
-    take_over(branch.nessie, branch.name, branch.own)
+        take_over_branch(branch.nessie, branch.name, branch.own)
+    take_over_branch(branch.nessie, branch.name, branch.own)
     assert branch.state() == {"own": seen.hash}
 
 
@@ -188,7 +188,7 @@ def test_a_late_write_of_the_parent_is_taken_over_too(branch: Branch) -> None:
         real(self, *args, **kwargs)
 
     with patch.object(NessieClient, "delete_branch", late):
-        take_over(branch.nessie, branch.name, branch.own)
+        take_over_branch(branch.nessie, branch.name, branch.own)
     assert branch.state() == {"own": written[0].hash}
 
 
@@ -197,18 +197,18 @@ def test_a_branch_that_is_discarded_meanwhile_is_taken_over_as_a_tag(branch: Bra
     real = NessieClient.create_branch
 
     def discarded_first(self: NessieClient, *args: Any, **kwargs: Any) -> Reference:
-        discard(self, seen)
+        discard_branch(self, seen)
         return real(self, *args, **kwargs)
 
     with patch.object(NessieClient, "create_branch", discarded_first):
-        take_over(branch.nessie, branch.name, branch.own)
+        take_over_branch(branch.nessie, branch.name, branch.own)
     assert branch.state() == {"own": seen.hash}
 
 
 def test_the_sweeper_is_not_robbed(branch: Branch) -> None:
     """The tag is deleted by whoever claims it; the loser leaves nothing behind."""
     seen = branch.write()
-    discard(branch.nessie, seen)
+    discard_branch(branch.nessie, seen)
     real = NessieClient.create_branch
 
     def sweeper_first(self: NessieClient, *args: Any, **kwargs: Any) -> Reference:
@@ -217,7 +217,7 @@ def test_the_sweeper_is_not_robbed(branch: Branch) -> None:
         return found
 
     with patch.object(NessieClient, "create_branch", sweeper_first):
-        assert take_over(branch.nessie, branch.name, branch.own) is None
+        assert take_over_branch(branch.nessie, branch.name, branch.own) is None
     assert branch.state() == {}
 
 
@@ -234,13 +234,13 @@ def test_a_parent_that_does_not_stop_writing_is_not_taken_over(branch: Branch) -
         patch.object(NessieClient, "delete_branch", busy),
         raising(RetryNeedsFullRun, branch=branch.name, reason="branch_busy"),
     ):
-        take_over(branch.nessie, branch.name, branch.own)
+        take_over_branch(branch.nessie, branch.name, branch.own)
     assert branch.state() == {"branch": branch.now().hash}
 
 
 def test_a_discard_that_was_late_does_not_lose_what_a_retry_claimed(branch: Branch) -> None:
     seen = branch.write()
-    discard(branch.nessie, seen)
+    discard_branch(branch.nessie, seen)
     # Somebody made the branch again by hand, and claimed the tag while we deleted the branch.
     branch.nessie.create_branch(branch.name, from_ref=branch.tag, from_hash=seen.hash)
     real = NessieClient.delete_branch
@@ -250,5 +250,5 @@ def test_a_discard_that_was_late_does_not_lose_what_a_retry_claimed(branch: Bran
         real(self, *args, **kwargs)
 
     with patch.object(NessieClient, "delete_branch", claimed_meanwhile):
-        discard(branch.nessie, seen)
+        discard_branch(branch.nessie, seen)
     assert branch.state() == {"tag": seen.hash}

@@ -5,8 +5,12 @@ import pytest
 
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.verdict import Decision
-from branchlake_dagster.runs.discarding import FAILURE_REASON_TAG, fail_unpublished, status_without_verdict
-from branchlake_dagster.runs.run_tags import PUBLISHER, UNJUDGED, Place, Status, opened
+from branchlake_dagster.runs.discarding import (
+    FAILURE_REASON_TAG,
+    fail_unpublished_run,
+    status_without_verdict,
+)
+from branchlake_dagster.runs.run_tags import PUBLISHER, UNJUDGED, RunLocation, Status, build_opening_tags
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite.instances import new_instance
@@ -37,11 +41,11 @@ def test_a_run_without_verdict_shows_how_it_ended(
 def test_a_run_that_its_publisher_let_fail_was_not_interrupted() -> None:
     with new_instance() as instance:
         run = create_run_for_test(instance, status=SUCCESS)
-        fail_unpublished(instance, run.run_id, "a check failed")
+        fail_unpublished_run(instance, run.run_id, "a check failed")
         failed = instance.get_run_by_id(run.run_id)
         assert failed is not None
         assert status_without_verdict(failed) is Status.FAILED
-        again = opened("retry", Place("run-retry", ""), failed.tags)
+        again = build_opening_tags("retry", RunLocation("run-retry", ""), failed.tags)
         assert again[RunTag.FAILED_BY] != PUBLISHER
 
 

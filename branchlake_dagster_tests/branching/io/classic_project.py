@@ -10,7 +10,7 @@ from pyspark.sql import DataFrame
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.spark.session import is_connect
 from branchlake_dagster.tables.specification import table_metadata
@@ -28,7 +28,7 @@ FREE = table_metadata(require_checks=False)
 def t(context: dg.AssetExecutionContext, spark: BranchSparkResource) -> DataFrame:
     session = spark.spark_session
     assert not is_connect(session)
-    assert session.conf.get("spark.sql.catalog.nessie.ref") == branch_name(context.run.run_id)
+    assert session.conf.get("spark.sql.catalog.nessie.ref") == run_branch_name(context.run.run_id)
     return session.createDataFrame(
         [(context.partition_key, 1), (context.partition_key, 2)], "kind string, n int"
     )

@@ -14,12 +14,12 @@ from pyiceberg.types import LongType, StringType
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.catalog.options import NAMESPACE_CREATE
-from branchlake_dagster.catalog.written_prefixes import prefixes_of, recorded_prefixes
+from branchlake_dagster.catalog.written_prefixes import list_prefixes, load_prefixes
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables import arrow_frames
 from branchlake_dagster.tables.errors import (
@@ -86,7 +86,7 @@ def test_frames_go_in_and_come_out_by_annotation(lakehouse: Lakehouse, namespace
     with project(lakehouse, source, sink) as p:
         run_id = p.run()
         assert seen == {"kind": kind, "rows": (2, 2)}
-        assert p.rows(namespace, "source", ref=branch_name(run_id)) == [
+        assert p.rows(namespace, "source", ref=run_branch_name(run_id)) == [
             {"n": 1, "s": "a"},
             {"n": 2, "s": None},
         ]
@@ -107,12 +107,12 @@ def test_metadata_and_snapshot_tell_their_origin(lakehouse: Lakehouse, namespace
         base = p.instance.get_run_by_id(run_id).tags[RunTag.BASE_HASH]
         (event,) = p.last.get_asset_materialization_events()
         told = {key: value.value for key, value in event.materialization.metadata.items()}
-        table = lakehouse.catalog(branch_name(run_id)).load_table((namespace, "t"))
+        table = lakehouse.catalog(run_branch_name(run_id)).load_table((namespace, "t"))
         assert told["branchlake/rows_on_branch"] == told["branchlake/partition_rows_on_branch"] == 2
         assert told["dagster/table_name"] == f"{namespace}.t"
         assert [column.name for column in told["dagster/column_schema"].columns] == ["ts"]
         assert told["dagster/uri"] == table.location()
-        assert told["branchlake/branch"] == branch_name(run_id)
+        assert told["branchlake/branch"] == run_branch_name(run_id)
         assert told["branchlake/base_hash"] == base
         assert told["branchlake/snapshot_id"] == str(table.current_snapshot().snapshot_id)
         summary = table.current_snapshot().summary.additional_properties
@@ -144,8 +144,8 @@ def test_a_loaded_input_tells_which_table_was_read_where(lakehouse: Lakehouse, n
     with project(lakehouse, t, everything) as p:
         first = p.run(dg.AssetKey([namespace, "t"]), partition="2026-08-08-01:00")
         lakehouse.nessie.merge(
-            from_name=branch_name(first),
-            from_hash=lakehouse.nessie.reference(branch_name(first)).hash,
+            from_name=run_branch_name(first),
+            from_hash=lakehouse.nessie.reference(run_branch_name(first)).hash,
             into="main",
             expected_hash=lakehouse.nessie.reference("main").hash,
             message="test",
@@ -153,7 +153,7 @@ def test_a_loaded_input_tells_which_table_was_read_where(lakehouse: Lakehouse, n
         run_id = p.run(dg.AssetKey([namespace, "all"]))
         (loaded,) = [e for e in p.last.all_events if e.event_type == dg.DagsterEventType.LOADED_INPUT]
         told = {key: value.value for key, value in loaded.event_specific_data.metadata.items()}
-        assert told == {"branchlake/table": f"{namespace}.t", "branchlake/ref": branch_name(run_id)}
+        assert told == {"branchlake/table": f"{namespace}.t", "branchlake/ref": run_branch_name(run_id)}
         assert p.observations([namespace, "t"]) == []
 
 
@@ -373,15 +373,15 @@ def test_a_branch_deleted_under_a_run_fences_it(lakehouse: Lakehouse, namespace:
 
     @dg.asset(key=[namespace, "second"], deps=[first])
     def second(context: dg.AssetExecutionContext) -> pl.DataFrame:
-        branch = nessie.reference(branch_name(context.run.run_id))
+        branch = nessie.reference(run_branch_name(context.run.run_id))
         nessie.delete_branch(branch.name, expected_hash=branch.hash)
         return pl.DataFrame({"n": [1]})
 
     with project(lakehouse, first, second) as p:
         main = nessie.reference("main").hash
         run_id = p.run(ok=False)
-        failed_with(p, RunBranchGone, branch_name(run_id))
-        assert branch_name(run_id) not in p.branches()
+        failed_with(p, RunBranchGone, run_branch_name(run_id))
+        assert run_branch_name(run_id) not in p.branches()
         assert nessie.reference("main").hash == main
 
 
@@ -411,7 +411,7 @@ def test_a_run_sees_main_at_its_base_and_its_own_writes(lakehouse: Lakehouse, na
         opened = p.run(dg.AssetKey([namespace, "touch"]))
         rows["source"] = [1, 2]
         p.settle(p.run(dg.AssetKey([namespace, "source"])))
-        on_branch = p.rows(namespace, "source", ref=branch_name(opened))
+        on_branch = p.rows(namespace, "source", ref=run_branch_name(opened))
         assert [row["n"] for row in on_branch] == [1]
         assert len(p.rows(namespace, "source")) == 2
         p.settle(opened)
@@ -431,10 +431,10 @@ def test_where_files_of_a_table_of_others_go_is_recorded_before_they_are_written
 
     def recorded() -> frozenset[str]:
         io = load_file_io(settings.file_io_properties(), settings.warehouse_uri)
-        return recorded_prefixes(io, settings.warehouse_uri)
+        return load_prefixes(io, settings.warehouse_uri)
 
     seen = []
-    monkeypatch.setattr(arrow_frames, "write", lambda *_: seen.append(recorded()))
+    monkeypatch.setattr(arrow_frames, "write_frame", lambda *_: seen.append(recorded()))
 
     @dg.asset(key=[namespace, "t"])
     def t() -> pl.DataFrame:
@@ -443,7 +443,7 @@ def test_where_files_of_a_table_of_others_go_is_recorded_before_they_are_written
     with project(lakehouse, t) as p:
         p.run()
     (before,) = seen
-    assert before >= {*prefixes_of(table.location(), table.properties)}
+    assert before >= {*list_prefixes(table.location(), table.properties)}
     assert f"{fast}/" in before
 
 

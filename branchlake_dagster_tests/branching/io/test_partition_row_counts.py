@@ -10,8 +10,8 @@ from dagster import DailyPartitionsDefinition
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
 
-from branchlake_dagster.internals.pyiceberg import applied, snapshot_of
-from branchlake_dagster.io_manager.row_counts import partition_rows
+from branchlake_dagster.internals.pyiceberg import apply_updates, build_snapshot
+from branchlake_dagster.io_manager.row_counts import count_partition_rows
 from branchlake_dagster_tests.changes.tables import catalogue
 from branchlake_dagster_tests.internals.plain_pyiceberg import without_null_counts
 
@@ -22,15 +22,15 @@ def test_a_file_without_a_count_of_nulls_may_hold_rows_of_no_partition(tmp_path:
     with catalogue(tmp_path) as catalog:
         table = catalog.create_table("shop.t", rows.schema)
         table.append(rows)
-        assert partition_rows(table, ["2026-11-02"], days, {"": "at"}, name="t") == {"2026-11-02": 2}
+        assert count_partition_rows(table, ["2026-11-02"], days, {"": "at"}, name="t") == {"2026-11-02": 2}
         (file,) = (task.file for task in table.scan().plan_files())
-        updates = snapshot_of(
+        updates = build_snapshot(
             table,
             added=[without_null_counts(file)],
             removed=[file],
             operation=Operation.OVERWRITE,
             properties={},
-            written=[],
+            written_paths=[],
         )
-        later = Table(table.name(), applied(table.metadata, updates), "", table.io, catalog)
-        assert partition_rows(later, ["2026-11-02"], days, {"": "at"}, name="t") is None
+        later = Table(table.name(), apply_updates(table.metadata, updates), "", table.io, catalog)
+        assert count_partition_rows(later, ["2026-11-02"], days, {"": "at"}, name="t") is None

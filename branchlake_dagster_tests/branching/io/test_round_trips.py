@@ -12,7 +12,7 @@ from pyiceberg.types import LongType
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.transport import HttpTransport
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.tables.errors import RunBranchGone
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import project
@@ -137,7 +137,7 @@ def test_a_writer_that_lost_its_branch_is_fenced(lakehouse: Lakehouse, namespace
         lost = True
         run_id = p.run(ok=False)
         p.failed_with(RunBranchGone, "fenced")
-        assert branch_name(run_id) not in p.branches()
+        assert run_branch_name(run_id) not in p.branches()
 
 
 def test_what_is_remembered_is_no_base_for_a_lost_race(

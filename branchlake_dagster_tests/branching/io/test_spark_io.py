@@ -17,9 +17,9 @@ from pyspark.sql import DataFrame, SparkSession
 from branchlake_dagster.cleanup.sweeper import Sweeper
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.runs.discarding import discard, discarded_name
-from branchlake_dagster.runs.origin import instance_id
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.discarding import discard_branch, discarded_tag_name
+from branchlake_dagster.runs.origin import load_instance_id
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import (
@@ -206,17 +206,17 @@ def test_the_files_of_a_discarded_spark_run_are_deleted(lakehouse: Lakehouse, na
     with project(lakehouse, t) as p:
         settled(p)
         before = files()
-        branch = branch_name(p.run())
+        branch = run_branch_name(p.run())
         assert files() > before
-        discard(lakehouse.nessie, lakehouse.nessie.reference(branch, fetch_metadata=True))
+        discard_branch(lakehouse.nessie, lakehouse.nessie.reference(branch, fetch_metadata=True))
         sweeper = Sweeper(
             lakehouse.nessie,
             TableFiles({}),
             lambda _: {},
             grace=timedelta(0),
             now=lambda: datetime.now(UTC) + timedelta(hours=1),
-            listing=f"ref.name == '{discarded_name(branch)}'",
-            instance=instance_id(p.instance),
+            ref_filter=f"ref.name == '{discarded_tag_name(branch)}'",
+            instance=load_instance_id(p.instance),
         )
         (swept,) = sweeper.run()
         assert swept.done, swept
@@ -238,7 +238,7 @@ def test_an_upsert_updates_known_keys_and_inserts_new_ones(lakehouse: Lakehouse,
         run_id = p.run()
         base = p.instance.get_run_by_id(run_id).tags[RunTag.BASE_HASH]
         snapshot = (
-            lakehouse.catalog(branch_name(run_id)).load_table((namespace, "t")).current_snapshot().summary
+            lakehouse.catalog(run_branch_name(run_id)).load_table((namespace, "t")).current_snapshot().summary
         )
         assert {k: v for k, v in snapshot.additional_properties.items() if k.startswith("branchlake.")} == {
             "branchlake.run_id": run_id,
@@ -251,7 +251,7 @@ def test_an_upsert_updates_known_keys_and_inserts_new_ones(lakehouse: Lakehouse,
             "branchlake.keys": "kind,id",
             "branchlake.step": f"{namespace}__t",
             "branchlake.attempt": "1",
-            "branchlake.instance": instance_id(p.instance),
+            "branchlake.instance": load_instance_id(p.instance),
         }
         assert p.settle(run_id).action is PublicationAction.PUBLISHED
         assert by_n(p.rows(namespace, "t")) == [
@@ -277,7 +277,7 @@ def test_a_bad_key_stops_an_upsert(
     with project(lakehouse, t) as p:
         run_id = p.run(ok=False)
         p.failed_with(UpsertKeyInvalid, "share a key, or a key is null, in (kind, id)", f"{namespace}.t")
-        assert p.rows(namespace, "t", ref=branch_name(run_id)) == []
+        assert p.rows(namespace, "t", ref=run_branch_name(run_id)) == []
 
 
 def test_an_upsert_without_its_key_column_is_refused(lakehouse: Lakehouse, namespace: str) -> None:
@@ -329,7 +329,7 @@ def test_sql_inside_an_asset_stands_on_the_runs_branch(lakehouse: Lakehouse, nam
     with project(lakehouse, t, silent, twice) as p:
         run_id = p.run()
         assert not lakehouse.catalog().table_exists((namespace, "t"))
-        assert p.rows(namespace, "twice", ref=branch_name(run_id)) == [{"n": 10}]
+        assert p.rows(namespace, "twice", ref=run_branch_name(run_id)) == [{"n": 10}]
         (event,) = [
             e for e in p.last.get_asset_materialization_events() if e.asset_key.path == [namespace, "t"]
         ]
@@ -348,7 +348,7 @@ def test_a_frame_of_a_session_elsewhere_is_refused(
 
     with project(lakehouse, t) as p:
         run_id = p.run(ok=False)
-        p.failed_with(ForeignSession, "session on 'main'", branch_name(run_id), f"{namespace}.t")
+        p.failed_with(ForeignSession, "session on 'main'", run_branch_name(run_id), f"{namespace}.t")
         assert not lakehouse.catalog().table_exists((namespace, "t"))
 
 

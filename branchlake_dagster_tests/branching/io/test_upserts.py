@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster.tables.errors import PartitionMismatch, UpsertKeyInvalid
@@ -100,7 +100,7 @@ def test_the_snapshot_says_what_a_merge_says(lakehouse: Lakehouse, namespace: st
         settled(p)
         for operation, rows in (("append", 2), ("overwrite", 2)):
             run_id = p.run()
-            table = lakehouse.catalog(branch_name(run_id)).load_table((namespace, "t"))
+            table = lakehouse.catalog(run_branch_name(run_id)).load_table((namespace, "t"))
             summary = table.current_snapshot().summary
             told = summary.additional_properties
             assert {key: value for key, value in told.items() if key.startswith("branchlake.")} == {
@@ -151,7 +151,7 @@ def test_a_bad_key_stops_an_upsert_into_rows(lakehouse: Lakehouse, namespace: st
         while left:
             run_id = p.run(ok=False)
             p.failed_with(UpsertKeyInvalid, f"{namespace}.t")
-            assert p.rows(namespace, "t", ref=branch_name(run_id)) == [{"kind": "a", "id": 1}]
+            assert p.rows(namespace, "t", ref=run_branch_name(run_id)) == [{"kind": "a", "id": 1}]
 
 
 @pytest.mark.usefixtures("no_spark")

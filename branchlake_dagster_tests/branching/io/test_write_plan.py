@@ -18,7 +18,7 @@ from pyiceberg.table import Table
 from branchlake_dagster.errors import ConfigurationError, UnsupportedType, UpsertKeyInvalid
 from branchlake_dagster.io_manager import table_writer
 from branchlake_dagster.io_manager.table_writer import PreparedWrite
-from branchlake_dagster.io_manager.write_plan import Frame, WriteRequest, convert_frame, plan_write
+from branchlake_dagster.io_manager.write_plan import OutputFrame, WriteRequest, convert_frame, plan_write
 from branchlake_dagster.tables.specification import TableSpec, WriteMode
 from branchlake_dagster.tables.upsert_engine import SparkReason
 from branchlake_dagster_tests.suite.raised import raising
@@ -58,7 +58,7 @@ def request(mode: WriteMode, *, partitioned: bool = False, keys: tuple[str, ...]
 def consuming(*, whole: bool = False, keys: tuple[str, ...] = ()) -> Any:
     """What a step consumes, as far as a plan asks for it."""
     declaration = SimpleNamespace(patterns=("keys",) if keys else ("rows",))
-    consumer = SimpleNamespace(by_partition=False, declaration=declaration)
+    consumer = SimpleNamespace(tracks_partitions=False, declaration=declaration)
     return SimpleNamespace(whole=whole, consumer=consumer, replaced_keys=keys)
 
 
@@ -152,7 +152,7 @@ def test_the_engine_of_arrow_rows(
     assert table is not None
     plan = plan_write(request(mode), SCHEMA, table)
     keys = None if changed is None else pa.table({"sku": pa.array(map(str, range(changed)), pa.string())})
-    prepared = PreparedWrite(plan, table, Frame(ROWS[:rows], SCHEMA), {}, keys)
+    prepared = PreparedWrite(plan, table, OutputFrame(ROWS[:rows], SCHEMA), {}, keys)
     assert prepared.is_empty == empty
     reason = table_writer._plan_upsert(prepared) if plan.matches_rows and not empty else None
     assert isinstance(reason, SparkReason) == spark

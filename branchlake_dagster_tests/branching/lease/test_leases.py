@@ -17,10 +17,10 @@ from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.heartbeats import Heartbeat
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.leases import HolderWatch, Lease, RunLeases, lease_key, lease_keys
-from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import Place
+from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import RunLocation
 from branchlake_dagster.tables.errors import LeaseHeld, LeaseLost
-from branchlake_dagster.tables.specification import exclusive_name, table_metadata
+from branchlake_dagster.tables.specification import parse_exclusive_name, table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.workbench import Run, Workbench
 from branchlake_dagster_tests.suite import memory
@@ -53,27 +53,27 @@ def leases(
         tuple,
         interval_s=interval_s,
         wait_s=wait_s,
-        say=lambda _: None,
+        log_info=lambda _: None,
     )
 
 
 def lease(lake: Lakehouse, name: str, ref: str = MAIN) -> Lease:
-    return Lease.of(name, lake.nessie.contents(ref, lease_keys([name])))
+    return Lease.from_contents(name, lake.nessie.contents(ref, lease_keys([name])))
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a.b", "x" * 65, 7, ["a"]])
 def test_what_is_no_name_is_refused(name: object) -> None:
     with raising(ConfigurationError, table="t", reason="exclusive_name", subject=repr(name)):
-        exclusive_name({"branchlake/exclusive": name}, "t")
+        parse_exclusive_name({"branchlake/exclusive": name}, "t")
 
 
 def test_a_lease_that_nobody_has_is_granted_with_growing_tokens(lakehouse: Lakehouse, namespace: str) -> None:
     runs = Runs()
     assert lease(lakehouse, namespace) == Lease(namespace)
     for token in (1, 2, 3):
-        leases(lakehouse, runs, f"r{token}", namespace).hold(None)
-        leases(lakehouse, runs, f"r{token}", namespace).hold(None)  # it has it
-        assert lease(lakehouse, namespace) == Lease(namespace, token, branch_name(f"r{token}"))
+        leases(lakehouse, runs, f"r{token}", namespace).ensure_held(None)
+        leases(lakehouse, runs, f"r{token}", namespace).ensure_held(None)  # it has it
+        assert lease(lakehouse, namespace) == Lease(namespace, token, run_branch_name(f"r{token}"))
         runs.ended.add(f"r{token}")
 
 
@@ -83,7 +83,7 @@ def test_many_at_once_work_one_after_the_other(lakehouse: Lakehouse, namespace: 
 
     def work(number: int) -> None:
         run_id = f"{namespace}-{number}"
-        leases(lakehouse, runs, run_id, namespace, interval_s=2.0).hold(None)
+        leases(lakehouse, runs, run_id, namespace, interval_s=2.0).ensure_held(None)
         at_work.append(run_id)
         time.sleep(0.02)
         seen.append(len(at_work))
@@ -102,32 +102,32 @@ def test_many_at_once_work_one_after_the_other(lakehouse: Lakehouse, namespace: 
 
 
 def test_a_run_does_not_wait_for_ever(lakehouse: Lakehouse, namespace: str) -> None:
-    leases(lakehouse, Runs(), "first", namespace).hold(None)
+    leases(lakehouse, Runs(), "first", namespace).ensure_held(None)
     with raising(LeaseHeld, branch="run-first", run_id="second", subject=namespace):
-        leases(lakehouse, Runs(), "second", namespace, wait_s=0).hold(None)
+        leases(lakehouse, Runs(), "second", namespace, wait_s=0).ensure_held(None)
 
 
 def test_a_silent_holder_is_taken_over_and_hears_of_it(lakehouse: Lakehouse, namespace: str) -> None:
     runs = Runs()
     first = leases(lakehouse, runs, "first", namespace)
-    first.hold(None)
+    first.ensure_held(None)
     base = lakehouse.nessie.reference(MAIN).hash
-    first.hold(Place(branch_name("first"), base))
-    leases(lakehouse, runs, "second", namespace).hold(None)
+    first.ensure_held(RunLocation(run_branch_name("first"), base))
+    leases(lakehouse, runs, "second", namespace).ensure_held(None)
     with raising(LeaseLost, "run-second", reason="silent_too_long", subject=namespace):
-        first.hold(Place(branch_name("first"), base))
+        first.ensure_held(RunLocation(run_branch_name("first"), base))
 
 
 def test_a_lease_that_another_had_since_the_base_is_not_granted(lakehouse: Lakehouse, namespace: str) -> None:
     runs = Runs()
     base = lakehouse.nessie.reference(MAIN).hash
-    leases(lakehouse, runs, "other", namespace).hold(None)
+    leases(lakehouse, runs, "other", namespace).ensure_held(None)
     runs.ended.add("other")
     late = leases(lakehouse, runs, "late", namespace)
     with raising(LeaseLost, "run-other", reason="taken_over", subject=namespace):
-        late.hold(Place(branch_name("late"), base))
+        late.ensure_held(RunLocation(run_branch_name("late"), base))
     # A retry that goes on with that very run's work has read what it wrote.
-    late.hold(Place(branch_name("late"), base, continues=branch_name("other")))
+    late.ensure_held(RunLocation(run_branch_name("late"), base, continues=run_branch_name("other")))
     assert lease(lakehouse, namespace).token == 2
 
 
@@ -137,7 +137,7 @@ def ready(bench: Workbench, runs: Runs) -> Run:
     setup.create()
     bench.published(setup)
     run_id = f"{bench.namespace}-holder"
-    leases(bench.lake, runs, run_id, bench.namespace).hold(None)
+    leases(bench.lake, runs, run_id, bench.namespace).ensure_held(None)
     base = bench.lake.nessie.reference(MAIN).hash
     run = Run(bench, run_id, base)
     bench.lake.nessie.create_branch(run.name, from_ref=MAIN, from_hash=base)
@@ -155,7 +155,7 @@ def test_a_takeover_right_before_the_commit_is_seen_by_the_commit(
 
     def pause() -> None:
         if lease(lakehouse, namespace).token == 1:
-            leases(lakehouse, runs, "second", namespace).hold(None)
+            leases(lakehouse, runs, "second", namespace).ensure_held(None)
 
     result = bench.publisher.publish([candidate], alive=pause)[run.name]
     assert isinstance(result, Refused)
@@ -224,7 +224,7 @@ def test_a_run_that_lost_its_lease_after_its_end_is_refused(lakehouse: Lakehouse
     with project(lakehouse, counter(namespace, {})) as p:
         first = p.run()
         # As a foreign instance would, that does not know the run and hears nothing of it.
-        leases(lakehouse, SimpleNamespace(get_run_by_id=lambda _: None), "x", namespace).hold(None)  # type: ignore[arg-type]
+        leases(lakehouse, SimpleNamespace(get_run_by_id=lambda _: None), "x", namespace).ensure_held(None)  # type: ignore[arg-type]
         refused = p.settle(first)
         assert refused.action is PublicationAction.REFUSED
         assert refused.codes == ("lease_taken_over",)
@@ -234,7 +234,7 @@ def test_a_run_that_lost_its_lease_after_its_end_is_refused(lakehouse: Lakehouse
 
 def test_no_hand_makes_a_lease_unreadable(lakehouse: Lakehouse, namespace: str) -> None:
     broken = {lease_key(namespace): Namespace("id", ("branchlake",), {"branchlake.fencing_token": "many"})}
-    assert Lease.of(namespace, broken) == Lease(namespace)
+    assert Lease.from_contents(namespace, broken) == Lease(namespace)
 
 
 def test_a_holder_that_beats_is_not_gone_and_a_pause_of_the_asker_is_no_silence() -> None:
@@ -256,7 +256,7 @@ def test_a_holder_that_beats_is_not_gone_and_a_pause_of_the_asker_is_no_silence(
     def look(after_s: float, *, beat: bool = False) -> str | None:
         now[0] += after_s
         counter[0] += beat
-        return watch.gone()
+        return watch.gone_reason()
 
     assert [look(9.0, beat=True) for _ in range(20)] == [None] * 20
     # The asker stood still for an hour and looks twice: that says nothing of the holder.

@@ -18,7 +18,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.leases import Lease, lease_keys
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import LakeProperty
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
@@ -68,8 +68,8 @@ def test_a_holder_that_stood_still_for_too_long_writes_nothing(
 
         graph = defs.get_repository_def().asset_graph
         with dg.DagsterInstance.get() as instance:
-            reconciler = Reconciler.of(lakehouse, instance, graph)
-            outcome = reconciler.run_one(second)
+            reconciler = Reconciler.from_lake(lakehouse, instance, graph)
+            outcome = reconciler.reconcile_run(second)
             assert outcome is not None
             assert outcome.action is PublicationAction.PUBLISHED, outcome
             time.sleep(max(0.0, PAUSE_S - (time.monotonic() - stopped)))
@@ -79,8 +79,8 @@ def test_a_holder_that_stood_still_for_too_long_writes_nothing(
             assert first.wait(100) == 1
             said = (tmp_path / "first.log").read_text()
             assert "LeaseLost" in said
-            assert f"{branch_name(second)} has taken over '{namespace}' with fencing token 2" in said
-            ended = reconciler.run_one((tmp_path / "holds").read_text())
+            assert f"{run_branch_name(second)} has taken over '{namespace}' with fencing token 2" in said
+            ended = reconciler.reconcile_run((tmp_path / "holds").read_text())
             assert ended is not None
             assert ended.action is PublicationAction.DISCARDED
     finally:
@@ -89,7 +89,7 @@ def test_a_holder_that_stood_still_for_too_long_writes_nothing(
     found = lakehouse.catalog(MAIN).load_table((namespace, "merged")).scan().to_arrow()
     assert found.column("writer").to_pylist() == ["second"]
     contents = lakehouse.nessie.contents(MAIN, lease_keys([namespace]))
-    assert Lease.of(namespace, contents) == Lease(namespace, 2, branch_name(second))
+    assert Lease.from_contents(namespace, contents) == Lease(namespace, 2, run_branch_name(second))
     told = [
         entry.commit.properties[LakeProperty.FENCING_TOKEN]
         for entry in lakehouse.nessie.log(MAIN, limit=50)

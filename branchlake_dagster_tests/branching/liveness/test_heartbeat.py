@@ -13,15 +13,15 @@ import pytest
 from moto.server import ThreadedMotoServer
 from pyarrow.fs import FileSelector, LocalFileSystem
 
-from branchlake_dagster.runs.failure_detector import Liveness, by_timestamp, watch
+from branchlake_dagster.runs.failure_detector import Liveness, judge_by_timestamp, watch_suspects
 from branchlake_dagster.runs.heartbeats import (
     Heartbeat,
     HeartbeatStore,
     HeartbeatsUnreadable,
     HeartbeatThread,
     SharedHeartbeats,
-    beating,
-    first_heartbeat,
+    build_heartbeat,
+    send_heartbeats,
 )
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -121,7 +121,7 @@ def test_a_damaged_file_is_a_writer_that_proves_nothing(store: HeartbeatStore, t
     (tmp_path / "_branchlake/heartbeats/run-1/host-1-abc.json").write_text("{")
     (beat,) = store.all()
     assert (beat.branch, beat.writer, beat.text) == ("run-1", "host-1-abc", "{")
-    assert by_timestamp([beat], NOW) == {beat: Liveness.SUSPECT}
+    assert judge_by_timestamp([beat], NOW) == {beat: Liveness.SUSPECT}
 
 
 GOOD = {
@@ -177,10 +177,10 @@ def test_a_bad_file_concerns_its_own_branch(store: HeartbeatStore, tmp_path: Pat
     found = {beat.branch: beat for beat in store.all()}
     assert replace(found["run-1"], text="") == BEAT
     bad = found["run-2"]
-    assert (bad.writer, bad.kind, bad.silent_s) == ("bad", "unknown", 30)
-    assert by_timestamp(found.values(), NOW)[bad] is Liveness.SUSPECT
+    assert (bad.writer, bad.kind, bad.max_silence_s) == ("bad", "unknown", 30)
+    assert judge_by_timestamp(found.values(), NOW)[bad] is Liveness.SUSPECT
     time = Time()
-    told = watch(store, [bad], monotonic=time.monotonic, sleep=time.sleep)
+    told = watch_suspects(store, [bad], monotonic=time.monotonic, sleep=time.sleep)
     assert (told, time.now) == ({bad: Liveness.DEAD}, 1030)
     store.remove("run-2", "bad")
     assert not bad_file.exists()
@@ -220,7 +220,7 @@ def test_who_cannot_be_read_is_not_called_silent(
     found = {beat.branch: beat for beat in store.all()}
     assert replace(found["run-1"], text="") == BEAT
     time = Time()
-    told = watch(store, [found["run-2"]], monotonic=time.monotonic, sleep=time.sleep)
+    told = watch_suspects(store, [found["run-2"]], monotonic=time.monotonic, sleep=time.sleep)
     assert told == {found["run-2"]: Liveness.ALIVE}
 
 
@@ -270,7 +270,7 @@ def test_an_object_store_holds_them_too() -> None:
 
 
 def test_it_beats_while_the_body_runs_and_leaves_no_file(store: HeartbeatStore, tmp_path: Path) -> None:
-    with beating(store, "publish-1", run_id="1", interval_s=0.02, kind="publisher"):
+    with send_heartbeats(store, "publish-1", run_id="1", interval_s=0.02, kind="publisher"):
         until(lambda: any(beat.counter >= 3 for beat in store.all()))
         (beat,) = store.all()
         assert (beat.branch, beat.run_id, beat.kind, beat.interval_s) == ("publish-1", "1", "publisher", 0.02)
@@ -280,11 +280,11 @@ def test_it_beats_while_the_body_runs_and_leaves_no_file(store: HeartbeatStore, 
 
 def test_resources_of_one_process_share_a_heartbeat(store: HeartbeatStore) -> None:
     shared = SharedHeartbeats()
-    keys = [shared.take(store, first_heartbeat("run-1", run_id="1", interval_s=0.02)) for _ in range(2)]
+    keys = [shared.acquire(store, build_heartbeat("run-1", run_id="1", interval_s=0.02)) for _ in range(2)]
     until(lambda: len(store.all()) == 1)
-    shared.give_back(keys[0])
+    shared.release(keys[0])
     until(lambda: any(beat.counter >= 3 for beat in store.all()))
-    shared.give_back(keys[1])
+    shared.release(keys[1])
     assert store.all() == ()
 
 
@@ -351,7 +351,7 @@ def test_a_failing_beat_is_told_once_and_tried_again(slow: Slow, caplog: pytest.
     ],
 )
 def test_a_timestamp_makes_a_suspect_and_no_more(age_s: float, pulse: Liveness) -> None:
-    assert by_timestamp([BEAT], NOW + timedelta(seconds=age_s)) == {BEAT: pulse}
+    assert judge_by_timestamp([BEAT], NOW + timedelta(seconds=age_s)) == {BEAT: pulse}
 
 
 class Time:
@@ -384,7 +384,7 @@ def test_suspects_are_watched_together_and_only_silence_is_death(store: Heartbea
         s14=lambda: store.remove("run-1", "ended"),
         s29=lambda: store.write(replace(BEAT, writer="paused", counter=2)),
     )
-    told = watch(store, found.values(), monotonic=time.monotonic, sleep=time.sleep)
+    told = watch_suspects(store, found.values(), monotonic=time.monotonic, sleep=time.sleep)
     assert {beat.writer: pulse for beat, pulse in told.items()} == {
         "dead": Liveness.DEAD,
         "alive": Liveness.ALIVE,
@@ -396,17 +396,17 @@ def test_suspects_are_watched_together_and_only_silence_is_death(store: Heartbea
 def test_nobody_is_watched_longer_than_needed(store: HeartbeatStore) -> None:
     store.write(BEAT)
     time = Time(s5=lambda: store.write(replace(BEAT, counter=2)))
-    told = watch(store, store.all(), monotonic=time.monotonic, sleep=time.sleep)
+    told = watch_suspects(store, store.all(), monotonic=time.monotonic, sleep=time.sleep)
     assert list(told.values()) == [Liveness.ALIVE]
     assert time.now - 1000 == 5
-    assert watch(store, [], monotonic=time.monotonic, sleep=time.sleep) == {}
+    assert watch_suspects(store, [], monotonic=time.monotonic, sleep=time.sleep) == {}
 
 
 def test_the_interval_of_the_writer_counts(store: HeartbeatStore) -> None:
     store.write(replace(BEAT, writer="quick", interval_s=1))
     store.write(replace(BEAT, writer="slow", interval_s=60))
     time = Time(s170=lambda: store.write(replace(BEAT, writer="slow", interval_s=60, counter=2)))
-    told = watch(store, store.all(), monotonic=time.monotonic, sleep=time.sleep)
+    told = watch_suspects(store, store.all(), monotonic=time.monotonic, sleep=time.sleep)
     assert {beat.writer: pulse for beat, pulse in told.items()} == {
         "quick": Liveness.DEAD,
         "slow": Liveness.ALIVE,
@@ -425,7 +425,7 @@ def test_a_pause_of_the_reader_itself_kills_nobody(store: HeartbeatStore) -> Non
             time.plan = {when + 3600: what for when, what in time.plan.items()}
             time.now += 3600
 
-    told = watch(store, store.all(), monotonic=time.monotonic, sleep=sleep)
+    told = watch_suspects(store, store.all(), monotonic=time.monotonic, sleep=sleep)
     assert list(told.values()) == [Liveness.ALIVE]
 
 
@@ -441,4 +441,4 @@ def test_a_store_that_fails_under_watch_says_nothing_about_anybody(
 
     time = Time(s10=fail)
     with pytest.raises(HeartbeatsUnreadable):
-        watch(store, found, monotonic=time.monotonic, sleep=time.sleep)
+        watch_suspects(store, found, monotonic=time.monotonic, sleep=time.sleep)

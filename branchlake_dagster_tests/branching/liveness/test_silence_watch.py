@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from branchlake_dagster.runs.failure_detector import look_again, this_clock
+from branchlake_dagster.runs.failure_detector import continue_watch, local_clock_id
 from branchlake_dagster.runs.heartbeats import Heartbeat
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -18,7 +18,7 @@ def looks(*steps: tuple[float, str], beat: Heartbeat = BEAT, clock: str = "c") -
     """Whether the writer is dead at each look, at times in seconds, with what its file says then."""
     told, found = None, []
     for now, text in steps:
-        dead, told = look_again(told, [replace(beat, text=text)] if text else [], clock=clock, now=now)
+        dead, told = continue_watch(told, [replace(beat, text=text)] if text else [], clock=clock, now=now)
         found.append(bool(dead))
     return found
 
@@ -47,22 +47,22 @@ def test_the_interval_of_the_writer_counts() -> None:
 
 
 def test_writers_are_told_apart() -> None:
-    _, told = look_again(None, [BEAT], clock="c", now=0)
-    _, told = look_again(told, [BEAT, OTHER], clock="c", now=30)
-    dead, told = look_again(told, [BEAT, OTHER], clock="c", now=60)
+    _, told = continue_watch(None, [BEAT], clock="c", now=0)
+    _, told = continue_watch(told, [BEAT, OTHER], clock="c", now=30)
+    dead, told = continue_watch(told, [BEAT, OTHER], clock="c", now=60)
     assert dead == [BEAT]
     assert set(json.loads(told)["seen"]) == {"run-1/host-1-abc", "run-2/host-1-abc"}
 
 
 def test_another_clock_begins_anew() -> None:
-    _, told = look_again(None, [BEAT], clock="before the reboot", now=1000)
-    _, told = look_again(told, [BEAT], clock="before the reboot", now=1030)
+    _, told = continue_watch(None, [BEAT], clock="before the reboot", now=1000)
+    _, told = continue_watch(told, [BEAT], clock="before the reboot", now=1030)
     for now, dead in ((0, []), (30, []), (60, [BEAT])):
-        found, told = look_again(told, [BEAT], clock="after it", now=now)
+        found, told = continue_watch(told, [BEAT], clock="after it", now=now)
         assert found == dead
-    assert this_clock() == this_clock() != ""
+    assert local_clock_id() == local_clock_id() != ""
 
 
 @pytest.mark.parametrize("told", ["", "{", "[]", "7", '{"clock": "c"}', '{"clock": "c", "seen": {"a": 1}}'])
 def test_what_cannot_be_understood_begins_anew(told: str) -> None:
-    assert look_again(told, [BEAT], clock="c", now=60)[0] == []
+    assert continue_watch(told, [BEAT], clock="c", now=60)[0] == []

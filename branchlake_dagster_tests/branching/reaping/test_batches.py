@@ -15,10 +15,10 @@ from branchlake_dagster.cleanup.sweeper import Sweeper, Sweeping
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, Namespace, Put, Reference
 from branchlake_dagster.publication.cleanup_jobs import DagsterRuns
-from branchlake_dagster.runs.branch_owner import at_work_on, batch_branch
-from branchlake_dagster.runs.discarding import discard, discarded_name
+from branchlake_dagster.runs.branch_owner import build_batch_branch_name, writer_branch
+from branchlake_dagster.runs.discarding import discard_branch, discarded_tag_name
 from branchlake_dagster.runs.heartbeats import Heartbeat
-from branchlake_dagster.runs.origin import instance_id
+from branchlake_dagster.runs.origin import load_instance_id
 from branchlake_dagster.tables.table_files import TableFiles
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite import memory
@@ -51,7 +51,9 @@ def instance() -> Iterator[dg.DagsterInstance]:
 
 def begun(lake: Lakehouse, instance: dg.DagsterInstance, run: dg.DagsterRun) -> Reference:
     """The branch of a batch that has just begun."""
-    name = batch_branch(run.run_id, instance_id(instance) or "", now=datetime.now(UTC), unique=uuid.uuid4())
+    name = build_batch_branch_name(
+        run.run_id, load_instance_id(instance) or "", now=datetime.now(UTC), random_id=uuid.uuid4()
+    )
     return lake.nessie.create_branch(name, from_ref=MAIN, from_hash=lake.nessie.reference(MAIN).hash)
 
 
@@ -74,10 +76,10 @@ def reaped(
         monotonic=lambda: 0.0,
         sleep=lambda _: None,
         is_on_main=lambda *_: True,
-        listing=f"ref.name == '{branch}'",
-        fenced=NOBODY,
-        claims=NOBODY,
-        instance=instance_id(instance),
+        ref_filter=f"ref.name == '{branch}'",
+        discarded_filter=NOBODY,
+        claim_filter=NOBODY,
+        instance=load_instance_id(instance),
         only=[branch] if named else None,
         anyones=named,
     ).run(dead=dead)
@@ -91,7 +93,7 @@ def test_the_heartbeat_of_the_live_run_is_that_of_its_batch(
     run = create_run_for_test(instance, run_id=str(uuid.uuid4()), status=dg.DagsterRunStatus.STARTED)
     branch = begun(lakehouse, instance, run).name
     moment = datetime.now(UTC) + 100 * HOUR
-    beat = Heartbeat(at_work_on(branch), "writer", run.run_id, written_at=moment, host="h")
+    beat = Heartbeat(writer_branch(branch), "writer", run.run_id, written_at=moment, host="h")
     hearts = Hearts(beat)
     found = reaped(lakehouse, instance, branch, hearts, moment=moment, named=named)
     assert (found.action, found.reason.code) == (ReapingAction.KEEP, "writer_alive")
@@ -119,9 +121,9 @@ def test_a_discarded_batch_is_swept_by_its_own_instance(
     lakehouse.nessie.commit(
         made.name, expected_hash=made.hash, operations=[Put(key, Namespace(None, key.elements))], message="x"
     )
-    tag = discard(lakehouse.nessie, lakehouse.nessie.reference(made.name))
+    tag = discard_branch(lakehouse.nessie, lakehouse.nessie.reference(made.name))
     assert tag is not None
-    assert tag.name == discarded_name(made.name)
+    assert tag.name == discarded_tag_name(made.name)
 
     def swept(by: dg.DagsterInstance) -> Sweeping:
         (found,) = Sweeper(
@@ -130,15 +132,15 @@ def test_a_discarded_batch_is_swept_by_its_own_instance(
             DagsterRuns(by).owners,
             grace=timedelta(0),
             now=lambda: datetime.now(UTC) + HOUR,
-            listing=f"ref.name == '{tag.name}'",
-            instance=instance_id(by),
+            ref_filter=f"ref.name == '{tag.name}'",
+            instance=load_instance_id(by),
         ).run()
         return found
 
     with new_instance() as other:
         kept = swept(other)
     assert not kept.done
-    assert (kept.reason.code, instance_id(instance) in kept.reason) == ("made_elsewhere", True)
+    assert (kept.reason.code, load_instance_id(instance) in kept.reason) == ("made_elsewhere", True)
     assert swept(instance).done
     assert not [
         one for one in lakehouse.nessie.references() if one.name.endswith(made.name.removeprefix("run-"))

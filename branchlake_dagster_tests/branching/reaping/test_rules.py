@@ -7,22 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from branchlake_dagster.cleanup.reaper_rules import (
-    Facts,
+    BranchFacts,
     Limits,
     ReapingAction,
     RunState,
-    decide,
-    decide_publication,
+    decide_publication_branch,
+    decide_reaping,
 )
 from branchlake_dagster.runs.failure_detector import Liveness
-from branchlake_dagster.runs.origin import UNKNOWN, Maker, Origin
+from branchlake_dagster.runs.origin import UNKNOWN_ORIGIN, BranchOrigin, Maker
 
 HOUR = timedelta(hours=1)
 LIMITS = Limits(max_age=6 * HOUR, orphan_grace=HOUR)
 KEEP, DELETE, DISCARD, GIVE_BACK = ReapingAction
 ACTIVE, AWAITING, PUBLISHED, UNPUBLISHED, MISSING, ENDED = RunState
 ALIVE, SUSPECT, DEAD = Liveness
-OURS, THEIRS = Origin(Maker.HERE, ("here",)), Origin(Maker.ELSEWHERE, ("there",))
+OURS, THEIRS = BranchOrigin(Maker.HERE, ("here",)), BranchOrigin(Maker.ELSEWHERE, ("there",))
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ OURS, THEIRS = Origin(Maker.HERE, ("here",)), Origin(Maker.ELSEWHERE, ("there",)
 def test_seed_000_rules_and_their_guards(
     state: RunState, age: timedelta | None, action: ReapingAction
 ) -> None:
-    found, reason = decide(Facts(state, age, on_main=True), LIMITS)
+    found, reason = decide_reaping(BranchFacts(state, age, is_on_main=True), LIMITS)
     assert found is action
     assert reason
 
 
 def test_the_branch_of_a_published_run_whose_publication_main_lost_is_kept() -> None:
-    assert decide(Facts(PUBLISHED, HOUR, on_main=False), LIMITS)[0] is KEEP
+    assert decide_reaping(BranchFacts(PUBLISHED, HOUR, is_on_main=False), LIMITS)[0] is KEEP
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_branch_of_a_published_run_whose_publication_main_lost_is_kept() -> 
 def test_heartbeats_of_writers(
     state: RunState, age: timedelta, pulses: set[Liveness], action: ReapingAction, code: str
 ) -> None:
-    found, reason = decide(Facts(state, age, writers=frozenset(pulses)), LIMITS)
+    found, reason = decide_reaping(BranchFacts(state, age, writers=frozenset(pulses)), LIMITS)
     assert found is action
     assert reason.code == code
 
@@ -87,12 +87,15 @@ def test_heartbeats_of_writers(
 def test_a_failed_run_that_the_reaper_meets_before_the_publisher_is_told_the_truth(
     told: bool, code: str
 ) -> None:
-    assert decide(Facts(UNPUBLISHED, HOUR, told=told), LIMITS)[1].code == code
+    assert decide_reaping(BranchFacts(UNPUBLISHED, HOUR, has_verdict=told), LIMITS)[1].code == code
 
 
 def test_a_run_that_still_reports_is_not_dead() -> None:
-    facts = Facts(ACTIVE, HOUR, writers=frozenset({DEAD}), reports=True)
-    assert (decide(facts, LIMITS)[0], decide(facts, LIMITS)[1].code) == (KEEP, "run_still_reports")
+    facts = BranchFacts(ACTIVE, HOUR, writers=frozenset({DEAD}), still_reports=True)
+    assert (decide_reaping(facts, LIMITS)[0], decide_reaping(facts, LIMITS)[1].code) == (
+        KEEP,
+        "run_still_reports",
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_what_was_not_published_is_kept_for_debugging(
     since_end: timedelta | None, action: ReapingAction, code: str, hours: str
 ) -> None:
     limits = Limits(max_age=6 * HOUR, orphan_grace=HOUR, keep_failed=24 * HOUR)
-    found, reason = decide(Facts(UNPUBLISHED, 100 * HOUR, since_end), limits)
+    found, reason = decide_reaping(BranchFacts(UNPUBLISHED, 100 * HOUR, since_end), limits)
     assert found is action
     assert (reason.code, hours in reason) == (code, True)
 
@@ -115,7 +118,9 @@ def test_what_was_not_published_is_kept_for_debugging(
 @pytest.mark.parametrize("state", [ACTIVE, UNPUBLISHED, AWAITING])
 def test_a_publication_that_was_begun_is_left_to_the_publisher(state: RunState) -> None:
     """It may be on `main` already, and nobody has been told."""
-    action, reason = decide(Facts(state, 100 * HOUR, 100 * HOUR, frozenset({DEAD}), claimed=True), LIMITS)
+    action, reason = decide_reaping(
+        BranchFacts(state, 100 * HOUR, 100 * HOUR, frozenset({DEAD}), is_claimed=True), LIMITS
+    )
     assert action is KEEP
     assert "claimed" in reason or "waits" in reason
 
@@ -125,11 +130,15 @@ def test_a_publication_that_was_begun_is_left_to_the_publisher(state: RunState) 
     [(set(), True, KEEP), ({DEAD}, True, KEEP), ({DEAD}, False, DELETE), ({ALIVE}, False, KEEP)],
 )
 def test_publication_branches(pulses: set[Liveness], exists: bool, action: ReapingAction) -> None:
-    for state, made in ((PUBLISHED, UNKNOWN), (MISSING, OURS)):
-        found, _ = decide_publication(frozenset(pulses), run_branch_exists=exists, state=state, made=made)
+    for state, made in ((PUBLISHED, UNKNOWN_ORIGIN), (MISSING, OURS)):
+        found, _ = decide_publication_branch(
+            frozenset(pulses), run_branch_exists=exists, state=state, origin=made
+        )
         assert found is action
-    for made in (THEIRS, UNKNOWN):
-        found, _ = decide_publication(frozenset(pulses), run_branch_exists=exists, state=MISSING, made=made)
+    for made in (THEIRS, UNKNOWN_ORIGIN):
+        found, _ = decide_publication_branch(
+            frozenset(pulses), run_branch_exists=exists, state=MISSING, origin=made
+        )
         assert found is KEEP
 
 
@@ -141,13 +150,13 @@ def test_publication_branches(pulses: set[Liveness], exists: bool, action: Reapi
         (2 * HOUR, OURS, DISCARD, "run_unknown"),
         (1000 * HOUR, THEIRS, KEEP, "made_elsewhere"),
         (None, THEIRS, KEEP, "made_elsewhere"),
-        (1000 * HOUR, UNKNOWN, KEEP, "maker_unknown"),
+        (1000 * HOUR, UNKNOWN_ORIGIN, KEEP, "maker_unknown"),
     ],
 )
 def test_what_no_run_is_known_of_is_ended_by_its_own_instance(
-    age: timedelta | None, made: Origin, action: ReapingAction, code: str
+    age: timedelta | None, made: BranchOrigin, action: ReapingAction, code: str
 ) -> None:
-    found, reason = decide(Facts(MISSING, age, made=made), LIMITS)
+    found, reason = decide_reaping(BranchFacts(MISSING, age, origin=made), LIMITS)
     assert found is action
     assert reason.code == code
 
@@ -166,13 +175,13 @@ def test_what_no_run_is_known_of_is_ended_by_its_own_instance(
 def test_a_batch_of_an_ended_live_run(
     age: timedelta, pulses: set[Liveness], action: ReapingAction, code: str
 ) -> None:
-    found, reason = decide(Facts(ENDED, age, writers=frozenset(pulses)), LIMITS)
+    found, reason = decide_reaping(BranchFacts(ENDED, age, writers=frozenset(pulses)), LIMITS)
     assert found is action
     assert reason.code == code
 
 
 def test_a_waiting_run_says_for_how_long() -> None:
-    assert decide(Facts(AWAITING, HOUR, 30 * HOUR), LIMITS)[1].endswith("30.0 h")
+    assert decide_reaping(BranchFacts(AWAITING, HOUR, 30 * HOUR), LIMITS)[1].endswith("30.0 h")
 
 
 ages = st.none() | st.integers(0, 10_000).map(lambda minutes: timedelta(minutes=minutes))
@@ -181,7 +190,7 @@ pulses = st.frozensets(st.sampled_from(list(Liveness)))
 
 @given(
     st.builds(
-        Facts,
+        BranchFacts,
         st.sampled_from(list(RunState)),
         ages,
         ages,
@@ -189,21 +198,21 @@ pulses = st.frozensets(st.sampled_from(list(Liveness)))
         pulses,
         st.booleans(),
         st.booleans(),
-        st.builds(Origin, st.sampled_from(list(Maker))),
+        st.builds(BranchOrigin, st.sampled_from(list(Maker))),
     ),
     st.builds(Limits, *[st.integers(0, 600).map(lambda minutes: timedelta(minutes=minutes))] * 3),
 )
-def test_what_is_proven_neither_finished_nor_abandoned_is_kept(facts: Facts, limits: Limits) -> None:
+def test_what_is_proven_neither_finished_nor_abandoned_is_kept(facts: BranchFacts, limits: Limits) -> None:
     """Invariant 6, whatever the settings are."""
-    action, reason = decide(facts, limits)
+    action, reason = decide_reaping(facts, limits)
     assert reason
     if facts.publishers & {ALIVE, SUSPECT} or facts.state is AWAITING:
         assert action is KEEP
-    if facts.claimed and facts.state in (ACTIVE, UNPUBLISHED):
+    if facts.is_claimed and facts.state in (ACTIVE, UNPUBLISHED):
         assert action is KEEP
     if facts.state in (ACTIVE, MISSING, ENDED) and facts.writers & {ALIVE, SUSPECT}:
         assert action is KEEP
-    if facts.state is MISSING and (facts.age is None or facts.made.maker is not Maker.HERE):
+    if facts.state is MISSING and (facts.age is None or facts.origin.maker is not Maker.HERE):
         assert action is KEEP
     assert action is not GIVE_BACK  # that is for branches which are gone
     # Only what is on `main` goes without a tag that can bring it back.

@@ -7,7 +7,7 @@ from pyspark.errors import IllegalArgumentException
 
 from branchlake_dagster.errors import ReadOnlyReference
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.runs.branch_names import checked_reference
+from branchlake_dagster.runs.branch_names import find_check_reference
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import RunTag
@@ -36,12 +36,12 @@ FREE = table_metadata(require_checks=False)
 )
 def test_only_a_publication_branch_at_a_hash_is_accepted(branch: str, hash_: str) -> None:
     with pytest.raises(InvalidCheckRun) as refused:
-        checked_reference("r", {RunTag.CHECK_REF: branch, RunTag.CHECK_HASH: hash_})
+        find_check_reference("r", {RunTag.CHECK_REF: branch, RunTag.CHECK_HASH: hash_})
     assert (refused.value.branch, refused.value.run_id) == (branch, "r")
 
 
 def test_other_runs_are_not_check_runs() -> None:
-    assert checked_reference("r", {RunTag.CHECK_HASH: HASH}) is None
+    assert find_check_reference("r", {RunTag.CHECK_HASH: HASH}) is None
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import requests
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieError, NessieRefused, NessieUnavailable, NotNessie
-from branchlake_dagster.nessie.failures import from_answer, from_exception, unreadable
+from branchlake_dagster.nessie.failures import error_from_answer, error_from_exception, error_from_unreadable
 from branchlake_dagster.nessie.model import Reference
-from branchlake_dagster.runs.run_branch import RunBranch, branch_name
-from branchlake_dagster.runs.run_tags import Place, Retention, place_of
+from branchlake_dagster.runs.run_branch import RunBranch, run_branch_name
+from branchlake_dagster.runs.run_tags import Retention, RunLocation, find_run_location
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
@@ -101,9 +101,9 @@ def test_direct_main_writes_to_main_and_says_so(
             RunTag.VERDICT: "pending",
             RunTag.STATUS: "unbranched",
             RunTag.LAKE: direct.settings.lake_id,
-            **Retention.of(direct.settings).tags(),
+            **Retention.from_settings(direct.settings).to_tags(),
         }
-        assert branch_name(run_id) not in p.branches()
+        assert run_branch_name(run_id) not in p.branches()
         warning = "Nessie unavailable, falling back to direct main writes"
         warned = [
             record.event_log_entry.user_message
@@ -123,11 +123,11 @@ def test_an_unbranched_run_whose_base_nobody_knows(
     direct: Lakehouse, namespace: str, refusing: Refusing
 ) -> None:
     failing = patch(
-        "branchlake_dagster.runs.run_branch.main_with_history", side_effect=NessieUnavailable("x")
+        "branchlake_dagster.runs.run_branch.ensure_main_has_commit", side_effect=NessieUnavailable("x")
     )
     with project(direct, *two(namespace, refusing)) as p, failing:
         run_id = p.run()
-        place = place_of(told(p, run_id), run_id)
+        place = find_run_location(told(p, run_id), run_id)
         assert place is not None
         assert (place.branch, place.base_hash, place.unbranched) == (MAIN, "", True)
 
@@ -136,7 +136,7 @@ def test_a_branch_that_can_be_made_is_made(direct: Lakehouse, namespace: str, re
     refusing.refuses = False
     with project(direct, *two(namespace, refusing)) as p:
         run_id = p.run()
-        assert told(p, run_id)[RunTag.BRANCH] == branch_name(run_id)
+        assert told(p, run_id)[RunTag.BRANCH] == run_branch_name(run_id)
         assert RunTag.UNBRANCHED not in told(p, run_id)
 
 
@@ -150,13 +150,13 @@ def test_a_fallback_that_is_not_the_first_follows_the_first(
         return RunBranch(
             lambda: direct.nessie,
             namespace,
-            tags=lambda: dict(stored),
-            remember=stored.update,
+            load_tags=lambda: dict(stored),
+            add_tags=stored.update,
             direct_main=True,
         )
 
     fast, slow = process(), process()
-    real = slow._create
+    real = slow._create_branch
 
     def create() -> Any:
         place = real()
@@ -165,11 +165,11 @@ def test_a_fallback_that_is_not_the_first_follows_the_first(
         return place
 
     try:
-        with patch.object(slow, "_create", create):
-            assert slow.open().branch == branch_name(namespace)
+        with patch.object(slow, "_create_branch", create):
+            assert slow.open().branch == run_branch_name(namespace)
     finally:
-        head = direct.nessie.reference(branch_name(namespace)).hash
-        direct.nessie.delete_branch(branch_name(namespace), expected_hash=head)
+        head = direct.nessie.reference(run_branch_name(namespace)).hash
+        direct.nessie.delete_branch(run_branch_name(namespace), expected_hash=head)
 
 
 class Answering:
@@ -185,18 +185,18 @@ class Answering:
         return call
 
 
-def opened_with(error: NessieError) -> Place:
+def opened_with(error: NessieError) -> RunLocation:
     """The place of a run whose Nessie answers with `error`, and which may fall back to `main`."""
     client: Any = Answering(error)
     run = RunBranch(
-        lambda: client, "r", tags=dict, remember=lambda _: None, direct_main=True, warn=lambda _: None
+        lambda: client, "r", load_tags=dict, add_tags=lambda _: None, direct_main=True, warn=lambda _: None
     )
     return run.open()
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 409, 413, 422])
 def test_a_nessie_that_answers_with_a_refusal_is_available(status: int) -> None:
-    error = from_answer(status, {}, action="create branch r", changes=True, server="x")
+    error = error_from_answer(status, {}, action="create branch r", changes=True, server="x")
     with pytest.raises(type(error)) as raised:
         opened_with(error)
     assert raised.value.status == status
@@ -205,22 +205,22 @@ def test_a_nessie_that_answers_with_a_refusal_is_available(status: int) -> None:
 def test_a_server_whose_certificate_is_not_trusted_is_available() -> None:
     cause = requests.exceptions.SSLError(ssl.SSLCertVerificationError("self-signed"))
     with pytest.raises(NessieRefused):
-        opened_with(from_exception(cause, action="read main", changes=False, server="x"))
+        opened_with(error_from_exception(cause, action="read main", changes=False, server="x"))
 
 
 def test_an_answer_that_no_nessie_gives_is_no_reason_to_fall_back() -> None:
     with pytest.raises(NotNessie):
-        opened_with(unreadable(200, "<html>", action="read main", changes=False, server="x"))
+        opened_with(error_from_unreadable(200, "<html>", action="read main", changes=False, server="x"))
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        from_answer(429, {}, action="read main", changes=False, server="x"),
-        from_answer(503, {}, action="read main", changes=False, server="x"),
-        from_answer(503, {}, action="create branch r", changes=True, server="x"),
-        from_exception(requests.ConnectionError("reset"), action="create r", changes=True, server="x"),
-        from_exception(requests.ReadTimeout("late"), action="read main", changes=False, server="x"),
+        error_from_answer(429, {}, action="read main", changes=False, server="x"),
+        error_from_answer(503, {}, action="read main", changes=False, server="x"),
+        error_from_answer(503, {}, action="create branch r", changes=True, server="x"),
+        error_from_exception(requests.ConnectionError("reset"), action="create r", changes=True, server="x"),
+        error_from_exception(requests.ReadTimeout("late"), action="read main", changes=False, server="x"),
     ],
 )
 def test_a_nessie_that_does_not_answer_is_unavailable(error: NessieError) -> None:

@@ -13,9 +13,9 @@ from pyspark.sql import SparkSession
 
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.read_set import ReadSet, RunningStep, merging
+from branchlake_dagster.runs.read_set import ReadSet, RunningStep, mark_merge_target
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
-from branchlake_dagster.spark.plan_reads import Scanned
+from branchlake_dagster.spark.plan_reads import PlanReads
 from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.errors import ReadsUnknown
 from branchlake_dagster_tests.suite.raised import raising
@@ -40,7 +40,7 @@ def read_set(log: Log, step: RunningStep) -> ReadSet:
 @pytest.mark.parametrize(("strict", "told"), [(True, 1), (False, 0), (None, 1)])
 def test_only_steps_that_are_surely_not_serializable_are_not_watched(strict: bool | None, told: int) -> None:
     log = Log()
-    read_set(log, RunningStep("s", strict)).loaded(T)
+    read_set(log, RunningStep("s", strict)).report_load(T)
     assert log == [({EventMetadata.READ_TABLES: ["lake.t"]}, "s")] * told
 
 
@@ -48,8 +48,8 @@ def test_a_table_is_told_once() -> None:
     log = Log()
     reads = read_set(log, RunningStep("s", True))
     for _ in range(2):
-        reads.loaded(T)
-        reads.note(Scanned(frozenset({T, ("lake", "u")}), frozenset({"a stream"})))
+        reads.report_load(T)
+        reads.report_scan(PlanReads(frozenset({T, ("lake", "u")}), frozenset({"a stream"})))
     assert log == [
         ({EventMetadata.READ_TABLES: ["lake.t"]}, "s"),
         ({EventMetadata.READ_TABLES: ["lake.u"], EventMetadata.UNNAMED_READS: ["a stream"]}, "s"),
@@ -59,10 +59,10 @@ def test_a_table_is_told_once() -> None:
 def test_a_merge_of_ones_own_reads_its_target_and_the_io_managers_does_not() -> None:
     log = Log()
     reads = read_set(log, RunningStep("s", True))
-    with merging(T):
-        reads.note(Scanned(merged=frozenset({T})))
+    with mark_merge_target(T):
+        reads.report_scan(PlanReads(merge_targets=frozenset({T})))
     assert log == []
-    reads.note(Scanned(merged=frozenset({T})))
+    reads.report_scan(PlanReads(merge_targets=frozenset({T})))
     assert log == [({EventMetadata.READ_TABLES: ["lake.t"]}, "s")]
 
 

@@ -12,9 +12,9 @@ import pytest
 from branchlake_dagster.internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from branchlake_dagster.io_manager.table_writer import TableWriter
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.claims import claim
-from branchlake_dagster.runs.discarding import discard, discarded_name
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.claims import claim_branch
+from branchlake_dagster.runs.discarding import discard_branch, discarded_tag_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import LakeProperty, RunTag
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import table_metadata
@@ -71,20 +71,20 @@ def test_a_retry_from_failure_sees_what_its_parent_wrote(
 ) -> None:
     parent = p.run(ok=False)
     base = tags(p, parent)[RunTag.BASE_HASH]
-    head = lakehouse.nessie.reference(branch_name(parent), fetch_metadata=True)
+    head = lakehouse.nessie.reference(run_branch_name(parent), fetch_metadata=True)
     if discarded:
-        discard(lakehouse.nessie, head)
+        discard_branch(lakehouse.nessie, head)
     flaky.broken = False
     child = retry(p, parent)
     assert flaky.first_runs == 1
-    assert p.rows(namespace, "second", ref=branch_name(child)) == [{"n": 1, "twice": 2}]
+    assert p.rows(namespace, "second", ref=run_branch_name(child)) == [{"n": 1, "twice": 2}]
     mine = tags(p, child)
-    assert mine[RunTag.BRANCH] == branch_name(child)
+    assert mine[RunTag.BRANCH] == run_branch_name(child)
     assert mine[RunTag.OPENED_BY] == child
-    assert mine[RunTag.CONTINUES] == branch_name(parent)
+    assert mine[RunTag.CONTINUES] == run_branch_name(parent)
     assert (mine[RunTag.BASE_HASH], mine[RunTag.VERDICT]) == (base, "pending")
     # The parent's own name is gone: what is left of the parent cannot write any more.
-    assert {branch_name(parent), discarded_name(branch_name(parent))}.isdisjoint(p.branches())
+    assert {run_branch_name(parent), discarded_tag_name(run_branch_name(parent))}.isdisjoint(p.branches())
 
 
 def test_a_retry_of_a_retry_goes_on(namespace: str, p: Project, flaky: Flaky) -> None:
@@ -92,8 +92,8 @@ def test_a_retry_of_a_retry_goes_on(namespace: str, p: Project, flaky: Flaky) ->
     first = retry(p, parent, ok=False)
     flaky.broken = False
     second = retry(p, first)
-    assert tags(p, second)[RunTag.CONTINUES] == branch_name(first)
-    assert p.rows(namespace, "second", ref=branch_name(second)) == [{"n": 1, "twice": 2}]
+    assert tags(p, second)[RunTag.CONTINUES] == run_branch_name(first)
+    assert p.rows(namespace, "second", ref=run_branch_name(second)) == [{"n": 1, "twice": 2}]
     # The first parent's work is with the second retry now.
     retry(p, parent, ok=False)
     p.failed_with(RetryNeedsFullRun, f"Run {first} continued it")
@@ -111,7 +111,7 @@ def test_a_retry_whose_parents_state_is_gone_is_refused(
     lakehouse: Lakehouse, p: Project, flaky: Flaky
 ) -> None:
     parent = p.run(ok=False)
-    branch = lakehouse.nessie.reference(branch_name(parent))
+    branch = lakehouse.nessie.reference(run_branch_name(parent))
     lakehouse.nessie.delete_branch(branch.name, expected_hash=branch.hash)
     flaky.broken = False
     retry(p, parent, ok=False)
@@ -142,19 +142,19 @@ def test_the_parents_work_is_continued_once(
 ) -> None:
     """A clean-up that overlapped with the first retry left the parent's tag, as did one that died."""
     parent = p.run(ok=False)
-    head = lakehouse.nessie.reference(branch_name(parent)).hash
+    head = lakehouse.nessie.reference(run_branch_name(parent)).hash
     flaky.broken = False
     first = retry(p, parent)
-    tag = discarded_name(branch_name(parent))
+    tag = discarded_tag_name(run_branch_name(parent))
     lakehouse.nessie.create_tag(tag, from_ref="main", from_hash=head)
     second = retry(p, parent, ok=False)
     p.failed_with(RetryNeedsFullRun, f"Run {first} continued it")
-    assert branch_name(second) not in p.branches()
-    assert p.rows(namespace, "second", ref=branch_name(first)) == [{"n": 1, "twice": 2}]
+    assert run_branch_name(second) not in p.branches()
+    assert p.rows(namespace, "second", ref=run_branch_name(first)) == [{"n": 1, "twice": 2}]
     # A retry of that one has its tags, as Dagster copies them, and may go on.
     third = retry(p, first, f"{namespace}__second", ok=False)
     p.failed_with(RetryNeedsFullRun, "waits for its verdict")
-    assert branch_name(third) not in p.branches()
+    assert run_branch_name(third) not in p.branches()
 
 
 @pytest.mark.parametrize("passed", [True, False])
@@ -163,10 +163,10 @@ def test_what_a_publisher_may_have_begun_with_is_not_continued(
 ) -> None:
     flaky.broken = not passed
     parent = p.run(ok=passed)
-    branch = lakehouse.nessie.reference(branch_name(parent))
+    branch = lakehouse.nessie.reference(run_branch_name(parent))
     if not passed:
         # It published itself, and died before it could tell.
-        claim(lakehouse.nessie, branch)
+        claim_branch(lakehouse.nessie, branch)
     retry(p, parent, f"{namespace}__second", ok=False)
     p.failed_with(RetryNeedsFullRun, "waits for its verdict", "Retry when its verdict is told")
     assert lakehouse.nessie.reference(branch.name).hash == branch.hash
@@ -177,9 +177,9 @@ def test_a_full_re_execution_starts_fresh(lakehouse: Lakehouse, p: Project, flak
     flaky.broken = False
     again = p.run(tags=tags(p, parent))
     assert flaky.first_runs == 2
-    assert tags(p, again)[RunTag.BRANCH] == branch_name(again)
+    assert tags(p, again)[RunTag.BRANCH] == run_branch_name(again)
     assert tags(p, again)[RunTag.BASE_HASH] == lakehouse.nessie.reference("main").hash
-    assert branch_name(parent) in p.branches()
+    assert run_branch_name(parent) in p.branches()
 
 
 def test_a_retry_of_a_run_that_used_no_table_starts_fresh(lakehouse: Lakehouse, namespace: str) -> None:
@@ -193,12 +193,12 @@ def test_a_retry_of_a_run_that_used_no_table_starts_fresh(lakehouse: Lakehouse, 
 
     with project(lakehouse, only) as p:
         parent = p.run(ok=False)
-        assert branch_name(parent) not in p.branches()
+        assert run_branch_name(parent) not in p.branches()
         broken.clear()
         child = retry(p, parent)
-        assert tags(p, child)[RunTag.BRANCH] == branch_name(child)
+        assert tags(p, child)[RunTag.BRANCH] == run_branch_name(child)
         assert RunTag.CONTINUES not in tags(p, child)
-        assert p.rows(namespace, "only", ref=branch_name(child)) == [{"n": 1}]
+        assert p.rows(namespace, "only", ref=run_branch_name(child)) == [{"n": 1}]
 
 
 def test_a_retry_whose_steps_use_no_table_takes_the_work_over_all_the_same(
@@ -219,7 +219,7 @@ def test_a_retry_whose_steps_use_no_table_takes_the_work_over_all_the_same(
         parent = p.run(ok=False)
         broken.clear()
         child = retry(p, parent)
-        assert p.rows(namespace, "first", ref=branch_name(child)) == [{"n": 1}]
+        assert p.rows(namespace, "first", ref=run_branch_name(child)) == [{"n": 1}]
 
 
 def test_a_retry_without_tables_of_a_run_without_tables_gets_no_branch(
@@ -237,7 +237,7 @@ def test_a_retry_without_tables_of_a_run_without_tables_gets_no_branch(
         broken.clear()
         child = retry(p, parent)
         assert RunTag.BRANCH not in tags(p, child)
-        assert branch_name(child) not in p.branches()
+        assert run_branch_name(child) not in p.branches()
 
 
 # -- a step that is attempted again --------------------------------------------------------------------
@@ -273,14 +273,14 @@ def test_a_step_that_fails_after_its_append_does_not_double_its_rows(
     t = appending(namespace, lambda attempt: attempt in (1, 2, 4), retry_policy=dg.RetryPolicy(max_retries=2))
     with project(lakehouse, t) as p:
         first = p.run()
-        assert p.rows(namespace, "t", ref=branch_name(first)) == [{"n": 3}]
+        assert p.rows(namespace, "t", ref=run_branch_name(first)) == [{"n": 3}]
         # What was undone is not in the table's history either.
-        assert [told["branchlake.attempt"] for told in history(lakehouse, namespace, branch_name(first))] == [
-            "3"
-        ]
+        assert [
+            told["branchlake.attempt"] for told in history(lakehouse, namespace, run_branch_name(first))
+        ] == ["3"]
         p.settle(first)
         second = p.run()
-        assert sorted(row["n"] for row in p.rows(namespace, "t", ref=branch_name(second))) == [3, 5]
+        assert sorted(row["n"] for row in p.rows(namespace, "t", ref=run_branch_name(second))) == [3, 5]
 
 
 def test_a_retry_from_failure_does_not_double_the_rows_of_its_parent(
@@ -288,9 +288,9 @@ def test_a_retry_from_failure_does_not_double_the_rows_of_its_parent(
 ) -> None:
     with project(lakehouse, appending(namespace, lambda attempt: attempt == 1)) as p:
         parent = p.run(ok=False)
-        assert p.rows(namespace, "t", ref=branch_name(parent)) == [{"n": 1}]
+        assert p.rows(namespace, "t", ref=run_branch_name(parent)) == [{"n": 1}]
         child = retry(p, parent)
-        assert p.rows(namespace, "t", ref=branch_name(child)) == [{"n": 2}]
+        assert p.rows(namespace, "t", ref=run_branch_name(child)) == [{"n": 2}]
 
 
 def test_an_append_is_undone_under_what_others_wrote_since(lakehouse: Lakehouse, namespace: str) -> None:
@@ -304,8 +304,8 @@ def test_an_append_is_undone_under_what_others_wrote_since(lakehouse: Lakehouse,
     with project(lakehouse, t) as p:
         before = p.branches()
         run_id = p.run()
-        assert sorted(row["n"] for row in p.rows(namespace, "t", ref=branch_name(run_id))) == [2, 100]
-        told = history(lakehouse, namespace, branch_name(run_id))
+        assert sorted(row["n"] for row in p.rows(namespace, "t", ref=run_branch_name(run_id))) == [2, 100]
+        told = history(lakehouse, namespace, run_branch_name(run_id))
         assert [LakeProperty.UNDOES in summary for summary in told] == [False, True, False, False]
 
 
@@ -331,7 +331,7 @@ def test_a_commit_that_arrives_after_all_is_taken_out(lakehouse: Lakehouse, name
     """The reply was lost, nothing was there yet when the second attempt looked; then it came."""
     from branchlake_dagster.tables import arrow_frames
 
-    real = arrow_frames.write
+    real = arrow_frames.write_frame
     lost: list[Any] = []
 
     def losing(frame: pa.Table, table: Any, spec: Any, selection: Any, properties: Any) -> None:
@@ -346,9 +346,9 @@ def test_a_commit_that_arrives_after_all_is_taken_out(lakehouse: Lakehouse, name
     lakehouse.catalog().create_table((namespace, "t"), pa.schema([("n", pa.int64())]))
     t = appending(namespace, lambda _: False, retry_policy=dg.RetryPolicy(max_retries=1))
     with project(lakehouse, t) as p, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrow_frames, "write", losing)
+        patch.setattr(arrow_frames, "write_frame", losing)
         run_id = p.run()
-        assert p.rows(namespace, "t", ref=branch_name(run_id)) == [{"n": 2}]
+        assert p.rows(namespace, "t", ref=run_branch_name(run_id)) == [{"n": 2}]
 
 
 def test_a_creation_that_arrives_after_all_is_taken_out(lakehouse: Lakehouse, namespace: str) -> None:
@@ -369,4 +369,4 @@ def test_a_creation_that_arrives_after_all_is_taken_out(lakehouse: Lakehouse, na
         patch.setattr(TableWriter, "create_with_rows", losing)
         run_id = p.run()
         assert len(lost) == 2
-        assert p.rows(namespace, "t", ref=branch_name(run_id)) == [{"n": 2}]
+        assert p.rows(namespace, "t", ref=run_branch_name(run_id)) == [{"n": 2}]

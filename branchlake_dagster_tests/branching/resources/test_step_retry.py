@@ -7,7 +7,7 @@ import pytest
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import table_metadata
@@ -61,7 +61,7 @@ def test_a_table_that_a_failed_attempt_created_is_gone_before_the_next_one(
         catalog = lakehouse.catalog()
         catalog.create_namespace_if_not_exists((namespace,))
         frame = pl.DataFrame({"n": [1]}).to_arrow()
-        catalog.create_table((namespace, "made"), frame.schema).append(frame)
+        catalog.create_table((namespace, "origin"), frame.schema).append(frame)
         if context.retry_number == 0:
             raise RuntimeError("after the append")
 
@@ -87,7 +87,7 @@ def test_a_retry_from_failure_takes_out_what_the_failed_run_wrote(
         again = retry(p, parent, ok=False)
         fails[0] = False
         child = retry(p, again)
-        assert rows(p, namespace, "t", ref=branch_name(child)) == [0, 1]
+        assert rows(p, namespace, "t", ref=run_branch_name(child)) == [0, 1]
         assert p.settle(child).action is PublicationAction.PUBLISHED
 
 

@@ -21,20 +21,20 @@ from pyiceberg.types import StringType
 
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.cleanup.main_history import MainHistory
-from branchlake_dagster.cleanup.reaper_rules import Owner, RunState
+from branchlake_dagster.cleanup.reaper_rules import BranchOwner, RunState
 from branchlake_dagster.cleanup.sweeper import Sweeper, Sweeping
-from branchlake_dagster.history.capture import capture, position_of
+from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.incremental.change_tables import ChangeTables
-from branchlake_dagster.incremental.consumer import Input
+from branchlake_dagster.incremental.consumer import UpstreamTable
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.nessie.model import ContentKey, Put, Reference, ReferenceType
-from branchlake_dagster.runs.discarding import discard, discarded_name, take_over
-from branchlake_dagster.runs.run_branch import branch_name, main_with_history, run_id_of
+from branchlake_dagster.runs.discarding import discard_branch, discarded_tag_name, take_over_branch
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name, run_id_of_branch
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeProperty
-from branchlake_dagster.tables.table_files import TableFiles, plain, within
+from branchlake_dagster.tables.table_files import TableFiles, is_in_folders, normalize_location
 from branchlake_dagster_tests.publication.rebase.test_foreign_hands import assign_main
 from branchlake_dagster_tests.suite import memory
 
@@ -55,7 +55,7 @@ class Lake:
         catalog.create_table((namespace, "t"), ROWS.schema)
         catalog.load_table((namespace, "t")).append(ROWS)
         self.root = Path(lake.settings.warehouse_uri.removeprefix("file://")) / namespace
-        self.owners: dict[str, Owner] = {}
+        self.owners: dict[str, BranchOwner] = {}
 
     def named(self, name: str) -> str:
         """The branch of a run: its UUID ends in the namespace's."""
@@ -69,12 +69,12 @@ class Lake:
 
     def record(self, branch: str, base: str) -> None:
         """Let Dagster know the run of a branch, and its base."""
-        self.owners[branch] = Owner(run_id_of(branch), RunState.UNPUBLISHED, base_hash=base)
+        self.owners[branch] = BranchOwner(run_id_of_branch(branch), RunState.UNPUBLISHED, base_hash=base)
 
     def catalog(self, ref: str) -> Catalog:
         """Whose commits name the run, on the branch of one."""
         own = ref.startswith("run-")
-        return self.lake.catalog(ref, properties={_NAMES_RUN: run_id_of(ref)} if own else {})
+        return self.lake.catalog(ref, properties={_NAMES_RUN: run_id_of_branch(ref)} if own else {})
 
     def table(self, ref: str = MAIN, name: str = "t") -> Table:
         return self.catalog(ref).load_table((self.namespace, name))
@@ -86,8 +86,8 @@ class Lake:
         return self.catalog(ref).create_table((self.namespace, name), ROWS.schema)
 
     def discard(self, branch: str) -> str:
-        discard(self.nessie, self.nessie.reference(branch, fetch_metadata=True))
-        return discarded_name(branch)
+        discard_branch(self.nessie, self.nessie.reference(branch, fetch_metadata=True))
+        return discarded_tag_name(branch)
 
     def files(self) -> set[str]:
         return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file()}
@@ -99,7 +99,7 @@ class Lake:
     def sweep(
         self, *, later: timedelta = 2 * HOUR, dry_run: bool = False, anyones: bool = True
     ) -> list[Sweeping]:
-        def owners(branches: Collection[str]) -> Mapping[str, Owner]:
+        def owners(branches: Collection[str]) -> Mapping[str, BranchOwner]:
             return {branch: self.owners[branch] for branch in branches if branch in self.owners}
 
         sweeper = Sweeper(
@@ -110,7 +110,7 @@ class Lake:
             now=lambda: datetime.now(UTC) + later,
             anyones=anyones,
             instance="here",
-            listing=f"refType == 'TAG' && ref.name.contains('-{self.namespace[1:]}')",
+            ref_filter=f"refType == 'TAG' && ref.name.contains('-{self.namespace[1:]}')",
         )
         return list(sweeper.run(dry_run=dry_run))
 
@@ -173,12 +173,12 @@ def test_what_a_passed_run_is_to_get_back_is_not_swept(lake: Lake) -> None:
     branch = lake.branch("awake")
     lake.table(branch).append(pa.table({"n": [10]}))
     tag = lake.discard(branch)
-    waits = Owner("x", RunState.AWAITING_PUBLICATION)
+    waits = BranchOwner("x", RunState.AWAITING_PUBLICATION)
     lake.owners[branch] = waits
     (kept,) = lake.sweep(later=100 * HOUR)
     assert (kept.tag, kept.done) == (tag, False)
     assert kept.reason.code == "run_passed"
-    lake.owners[branch] = replace(waits, continued=True)
+    lake.owners[branch] = replace(waits, is_continued=True)
     (swept,) = lake.sweep(later=100 * HOUR)
     assert swept.done
 
@@ -190,9 +190,9 @@ def test_a_tag_waits_for_its_grace_and_for_a_retry(lake: Lake) -> None:
     (early,) = lake.sweep(later=HOUR / 2)
     assert (early.reason.code, "0.5 h" in early.reason) == ("retry_may_continue", True)
     now = datetime.now(UTC)
-    lake.owners[branch] = Owner("r", RunState.UNPUBLISHED, ended=now + 1.5 * HOUR)
+    lake.owners[branch] = BranchOwner("r", RunState.UNPUBLISHED, ended_at=now + 1.5 * HOUR)
     assert "0.5 h" in lake.sweep()[0].reason
-    lake.owners[branch] = Owner("r", RunState.ACTIVE)
+    lake.owners[branch] = BranchOwner("r", RunState.ACTIVE)
     assert lake.sweep()[0].reason.code == "run_may_continue"
     assert lake.names() == {tag}
 
@@ -201,7 +201,7 @@ def test_a_tag_waits_for_its_grace_and_for_a_retry(lake: Lake) -> None:
 def test_what_another_instance_discarded_is_left_to_it(lake: Lake, maker: str | None, goes: bool) -> None:
     branch = lake.branch("whose")
     told = {f"{COMMIT_PROPERTY}{LakeProperty.INSTANCE}": maker} if maker else {}
-    properties = {_NAMES_RUN: run_id_of(branch), **told}
+    properties = {_NAMES_RUN: run_id_of_branch(branch), **told}
     table = lake.lake.catalog(branch, properties=properties).load_table((lake.namespace, "t"))
     table.append(pa.table({"n": [10]}))
     before = lake.files()
@@ -272,9 +272,9 @@ def test_what_a_retry_took_over_goes_with_the_retry(lake: Lake) -> None:
     seen = lake.nessie.reference(branch)
     own = lake.named("child")
     lake.record(own, lake.nessie.reference(MAIN).hash)
-    take_over(lake.nessie, branch, own)
+    take_over_branch(lake.nessie, branch, own)
     # A clean-up that died left the parent's tag behind.
-    lake.nessie.create_tag(discarded_name(branch), from_ref=own, from_hash=seen.hash)
+    lake.nessie.create_tag(discarded_tag_name(branch), from_ref=own, from_hash=seen.hash)
     lake.table(own).append(pa.table({"n": [11]}))
     (parents,) = lake.sweep()
     assert (parents.done, parents.files) == (True, 0)
@@ -291,7 +291,7 @@ def test_two_tags_with_the_same_files_do_not_wait_for_each_other(lake: Lake) -> 
     head = lake.nessie.reference(branch).hash
     twin = lake.named("twin")
     lake.record(twin, lake.nessie.reference(MAIN).hash)
-    lake.nessie.create_tag(discarded_name(twin), from_ref=branch, from_hash=head)
+    lake.nessie.create_tag(discarded_tag_name(twin), from_ref=branch, from_hash=head)
     lake.discard(branch)
     assert [one.done for one in lake.sweep()] == [True, True]
     assert lake.files() == before
@@ -415,10 +415,14 @@ def test_files_outside_of_the_tables_folder_are_not_ours(lake: Lake, tmp_path: P
 
 
 def test_the_files_of_other_keys_are_compared_by_one_spelling() -> None:
-    assert plain("file:/a/b") == plain("file:///a/b")
-    assert plain("s3a://bucket/x") == plain("s3://bucket/x") != plain("s3://other/x")
-    assert within("file:/a/t_1/data/x", ["file:///a/t_1/"])
-    assert not within("file:/a/t_10/data/x", ["file:///a/t_1/"])
+    assert normalize_location("file:/a/b") == normalize_location("file:///a/b")
+    assert (
+        normalize_location("s3a://bucket/x")
+        == normalize_location("s3://bucket/x")
+        != normalize_location("s3://other/x")
+    )
+    assert is_in_folders("file:/a/t_1/data/x", ["file:///a/t_1/"])
+    assert not is_in_folders("file:/a/t_10/data/x", ["file:///a/t_1/"])
 
 
 # -- what the run only gave another name ------------------------------------------------------------------
@@ -565,7 +569,7 @@ def test_what_a_run_gave_another_name_is_not_its_own(lake: Lake, does: Callable[
 
 def test_a_change_table_that_was_left_behind_takes_no_file_of_its_input_along(lake: Lake) -> None:
     table = lake.table()
-    start = position_of(table)
+    start = current_position(table)
     table.overwrite(pa.table({"n": [5]}))
     for name in lake.files():  # a restored backup: all files are young, and one is in no state of today
         os.utime(lake.root / name, times=(2e9, 2e9))
@@ -574,9 +578,9 @@ def test_a_change_table_that_was_left_behind_takes_no_file_of_its_input_along(la
     lake.table(branch).append(pa.table({"n": [10]}))
     run: Any = SimpleNamespace(lakehouse=lake.lake, own_catalog=lambda: lake.catalog(branch))
     name = lake.namespace, "t"
-    change = capture(lake.table(branch), start, name=".".join(name))
-    one = Input(AssetKey(list(name)), ".".join(name), "rows", lake.table(branch), change.upto)
-    pair = ChangeTables(run).make(one, name, (lake.namespace, "copy"), change)
+    change = capture_change(lake.table(branch), start, name=".".join(name))
+    one = UpstreamTable(AssetKey(list(name)), ".".join(name), "rows", lake.table(branch), change.up_to)
+    pair = ChangeTables(run).create_pair(one, name, (lake.namespace, "copy"), change)
     assert pair.added is not None
     assert pair.removed is not None
     made = [
@@ -658,7 +662,9 @@ def test_a_sweep_costs_what_the_run_wrote(lake: Lake, does: Callable[[Lake, str]
         lake.discard(branch)
         with (
             patch.object(TableFiles, "manifests", autospec=True, side_effect=TableFiles.manifests) as lists,
-            patch.object(TableFiles, "entries", autospec=True, side_effect=TableFiles.entries) as manifests,
+            patch.object(
+                TableFiles, "manifest_files", autospec=True, side_effect=TableFiles.manifest_files
+            ) as manifests,
         ):
             (done,) = lake.sweep()
         assert done.done
@@ -704,7 +710,7 @@ def test_a_damaged_file_of_the_run_itself_keeps_its_state(lake: Lake) -> None:
     Path(at(lake, bad).removeprefix("file://")).write_text("{")
     for branch in (bad, good):
         lake.discard(branch)
-    told = {branch_name(one.run_id): one for one in lake.sweep()}
+    told = {run_branch_name(one.run_id): one for one in lake.sweep()}
     assert not told[bad].done
     assert told[bad].reason.code == "not_possible"
 
@@ -816,7 +822,7 @@ def test_a_retry_that_comes_first_keeps_everything(lake: Lake) -> None:
 
     def retry_first(self: NessieClient, name: str, *, expected_hash: str) -> None:
         if name.startswith("discarded-") and own not in lake.names():
-            take_over(self, branch, own)
+            take_over_branch(self, branch, own)
         real(self, name, expected_hash=expected_hash)
 
     with patch.object(NessieClient, "delete_tag", retry_first):
@@ -832,7 +838,7 @@ def test_a_retry_that_comes_later_gets_nothing(lake: Lake) -> None:
     lake.discard(branch)
     with patch.object(Sweeper, "_delete_file", side_effect=Died), pytest.raises(Died):
         lake.sweep()
-    assert take_over(lake.nessie, branch, lake.named("child")) is None
+    assert take_over_branch(lake.nessie, branch, lake.named("child")) is None
     lake.sweep()
     assert lake.names() == set()
 
@@ -846,11 +852,11 @@ def test_the_base_is_found_behind_everything_that_happened_since(lake: Lake) -> 
     for number in range(3):
         lake.table(branch).append(pa.table({"n": [number]}))
         lake.table().append(pa.table({"n": [number]}))
-    with patch("branchlake_dagster.cleanup.main_history._STRIDE", 1):
+    with patch("branchlake_dagster.cleanup.main_history._BATCH_SIZE", 1):
         history = MainHistory(lake.nessie)
-        assert history.base_of(branch) == base
-    assert history.published_since(base) == set()
-    assert MainHistory(lake.nessie).base_of(MAIN) == lake.nessie.reference(MAIN).hash
+        assert history.find_base(branch) == base
+    assert history.run_ids_published_since(base) == set()
+    assert MainHistory(lake.nessie).find_base(MAIN) == lake.nessie.reference(MAIN).hash
 
 
 # -- main was set back -------------------------------------------------------------------------------------
@@ -860,9 +866,9 @@ def test_the_base_is_found_behind_everything_that_happened_since(lake: Lake) -> 
 def own_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
     """A lake whose `main` may be set back; no Spark."""
     lake = Lakehouse(Settings(state_dir=tmp_path_factory.mktemp("set-back"), session_kind="classic"))
-    main_with_history(lake.nessie)
+    ensure_main_has_commit(lake.nessie)
     yield lake
-    lake.servers.down()
+    lake.servers.stop_all()
 
 
 @pytest.mark.nessie
@@ -879,7 +885,7 @@ def test_what_main_has_lost_is_not_taken_for_the_work_of_a_discarded_run(
     on_main = lake.files()
     branch = lake.branch("discarded")
     base = lake.nessie.reference(MAIN).hash
-    told = {"branchlake.run_id": run_id_of(branch), "branchlake.base_hash": base}
+    told = {"branchlake.run_id": run_id_of_branch(branch), "branchlake.base_hash": base}
     lake.table(branch).append(ROWS, snapshot_properties=told if recorded == "by snapshots" else {})
     if recorded == "by Dagster":
         lake.record(branch, base)

@@ -12,16 +12,16 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import NestedField, StringType, TimestampType, TimestamptzType
 
 from branchlake_dagster.tables.replaced_rows import (
-    EVERYTHING,
+    ALL_ROWS,
     MAX_CHARACTERS,
-    Among,
-    Between,
-    Replaced,
-    from_text,
-    replaced,
-    to_text,
+    ReplacedRows,
+    StringSet,
+    ValueRange,
+    build_replaced_rows,
+    from_json,
+    to_json,
 )
-from branchlake_dagster.tables.selection import select
+from branchlake_dagster.tables.selection import select_partitions
 
 SCHEMA = Schema(
     NestedField(1, "at", TimestamptzType(), required=False),
@@ -36,18 +36,20 @@ HOURLY = dg.HourlyPartitionsDefinition(start_date="2026-01-01-00:00")
 
 def of(
     definition: dg.PartitionsDefinition[str], *keys: str, columns: dict[str, str] | None = None
-) -> Replaced:
-    return replaced(select(keys, definition, columns or {"": "at"}, schema=SCHEMA, table="t"), SCHEMA)
+) -> ReplacedRows:
+    return build_replaced_rows(
+        select_partitions(keys, definition, columns or {"": "at"}, schema=SCHEMA, table_name="t"), SCHEMA
+    )
 
 
 def test_windows_meet_when_they_share_an_instant() -> None:
     week, day, next_day = of(WEEKLY, "2026-01-04"), of(DAILY, "2026-01-10"), of(DAILY, "2026-01-11")
-    assert week.meets(day)
-    assert day.meets(week)
-    assert not week.meets(next_day)
-    assert of(BERLIN, "2026-01-10").meets(of(DAILY, "2026-01-09"))  # from 23:00 UTC of the day before
-    assert not of(BERLIN, "2026-01-10").meets(of(HOURLY, "2026-01-10-23:00"))
-    assert of(DAILY, "2026-01-10", columns={"": "naive"}).meets(
+    assert week.overlaps(day)
+    assert day.overlaps(week)
+    assert not week.overlaps(next_day)
+    assert of(BERLIN, "2026-01-10").overlaps(of(DAILY, "2026-01-09"))  # from 23:00 UTC of the day before
+    assert not of(BERLIN, "2026-01-10").overlaps(of(HOURLY, "2026-01-10-23:00"))
+    assert of(DAILY, "2026-01-10", columns={"": "naive"}).overlaps(
         of(HOURLY, "2026-01-10-23:00", columns={"": "naive"})
     )
 
@@ -58,34 +60,34 @@ def test_values_and_several_dimensions() -> None:
     )
     columns = {"day": "at", "kind": "kind"}
 
-    def keys(*pairs: tuple[str, str]) -> Replaced:
+    def keys(*pairs: tuple[str, str]) -> ReplacedRows:
         return of(multi, *(dg.MultiPartitionKey({"day": d, "kind": k}) for d, k in pairs), columns=columns)
 
     mine = keys(("2026-01-02", "radar"), ("2026-01-03", "optical"))
-    assert mine.meets(keys(("2026-01-02", "radar")))
-    assert not mine.meets(keys(("2026-01-02", "optical"), ("2026-01-03", "radar")))
-    assert mine.meets(of(DAILY, "2026-01-02"))  # all kinds of that day
-    assert mine.meets(EVERYTHING)
+    assert mine.overlaps(keys(("2026-01-02", "radar")))
+    assert not mine.overlaps(keys(("2026-01-02", "optical"), ("2026-01-03", "radar")))
+    assert mine.overlaps(of(DAILY, "2026-01-02"))  # all kinds of that day
+    assert mine.overlaps(ALL_ROWS)
 
 
 @pytest.mark.parametrize("definition", [DAILY, WEEKLY, BERLIN])
 def test_the_record_comes_back_as_it_was(definition: dg.PartitionsDefinition[str]) -> None:
     mine = of(definition, *definition.get_partition_keys()[3:6])
-    assert from_text(to_text(mine)) == mine
-    assert len(to_text(mine)) < 100
+    assert from_json(to_json(mine)) == mine
+    assert len(to_json(mine)) < 100
 
 
 def test_thousands_of_keys_are_recorded_as_their_range() -> None:
     names = [f"customer-{number:05}" for number in range(5000)]
     static = dg.StaticPartitionsDefinition(names)
     columns = {"": "kind"}
-    text = to_text(of(static, *names[1000:4000], columns=columns))
+    text = to_json(of(static, *names[1000:4000], columns=columns))
     assert len(text) < 100
-    mine = from_text(text)
-    assert mine == Replaced(((Between(2, "string", "customer-01000", "customer-03999"),),))
-    assert mine.meets(of(static, names[2500], columns=columns))
-    assert not mine.meets(of(static, names[4000], columns=columns))
-    assert not mine.meets(of(static, names[999], columns=columns))
+    mine = from_json(text)
+    assert mine == ReplacedRows(((ValueRange(2, "string", "customer-01000", "customer-03999"),),))
+    assert mine.overlaps(of(static, names[2500], columns=columns))
+    assert not mine.overlaps(of(static, names[4000], columns=columns))
+    assert not mine.overlaps(of(static, names[999], columns=columns))
 
 
 @pytest.mark.parametrize(
@@ -102,15 +104,17 @@ def test_thousands_of_keys_are_recorded_as_their_range() -> None:
     ],
 )
 def test_a_record_that_cannot_be_read_is_of_everything(text: str) -> None:
-    assert from_text(text) == EVERYTHING
+    assert from_json(text) == ALL_ROWS
 
 
-_AMONG = st.builds(lambda values: Among(2, frozenset(values)), st.sets(st.text(), min_size=1, max_size=60))
+_AMONG = st.builds(
+    lambda values: StringSet(2, frozenset(values)), st.sets(st.text(), min_size=1, max_size=60)
+)
 _STRINGS = st.builds(
-    lambda a, b: Between(2, "string", min(a, b), max(a, b)), st.text(max_size=2000), st.text(max_size=2000)
+    lambda a, b: ValueRange(2, "string", min(a, b), max(a, b)), st.text(max_size=2000), st.text(max_size=2000)
 )
 _TIMES = st.builds(
-    lambda a, b: Between(1, "time", a, a + b), st.integers(-(10**15), 10**15), st.integers(1, 10**12)
+    lambda a, b: ValueRange(1, "time", a, a + b), st.integers(-(10**15), 10**15), st.integers(1, 10**12)
 )
 _SLICES = st.lists(
     st.one_of(
@@ -123,12 +127,12 @@ _SLICES = st.lists(
 @pytest.mark.long
 @given(_SLICES, _SLICES)
 def test_a_record_never_says_less_and_is_bounded(mine: list[object], theirs: list[object]) -> None:
-    left, right = Replaced(tuple(mine)), Replaced(tuple(theirs))  # type: ignore[arg-type]
-    text = to_text(left)
+    left, right = ReplacedRows(tuple(mine)), ReplacedRows(tuple(theirs))  # type: ignore[arg-type]
+    text = to_json(left)
     assert len(text) <= MAX_CHARACTERS
-    assert left.meets(right) is right.meets(left)
-    if left.meets(right):
-        assert from_text(text).meets(right)
+    assert left.overlaps(right) is right.overlaps(left)
+    if left.overlaps(right):
+        assert from_json(text).overlaps(right)
 
 
 @given(st.integers(0, 60), st.integers(1, 14), st.integers(0, 60), st.integers(1, 14))
@@ -138,4 +142,4 @@ def test_ranges_meet_exactly_when_their_days_do(a: int, n: int, b: int, m: int) 
         return [(first + timedelta(days=start + step)).strftime("%Y-%m-%d") for step in range(count)]
 
     mine, theirs = days(a, n), days(b, m)
-    assert of(DAILY, *mine).meets(of(DAILY, *theirs)) is bool(set(mine) & set(theirs))
+    assert of(DAILY, *mine).overlaps(of(DAILY, *theirs)) is bool(set(mine) & set(theirs))

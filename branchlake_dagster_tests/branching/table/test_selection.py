@@ -15,10 +15,10 @@ from branchlake_dagster.tables.selection import (
     Selection,
     TimeRange,
     Values,
-    rows_outside,
-    select,
-    to_iceberg,
-    to_sql,
+    count_rows_outside,
+    select_partitions,
+    to_iceberg_filter,
+    to_sql_predicate,
 )
 from branchlake_dagster_tests.suite.raised import raising
 
@@ -43,19 +43,21 @@ def hour(number: int) -> str:
 
 
 def test_neighbouring_windows_become_one_range() -> None:
-    found = select([hour(3), hour(1), hour(2), hour(7)], HOURLY, {"": "ts"}, schema=SCHEMA, table="t")
+    found = select_partitions(
+        [hour(3), hour(1), hour(2), hour(7)], HOURLY, {"": "ts"}, schema=SCHEMA, table_name="t"
+    )
     assert found == Selection(((TimeRange("ts", at(1), at(4)),), (TimeRange("ts", at(7), at(8)),)))
 
 
 def test_string_partitions_become_one_set() -> None:
-    assert select(["optical", "radar"], KINDS, {"": "kind"}, schema=SCHEMA, table="t") == Selection(
-        ((Values("kind", ("optical", "radar")),),)
-    )
+    assert select_partitions(
+        ["optical", "radar"], KINDS, {"": "kind"}, schema=SCHEMA, table_name="t"
+    ) == Selection(((Values("kind", ("optical", "radar")),),))
 
 
 def test_dimensions_are_conjoined_and_gathered() -> None:
     keys = [dg.MultiPartitionKey({"window": hour(h), "kind": k}) for h in (1, 2) for k in ("isl", "radar")]
-    found = select(keys, MULTI, COLUMNS, schema=SCHEMA, table="t")
+    found = select_partitions(keys, MULTI, COLUMNS, schema=SCHEMA, table_name="t")
     assert found == Selection(((TimeRange("ts", at(1), at(3)), Values("kind", ("isl", "radar"))),))
 
 
@@ -64,12 +66,12 @@ def test_an_incomplete_rectangle_is_not_rounded_up() -> None:
         dg.MultiPartitionKey({"window": hour(1), "kind": "isl"}),
         dg.MultiPartitionKey({"window": hour(2), "kind": "radar"}),
     ]
-    assert len(select(keys, MULTI, COLUMNS, schema=SCHEMA, table="t").slices) == 2
+    assert len(select_partitions(keys, MULTI, COLUMNS, schema=SCHEMA, table_name="t").slices) == 2
 
 
 def test_days_of_another_time_zone_are_stored_in_utc() -> None:
     daily = dg.DailyPartitionsDefinition(start_date="2026-08-08", timezone="Europe/Berlin")
-    found = select(["2026-08-08"], daily, {"": "ts"}, schema=SCHEMA, table="t")
+    found = select_partitions(["2026-08-08"], daily, {"": "ts"}, schema=SCHEMA, table_name="t")
     assert found.slices[0][0] == TimeRange(
         "ts", datetime(2026, 8, 7, 22, tzinfo=UTC), datetime(2026, 8, 8, 22, tzinfo=UTC)
     )
@@ -77,12 +79,12 @@ def test_days_of_another_time_zone_are_stored_in_utc() -> None:
 
 def test_a_dimension_without_column_is_named() -> None:
     with raising(ConfigurationError, reason="dimension_without_column", subject="kind"):
-        select(
+        select_partitions(
             [dg.MultiPartitionKey({"window": hour(1), "kind": "isl"})],
             MULTI,
             {"window": "ts"},
             schema=SCHEMA,
-            table="t",
+            table_name="t",
         )
 
 
@@ -100,39 +102,39 @@ def test_a_dimension_without_column_is_named() -> None:
     ],
 )
 def test_sql_literals_follow_the_column(column: str, expected: str) -> None:
-    assert to_sql(Selection(((TimeRange(column, at(1), at(2)),),)), SCHEMA) == expected
+    assert to_sql_predicate(Selection(((TimeRange(column, at(1), at(2)),),)), SCHEMA) == expected
 
 
 def test_dates_are_written_as_dates() -> None:
     found = Selection(((DateRange("day", date(2026, 8, 8), date(2026, 8, 9)),),))
-    assert to_sql(found, SCHEMA) == "((`day` >= DATE '2026-08-08' AND `day` < DATE '2026-08-09'))"
+    assert to_sql_predicate(found, SCHEMA) == "((`day` >= DATE '2026-08-08' AND `day` < DATE '2026-08-09'))"
 
 
 def test_a_backtick_in_a_column_name_stays_inside_it() -> None:
     schema = Schema(NestedField(1, "k`in.d", StringType()))
-    assert to_sql(Selection(((Values("k`in.d", ("a",)),),)), schema) == "(`k``in.d` IN ('a'))"
+    assert to_sql_predicate(Selection(((Values("k`in.d", ("a",)),),)), schema) == "(`k``in.d` IN ('a'))"
 
 
 def test_quotes_in_partition_keys_stay_inside_the_literal() -> None:
-    text = to_sql(Selection(((Values("kind", ("o'hare\\",)),),)), SCHEMA)
+    text = to_sql_predicate(Selection(((Values("kind", ("o'hare\\",)),),)), SCHEMA)
     assert text == "(`kind` IN ('o\\'hare\\\\'))"
 
 
 def test_a_window_on_a_string_column_is_refused() -> None:
     with raising(SchemaMismatch, table="t", reason="column_type", subject="kind"):
-        select([hour(1)], HOURLY, {"": "kind"}, schema=SCHEMA, table="t")
+        select_partitions([hour(1)], HOURLY, {"": "kind"}, schema=SCHEMA, table_name="t")
     with raising(SchemaMismatch, reason="column_type", subject="day"):
-        to_iceberg(Selection(((TimeRange("day", at(1), at(2)),),)), SCHEMA)
+        to_iceberg_filter(Selection(((TimeRange("day", at(1), at(2)),),)), SCHEMA)
 
 
 def test_string_keys_in_a_column_of_another_type_are_refused() -> None:
     with raising(SchemaMismatch, reason="column_type", subject="day"):
-        select(["isl"], KINDS, {"": "day"}, schema=SCHEMA, table="t")
+        select_partitions(["isl"], KINDS, {"": "day"}, schema=SCHEMA, table_name="t")
 
 
 def test_a_partition_column_that_is_missing_is_named() -> None:
     with raising(SchemaMismatch, reason="column_missing", subject="sort"):
-        select(["isl"], KINDS, {"": "sort"}, schema=SCHEMA, table="t")
+        select_partitions(["isl"], KINDS, {"": "sort"}, schema=SCHEMA, table_name="t")
 
 
 @pytest.mark.parametrize("cron", ["0 * * * *", "*/15 * * * *", "0 6 * * *", "0 0,12 * * *"])
@@ -142,33 +144,36 @@ def test_windows_that_are_no_whole_days_do_not_go_into_a_date_column(cron: str) 
     )
     key = parts.get_partition_key_for_timestamp(datetime(2026, 8, 8, 11, tzinfo=UTC).timestamp())
     with raising(ConfigurationError, "Europe", partitions=(key,), reason="dates_for_hours", subject="day"):
-        select([key], parts, {"": "day"}, schema=SCHEMA, table="t")
+        select_partitions([key], parts, {"": "day"}, schema=SCHEMA, table_name="t")
 
 
 @pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York", "Pacific/Kiritimati"])
 def test_a_date_is_one_of_the_partitions_own_calendar(zone: str) -> None:
     """East of UTC the day used to be the one before."""
     daily = dg.DailyPartitionsDefinition(start_date="2026-08-08", timezone=zone)
-    found = select(["2026-08-08", "2026-08-09"], daily, {"": "day"}, schema=SCHEMA, table="t")
+    found = select_partitions(["2026-08-08", "2026-08-09"], daily, {"": "day"}, schema=SCHEMA, table_name="t")
     assert found == Selection(((DateRange("day", date(2026, 8, 8), date(2026, 8, 10)),),))
 
 
 def test_a_day_begins_where_the_clock_jumps_over_midnight() -> None:
     daily = dg.DailyPartitionsDefinition(start_date="2026-04-23", timezone="Africa/Cairo")
     keys = ["2026-04-23", "2026-04-24", "2026-04-25"]
-    found = [select([key], daily, {"": "day"}, schema=SCHEMA, table="t").slices[0][0] for key in keys]
+    found = [
+        select_partitions([key], daily, {"": "day"}, schema=SCHEMA, table_name="t").slices[0][0]
+        for key in keys
+    ]
     assert found == [DateRange("day", date(2026, 4, d), date(2026, 4, d + 1)) for d in (23, 24, 25)]
 
 
 def test_nothing_selected_means_no_rows() -> None:
     empty = Selection(())
-    assert to_sql(empty, SCHEMA) == "false"
-    assert rows_outside(empty, pa.table({"ts": [at(1)]})) == 1
+    assert to_sql_predicate(empty, SCHEMA) == "false"
+    assert count_rows_outside(empty, pa.table({"ts": [at(1)]})) == 1
 
 
 def test_null_partition_values_are_outside() -> None:
     frame = pa.table({"kind": pa.array(["isl", None, "radar"])})
-    assert rows_outside(Selection(((Values("kind", ("isl",)),),)), frame) == 2
+    assert count_rows_outside(Selection(((Values("kind", ("isl",)),),)), frame) == 2
 
 
 @given(
@@ -180,11 +185,11 @@ def test_the_selection_holds_exactly_the_rows_of_its_keys(
     chosen: set[tuple[int, str]], rows: list[tuple[int, str]]
 ) -> None:
     keys = [dg.MultiPartitionKey({"window": hour(h), "kind": k}) for h, k in chosen]
-    selection = select(keys, MULTI, COLUMNS, schema=SCHEMA, table="t")
+    selection = select_partitions(keys, MULTI, COLUMNS, schema=SCHEMA, table_name="t")
     frame = pa.table(
         {
             "ts": pa.array([at(h) for h, _ in rows], pa.timestamp("us", tz="UTC")),
             "kind": pa.array([k for _, k in rows], pa.string()),
         }
     )
-    assert rows_outside(selection, frame) == sum(row not in chosen for row in rows)
+    assert count_rows_outside(selection, frame) == sum(row not in chosen for row in rows)

@@ -8,15 +8,17 @@ from pyiceberg.transforms import DayTransform, HourTransform, IdentityTransform
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.tables.errors import SchemaMismatch
-from branchlake_dagster.tables.partitioning import partition_spec, whole_files
-from branchlake_dagster.tables.schemas import iceberg_schema, stored_schema
-from branchlake_dagster.tables.selection import select
-from branchlake_dagster.tables.specification import require_parquet, table_metadata, table_spec
+from branchlake_dagster.tables.partitioning import build_partition_spec, selects_whole_files
+from branchlake_dagster.tables.schemas import build_iceberg_schema, stored_schema
+from branchlake_dagster.tables.selection import select_partitions
+from branchlake_dagster.tables.specification import parse_table_spec, require_parquet, table_metadata
 from branchlake_dagster_tests.suite.raised import raising
 
 
 def spec(metadata: dict[str, object], *, partitioned: bool = False, path: tuple[str, ...] = ("a", "b")):
-    return table_spec(dg.AssetKey(list(path)), metadata, default_namespace="lake", partitioned=partitioned)
+    return parse_table_spec(
+        dg.AssetKey(list(path)), metadata, default_namespace="lake", partitioned=partitioned
+    )
 
 
 def test_the_key_names_the_table() -> None:
@@ -72,7 +74,7 @@ def test_a_layout_is_columns_and_transforms() -> None:
         ("odd (name)", None),
     ]
     days = dg.DailyPartitionsDefinition(start_date="2026-08-08")
-    made = partition_spec(days, {"": "ts"}, SCHEMA, table="t", layout=found.layout[2:4])
+    made = build_partition_spec(days, {"": "ts"}, SCHEMA, table_name="t", layout=found.layout[2:4])
     assert [str(one.transform) for one in made.fields] == ["day", "bucket[16]", "truncate[4]"]
     assert [one.name for one in made.fields] == ["ts_day", "k_bucket", "k_trunc"]
     for wrong, reason, column in (
@@ -81,12 +83,12 @@ def test_a_layout_is_columns_and_transforms() -> None:
     ):
         layout = spec(table_metadata(layout=wrong)).layout
         with raising(SchemaMismatch, table="t", reason=reason, subject=column):
-            partition_spec(None, {}, SCHEMA, table="t", layout=layout)
+            build_partition_spec(None, {}, SCHEMA, table_name="t", layout=layout)
 
 
-SCHEMA = iceberg_schema(
+SCHEMA = build_iceberg_schema(
     pa.schema([("ts", pa.timestamp("us", tz="UTC")), ("day", pa.date32()), ("k", pa.string())]),
-    table="t",
+    table_name="t",
 )
 
 
@@ -133,7 +135,7 @@ def cron(schedule: str, timezone: str = "UTC") -> dg.TimeWindowPartitionsDefinit
 def test_the_layout_follows_the_windows(
     definition: dg.PartitionsDefinition[str], column: str, transform: type
 ) -> None:
-    found = partition_spec(definition, {"": column}, SCHEMA, table="t")
+    found = build_partition_spec(definition, {"": column}, SCHEMA, table_name="t")
     assert [type(field.transform) for field in found.fields] == [transform]
 
 
@@ -168,15 +170,15 @@ def test_the_layout_follows_the_windows(
 def test_where_windows_begin_on_hours_every_partition_is_a_union_of_iceberg_partitions(
     definition: dg.PartitionsDefinition[str], key: str, column: str, whole: bool
 ) -> None:
-    layout = partition_spec(definition, {"": column}, SCHEMA, table="t")
-    selection = select([key], definition, {"": column}, schema=SCHEMA, table="t")
-    assert whole_files(selection, SCHEMA, {0: layout}) is whole
-    assert not whole_files(selection, SCHEMA, {0: layout, 1: PartitionSpec()})
+    layout = build_partition_spec(definition, {"": column}, SCHEMA, table_name="t")
+    selection = select_partitions([key], definition, {"": column}, schema=SCHEMA, table_name="t")
+    assert selects_whole_files(selection, SCHEMA, {0: layout}) is whole
+    assert not selects_whole_files(selection, SCHEMA, {0: layout, 1: PartitionSpec()})
 
 
 def test_a_missing_partition_column_is_named() -> None:
     with raising(SchemaMismatch, table="t", reason="column_missing", subject="nowhere"):
-        partition_spec(dg.StaticPartitionsDefinition(["x"]), {"": "nowhere"}, SCHEMA, table="t")
+        build_partition_spec(dg.StaticPartitionsDefinition(["x"]), {"": "nowhere"}, SCHEMA, table_name="t")
 
 
 def test_types_the_lake_lacks_are_widened() -> None:
@@ -190,7 +192,7 @@ def test_types_the_lake_lacks_are_widened() -> None:
             pa.field("f", pa.list_(pa.large_string())),
         ]
     )
-    assert [(field.type, field.nullable) for field in stored_schema(given, table="t")] == [
+    assert [(field.type, field.nullable) for field in stored_schema(given, table_name="t")] == [
         (pa.timestamp("us", tz="UTC"), True),
         (pa.string(), True),
         (pa.string(), True),
@@ -206,10 +208,10 @@ def test_data_files_of_another_format_than_parquet_are_refused(file_format: str)
         spec(table_metadata(properties={"write.format.default": file_format}))
     assert raised.value.table == "a.b"
     with pytest.raises(ConfigurationError) as raised:
-        require_parquet({"write.format.default": file_format}, table="c.d")
+        require_parquet({"write.format.default": file_format}, table_name="c.d")
     assert raised.value.table == "c.d"
 
 
 @pytest.mark.parametrize("properties", [{}, {"write.format.default": "PARQUET"}])
 def test_parquet_is_what_tables_have(properties: dict[str, str]) -> None:
-    require_parquet(properties, table="c.d")
+    require_parquet(properties, table_name="c.d")

@@ -14,8 +14,13 @@ from pyiceberg.expressions.visitors import expression_evaluator
 from pyiceberg.typedef import Record
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.tables.partitioning import partition_spec, whole_files
-from branchlake_dagster.tables.selection import Selection, rows_outside, select, to_iceberg
+from branchlake_dagster.tables.partitioning import build_partition_spec, selects_whole_files
+from branchlake_dagster.tables.selection import (
+    Selection,
+    count_rows_outside,
+    select_partitions,
+    to_iceberg_filter,
+)
 from branchlake_dagster_tests.branching.table.windows import (
     CLOCK_CHANGES,
     OF_DAYS,
@@ -40,7 +45,7 @@ def row(moment: datetime, day: date, kind: str) -> tuple[datetime, datetime, dat
 
 def held(selection: Selection, rows: list[tuple[datetime, datetime, date, str, int]]) -> list[bool]:
     """By the filter for PyIceberg; the count for Arrow must agree with it."""
-    evaluate = expression_evaluator(SCHEMA, to_iceberg(selection, SCHEMA), True)
+    evaluate = expression_evaluator(SCHEMA, to_iceberg_filter(selection, SCHEMA), True)
     microseconds = [
         (
             (instant - EPOCH) // MICROSECOND,
@@ -63,7 +68,7 @@ def held(selection: Selection, rows: list[tuple[datetime, datetime, date, str, i
         ],
         names=names,
     )
-    assert rows_outside(selection, frame) == found.count(False)
+    assert count_rows_outside(selection, frame) == found.count(False)
     return found
 
 
@@ -117,15 +122,15 @@ def test_moments_belong_to_the_windows_that_dagster_says(kind: str, column: str,
     of = case(kind, zone, around)
     definition, windows = of.definition, of.windows
     chosen = data.draw(of.some_keys)
-    selection = select(chosen, definition, {"": column}, schema=SCHEMA, table="t")
+    selection = select_partitions(chosen, definition, {"": column}, schema=SCHEMA, table_name="t")
     at = data.draw(of.some_moments)
     rows = [row(moment, around, "") for moment in at]
     seconds = [(moment - EPOCH) / timedelta(seconds=1) for moment in at]
     expected = [any(windows[key][0] <= s < windows[key][1] for key in chosen) for s in seconds]
     assert held(selection, rows) == expected
-    layout = partition_spec(definition, {"": column}, SCHEMA, table="t")
+    layout = build_partition_spec(definition, {"": column}, SCHEMA, table_name="t")
     if all(end % 3600 == 0 for key in chosen for end in windows[key]):
-        assert whole_files(selection, SCHEMA, {0: layout})
+        assert selects_whole_files(selection, SCHEMA, {0: layout})
 
 
 @pytest.mark.parametrize("kind", OF_DAYS)
@@ -136,13 +141,15 @@ def test_dates_belong_to_the_windows_of_their_own_calendar(kind: str, data: st.D
     of = case(kind, zone, around)
     definition, windows = of.definition, of.windows
     chosen = data.draw(of.some_keys)
-    selection = select(chosen, definition, {"": "day"}, schema=SCHEMA, table="t")
+    selection = select_partitions(chosen, definition, {"": "day"}, schema=SCHEMA, table_name="t")
     days = data.draw(SOME_DAYS)
     at = [around + timedelta(days=days) for days in days]
     rows = [row(EPOCH, day, "") for day in at]
     expected = [any(windows[key][0] <= noon(day, zone) < windows[key][1] for key in chosen) for day in at]
     assert held(selection, rows) == expected
-    assert whole_files(selection, SCHEMA, {0: partition_spec(definition, {"": "day"}, SCHEMA, table="t")})
+    assert selects_whole_files(
+        selection, SCHEMA, {0: build_partition_spec(definition, {"": "day"}, SCHEMA, table_name="t")}
+    )
 
 
 @pytest.mark.parametrize("zone", CLOCK_CHANGES)
@@ -153,7 +160,7 @@ def test_windows_of_hours_do_not_go_into_dates(kind: str, zone: str) -> None:
         with raising(
             ConfigurationError, table="a.t", partitions=(key,), reason="dates_for_hours", subject="day"
         ):
-            select([key], definition, {"": "day"}, schema=SCHEMA, table="a.t")
+            select_partitions([key], definition, {"": "day"}, schema=SCHEMA, table_name="a.t")
 
 
 @given(st.data())
@@ -166,7 +173,9 @@ def test_windows_and_kinds_together(data: st.DataObject) -> None:
     multi = dg.MultiPartitionsDefinition({"window": of_time, "kind": kinds})
     chosen = data.draw(st.sets(st.tuples(of.keys, st.sampled_from(KINDS)), min_size=1, max_size=8))
     keys = [dg.MultiPartitionKey({"window": window, "kind": kind}) for window, kind in chosen]
-    selection = select(keys, multi, {"window": "instant", "kind": "kind"}, schema=SCHEMA, table="t")
+    selection = select_partitions(
+        keys, multi, {"window": "instant", "kind": "kind"}, schema=SCHEMA, table_name="t"
+    )
     rows = [row(data.draw(of.moment), around, data.draw(st.sampled_from(KINDS))) for _ in range(8)]
     expected = [
         any(
@@ -185,5 +194,5 @@ def test_a_day_of_23_and_one_of_25_hours() -> None:
     zone = ZoneInfo("Europe/Berlin")
     late = datetime(2026, 3, 29, 23, 59, tzinfo=zone).astimezone(UTC)
     next_day = datetime(2026, 3, 30, 0, 0, tzinfo=zone).astimezone(UTC)
-    selection = select(["2026-03-29"], daily, {"": "instant"}, schema=SCHEMA, table="t")
+    selection = select_partitions(["2026-03-29"], daily, {"": "instant"}, schema=SCHEMA, table_name="t")
     assert held(selection, [row(late, EPOCH.date(), ""), row(next_day, EPOCH.date(), "")]) == [True, False]

@@ -14,9 +14,9 @@ from pyspark.sql import functions as F  # noqa: N812 - the library's own abbrevi
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
-from branchlake_dagster.tables.selection import select, to_sql
+from branchlake_dagster.tables.selection import select_partitions, to_sql_predicate
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.branching.table.windows import (
     CLOCK_CHANGES,
@@ -45,8 +45,8 @@ def test_sparks_predicates_say_what_dagsters_windows_say(spark_session: SparkSes
             windows = windows_of(definition)
             key = list(windows)[len(windows) // 2]
             for column in ("instant", "wall", *(["day"] if build in OF_DAYS.values() else [])):
-                selection = select([key], definition, {"": column}, schema=SCHEMA, table="t")
-                cases.append((zone, column, windows[key], to_sql(selection, SCHEMA)))
+                selection = select_partitions([key], definition, {"": column}, schema=SCHEMA, table_name="t")
+                cases.append((zone, column, windows[key], to_sql_predicate(selection, SCHEMA)))
             for end in windows[key]:
                 moments |= {EPOCH + timedelta(seconds=end, microseconds=off) for off in (-1, 0, 1)}
                 days |= {(EPOCH + timedelta(seconds=end, days=off)).date() for off in (-1, 0, 1)}
@@ -161,7 +161,7 @@ def test_a_window_that_shares_files_with_its_neighbours_is_replaced_alone(
         run_id = settled(p, dg.AssetKey([namespace, "t"]), partition=keys[1])
         found = sorted(p.rows(namespace, "t"), key=lambda row: row["at"])
         assert found == [{**row, "n": 2 if row["key"] == keys[1] else 1} for row in whole]
-        assert branch_name(run_id) not in p.branches()
+        assert run_branch_name(run_id) not in p.branches()
         for key in keys:
             p.run(dg.AssetKey([namespace, "seen"]), partition=key)
             assert value[key] == sum(row["key"] == key for row in whole)
@@ -261,7 +261,7 @@ def test_quarters_of_an_hour_over_a_date_column_are_refused_before_a_table_is_ma
     with project(lakehouse, t) as p:
         run_id = p.run(partition=list(windows_of(definition))[3], ok=False)
         p.failed_with(ConfigurationError, "not made of whole days", "column at holds dates", f"{namespace}.t")
-        assert not lakehouse.catalog(branch_name(run_id)).table_exists((namespace, "t"))
+        assert not lakehouse.catalog(run_branch_name(run_id)).table_exists((namespace, "t"))
 
 
 def test_berlin_in_october_has_25_hours(lakehouse: Lakehouse, namespace: str) -> None:

@@ -15,9 +15,9 @@ from branchlake_dagster.tables.upsert_engine import (
     CandidateFacts,
     SparkReason,
     TableFacts,
-    reason_of_candidates,
-    reason_of_table,
-    requires_values,
+    find_candidate_reason,
+    find_table_reason,
+    has_required_fields,
 )
 
 PLAIN = TableFacts(frame_rows=10, keys=(ice.LongType(),))
@@ -33,12 +33,12 @@ STRUCT = ice.StructType(ice.NestedField(2, "a", ice.LongType(), required=False))
         {"partitioned_by": ((DayTransform(), ice.TimestampType()),)},
         {"properties": {"write.merge.mode": "copy-on-write", "write.parquet.compression-codec": "zstd"}},
         {"properties": {"write.delete.mode": "merge-on-read"}},
-        {"frame_rows": engine.MOST_FRAME_ROWS, "data_files": engine.MOST_TABLE_FILES},
+        {"frame_rows": engine.MAX_FRAME_ROWS, "data_files": engine.MAX_TABLE_FILES},
     ],
     ids=str,
 )
 def test_nothing_speaks_for_spark(facts: dict[str, Any]) -> None:
-    assert reason_of_table(replace(PLAIN, **facts)) is None
+    assert find_table_reason(replace(PLAIN, **facts)) is None
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_nothing_speaks_for_spark(facts: dict[str, Any]) -> None:
         ({"keys": (ice.DoubleType(),)}, SparkReason.KEY_TYPE),
         ({"keys": (ice.LongType(), ice.FloatType())}, SparkReason.KEY_TYPE),
         ({"keys": (STRUCT,)}, SparkReason.KEY_TYPE),
-        ({"data_files": engine.MOST_TABLE_FILES + 1}, SparkReason.TABLE_FILES),
-        ({"frame_rows": engine.MOST_FRAME_ROWS + 1}, SparkReason.FRAME_ROWS),
+        ({"data_files": engine.MAX_TABLE_FILES + 1}, SparkReason.TABLE_FILES),
+        ({"frame_rows": engine.MAX_FRAME_ROWS + 1}, SparkReason.FRAME_ROWS),
     ],
     ids=str,
 )
 def test_a_table_is_left_to_spark(facts: dict[str, Any], reason: SparkReason) -> None:
-    assert reason_of_table(replace(PLAIN, **facts)) is reason
+    assert find_table_reason(replace(PLAIN, **facts)) is reason
 
 
 @pytest.mark.parametrize(
@@ -77,16 +77,16 @@ def test_a_table_is_left_to_spark(facts: dict[str, Any], reason: SparkReason) ->
         (CandidateFacts(), None),
         (CandidateFacts(frozenset({"PARQUET"}), 10, 10), None),
         (CandidateFacts(frozenset({"PARQUET", "ORC"}), 10, 10), SparkReason.CANDIDATE_FORMAT),
-        (CandidateFacts(size=engine.MOST_CANDIDATE_BYTES + 1), SparkReason.CANDIDATE_BYTES),
+        (CandidateFacts(size_bytes=engine.MAX_CANDIDATE_BYTES + 1), SparkReason.CANDIDATE_BYTES),
         (
-            CandidateFacts(partitions=engine.MOST_CANDIDATE_PARTITIONS + 1),
+            CandidateFacts(partition_count=engine.MAX_CANDIDATE_PARTITIONS + 1),
             SparkReason.CANDIDATE_PARTITIONS,
         ),
-        (CandidateFacts(values=engine.MOST_CANDIDATE_VALUES + 1), SparkReason.CANDIDATE_VALUES),
+        (CandidateFacts(value_count=engine.MAX_CANDIDATE_VALUES + 1), SparkReason.CANDIDATE_VALUES),
     ],
 )
 def test_candidates_are_left_to_spark(facts: CandidateFacts, reason: SparkReason | None) -> None:
-    assert reason_of_candidates(facts) is reason
+    assert find_candidate_reason(facts) is reason
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_candidates_are_left_to_spark(facts: CandidateFacts, reason: SparkReason
     ids=str,
 )
 def test_parts_of_columns_that_must_not_be_null(kind: ice.IcebergType, required: bool) -> None:
-    assert requires_values([ice.NestedField(1, "c", kind, required=False)]) is required
+    assert has_required_fields([ice.NestedField(1, "c", kind, required=False)]) is required
 
 
 def test_a_materialization_reports_the_engine_and_why_it_is_spark() -> None:

@@ -26,7 +26,7 @@ from branchlake_dagster.tables import arrow_frames as frame_conversion
 from branchlake_dagster.tables import upserts as candidate_files
 from branchlake_dagster.tables import upserts as merge
 from branchlake_dagster.tables.errors import PartitionMismatch, UpsertKeyInvalid
-from branchlake_dagster.tables.schemas import arrow_schema, iceberg_schema, stored_schema
+from branchlake_dagster.tables.schemas import build_iceberg_schema, stored_schema, table_arrow_schema
 from branchlake_dagster.tables.selection import Selection, Values
 from branchlake_dagster.tables.specification import TableSpec
 from branchlake_dagster.tables.upsert_engine import SparkReason
@@ -86,7 +86,7 @@ def spec_of(*keys: str) -> TableSpec:
 def created(
     catalog: Catalog, schema: pa.Schema, layout: Sequence[tuple[str, Transform[Any, Any]]] = (), **how: str
 ) -> Table:
-    columns = iceberg_schema(stored_schema(schema, table="t"), table="t")
+    columns = build_iceberg_schema(stored_schema(schema, table_name="t"), table_name="t")
     fields = [
         PartitionField(columns.find_field(name).field_id, 1000 + number, transform, f"part{number}")
         for number, (name, transform) in enumerate(layout)
@@ -98,10 +98,12 @@ def created(
 def upserted(table: Table, rows: pa.Table, *keys: str, selection: Selection | None = None) -> Table:
     """The table after an upsert by PyIceberg."""
     spec = spec_of(*keys)
-    frame = frame_conversion.cast(rows, arrow_schema(table.schema(), name="t"), table="t")
-    planned = merge.plan(frame, table, spec, selection)
+    frame = frame_conversion.cast_columns(
+        rows, table_arrow_schema(table.schema(), table_name="t"), table_name="t"
+    )
+    planned = merge.plan_upsert(frame, table, spec, selection)
     assert isinstance(planned, merge.UpsertPlan), planned
-    return merge.write(planned, {"branchlake.write_mode": "upsert"})
+    return merge.write_upsert(planned, {"branchlake.write_mode": "upsert"})
 
 
 def rows_of(table: Table) -> list[dict[str, Any]]:
@@ -135,7 +137,7 @@ def test_upserts_leave_what_a_dict_of_rows_holds(
     catalog: Catalog, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(candidate_files, "_MOST_LISTED", rng.choice([0, 200]))
+    monkeypatch.setattr(candidate_files, "_MAX_LISTED_VALUES", rng.choice([0, 200]))
     names = ["day", *KINDS]
     keys = [names[1 + seed % len(KINDS)]] if seed < len(KINDS) else rng.sample(names, rng.randint(2, 3))
     schema = pa.schema(
@@ -214,8 +216,8 @@ def test_more_keys_than_a_predicate_lists_are_compared_with_the_bounds_of_files(
         table.append(plain(("mon", first, 0), ("mon", first + 99, 0)))
     keys = [*range(100), *range(2000, 2200)]
     frame = plain(*[("mon", key, 1) for key in keys])
-    assert len(keys) > candidate_files._MOST_LISTED
-    assert len(candidate_files.candidate_files(table, frame.select(["id"]))) == 2
+    assert len(keys) > candidate_files._MAX_LISTED_VALUES
+    assert len(candidate_files.find_candidate_files(table, frame.select(["id"]))) == 2
     assert len(rows_of(upserted(table, frame, "id"))) == 302
 
 
@@ -253,11 +255,11 @@ def test_a_table_that_changed_meanwhile_is_not_written(catalog: Catalog, key: in
     """PyIceberg would repeat an append without a look at what came: two rows with one key."""
     table = created(catalog, PLAIN)
     table.append(plain(("mon", 1, 0)))
-    planned = merge.plan(plain(("mon", key, 1)), table, spec_of("id"), None)
+    planned = merge.plan_upsert(plain(("mon", key, 1)), table, spec_of("id"), None)
     assert isinstance(planned, merge.UpsertPlan)
     catalog.load_table(table.name()).append(plain(("mon", 7, 0)))
     with pytest.raises(CommitFailedException):
-        merge.write(planned, {})
+        merge.write_upsert(planned, {})
     assert tuples(catalog.load_table(table.name())) == [("mon", 1, 0), ("mon", 7, 0)]
 
 
@@ -284,40 +286,40 @@ def test_several_rows_of_the_table_with_one_key_are_left_to_spark(catalog: Catal
     table = created(catalog, PLAIN)
     table.append(plain(("mon", 1, 0), ("mon", 2, 0)))
     table.append(plain(("tue", 1, 0)))
-    assert merge.plan(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.SHARED_KEYS
-    assert isinstance(merge.plan(plain(("mon", 2, 1)), table, spec_of("id"), None), merge.UpsertPlan)
+    assert merge.plan_upsert(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.SHARED_KEYS
+    assert isinstance(merge.plan_upsert(plain(("mon", 2, 1)), table, spec_of("id"), None), merge.UpsertPlan)
 
 
 def test_the_facts_of_a_table_are_read_from_its_metadata(catalog: Catalog) -> None:
     floats = pa.schema([("id", pa.float64())])
     table = created(catalog, floats)
-    assert merge.plan(pa.table({"id": [1.0]}), table, spec_of("id"), None) is SparkReason.KEY_TYPE
+    assert merge.plan_upsert(pa.table({"id": [1.0]}), table, spec_of("id"), None) is SparkReason.KEY_TYPE
     table = created(catalog, PLAIN, **{"write.merge.mode": "merge-on-read"})
-    assert merge.plan(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.MERGE_ON_READ
+    assert merge.plan_upsert(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.MERGE_ON_READ
     table = created(catalog, PLAIN, **{"format-version": "1"})
-    assert merge.plan(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.FORMAT_VERSION
+    assert merge.plan_upsert(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.FORMAT_VERSION
     table = created(catalog, PLAIN)
     with table.update_spec() as change:
         change.add_identity("day")
-    assert merge.plan(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.PARTITION_SPECS
+    assert merge.plan_upsert(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.PARTITION_SPECS
     table = created(catalog, PLAIN)
     with table.update_sort_order() as order:
         order.asc("id", IdentityTransform())
-    assert merge.plan(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.SORT_ORDER
+    assert merge.plan_upsert(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.SORT_ORDER
     table = created(catalog, PLAIN)
     table.append(plain(("mon", 1, 1)))
     with table.update_schema(allow_incompatible_changes=True) as columns:
         columns.set_identifier_fields()
         columns.update_column("n", required=True)
-    assert merge.plan(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.REQUIRED_COLUMNS
+    assert merge.plan_upsert(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.REQUIRED_COLUMNS
 
 
 def test_large_candidates_are_left_to_spark(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     table = created(catalog, PLAIN)
     table.append(plain(("mon", 1, 0), ("mon", 3, 0)))
-    monkeypatch.setattr("branchlake_dagster.tables.upsert_engine.MOST_CANDIDATE_VALUES", 5)
-    assert merge.plan(plain(("mon", 2, 1)), table, spec_of("id"), None) is SparkReason.CANDIDATE_VALUES
-    assert isinstance(merge.plan(plain(("mon", 4, 1)), table, spec_of("id"), None), merge.UpsertPlan)
+    monkeypatch.setattr("branchlake_dagster.tables.upsert_engine.MAX_CANDIDATE_VALUES", 5)
+    assert merge.plan_upsert(plain(("mon", 2, 1)), table, spec_of("id"), None) is SparkReason.CANDIDATE_VALUES
+    assert isinstance(merge.plan_upsert(plain(("mon", 4, 1)), table, spec_of("id"), None), merge.UpsertPlan)
 
 
 def test_files_that_pyiceberg_cannot_read_are_left_to_spark(catalog: Catalog) -> None:
@@ -328,17 +330,17 @@ def test_files_that_pyiceberg_cannot_read_are_left_to_spark(catalog: Catalog) ->
     path = Path(task.file.file_path.removeprefix("file://"))
     without_ids = pa.table(pq.read_table(path).to_pydict(), schema=PLAIN)
     pq.write_table(without_ids, path)
-    assert merge.plan(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.UNREADABLE
+    assert merge.plan_upsert(plain(("mon", 1, 1)), table, spec_of("id"), None) is SparkReason.UNREADABLE
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        merge.plan(plain(("mon", 1, 1)), table, spec_of("id"), None)
+        merge.plan_upsert(plain(("mon", 1, 1)), table, spec_of("id"), None)
 
 
 def test_rows_of_a_table_with_delete_files_are_left_to_spark(catalog: Catalog) -> None:
     table = created(catalog, PLAIN)
     table.append(plain(("mon", 1, 0)))
     delete_equal(table, "id", 1)
-    assert merge.plan(plain(("mon", 2, 1)), table, spec_of("id"), None) is SparkReason.DELETE_FILES
+    assert merge.plan_upsert(plain(("mon", 2, 1)), table, spec_of("id"), None) is SparkReason.DELETE_FILES
 
 
 def test_rows_that_are_written_again_get_new_fields_and_wider_types(catalog: Catalog) -> None:

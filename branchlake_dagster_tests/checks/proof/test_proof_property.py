@@ -20,9 +20,9 @@ from pyiceberg.types import NestedField
 from branchlake_dagster.checks import stored_rows as stored_module
 from branchlake_dagster.checks.constraints import RowConstraint, UniqueConstraint
 from branchlake_dagster.checks.stored_rows import TableRows
-from branchlake_dagster.history.file_facts import Facts, facts
+from branchlake_dagster.history.file_facts import ColumnFacts, column_facts
 from branchlake_dagster.io_manager.loading import StoredRows
-from branchlake_dagster.tables.selection import Selection, TimeRange, Values, to_iceberg
+from branchlake_dagster.tables.selection import Selection, TimeRange, Values, to_iceberg_filter
 from branchlake_dagster_tests.checks.proof.tables import NOON, catalog, keeps, random_promises, random_table
 from branchlake_dagster_tests.internals.plain_pyiceberg import plain_pyiceberg
 
@@ -66,7 +66,7 @@ def found_wrong(made: RandomTables, seed: int) -> tuple[list[str], Counter[str]]
     for selection in rng.sample(SELECTIONS, 2):
         rows = TableRows(StoredRows(table, selection, "main", _no_spark), table.schema().column_names)
         row_filter: BooleanExpression = (
-            AlwaysTrue() if selection is None else to_iceberg(selection, table.schema())
+            AlwaysTrue() if selection is None else to_iceberg_filter(selection, table.schema())
         )
         truth = table.scan(row_filter=row_filter).to_arrow()
         for column in table.schema().column_names:
@@ -75,23 +75,23 @@ def found_wrong(made: RandomTables, seed: int) -> tuple[list[str], Counter[str]]
                 constraint = RowConstraint(
                     name="r",
                     columns=(column,),
-                    text="",
-                    holds=lambda _: None,
+                    description="",
+                    build_condition=lambda _: None,
                     promise=promise,  # type: ignore[arg-type,return-value]
                 )
-                outcome = rows.proved(constraint)
+                outcome = rows.prove(constraint)
                 proved["asked"] += 1
                 if outcome is None:
                     continue
                 assert outcome.proof is not None
-                by_metadata = outcome.proof.by == "metadata"
+                by_metadata = outcome.proof.source == "metadata"
                 proved[type(promise).__name__] += bool(values) and by_metadata
                 proved[f"{type(promise).__name__} by rows"] += bool(values) and not by_metadata
                 bad = [value for value in values if not keeps(promise, value)]
                 if bad or not outcome.passed or outcome.total not in (None, len(values)):
                     wrong.append(f"seed {seed}: {column} {promise} {outcome}: {str(bad[:3])[:100]}")
                 proved["with a total"] += bool(values) and by_metadata and outcome.total is not None
-        key = rows.proved(UniqueConstraint(name="u", columns=("day", "m", "s"), text=""))
+        key = rows.prove(UniqueConstraint(name="u", columns=("day", "m", "s"), description=""))
         proved["unique"] += key is not None and len(truth) > 1
         keys = {tuple(row[name] for name in ("day", "m", "s")) for row in truth.to_pylist()}
         if key is not None and len(keys) < len(truth):
@@ -121,25 +121,25 @@ def test_what_is_proved_is_true(made: RandomTables, monkeypatch: pytest.MonkeyPa
     assert proved["with a total"] > 50
 
 
-def _without_nan(file: DataFile, field: NestedField, spec: PartitionSpec, *_: Any) -> Facts:
-    return replace(facts(file, field, spec), no_nan=True)
+def _without_nan(file: DataFile, field: NestedField, spec: PartitionSpec, *_: Any) -> ColumnFacts:
+    return replace(column_facts(file, field, spec), no_nan=True)
 
 
-def _missing_is_none(file: DataFile, field: NestedField, spec: PartitionSpec, *_: Any) -> Facts:
+def _missing_is_none(file: DataFile, field: NestedField, spec: PartitionSpec, *_: Any) -> ColumnFacts:
     nulls = (file.null_value_counts or {}).get(field.field_id, 0)
-    return replace(facts(file, field, spec), no_null=nulls == 0)
+    return replace(column_facts(file, field, spec), no_null=nulls == 0)
 
 
-def _whole_bounds(file: DataFile, field: NestedField, spec: PartitionSpec, *_: Any) -> Facts:
-    return facts(file, field, spec, lambda *_: True)
+def _whole_bounds(file: DataFile, field: NestedField, spec: PartitionSpec, *_: Any) -> ColumnFacts:
+    return column_facts(file, field, spec, lambda *_: True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("planted", [_without_nan, _missing_is_none, _whole_bounds])
 @pytest.mark.filterwarnings("ignore")
 def test_the_property_finds_what_is_easily_forgotten(
-    made: RandomTables, monkeypatch: pytest.MonkeyPatch, planted: Callable[..., Facts]
+    made: RandomTables, monkeypatch: pytest.MonkeyPatch, planted: Callable[..., ColumnFacts]
 ) -> None:
     """NaN outside of the bounds, counts that are missing, row groups without bounds."""
-    monkeypatch.setattr(stored_module, "facts", planted)
+    monkeypatch.setattr(stored_module, "column_facts", planted)
     assert any(found_wrong(made, seed)[0] for seed in range(40))

@@ -10,7 +10,7 @@ import pyspark.sql.types as pst
 import pytest
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.checks.compiler import builtin_condition, quoted
+from branchlake_dagster.checks.compiler import build_builtin_condition, quote_column
 from branchlake_dagster.checks.constraints import (
     Among,
     Both,
@@ -24,11 +24,11 @@ from branchlake_dagster.checks.constraints import (
     StartsWith,
     UniqueConstraint,
 )
-from branchlake_dagster.checks.counting import count, examples_of
-from branchlake_dagster.checks.stored_rows import TableRows, spark_schema
+from branchlake_dagster.checks.counting import collect_examples, count_failures
+from branchlake_dagster.checks.stored_rows import TableRows, to_spark_schema
 from branchlake_dagster.io_manager.loading import StoredRows
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.tables.selection import Selection, TimeRange, Values, to_sql
+from branchlake_dagster.tables.selection import Selection, TimeRange, Values, to_sql_predicate
 from branchlake_dagster_tests.checks.proof.tables import NOON, VALUES, random_promises
 
 pytestmark = pytest.mark.spark
@@ -82,13 +82,21 @@ def _in_pandera(promise: Promise) -> tuple[str, dict[str, Any]]:
 def _constraint(name: str, column: str, promise: Promise) -> RowConstraint:
     if isinstance(promise, NotNull):
         return RowConstraint(
-            name=name, columns=(column,), text="", holds=lambda _: quoted(column).isNotNull(), promise=promise
+            name=name,
+            columns=(column,),
+            description="",
+            build_condition=lambda _: quote_column(column).isNotNull(),
+            promise=promise,
         )
-    built = builtin_condition(*_in_pandera(promise), column, None)
+    built = build_builtin_condition(*_in_pandera(promise), column, None)
     assert built is not None
     _, (_, condition, promised) = built
     return RowConstraint(
-        name=name, columns=(column,), text="", holds=lambda _: condition(quoted(column)), promise=promised
+        name=name,
+        columns=(column,),
+        description="",
+        build_condition=lambda _: condition(quote_column(column)),
+        promise=promised,
     )
 
 
@@ -134,11 +142,11 @@ def test_what_is_proved_of_sparks_tables_is_true(
     table = f"nessie.{namespace}.t"
     _write(spark_session, table, rng)
     stored = lakehouse.catalog("main").load_table((namespace, "t"))
-    assert spark_schema(stored.schema()) == spark_session.table(table).schema
+    assert to_spark_schema(stored.schema()) == spark_session.table(table).schema
     selection = rng.choice(SELECTIONS)
     frame = spark_session.table(table)
     if selection is not None:
-        frame = frame.filter(to_sql(selection, stored.schema()))
+        frame = frame.filter(to_sql_predicate(selection, stored.schema()))
     rows = TableRows(StoredRows(stored, selection, "main", lambda: frame), VALUES)
     asked = [
         _constraint(f"{column}_{number}_{again}", column, promise)
@@ -146,19 +154,19 @@ def test_what_is_proved_of_sparks_tables_is_true(
         for again in range(4)
         for number, promise in enumerate(random_promises(rng, column))
     ]
-    found = {one.name: outcome for one in asked if (outcome := rows.proved(one)) is not None}
+    found = {one.name: outcome for one in asked if (outcome := rows.prove(one)) is not None}
     keys = [
-        UniqueConstraint(name=f"u{number}", columns=columns, text="")
+        UniqueConstraint(name=f"u{number}", columns=columns, description="")
         for number, columns in enumerate([("i",), ("day", "at"), ("l", "s", "m"), ("d", "i")])
     ]
-    found |= {one.name: outcome for one in keys if (outcome := rows.proved(one)) is not None}
-    counted = count(frame, [one for one in [*asked, *keys] if one.name in found], view="none")
+    found |= {one.name: outcome for one in keys if (outcome := rows.prove(one)) is not None}
+    counted = count_failures(frame, [one for one in [*asked, *keys] if one.name in found], view="none")
     for name, outcome in found.items():
         assert counted[name].failing == 0, next(one for one in [*asked, *keys] if one.name == name)
         assert outcome.total in (None, counted[name].total)
         assert outcome.proof is not None
         assert outcome.proof.rows >= (counted[name].total or 0)
-    by = Counter(outcome.proof.by for outcome in found.values() if outcome.proof)
+    by = Counter(outcome.proof.source for outcome in found.values() if outcome.proof)
     assert by["metadata"] > 20
     spark_session.sql(f"DROP TABLE {table}")
     spark_session.sql(f"DROP NAMESPACE nessie.{namespace}")
@@ -177,9 +185,9 @@ def test_conditions_that_spark_cannot_push_down_are_counted(
         _constraint("fine", "f", Compared("<", 0.2)),
     ]
     frame = spark_session.table(table)
-    found = count(frame, asked, view="none")
+    found = count_failures(frame, asked, view="none")
     assert {name: one.failing for name, one in found.items()} == {"float": 1, "empty": 1, "fine": 0}
-    shown = examples_of(frame, asked[:2], examples=1)
+    shown = collect_examples(frame, asked[:2], examples=1)
     assert shown["float"] == ({"f": "0.1", "at": shown["empty"][0]["at"]},)
     spark_session.sql(f"DROP TABLE {table}")
     spark_session.sql(f"DROP NAMESPACE nessie.{namespace}")
@@ -196,7 +204,7 @@ def test_types_are_those_that_spark_shows(
     )
     stored = lakehouse.catalog("main").load_table((namespace, "t"))
     shown = spark_session.table(table).schema
-    assert spark_schema(stored.schema()) == shown
+    assert to_spark_schema(stored.schema()) == shown
     assert isinstance(shown["n"].dataType, pst.TimestampNTZType)
     spark_session.sql(f"DROP TABLE {table}")
     spark_session.sql(f"DROP NAMESPACE nessie.{namespace}")

@@ -20,7 +20,7 @@ from branchlake_dagster.checks.constraints import (
     Promise,
     StartsWith,
 )
-from branchlake_dagster.checks.proof import MOST_VALUES, keeps, unique
+from branchlake_dagster.checks.proof import MAX_VALUES, has_unique_keys, values_keep_promise
 
 NAN = float("nan")
 NOON = dt.datetime(2026, 8, 8, 12, tzinfo=dt.UTC)
@@ -62,18 +62,18 @@ def test_values_are_held_against_promises(
     types = {ice.TimestamptzType: pa.timestamp("us", tz="UTC"), ice.DecimalType: pa.decimal128(9, 2)}
     types |= {ice.DoubleType: pa.float64(), ice.LongType: pa.int64(), ice.BooleanType: pa.bool_()}
     column = pa.chunked_array([pa.array(values, type=types.get(type(kind), pa.array(values).type))])
-    assert keeps(column, promise, kind) is kept
+    assert values_keep_promise(column, promise, kind) is kept
 
 
 def test_many_different_values_are_left_to_spark() -> None:
-    column = pa.chunked_array([pa.array(range(MOST_VALUES + 1))])
-    assert not keeps(column, NotAmong((-1,)), ice.LongType())
-    assert keeps(column.slice(1), NotAmong((-1,)), ice.LongType())
+    column = pa.chunked_array([pa.array(range(MAX_VALUES + 1))])
+    assert not values_keep_promise(column, NotAmong((-1,)), ice.LongType())
+    assert values_keep_promise(column.slice(1), NotAmong((-1,)), ice.LongType())
 
 
 def test_keys_with_null_are_equal_and_floats_are_left_to_spark() -> None:
     rows = pa.table({"a": [1, 1, None, None], "b": ["x", "y", "x", "x"], "c": [0.5, 1.5, 2.5, 3.5]})
     long, text, double = ice.LongType(), ice.StringType(), ice.DoubleType()
-    assert not unique(rows, ["a", "b"], [long, text])
-    assert unique(rows.slice(0, 3), ["a", "b"], [long, text])
-    assert not unique(rows, ["c"], [double])
+    assert not has_unique_keys(rows, ["a", "b"], [long, text])
+    assert has_unique_keys(rows.slice(0, 3), ["a", "b"], [long, text])
+    assert not has_unique_keys(rows, ["c"], [double])

@@ -79,7 +79,7 @@ def follow(p: Project) -> list[str]:
             p.instance,
             cursor=cursor,
             repository_def=p.definitions.get_repository_def(),
-            resources={"lakehouse": LakehouseResource.of(p.lake.settings)},
+            resources={"lakehouse": LakehouseResource.from_settings(p.lake.settings)},
         ) as context:
             found = sensor(context)
         assert isinstance(found, dg.SensorResult)
@@ -93,16 +93,16 @@ def follow(p: Project) -> list[str]:
     raise AssertionError(f"it goes on and on: {done}")
 
 
-def place(p: Project) -> backfill.Place:
-    return backfill.Place(p.graph, LakehouseResource.of(p.lake.settings), p.instance)
+def place(p: Project) -> backfill.LocationContext:
+    return backfill.LocationContext(p.graph, LakehouseResource.from_settings(p.lake.settings), p.instance)
 
 
 def requested(p: Project, pipeline: Pipeline, *days: str, **options: Any) -> tuple[str, Mapping[str, str]]:
     """A backfill of the events, with the tags that Dagster's daemon gives its runs."""
     where = place(p)
-    what = backfill.asked(where, pipeline.events.key.to_user_string(), days, everything=False)
+    what = backfill.build_request(where, pipeline.events.key.to_user_string(), days, everything=False)
     assert what is not None
-    number = backfill.run(where, what, time.time(), **options)
+    number = backfill.launch_request(where, what, time.time(), **options)
     found = p.instance.get_backfill(number)
     assert found is not None
     return number, {**found.tags, "dagster/backfill": number}

@@ -8,12 +8,12 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster import approve_backfill_job
-from branchlake_dagster.automation.approve_backfill import approve
-from branchlake_dagster.automation.backfill_progress import Progress
+from branchlake_dagster.automation.approve_backfill import approve_results
+from branchlake_dagster.automation.backfill_progress import StageProgress
 from branchlake_dagster.cli import backfill
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import fail_backfill
-from branchlake_dagster.runs.run_tags import GIVEN, REQUIRED
+from branchlake_dagster.runs.run_tags import APPROVAL_GIVEN, APPROVAL_REQUIRED
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import NotApproved
 from branchlake_dagster_tests.harness import Project, retry
@@ -39,8 +39,10 @@ def approval_of(p: Project, run_id: str) -> str | None:
     return run.tags.get(RunTag.APPROVAL)
 
 
-def status_of(p: Project, number: str, asset: dg.AssetsDefinition) -> Progress:
-    (found,) = [one for one in backfill.status(place(p), number) if one.stage.asset == asset.key]
+def status_of(p: Project, number: str, asset: dg.AssetsDefinition) -> StageProgress:
+    (found,) = [
+        one for one in backfill.report_stage_progress(place(p), number) if one.stage.asset == asset.key
+    ]
     return found
 
 
@@ -66,33 +68,35 @@ def test_each_stage_waits_until_the_one_before_it_is_approved(p: Project, pipeli
     assert f"branchlake backfill approve {number}" in ticks.why
     assert Ticks(p).tick() == []  # a sensor that was started again
     daily = status_of(p, number, pipeline.daily)
-    assert (daily.left, daily.held_partitions, daily.approved_as) == (2, DAYS, (number,))
-    (compared,) = backfill.compare_held(place(p), number, backfill.status(place(p), number))
+    assert (daily.left_count, daily.held_partitions, daily.approval_ids) == (2, DAYS, (number,))
+    (compared,) = backfill.compare_held_stages(
+        place(p), number, backfill.report_stage_progress(place(p), number)
+    )
     whole = compared.total
     assert (compared.asset, whole.before.rows, whole.after.rows) == (pipeline.events.key, 4, 4)
     assert (whole.share, whole.sums["price"]) == (1.0, (22, 154))
 
-    assert len(approve(p.instance, number).approved) == 2
+    assert len(approve_results(p.instance, number).approved_runs) == 2
     requests = ticks.tick()
     assert wanted(requests) == [("daily", DAYS[0]), ("daily", DAYS[1])]
     runs = [launch(p, one) for one in requests]
     for run_id in runs:
         run = p.instance.get_run_by_id(run_id)
         assert run is not None
-        assert (run.tags[RunTag.APPROVAL], run.tags[RunTag.FOLLOWS]) == (REQUIRED, number)
+        assert (run.tags[RunTag.APPROVAL], run.tags[RunTag.FOLLOWS]) == (APPROVAL_REQUIRED, number)
     assert ticks.tick() == []
-    assert status_of(p, number, pipeline.daily).left == 0
+    assert status_of(p, number, pipeline.daily).left_count == 0
     assert status_of(p, number, pipeline.total).held_partitions == (None,)
 
     assert in_dagster(p, number, "another/asset").success
     assert ticks.tick() == []
     assert in_dagster(p, number, pipeline.daily.key.to_user_string()).success
-    assert [approval_of(p, one) for one in runs] == [GIVEN, GIVEN]
+    assert [approval_of(p, one) for one in runs] == [APPROVAL_GIVEN, APPROVAL_GIVEN]
     (last,) = ticks.tick()
     launch(p, last)
     assert ticks.tick() == []
     assert [row[1] for row in values(p, pipeline.total)] == [154, 154]
-    assert status_of(p, number, pipeline.total).left == 0
+    assert status_of(p, number, pipeline.total).left_count == 0
 
 
 def test_other_partitions_go_on_while_one_waits(p: Project, pipeline: Pipeline) -> None:
@@ -105,9 +109,9 @@ def test_other_partitions_go_on_while_one_waits(p: Project, pipeline: Pipeline) 
     assert ticks.tick() == []
     assert number in ticks.why
     # What was published since the last approval has been seen by nobody.
-    approve(p.instance, number)
+    approve_results(p.instance, number)
     (request,) = ticks.tick()
-    tags = {"dagster/backfill": number, RunTag.APPROVAL: REQUIRED}
+    tags = {"dagster/backfill": number, RunTag.APPROVAL: APPROVAL_REQUIRED}
     p.settle(p.run(pipeline.events.key, partition=DAYS[0], tags=tags))
     assert ticks.tick() == []
     # A run that was launched before that does not take it along either.
@@ -115,7 +119,7 @@ def test_other_partitions_go_on_while_one_waits(p: Project, pipeline: Pipeline) 
     failed = p.run(pipeline.daily.key, partition=DAYS[0], tags=late, ok=False)
     p.failed_with(NotApproved)
     p.settle(failed)
-    approve(p.instance, number)
+    approve_results(p.instance, number)
     (request,) = ticks.tick()
     launch(p, request)
     assert [row[1] for row in values(p, pipeline.daily)] == [77, 11, 77]
@@ -129,7 +133,7 @@ def test_a_re_execution_of_a_run_that_the_sensor_launched_does_not_wait(
     p.failed_with(NotApproved)
     again = retry(p, failed)
     p.settle(again)
-    assert approval_of(p, again) == REQUIRED
+    assert approval_of(p, again) == APPROVAL_REQUIRED
     assert [row[1] for row in values(p, pipeline.daily)] == [77, 11]
 
 
@@ -145,7 +149,7 @@ def test_what_is_not_approved_can_be_rolled_back(p: Project, pipeline: Pipeline)
     assert "nothing to consume" in ticks.why
     assert status_of(p, number, pipeline.daily).held_partitions == ()
     with pytest.raises(ConfigurationError):
-        approve(p.instance, "nobody")
+        approve_results(p.instance, "nobody")
 
 
 def test_what_is_launched_again_of_such_a_backfill_waits_too(p: Project, pipeline: Pipeline) -> None:
@@ -153,7 +157,7 @@ def test_what_is_launched_again_of_such_a_backfill_waits_too(p: Project, pipelin
     found = p.instance.get_backfill(number)
     assert found is not None
     fail_backfill(p.instance, found, p.graph, [(pipeline.events.key, DAYS[0])])
-    (launched,) = backfill.retry(place(p), number, time.time(), rebuild_lost=False).launches
-    again = p.instance.get_backfill(launched.backfill or "")
+    (launched,) = backfill.retry_backfill(place(p), number, time.time(), rebuild_lost=False).launches
+    again = p.instance.get_backfill(launched.backfill_id or "")
     assert again is not None
-    assert (again.tags[RunTag.APPROVAL], again.tags[RunTag.FOLLOWS]) == (REQUIRED, number)
+    assert (again.tags[RunTag.APPROVAL], again.tags[RunTag.FOLLOWS]) == (APPROVAL_REQUIRED, number)

@@ -6,18 +6,23 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.automation.approve_backfill import waiting_runs
+from branchlake_dagster.automation.approve_backfill import plan_approval
 from branchlake_dagster.internals.dagster import (
     AUTOMATION_CONDITION_TAG,
     BACKFILL_ID_TAG,
     PARTITION_TAG,
     RETRY_NUMBER_TAG,
 )
-from branchlake_dagster.runs.approval import approval_names, inherited_tags, requires_approval
-from branchlake_dagster.runs.run_tags import GIVEN, REQUIRED, Place, opened
+from branchlake_dagster.runs.approval import approval_names, inherited_approval_tags, requires_approval
+from branchlake_dagster.runs.run_tags import (
+    APPROVAL_GIVEN,
+    APPROVAL_REQUIRED,
+    RunLocation,
+    build_opening_tags,
+)
 from branchlake_dagster.stored_names import RunTag
 
-WAITS = {RunTag.APPROVAL: REQUIRED}
+WAITS = {RunTag.APPROVAL: APPROVAL_REQUIRED}
 DAILY = dg.AssetKey("daily")
 
 
@@ -38,25 +43,27 @@ def test_a_result_is_approved_as_its_backfills_or_as_its_run() -> None:
 
 
 def test_the_result_of_what_consumes_it_waits_too() -> None:
-    assert inherited_tags({}, []) == {}
-    assert inherited_tags({}, [("r", {BACKFILL_ID_TAG: "b"})]) == {}
-    approved = {RunTag.APPROVAL: GIVEN, BACKFILL_ID_TAG: "b"}
-    new = {RunTag.APPROVAL: REQUIRED, RunTag.FOLLOWS: "b"}
-    assert inherited_tags({}, [("r", approved), ("s", approved)]) == new
-    assert inherited_tags(new, [("r", approved)]) == {}  # a second step of the same run
+    assert inherited_approval_tags({}, []) == {}
+    assert inherited_approval_tags({}, [("r", {BACKFILL_ID_TAG: "b"})]) == {}
+    approved = {RunTag.APPROVAL: APPROVAL_GIVEN, BACKFILL_ID_TAG: "b"}
+    new = {RunTag.APPROVAL: APPROVAL_REQUIRED, RunTag.FOLLOWS: "b"}
+    assert inherited_approval_tags({}, [("r", approved), ("s", approved)]) == new
+    assert inherited_approval_tags(new, [("r", approved)]) == {}  # a second step of the same run
     both = [("r", approved), ("s", {**WAITS, BACKFILL_ID_TAG: "c"})]
-    assert inherited_tags({}, both)[RunTag.FOLLOWS] == "b,c"
+    assert inherited_approval_tags({}, both)[RunTag.FOLLOWS] == "b,c"
 
 
 def test_a_run_of_two_backfills_belongs_to_both() -> None:
     own = {**WAITS, BACKFILL_ID_TAG: "c"}
-    assert inherited_tags(own, [("r", {**WAITS, BACKFILL_ID_TAG: "b"})]) == {RunTag.FOLLOWS: "c,b"}
+    assert inherited_approval_tags(own, [("r", {**WAITS, BACKFILL_ID_TAG: "b"})]) == {RunTag.FOLLOWS: "c,b"}
 
 
 def test_an_approval_is_not_inherited_by_a_re_execution() -> None:
-    again = opened("two", Place("run-two", "0"), {RunTag.APPROVAL: GIVEN, RunTag.OPENED_BY: "one"})
-    assert again[RunTag.APPROVAL] == REQUIRED
-    assert RunTag.APPROVAL not in opened("two", Place("run-two", "0"), {})
+    again = build_opening_tags(
+        "two", RunLocation("run-two", "0"), {RunTag.APPROVAL: APPROVAL_GIVEN, RunTag.OPENED_BY: "one"}
+    )
+    assert again[RunTag.APPROVAL] == APPROVAL_REQUIRED
+    assert RunTag.APPROVAL not in build_opening_tags("two", RunLocation("run-two", "0"), {})
 
 
 def test_a_run_of_the_sensor_requires_approval_and_its_re_execution_by_a_person_does_not() -> None:
@@ -78,18 +85,18 @@ def test_only_what_is_on_main_is_approved() -> None:
     unbranched = run("five", tags={**of_backfill, RunTag.UNBRANCHED: "true"}, published=False)
     inherited = run("six", tags={**of_backfill, RunTag.OPENED_BY: "another"})
     other = run("seven", tags={BACKFILL_ID_TAG: "c"})
-    found = waiting_runs([there, started, failed, follower, unbranched, inherited, other], "b")
-    assert found.approved == (there, follower, unbranched)
-    assert found.unpublished == (started, inherited)
-    assert waiting_runs([other], "seven").approved == ()
+    found = plan_approval([there, started, failed, follower, unbranched, inherited, other], "b")
+    assert found.approved_runs == (there, follower, unbranched)
+    assert found.unpublished_runs == (started, inherited)
+    assert plan_approval([other], "seven").approved_runs == ()
     alone = run("eight")
-    assert waiting_runs([alone], "eight").approved == (alone,)
+    assert plan_approval([alone], "eight").approved_runs == (alone,)
 
 
 def test_an_approval_may_be_about_some_assets_alone() -> None:
     daily = run("one", tags={RunTag.FOLLOWS: "b", PARTITION_TAG: "2026-08-01"}, asset_selection={DAILY})
     total = run("two", tags={RunTag.FOLLOWS: "b"}, asset_selection={dg.AssetKey("total")})
-    found = waiting_runs([daily, total], "b", [DAILY])
-    assert found.approved == (daily,)
-    assert "daily 2026-08-01" in found.text()
-    assert waiting_runs([daily], "b", [dg.AssetKey("total")]).text()
+    found = plan_approval([daily, total], "b", [DAILY])
+    assert found.approved_runs == (daily,)
+    assert "daily 2026-08-01" in found.format_summary()
+    assert plan_approval([daily], "b", [dg.AssetKey("total")]).format_summary()

@@ -10,10 +10,10 @@ import polars as pl
 import pytest
 
 from branchlake_dagster import replaced_check, table_metadata
-from branchlake_dagster.automation.backfill_comparison import EarlierStateLost, compare_stage, hash_before
+from branchlake_dagster.automation.backfill_comparison import EarlierStateLost, compare_stage, find_base_hash
 from branchlake_dagster.cli import backfill
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.internals.dagster import backfill_of
+from branchlake_dagster.internals.dagster import load_backfill
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster_tests.harness import Project, project
@@ -35,7 +35,7 @@ def totals(p: Project, number: str) -> dict[str, tuple[int, int, float, Any]]:
             one.total.share,
             one.total.sums["price"],
         )
-        for one in backfill.compare(place(p), number)
+        for one in backfill.compare_backfill(place(p), number)
     }
 
 
@@ -54,28 +54,28 @@ def test_each_stage_is_compared_with_what_it_was_before(p: Project, pipeline: Pi
         "daily": (2, 2, 0.5, (22, 88)),
         "total": (2, 2, 0.5, (44, 176)),
     }
-    (events,) = backfill.compare(place(p), number, pipeline.events.key.to_user_string())
+    (events,) = backfill.compare_backfill(place(p), number, pipeline.events.key.to_user_string())
     shares = {name: one.share for name, one in events.partitions.items()}
     assert shares == {DAYS[0]: 0.0, DAYS[1]: 1.0}
-    (total,) = backfill.compare(place(p), number, pipeline.total.key.to_user_string())
+    (total,) = backfill.compare_backfill(place(p), number, pipeline.total.key.to_user_string())
     assert total.keys == ("day",)
     with pytest.raises(ConfigurationError):
-        backfill.compare(place(p), number, pipeline.report.key.to_user_string())
+        backfill.compare_backfill(place(p), number, pipeline.report.key.to_user_string())
 
 
 @pytest.mark.nessie
 def test_the_state_before_is_found_without_the_command_or_is_lost(p: Project, pipeline: Pipeline) -> None:
     number, _ = requested(p, pipeline, *DAYS)
-    state = backfill_of(p.instance, number, p.graph)
+    state = load_backfill(p.instance, number, p.graph)
     assert state is not None
     head = p.lake.nessie.reference(MAIN).hash
-    assert hash_before(p.lake, state) == head
+    assert find_base_hash(p.lake, state) == head
     in_dagster = replace(state, tags={}, requested_at=time.time())
-    assert hash_before(p.lake, in_dagster) == head
+    assert find_base_hash(p.lake, in_dagster) == head
     p.settle(p.run(pipeline.events.key, partition=DAYS[0]))
-    assert hash_before(p.lake, in_dagster) == head
-    assert hash_before(p.lake, replace(in_dagster, requested_at=0.0)) is None
-    stage, *_ = backfill.stages(place(p), backfill.Asked(pipeline.events.key, DAYS, ""))
+    assert find_base_hash(p.lake, in_dagster) == head
+    assert find_base_hash(p.lake, replace(in_dagster, requested_at=0.0)) is None
+    stage, *_ = backfill.plan_request(place(p), backfill.BackfillRequest(pipeline.events.key, DAYS, ""))
     new = compare_stage(p.graph, p.lake, stage, None).total
     assert (new.before.rows, new.after.rows, new.share) == (0, 4, 1.0)
     with pytest.raises(EarlierStateLost):

@@ -16,11 +16,11 @@ from branchlake_dagster.automation.backfill_comparison import (
     Measures,
     StageComparison,
     add_sums,
-    count_changed,
-    fingerprints,
-    sums_of,
+    column_sums,
+    count_changes,
+    fingerprint_rows,
 )
-from branchlake_dagster.cli.backfill import comparison_dict, show_comparisons, total_text
+from branchlake_dagster.cli.backfill import comparison_to_dict, format_total, show_comparisons
 
 COLUMNS = ["key", "value"]
 
@@ -30,7 +30,7 @@ def frame(*rows: tuple[Any, ...]) -> pl.DataFrame:
 
 
 def changed(before: pl.DataFrame, after: pl.DataFrame, *keys: str) -> tuple[int, int]:
-    return count_changed(fingerprints(before, COLUMNS, keys), fingerprints(after, COLUMNS, keys))
+    return count_changes(fingerprint_rows(before, COLUMNS, keys), fingerprint_rows(after, COLUMNS, keys))
 
 
 def test_an_updated_row_without_a_key_counts_once() -> None:
@@ -64,13 +64,13 @@ def test_lists_and_structures_are_compared_by_their_values() -> None:
 
 def test_nothing_can_be_compared_with_nothing() -> None:
     empty = pl.DataFrame(schema={"row": pl.UInt64})
-    assert count_changed(empty, empty) == (0, 0)
+    assert count_changes(empty, empty) == (0, 0)
     assert Comparison().share == 0.0
 
 
 def test_sums_are_those_of_numeric_columns_and_do_not_overflow() -> None:
     large = 2**63 - 1
-    found = sums_of(
+    found = column_sums(
         pl.DataFrame(
             {
                 "n": [large, large],
@@ -83,7 +83,7 @@ def test_sums_are_those_of_numeric_columns_and_do_not_overflow() -> None:
         )
     )
     assert found == {"n": 2 * large, "f": 0.5, "d": Decimal("1.10"), "nothing": None}
-    assert sums_of(pl.DataFrame({"s": ["a"]})) == {}
+    assert column_sums(pl.DataFrame({"s": ["a"]})) == {}
     assert add_sums({"a": 1, "b": None}, {"b": 2, "c": 1.5}) == {"a": 1, "b": 2, "c": 1.5}
     assert add_sums({"a": Decimal("1.5")}, {"a": 0.5}) == {"a": 2.0}
 
@@ -101,8 +101,8 @@ STAGE = StageComparison(
 
 def test_the_total_adds_up_the_partitions() -> None:
     whole = STAGE.total
-    assert (whole.before.rows, whole.after.rows, whole.difference) == (4, 5, 1)
-    assert (whole.changed, whole.compared, whole.share) == (2, 5, 0.4)
+    assert (whole.before.rows, whole.after.rows, whole.row_difference) == (4, 5, 1)
+    assert (whole.changed_count, whole.compared_count, whole.share) == (2, 5, 0.4)
     assert whole.sums == {"price": (16, 82), "d": (None, 2)}
 
 
@@ -114,11 +114,11 @@ def test_the_comparison_is_shown_by_partition_and_in_total() -> None:
     for part in ("2026-08-02", "+1", "25.0% (1 of 4 rows)", "d none → 2"):
         assert part in lines[3]
     assert "price 16 → 82" in lines[4]
-    assert "price 16 → 82" in total_text(STAGE)
+    assert "price 16 → 82" in format_total(STAGE)
 
 
 def test_the_comparison_for_programs() -> None:
-    found = comparison_dict(STAGE)
+    found = comparison_to_dict(STAGE)
     assert found["total"]["sums"]["d"] == {"before": None, "after": "2"}
     assert [one["partition"] for one in found["partitions"]] == ["2026-08-01", "2026-08-02"]
     assert found["partitions"][0]["share"] == 1.0

@@ -14,7 +14,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from urllib3.exceptions import ConnectTimeoutError
 
-from branchlake_dagster.ingest.division import Position
+from branchlake_dagster.ingest.division import RecordPosition
 from branchlake_dagster.ingest.offsets import Ranges
 from branchlake_dagster.ingest.record_frames import RawRecord, Records
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -124,7 +124,7 @@ class FaultyTransport(HttpTransport):
 
         def lost(sent: bool) -> Exception:
             cause = requests.ReadTimeout("lost") if sent else requests.ConnectionError(_NEVER_MADE)
-            return failures.from_exception(cause, action=action, changes=changes, server=self.uri)
+            return failures.error_from_exception(cause, action=action, changes=changes, server=self.uri)
 
         return self._fate.step(f"{method} {path.split('/')[0]} {action.split()[0]}", do, lost)
 
@@ -154,18 +154,18 @@ class FaultyRecords:
     records: Records
     fate: Fate
 
-    def frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
+    def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
         return self.fate.step(
             "pass",
-            lambda: self.records.frame(session, ranges, tasks=tasks),
+            lambda: self.records.load_frame(session, ranges, tasks=tasks),
             lambda _: PassFailed("lost"),
         )
 
-    def reading(self) -> AbstractContextManager[None]:
-        return self.records.reading()
+    def translate_errors(self) -> AbstractContextManager[None]:
+        return self.records.translate_errors()
 
-    def fetch(self, positions: Iterable[Position]) -> list[RawRecord]:
+    def fetch(self, positions: Iterable[RecordPosition]) -> list[RawRecord]:
         return self.records.fetch(positions)
 
-    def require(self, ranges: Ranges, count: int) -> None:
-        self.records.require(ranges, count)
+    def require_complete(self, ranges: Ranges, count: int) -> None:
+        self.records.require_complete(ranges, count)

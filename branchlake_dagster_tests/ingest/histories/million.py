@@ -46,7 +46,7 @@ def million(
     )
     began = time.perf_counter()
     batches = 0
-    while one.batch() is not None:
+    while one.publish_next_batch() is not None:
         batches += 1
     seconds = time.perf_counter() - began
     one.close()

@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 
 from branchlake_dagster.ingest.errors import Superseded
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
-from branchlake_dagster.ingest.live import LiveIngestion, may_go_on
+from branchlake_dagster.ingest.live import LiveIngestion, can_continue_after
 from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster_tests.ingest.histories.faults import (
@@ -105,9 +105,9 @@ class History:
     def _batch(self, one: LiveIngestion, fate: Fate) -> bool:
         """Whether there was anything; what may pass is tried again by the same process."""
         try:
-            return one.batch() is not None
+            return one.publish_next_batch() is not None
         except Exception as error:
-            if not may_go_on(error):
+            if not can_continue_after(error):
                 raise
             self.played.told.append(f"{type(error).__name__} after {fate.met[-1]}")
             return True
@@ -115,7 +115,7 @@ class History:
     def _meanwhile(self) -> None:
         """Another process of the ingestion takes more records, and publishes."""
         self.tokens.send(self.kafka, self.random.randrange(3), poison=0.25)
-        self._life(Fate()).batch()
+        self._life(Fate()).publish_next_batch()
 
     def _roll_back(self) -> None:
         """A person rolls a table back to an earlier state."""

@@ -28,8 +28,8 @@ from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.internals.dagster_sqlite import STORAGES
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.cleanup_jobs import reap_branches
-from branchlake_dagster.publication.reconciler import RUN_BRANCHES
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
@@ -75,10 +75,10 @@ def stack(folder: Path) -> Iterator[tuple[Lakehouse, EmbeddedKafka, dict[str, st
         for name, value in environment.items():
             patch.setenv(name, value)
         lake, kafka = Lakehouse(Settings()), EmbeddedKafka(Settings())
-        ending.callback(lake.servers.down)
+        ending.callback(lake.servers.stop_all)
         ending.callback(kafka.down)
         lake.endpoints()
-        main_with_history(lake.nessie)
+        ensure_main_has_commit(lake.nessie)
         kafka.up()
         with dg.DagsterInstance.get():
             pass  # it makes its databases, and cannot do so in several processes at once
@@ -205,7 +205,9 @@ class RealHistory:
         os.kill(record.pid, signal.SIGKILL)
         process._reap_child(record.pid)
         # Its last threads may hold the port for a moment, and the next one would take another.
-        gone = holds_within(60, lambda: not (record.alive() or process.listening(record.port)), every_s=0.05)
+        gone = holds_within(
+            60, lambda: not (record.is_alive() or process.is_listening(record.port)), every_s=0.05
+        )
         assert gone, f"{record.name} does not end"
 
     def _published(self, batches: int) -> None:
@@ -256,7 +258,7 @@ class RealHistory:
             tasks=2,
             properties={},
         )
-        while one.batch() is not None:
+        while one.publish_next_batch() is not None:
             pass
         one.close()
 
@@ -265,5 +267,5 @@ class RealHistory:
         later = datetime.now(UTC) + timedelta(days=30)
         with dg.DagsterInstance.get() as instance:
             told = [str(one) for one in reap_branches(self.lake, instance, now=lambda: later)]
-        left = [one.name for one in self.lake.nessie.references(filter=RUN_BRANCHES)]
+        left = [one.name for one in self.lake.nessie.references(filter=RUN_BRANCH_FILTER)]
         return [f"branches are left: {left}; {told}"] if left else []

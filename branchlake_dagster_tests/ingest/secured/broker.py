@@ -45,7 +45,7 @@ class SecuredBroker:
 
     def __init__(self, settings: Settings, certificate: Path, trusted: Path) -> None:
         self._ports = {name: choose_port(0, setting=f"the port of {name}") for name in _LISTENERS}
-        self._kafka = EmbeddedKafka(settings, more=_properties(self._ports, certificate, trusted))
+        self._kafka = EmbeddedKafka(settings, extra_properties=_properties(self._ports, certificate, trusted))
 
     def up(self) -> str:
         """Start it, and make the user known; the address of the listener that is the package's own."""
@@ -112,7 +112,7 @@ def _properties(ports: Mapping[str, int], certificate: Path, trusted: Path) -> d
         "ssl.keystore.location": str(certificate),
         "sasl.enabled.mechanisms": ",".join(["PLAIN", *_SCRAM]),
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-        "super.users": f"User:ANONYMOUS;User:{USER};User:{broker_login.USER}",
+        "super.users": f"User:ANONYMOUS;User:{USER};User:{broker_login.BROKER_USER}",
         "listener.name.mutual.ssl.client.auth": "required",
         "listener.name.mutual.ssl.truststore.type": "PEM",
         "listener.name.mutual.ssl.truststore.location": str(trusted),

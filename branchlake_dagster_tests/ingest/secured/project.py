@@ -31,8 +31,8 @@ class Project:
     def __init__(self, lake: Lakehouse, topic: str, instance: dg.DagsterInstance) -> None:
         self.ingest = one_table(topic)
         self.instance = instance
-        settings = lake.settings.model_copy(update=dict.fromkeys(Settings.secrets()))
-        self.resource = LakehouseResource.of(settings)
+        settings = lake.settings.model_copy(update=dict.fromkeys(Settings.secret_names()))
+        self.resource = LakehouseResource.from_settings(settings)
         self.definitions = branchlake_definitions(
             lakehouse=self.resource,
             definitions=dg.Definitions.merge(

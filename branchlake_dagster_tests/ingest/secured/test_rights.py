@@ -10,7 +10,7 @@ import pytest
 from confluent_kafka.admin import AclOperation, ResourceType
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.ingest.embedded_kafka import cluster_of
+from branchlake_dagster.ingest.embedded_kafka import configured_cluster
 from branchlake_dagster.ingest.errors import KafkaRefused
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -29,7 +29,7 @@ SCRAM = "SCRAM-SHA-512"
 @pytest.fixture
 def all_of_it(configure: Configure) -> Broker:
     """The broker as somebody who may do everything."""
-    return Broker(cluster_of(configure("SASL_SSL", SCRAM)))
+    return Broker(configured_cluster(configure("SASL_SSL", SCRAM)))
 
 
 def test_a_client_is_known_by_its_certificate(
@@ -44,7 +44,7 @@ def test_a_client_is_known_by_its_certificate(
     all_of_it.send(topic, [value(1)])
     mine = authorities[0].signed("mine.pem", "ingest")
     at = secured.address("MUTUAL")
-    cluster = cluster_of(configure("SSL", bootstrap=at, certificate=mine))
+    cluster = configured_cluster(configure("SSL", bootstrap=at, certificate=mine))
     drive = Driver(lakehouse, Broker(cluster), spark_session, one_table(topic))
     # It is known, and may do nothing yet.
     with raising(KafkaRefused, topic, reason="permission", subject=f"topic {topic}"):
@@ -57,9 +57,9 @@ def test_a_client_is_known_by_its_certificate(
     assert [log for log in logs if key in log.read_text(errors="replace")] == []
     assert key not in repr(cluster)
 
-    nobody = KafkaTopics(cluster_of(configure("SSL", bootstrap=at, certificate=None)))
+    nobody = KafkaTopics(configured_cluster(configure("SSL", bootstrap=at, certificate=None)))
     strange = authorities[1].signed("strange.pem", "ingest")
-    stranger = KafkaTopics(cluster_of(configure("SSL", bootstrap=at, certificate=strange)))
+    stranger = KafkaTopics(configured_cluster(configure("SSL", bootstrap=at, certificate=strange)))
     for one in (nobody, stranger):
         with raising(KafkaRefused, at, "BRANCHLAKE_KAFKA_CERTIFICATE", reason="certificate"):
             one.describe([topic])
@@ -75,21 +75,21 @@ def test_who_may_only_describe_a_topic_does_not_read_it(
 ) -> None:
     topic = all_of_it.topic()
     all_of_it.send(topic, [value(1)])
-    cluster = cluster_of(configure("SASL_SSL", SCRAM, username=READER))
+    cluster = configured_cluster(configure("SASL_SSL", SCRAM, username=READER))
     drive = Driver(lakehouse, Broker(cluster), spark_session, one_table(topic))
     with raising(KafkaRefused, topic, "BRANCHLAKE_KAFKA_USERNAME", reason="permission"):
         drive.look()
     secured.allow(f"User:{READER}", (ResourceType.TOPIC, topic, AclOperation.DESCRIBE))
     with raising(KafkaRefused, topic, reason="TopicAuthorizationException"):
         drive.batch()
-    assert drive.known.anchor is None
+    assert drive.known.dead_letter_table is None
 
     # To read a topic is all that it needs: no group says how far the tables are.
     secured.allow(f"User:{READER}", (ResourceType.TOPIC, topic, AclOperation.READ))
     result = drive.batch()
     assert [row["id"] for row in drive.rows(0)] == [1]
     with caplog.at_level(logging.WARNING):
-        drive.topics.report(drive.ingest.group, result.recorded.offsets)
+        drive.topics.report_offsets(drive.ingest.group, result.progress.offsets)
     (logged,) = [record for record in caplog.records if record.args and drive.ingest.group in record.args]
     assert logged.levelno == logging.WARNING
 
@@ -107,10 +107,10 @@ def test_a_certificate_that_java_cannot_read_is_refused_at_once(
     for reason, text in wrong.items():
         file = tmp_path / "wrong.pem"
         file.write_text(text)
-        cluster = cluster_of(configure("SSL", certificate=file))
+        cluster = configured_cluster(configure("SSL", certificate=file))
         for side in (cluster.client_options, cluster.spark_options):
             with raising(ConfigurationError, reason=reason, subject=str(file)) as caught:
                 side()
             assert key.splitlines()[1] not in str(caught.value)
     with raising(ConfigurationError, reason="certificate_without_tls"):
-        cluster_of(configure("SASL_PLAINTEXT", "PLAIN", certificate=tmp_path / "wrong.pem", ca=None))
+        configured_cluster(configure("SASL_PLAINTEXT", "PLAIN", certificate=tmp_path / "wrong.pem", ca=None))

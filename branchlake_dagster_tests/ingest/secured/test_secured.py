@@ -23,16 +23,16 @@ from confluent_kafka.admin import AdminClient
 from branchlake_dagster.cli import main
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
 from branchlake_dagster.ingest import kafka_topics as topics
-from branchlake_dagster.ingest.batch_report import moment
-from branchlake_dagster.ingest.embedded_kafka import cluster_of
+from branchlake_dagster.ingest.batch_report import to_utc_datetime
+from branchlake_dagster.ingest.embedded_kafka import configured_cluster
 from branchlake_dagster.ingest.errors import KafkaRefused, KafkaUnavailable
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers import kafka_sink as sinks
 from branchlake_dagster.receivers.kafka_sink import BrokerRefused, BrokerUnreachable, KafkaSink
-from branchlake_dagster.receivers.metrics_client import TopicCounts, scrape, together
-from branchlake_dagster.receivers.records import Origin, Record
+from branchlake_dagster.receivers.metrics_client import TopicCounts, scrape_monitors, sum_by_topic
+from branchlake_dagster.receivers.records import ReceiverOrigin, Record
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
 from branchlake_dagster_tests.cli.test_receive import ANYWHERE, framed, receiving
@@ -66,9 +66,9 @@ def test_records_go_from_a_receiver_into_a_table(
     lakehouse: Lakehouse,
     spark_session: Any,
 ) -> None:
-    kafka = Broker(cluster_of(configure(security, mechanism)))
+    kafka = Broker(configured_cluster(configure(security, mechanism)))
     topic = kafka.topic(partitions=2)
-    sink = KafkaSink(topic, 1, Origin("r1", "http"), kafka.cluster.client_options())
+    sink = KafkaSink(topic, 1, ReceiverOrigin("r1", "http"), kafka.cluster.client_options())
     sink.open(resume=True)
     # Retention would take older ones.
     at = time.time_ns()
@@ -79,10 +79,10 @@ def test_records_go_from_a_receiver_into_a_table(
     drive = Driver(lakehouse, kafka, spark_session, one_table(topic))
     result = drive.batch()
     assert [row["id"] for row in drive.rows(0, "id")] == [0, 1, 2]
-    offsets = result.recorded.offsets
+    offsets = result.progress.offsets
     (first,) = [one for one in offsets if one.partition == 1]
-    assert drive.topics.time_of({first: 0}) == moment(at // 1_000_000)
-    drive.topics.report(drive.ingest.group, offsets)
+    assert drive.topics.earliest_time({first: 0}) == to_utc_datetime(at // 1_000_000)
+    drive.topics.report_offsets(drive.ingest.group, offsets)
     admin = AdminClient(kafka.cluster.client_options())  # its answers end with it
     asked = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(drive.ingest.group)])
     told = asked[drive.ingest.group].result(60).topic_partitions
@@ -99,7 +99,7 @@ def test_no_run_and_no_server_tells_the_password(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kafka = Broker(cluster_of(configure("SASL_SSL", SCRAM)))
+    kafka = Broker(configured_cluster(configure("SASL_SSL", SCRAM)))
     topic = kafka.topic()
     kafka.send(topic, [value(1)])
     with new_instance() as instance:
@@ -141,7 +141,7 @@ def test_a_receiver_whose_broker_stands_still_is_seen_on_the_topic(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = configure("SASL_SSL", SCRAM)
-    cluster = cluster_of(settings)
+    cluster = configured_cluster(settings)
     prefix = f"t{uuid.uuid4().hex[:8]}."
     topic = f"{prefix}isl"
     Broker(cluster).create(topic)
@@ -161,8 +161,8 @@ def test_a_receiver_whose_broker_stands_still_is_seen_on_the_topic(
 
         def counted(enough: Callable[[TopicCounts], bool]) -> None:
             until = time.monotonic() + 120
-            while not enough(together(scrape([monitor])).get(topic, TopicCounts())):
-                assert time.monotonic() < until, scrape([monitor])
+            while not enough(sum_by_topic(scrape_monitors([monitor])).get(topic, TopicCounts())):
+                assert time.monotonic() < until, scrape_monitors([monitor])
                 time.sleep(0.05)
 
         stream.sendall(b"".join(framed(value(number)) for number in range(10)))
@@ -223,7 +223,7 @@ def doctors() -> dict[str, Any]:
 def refused(kind: type[BranchlakeError], reason: str, *names: str) -> None:
     """The error that comes instead of a topic."""
     with raising(kind, *names, reason=reason) as caught:
-        KafkaTopics(cluster_of(Settings())).describe(["orders"])
+        KafkaTopics(configured_cluster(Settings())).describe(["orders"])
     assert SECRET not in repr(caught.value)
 
 
@@ -239,7 +239,7 @@ def doctor_refuses(*names: str) -> None:
 def test_what_spark_alone_cannot_reach(
     configure: Configure, lakehouse: Lakehouse, spark_session: Any, wrong_ca: Path
 ) -> None:
-    kafka = Broker(cluster_of(configure("SASL_SSL", SCRAM)))
+    kafka = Broker(configured_cluster(configure("SASL_SSL", SCRAM)))
     topic = kafka.topic()
     kafka.send(topic, [value(1)])
     drive = Driver(lakehouse, kafka, spark_session, one_table(topic))
@@ -249,7 +249,7 @@ def test_what_spark_alone_cannot_reach(
         (KafkaUnavailable, {"bootstrap": NOWHERE}, "KafkaException"),
     ]
     for kind, wrong, reason in cases:
-        others = cluster_of(configure("SASL_SSL", SCRAM, **wrong))
+        others = configured_cluster(configure("SASL_SSL", SCRAM, **wrong))
         drive.records = KafkaRecords(others, drive.topics)
         with raising(kind, reason=reason, subject=others.bootstrap) as caught:
             drive.batch()
@@ -291,7 +291,7 @@ def test_a_listener_that_expects_more_and_says_so_before_it_is_asked(
 ) -> None:
     """The client tells once in ten seconds that no broker is left."""
     monkeypatch.setattr(topics, "_TIMEOUT_S", 2.0)
-    asked = KafkaTopics(cluster_of(configure("SSL", security="PLAINTEXT", ca=None)))
+    asked = KafkaTopics(configured_cluster(configure("SSL", security="PLAINTEXT", ca=None)))
     assert asked._admin is not None  # it connects
     time.sleep(1)
     for _ in range(2):
@@ -336,9 +336,9 @@ def test_a_receiver_tells_its_own_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if kind is BrokerUnreachable:
-        monkeypatch.setattr(sinks, "_ANSWER_S", 2.0)
+        monkeypatch.setattr(sinks, "_ANSWER_TIMEOUT_S", 2.0)
     settings = configure("SASL_SSL", SCRAM, **wrong)
-    sink = KafkaSink("orders", 0, Origin("r1", "udp"), cluster_of(settings).client_options())
+    sink = KafkaSink("orders", 0, ReceiverOrigin("r1", "udp"), configured_cluster(settings).client_options())
     with raising(kind, reason=reason, subject="orders") as caught:
         sink.open(resume=False)
     sink.close()

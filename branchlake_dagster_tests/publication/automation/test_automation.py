@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.publication import conditions as reports
 from branchlake_dagster.publication.conditions import (
-    FORGOTTEN_AFTER,
-    LOOK_BACK,
-    Position,
-    Report,
+    ABANDONED_AFTER,
+    REREAD_EVENT_IDS,
+    PublicationReport,
+    ReportCursor,
     awaiting_verdict,
     never_evaluated,
-    next_reports,
+    newly_published,
     on_publication,
     publication_automation_sensor,
-    published,
+    read_new_reports,
 )
-from branchlake_dagster.runs.run_tags import PENDING, Place, opened
+from branchlake_dagster.runs.run_tags import PENDING, RunLocation, build_opening_tags
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import AssetDaemonCursor
 
@@ -240,7 +240,7 @@ def test_a_publication_between_the_request_and_the_next_evaluation_is_not_lost(p
 
 def test_since_last_handled_would_lose_it(instance: dg.DagsterInstance) -> None:
     """Why `on_publication` does not use it; when Dagster mends it this test says so."""
-    condition = dg.AutomationCondition.any_deps_match(published()).since_last_handled()
+    condition = dg.AutomationCondition.any_deps_match(newly_published()).since_last_handled()
     world = World(instance, [plain_up, downstream(condition=condition)])
     world.tick()
     world.tell()
@@ -304,8 +304,8 @@ def test_a_run_that_nobody_will_judge_holds_nothing_up_forever(plain: World) -> 
     plain.materialise(DOWN, verdict=PENDING)
     plain.tell()
     now = datetime.datetime.now(datetime.UTC)
-    assert plain.tick(at=now + FORGOTTEN_AFTER / 2) == set()
-    assert plain.tick(at=now + FORGOTTEN_AFTER * 2) == {None}
+    assert plain.tick(at=now + ABANDONED_AFTER / 2) == set()
+    assert plain.tick(at=now + ABANDONED_AFTER * 2) == {None}
 
 
 def test_a_run_of_something_else_does_not_hold_it_up(plain: World) -> None:
@@ -327,8 +327,8 @@ def test_a_run_that_wrote_both_does_not_request_the_downstream_again(daily: Worl
 def test_a_retry_brings_what_the_run_wrote_that_it_continues(daily: World, continues: bool) -> None:
     parent = daily.materialise(DOWN, partition="2026-08-02")
     retry = daily.materialise(UP, partition="2026-08-02")
-    place = Place(f"run-{retry}", "base", continues=f"run-{parent}" if continues else None)
-    daily.instance.add_run_tags(retry, opened(retry, place, {}))
+    place = RunLocation(f"run-{retry}", "base", continues=f"run-{parent}" if continues else None)
+    daily.instance.add_run_tags(retry, build_opening_tags(retry, place, {}))
     daily.tell("2026-08-02", run=retry)
     assert daily.tick() == (set() if continues else {"2026-08-02"})
 
@@ -387,19 +387,19 @@ C = dg.AutomationCondition
 @pytest.mark.parametrize(
     ("condition", "wanted"),
     [
-        (C.any_deps_match(published()), [{None}, set()]),
-        (C.all_deps_match(published()), [{None}, set()]),
-        (C.asset_matches(UP, published()), [{None}, set()]),
-        (C.any_deps_match(published() & C.missing()), [{None}, set()]),
-        (C.any_deps_match(published() & ~C.missing()), [set(), set()]),
-        (C.any_deps_match(published() | C.newly_updated()), [{None}, set()]),
-        (C.any_deps_match(published()).newly_true(), [{None}, set()]),
-        (C.any_deps_match(published().since(C.newly_requested())), [{None}, {None}]),
-        (~C.any_deps_match(published()), [set(), {None}]),
+        (C.any_deps_match(newly_published()), [{None}, set()]),
+        (C.all_deps_match(newly_published()), [{None}, set()]),
+        (C.asset_matches(UP, newly_published()), [{None}, set()]),
+        (C.any_deps_match(newly_published() & C.missing()), [{None}, set()]),
+        (C.any_deps_match(newly_published() & ~C.missing()), [set(), set()]),
+        (C.any_deps_match(newly_published() | C.newly_updated()), [{None}, set()]),
+        (C.any_deps_match(newly_published()).newly_true(), [{None}, set()]),
+        (C.any_deps_match(newly_published().since(C.newly_requested())), [{None}, {None}]),
+        (~C.any_deps_match(newly_published()), [set(), {None}]),
         (on_publication() & ~C.any_deps_missing(), [set(), set()]),
         (on_publication() | C.newly_updated(), [{None}, set()]),
         (on_publication().replace("in_progress", C.missing()), [set(), set()]),
-        (C.any_deps_match(published()) & ~awaiting_verdict(), [{None}, set()]),
+        (C.any_deps_match(newly_published()) & ~awaiting_verdict(), [{None}, set()]),
     ],
     ids=lambda value: value.get_label() or value.name if isinstance(value, C) else None,
 )
@@ -416,7 +416,10 @@ def test_a_rewritten_condition_goes_on_where_the_old_one_stopped(plain: World) -
     plain.tell()
     assert plain.tick() == {None}
     plain.tell()
-    plain.assets = [plain_up, downstream(condition=C.any_deps_match(published() | C.code_version_changed()))]
+    plain.assets = [
+        plain_up,
+        downstream(condition=C.any_deps_match(newly_published() | C.code_version_changed())),
+    ]
     assert plain.tick() == {None}
     assert plain.tick() == set()
 
@@ -435,7 +438,7 @@ def test_a_check_may_follow_the_publication_of_its_asset(instance: dg.DagsterIns
 
 
 def test_a_check_itself_is_not_published(instance: dg.DagsterInstance) -> None:
-    @dg.asset_check(asset=UP, automation_condition=published())
+    @dg.asset_check(asset=UP, automation_condition=newly_published())
     def wrong() -> dg.AssetCheckResult:
         return dg.AssetCheckResult(passed=True)
 
@@ -514,13 +517,13 @@ def test_the_documents_examples_load() -> None:
 
 
 def test_a_position_survives_as_text() -> None:
-    position = Position(12, frozenset({("run-a@1", None), ("run-b@2", "x|y"), ("run-b@2", "x|z")}))
-    assert Position.from_text(position.to_text()) == position
+    position = ReportCursor(12, frozenset({("run-a@1", None), ("run-b@2", "x|y"), ("run-b@2", "x|z")}))
+    assert ReportCursor.from_json(position.to_json()) == position
 
 
 @pytest.mark.long
 @given(
-    delays=st.lists(st.integers(0, LOOK_BACK - 1), min_size=1, max_size=30),
+    delays=st.lists(st.integers(0, REREAD_EVENT_IDS - 1), min_size=1, max_size=30),
     gaps=st.lists(st.integers(1, 400), min_size=30, max_size=30),
     again=st.lists(st.booleans(), min_size=30, max_size=30),
     every=st.integers(1, 900),
@@ -539,18 +542,18 @@ def test_each_publication_is_passed_on_once_however_late_its_event_is_committed(
             at += 1
     now = 0
 
-    def visible(_: Any, __: Any, *, after: int, upto: int) -> Iterator[Report]:
+    def visible(_: Any, __: Any, *, after_id: int, last_id: int) -> Iterator[PublicationReport]:
         for storage_id, seen_from, name in sorted(events):
-            if after < storage_id <= upto and seen_from <= now:
-                yield Report(storage_id, name, "c", None)
+            if after_id < storage_id <= last_id and seen_from <= now:
+                yield PublicationReport(storage_id, name, "c", None)
 
     passed_on: list[str] = []
-    position: Position | None = None
+    position: ReportCursor | None = None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reports, "reports", visible)
-        while now <= at + 2 * LOOK_BACK:
-            new, position = next_reports(None, UP, position, start=0, upto=now)  # type: ignore[arg-type]
-            position = Position.from_text(position.to_text())
+        patch.setattr(reports, "iter_publication_reports", visible)
+        while now <= at + 2 * REREAD_EVENT_IDS:
+            new, position = read_new_reports(None, UP, position, start_id=0, last_id=now)  # type: ignore[arg-type]
+            position = ReportCursor.from_json(position.to_json())
             passed_on += [telling.branch for telling in new]
             now += every
     assert sorted(passed_on) == sorted({name for _, _, name in events})

@@ -154,7 +154,7 @@ def test_a_backfill_in_many_runs_requests_each_day_once(lakehouse: Lakehouse, na
         assert p.settle(runs[0]).action is PublicationAction.PUBLISHED
         assert requested() == {days[0]}
         # The others at once, as the publication sensor finds them: rebased, in one commit.
-        outcomes = [one for one in p.reconciler().run() if one.run_id in runs]
+        outcomes = [one for one in p.reconciler().reconcile_branches() if one.run_id in runs]
         assert {one.action for one in outcomes} == {PublicationAction.PUBLISHED}
         assert requested() == set(days[1:])
         assert requested() == set()
@@ -179,7 +179,9 @@ def test_the_sensor_on_mains_log_launches_by_partition(lakehouse: Lakehouse, nam
         _, start = tick(None)
         runs = [p.run(up.key, partition=day) for day in days]
         assert tick(start) == ([], start)
-        outcomes = {one.run_id: one.action for one in p.reconciler().run() if one.run_id in runs}
+        outcomes = {
+            one.run_id: one.action for one in p.reconciler().reconcile_branches() if one.run_id in runs
+        }
         assert set(outcomes.values()) == {PublicationAction.PUBLISHED}
         requests, after = tick(start)
         found = {request.partition_key: request.tags["branchlake/after_run"] for request in requests}

@@ -9,7 +9,7 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.daemon import daemon_of, graphql, launch, wait_for
 from branchlake_dagster_tests.harness import published
@@ -73,7 +73,7 @@ def test_a_backfill_into_a_new_table_publishes_every_partition_unaided(
         assert sorted((row["part"], row["n"]) for row in rows) == [
             (name, n) for name in names for n in (1, 2)
         ]
-        branches = [branch_name(run.run_id) for run in runs()]
+        branches = [run_branch_name(run.run_id) for run in runs()]
         told = published(lakehouse.nessie, branches)
         assert len(told) == PARTITIONS
         bases = {one.base_hash for one in told.values()}

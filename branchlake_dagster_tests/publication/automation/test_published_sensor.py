@@ -14,7 +14,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Namespace, Put
 from branchlake_dagster.publication import published_sensor as module
-from branchlake_dagster.publication.ledger import Publication, properties, publication_id
+from branchlake_dagster.publication.ledger import Publication, publication_id, publication_properties
 from branchlake_dagster.publication.published_sensor import PublishedAssets, published_sensor
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
@@ -71,7 +71,7 @@ class Shop:
     def publish(self, *runs: str, tables: tuple[str, ...] = ("shop.prices",)) -> str:
         """One commit for these runs, each of which changed `tables`."""
         told = [Publication(f"run-{run}", run, run, "passed", "00", tables) for run in runs]
-        return self.touch(tables, properties(told))
+        return self.touch(tables, publication_properties(told))
 
     def touch(self, tables: tuple[str, ...] = ("shop.prices",), told: dict[str, str] | None = None) -> str:
         self.numbers += 1

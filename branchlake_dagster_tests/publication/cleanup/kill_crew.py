@@ -70,12 +70,12 @@ def work(role: str, board: Board, stop: Synchronized[int], environment: Mapping[
     import dagster as dg
 
     from branchlake_dagster.errors import BranchlakeError
-    from branchlake_dagster.internals.dagster_sqlite import remember_engines, remember_revisions
+    from branchlake_dagster.internals.dagster_sqlite import install_engine_cache, install_revision_cache
     from branchlake_dagster_tests.suite.instances import without_waiting_for_the_disk
 
     # As in the tests' own process: a third of what a run computes.
-    remember_revisions()
-    remember_engines(without_waiting_for_the_disk)
+    install_revision_cache()
+    install_engine_cache(without_waiting_for_the_disk)
     tests = multiprocessing.parent_process()
 
     with dg.DagsterInstance.get() as instance:
@@ -118,7 +118,7 @@ def _publisher(instance: Any) -> Callable[[], bool]:
     lake, graph = Lakehouse(), project.appender.get_repository_def().asset_graph
 
     def tick() -> bool:
-        outcomes = list(Reconciler.of(lake, instance, graph).run())
+        outcomes = list(Reconciler.from_lake(lake, instance, graph).reconcile_branches())
         for outcome in outcomes:
             if outcome.action is not PublicationAction.WAITING:
                 os.write(1, f"{outcome}\n".encode())

@@ -21,10 +21,10 @@ from branchlake_dagster.embedded import process
 from branchlake_dagster.embedded.servers import NESSIE
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
-from branchlake_dagster.publication.ledger import Publication, publications
+from branchlake_dagster.publication.ledger import Publication, iter_publications
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.runs.discarding import FAILS
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.discarding import FAILING_STATUSES
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.runs.run_tags import Status
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
@@ -74,9 +74,9 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
 @pytest.fixture
 def lake(environment: dict[str, str]) -> Iterator[Lakehouse]:
     found = Lakehouse()
-    main_with_history(found.nessie)
+    ensure_main_has_commit(found.nessie)
     yield found
-    found.servers.down()
+    found.servers.stop_all()
 
 
 def kill_nessie(lake: Lakehouse, chance: random.Random) -> bool:
@@ -125,7 +125,7 @@ def settle(lake: Lakehouse, instance: dg.DagsterInstance) -> int:
     for _ in range(10):
         # Seven hours later: some were killed between the making of their branch and their first heartbeat.
         list(reap_branches(lake, instance, now=lambda: later))
-        outcomes = list(Reconciler.of(lake, instance, graph).run())
+        outcomes = list(Reconciler.from_lake(lake, instance, graph).reconcile_branches())
         list(sweep_discarded(lake, instance))
         if not outcomes and {ref.name for ref in lake.nessie.references()} == {MAIN}:
             return by_hand
@@ -168,7 +168,7 @@ def test_every_published_row_is_there_once_and_no_other(
     with dg.DagsterInstance.get() as instance:
         by_hand = settle(lake, instance)
         runs = list(instance.get_runs())
-    ledger = list(publications(lake.nessie))[::-1]
+    ledger = list(iter_publications(lake.nessie))[::-1]
     with capsys.disabled():
         ended = Counter(f"{run.tags['kill/role']} {run.status.value.lower()}" for run in runs)
         print(  # noqa: T201 - what was hit is part of the result
@@ -183,7 +183,7 @@ def test_every_published_row_is_there_once_and_no_other(
     for run in runs:
         assert run.tags.get(RunTag.PUBLICATION) == published.get(run.run_id), run.tags
         status = run.tags.get(RunTag.STATUS)
-        assert status not in FAILS or not run.is_success, run.tags
+        assert status not in FAILING_STATUSES or not run.is_success, run.tags
         good = (run.is_success or status == Status.REFUSED) and project.SPOILT not in run.tags
         if run.run_id in published:
             assert good or run.tags["kill/role"] == "publishing"

@@ -18,7 +18,7 @@ import requests
 from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import PENDING
 from branchlake_dagster.stored_names import RunTag
 
@@ -60,7 +60,7 @@ def test_a_run_that_died_with_its_code_server_ends_by_itself(
     for name, value in {**environment, "DAGSTER_HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     dagster_home(lakehouse.settings)
-    store = HeartbeatStore.of(lakehouse.settings)
+    store = HeartbeatStore.from_settings(lakehouse.settings)
 
     def launched(url: str) -> Heartbeat:
         """A run at work on its second asset, by its heartbeat."""
@@ -97,4 +97,4 @@ def test_a_run_that_died_with_its_code_server_ends_by_itself(
         assert any(f"no heartbeat of process {dead.pid} on " in message for message in told)
         wait_for(lambda: here.get_run_by_id(dead.run_id).tags[RunTag.VERDICT] != PENDING, 300)  # type: ignore[union-attr]
     names = {ref.name for ref in lakehouse.nessie.references()}
-    assert branch_name(dead.run_id) not in names
+    assert run_branch_name(dead.run_id) not in names

@@ -17,7 +17,7 @@ from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_dis
 from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_branch import branch_name, main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
 
@@ -53,7 +53,7 @@ class Run:
         else:
             assert self.process.poll() is None, "the run ended too early"
         self.run_id = ready.read_text()
-        self.branch = branch_name(self.run_id)
+        self.branch = run_branch_name(self.run_id)
         os.environ["DAGSTER_HOME"] = str(home)
 
     def end(self, how: signal.Signals) -> None:
@@ -95,9 +95,9 @@ def own_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
     """A lake of its own, so that sweeping meets nobody else's tags."""
     state = tmp_path_factory.mktemp("killed")
     lake = Lakehouse(Settings(state_dir=state, session_kind="classic", discard_grace_h=1e-6))
-    main_with_history(lake.nessie)
+    ensure_main_has_commit(lake.nessie)
     yield lake
-    lake.servers.down()
+    lake.servers.stop_all()
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_killed_run_is_found_dead_and_leaves_nothing(own_lake: Lakehouse, run:
         assert (kept.action, kept.reason.code) == (ReapingAction.KEEP, "writer_alive")
         run.end(signal.SIGKILL)
         assert run.status(instance) is dg.DagsterRunStatus.STARTED
-        store = HeartbeatStore.of(own_lake.settings)
+        store = HeartbeatStore.from_settings(own_lake.settings)
         assert [beat.branch for beat in store.all()] == [run.branch]
         time.sleep(1)
         (ended,) = reap_branches(own_lake, instance)
@@ -144,7 +144,7 @@ def test_a_killed_run_is_found_dead_and_leaves_nothing(own_lake: Lakehouse, run:
 
 def test_a_cancelled_run_leaves_nothing(own_lake: Lakehouse, run: Run) -> None:
     run.end(signal.SIGINT)
-    assert HeartbeatStore.of(own_lake.settings).all() == ()
+    assert HeartbeatStore.from_settings(own_lake.settings).all() == ()
     with dg.DagsterInstance.get() as instance:
         assert run.status(instance) in (dg.DagsterRunStatus.CANCELED, dg.DagsterRunStatus.FAILURE)
         (ended,) = reap_branches(own_lake, instance)
@@ -190,7 +190,7 @@ def test_a_killed_run_is_continued_by_a_retry(own_lake: Lakehouse, run: Run) -> 
         tags = run.tags(instance)
         assert tags[RunTag.VERDICT] == "continued"
         assert done.stdout.split()[-1] in tags[RunTag.REASON]
-        own = branch_name(done.stdout.split()[-1])
+        own = run_branch_name(done.stdout.split()[-1])
         namespace = environment["TEST_NAMESPACE"]
         for name in ("first", "second"):
             assert own_lake.catalog(own).load_table((namespace, name)).scan().to_arrow().num_rows == 1
@@ -201,7 +201,7 @@ def ticks(lake: Lakehouse, instance: dg.DagsterInstance) -> Iterator[str]:
     definition = (
         branchlake_definitions(lake.settings).get_repository_def().get_sensor_def("dead_writer_sensor")
     )
-    resource = LakehouseResource.of(lake.settings)
+    resource = LakehouseResource.from_settings(lake.settings)
     cursor = None
     while True:
         with dg.build_sensor_context(
@@ -245,7 +245,7 @@ def test_a_run_that_dies_outside_of_its_steps_is_missed_too(
                 break
         assert "1 dead: process" in told
         assert found.status(instance) is dg.DagsterRunStatus.FAILURE
-        assert HeartbeatStore.of(own_lake.settings).all() == ()
+        assert HeartbeatStore.from_settings(own_lake.settings).all() == ()
         left = {ref.name for ref in own_lake.nessie.references() if found.run_id in ref.name}
         assert left == (set() if place == "before its branch" else {f"discarded-{found.run_id}"})
         list(sweep_discarded(own_lake, instance))

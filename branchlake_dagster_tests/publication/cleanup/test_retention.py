@@ -7,11 +7,11 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.cleanup_jobs import end_named, reap_branches, sweep_discarded
+from branchlake_dagster.publication.cleanup_jobs import end_named_refs, reap_branches, sweep_discarded
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.runs.discarding import discarded_name
-from branchlake_dagster.runs.run_tags import opened_by
+from branchlake_dagster.runs.discarding import discarded_tag_name
+from branchlake_dagster.runs.run_tags import is_opened_by
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
@@ -42,7 +42,7 @@ def keeping(lakehouse: Lakehouse) -> Lakehouse:
 def reaped(lake: Lakehouse, p: Project, branch: str, after: timedelta) -> bool:
     """Whether a pass of the reaper with the settings of `lake` ends the branch, `after` from now."""
     decisions = reap_branches(lake, p.instance, now=lambda: datetime.now(UTC) + after, dry_run=True)
-    return next(one.delete for one in decisions if one.branch == branch)
+    return next(one.deletes_branch for one in decisions if one.branch == branch)
 
 
 def test_every_reaper_and_publisher_follows_the_settings_of_the_run(
@@ -51,8 +51,8 @@ def test_every_reaper_and_publisher_follows_the_settings_of_the_run(
     with project(keeping, *failing(namespace)) as p:
         run_id = p.run(ok=False)
         branch = f"run-{run_id}"
-        elsewhere = Reconciler.of(lakehouse, p.instance, p.graph)
-        assert [elsewhere.run_one(run_id).action for _ in range(2)] == [  # type: ignore[union-attr]
+        elsewhere = Reconciler.from_lake(lakehouse, p.instance, p.graph)
+        assert [elsewhere.reconcile_run(run_id).action for _ in range(2)] == [  # type: ignore[union-attr]
             PublicationAction.DISCARDED,
             PublicationAction.KEPT,
         ]
@@ -62,13 +62,13 @@ def test_every_reaper_and_publisher_follows_the_settings_of_the_run(
         assert not reaped(lakehouse, p, branch, timedelta(hours=7))
 
         # A person who names the branch ends it.
-        ended, _ = end_named(lakehouse, p.instance, [branch])
-        assert [one.delete for one in ended] == [True]
+        ended, _ = end_named_refs(lakehouse, p.instance, [branch])
+        assert [one.deletes_branch for one in ended] == [True]
 
         def swept(after: timedelta) -> bool:
             late = datetime.now(UTC) + after
             found = sweep_discarded(lakehouse, p.instance, now=lambda: late, dry_run=True)
-            return next(one.done for one in found if one.tag == discarded_name(branch))
+            return next(one.done for one in found if one.tag == discarded_tag_name(branch))
 
         assert not swept(timedelta(hours=71))
         assert swept(timedelta(hours=73))
@@ -83,9 +83,9 @@ def test_a_branch_without_retention_follows_the_settings_of_the_reader(
         run_id = p.run(ok=False)
         run = p.instance.get_run_by_id(run_id)
         assert run is not None
-        assert opened_by(run.tags, run_id)
+        assert is_opened_by(run.tags, run_id)
         (recorded,) = [name for name in run.tags if name.endswith("retention")]
         p.instance.add_run_tags(run_id, {recorded: ""})
         assert reaped(lakehouse, p, f"run-{run_id}", timedelta(0))
         assert not reaped(keeping, p, f"run-{run_id}", timedelta(0))
-        end_named(lakehouse, p.instance, [f"run-{run_id}"])
+        end_named_refs(lakehouse, p.instance, [f"run-{run_id}"])

@@ -8,7 +8,7 @@ import requests
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.ledger import Published, Refused
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import project
@@ -84,10 +84,10 @@ def test_what_was_merged_by_hand_is_not_replayed(bench: Workbench, how: str, kin
     groups = [(y, x)] if path == "group" else [(y,), (x,)]
     results = [result for group in groups for result in bench.publish(*group)]
     assert all(isinstance(one, Published) for one in results), results
-    assert [one.by_hand for one in results if isinstance(one, Published)] == [False, True]
+    assert [one.merged_outside for one in results if isinstance(one, Published)] == [False, True]
     kept = {"append": [("a", 0), ("b", 0)]}.get(kind, [])
     assert bench.rows() == sorted([*kept, ("a", 1), ("b", 1)])
-    assert bench.published(x)[0].by_hand
+    assert bench.published(x)[0].merged_outside
     assert len(bench.rows()) == len(kept) + 2
 
 
@@ -137,13 +137,13 @@ def test_it_is_told_as_what_it_is(lakehouse: Lakehouse, namespace: str) -> None:
     asset = table(namespace)
     with project(lakehouse, asset, checked(asset)) as p:
         run_id = p.run()
-        done = merge(lakehouse, branch_name(run_id))
+        done = merge(lakehouse, run_branch_name(run_id))
         outcome = p.settle(run_id)
         assert (outcome.action, outcome.publication) == (PublicationAction.PUBLISHED, done)
         assert "merged by hand" in outcome.detail
         (told,) = p.observations([namespace, "t"])
         assert told.description == f"On main already: somebody merged its branch by hand, as {done}."
-        assert branch_name(run_id) not in p.branches()
+        assert run_branch_name(run_id) not in p.branches()
         assert p.rows(namespace, "t") == [{"n": 1}]
 
 
@@ -153,7 +153,7 @@ def test_a_blocked_run_that_was_merged_by_hand_is_not_told_to_be_off_main(
     asset = table(namespace)
     with project(lakehouse, asset, checked(asset, passes=False)) as p:
         run_id = p.run()
-        done = merge(lakehouse, branch_name(run_id))
+        done = merge(lakehouse, run_branch_name(run_id))
         outcome = p.settle(run_id)
         assert outcome.action is PublicationAction.BLOCKED
         assert "merged_outside" in outcome.codes
@@ -196,7 +196,7 @@ def test_a_run_whose_base_was_rolled_back_is_told(lakehouse: Lakehouse, namespac
         run = p.instance.get_run_by_id(run_id)
         assert run is not None
         assert "rolled back" in run.tags[RunTag.REASON]
-        assert branch_name(run_id) not in p.branches()
+        assert run_branch_name(run_id) not in p.branches()
 
 
 def test_a_branch_that_was_deleted_by_hand_is_not_published(bench: Workbench) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.cleanup_jobs import reap_branches
-from branchlake_dagster.publication.ledger import publications
-from branchlake_dagster.publication.outcome import PublicationAction, other_location
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.publication.ledger import iter_publications
+from branchlake_dagster.publication.outcome import PublicationAction, find_other_location
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.dagster_internals import (
@@ -58,8 +58,8 @@ def test_a_passing_run_is_published_in_one_commit_with_its_story(
         assert outcome.action is PublicationAction.PUBLISHED
         assert p.rows(namespace, "one") == [{"n": 1}, {"n": 2}, {"n": 3}]
         assert p.rows(namespace, "two") == [{"n": 7}]
-        assert branch_name(run_id) not in p.branches()
-        entry = next(iter(publications(lakehouse.nessie, limit=1)))
+        assert run_branch_name(run_id) not in p.branches()
+        entry = next(iter(iter_publications(lakehouse.nessie, limit=1)))
         assert entry.hash == outcome.publication
         assert entry.run_id == run_id
         assert entry.tables == (f"{namespace}.one", f"{namespace}.two")
@@ -67,7 +67,7 @@ def test_a_passing_run_is_published_in_one_commit_with_its_story(
         tags = p.instance.get_run_by_id(run_id).tags
         assert tags[RunTag.PUBLICATION] == outcome.publication
         assert tags[RunTag.VERDICT] == "passed"
-        assert tags[RunTag.BRANCH] == branch_name(run_id)
+        assert tags[RunTag.BRANCH] == run_branch_name(run_id)
         assert tags[RunTag.BASE_HASH] == before
         told = p.observations([namespace, "one"])
         assert [o.metadata["branchlake/publication"].value for o in told] == [outcome.publication]
@@ -91,7 +91,7 @@ def test_severity_decides(
         assert outcome.action is action
         assert "as told" in outcome.detail
         assert lakehouse.catalog().table_exists((namespace, "t")) is (action is PublicationAction.PUBLISHED)
-        assert branch_name(run_id) not in p.branches()
+        assert run_branch_name(run_id) not in p.branches()
         tags = p.instance.get_run_by_id(run_id).tags
         assert tags[RunTag.VERDICT] == verdict
         assert (RunTag.REASON in tags) is (action is PublicationAction.BLOCKED)
@@ -148,7 +148,7 @@ def test_a_conflict_is_refused_and_names_the_other_run(lakehouse: Lakehouse, nam
         assert outcome.action is PublicationAction.REFUSED
         assert outcome.codes == ("run_replaced_table",)
         assert [name for name in (f"{namespace}.t", first) if name not in outcome.detail] == []
-        assert branch_name(second) not in p.branches()
+        assert run_branch_name(second) not in p.branches()
         assert p.instance.get_run_by_id(second).tags[RunTag.REASON] == outcome.detail
 
 
@@ -159,13 +159,15 @@ def test_publishing_again_after_a_lost_tick_tells_the_same_publication_once(
     with project(lakehouse, asset, check(asset)) as p:
         run_id = p.run()
         with monkeypatch.context() as patch:
-            patch.setattr("branchlake_dagster.publication.finishing.finish_branch", lambda *_, **__: None)
-            first = p.reconciler().run_one(run_id)
+            patch.setattr(
+                "branchlake_dagster.publication.finishing.end_branch_and_claim", lambda *_, **__: None
+            )
+            first = p.reconciler().reconcile_run(run_id)
         again = p.settle(run_id)
         assert first is not None
         assert again.publication == first.publication
         assert len(p.observations([namespace, "t"])) == 1
-        assert branch_name(run_id) not in p.branches()
+        assert run_branch_name(run_id) not in p.branches()
 
 
 @memory.ON_BOTH
@@ -187,7 +189,7 @@ def test_unknown_runs_are_left_to_the_reaper(lakehouse: Lakehouse) -> None:
     main = lakehouse.nessie.reference("main").hash
     branch = lakehouse.nessie.create_branch(f"run-{uuid.uuid4()}", from_ref="main", from_hash=main)
     with project(lakehouse) as p:
-        found = [o for o in p.reconciler().run() if o.branch == branch.name]
+        found = [o for o in p.reconciler().reconcile_branches() if o.branch == branch.name]
         assert [o.action for o in found] == [PublicationAction.UNKNOWN_RUN]
     lakehouse.nessie.delete_branch(branch.name, expected_hash=branch.hash)
 
@@ -201,7 +203,7 @@ def test_a_full_reexecution_opens_a_branch_of_its_own(lakehouse: Lakehouse, name
         inherited = dict(p.instance.get_run_by_id(parent).tags)
         again = p.run(tags=inherited)
         tags = p.instance.get_run_by_id(again).tags
-        assert tags[RunTag.BRANCH] == branch_name(again)
+        assert tags[RunTag.BRANCH] == run_branch_name(again)
         assert tags[RunTag.VERDICT] == "pending"
         assert tags[RunTag.PUBLICATION] == "none"
         outcome = p.settle(again)
@@ -217,7 +219,7 @@ def test_a_reexecution_waiting_for_its_verdict_is_not_reaped(lakehouse: Lakehous
         p.settle(parent)
         again = p.run(tags=dict(p.instance.get_run_by_id(parent).tags))
         found = {r.run_id: r for r in reap_branches(lakehouse, p.instance, dry_run=True)}
-        assert not found[again].delete
+        assert not found[again].deletes_branch
         assert found[again].reason.code == "awaiting_publication"
         p.settle(again)
 
@@ -230,7 +232,7 @@ def test_runs_of_another_code_location_are_left_to_its_sensor(lakehouse: Lakehou
             RemoteRepositoryOrigin(RegisteredCodeLocationOrigin("elsewhere"), "__repository__"), "__ASSET_JOB"
         )
         run = p.instance.get_run_by_id(run_id)._replace(remote_job_origin=origin)
-        assert other_location(run, "here") == "elsewhere"
-        assert other_location(run, "elsewhere") is None
-        assert other_location(run, None) is None
+        assert find_other_location(run, "here") == "elsewhere"
+        assert find_other_location(run, "elsewhere") is None
+        assert find_other_location(run, None) is None
         p.settle(run_id)

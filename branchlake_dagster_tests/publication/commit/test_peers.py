@@ -19,12 +19,12 @@ from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
 from branchlake_dagster.nessie.retry import RetryPolicy
 from branchlake_dagster.nessie.transport import HttpTransport
-from branchlake_dagster.publication.ledger import Published, Refused, publications
+from branchlake_dagster.publication.ledger import Published, Refused, iter_publications
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.publisher import Publisher
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.publication.replay import IcebergTables
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.publication.replay import IcebergTableFormat
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
@@ -92,13 +92,13 @@ def appending(namespace: str) -> dg.AssetsDefinition:
 def settle_until_gone(p: Project, lake: Lakehouse, run_id: str, transport: Lossy) -> int:
     """Ticks of the sensor, over one unreliable connection, until the branch is gone; how many it took."""
     client = NessieClient(transport.uri, transport=transport, retry=RetryPolicy(()))
-    publisher = Publisher(client, IcebergTables(lake.catalog()))
+    publisher = Publisher(client, IcebergTableFormat(lake.catalog()))
     reconciler = Reconciler(
         client, publisher, p.instance, p.graph, lake.settings, read_metadata=lambda _: None
     )
     for tick in range(1, 10):
-        reconciler.run_one(run_id)
-        if branch_name(run_id) not in p.branches():
+        reconciler.reconcile_run(run_id)
+        if run_branch_name(run_id) not in p.branches():
             return tick
     raise AssertionError("the branch is still there")
 
@@ -128,7 +128,7 @@ def test_1_a_lost_reply_at_any_step_ends_in_one_publication(
             assert transport.changes >= lose, "the fault was never met"
             rows = p.rows(namespace, "t")
             assert len(rows) == expected, f"fault at change {lose}"
-            told = [one for one in publications(lakehouse.nessie, limit=20) if one.run_id == mine]
+            told = [one for one in iter_publications(lakehouse.nessie, limit=20) if one.run_id == mine]
             assert len(told) == 1
             assert p.instance.get_run_by_id(mine).tags[RunTag.PUBLICATION] == told[0].hash
             lose += 1
@@ -211,14 +211,14 @@ def test_5_a_publication_in_doubt_is_not_cleaned_up(bench: Workbench) -> None:
     transport = Lossy(bench.lake.nessie.uri, lose=1, applied=True)
     lossy = Publisher(
         NessieClient(transport.uri, transport=transport, retry=RetryPolicy(())),
-        IcebergTables(bench.lake.catalog()),
+        IcebergTableFormat(bench.lake.catalog()),
     )
     result = lossy.publish([run.candidate()])[run.name]
     assert isinstance(result, NessieOutcomeUnknown)
     assert run.name in {ref.name for ref in bench.lake.nessie.references()}
     (again,) = bench.publish(run)
     assert isinstance(again, Published)
-    assert again.now is False
+    assert again.is_new is False
     assert bench.rows() == [("a", 1)]
 
 
@@ -236,7 +236,7 @@ def test_a_second_head_of_one_branch_is_not_a_second_publication(bench: Workbenc
     assert late.head_hash != first.head_hash
     assert bench.publisher.publish([late])[one.name] == replace(
         bench.publisher.publish([first])[one.name],  # type: ignore[type-var]
-        now=False,
+        is_new=False,
     )
     assert bench.rows() == [("a", 1), ("b", 1)]
 

@@ -17,22 +17,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from branchlake_dagster.cleanup.reaper import Reaper
-from branchlake_dagster.cleanup.reaper_rules import Limits, Owner, RunState
+from branchlake_dagster.cleanup.reaper_rules import BranchOwner, Limits, RunState
 from branchlake_dagster.nessie import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Namespace, Put
 from branchlake_dagster.publication.evidence import (
     AssetRules,
-    Evaluation,
+    CheckEvaluation,
     EventPosition,
     RunEvidence,
-    Written,
+    WrittenPartition,
 )
-from branchlake_dagster.publication.ledger import Candidate, Published, Refused, write_set
+from branchlake_dagster.publication.ledger import Candidate, Published, Refused, load_write_set
 from branchlake_dagster.publication.publisher import Publisher
-from branchlake_dagster.publication.table_change import Mode, SnapshotChange
-from branchlake_dagster.publication.verdict import judge
-from branchlake_dagster.runs.discarding import discard
-from branchlake_dagster.runs.run_branch import branch_name, main_with_history, run_id_of
+from branchlake_dagster.publication.table_change import ChangeMode, SnapshotChange
+from branchlake_dagster.publication.verdict import judge_evidence
+from branchlake_dagster.runs.discarding import discard_branch
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name, run_id_of_branch
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.tables import (
@@ -102,7 +102,7 @@ class Lake(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.client = NessieClient("", transport=DirectTransport(InMemoryNessie()))
-        main_with_history(self.client)
+        ensure_main_has_commit(self.client)
         self.warehouse = Warehouse()
         self.publisher = Publisher(self.client, SimulatedTables(self.warehouse))
         self.model = Model()
@@ -117,7 +117,7 @@ class Lake(RuleBasedStateMachine):
     def start(self, reads: frozenset[str] | None) -> Run:
         run = Run(str(UUID(int=len(self.runs), version=4)), len(self.model.published), reads=reads)
         base = self.client.reference("main").hash
-        self.client.create_branch(branch_name(run.run_id), from_ref="main", from_hash=base)
+        self.client.create_branch(run_branch_name(run.run_id), from_ref="main", from_hash=base)
         self.runs[run.run_id], self.bases[run.run_id] = run, base
         return run
 
@@ -128,29 +128,29 @@ class Lake(RuleBasedStateMachine):
             run.replaced[table, part].append(token)
         else:
             run.appended.append((table, part, token))
-        self._write(run, table, Mode.APPEND, part, token)
+        self._write(run, table, ChangeMode.APPEND, part, token)
 
     @rule(run=at_work, table=TABLES, part=PARTS)
     def replace(self, run: Run, table: str, part: str) -> None:
         token = str(self.warehouse.number())
         run.appended = [one for one in run.appended if one[:2] != (table, part)]
         run.replaced[table, part] = [token]
-        self._write(run, table, Mode.REPLACE_PARTITIONS, part, token)
+        self._write(run, table, ChangeMode.REPLACE_PARTITIONS, part, token)
 
-    def _write(self, run: Run, table: str, mode: Mode, part: str, token: str) -> None:
-        branch, key = branch_name(run.run_id), ContentKey(["lake", table])
+    def _write(self, run: Run, table: str, mode: ChangeMode, part: str, token: str) -> None:
+        branch, key = run_branch_name(run.run_id), ContentKey(["lake", table])
         seen = self.client.contents_at(branch, [key, NAMESPACE])
         content = seen.contents.get(key)
         state = self.warehouse.state(content) if isinstance(content, IcebergTable) else State()
         gone = (
             tuple(f for f in state.files if self.warehouse.rows[f.path][0][0] == part)
-            if mode is not Mode.APPEND
+            if mode is not ChangeMode.APPEND
             else ()
         )
         file = self.warehouse.data_file([(part, token, token)])
-        recorded = replacing(part) if mode is Mode.REPLACE_PARTITIONS else None
+        recorded = replacing(part) if mode is ChangeMode.REPLACE_PARTITIONS else None
         step = SnapshotChange(
-            self.warehouse.number(), mode, (file,), gone, run_id=run.run_id, recorded=recorded
+            self.warehouse.number(), mode, (file,), gone, run_id=run.run_id, recorded_predicate=recorded
         )
         after = self.warehouse.stepped(state, step)
         put = Put(key, table_content(content and content.content_id, self.warehouse.store(after), after))
@@ -177,20 +177,20 @@ class Lake(RuleBasedStateMachine):
                     assert not run.passes or not run.touched
                     self._discard(run)
                     continue
-                result = results[branch_name(run.run_id)]
+                result = results[run_branch_name(run.run_id)]
                 if isinstance(result, Published):
                     assert self.model.accepts(run), "published what overlaps"
                     self.model.published.append(run)
                     self.told[run.run_id] = RunState.PUBLISHED
                 else:
                     assert isinstance(result, Refused), result
-                    assert not self.model.accepts(run), result.reason()
+                    assert not self.model.accepts(run), result.format_reason()
                     self._discard(run)
 
     def _candidate(self, run: Run) -> Candidate | None:
-        branch, base = self.client.reference(branch_name(run.run_id)), self.bases[run.run_id]
-        changes = write_set(self.client, base, branch)
-        verdict = judge(_evidence(run), strict_tables=False)
+        branch, base = self.client.reference(run_branch_name(run.run_id)), self.bases[run.run_id]
+        changes = load_write_set(self.client, base, branch)
+        verdict = judge_evidence(_evidence(run), strict_tables=False)
         assert verdict.blocked is not run.passes
         if verdict.blocked or not run.touched:
             return None
@@ -200,7 +200,7 @@ class Lake(RuleBasedStateMachine):
         )
 
     def _discard(self, run: Run) -> None:
-        discard(self.client, self.client.reference(branch_name(run.run_id)))
+        discard_branch(self.client, self.client.reference(run_branch_name(run.run_id)))
         self.told[run.run_id] = RunState.UNPUBLISHED
 
     @rule()
@@ -218,19 +218,19 @@ class Lake(RuleBasedStateMachine):
             sleep=lambda _: None,
             is_on_main=lambda *_: True,
         )
-        gone = {one.branch for one in reaper.run() if one.delete}
-        assert gone == {name for name in before if run_id_of(name) in self.told}
+        gone = {one.branch for one in reaper.run() if one.deletes_branch}
+        assert gone == {name for name in before if run_id_of_branch(name) in self.told}
         assert self._branches() == before - gone
 
-    def owners(self, branches: object) -> dict[str, Owner]:
+    def owners(self, branches: object) -> dict[str, BranchOwner]:
         """The reaper's question to Dagster."""
         waiting = {run.run_id for run in self.ended}
         return {
-            branch_name(name): Owner(
+            run_branch_name(name): BranchOwner(
                 name,
                 self.told.get(name)
                 or (RunState.AWAITING_PUBLICATION if name in waiting else RunState.ACTIVE),
-                started=datetime.now(UTC),
+                started_at=datetime.now(UTC),
             )
             for name in self.runs
         }
@@ -258,7 +258,7 @@ class Lake(RuleBasedStateMachine):
 
     @invariant()
     def nobody_at_work_lost_a_branch(self) -> None:
-        alive = {branch_name(name) for name in self.runs if name not in self.told}
+        alive = {run_branch_name(name) for name in self.runs if name not in self.told}
         assert alive <= self._branches()
 
     @invariant()
@@ -272,19 +272,19 @@ class Lake(RuleBasedStateMachine):
 def _evidence(run: Run) -> RunEvidence:
     """What Dagster would tell of the run: one asset, one check."""
     check = ("lake/a", "good")
-    result = Evaluation(
+    result = CheckEvaluation(
         passed=run.checks == "passed",
-        blocks=run.checks != "warned",
+        is_blocking=run.checks != "warned",
         position=EventPosition(0, 20),
-        step="check",
+        step_key="check",
         description="",
     )
     return RunEvidence(
         run_id=run.run_id,
         succeeded=run.succeeded,
-        planned=frozenset({(check, None)}),
+        planned_checks=frozenset({(check, None)}),
         evaluations={} if run.checks == "missing" else {(check, None): result},
-        written={("lake/a", None): Written(EventPosition(0, 10), "a", "1")},
+        written_partitions={("lake/a", None): WrittenPartition(EventPosition(0, 10), "a", "1")},
         rules={"lake/a": AssetRules("lake.a", frozenset({"good"}), demands_checks=True)},
     )
 

@@ -25,7 +25,7 @@ from branchlake_dagster.publication.committer import (
 )
 from branchlake_dagster.publication.ledger import NeedsChecks, Published
 from branchlake_dagster.publication.publisher import Publisher
-from branchlake_dagster.publication.replay import IcebergTables
+from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
 from branchlake_dagster_tests.publication.workbench import Run, Workbench, frame
 from branchlake_dagster_tests.suite import memory
@@ -270,14 +270,14 @@ def test_a_state_that_was_checked_is_opened_before_it_is_published(bench: Workbe
     candidate = run.candidate(frozenset({bench.key()}))
     publisher = bench.publisher
     assert isinstance(publisher.publish([candidate])[run.name], NeedsChecks)
-    prepared, _ = publisher.states.prepare([candidate])
+    prepared, _ = publisher.prepared_states.prepare([candidate])
     assert prepared is not None
     state = bench.lake.catalog(prepared.branch).load_table((bench.namespace, "t"))
     kept = path_of(metadata_file(state)).rename(path_of(metadata_file(state)).with_suffix(".kept"))
-    assert publisher.states.publish(prepared, [candidate]) is None  # the state is prepared again
+    assert publisher.prepared_states.publish(prepared, [candidate]) is None  # the state is prepared again
     kept.rename(path_of(metadata_file(state)))
     path_of(data_file(run.table())).unlink()
-    results = publisher.states.publish(prepared, [candidate])
+    results = publisher.prepared_states.publish(prepared, [candidate])
     assert results is not None
     assert isinstance(results[run.name], TableFilesMissing)
     assert len(bench.rows()) == 2
@@ -329,7 +329,7 @@ def test_a_spoiled_object_in_s3(
 
     catalog(first).create_table((bench.namespace, "t"), frame([]).schema)
     main = NessieCatalog.from_client(bench.lake.nessie, MAIN, "s3://lake/warehouse", **properties)
-    publisher = Publisher(bench.lake.nessie, IcebergTables(main))
+    publisher = Publisher(bench.lake.nessie, IcebergTableFormat(main))
     run = bench.run()
     for one in (first, run):
         with_rows = catalog(one)

@@ -53,7 +53,7 @@ def objection(
 ) -> str | None:
     entries: Sequence[LogEntry] = newest_first
     commits = BranchCommits("run-r", BASE, base_snapshots or {}, entries, heads, {"r", "parent"})
-    return commits.objection(lambda location: (tables or {}).get(location.removeprefix("file:/")))
+    return commits.find_objection(lambda location: (tables or {}).get(location.removeprefix("file:/")))
 
 
 def test_own_commits_up_to_a_recorded_head_are_accepted() -> None:

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from branchlake_dagster.publication.verdict import look_at_rows
+from branchlake_dagster.publication.verdict import format_rows_hint
 
 RUN = "4b4115ec-54c0-4d26-a07d-6a7a9ba4e3f1"
 
@@ -20,9 +20,9 @@ RUN = "4b4115ec-54c0-4d26-a07d-6a7a9ba4e3f1"
     ],
 )
 def test_the_query_survives_the_shell(table: str, query: str) -> None:
-    command = look_at_rows([table], RUN).removeprefix("Look at the rows: ").removesuffix(".")
+    command = format_rows_hint([table], RUN).removeprefix("Look at the rows: ").removesuffix(".")
     assert shlex.split(command) == ["branchlake", "sql", query, "--run", "4b4115ec"]
 
 
 def test_no_table_no_command() -> None:
-    assert look_at_rows([], RUN) == ""
+    assert format_rows_hint([], RUN) == ""

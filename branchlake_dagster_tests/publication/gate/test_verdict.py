@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from branchlake_dagster.publication.evidence import (
     AssetRules,
-    Evaluation,
+    CheckEvaluation,
     EventPosition,
     RunEvidence,
-    Written,
+    WrittenPartition,
 )
-from branchlake_dagster.publication.verdict import Decision, Verdict, judge
+from branchlake_dagster.publication.verdict import Decision, Verdict, judge_evidence
 
 A = "lake/a"
 CHECK = (A, "good")
@@ -32,21 +32,23 @@ def result(
     run_index: int = 0,
     step: str | None = CHECK_STEP,
     told: str = "",
-) -> Evaluation:
+) -> CheckEvaluation:
     position = EventPosition(run_index, order)
-    return Evaluation(passed=passed, blocks=blocks, position=position, step=step, description=told)
+    return CheckEvaluation(
+        passed=passed, is_blocking=blocks, position=position, step_key=step, description=told
+    )
 
 
-def written(order: int = 10, step: str | None = STEP, *, run_index: int = 0) -> Written:
-    return Written(EventPosition(run_index, order), step)
+def written(order: int = 10, step: str | None = STEP, *, run_index: int = 0) -> WrittenPartition:
+    return WrittenPartition(EventPosition(run_index, order), step)
 
 
 CLEAN = RunEvidence(
     run_id="r",
     succeeded=True,
-    planned=frozenset({(CHECK, None)}),
+    planned_checks=frozenset({(CHECK, None)}),
     evaluations={(CHECK, None): result()},
-    written={(A, None): written()},
+    written_partitions={(A, None): written()},
     rules={A: AssetRules("lake.a", frozenset({"good"}), demands_checks=True)},
     write_set=frozenset({"lake.a"}),
 )
@@ -56,7 +58,7 @@ NO_RULES = AssetRules("lake.a", frozenset(), demands_checks=False)
 
 
 def verdict(strict_tables: bool = True, **changes: object) -> Verdict:
-    return judge(replace(CLEAN, **changes), strict_tables=strict_tables)  # type: ignore[arg-type]
+    return judge_evidence(replace(CLEAN, **changes), strict_tables=strict_tables)  # type: ignore[arg-type]
 
 
 def test_changed_columns_of_a_frozen_table_block() -> None:
@@ -67,7 +69,7 @@ def test_changed_columns_of_a_frozen_table_block() -> None:
 
 def test_a_clean_run_passes() -> None:
     assert verdict() == Verdict(Decision.PASSED, (), (), 1, 1)
-    assert "1/1" in verdict().summary()
+    assert "1/1" in verdict().format_summary()
 
 
 def test_a_change_table_that_was_left_behind_blocks() -> None:
@@ -90,9 +92,9 @@ def test_a_planned_check_without_an_evaluation_blocks() -> None:
 
 def test_a_planned_check_is_missed_partition_by_partition() -> None:
     told = verdict(
-        planned=frozenset({(CHECK, "p"), (CHECK, "q")}),
+        planned_checks=frozenset({(CHECK, "p"), (CHECK, "q")}),
         evaluations={(CHECK, "p"): result()},
-        written={(A, "p"): written(), (A, "q"): written()},
+        written_partitions={(A, "p"): written(), (A, "q"): written()},
     )
     assert told.codes == ("check_not_evaluated",)
     assert "good on lake/a [q]" in told.reasons[0]
@@ -101,7 +103,8 @@ def test_a_planned_check_is_missed_partition_by_partition() -> None:
 
 def test_an_evaluation_without_a_partition_speaks_for_all_of_them() -> None:
     told = verdict(
-        planned=frozenset({(CHECK, "p"), (CHECK, "q")}), written={(A, "p"): written(), (A, "q"): written()}
+        planned_checks=frozenset({(CHECK, "p"), (CHECK, "q")}),
+        written_partitions={(A, "p"): written(), (A, "q"): written()},
     )
     assert told.decision is Decision.PASSED
 
@@ -111,16 +114,16 @@ def test_a_failed_check_of_severity_error_blocks_and_tells_its_description() -> 
     assert told.codes == ("check_failed",)
     for name in ("good on lake/a", "2 rows"):
         assert name in told.reasons[0]
-        assert name in told.summary()
-    assert "0/1" in told.summary()
+        assert name in told.format_summary()
+    assert "0/1" in told.format_summary()
 
 
 def test_reasons_that_are_sentences_are_joined_to_one() -> None:
     other = (A, "other")
     told = verdict(evaluations={(CHECK, None): result(False, told="2 rows."), (other, None): result(False)})
     assert told.codes == ("check_failed", "check_failed")
-    assert told.summary().endswith("; ".join(told.reasons))
-    assert ".;" not in told.summary()
+    assert told.format_summary().endswith("; ".join(told.reasons))
+    assert ".;" not in told.format_summary()
 
 
 def test_a_failed_check_of_severity_warn_passes_with_a_warning() -> None:
@@ -128,7 +131,7 @@ def test_a_failed_check_of_severity_warn_passes_with_a_warning() -> None:
     assert told == Verdict(Decision.PASSED_WITH_WARNINGS, (), told.warnings, 0, 1)
     assert [warning.code for warning in told.warnings] == ["check_failed"]
     assert "good on lake/a" in told.warnings[0]
-    assert "2 rows" in told.summary()
+    assert "2 rows" in told.format_summary()
 
 
 def test_a_check_older_than_the_data_blocks() -> None:
@@ -144,7 +147,7 @@ def test_the_order_of_events_within_one_step_is_dagsters() -> None:
 def test_one_step_in_two_runs_is_two_steps() -> None:
     parent_check = {(CHECK, None): result(order=90, step=STEP)}
     rewritten = {(A, None): written(1, run_index=1)}
-    assert verdict(evaluations=parent_check, written=rewritten).blocked
+    assert verdict(evaluations=parent_check, written_partitions=rewritten).blocked
 
 
 def test_positions_of_events_are_not_compared_with_numbers() -> None:
@@ -153,14 +156,16 @@ def test_positions_of_events_are_not_compared_with_numbers() -> None:
 
 
 def test_a_check_of_one_partition_does_not_grow_stale_by_another() -> None:
-    def stale(written: Mapping[tuple[str, str | None], Written]) -> bool:
-        found = verdict(planned=planned, evaluations=both, written=written)
+    def stale(written: Mapping[tuple[str, str | None], WrittenPartition]) -> bool:
+        found = verdict(planned_checks=planned, evaluations=both, written_partitions=written)
         return found.codes == ("check_before_write",) and "good on lake/a [p]" in found.reasons[0]
 
     both = {(CHECK, "p"): result(order=15), (CHECK, "q"): result(order=25)}
     planned = frozenset({(CHECK, "p"), (CHECK, "q")})
     fine = {(A, "p"): written(10), (A, "q"): written(20)}
-    assert verdict(planned=planned, evaluations=both, written=fine).decision is Decision.PASSED
+    assert (
+        verdict(planned_checks=planned, evaluations=both, written_partitions=fine).decision is Decision.PASSED
+    )
     again = {(A, "p"): written(18), (A, "q"): written(20)}
     assert stale(again)
     # Written without a partition: any of its rows may have changed.
@@ -170,18 +175,19 @@ def test_a_check_of_one_partition_does_not_grow_stale_by_another() -> None:
 
 def test_a_check_of_the_whole_table_grows_stale_by_any_partition() -> None:
     told = verdict(
-        evaluations={(CHECK, None): result(order=15)}, written={(A, "p"): written(10), (A, "q"): written(20)}
+        evaluations={(CHECK, None): result(order=15)},
+        written_partitions={(A, "p"): written(10), (A, "q"): written(20)},
     )
     assert told.blocked
 
 
 def test_the_reason_says_that_a_check_reads_more_partitions_than_the_run_wrote() -> None:
     rows = AssetRules("lake.a", frozenset({"good"}), demands_checks=True)
-    whole = replace(rows, whole_tables={"good": frozenset({"lake.a"})})
+    whole = replace(rows, whole_table_checks={"good": frozenset({"lake.a"})})
     failed = {(CHECK, None): result(passed=False)}
 
     def reason(rules: AssetRules, partition: str | None) -> str:
-        found = verdict(evaluations=failed, written={(A, partition): written()}, rules={A: rules})
+        found = verdict(evaluations=failed, written_partitions={(A, partition): written()}, rules={A: rules})
         assert found.blocked
         return found.reasons[0]
 
@@ -191,23 +197,23 @@ def test_the_reason_says_that_a_check_reads_more_partitions_than_the_run_wrote()
 
 
 def test_a_defined_check_that_was_left_out_blocks() -> None:
-    told = verdict(planned=frozenset(), evaluations={})
+    told = verdict(planned_checks=frozenset(), evaluations={})
     assert "check_left_out" in told.codes
     assert any("good on lake/a" in reason for reason in told.reasons)
 
 
 def test_a_defined_check_that_was_left_out_for_one_partition_blocks() -> None:
     told = verdict(
-        planned=frozenset({(CHECK, "p")}),
+        planned_checks=frozenset({(CHECK, "p")}),
         evaluations={(CHECK, "p"): result()},
-        written={(A, "p"): written(), (A, "q"): written()},
+        written_partitions={(A, "p"): written(), (A, "q"): written()},
     )
     assert told.codes == ("check_left_out",)
     assert "good on lake/a [q]" in told.reasons[0]
 
 
 def test_an_asset_that_demands_checks_and_has_none_blocks() -> None:
-    bare: dict[str, object] = {"planned": frozenset(), "evaluations": {}}
+    bare: dict[str, object] = {"planned_checks": frozenset(), "evaluations": {}}
     told = verdict(**bare, rules={A: replace(NO_RULES, demands_checks=True)})
     assert told.codes == ("no_check",)
     assert "lake/a" in told.reasons[0]
@@ -237,9 +243,9 @@ def test_a_table_nobody_materialised_blocks_only_when_strict() -> None:
 
 def test_all_reasons_are_told_once_each() -> None:
     told = verdict(
-        planned=frozenset({(CHECK, None), ((A, "other"), None)}),
+        planned_checks=frozenset({(CHECK, None), ((A, "other"), None)}),
         evaluations={(CHECK, None): result(False, order=5)},
-        written={(A, "p"): written(), (A, "q"): written()},
+        written_partitions={(A, "p"): written(), (A, "q"): written()},
     )
     assert len(told.reasons) == len(set(told.reasons)) == 3
 
@@ -293,9 +299,9 @@ def runs(draw: st.DrawFn) -> tuple[RunEvidence, bool, Decision]:
     evidence = RunEvidence(
         "r",
         succeeded=happened_at_all,
-        planned=frozenset(planned),
+        planned_checks=frozenset(planned),
         evaluations=evaluations,
-        written=rows,
+        written_partitions=rows,
         rules=rules,
         write_set=frozenset(rule.table for rule in rules.values()) | sneaked,
     )
@@ -312,7 +318,7 @@ def test_published_if_and_only_if_every_defined_check_answered_well(
     case: tuple[RunEvidence, bool, Decision],
 ) -> None:
     evidence, strict, expected = case
-    told = judge(evidence, strict_tables=strict)
+    told = judge_evidence(evidence, strict_tables=strict)
     assert told.decision is expected, told
     assert bool(told.reasons) is told.blocked
     assert told.checks_passed <= told.checks_total
@@ -328,10 +334,10 @@ def test_less_evidence_never_opens_the_gate(
     if not evidence.evaluations:
         return
     lost = data.draw(st.sampled_from(sorted(evidence.evaluations, key=repr)))
-    before = judge(evidence, strict_tables=strict)
+    before = judge_evidence(evidence, strict_tables=strict)
     rest = {where: one for where, one in evidence.evaluations.items() if where != lost}
-    after = judge(replace(evidence, evaluations=rest), strict_tables=strict)
-    if evidence.evaluations[lost].passed or not evidence.evaluations[lost].blocks:
+    after = judge_evidence(replace(evidence, evaluations=rest), strict_tables=strict)
+    if evidence.evaluations[lost].passed or not evidence.evaluations[lost].is_blocking:
         assert before.blocked <= after.blocked
     if lost[0][1] in evidence.rules[lost[0][0]].checks:
         assert after.blocked
@@ -347,8 +353,8 @@ def test_a_check_counts_only_after_the_last_write_whatever_the_counters_of_the_r
 ) -> None:
     """Each run numbers its events from a start of its own, as the default SQLite storage does."""
     run_index, event_id, last = 0, starts[0], {"write": -1, "check": -1}
-    rows: dict[tuple[str, str | None], Written] = {}
-    evaluations: dict[tuple[tuple[str, str], str | None], Evaluation] = {}
+    rows: dict[tuple[str, str | None], WrittenPartition] = {}
+    evaluations: dict[tuple[tuple[str, str], str | None], CheckEvaluation] = {}
     for index, event in enumerate(history):
         event_id += 1
         if event == "next run":
@@ -362,4 +368,4 @@ def test_a_check_counts_only_after_the_last_write_whatever_the_counters_of_the_r
             evaluations[CHECK, None] = result(order=event_id, run_index=run_index)
     checked = last["check"] > last["write"]
     expected = checked or (last["check"] >= 0 and not rows)
-    assert verdict(written=rows, evaluations=evaluations).blocked is not expected
+    assert verdict(written_partitions=rows, evaluations=evaluations).blocked is not expected

@@ -20,10 +20,10 @@ from branchlake_dagster.nessie.model import (
     OtherContent,
     Put,
 )
-from branchlake_dagster.publication.ledger import Refused, tables_in
+from branchlake_dagster.publication.ledger import Refused, changed_tables
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.workbench import Workbench
@@ -57,7 +57,7 @@ def test_every_changed_content_but_namespaces_is_in_the_write_set(
     before: Content | None, after: Content | None, seen: bool
 ) -> None:
     changes = (DiffEntry(ContentKey(("shop", "x")), before, after),)
-    assert tables_in(changes) == (("shop.x",) if seen else ())
+    assert changed_tables(changes) == (("shop.x",) if seen else ())
 
 
 def view_at(location: str) -> OtherContent:
@@ -89,7 +89,9 @@ def with_view(namespace: str, *, table: bool) -> dg.AssetsDefinition:
         catalog.create_namespace_if_not_exists((namespace,))
         view = view_at(f"file:/{namespace}/v")
         # A commit of the run's own code names the run.
-        put(lakehouse.lakehouse, catalog.ref, ContentKey((namespace, "v")), view, lakehouse.maker())
+        put(
+            lakehouse.lakehouse, catalog.ref, ContentKey((namespace, "v")), view, lakehouse.maker_properties()
+        )
         return pl.DataFrame({"n": [1]}) if table else dg.MaterializeResult()
 
     return made
@@ -121,7 +123,7 @@ def test_where_no_checks_are_required_a_view_is_published(lakehouse: Lakehouse, 
         run_id = p.run()
         assert p.settle(run_id).action is PublicationAction.PUBLISHED
         assert isinstance(contents(p, namespace, "v"), OtherContent)
-        assert branch_name(run_id) not in p.branches()
+        assert run_branch_name(run_id) not in p.branches()
 
 
 @pytest.fixture

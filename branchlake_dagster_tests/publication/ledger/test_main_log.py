@@ -12,7 +12,7 @@ import pytest
 
 from branchlake_dagster.nessie import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, Namespace, Put
-from branchlake_dagster.publication.ledger import Publication, Published, properties
+from branchlake_dagster.publication.ledger import Publication, Published, publication_properties
 from branchlake_dagster.publication.main_log import BaseNotOnMain, MainLog
 from branchlake_dagster_tests.simulation.history import Pointer
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
@@ -51,7 +51,7 @@ class Main:
             expected_hash=self.client.reference(to).hash,
             operations=[Put(key, Namespace(None, key.elements))],
             message="some commit",
-            properties=properties(entries) if entries else {},
+            properties=publication_properties(entries) if entries else {},
         ).hash
 
     def merge(self, branch: str) -> tuple[str, str]:
@@ -75,10 +75,14 @@ def test_a_publication_is_found_from_its_base_on() -> None:
     one = main.commit("run-a", "run-b")
     later = main.commit()
     for name in ("run-a", "run-b"):
-        assert log.already_published(main.client, name, base=base, at=main.head) == Published(one, now=False)
-    assert log.already_published(main.client, "run-c", base=base, at=main.head) is None
-    assert log.already_published(main.client, "run-a", base=base, at=base) is None
-    assert log.already_published(main.client, "run-a", base=one, at=later) is None  # its base is younger
+        assert log.find_publication(main.client, name, base_hash=base, main_hash=main.head) == Published(
+            one, is_new=False
+        )
+    assert log.find_publication(main.client, "run-c", base_hash=base, main_hash=main.head) is None
+    assert log.find_publication(main.client, "run-a", base_hash=base, main_hash=base) is None
+    assert (
+        log.find_publication(main.client, "run-a", base_hash=one, main_hash=later) is None
+    )  # its base is younger
 
 
 def test_a_merge_by_hand_is_found_by_the_hash_it_took() -> None:
@@ -86,10 +90,13 @@ def test_a_merge_by_hand_is_found_by_the_hash_it_took() -> None:
     base = main.head
     head, done = main.merge("run-x")
     main.commit("run-y")
-    found = log.already_published(main.client, "run-x", base=base, at=main.head, head=head)
-    assert found == Published(done, now=False, by_hand=True)
-    assert log.already_published(main.client, "run-x", base=base, at=main.head) is None
-    assert log.already_published(main.client, "run-x", base=base, at=main.head, head=base) is None
+    found = log.find_publication(main.client, "run-x", base_hash=base, main_hash=main.head, head_hash=head)
+    assert found == Published(done, is_new=False, merged_outside=True)
+    assert log.find_publication(main.client, "run-x", base_hash=base, main_hash=main.head) is None
+    assert (
+        log.find_publication(main.client, "run-x", base_hash=base, main_hash=main.head, head_hash=base)
+        is None
+    )
 
 
 def test_what_was_read_once_is_not_read_again() -> None:
@@ -97,13 +104,13 @@ def test_what_was_read_once_is_not_read_again() -> None:
     base = main.head
     commits = [main.commit(f"run-{number}") for number in range(1000)]
     main.pages = 0
-    assert log.already_published(main.client, "run-7", base=base, at=main.head)
+    assert log.find_publication(main.client, "run-7", base_hash=base, main_hash=main.head)
     first = main.pages
     for number in range(1000):
-        assert log.already_published(main.client, f"run-{number}", base=base, at=commits[-1])
+        assert log.find_publication(main.client, f"run-{number}", base_hash=base, main_hash=commits[-1])
     assert main.pages == first
     main.commit("run-new")
-    assert log.already_published(main.client, "run-new", base=base, at=main.head)
+    assert log.find_publication(main.client, "run-new", base_hash=base, main_hash=main.head)
     assert main.pages == first + 1
 
 
@@ -113,9 +120,9 @@ def test_an_older_base_is_reached_by_reading_on() -> None:
     main.commit("run-a")
     young = main.commit()
     main.commit("run-b")
-    assert log.already_published(main.client, "run-a", base=young, at=main.head) is None
-    assert log.already_published(main.client, "run-a", base=oldest, at=main.head)
-    assert log.already_published(main.client, "run-b", base=oldest, at=main.head)
+    assert log.find_publication(main.client, "run-a", base_hash=young, main_hash=main.head) is None
+    assert log.find_publication(main.client, "run-a", base_hash=oldest, main_hash=main.head)
+    assert log.find_publication(main.client, "run-b", base_hash=oldest, main_hash=main.head)
 
 
 def test_a_publication_in_the_oldest_known_commit_counts_for_older_bases() -> None:
@@ -123,9 +130,9 @@ def test_a_publication_in_the_oldest_known_commit_counts_for_older_bases() -> No
     oldest = main.head
     published = main.commit("run-a")
     main.commit("run-b")
-    assert log.already_published(main.client, "run-b", base=published, at=main.head)
-    assert log.already_published(main.client, "run-a", base=oldest, at=main.head) == Published(
-        published, now=False
+    assert log.find_publication(main.client, "run-b", base_hash=published, main_hash=main.head)
+    assert log.find_publication(main.client, "run-a", base_hash=oldest, main_hash=main.head) == Published(
+        published, is_new=False
     )
 
 
@@ -134,14 +141,14 @@ def test_main_is_rolled_back_below_a_base() -> None:
     start = main.head
     base = main.commit("run-a")
     main.commit("run-b")
-    assert log.already_published(main.client, "run-b", base=base, at=main.head)
+    assert log.find_publication(main.client, "run-b", base_hash=base, main_hash=main.head)
     main.assign(start)
     with raising(BaseNotOnMain, base[:16]):
-        log.already_published(main.client, "run-c", base=base, at=main.head)
-    assert log.already_published(main.client, "run-a", base=start, at=main.head) is None
+        log.find_publication(main.client, "run-c", base_hash=base, main_hash=main.head)
+    assert log.find_publication(main.client, "run-a", base_hash=start, main_hash=main.head) is None
     again = main.commit("run-a")
-    assert log.already_published(main.client, "run-a", base=start, at=main.head) == Published(
-        again, now=False
+    assert log.find_publication(main.client, "run-a", base_hash=start, main_hash=main.head) == Published(
+        again, is_new=False
     )
 
 
@@ -150,10 +157,10 @@ def test_a_base_that_never_was_on_main() -> None:
     for _ in range(3):
         main.commit()
     with pytest.raises(BaseNotOnMain):
-        log.already_published(main.client, "run-a", base="ab" * 32, at=main.head)
+        log.find_publication(main.client, "run-a", base_hash="ab" * 32, main_hash=main.head)
     main.pages = 0
     with pytest.raises(BaseNotOnMain):
-        log.already_published(main.client, "run-b", base="cd" * 32, at=main.head)
+        log.find_publication(main.client, "run-b", base_hash="cd" * 32, main_hash=main.head)
     assert main.pages == 0
 
 
@@ -161,7 +168,7 @@ def test_a_base_that_never_was_on_main() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_it_agrees_with_a_log_that_knows_nothing_yet(seed: int, most: int) -> None:
     """Commits, merges by hand and roll-backs in any order, asked for with old and young bases."""
-    random, main, log = Random(seed), Main(), MainLog(most=most)
+    random, main, log = Random(seed), Main(), MainLog(max_commits=most)
     heads: dict[str, str] = {}
     seen = [main.head]
     for number in range(60):
@@ -175,12 +182,16 @@ def test_it_agrees_with_a_log_that_knows_nothing_yet(seed: int, most: int) -> No
         seen.append(main.head)
         for _ in range(3):
             name = f"run-{random.randrange(number + 1)}"
-            asked = {"base": random.choice(seen[-20:]), "at": main.head, "head": heads.get(name)}
+            asked = {
+                "base_hash": random.choice(seen[-20:]),
+                "main_hash": main.head,
+                "head_hash": heads.get(name),
+            }
             assert _said(log, main, name, asked) == _said(MainLog(), main, name, asked)
 
 
 def _said(log: MainLog, main: Main, name: str, asked: Any) -> Published | str | None:
     try:
-        return log.already_published(main.client, name, **asked)
+        return log.find_publication(main.client, name, **asked)
     except BaseNotOnMain as error:
         return str(error)

@@ -21,7 +21,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.committer import TableFilesUnreadable
 from branchlake_dagster.publication.ledger import Published, Refused
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.runs.run_branch import main_with_history
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.specification import table_metadata
@@ -307,9 +307,9 @@ def own_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
     """A lake whose `main` may be set back; no Spark."""
     settings = Settings(state_dir=tmp_path_factory.mktemp("set-back"), session_kind="classic")
     lake = Lakehouse(settings)
-    main_with_history(lake.nessie)
+    ensure_main_has_commit(lake.nessie)
     yield lake
-    lake.servers.down()
+    lake.servers.stop_all()
 
 
 def test_main_set_back_to_before_a_publication(own_lake: Lakehouse, namespace: str) -> None:
@@ -347,7 +347,7 @@ def test_nessie_restored_from_an_older_backup(own_lake: Lakehouse, namespace: st
     bench = Workbench(own_lake, namespace)
     bench.seeded([("a", 1)])
     store = own_lake.settings.state_dir / "nessie"
-    own_lake.servers.down()
+    own_lake.servers.stop_all()
     shutil.copytree(store, tmp_path / "backup")
     more = bench.run()
     more.append([("a", 2)])
@@ -355,7 +355,7 @@ def test_nessie_restored_from_an_older_backup(own_lake: Lakehouse, namespace: st
     run = bench.run()
     run.append([("a", 3)])
     lost = run.candidate()
-    own_lake.servers.down()
+    own_lake.servers.stop_all()
     shutil.rmtree(store)
     shutil.copytree(tmp_path / "backup", store)
     results = bench.publisher.publish([lost])
@@ -386,7 +386,7 @@ def test_dagsters_database_is_locked_while_a_pass_works(
         other = sqlite3.connect(database, isolation_level=None)
         try:
             other.execute("BEGIN EXCLUSIVE")
-            outcome = p.reconciler().run_one(run_id)
+            outcome = p.reconciler().reconcile_run(run_id)
             assert outcome is not None
             assert outcome.action is PublicationAction.TRY_AGAIN
             assert run_id in str(outcome)

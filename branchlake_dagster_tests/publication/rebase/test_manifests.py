@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from branchlake_dagster.publication.table_history import _expired, snapshots_since
+from branchlake_dagster.publication.table_history import _count_expired, snapshots_since
 
 
 def history(*parents: tuple[int, int | None], current: int | None = None) -> Any:
@@ -58,5 +58,5 @@ def test_the_snapshots_since_a_base(before: Any, after: Any, found: list[int], c
     ],
 )
 def test_expired_snapshots_are_counted(after: Any, expired: int) -> None:
-    assert _expired(BASE, after) == expired
-    assert _expired(history(), after) == 0
+    assert _count_expired(BASE, after) == expired
+    assert _count_expired(history(), after) == 0

@@ -12,7 +12,7 @@ from pyiceberg.types import IntegerType, LongType, NestedField, StringType
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.committer import TableFilesMissing
-from branchlake_dagster.publication.ledger import NeedsChecks, Published, Refused, publications
+from branchlake_dagster.publication.ledger import NeedsChecks, Published, Refused, iter_publications
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.harness import published
 from branchlake_dagster_tests.internals.plain_pyiceberg import plain_pyiceberg
@@ -44,7 +44,7 @@ def test_two_appends_are_both_published_once(bench: Workbench) -> None:
     one.append([("a", 2)])
     two.append([("b", 3), ("b", 4)])
     (first,), (second,) = bench.published(one), bench.published(two)
-    assert (first.rebased, second.rebased) == ((), (f"{bench.namespace}.t",))
+    assert (first.rebased_tables, second.rebased_tables) == ((), (f"{bench.namespace}.t",))
     assert bench.rows() == [("a", 1), ("a", 2), ("b", 3), ("b", 4)]
     snapshots = {s.summary["branchlake.run_id"]: s for s in bench.main().snapshots() if s.summary}
     replayed = snapshots[two.run_id]
@@ -57,7 +57,7 @@ def test_two_appends_are_both_published_once(bench: Workbench) -> None:
     assert replayed.parent_snapshot_id == snapshots[one.run_id].snapshot_id
     # Publishing again, from whatever process, finds both in the ledger.
     again = bench.publish(one, two)
-    assert again == [Published(first.hash, now=False), Published(second.hash, now=False)]
+    assert again == [Published(first.hash, is_new=False), Published(second.hash, is_new=False)]
     assert bench.rows() == [("a", 1), ("a", 2), ("b", 3), ("b", 4)]
 
 
@@ -407,7 +407,7 @@ def test_both_drop_it(bench: Workbench) -> None:
         run.catalog.drop_table((bench.namespace, "t"))
         bench.published(run)
     assert not bench.lake.catalog().table_exists((bench.namespace, "t"))
-    assert [p.run_id for p in publications(bench.lake.nessie, limit=1)] == [two.run_id]
+    assert [p.run_id for p in iter_publications(bench.lake.nessie, limit=1)] == [two.run_id]
 
 
 def test_checks_on_the_whole_table_are_asked_for_only_when_it_was_rebased(bench: Workbench) -> None:
@@ -639,7 +639,7 @@ def test_a_serializable_run_is_rebased_when_only_its_target_moved(bench: Workben
     one.append([("a", 2)])
     two.append([("a", 3)])
     bench.published(one)
-    assert bench.published(two)[0].rebased == (f"{bench.namespace}.t",)
+    assert bench.published(two)[0].rebased_tables == (f"{bench.namespace}.t",)
     assert bench.rows() == [("a", 1), ("a", 2), ("a", 3)]
 
 

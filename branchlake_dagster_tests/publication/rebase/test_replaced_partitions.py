@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
-from branchlake_dagster.tables.replaced_rows import from_text
+from branchlake_dagster.tables.replaced_rows import from_json
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 
@@ -142,7 +142,7 @@ def test_other_weeks_are_replayed_and_keep_their_record(
         (replayed,) = [
             s for s in summaries if "branchlake.replayed_from" in s and int(s.get("added-records", 0))
         ]
-        record = from_text(replayed["branchlake.replaced"])
+        record = from_json(replayed["branchlake.replaced"])
         assert replayed["branchlake.run_id"] == two
         assert record.slices[0][0].low == int(at(9, 0).timestamp() * 1_000_000)  # type: ignore[union-attr]
         # The replayed snapshot is compared as the original would have been.

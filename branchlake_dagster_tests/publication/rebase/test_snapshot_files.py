@@ -13,17 +13,17 @@ from pyiceberg.io import FileIO
 from pyiceberg.table.snapshots import Operation, Snapshot
 
 from branchlake_dagster.internals.column_metrics import reliable_metrics
-from branchlake_dagster.internals.pyiceberg import applied, snapshot_of
+from branchlake_dagster.internals.pyiceberg import apply_updates, build_snapshot
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import IcebergTable
 from branchlake_dagster.publication import snapshot_files
 from branchlake_dagster.publication.ledger import Published
-from branchlake_dagster.publication.publisher import publisher_of
-from branchlake_dagster.publication.replay import IcebergTables, ReplayImpossible
+from branchlake_dagster.publication.publisher import build_publisher
+from branchlake_dagster.publication.replay import IcebergTableFormat, ReplayImpossible
 from branchlake_dagster.publication.snapshot_files import SnapshotFiles
-from branchlake_dagster.publication.table_change import Mode
-from branchlake_dagster.tables.replaced_rows import replaced as predicate_of
-from branchlake_dagster.tables.selection import select
+from branchlake_dagster.publication.table_change import ChangeMode
+from branchlake_dagster.tables.replaced_rows import build_replaced_rows as predicate_of
+from branchlake_dagster.tables.selection import select_partitions
 from branchlake_dagster_tests.internals.plain_pyiceberg import without_null_counts
 from branchlake_dagster_tests.publication.workbench import FLAT, SCHEMA, Workbench
 from branchlake_dagster_tests.suite import memory
@@ -87,7 +87,7 @@ def test_the_next_pass_of_the_process_reads_none_of_them_again(bench: Workbench,
     read.clear()
     for run in runs:
         candidate = run.candidate()
-        assert isinstance(publisher_of(bench.lake).publish([candidate])[candidate.branch], Published)
+        assert isinstance(build_publisher(bench.lake).publish([candidate])[candidate.branch], Published)
     assert bench.rows() == [("a", 2), ("b", 2), ("c", 1), ("c", 1)]
     assert set(read.values()) == {1}
 
@@ -97,11 +97,14 @@ def test_partitions_of_like_names_are_told_apart(bench: Workbench) -> None:
     table = bench.main()
     snapshot = table.current_snapshot()
     assert snapshot is not None
-    files = SnapshotFiles().of(table)(snapshot).added
+    files = SnapshotFiles().reader_for(table)(snapshot).added
     assert {file.partition for file in files} == {"day=a b", "day=a+b", "day=null"}
     for day in ("a b", "a+b", "null"):
         one = predicate_of(
-            select([day], StaticPartitionsDefinition([day]), {"": "day"}, schema=SCHEMA, table="t"), SCHEMA
+            select_partitions(
+                [day], StaticPartitionsDefinition([day]), {"": "day"}, schema=SCHEMA, table_name="t"
+            ),
+            SCHEMA,
         )
         assert [file.partition for file in files if file.may_hold(one)] == [f"day={day}"]
 
@@ -113,7 +116,7 @@ def test_what_is_kept_is_bounded(bench: Workbench) -> None:
     assert snapshot is not None
     # Ten files of two columns and their names, and the snapshot itself.
     for most, kept in ((63, False), (64, True)):
-        touched = SnapshotFiles(most).of(table)
+        touched = SnapshotFiles(most).reader_for(table)
         first = touched(snapshot)
         assert len(first.added) == 10
         assert (touched(snapshot) is first) is kept
@@ -124,17 +127,17 @@ def test_a_column_more_and_another_layout_are_looked_at_anew(bench: Workbench) -
     files, table = SnapshotFiles(), bench.main()
     snapshot = table.current_snapshot()
     assert snapshot is not None
-    first = files.of(table)(snapshot)
-    assert files.of(bench.main())(snapshot) is first
+    first = files.reader_for(table)(snapshot)
+    assert files.reader_for(bench.main())(snapshot) is first
     (file,) = first.added
     assert (file.partition, file.bounds("id"), first.mode) == ("day=a", (1, 1), None)
     with table.update_schema() as update:
         update.rename_column("id", "number")
-    (file,) = files.of(table)(snapshot).added
+    (file,) = files.reader_for(table)(snapshot).added
     assert (file.bounds("id"), file.bounds("number")) == (None, (1, 1))
     with table.update_spec() as change:
         change.add_identity("number")
-    assert files.of(table)(snapshot).mode is Mode.OLD_LAYOUT
+    assert files.reader_for(table)(snapshot).mode is ChangeMode.OLD_LAYOUT
 
 
 @pytest.mark.spark
@@ -166,20 +169,20 @@ def test_bounds_of_a_key_need_a_count_of_its_nulls(bench: Workbench) -> None:
     (file,) = (task.file for task in table.scan().plan_files())
     snapshot = table.current_snapshot()
     assert snapshot is not None
-    (known,) = SnapshotFiles().of(table)(snapshot).added
+    (known,) = SnapshotFiles().reader_for(table)(snapshot).added
     assert (known.bounds("day"), known.bounds("id")) == (("a", "a"), (1, 2))
-    updates = snapshot_of(
+    updates = build_snapshot(
         table,
         added=[without_null_counts(file)],
         removed=[file],
         operation=Operation.OVERWRITE,
         properties={},
-        written=[],
+        written_paths=[],
     )
-    later = applied(table.metadata, updates)
+    later = apply_updates(table.metadata, updates)
     snapshot = later.current_snapshot()
     assert snapshot is not None
-    (unknown,) = SnapshotFiles().of(table)(snapshot).added
+    (unknown,) = SnapshotFiles().reader_for(table)(snapshot).added
     assert (unknown.bounds("day"), unknown.bounds("id")) == (None, None)
 
 
@@ -192,15 +195,20 @@ def test_a_file_that_is_not_there_cannot_be_replaced(bench: Workbench) -> None:
     gone = next(task.file for task in before.scan("day = 'a'").plan_files())
     written: list[str] = []
     with raising(ValidationException, gone.file_path):
-        snapshot_of(
-            bench.main(), added=(), removed=[gone], operation=Operation.DELETE, properties={}, written=written
+        build_snapshot(
+            bench.main(),
+            added=(),
+            removed=[gone],
+            operation=Operation.DELETE,
+            properties={},
+            written_paths=written,
         )
     assert written == []
 
 
 def test_a_replay_that_would_remove_what_is_gone_is_refused_and_leaves_nothing(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
-    tables, key = IcebergTables(bench.lake.catalog()), bench.key()
+    tables, key = IcebergTableFormat(bench.lake.catalog()), bench.key()
 
     def now(ref: str = MAIN) -> IcebergTable:
         found = bench.lake.nessie.content(ref, key)
@@ -216,6 +224,6 @@ def test_a_replay_that_would_remove_what_is_gone_is_refused_and_leaves_nothing(b
     folder = Path(bench.main().location().removeprefix("file://")) / "metadata"
     there = sorted(folder.iterdir())
     with raising(ReplayImpossible, table=f"{bench.namespace}.t") as refused:
-        tables.replay(key, tables.change(key, before, after), after, tables.open(key, now()))
+        tables.replay(key, tables.load_change(key, before, after), after, tables.open(key, now()))
     assert isinstance(refused.value.__cause__, ValidationException)
     assert sorted(folder.iterdir()) == there

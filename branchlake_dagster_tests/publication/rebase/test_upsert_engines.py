@@ -17,11 +17,11 @@ from branchlake_dagster.incremental.spark_inputs import from_arrow
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.snapshot_files import SnapshotFiles
 from branchlake_dagster.publication.table_change import SnapshotChange
-from branchlake_dagster.publication.table_history import change
+from branchlake_dagster.publication.table_history import load_table_change
 from branchlake_dagster.tables import arrow_frames as frame_conversion
 from branchlake_dagster.tables import spark_frames
 from branchlake_dagster.tables import upserts as merge
-from branchlake_dagster.tables.schemas import arrow_schema, iceberg_schema, stored_schema
+from branchlake_dagster.tables.schemas import build_iceberg_schema, stored_schema, table_arrow_schema
 from branchlake_dagster.tables.specification import TableSpec
 from branchlake_dagster_tests.publication.workbench import Run, Workbench
 
@@ -84,7 +84,7 @@ def bench(lakehouse: Lakehouse, namespace: str) -> Iterator[Workbench]:
 
 
 def seeded(run: Run, name: str, layout: Sequence[tuple[str, Transform[Any, Any]]]) -> Table:
-    columns = iceberg_schema(stored_schema(SCHEMA, table=name), table=name)
+    columns = build_iceberg_schema(stored_schema(SCHEMA, table_name=name), table_name=name)
     fields = [
         PartitionField(columns.find_field(column).field_id, 1000 + number, transform, f"part{number}")
         for number, (column, transform) in enumerate(layout)
@@ -100,7 +100,7 @@ def seeded(run: Run, name: str, layout: Sequence[tuple[str, Transform[Any, Any]]
 
 
 def step(before: Table, after: Table) -> SnapshotChange:
-    (found,) = change(before, after, SnapshotFiles().of(after)).steps
+    (found,) = load_table_change(before, after, SnapshotFiles().reader_for(after)).steps
     return found
 
 
@@ -108,7 +108,7 @@ def seen_by_rebase(found: SnapshotChange) -> dict[str, Any]:
     """All that a rebase compares, with files by their rows and the bounds of their keys."""
     return {
         "mode": found.mode,
-        "keys": found.keys,
+        "keys": found.key_columns,
         "run": found.run_id,
         "properties": {
             key: value for key, value in found.properties.items() if key.startswith("branchlake.")
@@ -138,13 +138,15 @@ def test_both_engines_leave_the_same_rows_and_the_same_change(bench: Workbench) 
                 before = {by: run.table(f"{name}_by_{by}") for by in ("spark", "pyiceberg")}
                 spec = TableSpec((bench.namespace, f"{name}_by_spark"), "upsert", keys)
                 schema = before["spark"].schema()
-                spark_frames.write(from_arrow(session, frame), spec, schema, None, properties)
+                spark_frames.write_spark_frame(from_arrow(session, frame), spec, schema, None, properties)
                 table = run.table(f"{name}_by_pyiceberg")
                 spec = TableSpec((bench.namespace, f"{name}_by_pyiceberg"), "upsert", keys)
-                cast = frame_conversion.cast(frame, arrow_schema(table.schema(), name="t"), table="t")
-                planned = merge.plan(cast, table, spec, None)
+                cast = frame_conversion.cast_columns(
+                    frame, table_arrow_schema(table.schema(), table_name="t"), table_name="t"
+                )
+                planned = merge.plan_upsert(cast, table, spec, None)
                 assert isinstance(planned, merge.UpsertPlan)
-                merge.write(planned, properties)
+                merge.write_upsert(planned, properties)
                 after = {by: run.table(f"{name}_by_{by}") for by in before}
                 assert text_of(after["spark"]) == text_of(after["pyiceberg"])
                 ours, theirs = (step(before[by], after[by]) for by in ("pyiceberg", "spark"))

@@ -16,7 +16,7 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.cleanup.reaper import Reaper
-from branchlake_dagster.cleanup.reaper_rules import Limits, Owner, Reaping, ReapingAction, RunState
+from branchlake_dagster.cleanup.reaper_rules import BranchOwner, Limits, Reaping, ReapingAction, RunState
 from branchlake_dagster.embedded import process
 from branchlake_dagster.embedded.servers import NESSIE
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -26,17 +26,17 @@ from branchlake_dagster.nessie.model import Reference, ReferenceType
 from branchlake_dagster.publication.cleanup_jobs import (
     NotOurs,
     RunsUnreadable,
-    end_named,
+    end_named_refs,
     reap_branches,
     sweep_discarded,
 )
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.runs.claims import claim
-from branchlake_dagster.runs.discarding import discard
+from branchlake_dagster.runs.claims import claim_branch
+from branchlake_dagster.runs.discarding import discard_branch
 from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore, HeartbeatsUnreadable
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.origin import Maker, Makers, Origin, instance_id
-from branchlake_dagster.runs.run_branch import branch_name, main_with_history, run_id_of
+from branchlake_dagster.runs.origin import BranchOrigin, Maker, OriginFinder, load_instance_id
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name, run_id_of_branch
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeProperty
@@ -71,16 +71,16 @@ def own_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
     """A lake of its own that may be killed; no Spark."""
     settings = Settings(state_dir=tmp_path_factory.mktemp("killed"), session_kind="classic")
     lake = Lakehouse(settings)
-    main_with_history(lake.nessie)
+    ensure_main_has_commit(lake.nessie)
     yield lake
-    lake.servers.down()
+    lake.servers.stop_all()
 
 
 def kill(lake: Lakehouse) -> None:
     record = lake.servers.status()[NESSIE]
     assert record is not None
     os.kill(record.pid, signal.SIGKILL)
-    while record.alive():
+    while record.is_alive():
         process._reap_child(record.pid)
 
 
@@ -110,9 +110,9 @@ def test_a_run_fails_clearly_when_a_remote_nessie_dies_under_it(own_lake: Lakeho
 
         own_lake.endpoints()  # somebody starts it again
         assert own_lake.nessie.reference("main").hash == main
-        assert branch_name(run_id) in {ref.name for ref in own_lake.nessie.references()}
+        assert run_branch_name(run_id) in {ref.name for ref in own_lake.nessie.references()}
         assert p.settle(run_id).action is PublicationAction.DISCARDED
-        assert branch_name(run_id) not in p.branches()
+        assert run_branch_name(run_id) not in p.branches()
         assert own_lake.nessie.reference("main").hash == main
 
 
@@ -160,15 +160,15 @@ class Silent:
 class FakeRuns:
     """Dagster, saying of each branch what the test wants."""
 
-    def __init__(self, state_of: Callable[[str], RunState | Owner]) -> None:
+    def __init__(self, state_of: Callable[[str], RunState | BranchOwner]) -> None:
         self.state_of = state_of
         self.buried: dict[str, str] = {}
         self.told: dict[str, str] = {}
 
-    def owners(self, branches: Collection[str]) -> dict[str, Owner]:
-        found = {branch: self.state_of(run_id_of(branch)) for branch in branches}
+    def owners(self, branches: Collection[str]) -> dict[str, BranchOwner]:
+        found = {branch: self.state_of(run_id_of_branch(branch)) for branch in branches}
         return {
-            branch: one if isinstance(one, Owner) else Owner(run_id_of(branch), one)
+            branch: one if isinstance(one, BranchOwner) else BranchOwner(run_id_of_branch(branch), one)
             for branch, one in found.items()
         }
 
@@ -187,7 +187,7 @@ def reaped(
     namespace: str,
     *,
     later: timedelta = timedelta(0),
-    state_of: Callable[[str], RunState | Owner] = lambda _: RunState.MISSING,
+    state_of: Callable[[str], RunState | BranchOwner] = lambda _: RunState.MISSING,
     runs: FakeRuns | None = None,
     heartbeats: Any = None,
     limits: Limits = LIMITS,
@@ -205,9 +205,9 @@ def reaped(
         monotonic=monotonic,
         sleep=sleep,
         is_on_main=lambda *_: True,
-        listing=f"refType == 'BRANCH' && ref.name.contains('-{namespace}')",
-        fenced=f"refType == 'TAG' && ref.name.startsWith('discarded-{namespace}')",
-        claims=f"refType == 'TAG' && ref.name.startsWith('judged-{namespace}')",
+        ref_filter=f"refType == 'BRANCH' && ref.name.contains('-{namespace}')",
+        discarded_filter=f"refType == 'TAG' && ref.name.startsWith('discarded-{namespace}')",
+        claim_filter=f"refType == 'TAG' && ref.name.startsWith('judged-{namespace}')",
         instance=HERE,
         **more,
     ).run(dry_run=dry_run)
@@ -227,10 +227,10 @@ def test_an_orphan_is_reaped_after_its_grace(
     branches("orphan")
     branches("untouched", written=False)
     early = reaped(lakehouse, namespace, later=timedelta(minutes=5))
-    assert not early["orphan"].delete
+    assert not early["orphan"].deletes_branch
     assert early["orphan"].reason.code == "written_recently"
     dry = reaped(lakehouse, namespace, later=2 * HOUR, dry_run=True)
-    assert dry["orphan"].delete
+    assert dry["orphan"].deletes_branch
     assert left(lakehouse, namespace) == {"orphan", "untouched"}
     late = reaped(lakehouse, namespace, later=2 * HOUR)
     assert str(late["orphan"]).startswith(
@@ -272,7 +272,7 @@ def test_a_branch_that_is_written_to_meanwhile_stays(
         return RunState.MISSING
 
     found = reaped(lakehouse, namespace, later=2 * HOUR, state_of=state_of)
-    assert (found["busy"].delete, found["busy"].reason.code) == (False, "written_meanwhile")
+    assert (found["busy"].deletes_branch, found["busy"].reason.code) == (False, "written_meanwhile")
     assert left(lakehouse, namespace) == {"busy"}
 
 
@@ -283,9 +283,9 @@ def test_a_failed_run_is_kept_for_debugging_from_its_end(
     for name in ended:
         branches(name)
 
-    def state_of(run_id: str) -> Owner:
+    def state_of(run_id: str) -> BranchOwner:
         since = ended[run_id.rpartition("-")[2]]
-        return Owner(run_id, RunState.UNPUBLISHED, ended=datetime.now(UTC) - since)
+        return BranchOwner(run_id, RunState.UNPUBLISHED, ended_at=datetime.now(UTC) - since)
 
     limits = Limits(6 * HOUR, HOUR, keep_failed=2 * HOUR)
     found = reaped(lakehouse, namespace, state_of=state_of, limits=limits)
@@ -329,9 +329,9 @@ def test_a_person_s_references_are_nobody_s_business(lakehouse: Lakehouse, names
         told = [*map(str, reap_branches(lakehouse, p.instance, dry_run=True, now=lambda: late))]
         told += map(str, sweep_discarded(lakehouse, p.instance, dry_run=True, now=lambda: late))
         assert not [line for line in told if namespace in line]
-        assert not [one for one in p.reconciler().run() if namespace in one.branch]
+        assert not [one for one in p.reconciler().reconcile_branches() if namespace in one.branch]
         with raising(NotOurs, branch=f"run-experiment-{namespace}"):
-            end_named(lakehouse, p.instance, [f"run-experiment-{namespace}"])
+            end_named_refs(lakehouse, p.instance, [f"run-experiment-{namespace}"])
     for name in own:
         nessie.delete_branch(name, expected_hash=nessie.reference(name).hash)
     for name in kept:
@@ -343,7 +343,7 @@ def test_nothing_is_deleted_when_dagster_does_not_answer(
 ) -> None:
     table_of = table(namespace)
     with project(lakehouse, table_of) as p:
-        orphan = branch_name(p.run())
+        orphan = run_branch_name(p.run())
         real = type(p.instance).get_run_records
 
         def failing(self: dg.DagsterInstance, *args: Any, **kwargs: Any) -> Any:
@@ -356,7 +356,7 @@ def test_nothing_is_deleted_when_dagster_does_not_answer(
         assert "secret" not in str(caught.value)
         assert type(p.instance).get_run_records is real
         assert orphan in p.branches()
-        p.settle(run_id_of(orphan))
+        p.settle(run_id_of_branch(orphan))
 
 
 def test_nothing_is_deleted_when_a_page_of_branches_is_missing(
@@ -411,7 +411,7 @@ class Beating:
         beat = Heartbeat(
             branch,
             f"host-1-{kind}",
-            run_id_of(branch),
+            run_id_of_branch(branch),
             kind,
             counter=1,
             written_at=datetime.now(UTC) - age,
@@ -456,7 +456,7 @@ def test_a_dead_writers_run_is_ended_and_a_live_one_is_left_alone(
     beating.beat("alive", alive=True)
     beating.beat("skewed", age=3 * HOUR, alive=True)
     beating.beat("old", age=timedelta(0), alive=True)
-    runs = FakeRuns(lambda run_id: Owner(run_id, RunState.ACTIVE, datetime.now(UTC) - 20 * HOUR))
+    runs = FakeRuns(lambda run_id: BranchOwner(run_id, RunState.ACTIVE, datetime.now(UTC) - 20 * HOUR))
     dry = beating.reaped(lakehouse, runs, dry_run=True)
     assert beating.seconds == 0
     assert {name: one.heartbeat for name, one in dry.items()} == {
@@ -466,10 +466,10 @@ def test_a_dead_writers_run_is_ended_and_a_live_one_is_left_alone(
         "old": "beating",
         "never": "none",
     }
-    assert not any(one.delete for one in dry.values())
+    assert not any(one.deletes_branch for one in dry.values())
     found = beating.reaped(lakehouse, runs)
     assert beating.seconds == 30
-    assert {name for name, one in found.items() if one.delete} == {"dead"}
+    assert {name for name, one in found.items() if one.deletes_branch} == {"dead"}
     assert left(lakehouse, namespace) == {"dead*", "alive", "skewed", "old", "never"}
     assert list(runs.buried) == [f"{namespace}-dead"]
     assert "no heartbeat of process 1 on host for 30 s" in runs.buried[f"{namespace}-dead"]
@@ -483,7 +483,7 @@ def test_a_live_heartbeat_protects_past_six_hours(
     branches("never")
     # Written by a clock that agrees with the reaper's.
     beating.beat("long", age=-7 * HOUR)
-    runs = FakeRuns(lambda run_id: Owner(run_id, RunState.ACTIVE))
+    runs = FakeRuns(lambda run_id: BranchOwner(run_id, RunState.ACTIVE))
     found = beating.reaped(lakehouse, runs, later=7 * HOUR)
     assert found["long"].reason.code == "writer_alive"
     assert found["never"].reason.code == "no_sign_of_life"
@@ -510,7 +510,7 @@ def test_a_run_that_died_while_it_published_itself_is_left_to_the_next_publisher
     branch = branches("inside")
     nessie = lakehouse.nessie
     if claimed:
-        claim(nessie, nessie.reference(branch))
+        claim_branch(nessie, nessie.reference(branch))
     beating.beat("inside", kind="publisher", age=HOUR)
     runs = FakeRuns(lambda _: RunState.ACTIVE)
     found = beating.reaped(lakehouse, runs)
@@ -521,7 +521,7 @@ def test_a_run_that_died_while_it_published_itself_is_left_to_the_next_publisher
     found = beating.reaped(lakehouse, runs)
     if claimed:
         assert found["inside"].reason.code == "claimed"
-        told = Owner(f"{namespace}-inside", RunState.PUBLISHED, told=True)
+        told = BranchOwner(f"{namespace}-inside", RunState.PUBLISHED, has_verdict=True)
         runs.state_of = lambda _: told
         beating.reaped(lakehouse, runs)
         assert left(lakehouse, namespace) == set()
@@ -534,7 +534,7 @@ def test_a_run_that_begins_to_publish_itself_while_the_reaper_looks_is_left_to_t
     branch = lakehouse.nessie.reference(branches("quick"))
 
     def state_of(_: str) -> RunState:
-        claim(lakehouse.nessie, branch)
+        claim_branch(lakehouse.nessie, branch)
         return RunState.UNPUBLISHED
 
     found = reaped(lakehouse, namespace, state_of=state_of)
@@ -547,8 +547,8 @@ def test_a_pin_without_its_branch_goes(
 ) -> None:
     branch = branches("waits")
     nessie = lakehouse.nessie
-    claim(nessie, nessie.reference(branch))
-    claim(nessie, replace(nessie.reference(branch), name=f"run-{namespace}-gone"))
+    claim_branch(nessie, nessie.reference(branch))
+    claim_branch(nessie, replace(nessie.reference(branch), name=f"run-{namespace}-gone"))
     dry = reaped(lakehouse, namespace, state_of=lambda _: RunState.AWAITING_PUBLICATION, dry_run=True)
     assert dry["waits"].action is ReapingAction.KEEP
     assert left(lakehouse, namespace) == {"waits", "waits!", "gone!"}
@@ -563,7 +563,7 @@ def test_a_run_that_passes_in_the_moment_it_is_fenced_gets_its_branch_back(
     branch = branches("awake")
     head = lakehouse.nessie.reference(branch).hash
     beating.beat("awake", age=timedelta(minutes=5))
-    runs = FakeRuns(lambda run_id: Owner(run_id, RunState.ACTIVE, datetime.now(UTC)))
+    runs = FakeRuns(lambda run_id: BranchOwner(run_id, RunState.ACTIVE, datetime.now(UTC)))
     told: list[RunState] = []
 
     def state_of(run_id: str) -> RunState:
@@ -572,7 +572,7 @@ def test_a_run_that_passes_in_the_moment_it_is_fenced_gets_its_branch_back(
 
     runs.state_of = state_of
     found = beating.reaped(lakehouse, runs)
-    assert (found["awake"].action, found["awake"].delete) == (ReapingAction.GIVE_BACK, False)
+    assert (found["awake"].action, found["awake"].deletes_branch) == (ReapingAction.RESTORE, False)
     assert left(lakehouse, namespace) == {"awake"}
     assert lakehouse.nessie.reference(branch).hash == head
 
@@ -580,31 +580,31 @@ def test_a_run_that_passes_in_the_moment_it_is_fenced_gets_its_branch_back(
 @pytest.mark.parametrize(
     ("owner", "claimed", "back"),
     [
-        (Owner("r", RunState.AWAITING_PUBLICATION), False, True),
+        (BranchOwner("r", RunState.AWAITING_PUBLICATION), False, True),
         # Whoever has it in hand ends it: a publisher between the fence and its word, or a retry.
-        (Owner("r", RunState.AWAITING_PUBLICATION), True, False),
-        (Owner("r", RunState.AWAITING_PUBLICATION, continued=True), False, False),
-        (Owner("r", RunState.ACTIVE), False, False),
-        (Owner("r", RunState.UNPUBLISHED, told=True), False, False),
-        (Owner("r", RunState.MISSING), False, False),
+        (BranchOwner("r", RunState.AWAITING_PUBLICATION), True, False),
+        (BranchOwner("r", RunState.AWAITING_PUBLICATION, is_continued=True), False, False),
+        (BranchOwner("r", RunState.ACTIVE), False, False),
+        (BranchOwner("r", RunState.UNPUBLISHED, has_verdict=True), False, False),
+        (BranchOwner("r", RunState.MISSING), False, False),
     ],
 )
 def test_a_pass_that_died_after_the_fence_is_made_up_for(
     lakehouse: Lakehouse,
     namespace: str,
     branches: Callable[..., str],
-    owner: Owner,
+    owner: BranchOwner,
     claimed: bool,
     back: bool,
 ) -> None:
     branch = branches("fenced")
     nessie = lakehouse.nessie
     seen = nessie.reference(branch)
-    discard(nessie, seen)
+    discard_branch(nessie, seen)
     if claimed:
-        claim(nessie, seen)
+        claim_branch(nessie, seen)
     found = reaped(lakehouse, namespace, state_of=lambda _: owner, dry_run=True)
-    assert [one.action for one in found.values()] == [ReapingAction.GIVE_BACK] * back
+    assert [one.action for one in found.values()] == [ReapingAction.RESTORE] * back
     assert left(lakehouse, namespace) == {"fenced*"} | ({"fenced!"} if claimed else set())
     for _ in range(2 - claimed):
         reaped(lakehouse, namespace, state_of=lambda _: owner)
@@ -660,7 +660,7 @@ def test_the_reap_job_deletes_what_was_missed_and_says_so(
         raise RuntimeError("no")
 
     with project(lakehouse, first, boom) as p:
-        missed = branch_name(p.run(ok=False))
+        missed = run_branch_name(p.run(ok=False))
         done = p.definitions.resolve_job_def("reap_branches").execute_in_process(instance=p.instance)
         assert done.success
         (output,) = [e for e in done.all_events if e.is_successful_output]
@@ -690,7 +690,7 @@ def test_a_tick_publishes_and_tells_what_it_did(lakehouse: Lakehouse, namespace:
             with dg.build_sensor_context(
                 instance=p.instance,
                 repository_def=repository,
-                resources={"lakehouse": LakehouseResource.of(lakehouse.settings)},
+                resources={"lakehouse": LakehouseResource.from_settings(lakehouse.settings)},
             ) as context:
                 data = sensor.evaluate_tick(context)
             assert not data.run_requests
@@ -699,14 +699,14 @@ def test_a_tick_publishes_and_tells_what_it_did(lakehouse: Lakehouse, namespace:
         good = p.run(dg.AssetKey([namespace, "t"]))
         bad = p.run(dg.AssetKey([namespace, "bare"]))
         told = tick()
-        assert f"{branch_name(good)}: published, {namespace}.t as " in told
-        assert f"{branch_name(bad)}: blocked, " in told
+        assert f"{run_branch_name(good)}: published, {namespace}.t as " in told
+        assert f"{run_branch_name(bad)}: blocked, " in told
         assert "has no check" in told
         assert p.rows(namespace, "t") == [{"n": 1}]
-        assert {branch_name(good), branch_name(bad)}.isdisjoint(p.branches())
+        assert {run_branch_name(good), run_branch_name(bad)}.isdisjoint(p.branches())
         again = tick()
-        assert branch_name(good) not in again
-        assert branch_name(bad) not in again
+        assert run_branch_name(good) not in again
+        assert run_branch_name(bad) not in again
 
 
 # -- whose branch ---------------------------------------------------------------------------------------
@@ -718,7 +718,7 @@ def test_another_instances_branch_is_left_alone_until_a_person_names_it(
     branches("theirs", instance=THERE)
     branches("nobodys", instance=None)
     branches("ours")
-    claim(lakehouse.nessie, lakehouse.nessie.reference(branches("claimed", instance=THERE)))
+    claim_branch(lakehouse.nessie, lakehouse.nessie.reference(branches("claimed", instance=THERE)))
     gone = lakehouse.nessie.reference(f"run-{namespace}-claimed")
     lakehouse.nessie.delete_branch(gone.name, expected_hash=gone.hash)
     found = reaped(lakehouse, namespace, later=1000 * HOUR)
@@ -771,11 +771,13 @@ def test_what_spark_alone_wrote_says_whose_it_is(lakehouse: Lakehouse, namespace
 
     with project(lakehouse, made) as p:
         run_id = p.run()
-        here = instance_id(p.instance)
-        ref = lakehouse.nessie.reference(branch_name(run_id), fetch_metadata=True)
+        here = load_instance_id(p.instance)
+        ref = lakehouse.nessie.reference(run_branch_name(run_id), fetch_metadata=True)
         files = TableFiles(lakehouse.settings.file_io_properties())
-        assert Makers(lakehouse.nessie, here, files).of(ref) == Origin(Maker.HERE, (here or "",))
-        assert Makers(lakehouse.nessie, "another", files).of(ref).maker is Maker.ELSEWHERE
+        assert OriginFinder(lakehouse.nessie, here, files).find_origin(ref) == BranchOrigin(
+            Maker.HERE, (here or "",)
+        )
+        assert OriginFinder(lakehouse.nessie, "another", files).find_origin(ref).maker is Maker.ELSEWHERE
         p.settle(run_id)
 
 
@@ -785,17 +787,17 @@ def test_the_runs_of_a_deleted_record_are_reaped_by_their_own_instance_only(
     late = datetime.now(UTC) + 10 * HOUR
     with project(lakehouse, table(namespace)) as p, project(lakehouse, table(namespace)) as q:
         run_id = p.run()
-        branch = branch_name(run_id)
+        branch = run_branch_name(run_id)
 
         def look(instance: dg.DagsterInstance) -> Reaping:
             found = reap_branches(lakehouse, instance, dry_run=True, now=lambda: late)
             return next(one for one in found if one.branch == branch)
 
         assert look(p.instance).reason.code == "awaiting_publication"
-        assert look(q.instance).instance == instance_id(p.instance)
+        assert look(q.instance).instance == load_instance_id(p.instance)
         p.instance.delete_run(run_id)
         assert look(p.instance).action is ReapingAction.DISCARD
         kept = look(q.instance)
-        assert (kept.action, kept.instance) == (ReapingAction.KEEP, instance_id(p.instance))
+        assert (kept.action, kept.instance) == (ReapingAction.KEEP, load_instance_id(p.instance))
     ref = lakehouse.nessie.reference(branch)
     lakehouse.nessie.delete_branch(branch, expected_hash=ref.hash)

@@ -12,7 +12,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.cleanup_jobs import reap_branches
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import Status
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import RunTag
@@ -74,7 +74,7 @@ def test_rows_that_another_client_added_while_the_run_waited_are_not_published(
     lakehouse: Lakehouse, namespace: str, p: Project
 ) -> None:
     run_id = p.run()
-    append(lakehouse, branch_name(run_id), namespace, "t")
+    append(lakehouse, run_branch_name(run_id), namespace, "t")
     refused(p, run_id)
     assert not lakehouse.catalog().table_exists((namespace, "t"))
 
@@ -83,7 +83,7 @@ def test_a_branch_that_lost_the_run_s_commits_is_not_published(
     lakehouse: Lakehouse, namespace: str, p: Project
 ) -> None:
     run_id = p.run()
-    set_back(lakehouse, branch_name(run_id), base_of(p, run_id))
+    set_back(lakehouse, run_branch_name(run_id), base_of(p, run_id))
     refused(p, run_id)
 
 
@@ -94,7 +94,7 @@ def two_assets(lakehouse: Lakehouse, namespace: str, between: list[str]) -> Iter
 
     @dg.asset(key=[namespace, "second"], deps=[first], metadata=FREE)
     def second(context: dg.AssetExecutionContext) -> pl.DataFrame:
-        branch = branch_name(context.run.run_id)
+        branch = run_branch_name(context.run.run_id)
         if "append" in between:
             append(lakehouse, branch, namespace, "first")
         if "set back" in between:
@@ -123,12 +123,12 @@ def test_two_assets_of_one_run_are_published(lakehouse: Lakehouse, namespace: st
 
 def test_a_passed_run_whose_branch_was_deleted_is_reported(lakehouse: Lakehouse, p: Project) -> None:
     run_id = p.run()
-    head = lakehouse.nessie.reference(branch_name(run_id)).hash
-    lakehouse.nessie.delete_branch(branch_name(run_id), expected_hash=head)
-    outcomes = {one.run_id: one for one in p.reconciler().run()}
+    head = lakehouse.nessie.reference(run_branch_name(run_id)).hash
+    lakehouse.nessie.delete_branch(run_branch_name(run_id), expected_hash=head)
+    outcomes = {one.run_id: one for one in p.reconciler().reconcile_branches()}
     assert outcomes[run_id].action is PublicationAction.REFUSED
     assert status(p, run_id) == (Status.REFUSED, False)
-    assert run_id not in {one.run_id for one in p.reconciler().run()}  # once
+    assert run_id not in {one.run_id for one in p.reconciler().reconcile_branches()}  # once
 
 
 @pytest.fixture
@@ -136,9 +136,9 @@ def restored(lakehouse: Lakehouse, p: Project) -> str:
     """A published run whose branch is there again, and whose publication `main` has lost: Nessie was restored."""
     run_id = p.run()
     client = lakehouse.nessie
-    before, head = client.reference(MAIN).hash, client.reference(branch_name(run_id)).hash
+    before, head = client.reference(MAIN).hash, client.reference(run_branch_name(run_id)).hash
     assert p.settle(run_id).action is PublicationAction.PUBLISHED
-    client.create_branch(branch_name(run_id), from_ref=MAIN, from_hash=head)
+    client.create_branch(run_branch_name(run_id), from_ref=MAIN, from_hash=head)
     assign_main(lakehouse, before)
     return run_id
 
@@ -154,7 +154,7 @@ def test_a_published_run_whose_publication_main_lost_is_published_again(
     run = p.instance.get_run_by_id(restored)
     assert run is not None
     assert run.tags[RunTag.PUBLICATION] == outcome.publication
-    assert branch_name(restored) not in p.branches()
+    assert run_branch_name(restored) not in p.branches()
 
 
 @pytest.mark.nessie
@@ -162,7 +162,7 @@ def test_the_reaper_keeps_the_branch_of_a_published_run_whose_publication_main_l
     lakehouse: Lakehouse, p: Project, restored: str
 ) -> None:
     found = {one.branch: one.action for one in reap_branches(lakehouse, p.instance, dry_run=True)}
-    assert found[branch_name(restored)] is ReapingAction.KEEP
+    assert found[run_branch_name(restored)] is ReapingAction.KEEP
     p.settle(restored)
 
 
@@ -197,7 +197,7 @@ def test_rows_from_another_spark_session_are_not_published(
     lakehouse: Lakehouse, namespace: str, p: Project
 ) -> None:
     run_id = p.run()
-    session = lakehouse.spark_session(branch_name(run_id))
+    session = lakehouse.spark_session(run_branch_name(run_id))
     session.sql(f"INSERT INTO nessie.{namespace}.t VALUES (99)")
     session.stop()
     refused(p, run_id)

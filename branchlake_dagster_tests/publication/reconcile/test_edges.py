@@ -19,10 +19,10 @@ from branchlake_dagster.publication import report, unbranched
 from branchlake_dagster.publication.cleanup_jobs import reap_branches
 from branchlake_dagster.publication.ledger import Published
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.publication.parked_runs import ATTEMPTS, give_up, set_aside
-from branchlake_dagster.publication.publisher import publication_branch
-from branchlake_dagster.publication.unbranched import settle_unbranched
-from branchlake_dagster.runs.run_tags import SET_ASIDE
+from branchlake_dagster.publication.parked_runs import MAX_ATTEMPTS, discard_parked_run, iter_parked_runs
+from branchlake_dagster.publication.publisher import publication_branch_name
+from branchlake_dagster.publication.unbranched import judge_unbranched_runs
+from branchlake_dagster.runs.run_tags import PARKED
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
@@ -75,7 +75,7 @@ def test_without_time_left_a_failed_run_is_told_before_its_branch_goes(
         run_id = p.run(ok=False)
         late = p.reconciler()
         late._clock, late._finisher._clock = (lambda: 0.0), (lambda: 100.0)
-        ours(p, late.run(budget_s=30))
+        ours(p, late.reconcile_branches(budget_s=30))
         assert tags(p, run_id)[RunTag.VERDICT] == "failed"
         assert not [name for name in p.branches() if name == f"run-{run_id}"]
 
@@ -98,20 +98,20 @@ def test_an_unbranched_run_in_trouble_is_set_aside_and_given_up_without_touching
 ) -> None:
     with project(direct, free(namespace)) as p:
         run_id = p.run()
-        monkeypatch.setattr(unbranched, "collect", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr(unbranched, "collect_evidence", lambda *_, **__: 1 / 0)
 
         def settle() -> list[PublicationAction]:
-            found = settle_unbranched(p.lake, p.instance, p.graph)
+            found = judge_unbranched_runs(p.lake, p.instance, p.graph)
             return [one.action for one in found]
 
         assert settle() == [PublicationAction.TRY_AGAIN]
         assert settle() == [PublicationAction.WAITING]
-        for attempts in (ATTEMPTS - 1, 60):
+        for attempts in (MAX_ATTEMPTS - 1, 60):
             p.instance.add_run_tags(run_id, {RunTag.ATTEMPTS: str(attempts), RunTag.NEXT_ATTEMPT: "none"})
             assert settle() == [PublicationAction.TRY_AGAIN]
-            assert settle() == [PublicationAction.SET_ASIDE]
-        (one,) = set_aside(p.instance)
-        assert "what it wrote stays" in give_up(p.lake.nessie, p.instance, one)
+            assert settle() == [PublicationAction.PARKED]
+        (one,) = iter_parked_runs(p.instance)
+        assert "what it wrote stays" in discard_parked_run(p.lake.nessie, p.instance, one)
         assert "discarded-main" not in p.branches()
         assert settle() == []
         assert p.rows(namespace, "t") == [{"n": 1}]
@@ -120,29 +120,31 @@ def test_an_unbranched_run_in_trouble_is_set_aside_and_given_up_without_touching
 def test_a_store_that_refuses_old_runs_leaves_time_for_young_ones(
     lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconciler_module, "GROUP", 2)
+    monkeypatch.setattr(reconciler_module, "MAX_BATCH_SIZE", 2)
     with project(lakehouse, free(namespace)) as p:
         first, second, third = (p.run() for _ in range(3))
-        real = assess.collect
+        real = assess.collect_evidence
 
         def refusing(instance: Any, runs: Any, *more: Any, **options: Any) -> Any:
             if runs[-1].run_id in (first, second):
                 raise PermissionError("AccessDenied")
             return real(instance, runs, *more, **options)
 
-        monkeypatch.setattr(assess, "collect", refusing)
+        monkeypatch.setattr(assess, "collect_evidence", refusing)
         clock = Clock()
         for _ in range(3):
             reconciler = p.reconciler(now=clock)
             reconciler._clock = Ticking()
-            ours(p, reconciler.run(budget_s=2.5))
+            ours(p, reconciler.reconcile_branches(budget_s=2.5))
             clock.now += timedelta(seconds=5)
         assert RunTag.PUBLICATION in tags(p, third)
         assert "AccessDenied" in tags(p, first)[RunTag.REASON]
         assert RunTag.ATTEMPTS not in tags(p, first)  # a store that refuses may be mended: it is not counted
-        monkeypatch.setattr(assess, "collect", real)
+        monkeypatch.setattr(assess, "collect_evidence", real)
         clock.now += timedelta(minutes=2)
-        assert {one.action for one in ours(p, p.reconciler(now=clock).run())} == {PublicationAction.PUBLISHED}
+        assert {one.action for one in ours(p, p.reconciler(now=clock).reconcile_branches())} == {
+            PublicationAction.PUBLISHED
+        }
 
 
 def test_a_run_given_up_that_is_on_main_is_told_by_the_next_pass(
@@ -156,11 +158,11 @@ def test_a_run_given_up_that_is_on_main_is_told_by_the_next_pass(
 
         with monkeypatch.context() as patch:
             patch.setattr(report, "report_observations", refuse)
-            ours(p, p.reconciler().run())
-        p.instance.add_run_tags(run_id, {RunTag.NEXT_ATTEMPT: SET_ASIDE})
-        (one,) = set_aside(p.instance)
-        assert "is on main" in give_up(lakehouse.nessie, p.instance, one)
-        (outcome,) = ours(p, p.reconciler().run())
+            ours(p, p.reconciler().reconcile_branches())
+        p.instance.add_run_tags(run_id, {RunTag.NEXT_ATTEMPT: PARKED})
+        (one,) = iter_parked_runs(p.instance)
+        assert "is on main" in discard_parked_run(lakehouse.nessie, p.instance, one)
+        (outcome,) = ours(p, p.reconciler().reconcile_branches())
         assert outcome.action is PublicationAction.PUBLISHED
         assert len(p.observations([namespace, "t"])) == 1
         assert len(p.rows(namespace, "t")) == 1
@@ -184,7 +186,7 @@ def test_one_run_that_spoils_a_shared_state_is_not_the_others_fault(
         monkeypatch.setattr(NessieClient, "commit", refusing)
         done: set[str] = set()
         for _ in range(6):
-            for outcome in ours(p, p.reconciler().run()):
+            for outcome in ours(p, p.reconciler().reconcile_branches()):
                 if outcome.check_run:
                     check_run(p, outcome)
                 if outcome.action is PublicationAction.PUBLISHED:
@@ -198,10 +200,10 @@ def test_a_failed_run_that_is_set_aside_and_reaped_is_listed_no_more(
 ) -> None:
     with project(lakehouse, plain(namespace, "a"), plain(namespace, "b"), failing(namespace)) as p:
         run_id = p.run(ok=False)
-        p.instance.add_run_tags(run_id, {RunTag.NEXT_ATTEMPT: SET_ASIDE, RunTag.ATTEMPTS: str(ATTEMPTS)})
-        assert [one.run_id for one in set_aside(p.instance)] == [run_id]
+        p.instance.add_run_tags(run_id, {RunTag.NEXT_ATTEMPT: PARKED, RunTag.ATTEMPTS: str(MAX_ATTEMPTS)})
+        assert [one.run_id for one in iter_parked_runs(p.instance)] == [run_id]
         list(reap_branches(lakehouse, p.instance))
-        assert list(set_aside(p.instance)) == []
+        assert list(iter_parked_runs(p.instance)) == []
 
 
 @pytest.mark.parametrize("path", ["alone", "serializable", "group"])
@@ -233,7 +235,7 @@ def test_a_state_that_was_merged_by_hand_before_its_checks_is_told_so(
         first, second = run(p, namespace, 6), run(p, namespace, 7)
         p.settle(first)
         asked = p.settle(second)
-        merge(lakehouse, publication_branch(second))
+        merge(lakehouse, publication_branch_name(second))
         if checked:
             check_run(p, asked)
         assert "by hand" in p.settle(second).detail
@@ -264,7 +266,7 @@ def test_a_database_that_is_away_for_one_state_holds_up_nobody_else(
 
         with monkeypatch.context() as patch:
             patch.setattr(type(p.instance), "get_run_records", locked)
-            ours(p, p.reconciler().run())
+            ours(p, p.reconciler().reconcile_branches())
         assert RunTag.PUBLICATION in tags(p, other)
         p.settle(second)
 

@@ -13,10 +13,10 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication import reconciler as reconciler_module
 from branchlake_dagster.publication import report
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.pass_lock import one_pass
-from branchlake_dagster.publication.tick_report import Tick
+from branchlake_dagster.publication.pass_lock import acquire_pass_lock
+from branchlake_dagster.publication.tick_report import TickReport
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
@@ -41,25 +41,25 @@ def outcomes(action: PublicationAction, count: int) -> Iterator[Outcome]:
 
 
 def test_thousands_of_foreign_branches_are_one_clause() -> None:
-    tick = Tick()
+    tick = TickReport()
     assert not any(tick.add(one) for one in outcomes(PublicationAction.UNKNOWN_RUN, 4300))
-    assert tick.message() == (
+    assert tick.format_message() == (
         "Nothing to publish. Of the other branches 4300 belong to no run of this Dagster."
     )
 
 
 def test_a_thousand_publications_are_ten_and_a_number() -> None:
-    tick = Tick()
+    tick = TickReport()
     logged = sum(tick.add(one) for one in outcomes(PublicationAction.PUBLISHED, 1000))
     list(map(tick.add, outcomes(PublicationAction.WAITING, 7)))
     assert logged == 500
-    assert len(tick.message()) < 4000
-    assert "and 990 more, in the log" in tick.message()
-    assert "7 wait or are at work" in tick.message()
+    assert len(tick.format_message()) < 4000
+    assert "and 990 more, in the log" in tick.format_message()
+    assert "7 wait or are at work" in tick.format_message()
 
 
 def test_nothing_at_all() -> None:
-    assert Tick().message() == "Nothing to publish."
+    assert TickReport().format_message() == "Nothing to publish."
 
 
 # -- one at a time ---------------------------------------------------------------------------------------
@@ -71,18 +71,18 @@ def test_one_pass_at_a_time_per_lake(tmp_path: Path) -> None:
     seen: list[bool] = []
 
     def meanwhile() -> None:
-        with one_pass(settings) as mine:
+        with acquire_pass_lock(settings) as mine:
             seen.append(mine)
 
-    with one_pass(settings) as mine, one_pass(other_lake) as theirs:
+    with acquire_pass_lock(settings) as mine, acquire_pass_lock(other_lake) as theirs:
         assert (mine, theirs) == (True, True)
         thread = threading.Thread(target=meanwhile)
         thread.start()
         thread.join()
-        with one_pass(settings) as again:
+        with acquire_pass_lock(settings) as again:
             seen.append(again)
     assert seen == [False, False]
-    with one_pass(settings) as mine:
+    with acquire_pass_lock(settings) as mine:
         assert mine
 
 
@@ -119,18 +119,18 @@ def ours(p: Project, found: Iterator[Outcome]) -> list[Outcome]:
 def test_what_does_not_fit_waits_for_the_next_tick_and_the_oldest_comes_first(
     lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconciler_module, "GROUP", 2)
+    monkeypatch.setattr(reconciler_module, "MAX_BATCH_SIZE", 2)
     with project(lakehouse, free(namespace)) as p:
         ids = [p.run() for _ in range(5)]
         reconciler = p.reconciler()
         reconciler._clock = Ticking()
-        found = ours(p, reconciler.run(budget_s=1.5))
+        found = ours(p, reconciler.reconcile_branches(budget_s=1.5))
         assert [(one.run_id, one.action) for one in found] == [
             (run_id, PublicationAction.PUBLISHED if number < 2 else PublicationAction.WAITING)
             for number, run_id in enumerate(ids)
         ]
         assert {one.detail for one in found[2:]} == {"its turn comes with the next tick"}
-        later = ours(p, p.reconciler().run())
+        later = ours(p, p.reconciler().reconcile_branches())
         assert [(one.run_id, one.action) for one in later] == [
             (i, PublicationAction.PUBLISHED) for i in ids[2:]
         ]
@@ -141,7 +141,7 @@ def test_what_does_not_fit_waits_for_the_next_tick_and_the_oldest_comes_first(
 def test_the_telling_of_many_partitions_goes_on_where_it_stopped(
     lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "_AT_ONCE", 2)
+    monkeypatch.setattr(report, "_BATCH_SIZE", 2)
     names = [f"p{number:02}" for number in range(12)]
 
     @dg.asset(
@@ -161,7 +161,7 @@ def test_the_telling_of_many_partitions_goes_on_where_it_stopped(
             reconciler = p.reconciler()
             reconciler._finisher._clock = Ticking()
             reconciler._clock = lambda: 0.0
-            (outcome,) = ours(p, reconciler.run(budget_s=3.5))
+            (outcome,) = ours(p, reconciler.reconcile_branches(budget_s=3.5))
             assert outcome.action is PublicationAction.PUBLISHED
             told = p.instance.get_run_by_id(run_id)
             assert told is not None
@@ -169,11 +169,11 @@ def test_the_telling_of_many_partitions_goes_on_where_it_stopped(
             if RunTag.PUBLICATION in told.tags:
                 break
             assert told.tags[RunTag.REPORTED] == str(seen[-1])
-            assert branch_name(run_id) in p.branches()
+            assert run_branch_name(run_id) in p.branches()
         assert seen == sorted(set(seen)), "every tick tells some more"
         assert len(seen) > 1
         assert sorted(one.partition or "" for one in p.observations([namespace, "t"])) == names
-        assert branch_name(run_id) not in p.branches()
+        assert run_branch_name(run_id) not in p.branches()
 
 
 # -- checks on whole tables ------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_nine_waiting_runs_share_their_checks(
         done: dict[str, PublicationAction] = {}
         checks = 0
         for _ in range(40):
-            for outcome in ours(p, p.reconciler().run()):
+            for outcome in ours(p, p.reconciler().reconcile_branches()):
                 if outcome.check_run:
                     check_run(p, outcome)
                     checks += 1
@@ -225,7 +225,7 @@ def test_a_check_run_that_takes_too_long_is_given_up_and_made_again(
         assert "waits for its checks" in p.settle(second).detail
         settings = lakehouse.settings.model_copy(update={"recheck_timeout_min": 0.0001})
         lake = Lakehouse(settings)
-        again = reconciler_module.Reconciler.of(lake, p.instance, p.graph).run_one(second)
+        again = reconciler_module.Reconciler.from_lake(lake, p.instance, p.graph).reconcile_run(second)
         assert again is not None
         assert again.check_run is not None
         assert again.check_run.key.endswith("/1")
@@ -246,15 +246,15 @@ def test_the_sensor_leaves_a_lake_alone_on_which_another_pass_is_at_work(
         run_id = p.run()
         repository = p.definitions.get_repository_def()
         sensor = repository.get_sensor_def("publication_sensor")
-        resource = LakehouseResource.of(lakehouse.settings)
+        resource = LakehouseResource.from_settings(lakehouse.settings)
         with dg.build_sensor_context(
             instance=p.instance, repository_def=repository, resources={"lakehouse": resource}
         ) as context:
-            with one_pass(lakehouse.settings):
+            with acquire_pass_lock(lakehouse.settings):
                 assert "Another pass" in (sensor.evaluate_tick(context).skip_message or "")
-            assert branch_name(run_id) in p.branches()
+            assert run_branch_name(run_id) in p.branches()
             assert "published" in (sensor.evaluate_tick(context).skip_message or "")
-        assert branch_name(run_id) not in p.branches()
+        assert run_branch_name(run_id) not in p.branches()
 
 
 def test_the_sensor_publishes_beside_a_pass_that_stands_still(lakehouse: Lakehouse, namespace: str) -> None:
@@ -262,14 +262,14 @@ def test_the_sensor_publishes_beside_a_pass_that_stands_still(lakehouse: Lakehou
         run_id = p.run()
         repository = p.definitions.get_repository_def()
         sensor = repository.get_sensor_def("publication_sensor")
-        resource = LakehouseResource.of(lakehouse.settings)
+        resource = LakehouseResource.from_settings(lakehouse.settings)
         with (
             dg.build_sensor_context(
                 instance=p.instance, repository_def=repository, resources={"lakehouse": resource}
             ) as context,
-            one_pass(lakehouse.settings, now=lambda: 0.0) as standing,
+            acquire_pass_lock(lakehouse.settings, now=lambda: 0.0) as standing,
         ):
             assert standing
             sensor.evaluate_tick(context)
-        assert branch_name(run_id) not in p.branches()
+        assert run_branch_name(run_id) not in p.branches()
         assert p.rows(namespace, "t") == [{"n": 1}]

@@ -8,10 +8,10 @@ import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.publisher import publication_branch
+from branchlake_dagster.publication.publisher import publication_branch_name
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import AssetMetadata, RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
@@ -48,7 +48,7 @@ def run(p: Project, namespace: str, n: int) -> str:
 def check_run(p: Project, outcome: Outcome) -> str:
     """Launch what the sensor asks for, as the daemon would."""
     assert outcome.check_run is not None
-    request = outcome.check_run.request()
+    request = outcome.check_run.to_run_request()
     job = p.definitions.resolve_implicit_global_asset_job_def()
     subset = job.get_subset(asset_selection=set(), asset_check_selection=set(request.asset_check_keys or []))
     result = subset.execute_in_process(instance=p.instance, tags=dict(request.tags), raise_on_error=False)
@@ -71,13 +71,15 @@ def test_a_rebased_table_is_checked_again_before_it_is_published(
         assert asked.action is PublicationAction.CHECKING
         assert f"total on {namespace}/t" in asked.detail
         assert rows(p, namespace) == [1, 2]
-        assert publication_branch(second) in p.branches()
+        assert publication_branch_name(second) in p.branches()
         assert p.settle(second).check_run == asked.check_run  # asked again until it runs
         checks = check_run(p, asked)
         done = p.settle(second)
         assert done.action is PublicationAction.PUBLISHED, done
         assert rows(p, namespace) == [1, 2, 3]
-        assert {publication_branch(second), branch_name(second), branch_name(checks)}.isdisjoint(p.branches())
+        assert {publication_branch_name(second), run_branch_name(second), run_branch_name(checks)}.isdisjoint(
+            p.branches()
+        )
 
 
 def test_a_rebased_table_that_fails_its_check_is_refused(lakehouse: Lakehouse, namespace: str) -> None:
@@ -94,7 +96,7 @@ def test_a_rebased_table_that_fails_its_check_is_refused(lakehouse: Lakehouse, n
         names = (checks, f"total on {namespace}/t", "sum is 14, at most 10")
         assert [name for name in names if name not in refused.detail] == []
         assert rows(p, namespace) == [1, 6]
-        assert {publication_branch(second), branch_name(second)}.isdisjoint(p.branches())
+        assert {publication_branch_name(second), run_branch_name(second)}.isdisjoint(p.branches())
 
 
 def test_main_moves_again_while_the_checks_run(lakehouse: Lakehouse, namespace: str) -> None:
@@ -105,7 +107,7 @@ def test_main_moves_again_while_the_checks_run(lakehouse: Lakehouse, namespace: 
         p.settle(first)
         asked = p.settle(second)
         # A third one waits: otherwise a busy table would move away under every check.
-        outcomes = {o.run_id: o for o in p.reconciler().run()}
+        outcomes = {o.run_id: o for o in p.reconciler().reconcile_branches()}
         assert outcomes[third].action is PublicationAction.WAITING
         assert second in outcomes[third].detail
         # Somebody else changes the table all the same.
@@ -172,7 +174,7 @@ def test_the_sensor_asks_for_the_checks_and_nothing_else(lakehouse: Lakehouse, n
         with dg.build_sensor_context(
             instance=p.instance,
             repository_def=repository,
-            resources={"lakehouse": LakehouseResource.of(lakehouse.settings)},
+            resources={"lakehouse": LakehouseResource.from_settings(lakehouse.settings)},
         ) as context:
             data = repository.get_sensor_def("publication_sensor").evaluate_tick(context)
         (request,) = data.run_requests or []
@@ -185,7 +187,7 @@ def test_a_run_that_repeats_checks_beats(lakehouse: Lakehouse, namespace: str) -
     """Publications wait for it: without a heartbeat nobody would learn of its death."""
     asset = appending(namespace)
     beating: list[str] = []
-    store = HeartbeatStore.of(lakehouse.settings)
+    store = HeartbeatStore.from_settings(lakehouse.settings)
 
     @dg.asset_check(asset=asset)
     def watched(context: dg.AssetCheckExecutionContext, appended: pl.DataFrame) -> dg.AssetCheckResult:
@@ -201,6 +203,6 @@ def test_a_run_that_repeats_checks_beats(lakehouse: Lakehouse, namespace: str) -
         first, second = run(p, namespace, 2), run(p, namespace, 3)
         p.settle(first)
         checks = check_run(p, p.settle(second))
-        assert beating == [branch_name(checks)]
-        assert branch_name(checks) not in p.branches()
+        assert beating == [run_branch_name(checks)]
+        assert run_branch_name(checks) not in p.branches()
         assert p.settle(second).action is PublicationAction.PUBLISHED

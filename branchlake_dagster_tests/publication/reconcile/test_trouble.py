@@ -21,9 +21,9 @@ from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication import assessment as assess
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.parked_runs import ATTEMPTS
-from branchlake_dagster.runs.run_branch import branch_name
-from branchlake_dagster.runs.run_tags import SET_ASIDE
+from branchlake_dagster.publication.parked_runs import MAX_ATTEMPTS
+from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import PARKED
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
@@ -57,12 +57,12 @@ def one_pass(p: Project, clock: Clock | None = None) -> dict[str, Outcome]:
     """The outcomes of this project's runs."""
     ours = {run.run_id for run in p.instance.get_runs()}
     reconciler = p.reconciler(now=clock) if clock else p.reconciler()
-    return {outcome.run_id: outcome for outcome in reconciler.run() if outcome.run_id in ours}
+    return {outcome.run_id: outcome for outcome in reconciler.reconcile_branches() if outcome.run_id in ours}
 
 
 def metadata_file(p: Project, run_id: str, namespace: str, name: str = "t") -> Path:
     """Where the run's branch says the table is."""
-    table = p.lake.catalog(branch_name(run_id)).load_table((namespace, name))
+    table = p.lake.catalog(run_branch_name(run_id)).load_table((namespace, name))
     return Path(table.metadata_location.removeprefix("file://"))
 
 
@@ -105,22 +105,22 @@ def test_it_is_tried_later_and_later_and_then_set_aside(
 ) -> None:
     p, _, broken, _ = three
     pauses = []
-    for attempt in range(1, ATTEMPTS + 1):
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         assert one_pass(p, clock)[broken].action is PublicationAction.TRY_AGAIN
         tags = run_of(p, broken).tags
         assert tags[RunTag.ATTEMPTS] == str(attempt)
         assert tags[RunTag.REASON]
-        if attempt < ATTEMPTS:
+        if attempt < MAX_ATTEMPTS:
             assert one_pass(p, clock)[broken].action is PublicationAction.WAITING
             due = datetime.fromisoformat(tags[RunTag.NEXT_ATTEMPT])
             pauses.append(round((due - clock.now).total_seconds() / 5))
             clock.now = due
-    assert pauses == [2**n for n in range(ATTEMPTS - 1)]
+    assert pauses == [2**n for n in range(MAX_ATTEMPTS - 1)]
     clock.now += timedelta(days=1)
-    assert one_pass(p, clock)[broken].action is PublicationAction.SET_ASIDE
+    assert one_pass(p, clock)[broken].action is PublicationAction.PARKED
     log = p.instance.all_logs(broken)
     assert any(f"branchlake set-aside retry {broken}" in entry.message for entry in log)
-    assert branch_name(broken) in p.branches()
+    assert run_branch_name(broken) in p.branches()
 
 
 def run_of(p: Project, run_id: str) -> dg.DagsterRun:
@@ -146,7 +146,7 @@ def command(p: Project, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 def aside(three: tuple[Project, str, str, str], clock: Clock) -> tuple[Project, str]:
     p, _, broken, _ = three
     one_pass(p, clock)
-    p.instance.add_run_tags(broken, {RunTag.NEXT_ATTEMPT: SET_ASIDE})
+    p.instance.add_run_tags(broken, {RunTag.NEXT_ATTEMPT: PARKED})
     return p, broken
 
 
@@ -156,13 +156,13 @@ def test_the_command_lists_and_retries(
     p, broken = aside
     with command(p, monkeypatch) as branchlake:
         (told,) = json.loads(branchlake("set-aside", "--json").output)
-        assert (told["run_id"], told["branch"], told["attempts"]) == (broken, branch_name(broken), 1)
+        assert (told["run_id"], told["branch"], told["attempts"]) == (broken, run_branch_name(broken), 1)
         assert told["reason"]
         assert broken[:8] in branchlake("set-aside").output
         wrong = branchlake("set-aside", "retry", "nobody")
         assert (wrong.exit_code, "nobody" in wrong.output) == (1, True)
         assert branchlake("set-aside", "retry", broken[:13]).exit_code == 0
-    (content,) = p.lake.nessie.contents(branch_name(broken), [ContentKey([namespace, "t"])]).values()
+    (content,) = p.lake.nessie.contents(run_branch_name(broken), [ContentKey([namespace, "t"])]).values()
     assert isinstance(content, IcebergTable)
     location = Path(content.metadata_location.removeprefix("file://"))
     kept(location).rename(location)  # somebody has put the file back meanwhile
@@ -178,7 +178,7 @@ def test_the_command_ends_it(aside: tuple[Project, str], monkeypatch: pytest.Mon
         done = branchlake("set-aside", "end", broken)
         assert (done.exit_code, broken[:8] in done.output) == (0, True)
         assert json.loads(branchlake("set-aside", "--json").output) == []
-    assert branch_name(broken) not in p.branches()
+    assert run_branch_name(broken) not in p.branches()
     tags = run_of(p, broken).tags
     assert tags[RunTag.VERDICT] == "blocked"
     assert tags[RunTag.REASON].startswith("Given up by hand")
@@ -192,7 +192,7 @@ def test_an_error_of_any_class_is_the_runs_own(
 ) -> None:
     with project(lakehouse, appending(namespace)) as p:
         one, bad, other = (p.run() for _ in range(3))
-        real = assess.collect
+        real = assess.collect_evidence
 
         def failing(instance: Any, runs: Any, *more: Any, **options: Any) -> Any:
             if runs[-1].run_id == bad:
@@ -200,7 +200,7 @@ def test_an_error_of_any_class_is_the_runs_own(
             return real(instance, runs, *more, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(assess, "collect", failing)
+            patch.setattr(assess, "collect_evidence", failing)
             found = one_pass(p)
         assert [found[run_id].action for run_id in (one, bad, other)] == [
             PublicationAction.PUBLISHED,

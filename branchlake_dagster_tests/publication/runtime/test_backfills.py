@@ -61,7 +61,7 @@ def test_what_was_blocked_is_among_what_failed(lakehouse: Lakehouse, namespace: 
             closed(p, t.key, number)
         clock = [NOW]
         watch = BackfillWatch(lambda: clock[0])
-        (told,) = watch.look(p.instance, p.graph)
+        (told,) = watch.fail_unpublished(p.instance, p.graph)
         assert told.startswith("Backfill blocked: 1 partition of it is not on main")
         found = p.instance.get_backfill("blocked")
         assert found.status is BulkActionStatus.COMPLETED_FAILED
@@ -69,9 +69,9 @@ def test_what_was_blocked_is_among_what_failed(lakehouse: Lakehouse, namespace: 
         assert data.failed_and_downstream_subset.get_partitions_subset(t.key).get_partition_keys() == {"tue"}
         assert data.materialized_subset.get_partitions_subset(t.key).get_partition_keys() == {"mon"}
         assert p.instance.get_backfill("published").status is BulkActionStatus.COMPLETED_SUCCESS
-        assert list(watch.look(p.instance, p.graph)) == []
+        assert list(watch.fail_unpublished(p.instance, p.graph)) == []
         clock[0] += timedelta(minutes=1)
-        assert list(watch.look(p.instance, p.graph)) == []
+        assert list(watch.fail_unpublished(p.instance, p.graph)) == []
 
 
 def test_a_backfill_that_cannot_be_read_holds_nothing_up(
@@ -86,6 +86,6 @@ def test_a_backfill_that_cannot_be_read_holds_nothing_up(
 
     with project(lakehouse, t) as p:
         closed(p, t.key, "broken")
-        monkeypatch.setattr(backfills, "_fail_unpublished", broken)
-        (told,) = BackfillWatch(lambda: NOW).look(p.instance, p.graph)
+        monkeypatch.setattr(backfills, "_fail_if_unpublished", broken)
+        (told,) = BackfillWatch(lambda: NOW).fail_unpublished(p.instance, p.graph)
         assert told == "Backfill broken could not be looked at: ValueError: its partitions are gone"

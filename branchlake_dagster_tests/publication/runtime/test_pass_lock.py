@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.publication.pass_lock import longest_pass_s, one_pass, pass_holder
+from branchlake_dagster.publication.pass_lock import acquire_pass_lock, longest_pass_s, read_pass_holder
 from branchlake_dagster.settings import Settings
 
 HOLD = """
 import sys
 from pathlib import Path
-from branchlake_dagster.publication.pass_lock import one_pass
+from branchlake_dagster.publication.pass_lock import acquire_pass_lock
 from branchlake_dagster.settings import Settings
-with one_pass(Settings(state_dir=Path(sys.argv[1]))) as mine:
+with acquire_pass_lock(Settings(state_dir=Path(sys.argv[1]))) as mine:
     print(mine, flush=True)
     sys.stdin.read()
 """
@@ -56,17 +56,17 @@ def later(settings: Settings) -> float:
 
 
 def test_the_lock_records_its_holder(settings: Settings) -> None:
-    assert pass_holder(settings) is None
-    with one_pass(settings, now=lambda: 5.0):
-        holder = pass_holder(settings)
+    assert read_pass_holder(settings) is None
+    with acquire_pass_lock(settings, now=lambda: 5.0):
+        holder = read_pass_holder(settings)
     assert holder is not None
     assert (holder.pid, holder.since) == (os.getpid(), 5.0)
 
 
 def test_a_pass_that_works_is_waited_for(settings: Settings, stopped: subprocess.Popen[str]) -> None:
-    with one_pass(settings) as mine:
+    with acquire_pass_lock(settings) as mine:
         assert not mine
-    holder = pass_holder(settings)
+    holder = read_pass_holder(settings)
     assert holder is not None
     assert holder.pid == stopped.pid
 
@@ -74,25 +74,25 @@ def test_a_pass_that_works_is_waited_for(settings: Settings, stopped: subprocess
 def test_later_passes_go_on_beside_one_that_stands_still(
     settings: Settings, stopped: subprocess.Popen[str]
 ) -> None:
-    with one_pass(settings, now=lambda: later(settings)) as mine:
+    with acquire_pass_lock(settings, now=lambda: later(settings)) as mine:
         assert mine
-        with one_pass(settings, now=lambda: later(settings)) as third:
+        with acquire_pass_lock(settings, now=lambda: later(settings)) as third:
             assert not third  # one at a time still
         stopped.send_signal(signal.SIGCONT)
         stopped.communicate("")
-        with one_pass(settings, now=lambda: later(settings)) as fourth:
+        with acquire_pass_lock(settings, now=lambda: later(settings)) as fourth:
             assert not fourth  # the end of the stopped pass frees nothing
-    with one_pass(settings) as fifth:
+    with acquire_pass_lock(settings) as fifth:
         assert fifth
 
 
 def test_a_holder_without_a_record_is_as_old_as_its_file(settings: Settings) -> None:
-    with one_pass(settings) as mine:
+    with acquire_pass_lock(settings) as mine:
         assert mine
         (lock,) = (settings.state_dir / "run").glob("publication-*.lock")
         lock.write_bytes(b"")
-        with one_pass(settings) as young:
+        with acquire_pass_lock(settings) as young:
             assert not young
         os.utime(lock, (0, 0))
-        with one_pass(settings) as beside:
+        with acquire_pass_lock(settings) as beside:
             assert beside

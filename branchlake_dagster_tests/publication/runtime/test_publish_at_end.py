@@ -14,12 +14,12 @@ import pytest
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.publication import publish_at_end
-from branchlake_dagster.publication.ledger import publications
+from branchlake_dagster.publication.ledger import iter_publications
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.publish_at_end import LEFT_TO_SENSOR
 from branchlake_dagster.publication.publisher import Publisher
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.runs.run_branch import branch_name
+from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
@@ -65,7 +65,7 @@ def dagsters_command(name: str) -> Iterator[None]:
 
 def reconciler(lakehouse: Lakehouse, instance: dg.DagsterInstance) -> Reconciler:
     graph = publish_at_end_project.defs.get_repository_def().asset_graph
-    return Reconciler.of(lakehouse, instance, graph)
+    return Reconciler.from_lake(lakehouse, instance, graph)
 
 
 def times(lakehouse: Lakehouse, token: int) -> int:
@@ -85,36 +85,36 @@ def test_a_run_publishes_itself(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with dagsters_command("execute_run"):
-        publish_at_end._say_on_command_line("a run worker says nothing")
+        publish_at_end._print_on_command_line("a run worker says nothing")
     with dagsters_command("materialize"), instance() as store, run(store) as result:
         assert result.success
         said = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("Run ", "a run"))]
-        assert said == [publish_at_end.format_fate(outcome_of(store, result.run_id))]
+        assert said == [publish_at_end.format_run_outcome(outcome_of(store, result.run_id))]
         assert times(lakehouse, token) == 1
         found = store.get_run_by_id(result.run_id)
         assert found is not None
-        (entry,) = [p for p in publications(lakehouse.nessie, limit=5) if p.run_id == result.run_id]
+        (entry,) = [p for p in iter_publications(lakehouse.nessie, limit=5) if p.run_id == result.run_id]
         assert found.tags[RunTag.PUBLICATION] == entry.hash
-        assert reconciler(lakehouse, store).run_one(result.run_id) is None
+        assert reconciler(lakehouse, store).reconcile_run(result.run_id) is None
 
 
 def outcome_of(store: dg.DagsterInstance, run_id: str) -> Outcome:
     found = store.get_run_by_id(run_id)
     assert found is not None
     action, publication = PublicationAction.PUBLISHED, found.tags[RunTag.PUBLICATION]
-    return Outcome(branch_name(run_id), run_id, action, "", None, publication)
+    return Outcome(run_branch_name(run_id), run_id, action, "", None, publication)
 
 
 @pytest.mark.parametrize("action", [*PublicationAction])
 def test_the_line_names_the_run_and_what_to_look_at(action: PublicationAction) -> None:
     reasons = "check positive on t failed.\nMore lines"
-    told = publish_at_end.format_fate(Outcome("run-1", "1234", action, reasons, next_step=""))
+    told = publish_at_end.format_run_outcome(Outcome("run-1", "1234", action, reasons, next_step=""))
     assert "1234" in told
     assert "\n" not in told
     assert "branchlake status" in told or action is PublicationAction.DISCARDED
     if action is PublicationAction.BLOCKED:
         rows = Outcome("run-1", "1234", action, reasons, next_step="Look at the rows: branchlake sql.")
-        assert publish_at_end.format_fate(rows).endswith("branchlake sql.")
+        assert publish_at_end.format_run_outcome(rows).endswith("branchlake sql.")
 
 
 def test_a_blocked_run_fails_and_says_why(
@@ -145,7 +145,7 @@ def test_what_the_run_could_not_do_the_sensor_does(
             told = [event.message for event in result.all_events if LEFT_TO_SENSOR in (event.message or "")]
             assert len(told) == 1
             patch.undo()
-            outcome = reconciler(lakehouse, store).run_one(result.run_id)
+            outcome = reconciler(lakehouse, store).reconcile_run(result.run_id)
             assert outcome is not None
             assert outcome.action is PublicationAction.PUBLISHED
             assert times(lakehouse, token) == 1
@@ -160,12 +160,12 @@ def test_an_error_of_any_class_leaves_a_passed_run_to_the_sensor(
         raise OSError(30, "Read-only file system")
 
     with environment.context() as patch, instance() as store:
-        patch.setattr("branchlake_dagster.publication.publish_at_end.one_pass", read_only)
+        patch.setattr("branchlake_dagster.publication.publish_at_end.acquire_pass_lock", read_only)
         with run(store) as result:
             assert result.success
             told = [event.message for event in result.all_events if LEFT_TO_SENSOR in (event.message or "")]
             assert "Read-only file system" in str(told)
-            outcome = reconciler(lakehouse, store).run_one(result.run_id)
+            outcome = reconciler(lakehouse, store).reconcile_run(result.run_id)
             assert outcome is not None
             assert outcome.action is PublicationAction.PUBLISHED
             assert times(lakehouse, token) == 1
@@ -189,12 +189,12 @@ def test_a_run_that_died_after_its_publication_is_told_as_published(
         (found,) = store.get_runs()
         if not found.is_finished:
             store.report_run_failed(found)
-        outcome = reconciler(lakehouse, store).run_one(found.run_id)
+        outcome = reconciler(lakehouse, store).reconcile_run(found.run_id)
         assert outcome is not None
         assert outcome.action is PublicationAction.PUBLISHED
         assert outcome.publication is not None
         assert times(lakehouse, token) == 1
-        assert branch_name(found.run_id) not in {ref.name for ref in lakehouse.nessie.references()}
+        assert run_branch_name(found.run_id) not in {ref.name for ref in lakehouse.nessie.references()}
 
 
 def test_the_run_and_the_sensor_race_to_one_publication(
@@ -212,7 +212,7 @@ def test_the_run_and_the_sensor_race_to_one_publication(
             def publish(inside: bool) -> None:
                 mine = reconciler(lakehouse, store)
                 barrier.wait()
-                outcome = mine.publish_now(found) if inside else mine.run_one(found.run_id)
+                outcome = mine.publish_now(found) if inside else mine.reconcile_run(found.run_id)
                 if inside or (outcome and outcome.detail != "another publisher was faster"):
                     outcomes.append(outcome)
 
@@ -226,7 +226,7 @@ def test_the_run_and_the_sensor_race_to_one_publication(
             assert told <= {PublicationAction.PUBLISHED, PublicationAction.TRY_AGAIN}
             assert len({o.publication for o in outcomes if o and o.publication}) == 1
             assert times(lakehouse, token) == 1
-            entries = [p for p in publications(lakehouse.nessie, limit=10) if p.run_id == result.run_id]
+            entries = [p for p in iter_publications(lakehouse.nessie, limit=10) if p.run_id == result.run_id]
             assert len(entries) == 1
 
 
@@ -251,7 +251,7 @@ def test_a_publication_that_does_not_end_is_left_to_the_sensor(
                 assert asked.wait(60), "the thread that was left would publish by itself later"
         assert times(lakehouse, token) == 0
         answers.set()
-        outcome = reconciler(lakehouse, store).run_one(run_id)
+        outcome = reconciler(lakehouse, store).reconcile_run(run_id)
         assert outcome is not None
         assert outcome.action is PublicationAction.PUBLISHED
         assert times(lakehouse, token) == 1

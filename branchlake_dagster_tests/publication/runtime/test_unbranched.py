@@ -8,8 +8,8 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.unbranched import settle_unbranched
-from branchlake_dagster.runs.run_branch import FALLING_BACK
+from branchlake_dagster.publication.unbranched import judge_unbranched_runs
+from branchlake_dagster.runs.run_branch import FALLBACK_WARNING
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
@@ -41,7 +41,7 @@ def checked(namespace: str, *, passed: bool) -> tuple[dg.AssetsDefinition, dg.As
 
 
 def settle(p: Project) -> list[Outcome]:
-    return list(settle_unbranched(p.lake, p.instance, p.graph))
+    return list(judge_unbranched_runs(p.lake, p.instance, p.graph))
 
 
 def test_a_run_without_a_branch_writes_to_main_and_says_so(
@@ -50,7 +50,7 @@ def test_a_run_without_a_branch_writes_to_main_and_says_so(
     with project(lake, *checked(namespace, passed=True)) as p:
         run_id = p.run()
         assert p.rows(namespace, "t") == [{"n": 1}]
-        assert FALLING_BACK in capfd.readouterr().err
+        assert FALLBACK_WARNING in capfd.readouterr().err
         run = p.instance.get_run_by_id(run_id)
         assert (run.tags[RunTag.BRANCH], run.tags[RunTag.UNBRANCHED]) == ("main", "true")
         (outcome,) = settle(p)
