@@ -1,4 +1,4 @@
-"""One branch and its run: whether it is over, and whether it may be published."""
+"""The assessment of one run branch: whether its run has ended, and whether the branch may be published."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ from branchlake_dagster.runs.run_tags import (
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
 
-NO_TABLE_CHANGED = "the run changed no table"
-"""Why a run that succeeded is discarded."""
+NO_TABLE_CHANGED = "the run did not change any table"
+"""The reason for discarding the branch of a successful run without changes."""
 
 
 @dataclass(frozen=True)
 class AssessedRun:
-    """A finished run and the gate's word on it. `branch` is at the hash that was judged."""
+    """A finished run with the gate's decision. `branch` is at the hash that was judged.
+
+    `reason` says why the run is not published; None if the verdict explains it or the run may be published.
+    `start_time` is in seconds of the assessor's clock.
+    """
 
     run: DagsterRun
     branch: Reference
@@ -47,18 +51,18 @@ class AssessedRun:
     action: PublicationAction
     start_time: float
     already_published: Published | None = None
-    """What the ledger has of it already: an earlier publisher died before it could tell."""
+    """The publication that `main` already holds, if an earlier publisher stopped before it reported it."""
     base_hash: str = ""
     was_claimed: bool = False
-    """Whether some publisher was here before."""
+    """Whether a publisher had claimed the branch before."""
 
 
 class Assessor:
-    """Looks at branches with the gate's eyes.
+    """Reads a run branch and its run, and applies the rules of the gate.
 
-    `already_published` looks for a branch on `main`, by name, base hash and head; `read_metadata` reads a
-    table metadata file, `is_on_main` returns whether a commit is in `main`'s history; the rest as for the
-    `Reconciler`.
+    `find_publication(branch, base_hash, head_hash)` searches `main` for the publication of a branch.
+    `read_metadata` reads a table metadata file and returns None if the file does not exist. `is_on_main`
+    returns whether `main`'s history contains a commit. The other arguments are those of the `Reconciler`.
     """
 
     def __init__(
@@ -85,13 +89,16 @@ class Assessor:
     def assess(
         self, branch_name: str, run: DagsterRun, *, all_steps_succeeded: bool = False
     ) -> Outcome | AssessedRun:
-        """The verdict on an ended run and its branch `branch_name`, or the outcome where there is none to be found.
+        """Return the assessed run, or an outcome if the branch needs no verdict in this pass.
 
-        `all_steps_succeeded`: the run has not, and says of itself that all its steps have succeeded.
+        An outcome is returned if the run was judged before, if its base is unknown, or if another publisher
+        has finished the branch. Set `all_steps_succeeded` when the run itself calls this at its end: Dagster
+        does not show it as finished yet, but all its steps have succeeded. The branch of a successful run is
+        claimed first.
         """
         start_time = self._clock()
         try:
-            # Dagster copies tags: a retry that opened no branch has its parent's verdict among its own.
+            # Dagster copies tags to a retry: one that opened no branch still has the verdict of its parent.
             if is_opened_by(run.tags, run.run_id) and is_judged(run.tags, branch_name):
                 branch = self._client.reference(branch_name)
                 if not self._is_publication_lost(run, branch):
@@ -99,14 +106,14 @@ class Assessor:
             base_hash = find_recorded_base(run.tags, branch_name) or self._find_common_ancestor(branch_name)
             if base_hash is None:
                 return Outcome(
-                    branch_name, run.run_id, PublicationAction.TRY_AGAIN, "its base hash is unknown"
+                    branch_name, run.run_id, PublicationAction.TRY_AGAIN, "the branch's base hash is unknown"
                 )
-            # The head is read only here, when the run is known to have ended: a listing may be older than its
-            # last write, and half a run was published once.
+            # Read the head only now, because the run has ended. A listing of branches can be older than the
+            # run's last write; half a run was published once for that reason.
             diff = self._client.diff_at(f"@{base_hash}", branch_name)
         except ReferenceNotFound:
             if self._client.has_reference(branch_name):
-                raise  # it is the base that is gone
+                raise  # the base commit does not exist any more
             return Outcome(branch_name, run.run_id, PublicationAction.WAITING, "another publisher was faster")
         branch, changes = diff.to_reference, diff.entries
         if run.is_success or all_steps_succeeded:
@@ -116,7 +123,7 @@ class Assessor:
                 changes = load_write_set(self._client, base_hash, branch)
         else:
             was_claimed = is_claimed(self._client, branch_name)
-        # A publisher that has claimed it may have published it and died, inside the run too.
+        # A publisher that claimed the branch, also one inside the run, may have stopped after publishing it.
         already_published = (
             self._find_publication(branch_name, base_hash, branch.hash) if was_claimed else None
         )
@@ -126,29 +133,34 @@ class Assessor:
         return replace(assessed, was_claimed=was_claimed)
 
     def _is_publication_lost(self, run: DagsterRun, branch: Reference) -> bool:
-        """Whether Dagster calls the run published and `main` does not hold the publication.
+        """Return whether Dagster shows the run as published while `main` does not hold the publication.
 
-        Nessie was restored from an older copy, or lost its last commits in a power cut, or `main` was set
-        back. The branch is then the only place that holds the run's rows.
+        This happens if Nessie was restored from an older copy, lost its last commits in a power cut, or if
+        `main` was set back. Then only the branch holds the run's rows.
         """
         publication = find_publication(run.tags, branch.name)
         return publication is not None and not self._is_on_main(publication)
 
     def _finish_judged(self, run: DagsterRun, branch: Reference) -> Outcome:
-        """A branch whose verdict was told already: only its deletion was missed, or it is kept."""
+        """Finish a branch whose verdict was already reported.
+
+        It still exists because its deletion was interrupted, or because it is kept for debugging.
+        """
         if publication := find_publication(run.tags, branch.name):
             end_branch_and_claim(self._client, branch, keep_data=True)
             return Outcome(
-                branch.name, run.run_id, PublicationAction.PUBLISHED, "told before", None, publication
+                branch.name, run.run_id, PublicationAction.PUBLISHED, "reported before", None, publication
             )
         if run.tags.get(RunTag.STATUS) in FAILING_STATUSES:
-            # It was told so from inside the run, which could not hear it any more and ended well.
+            # The refusal was reported from inside the run, too late to fail it: the run ended as a success.
             fail_unpublished_run(self._instance, run.run_id, run.tags.get(RunTag.REASON, ""))
         if hours := find_keep_failed_hours(run.tags, run.run_id, self._settings):
             detail = f"not published, kept for debugging for {hours:g} h after its end"
             return Outcome(branch.name, run.run_id, PublicationAction.KEPT, detail)
         end_branch_and_claim(self._client, branch, keep_data=False)
-        return Outcome(branch.name, run.run_id, PublicationAction.DISCARDED, "its verdict was told before")
+        return Outcome(
+            branch.name, run.run_id, PublicationAction.DISCARDED, "its verdict was reported before"
+        )
 
     def _find_common_ancestor(self, branch_name: str) -> str | None:
         metadata = self._client.reference(branch_name, fetch_metadata=True).metadata
@@ -224,7 +236,7 @@ class Assessor:
     def _find_changed_columns(
         self, changes: Sequence[DiffEntry], frozen_tables: frozenset[str]
     ) -> dict[str, tuple[str, ...]]:
-        """The columns that a run changed, by table. Reads two files for each frozen table that it wrote."""
+        """Return the columns that a run changed, by table. Reads two metadata files per frozen table."""
         changed_columns: dict[str, tuple[str, ...]] = {}
         for entry in changes:
             before, after = entry.from_content, entry.to_content
@@ -238,7 +250,7 @@ class Assessor:
         columns: list[dict[str, str]] = []
         for table in (before, after):
             metadata = self._read_metadata(table.metadata_location)
-            if metadata is None:  # the publisher names the missing file
+            if metadata is None:  # the publisher reports the missing file
                 return ()
             columns.append({field.name: str(field.field_type) for field in metadata.schema().fields})
         old, new = columns
@@ -252,7 +264,10 @@ class Assessor:
         evidence: RunEvidence,
         runs: Sequence[DagsterRun],
     ) -> str | None:
-        """Why the branch is not exactly what its runs wrote; None if it is. Costs one request to Nessie."""
+        """Return why the branch is not exactly what its runs wrote; None if it is.
+
+        Costs one request to Nessie, and reads of metadata files only for commits by Spark.
+        """
         entries: list[LogEntry] = []
         if branch.hash != base_hash:
             try:

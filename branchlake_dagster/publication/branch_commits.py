@@ -1,4 +1,4 @@
-"""Whether a run's branch holds exactly what its runs wrote: no foreign, missing or late commit."""
+"""The check that a run's branch holds exactly what its runs wrote: no foreign, missing or late commit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from branchlake_dagster.runs.added_snapshots import (
 from branchlake_dagster.stored_names import LakeProperty
 
 _CLIENT_PROPERTY = "application-type"
-"""Property of commits by Iceberg's Java client, which accepts no properties of its caller."""
+"""The commit property of Iceberg's Java client, which cannot attach properties of its caller."""
 
 
 @dataclass(frozen=True)
 class BranchCommits:
-    """The commits of a run's branch since its base, and who may have made them.
+    """The commits of a run's branch since its base, and the runs that may have made them.
 
     Args:
         branch (str): The branch's name.
@@ -41,15 +41,18 @@ class BranchCommits:
     run_ids: Collection[str]
 
     def find_objection(self, read_metadata: ReadMetadata) -> str | None:
-        """Why the branch is not exactly what its runs wrote, as a clause; None if it is.
+        """Return why the branch is not exactly what its runs wrote, as a clause; None if it is.
 
-        Three things must hold. Every recorded head is on the branch: otherwise the branch was set back, or
-        Nessie was restored from an older copy. Every commit is one of the runs', by its properties or, for
-        Spark, by the summaries of the snapshots that it added. The newest commit was recorded: no check saw a
-        later one.
+        Three conditions must hold:
 
-        `read_metadata` is only called for Spark's commits that add a snapshot. A commit of Spark that adds
-        none, as ALTER TABLE does, names no run and is accepted.
+        1. The branch contains every recorded head. Otherwise it was set back, or Nessie was restored from an
+           older copy.
+        2. One of the runs made every commit: the commit's properties name the run or, for Spark, the
+           summaries of the added snapshots do.
+        3. The newest commit was recorded. No check has seen a later commit.
+
+        `read_metadata` is called only for Spark commits that add a snapshot. A Spark commit without a
+        snapshot, such as ALTER TABLE, does not name a run and is accepted.
         """
         hashes = {entry.commit.hash for entry in self.entries}
         if lost_heads := sorted(set(self.recorded_heads) - hashes - {self.base_hash}):
@@ -58,13 +61,16 @@ class BranchCommits:
                 " the branch was set back, or Nessie was restored from an older copy"
             )
         if (foreign_commit := self._find_foreign_commit(read_metadata)) is not None:
-            return f"{self._format_commit(foreign_commit)}, which is not the run's: somebody else changed the branch"
+            return (
+                f"{self._format_commit(foreign_commit)}, which the run did not make:"
+                " another writer changed the branch"
+            )
         if self.entries and self.entries[0].commit.hash not in self.recorded_heads:
-            return f"{self._format_commit(self.entries[0])} after the last commit that the run recorded"
+            return f"{self._format_commit(self.entries[0])}, made after the last commit that the run recorded"
         return None
 
     def _find_foreign_commit(self, read_metadata: ReadMetadata) -> LogEntry | None:
-        """The oldest commit that none of the runs made."""
+        """Return the oldest commit that none of the runs made; None if there is none."""
         snapshots, newest = dict(self.base_snapshots), newest_metadata_locations(self.entries)
         for entry in reversed(self.entries):
             properties = entry.commit.properties
@@ -85,9 +91,9 @@ class BranchCommits:
         return None
 
     def _is_own_snapshot(self, snapshot: Snapshot) -> bool:
-        """Whether one of the runs made the snapshot, or it changes no rows.
+        """Return whether one of the runs made the snapshot, or the snapshot does not change rows.
 
-        Spark's procedures (rewrite_data_files) ignore the session's snapshot properties.
+        Spark's procedures, such as rewrite_data_files, ignore the session's snapshot properties.
         """
         summary = snapshot.summary
         if summary is None:

@@ -1,15 +1,10 @@
-"""The reaper at work: its job, its schedule and its command, and the sensor for dead writers.
+"""The Dagster job and schedule that remove abandoned branches, and the sensor that ends dead runs.
 
-The reaper at work: its rules applied with Dagster's knowledge of runs, as a job, a schedule and a command.
+Dagster's default launcher notices the end of a run's process within seconds, but only while the code server
+that started the process lives. Without the sensor, a run of an ended code server would stay "started" until
+somebody ended it in Dagster.
 
-No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
-
-The sensor that ends runs whose process is gone, minutes after it went.
-
-Dagster's default launcher sees the end of a run's process within seconds, but only while the code server
-that started it lives. Without it, a run would stay "started" until somebody ended it by hand.
-
-No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
+This module does not postpone annotations: Dagster compares the annotation of `context` with the class itself.
 """
 
 import time
@@ -72,21 +67,24 @@ _STEP_FAILURE_EVENTS = {DagsterEventType.STEP_FAILURE, DagsterEventType.STEP_UP_
 
 
 class RunsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """Dagster's storage does not answer, so nobody can say which branches are in use."""
+    """Dagster's storage does not answer, so it is unknown which branches are in use."""
 
 
 class NotOurs(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A reference that was to be ended has no name of ours."""
+    """A branch or tag that should be ended does not have a name that branchlake gives."""
 
 
 class DagsterRuns:
-    """The runs of a Dagster instance as the reaper sees them."""
+    """The runs of a Dagster instance in the form that the reaper needs."""
 
     def __init__(self, instance: DagsterInstance) -> None:
         self._instance = instance
 
     def owners(self, branches: Collection[str]) -> Mapping[str, BranchOwner]:
-        """The run of each branch with its state; raises RunsUnreadable."""
+        """Return the run of each branch with its state; branches of unknown runs are left out.
+
+        Raises RunsUnreadable if Dagster's storage does not answer.
+        """
         try:
             records = load_branch_owners(self._instance, branches)
             branch_owners = {
@@ -99,10 +97,10 @@ class DagsterRuns:
                 branch for branch, _ in iter_continuing_runs(self._instance, waiting_branches)
             }
         except Exception as error:
-            # Whatever the storage raises (SQL, gRPC, HTTP): without an answer nothing may be deleted.
+            # A storage may raise errors of SQL, gRPC or HTTP. Without an answer nothing may be deleted.
             raise RunsUnreadable(
-                f"Dagster's storage could not be asked for runs: {type(error).__name__}.",
-                hint="Without its answer nothing is deleted.",
+                f"The runs could not be read from Dagster's storage: {type(error).__name__}.",
+                hint="Nothing was deleted. Check Dagster's storage; the next pass tries again.",
             ) from error
         return {
             branch: replace(owner, is_continued=branch in continued_branches)
@@ -110,9 +108,10 @@ class DagsterRuns:
         }
 
     def reports_after(self, run_id: str, beat: Heartbeat) -> bool:
-        """Whether the run's executor outlived the writer of `beat`, as it does when steps are processes.
+        """Return whether the run's executor outlived the writer of `beat`.
 
-        It noted the failure of a step after that beat, or wrote anything when the writer was silent already.
+        This is possible when steps are processes. The executor outlived the writer if it logged a step
+        failure after that beat, or any event after the writer had become silent.
         """
         if beat.written_at is None:
             return False
@@ -126,20 +125,20 @@ class DagsterRuns:
             page = self._instance.get_records_for_run(run_id, of_type=event_types, limit=1, ascending=False)
         except Exception as error:
             raise RunsUnreadable(
-                f"The events of a run could not be read: {type(error).__name__}.",
+                f"The run's events could not be read from Dagster's storage: {type(error).__name__}.",
                 run_id=run_id,
-                hint="Nothing was deleted.",
+                hint="Nothing was deleted. Check Dagster's storage; the next pass tries again.",
             ) from error
         return page.records[0].timestamp if page.records else 0.0
 
     def report_dead(self, run_id: str, message: str) -> None:
-        """Report a run as failed that Dagster still takes for running."""
+        """Mark a run as failed that Dagster still shows as running."""
         run = self._instance.get_run_by_id(run_id)
         if run is not None and not run.is_finished:
             self._instance.report_run_failed(run, message)
 
     def fenced(self, run_id: str, branch: str, reason: str) -> None:
-        """Show on a run that has no verdict that its branch was discarded, and why."""
+        """Record on a run without a verdict that its branch was discarded, with the reason."""
         report_branch_end(
             self._instance, run_id, branch, verdict=FENCED, reason=f"its branch was ended: {reason}"
         )
@@ -172,9 +171,10 @@ def _build_owner(branch: str, record: RunRecord) -> BranchOwner:
 
 
 def _find_base_hash(run: DagsterRun, branch: str) -> str:
-    """The base of the branch by the run's tags; empty if they name none.
+    """Return the base hash of the branch by the run's tags; empty if the tags do not name it.
 
-    A retry that died before it opened its branch has the tags of its parent, whose commits it continued.
+    A retry that died before it opened its branch has the tags of its parent. It continued the parent's
+    commits.
     """
     is_continuation = not is_opened_by(run.tags, run.run_id) and is_retry(run)
     return find_recorded_base(run.tags, run.tags.get(RunTag.BRANCH, "") if is_continuation else branch) or ""
@@ -190,9 +190,10 @@ def reap_branches(
     sleep: Callable[[float], None] = time.sleep,
     branch_names: Collection[str] | None = None,
 ) -> Iterator[Reaping]:
-    """One pass of the reaper over the lake, with Dagster's knowledge of runs.
+    """Run one pass of the reaper over the lake, with Dagster's knowledge of runs.
 
-    `branch_names` are branches that a person has named, whoever made them.
+    If `branch_names` is given, only these branches are handled, also those of other Dagster instances. With
+    `dry_run` nothing is changed.
     """
     reaper = _build_reaper(
         lake,
@@ -236,7 +237,7 @@ def _build_reaper(
 def end_dead_writers(
     lake: Lakehouse, instance: DagsterInstance, heartbeats: Collection[Heartbeat]
 ) -> Iterator[Reaping]:
-    """End the branches and runs of writers that were watched and are dead; look at nothing else."""
+    """End the branches and runs of writers that were observed and are dead; other branches are not read."""
     branches = {beat.branch for beat in heartbeats}
     return _build_reaper(lake, instance, branch_names=branches).run(dead=heartbeats)
 
@@ -249,9 +250,9 @@ def sweep_discarded(
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
     tag_name: str | None = None,
 ) -> Iterator[Sweeping]:
-    """Delete the files of branches that were discarded longer ago than `discard_grace_h`.
+    """Delete the files of branches that were discarded more than `discard_grace_h` hours ago.
 
-    `tag_name` is a tag that a person has named, whoever made it.
+    If `tag_name` is given, only this tag is handled, also if another Dagster instance made it.
     """
     settings = lake.settings
     return Sweeper(
@@ -271,10 +272,11 @@ def sweep_discarded(
 def end_named_refs(
     lake: Lakehouse, instance: DagsterInstance, names: Collection[str], *, dry_run: bool = False
 ) -> tuple[list[Reaping], list[Sweeping]]:
-    """End these branches and sweep these tags, whichever Dagster instance made them: a person has said so.
+    """End the named branches and sweep the named tags, whichever Dagster instance made them.
 
-    What beats, waits for its verdict, is younger than its grace or needed elsewhere stays all the same.
-    Raises NotOurs, before anything is done, for a name that no machinery of ours has given.
+    A branch or tag is kept all the same if its writer sends heartbeats, its run awaits its verdict, it is
+    younger than its grace period, or another reference needs its files. Raises NotOurs before any change if
+    branchlake did not give one of the names.
     """
     for name in names:
         if not is_own_reference(
@@ -285,9 +287,9 @@ def end_named_refs(
             ReferencePrefix.SWEEPING,
         ):
             raise NotOurs(
-                f"{name} is no branch or tag of a run.",
+                f"{name} is not a branch or tag of a run.",
                 branch=name,
-                hint="Delete it with Nessie's own tools, if it is yours.",
+                hint="If you created it, delete it with Nessie's own tools.",
             )
     run_branches = {
         name for name in names if is_own_reference(name, ReferencePrefix.RUN, ReferencePrefix.PUBLICATION)
@@ -306,7 +308,7 @@ def end_named_refs(
 
 
 def reaper_limits(settings: Settings) -> Limits:
-    """The reaper's patience as it is set."""
+    """Return the reaper's time limits from the settings."""
     return Limits(
         max_age=timedelta(hours=settings.orphan_max_age_h),
         orphan_grace=timedelta(minutes=settings.orphan_grace_min),
@@ -315,14 +317,15 @@ def reaper_limits(settings: Settings) -> Limits:
 
 
 def reap_job(lakehouse_key: str = "lakehouse", prefix: str = "") -> JobDefinition:
-    """The job `reap_branches`: one pass over branches, then over discarded states; told as metadata.
+    """The job `reap_branches`: one pass over run branches, then one over discarded branches.
 
-    `lakehouse_key` is the key of the lake's resource, `prefix` is put before the job's name.
+    The results are metadata of the job's output. `lakehouse_key` is the resource key of the lake. `prefix`
+    comes before the job's name.
     """
 
     @op(
         name=f"{prefix}reap_branches_op",
-        description="Ends run branches that nobody will publish, and deletes what long discarded ones left.",
+        description="Ends run branches that will not be published, and deletes old discarded branches.",
         required_resource_keys={lakehouse_key},
     )
     def reap_branches_op(context: OpExecutionContext) -> None:
@@ -343,7 +346,7 @@ def reap_job(lakehouse_key: str = "lakehouse", prefix: str = "") -> JobDefinitio
             }
         )
 
-    @job(name=f"{prefix}reap_branches", description="Clean-up of abandoned run branches.")
+    @job(name=f"{prefix}reap_branches", description="Cleans up abandoned run branches.")
     def reap_branches_job() -> None:
         reap_branches_op()
 
@@ -368,7 +371,7 @@ def _format_bullets(lines: Sequence[object], max_lines: int = 500) -> MetadataVa
 
 
 def reap_schedule(reaper: JobDefinition, settings: Settings) -> ScheduleDefinition:
-    """Runs `reaper` every `reap_interval_min` minutes."""
+    """The schedule that runs `reaper` every `reap_interval_min` minutes."""
     minutes = settings.reap_interval_min
     return ScheduleDefinition(
         name=f"{reaper.name}_schedule",
@@ -387,7 +390,11 @@ def find_dead_writers(
     now: float,
     utc_now: datetime,
 ) -> tuple[list[Heartbeat], str]:
-    """The instance's writers that are dead, and what the next look needs; `utc_now` is the wall clock's time."""
+    """Return this instance's writers that are dead, and the cursor for the next call.
+
+    `cursor` is the one of the previous call. `now` is the time of the monotonic clock that `clock`
+    identifies; `utc_now` is the time of the wall clock.
+    """
     this_instance = load_instance_id(instance)
     beats = [
         beat
@@ -403,9 +410,10 @@ def find_dead_writers(
 def dead_writer_sensor(
     settings: Settings, lakehouse_key: str = "lakehouse", prefix: str = ""
 ) -> SensorDefinition:
-    """Looks at silent writers every `watch_interval_s`, ends the runs of dead ones and fences them.
+    """The sensor that ends the runs of dead writers and fences their branches.
 
-    `lakehouse_key` is the key of the lake's resource, `prefix` is put before the sensor's name.
+    It checks silent writers every `watch_interval_s`. `lakehouse_key` is the resource key of the lake.
+    `prefix` comes before the sensor's name.
     """
 
     @sensor(
@@ -413,10 +421,10 @@ def dead_writer_sensor(
         required_resource_keys={lakehouse_key},
         minimum_interval_seconds=settings.watch_interval_s,
         default_status=DefaultSensorStatus.RUNNING,
-        description="Ends runs whose process is gone without a word, and fences their branches.",
+        description="Ends runs whose process disappeared without a report, and fences their branches.",
     )
     def dead_writer_sensor_(context: SensorEvaluationContext, **_: object) -> SkipReason:
-        # `_`: called like a function, as in tests, Dagster passes the resources by name too.
+        # `_`: Dagster also passes the resources by name when the sensor is called as a function, as in tests.
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
         lake = resource.lakehouse
         now, utc_now = time.monotonic(), datetime.now(UTC)

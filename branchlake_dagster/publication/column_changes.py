@@ -1,4 +1,4 @@
-"""Columns that a person drops or renames: a publication of its own, without a Dagster run."""
+"""Dropping and renaming columns by command: a publication of its own, without a Dagster run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from branchlake_dagster.tables.specification import format_table_name
 from branchlake_dagster.wording import format_names
 
 BY_COMMAND = "by command"
-"""The verdict in the ledger: a person has changed the columns, and no check was made."""
+"""The verdict in the ledger: a person changed the columns, and no check ran."""
 
 
 class ColumnChangeRefused(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Columns cannot be dropped or renamed; `main` is as it was. `columns` are those that cannot."""
+    """Columns cannot be dropped or renamed; `main` is unchanged. `columns` names the columns that cannot."""
 
     def __init__(self, message: str, *, columns: tuple[str, ...] = (), **where: Any) -> None:
         super().__init__(message, **where)
@@ -40,7 +40,7 @@ class ColumnChangeRefused(BranchlakeError, Terminal):  # noqa: N818 - named like
 
 @dataclass(frozen=True)
 class ColumnChange:
-    """Columns of the first level to be dropped, or one to be renamed to `new_name`."""
+    """Top-level columns to drop, or one column to rename to `new_name`."""
 
     identifier: tuple[str, ...]
     columns: tuple[str, ...]
@@ -57,25 +57,25 @@ def validate_column_change(
 ) -> None:
     """Raise ColumnChangeRefused if the table needs one of the columns, or the new name cannot be used.
 
-    `required_columns` are columns that the table's asset needs, by its definition: its keys and partition
-    columns. Pure.
+    `required_columns` are the key and partition columns that the table's asset declares. Reads nothing else
+    than its arguments.
     """
     column_names = [field.name for field in metadata.schema().fields]
     if missing_columns := tuple(column for column in change.columns if column not in column_names):
         raise ColumnChangeRefused(
-            f"The table has no {format_names('column', missing_columns)}.",
+            f"The table does not have {format_names('column', missing_columns)}.",
             columns=missing_columns,
             table=change.table,
-            hint=f"It has {', '.join(column_names)}.",
+            hint=f"Its columns are {', '.join(column_names)}.",
         )
     reasons = [
         *_iter_required_columns(metadata),
-        *((column, "its asset's keys or partitions") for column in required_columns),
+        *((column, "the keys or partitions of its asset") for column in required_columns),
     ]
     for column, reason in reasons:
         if column in change.columns:
             raise ColumnChangeRefused(
-                f"Column {column} belongs to {reason}.",
+                f"Column {column} cannot be dropped or renamed: it belongs to {reason}.",
                 columns=(column,),
                 table=change.table,
                 hint="Write a new table with the columns that you want.",
@@ -88,11 +88,11 @@ def validate_column_change(
             hint="Leave one of the columns out of the command.",
         )
     if change.new_name is not None:
-        # Spark compares names without their case.
+        # Spark ignores the case of column names.
         other_names = {name.lower() for name in column_names if name not in change.columns}
         if not change.new_name or change.new_name.lower() in other_names:
             raise ColumnChangeRefused(
-                f"The name {change.new_name!r} is empty or is already that of another column.",
+                f"The new name {change.new_name!r} is empty, or another column already has it.",
                 columns=change.columns,
                 table=change.table,
                 hint="Choose another name.",
@@ -100,7 +100,7 @@ def validate_column_change(
 
 
 def _iter_required_columns(metadata: TableMetadata) -> Iterator[tuple[str, str]]:
-    """The columns that the table itself needs, and for what."""
+    """Yield each column that the table itself needs, with the feature that needs it."""
     schema = metadata.schema()
     top_level_names = {inner: field.name for field in schema.fields for inner in _iter_field_ids(field)}
     fields = [field for spec in metadata.partition_specs for field in spec.fields]
@@ -122,19 +122,19 @@ def _iter_required_columns(metadata: TableMetadata) -> Iterator[tuple[str, str]]
 
 
 def _iter_field_ids(field: Any) -> Iterator[int]:
-    """The ids of a column and of the fields inside it."""
+    """Yield the ids of a column and of all fields inside it."""
     yield field.field_id
     for inner in getattr(field.field_type, "fields", ()):
         yield from _iter_field_ids(inner)
 
 
 def load_main_table(lake: Lakehouse, change: ColumnChange) -> Table:
-    """The table on `main`. Raises TableMissing."""
+    """Load the table from `main`. Raises TableMissing if it does not exist."""
     try:
         return lake.catalog(MAIN).load_table(change.identifier)
     except NoSuchTableError as error:
         raise TableMissing(
-            "There is no such table on main.",
+            "The table does not exist on main.",
             table=change.table,
             branch=MAIN,
             hint="`branchlake sql` lists the tables.",
@@ -148,15 +148,16 @@ def change_columns(
     instance: str | None = None,
     required_columns: Iterable[str] = (),
 ) -> str:
-    """Drop or rename columns on a branch and publish the branch; the hash of the commit on `main`.
+    """Drop or rename columns on a branch, publish the branch, and return the hash of the commit on `main`.
 
-    Atomic: `main` gets the change in one commit with an entry in the ledger, or stays as it was. No data file
-    is written. Rows that others publish meanwhile are kept. `instance` is the id of the Dagster instance
-    whose reaper may discard the branch if this process dies; `required_columns` as in
-    `validate_column_change`.
+    Atomic: `main` either gets the whole change in one commit with an entry in the ledger, or stays unchanged.
+    No data file is written. Rows that other runs publish meanwhile are kept.
+
+    `instance` is the id of the Dagster instance whose reaper may discard the branch if this process dies.
+    `required_columns` are those of `validate_column_change`.
 
     Raises TableMissing, ColumnChangeRefused, and the errors of Nessie and of the publisher. After an
-    OutcomeUnknown the branch stays, and `main`'s log says whether the change is there.
+    OutcomeUnknown the branch stays, and `main`'s log shows whether the change arrived.
     """
     required_columns = tuple(required_columns)
     validate_column_change(change, load_main_table(lake, change).metadata, required_columns)
@@ -190,10 +191,10 @@ def _require_published(result: Result | Exception, change: ColumnChange) -> Publ
     reason = (
         result.format_reason()
         if isinstance(result, Refused)
-        else f"checks are needed of {format_first_values(result.tables)}"
+        else f"checks must run first on {format_first_values(result.tables)}"
     )
     raise ColumnChangeRefused(
-        f"The change was not published: {reason}.",
+        f"The column change was not published: {reason}.",
         columns=change.columns,
         table=change.table,
         hint="Run the command again.",
@@ -201,12 +202,12 @@ def _require_published(result: Result | Exception, change: ColumnChange) -> Publ
 
 
 def _try_finish_branch(client: NessieClient, branch: str, *, keep_data: bool) -> None:
-    with contextlib.suppress(NessieError):  # the reaper discards a branch that stays
+    with contextlib.suppress(NessieError):  # the reaper discards a branch that remains
         end_branch_and_claim(client, client.reference(branch), keep_data=keep_data)
 
 
 def _apply_change(table: Table, change: ColumnChange, required_columns: Iterable[str]) -> None:
-    validate_column_change(change, table.metadata, required_columns)  # as the branch has it
+    validate_column_change(change, table.metadata, required_columns)  # again, with the branch's metadata
     with table.update_schema(allow_incompatible_changes=True) as update:
         for column in change.columns:
             if change.new_name is None:

@@ -1,12 +1,11 @@
-"""One commit on `main` for several candidates: their files are opened, then it is sent expecting a hash.
+"""Commits on `main`, each for one or several candidates; their files are read before the commit is sent.
 
-It is looked for in the ledger before it is planned again, at the very hash that the plan expects. Two
-commits of one plan cannot both succeed, because each changes keys that the other expects unchanged.
+A commit expects the hash of `main` that its plan was made for. Before each new plan, the ledger is searched
+at that hash for an earlier, unacknowledged commit. Two commits of one plan cannot both succeed, because each
+changes keys that the other expects unchanged.
 
-The files that candidates would bring to `main`: opened before they are published, and on disk.
-
-A merge in Nessie opens no file. A run whose metadata file was empty, after a power cut, was merged, and
-nobody could read the table on `main` any more.
+Files are read first because a merge in Nessie does not open them. A run whose metadata file was empty after a
+power cut was once merged, and the table on `main` could not be read any more.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from branchlake_dagster.wording import CodedReason
 
 
 class _FileError(BranchlakeError):
-    """`file` is the location of the file; None if it is not known."""
+    """An error of one file. `file` is its location; None if it is not known."""
 
     def __init__(self, message: str, *, file: str | None = None, **where: Any) -> None:
         super().__init__(message, **where)
@@ -55,18 +54,18 @@ class TableFilesMissing(_FileError, Terminal):  # noqa: N818 - named like the ot
 
 
 class TableFilesDamaged(_FileError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A file that a publication needs is empty, truncated or something else; nothing was published."""
+    """A file that a publication needs is empty, truncated or has another content; nothing was published."""
 
 
 class TableFilesUnreadable(_FileError, Transient):  # noqa: N818 - named like the other outcomes
-    """The storage did not let files of a table be read or written; nothing was published."""
+    """The storage refused to read or write files of a table; nothing was published."""
 
 
 def find_unreadable_candidates(tables: TableFormat, candidates: Sequence[Candidate]) -> dict[str, Exception]:
-    """The error of each candidate, by branch, whose own files cannot be read by everybody.
+    """Return the error of each candidate, by branch, whose own files cannot be read.
 
     Reads the metadata, manifest lists and manifests of the snapshots that a candidate adds to `main`, and
-    asks for the size of their data and delete files. The files are on disk afterwards (`file://`).
+    asks for the size of their data and delete files. Files with `file://` locations are flushed to disk.
     """
     states = [(candidate, state) for candidate in candidates for state in table_states(candidate.changes)]
     errors: dict[str, Exception] = {}
@@ -79,7 +78,10 @@ def find_unreadable_candidates(tables: TableFormat, candidates: Sequence[Candida
 
 
 def table_states(changes: Sequence[DiffEntry]) -> list[TableStates]:
-    """The tables that changes put, each with what it was before; a renamed one under its new name."""
+    """Return the tables that the changes write, each with its content before and after.
+
+    A renamed table is returned under its new name.
+    """
     old_tables = {
         entry.from_content.content_id: entry.from_content
         for entry in changes
@@ -94,7 +96,7 @@ def table_states(changes: Sequence[DiffEntry]) -> list[TableStates]:
 
 @contextmanager
 def wrap_file_errors(candidate: Candidate) -> Iterator[None]:
-    """Name the candidate in errors of its files: they must not hold up the others, tick after tick."""
+    """Add the candidate to errors of its files, so that they do not block other candidates in every tick."""
     try:
         yield
     except (OSError, StoredFileDamaged) as error:
@@ -102,7 +104,7 @@ def wrap_file_errors(candidate: Candidate) -> Iterator[None]:
 
 
 def _to_file_error(error: Exception, candidate: Candidate, table: str) -> Exception:
-    """The error with its table, branch, run and file; unchanged if files are not its cause."""
+    """Return the error with its table, branch, run and file; other errors are returned unchanged."""
     context = {"table": table, "branch": candidate.branch, "run_id": candidate.run_id}
     hint = "Nothing was published. Restore the file, or launch the run again."
     file_error: BranchlakeError
@@ -114,10 +116,10 @@ def _to_file_error(error: Exception, candidate: Candidate, table: str) -> Except
     elif isinstance(error, OSError):
         error_name = errno.errorcode.get(error.errno or 0, type(error).__name__)
         file_error = TableFilesUnreadable(
-            f"The storage did not let a file of the table be read or written ({error_name}): {error}.",
+            f"The storage refused to read or write a file of the table ({error_name}): {error}.",
             file=error.filename,
             **context,
-            hint="Nothing was published; the next ticks try again until the storage answers.",
+            hint="Nothing was published. The next ticks try again until the storage answers.",
         )
     else:
         return error
@@ -129,11 +131,11 @@ _MAX_ATTEMPTS = 5
 
 
 class PublicationContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """Others kept publishing into the same tables; nothing was published, and the next tick tries again."""
+    """Other writers kept changing the same tables; nothing was published, and the next tick tries again."""
 
 
 class Committer:
-    """Plans and sends commits; safe to be used by several publishers at once."""
+    """Plans and sends commits. Several publishers may use the same tables at once."""
 
     def __init__(self, client: NessieClient, tables: TableFormat, log: MainLog) -> None:
         self._client = client
@@ -143,9 +145,11 @@ class Committer:
     def publish(
         self, batch: Sequence[Candidate], *, alive: Callable[[], None] = lambda: None
     ) -> dict[str, Result | Exception]:
-        """CommitPlan and commit until `main` holds still in between; `alive` may object before each commit.
+        """Plan and commit until `main` does not change in between; return the result of each branch.
 
-        What is wrong with one candidate is its own result; raised is what concerns all of them.
+        `alive` is called before each commit and may raise to stop it. An error of one candidate is returned
+        as its result; an error that concerns all candidates is raised. Raises PublicationContended after five
+        attempts.
         """
         keys = _involved_keys(batch)
         for _ in range(_MAX_ATTEMPTS):
@@ -166,18 +170,18 @@ class Committer:
                 }
                 return {**results, **published}
         raise PublicationContended(
-            f"Main moved {_MAX_ATTEMPTS} times while the publication was planned.",
+            f"Main changed {_MAX_ATTEMPTS} times while the publication was planned.",
             table=", ".join(batch[0].tables),
             branch=batch[0].branch,
             run_id=batch[0].run_id,
-            hint="Nothing is lost: the next tick of the publication sensor tries again.",
+            hint="Nothing is lost. The next tick of the publication sensor tries again.",
         )
 
     def plan_for_checks(self, batch: Sequence[Candidate]) -> tuple[CommitPlan, dict[str, Result | Exception]]:
-        """A plan of candidates whose checks will be made on the result, and why others are not in it.
+        """Return a plan whose result must pass checks, and the reasons why other candidates are not in it.
 
-        One that only collides with others of the plan is left out without a word: whether those come to
-        `main` is not known yet, and it was once refused because of a run that then failed its checks.
+        A candidate that conflicts only with others of the plan is left out without a reason, because those
+        may still fail their checks. A run was once refused because of a run that failed its checks later.
         """
         main_contents = self._client.contents_at(MAIN, _involved_keys(batch))
         plan, results = self._build_plan(batch, main_contents, checked=True)
@@ -192,10 +196,11 @@ class Committer:
     def plan_checked_state(
         self, batch: Sequence[Candidate], changes: Sequence[DiffEntry]
     ) -> tuple[CommitPlan, dict[str, Result | Exception], bool]:
-        """A plan that puts a checked state of all candidates on `main`, whose `changes` it is.
+        """Return a plan that puts a checked state of all candidates on `main`.
 
-        What keeps one of them out, for which the whole state is no more what was checked; and whether it
-        fits: False when `main` has moved under it.
+        `changes` is the difference between `main` and that state. Also returns the reasons of candidates that
+        cannot be published, and whether the plan is complete. It is incomplete if there is such a reason,
+        because the state is then not what was checked, or if `main` has changed the same keys.
         """
         changed_keys = [entry.key for entry in changes]
         main_contents = self._client.contents_at(MAIN, sorted({*_involved_keys(batch), *changed_keys}))
@@ -213,15 +218,21 @@ class Committer:
         return plan, results, fits
 
     def find_unreadable(self, batch: Sequence[Candidate]) -> dict[str, Exception]:
-        """The error of each candidate, by branch, whose own files cannot be read (see `table_files`)."""
+        """Return the error of each candidate, by branch, whose own files cannot be read.
+
+        See `find_unreadable_candidates`.
+        """
         return find_unreadable_candidates(self._tables, batch)
 
     def can_read_files(self, changes: Sequence[DiffEntry]) -> bool:
-        """Whether all files that changes add to tables can be read."""
+        """Return whether all files that the changes add to tables can be read."""
         return not any(self._tables.find_read_errors(table_states(changes)))
 
     def find_outside_merge(self, source: str, *, base: str) -> Published | None:
-        """The merge by hand of the state `source`, which was made from `base`; None: there is none."""
+        """Return the merge of the state `source` that was made outside branchlake; None if there is none.
+
+        `base` is the commit of `main` from which the state was made.
+        """
         main_hash = self._client.reference(MAIN).hash
         try:
             merges = self._log.find_merges(self._client, base_hash=base, main_hash=main_hash)
@@ -243,10 +254,10 @@ class Committer:
         return plan, results
 
     def _find_earlier_result(self, candidate: Candidate, main_hash: str) -> Published | Refused | None:
-        """What is on `main` of it already, or cannot come there. `main_hash` is the hash that the plan will expect.
+        """Return the candidate's earlier publication, or its refusal if its base is not on `main`; else None.
 
-        Looking at exactly that hash closes the race: whatever is published after it changes keys of the
-        plan, which is then refused and made again.
+        `main_hash` is the hash that the plan will expect. Searching at exactly that hash closes the race: a
+        later publication of the candidate changes keys of the plan, so the commit fails and is planned again.
         """
         try:
             return self._log.find_publication(
@@ -262,7 +273,7 @@ class Committer:
     def _add_candidate(
         self, plan: CommitPlan, candidate: Candidate, *, checked: bool
     ) -> Published | Refused | NeedsChecks | Exception | None:
-        """Add a candidate to a plan; why it is not in, else None."""
+        """Add a candidate to a plan; return None, or the reason why it was not added."""
         try:
             with wrap_file_errors(candidate):
                 obstacle = plan.add(candidate, self._load_read_set(candidate), checked=checked)
@@ -275,13 +286,13 @@ class Committer:
                     or obstacle.hash,
                 )
         except NessieError:
-            raise  # the server, which all of them need
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with one must not hold up the others
+            raise  # all candidates need the server
+        except Exception as error:  # noqa: BLE001 - an error of one candidate must not block others
             return error
         return obstacle
 
     def _load_read_set(self, candidate: Candidate) -> Mapping[ContentKey, Content]:
-        """The read set as it was at the base."""
+        """Load the contents of the read set at the candidate's base."""
         if not candidate.read_set:
             return {}
         return self._client.contents(f"@{candidate.base_hash}", sorted(candidate.read_set))
@@ -289,7 +300,10 @@ class Committer:
     def send_commit(
         self, plan: CommitPlan, branch: str, extra_properties: Mapping[str, str] = MappingProxyType({})
     ) -> str | None:
-        """Commit the plan to `branch`; None when one of its keys has changed, or nobody can say."""
+        """Commit the plan to `branch` and return the hash.
+
+        Returns None if one of its keys has changed, or if the outcome is unknown.
+        """
         entries = [candidate.to_publication() for candidate in plan.accepted]
         with wrap_file_errors(next(iter(plan.accepted))):
             operations = plan.build_operations()
@@ -302,19 +316,19 @@ class Committer:
                 properties={**publication_properties(entries), **plan.fencing_tokens(), **extra_properties},
             ).hash
         except NessieOutcomeUnknown:
-            # The files stay: the commit may be there, or still come. The ledger tells at the next attempt;
-            # should it come after that, the keys have changed under it.
+            # Keep the files: the commit may exist, or still arrive. The next attempt finds it in the ledger.
+            # If it arrives later, it fails because the keys have changed.
             return None
         except NessieConflict:
             plan.discard()
             return None
         except Exception:
-            plan.discard()  # it certainly did not happen
+            plan.discard()  # the commit certainly does not exist
             raise
 
 
 def _involved_keys(candidates: Iterable[Candidate]) -> list[ContentKey]:
-    """All keys that a plan must look at: written, read, and the namespaces they live in."""
+    """Return all keys that a plan must read: written keys, read keys, leases, and their namespaces."""
     candidate_keys = {
         key
         for candidate in candidates

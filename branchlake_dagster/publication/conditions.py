@@ -1,16 +1,15 @@
-"""Automation that follows publication: an upstream counts as updated when `main` has it, not before.
+"""Automation conditions that follow publication: an upstream counts as updated once `main` has it.
 
-Dagster's own conditions (`eager()`, `any_deps_updated()`) follow materialisations, and a run materialises on
-its branch, where nobody else sees it. These follow what the publisher tells each asset after the merge. They
-are classes of this package, which Dagster's daemon does not load, so only a sensor that evaluates in the
-code server sees them: `publication_automation_sensor()`.
+Dagster's own conditions (`eager()`, `any_deps_updated()`) follow materializations, and a run materializes on
+its branch, where other runs do not see it. These conditions follow the observations that the publisher
+reports for each asset after the merge. Dagster's daemon does not load classes of this package, so only a
+sensor that evaluates in the code server can use them: `publication_automation_sensor()`.
 
-What the publisher told an asset in Dagster's event log, read in steps: each publication once.
-
-The publisher reports an observation per published partition. Two things make "everything after the last
-id" the wrong question. A database may commit an event after another one with a higher id. And a publisher
-that died between telling and noting that it told, or two publishers in a race, tell the same publication
-twice. So each step reads a little of the past again and knows by name what it has passed on already.
+The publisher reports one observation per published partition. Reading "everything after the last event id"
+would be wrong for two reasons. A database may commit an event after another one with a higher id. And the
+same publication may be reported twice: by two publishers in a race, or because one died before it recorded
+that it had reported. So each evaluation reads some earlier events again and skips those that it delivered
+before.
 """
 
 from __future__ import annotations
@@ -52,17 +51,17 @@ from branchlake_dagster.runs.run_tags import PENDING
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 
 REREAD_EVENT_IDS = 1_000
-"""How many event ids are read again: more than Dagster stores while one insert is under way."""
+"""The number of event ids that are read again: more than Dagster stores while one insert is under way."""
 
 _PAGE = 1_000
 
 PublicationKey = tuple[str, str | None]
-"""(branch and commit on `main`, partition): the same however often it is told."""
+"""(branch and commit on `main`, partition): the same for repeated reports of one publication."""
 
 
 @dataclass(frozen=True)
 class PublicationReport:
-    """One observation of a publication: its place in the event log, and what was published as what."""
+    """One observation of a publication in Dagster's event log."""
 
     storage_id: int
     branch: str
@@ -71,17 +70,17 @@ class PublicationReport:
 
     @property
     def key(self) -> PublicationKey:
-        """What makes it the same as another telling."""
+        """The identity of the publication, which repeated reports share."""
         return f"{self.branch}@{self.commit}", self.partition
 
 
 def iter_publication_reports(
     instance: DagsterInstance, key: AssetKey, *, after_id: int, last_id: int
 ) -> Iterator[PublicationReport]:
-    """The publications told to `key` with `after_id` < storage id <= `last_id`, in that order.
+    """Yield the publications reported for `key` with `after_id` < storage id <= `last_id`, in that order.
 
-    What was told of blocked, refused and discarded runs has no publication and is left out, as are
-    observations of others.
+    Reports of blocked, refused and discarded runs do not have a publication and are left out, as are
+    observations by other writers.
     """
     records_filter = AssetRecordsFilter(
         asset_key=key, after_storage_id=max(after_id, 0), before_storage_id=last_id + 1
@@ -108,13 +107,16 @@ def iter_publication_reports(
 
 @dataclass(frozen=True)
 class ReportCursor:
-    """How far an asset was read: up to this id, and the names passed on from the last `REREAD_EVENT_IDS` ids."""
+    """The position in an asset's reports: the last event id, and the keys delivered from the last ids.
+
+    `delivered_keys` covers the last `REREAD_EVENT_IDS` ids.
+    """
 
     last_id: int
     delivered_keys: frozenset[PublicationKey] = field(default_factory=frozenset)
 
     def to_json(self) -> str:
-        """A cursor for Dagster to keep."""
+        """Return the cursor as text for Dagster to store."""
         partitions: dict[str, list[str | None]] = defaultdict(list)
         for publication, partition in sorted(self.delivered_keys, key=str):
             partitions[publication].append(partition)
@@ -122,7 +124,7 @@ class ReportCursor:
 
     @classmethod
     def from_json(cls, cursor: str) -> Self:
-        """The reverse of `to_json`."""
+        """Parse the result of `to_json`."""
         data = json.loads(cursor)
         names: Mapping[str, Sequence[str | None]] = data["passed_on"]
         return cls(data["upto"], frozenset((pub, part) for pub, parts in names.items() for part in parts))
@@ -131,10 +133,10 @@ class ReportCursor:
 def read_new_reports(
     instance: DagsterInstance, key: AssetKey, last_cursor: ReportCursor | None, *, start_id: int, last_id: int
 ) -> tuple[list[PublicationReport], ReportCursor]:
-    """The publications told since `last_cursor` and up to the event `last_id`, and the position after them.
+    """Return the publications reported since `last_cursor` and up to the event `last_id`, and the new cursor.
 
-    Without a `last_cursor` position what was told up to the event `start_id` counts as passed on: history
-    does not fire.
+    If `last_cursor` is None, reports up to the event `start_id` count as delivered, so history does not
+    trigger requests.
     """
     since_id = last_cursor.last_id if last_cursor else start_id
     reports = list(
@@ -151,36 +153,38 @@ def read_new_reports(
 
 
 ABANDONED_AFTER = timedelta(hours=6)
-"""A run without a verdict that Dagster has not touched for so long holds nothing up; the reaper's limit."""
+"""The age after which a run without a verdict is ignored if Dagster has not updated it; as for the reaper."""
 
 
 def newly_published(*, ignore_same_run: bool = False) -> PublishedCondition:
-    """True for the partitions of an asset whose publication was told since the last evaluation.
+    """True for the partitions of an asset whose publication was reported since the last evaluation.
 
-    For dependencies: `AutomationCondition.any_deps_match(published())`. Like Dagster's `newly_updated()` it
-    is true in one evaluation, so combine it with `.since(AutomationCondition.newly_requested())` where
-    something else may hold the request back. Not with `.since_last_handled()`: that forgets what was
-    published while the last request was made, and what a run materialised that had not seen it.
+    For dependencies: `AutomationCondition.any_deps_match(newly_published())`. Like Dagster's
+    `newly_updated()` it is true in one evaluation. Combine it with
+    `.since(AutomationCondition.newly_requested())` if another condition can delay the request. Do not use
+    `.since_last_handled()`: that ignores what was published while the last request was made, and what a run
+    materialized that had not read it.
 
     Only `publication_automation_sensor()` evaluates it.
 
     Args:
-        ignore_same_run (bool): Leave out a publication whose run wrote everything that depends on it as
-            well. (default: False)
+        ignore_same_run (bool): Ignore a publication whose run also wrote all partitions that depend on it.
+            (default: False)
 
     Returns:
-        AutomationCondition: Of an asset; on a check it is a ConfigurationError, because nobody publishes one.
+        AutomationCondition: Of an asset. On a check it raises ConfigurationError, because checks are not
+            published.
 
     Examples:
         .. code-block:: python
 
             import dagster as dg
 
-            from branchlake_dagster import published
+            from branchlake_dagster import newly_published
 
             @dg.asset(
                 deps=["prices"],
-                automation_condition=dg.AutomationCondition.any_deps_match(published()).since(
+                automation_condition=dg.AutomationCondition.any_deps_match(newly_published()).since(
                     dg.AutomationCondition.newly_requested()
                 ),
             )
@@ -190,10 +194,10 @@ def newly_published(*, ignore_same_run: bool = False) -> PublishedCondition:
 
 
 def awaiting_verdict() -> AwaitingVerdictCondition:
-    """True for partitions that a run has materialised on its branch and nobody has judged yet.
+    """True for partitions that a run has materialized on its branch and that are not judged yet.
 
-    Until then `main` does not have them, and a second run of them would be refused for changing the same
-    partitions. A run that Dagster has not touched for 6 h holds nothing up. Never true for a check.
+    Until the verdict `main` does not have them, and a second run of the same partitions would be refused. A
+    run that Dagster has not updated for 6 h is ignored. Never true for a check.
 
     Returns:
         AutomationCondition: To be negated.
@@ -212,11 +216,11 @@ def awaiting_verdict() -> AwaitingVerdictCondition:
 
 
 def on_publication() -> AndAutomationCondition[AssetOrCheckKey]:
-    """Request an asset when any of its upstreams was published, by the asset's partition mappings.
+    """Request an asset when one of its upstreams was published, by the asset's partition mappings.
 
-    Each publication leads to one request, made after it. It waits while the partition is in progress or
-    awaits its verdict, and serves all publications that came meanwhile. Runs that were blocked, refused
-    or discarded do not count, nor does what was published before the condition was first evaluated.
+    Each publication leads to one request, which is made after it. The request waits while the partition is in
+    progress or awaits its verdict, and then serves all publications of the meantime. Runs that were blocked,
+    refused or discarded do not count. Neither do publications before the condition's first evaluation.
 
     Returns:
         AutomationCondition: Evaluated by `publication_automation_sensor()` only.
@@ -249,15 +253,15 @@ def publication_automation_sensor(
     minimum_interval_seconds: int = 8,
     default_status: DefaultSensorStatus = DefaultSensorStatus.RUNNING,
 ) -> AutomationConditionSensorDefinition:
-    """The sensor that evaluates conditions on publications, and all others of its assets, in the code server.
+    """The sensor that evaluates conditions on publications in the code server, with all others of its assets.
 
-    Dagster's daemon cannot import conditions of this package and says nothing about them.
+    Dagster's daemon cannot import conditions of this package, and does not report that it skips them.
 
     Args:
         name (str): The sensor's name. (default: `publication_automation_sensor`)
-        target (Optional[CoercibleToAssetSelection]): Whose conditions; Dagster allows 500 with a condition
-            per sensor. An asset must not stand in the target of two such sensors: both would request it.
-            (default: all assets and their checks)
+        target (Optional[CoercibleToAssetSelection]): The assets whose conditions are evaluated. Dagster
+            allows 500 with a condition per sensor. An asset must not be in the target of two such sensors:
+            both would request it. (default: all assets and their checks)
         minimum_interval_seconds (int): Seconds between two ticks. Dagster looks for due sensors every 5 s,
             so 8 s means 10. (default: 8)
         default_status (DefaultSensorStatus): Whether it starts as running. (default: RUNNING)
@@ -285,13 +289,16 @@ def publication_automation_sensor(
             target=AssetSelection.all() if target is None else target,
             minimum_interval_seconds=minimum_interval_seconds,
             default_status=default_status,
-            description="Requests assets by their automation conditions, also by publications.",
+            description="Requests assets by their automation conditions, also those on publications.",
             use_user_code_server=True,
         )
 
 
 def never_evaluated(repository: RepositoryDefinition) -> list[AssetOrCheckKey]:
-    """What has a condition of this module that no sensor evaluates; Dagster itself says nothing about it."""
+    """Return the assets and checks with a condition of this package that no sensor evaluates.
+
+    Dagster itself does not report them.
+    """
     graph = repository.asset_graph
     covered_keys: set[AssetOrCheckKey] = set()
     for sensor in repository.sensor_defs:
@@ -315,30 +322,33 @@ def _is_from_this_package(condition: AutomationCondition[Any]) -> bool:
 
 @dataclass(frozen=True)
 class PublishedCondition(AutomationCondition[AssetKey]):
-    """See `newly_published()`. Its cursor is a `ReportCursor` in what the asset was told."""
+    """The condition of `newly_published()`. Its cursor is a `ReportCursor`."""
 
     ignore_same_run: bool = False
 
     @property
     def name(self) -> str:
-        """Part of the condition's identity: another name starts with an empty cursor."""
+        """Part of the condition's identity: with another name the condition starts with an empty cursor."""
         return f"published(ignore_same_run={self.ignore_same_run})"
 
     @property
     def description(self) -> str:
-        """For the UI."""
+        """The text that Dagster's pages show."""
         return "Published to main since the last evaluation"
 
     def evaluate(self, context: AutomationContext[AssetKey]) -> AutomationResult[AssetKey]:
-        """The newly published partitions; raises ConfigurationError on a check, which nobody publishes."""
+        """Return the newly published partitions.
+
+        Raises ConfigurationError on a check, because checks are not published.
+        """
         if not isinstance(context.key, AssetKey):
             raise ConfigurationError(
-                f"published() is about assets, and {context.key.to_user_string()} is a check.",
-                hint="Use AutomationCondition.any_deps_match(published()): a check depends on its asset.",
+                f"newly_published() works on assets, and {context.key.to_user_string()} is a check.",
+                hint="Use AutomationCondition.any_deps_match(newly_published()).",
             )
         last_id = context.max_storage_id or 0
         last_cursor = ReportCursor.from_json(context.cursor) if context.cursor else None
-        # A condition that was rewritten has no cursor; the asset's last evaluation still counts.
+        # A changed condition has an empty cursor; the asset's last evaluation still counts.
         start_id = (
             last_id if context.previous_evaluation_time is None else context.previous_max_storage_id or 0
         )
@@ -349,8 +359,8 @@ class PublishedCondition(AutomationCondition[AssetKey]):
             new_reports = _drop_same_run_reports(context, new_reports)
         subset = _to_subset(context, context.key, {report.partition for report in new_reports})
         subset = context.candidate_subset.compute_intersection(subset)
-        # A publication told since the last evaluation is later than the request made in it, whatever the
-        # clocks of the publisher and of this process say: SINCE would otherwise drop it.
+        # A publication reported since the last evaluation is later than the request made in that evaluation,
+        # even if the clocks of publisher and code server differ: SINCE would otherwise drop it.
         timestamps = {context.evaluation_time.timestamp(): subset}
         return AutomationResult(
             context,
@@ -362,25 +372,25 @@ class PublishedCondition(AutomationCondition[AssetKey]):
 
 @dataclass(frozen=True)
 class AwaitingVerdictCondition(AutomationCondition[AssetOrCheckKey]):
-    """See `awaiting_verdict()`. Never true for a check: it writes nothing."""
+    """The condition of `awaiting_verdict()`. Never true for a check, because checks do not write tables."""
 
     @property
     def name(self) -> str:
-        """Shown in the UI."""
+        """The name that Dagster's pages show."""
         return "awaiting_verdict"
 
     @property
     def description(self) -> str:
-        """For the UI."""
-        return "Materialised on a branch and not judged yet"
+        """The text that Dagster's pages show."""
+        return "Materialized on a branch and not judged yet"
 
     @property
     def requires_cursor(self) -> bool:
-        """Everything it needs stands in Dagster's runs."""
+        """False: the condition reads everything from Dagster's runs."""
         return False
 
     def evaluate(self, context: AutomationContext[AssetOrCheckKey]) -> AutomationResult[AssetOrCheckKey]:
-        """The partitions that unjudged runs have materialised."""
+        """Return the partitions that runs without a verdict have materialized."""
         subset: EntitySubset[Any] = context.get_empty_subset()
         key = context.key
         if isinstance(key, AssetKey) and not context.candidate_subset.is_empty:
@@ -399,7 +409,7 @@ class AwaitingVerdictCondition(AutomationCondition[AssetOrCheckKey]):
 def _drop_same_run_reports(
     context: AutomationContext[AssetKey], reports: Iterable[PublicationReport]
 ) -> list[PublicationReport]:
-    """Without the publications of branches that carry all partitions of the target that depend on them."""
+    """Drop publications whose branch also wrote all partitions of the target that depend on them."""
     target = context.root_context.key
     if not isinstance(target, AssetKey) or target not in context.asset_graph.get(context.key).child_keys:
         return list(reports)
@@ -425,7 +435,7 @@ def _to_subset(
     key: AssetKey,
     partitions: Iterable[str | None],
 ) -> EntitySubset[AssetKey]:
-    """The partitions of `key` that still exist; for an asset without partitions all of it or nothing."""
+    """Return the partitions of `key` that still exist; all of it or nothing for an unpartitioned asset."""
     return context.asset_graph_view.get_asset_subset_from_asset_partitions(
         key, {AssetKeyPartitionKey(key, partition) for partition in partitions}, validate_existence=True
     )

@@ -1,18 +1,16 @@
-"""Whether a run's change to a table can be replayed on what `main` has become. Pure functions.
+"""Whether a run's change to a table can be replayed on the current `main`. Pure functions.
 
-Replaying is allowed where the result is what running the run afterwards would have given, as far as its
-files can tell; whatever they cannot tell is refused (docs/adr/0008).
+A replay is allowed if its result is what the run would have produced on the current `main`, as far as the
+files show. Anything that the files cannot show is refused (docs/adr/0008).
 
-What a rebase does not carry of a run's change to a table's metadata. Pure functions.
+A rebase starts from `main`'s metadata, so `main`'s changes stay. From the run it takes snapshots, columns
+with their documentation, and properties. The run is refused if it changed anything else, because a rebase
+would lose that silently.
 
-A rebase is built on `main`'s metadata, so what `main` changed stays. Of the run it carries snapshots, columns
-with their documentation, and properties. Anything else it would lose without a word, and is refused by name.
-
-A run that replaced files which `main` has compacted since: removing the new files instead. Pure functions.
-
-Allowed where the rows are provably the same: the run removed all files of a partition that a compaction
-rewrote, the new files have exactly as many rows, and nobody deleted rows in between. Rows do not change their
-partition in a compaction, so each partition is mapped on its own.
+If the run replaced files that `main` has compacted since, a rebase removes the compacted files instead. This
+is allowed if the rows are provably the same: the run removed all files of a partition that a compaction
+rewrote, the new files have exactly as many rows, and no rows were deleted in between. A compaction does not
+move rows to another partition, so each partition is handled on its own.
 """
 
 from __future__ import annotations
@@ -38,9 +36,9 @@ _DECIMAL = re.compile(r"decimal\((\d+), (\d+)\)")
 
 
 def is_readable_as(file_type: str, table_type: str) -> bool:
-    """Whether values of files written as one type are the same values when they are read as the other.
+    """Return whether values in files of one type stay the same values when they are read as the other type.
 
-    Nested types are readable as themselves only.
+    A nested type is readable only as itself.
     """
     if file_type == table_type or (file_type, table_type) in _WIDENINGS:
         return True
@@ -54,11 +52,11 @@ _MAX_FORMAT_VERSION = 2
 """The newest format version whose manifests PyIceberg writes."""
 
 _SET_BY_CREATOR = frozenset({"location", "identity"})
-"""A table that both sides created has these of the first one."""
+"""The metadata that the first creator decides if both sides created the table."""
 
 
 def find_unreplayable(run_change: TableChange, main_change: TableChange) -> CodedReason | None:
-    """Why a rebase of `run_change` onto `main_change` would lose something of `run_change`; None when it would not."""
+    """Return why a rebase onto `main_change` would lose a part of `run_change`; None if it would not."""
     if main_change.after.format_version > _MAX_FORMAT_VERSION:
         return CodedReason(
             f"its format version is {main_change.after.format_version}, and a rebase writes"
@@ -67,24 +65,25 @@ def find_unreplayable(run_change: TableChange, main_change: TableChange) -> Code
         )
     if run_change.expired_count:
         sentence = (
-            f"the run expired {run_change.expired_count} of its snapshots, which a rebase does not carry"
+            f"the run expired {run_change.expired_count} of its snapshots,"
+            " and a rebase cannot replay that change"
         )
         return CodedReason(sentence, "snapshots_expired")
     if run_change.before is None:
         return _compare_creations(run_change, main_change)
     if run_change.after.format_version != run_change.before.format_version:
-        sentence = "the run changed its format version, which a rebase does not carry"
+        sentence = "the run changed its format version, and a rebase cannot replay that change"
         return CodedReason(sentence, "format_version_changed")
     base_others = dict(run_change.before.others)
     for name, value in run_change.after.others:
         if value != base_others.get(name):
-            sentence = f"the run changed its {name}, which a rebase does not carry"
+            sentence = f"the run changed its {name}, and a rebase cannot replay that change"
             return CodedReason(sentence, f"{name.replace(' ', '_')}_changed")
     return None
 
 
 def _compare_creations(run_change: TableChange, main_change: TableChange) -> CodedReason | None:
-    """Both sides made the table: what it then is was decided by the first."""
+    """Return why both sides' new tables are not the same; the first creator decides what the table is."""
     if run_change.after.format_version != main_change.after.format_version:
         return CodedReason(
             "both sides created it with different format versions", "created_with_other_format_version"
@@ -98,7 +97,10 @@ def _compare_creations(run_change: TableChange, main_change: TableChange) -> Cod
 
 
 def map_over_compactions(run_change: TableChange, main_change: TableChange) -> TableChange:
-    """`run_change`, removing what `main`'s compactions made of the files that it removed, where that is proven."""
+    """Return `run_change` adapted to `main`'s compactions of files that the run removed.
+
+    The adapted change removes the compacted files instead, where the rows are provably the same.
+    """
     for number, main_step in enumerate(main_change.steps):
         if main_step.mode is ChangeMode.COMPACT:
             run_change = _map_over_compaction(run_change, main_step, main_change.steps[: number + 1])
@@ -108,7 +110,7 @@ def map_over_compactions(run_change: TableChange, main_change: TableChange) -> T
 def _map_over_compaction(
     run_change: TableChange, compaction: SnapshotChange, main_steps: Sequence[SnapshotChange]
 ) -> TableChange:
-    """`run_change` over one compaction; `main_steps` are `main`'s steps from the base up to it."""
+    """Adapt `run_change` to one compaction. `main_steps` are `main`'s steps from the base up to it."""
     files_before, files_after = _group_by_partition(compaction.removed), _group_by_partition(compaction.added)
     removed_paths = {file.path for step in run_change.steps for file in step.removed}
     replacements = {
@@ -124,7 +126,7 @@ def _map_over_compaction(
         files = list(step.removed)
         for partition, (old, new) in list(replacements.items()):
             if any(file.path in old for file in step.removed):
-                files += new  # with the first of them; a later step finds none of its own left
+                files += new  # only in the first step that removes one of the old files
                 replacements[partition] = old, ()
             files = [file for file in files if file.path not in old]
         steps.append(replace(step, removed=tuple(files)))
@@ -181,9 +183,9 @@ _DETAILS = "columns' documentation, identifier fields or defaults"
 
 @dataclass(frozen=True)
 class Overlap:
-    """Why a change cannot be replayed: in words, in which partitions, and against whose steps.
+    """Why a change cannot be replayed: the reason, the partitions, and the runs that it conflicts with.
 
-    `only_expired`: it could be, had the run not taken snapshots out of the table.
+    `only_expired`: the change could be replayed if the run had not expired snapshots of the table.
     """
 
     reason: CodedReason
@@ -193,7 +195,10 @@ class Overlap:
 
 
 def find_overlap(run_change: TableChange, main_change: TableChange) -> Overlap | None:
-    """None when `run_change` may be replayed after `main_change`; both are changes of one table since one base."""
+    """Return why `run_change` cannot be replayed after `main_change`; None if it can.
+
+    Both are changes of one table since one base.
+    """
     if reason := _check_layouts(run_change, main_change):
         return Overlap(reason, runs=_run_ids(main_change.steps))
     own_paths: set[str] = set()
@@ -211,13 +216,13 @@ def find_overlap(run_change: TableChange, main_change: TableChange) -> Overlap |
 
 
 def _check_step(step: SnapshotChange, own_paths: Set[str], main_change: TableChange) -> Overlap | None:
-    """One step of the run's; `own_paths` are the paths of the files that its earlier steps added."""
+    """Check one step of the run. `own_paths` are the files that its earlier steps added."""
     main_runs = _run_ids(main_change.steps)
     mode = ChangeMode.ROW_DELETES if step.deletes and step.mode not in _UNREPLAYABLE_MODES else step.mode
     if mode in _UNREPLAYABLE_MODES:
         return Overlap(_UNREPLAYABLE_MODES[mode], runs=main_runs)
     if mode is ChangeMode.APPEND:
-        return None  # whatever main did, appending after it is what running later would have done
+        return None  # an append after main's change gives the same rows as a later run
     for main_step in main_change.steps:
         if main_step.mode in (ChangeMode.UNKNOWN, ChangeMode.OLD_LAYOUT):
             mode_reason = _INCOMPARABLE_MODES[main_step.mode]
@@ -229,7 +234,7 @@ def _check_step(step: SnapshotChange, own_paths: Set[str], main_change: TableCha
         return file_overlap
     if delete_overlap := _check_row_deletes(step, own_paths, main_change):
         return delete_overlap
-    # The same rows in other files are no change of rows; which files the run removed was asked above.
+    # A compaction does not change rows. The files that the run removed were compared above.
     main_steps = [other for other in main_change.steps if other.mode is not ChangeMode.COMPACT]
     if mode is ChangeMode.COMPACT:
         return None
@@ -263,7 +268,7 @@ def _check_upsert(
     main_steps: Sequence[SnapshotChange],
     layout: Layout,
 ) -> Overlap | None:
-    """An upsert is apart from others by partition, if the key has it, or by the bounds of a key column."""
+    """Compare an upsert with `main`'s steps: by partition if the key contains it, else by key bounds."""
     column_names = {column.name for column in layout.columns}
     if lost_keys := [key for key in step.key_columns if key not in column_names]:
         reason = f"its key column {lost_keys[0]} was renamed or dropped, so the keys cannot be compared"
@@ -279,7 +284,7 @@ def _check_upsert(
 
 
 def _check_replaced_rows(step: SnapshotChange, main_steps: Sequence[SnapshotChange]) -> Overlap | None:
-    """What either side replaced as a predicate, which its files do not tell."""
+    """Compare predicates of replaced rows, because files do not show which rows a predicate covers."""
     run_predicate = step.recorded_predicate
     for main_step in main_steps:
         main_predicate = main_step.replaced_predicate
@@ -314,7 +319,7 @@ def _check_replaced_rows(step: SnapshotChange, main_steps: Sequence[SnapshotChan
 def _common_partitions(
     step: SnapshotChange, other: SnapshotChange, held: Set[str] = frozenset()
 ) -> tuple[str, ...]:
-    """For people: the Dagster partitions that both sides name, else the step's own, else the files'."""
+    """Return partitions for the message: those that both sides name, else the step's own, else the files'."""
     common_names = {
         name for name in set(step.partition_names) & set(other.partition_names) if not name.startswith("…")
     }
@@ -322,14 +327,15 @@ def _common_partitions(
 
 
 def _check_row_deletes(step: SnapshotChange, own_paths: Set[str], main_change: TableChange) -> Overlap | None:
-    """Files the run removed from which `main` has deleted rows by delete files: they would come back.
+    """Find removed files of the run from which `main` has deleted rows by delete files.
 
-    Every delete file since the base applies to them, whatever else was done to the table before or after it.
+    The run's replacement of such a file would bring the deleted rows back. Every delete file since the base
+    applies to these files, regardless of other changes of the table before or after it.
     """
     removed_files = [file for file in step.removed if file.path not in own_paths]
     for main_step in main_change.steps:
         if main_step.mode is ChangeMode.COMPACT or not removed_files:
-            continue  # deletes written anew for the same rows
+            continue  # a compaction writes the same deletes again
         if hit_files := _find_hit_files(main_step.deletes, removed_files):
             reason = (
                 CodedReason(
@@ -349,13 +355,16 @@ def _check_row_deletes(step: SnapshotChange, own_paths: Set[str], main_change: T
 
 
 def _find_hit_files(deletes: Sequence[DeleteFile], files: Sequence[File]) -> list[File]:
-    """The files that one of the delete files may hit. Most of those name one file, or one partition."""
+    """Return the files that one of the delete files may apply to.
+
+    Most delete files name one data file or one partition, so these are compared by sets.
+    """
     exact_paths = {
         delete_file.paths.low
         for delete_file in deletes
         if delete_file.paths and delete_file.paths.low == delete_file.paths.high
     }
-    lengths = {len(path) for path in exact_paths}  # a truncated path is the beginning of the file's
+    lengths = {len(path) for path in exact_paths}  # a bound may be a truncated path
     partitions = {delete_file.partition for delete_file in deletes if delete_file.paths is None}
     other_deletes = [
         delete_file
@@ -372,7 +381,7 @@ def _find_hit_files(deletes: Sequence[DeleteFile], files: Sequence[File]) -> lis
 
 
 def _check_removed_files(step: SnapshotChange, main_change: TableChange) -> Overlap | None:
-    """Files the run removed that somebody else removed too."""
+    """Find files that both the run and `main` removed."""
     main_removals = main_change.removing_steps
     shared_files = [file for file in step.removed if file.path in main_removals]
     if not shared_files:
@@ -388,7 +397,7 @@ def _check_removed_files(step: SnapshotChange, main_change: TableChange) -> Over
 
 
 def _has_disjoint_keys(step: SnapshotChange, main_steps: Sequence[SnapshotChange]) -> bool:
-    """Whether the bounds of one key column prove that no key is on both sides."""
+    """Return whether the bounds of one key column prove that both sides changed different keys."""
     main_files = [file for main_step in main_steps for file in main_step.touched_files]
     return any(_has_disjoint_bounds(step.touched_files, main_files, key) for key in step.key_columns)
 
@@ -410,7 +419,7 @@ def _file_bounds(files: Sequence[File], column: str) -> list[FileBounds] | None:
 
 
 def _check_layouts(run_change: TableChange, main_change: TableChange) -> CodedReason | None:
-    """Why the run's files would not be valid in the table as it is now, or its columns not be the run's."""
+    """Return why the run's files do not fit the table's current layout, or its columns differ."""
     main_layout = main_change.after
     if run_change.after.spec != main_layout.spec:
         if [field[1:] for field in run_change.after.spec] == [field[1:] for field in main_layout.spec]:
@@ -440,9 +449,9 @@ def _check_layouts(run_change: TableChange, main_change: TableChange) -> CodedRe
 
 
 def _check_readable(file_layout: Layout, table_layout: Layout) -> CodedReason | None:
-    """Whether files of one layout can be read under a newer one.
+    """Return why files of one layout cannot be read under a newer one; None if they can.
 
-    By id: missing columns are null, narrower types are widened.
+    Columns are matched by id: missing columns are null, narrower types are widened.
     """
     table_columns = {column.id: column for column in table_layout.columns}
     file_column_ids = {column.id for column in file_layout.columns}

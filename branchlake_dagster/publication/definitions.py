@@ -1,4 +1,4 @@
-"""Everything but the assets, ready to be merged into any `Definitions`."""
+"""Everything of a code location except the assets, ready to be merged into any `Definitions`."""
 
 from __future__ import annotations
 
@@ -25,37 +25,36 @@ def branchlake_definitions(
     spark_key: str | None = None,
     io_manager_key: str | None = None,
 ) -> Definitions:
-    """The IO manager, the Spark session, the publication sensor and the reaper of a lake, beside your own.
+    """Create the definitions of a lake: IO manager, Spark session, publication sensor and reaper.
 
-    With `definitions` they are merged, mistakes in the assets of this lake are errors now instead of blocked
-    runs later, and runs judge and publish themselves at their end: the executor is wrapped in
-    `publish_at_end`. Without, the result can be merged into any other `Definitions`; the sensor then does all
-    of that.
+    With `definitions` the result contains them, and mistakes in the assets of this lake are errors at load
+    time instead of blocked runs later. Runs then judge and publish themselves at their end, because the
+    executor is wrapped in `publish_at_end`. Without `definitions` the result can be merged into any other
+    `Definitions`; the publication sensor then judges and publishes all runs.
 
     Args:
-        settings (Optional[Settings]): The lake's settings; they reach every resource. (default:
-            `lakehouse`'s, else those of the environment, `BRANCHLAKE_…`)
+        settings (Optional[Settings]): The lake's settings; they apply to every resource. (default: those of
+            `lakehouse`, else those of the environment, `BRANCHLAKE_…`)
         definitions (Optional[Definitions]): Your assets, checks, jobs, schedules, sensors and other
             resources.
-        lakehouse (Optional[LakehouseResource]): The lake's resource, where its fields are to come from
-            `dg.EnvVar`.
-        name (Optional[str]): Of the lake, where one code location has several. It is put before the names of
-            sensors, job and schedule, and before the default resource keys (`archive_io_manager`).
+        lakehouse (Optional[LakehouseResource]): The lake's resource, if its fields come from `dg.EnvVar`.
+        name (Optional[str]): The lake's name, if one code location has several lakes. It comes before the
+            names of sensors, job and schedule, and before the default resource keys (`archive_io_manager`).
         lakehouse_key (Optional[str]): The resource key of the lake. (default: `lakehouse`)
         spark_key (Optional[str]): The resource key of the run's Spark session. (default: `spark`)
-        io_manager_key (Optional[str]): The resource key of the IO manager. (default: `io_manager`, which is
-            that of all assets that name none)
+        io_manager_key (Optional[str]): The resource key of the IO manager. (default: `io_manager`, the key of
+            all assets that do not name one)
 
     Returns:
-        Definitions: Ours, merged with `definitions` if there are any.
+        Definitions: Those of the lake, merged with `definitions` if given.
 
     Raises:
-        ConfigurationError: Assets in `definitions` that could not be written or published, each by name.
+        ConfigurationError: Assets in `definitions` could not be written or published; the message names each.
 
     Warns:
-        DefinitionsWarning: A check of a partitioned asset has no `partitions_def`, so it reads the
-            whole table on every run; the setting `unpartitioned_checks` makes it an error, or allows it. Or
-            an asset has a metadata key that nobody reads.
+        DefinitionsWarning: A check of a partitioned asset does not have a `partitions_def`, so it reads the
+            whole table on every run; the setting `unpartitioned_checks` makes this an error, or allows it.
+            Or an asset has a metadata key that branchlake does not read.
 
     Examples:
         .. code-block:: python
@@ -65,11 +64,9 @@ def branchlake_definitions(
 
             from branchlake_dagster import Settings, branchlake_definitions, sql_check
 
-
             @dg.asset
             def prices() -> pl.DataFrame:
                 return pl.DataFrame({"item": ["a", "b"], "eur": [1.0, 2.5]})
-
 
             positive = sql_check(prices, "positive", "SELECT * FROM {this} WHERE eur <= 0")
 
@@ -77,7 +74,6 @@ def branchlake_definitions(
                 Settings(default_namespace="shop"),
                 dg.Definitions(assets=[prices], asset_checks=[positive]),
             )
-
     """
     if lakehouse is None:
         settings = settings or Settings()

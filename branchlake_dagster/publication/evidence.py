@@ -1,4 +1,4 @@
-"""What Dagster knows about a finished run that the gate needs, as plain values."""
+"""The facts about a finished run that the gate needs, read from Dagster as plain values."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from branchlake_dagster.tables.specification import format_table_name, parse_exc
 
 @dataclass(frozen=True, order=True)
 class EventPosition:
-    """Where an event is: first by its run, then within that run.
+    """The order of an event: first by its run, then within that run.
 
     Dagster's `storage_id` alone does not order events of several runs. The default SQLite storage has one
-    database, and so one counter, for each run: a retry's first events have smaller ids than its parent's
-    last ones. Both fields are private, so that nobody compares one of them alone.
+    database, and so one counter, for each run: a retry's first events have smaller ids than its parent's last
+    ones. Both fields are private, so that they are only compared together.
 
     Args:
         _run_index (int): Position of the run among the runs whose work is on the branch, oldest first.
@@ -41,7 +41,7 @@ class EventPosition:
     _storage_id: int
 
     def is_same_run(self, other: EventPosition) -> bool:
-        """Whether both events are of one run."""
+        """Return whether both events belong to the same run."""
         return self._run_index == other._run_index
 
 
@@ -51,7 +51,7 @@ CheckName = tuple[str, str]
 
 @dataclass(frozen=True)
 class CheckEvaluation:
-    """One check result."""
+    """The result of one check. `is_blocking` is True if its severity is ERROR."""
 
     passed: bool
     is_blocking: bool
@@ -59,17 +59,16 @@ class CheckEvaluation:
     step_key: str | None
     description: str
     failing_rows: int | None = None
-    """Rows that fail it; None where it does not count."""
+    """The number of rows that fail the check; None if the check does not count them."""
 
 
 @dataclass(frozen=True)
 class WrittenPartition:
-    """A materialization on the run's branch, and what it reported of that branch.
+    """A materialization on the run's branch, with the numbers that it reported.
 
-    `rows` are those of the whole table there, `partition_rows` those of the partition, `timestamp` is its
-    time as a
-    POSIX time stamp; `is_whole_partition` says that nobody else can have rows in its partition once it is
-    published.
+    `rows` is the row count of the whole table on the branch, `partition_rows` that of the partition.
+    `timestamp` is in seconds since 1970. `is_whole_partition` is True if the run replaced the partition, so
+    that the published partition holds only its rows.
     """
 
     position: EventPosition
@@ -84,11 +83,13 @@ class WrittenPartition:
 
 @dataclass(frozen=True)
 class AssetRules:
-    """What the definitions say about an asset now.
+    """The rules of an asset in the current definitions.
 
-    Its table, its checks and whether it demands one; for each check that sees all rows, of which
-    tables; whether it asks for serializable isolation, and the tables of the assets it is made from; the
-    name under which it is exclusive; whether runs may not change the columns of its table.
+    `table` is its table and `checks` are the names of its checks. `demands_checks`: it may not be published
+    without a check. `whole_table_checks` has the checked tables of each check that reads all rows.
+    `serializable`: the asset asks for serializable isolation. `upstream_tables` are the tables of the assets
+    that it is made from. `lease_name` is the name under which it is exclusive. `columns_frozen`: runs may not
+    change the columns of its table.
     """
 
     table: str
@@ -103,7 +104,7 @@ class AssetRules:
 
 @dataclass(frozen=True)
 class RunEvidence:
-    """Everything the verdict on a run rests on. A partition is None for an unpartitioned event."""
+    """All facts that the verdict on a run depends on. A partition is None for an event without partition."""
 
     run_id: str
     succeeded: bool
@@ -115,20 +116,21 @@ class RunEvidence:
     loaded_tables: frozenset[tuple[str | None, str]] = frozenset()
     """(step, table) of every input that the IO manager loaded."""
     read_tables: frozenset[str] = frozenset()
-    """The tables that serializable assets have read by SQL or through the catalogue, in whatever step."""
+    """The tables that serializable assets read by SQL or through the catalog, in any step."""
     unnamed_reads: frozenset[str] = frozenset()
-    """What serializable assets may have read that has no name, in words."""
+    """Descriptions of reads by serializable assets whose tables are not known."""
     branch_heads: frozenset[str] = frozenset()
-    """The hashes of the branch that the runs recorded after their writes."""
+    """The branch hashes that the runs recorded after their writes."""
     changed_columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The columns that differ between base and branch, of each table in `frozen_tables` that has such."""
+    """The columns that differ between base and branch, by frozen table; tables without a difference are left
+    out."""
 
     @property
     def read_set(self) -> frozenset[str] | None:
-        """The tables that must be on `main` as the run has seen them; None when no asset asks for that.
+        """The tables that must be unchanged on `main` since the run's base; None if no asset is serializable.
 
-        Of each serializable asset: what it is declared to be made from, what was loaded for it, and what it
-        has read itself.
+        For each serializable asset these are its declared upstream tables, the inputs loaded for it, and the
+        tables that it read itself.
         """
         strict_assets = self.serializable_assets
         if not strict_assets:
@@ -147,7 +149,7 @@ class RunEvidence:
 
     @property
     def serializable_assets(self) -> frozenset[str]:
-        """The written assets that ask for it."""
+        """The written assets that ask for serializable isolation."""
         return frozenset(asset for asset, rules in self.rules.items() if rules.serializable)
 
     @property
@@ -157,7 +159,7 @@ class RunEvidence:
 
     @property
     def fully_checked_tables(self) -> frozenset[str]:
-        """The tables of which some check sees all rows."""
+        """The tables of which at least one check reads all rows."""
         table_sets = (tables for rules in self.rules.values() for tables in rules.whole_table_checks.values())
         return frozenset().union(*table_sets)
 
@@ -167,7 +169,7 @@ class RunEvidence:
         return frozenset(rules.table for rules in self.rules.values() if rules.columns_frozen)
 
     def materialized_assets(self) -> tuple[str, ...]:
-        """The assets the run materialised, in the order it did."""
+        """Return the assets that the run materialized, in that order."""
         ordered = sorted(self.written_partitions.items(), key=lambda entry: entry[1].position)
         return tuple(dict.fromkeys(asset for (asset, _), _ in ordered))
 
@@ -190,10 +192,10 @@ def collect_evidence(
     default_namespace: str,
     require_checks: bool,
 ) -> RunEvidence:
-    """Read the check, materialization and input events of the runs that worked on one branch, oldest first.
+    """Read the check, materialization and input events of the runs that worked on one branch.
 
-    A later event of the same check or asset replaces an earlier one. Whether the work succeeded is the last
-    run's status. Cost: one query to Dagster's event log per run and 1,000 events.
+    `runs` are in order, oldest first. A later event of the same check or asset replaces an earlier one. The
+    work has succeeded if the last run has. Costs one query to Dagster's event log per run and 1,000 events.
     """
     planned_checks: set[tuple[CheckName, str | None]] = set()
     evaluations: dict[tuple[CheckName, str | None], CheckEvaluation] = {}
@@ -297,7 +299,7 @@ def _get_string_set(metadata: Mapping[str, MetadataValue[Any]], name: str) -> se
 
 
 def _get_json_set(event: DagsterEvent, name: str) -> set[str]:
-    """The texts of a JSON list in an event's metadata."""
+    """Return the strings of a JSON list in an event's metadata."""
     value = _event_metadata(event).get(name)
     return set() if value is None else set(json.loads(str(value.value)))
 
@@ -322,7 +324,7 @@ def _build_asset_rules(
 ) -> AssetRules:
     table = format_table_name(table_identifier(key, default_namespace))
     if not graph.has(key):
-        # Removed from the code since the run was launched: nobody says any more which checks it needs.
+        # The asset was removed from the code after the run's launch, so its required checks are not known.
         return AssetRules(table, frozenset(), demands_checks=True)
     node = graph.get(key)
     demands_checks = _unwrap_value(node.metadata.get(AssetMetadata.REQUIRE_CHECKS, require_checks))
@@ -348,7 +350,10 @@ def _build_asset_rules(
 
 
 def covers_whole_table(check: Any) -> bool:
-    """Whether a check speaks of all rows of its table: said by its author, else by its lack of partitions."""
+    """Return whether a check covers all rows of its table.
+
+    The check's metadata decides; without that metadata, a check without partitions covers all rows.
+    """
     scope = _unwrap_value((check.metadata or {}).get(AssetMetadata.CHECK_SCOPE))
     return scope == "table" if scope is not None else check.partitions_def is None
 

@@ -1,4 +1,4 @@
-"""The end of a judged run, and runs whose branch is gone before they were judged."""
+"""Reports and cleanup at the end of a judged run, and reports on runs that lost their branch."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from branchlake_dagster.runs.run_tags import (
 )
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
-from branchlake_dagster.wording import format_count, pluralize
+from branchlake_dagster.wording import format_count
 
 _MAIN_WAS_SET_BACK = "it was on main, and main was set back meanwhile"
-"""Between the look at the ledger and the report, by hand."""
+"""The reason if somebody set `main` back between the search in the ledger and the report."""
 _STATUS_BY_ACTION = {
     PublicationAction.BLOCKED: Status.BLOCKED,
     PublicationAction.REFUSED: Status.REFUSED,
@@ -45,11 +45,12 @@ _STATUS_BY_ACTION = {
 
 
 class Finisher:
-    """Tells and cleans up. Every step can be repeated; telling many partitions goes on where it stopped.
+    """Reports the outcome of a judged run and removes its branch.
 
-    `view` is what the reports say of `main` (None: nothing); `settings` say how long the branch of a run that
-    was not published stays for debugging, if the run has not recorded it. `clock` counts seconds, `now` is
-    the wall clock.
+    Every step can be repeated; reports on many partitions continue where they stopped. `main_view` supplies
+    row counts and commit links of `main`; if it is None, reports omit them. `settings` hold the hours that
+    the branch of an unpublished run is kept for debugging, if the run has not recorded them. `clock` counts
+    seconds, `now` is the wall clock.
     """
 
     def __init__(
@@ -74,13 +75,17 @@ class Finisher:
     def finish(
         self, assessed_run: AssessedRun, result: Published | Refused | None, *, deadline: float
     ) -> Outcome:
-        """The outcome of a judged run. None as `result`: it is no candidate. `deadline` is the clock's end."""
+        """Report a judged run, remove its branch, and return the outcome.
+
+        `result` is the publisher's answer; None if the run was not a candidate. `deadline` is the time of the
+        clock at which reports on partitions stop until the next pass.
+        """
         refusal = result if isinstance(result, Refused) else None
         if (refusal or (result is None and assessed_run.was_claimed)) and not self._keep_hours(
             assessed_run.run
         ):
-            # Another publisher, perhaps inside the run, may still be at it: only of a branch that is gone it
-            # is certain that it was not published.
+            # Another publisher, perhaps inside the run, may still be working on the branch. Only after the
+            # branch is deleted is it certain that it was not published.
             end_judged_branch(self._client, assessed_run.branch, keep_data=False)
         publication = result if isinstance(result, Published) else self._find_publication(assessed_run)
         if (
@@ -88,16 +93,19 @@ class Finisher:
             and publication.merged_outside
             and (refusal or assessed_run.reason or assessed_run.verdict.blocked)
         ):
-            # Its rows are there, and this must not read as though they were not.
+            # The rows are on main, and the report must not deny that.
             failure_reason = (
                 refusal.format_reason()
                 if refusal
                 else assessed_run.reason or assessed_run.verdict.format_summary()
             )
-            message = f"{failure_reason.rstrip('.')}. But somebody merged its branch into main by hand, as {publication.hash}"
+            message = (
+                f"{failure_reason.rstrip('.')}. But its branch was merged into main outside branchlake,"
+                f" as {publication.hash}"
+            )
             is_in_ledger = (
                 assessed_run.action is PublicationAction.PUBLISHED
-            )  # as the ledger has it, whatever the verdict
+            )  # the ledger holds the run, whatever the verdict is
             action = PublicationAction.BLOCKED if is_in_ledger else assessed_run.action
             if refusal:
                 action = PublicationAction.REFUSED
@@ -125,7 +133,7 @@ class Finisher:
         )
 
     def _find_publication(self, assessed_run: AssessedRun) -> Published | None:
-        """What `main` has of a run that this pass did not publish."""
+        """Return the publication on `main` of a run that this pass did not publish; None if there is none."""
         if (
             assessed_run.candidate is None
             and not assessed_run.was_claimed
@@ -143,11 +151,12 @@ class Finisher:
         rebase_note = (
             f", rebased {', '.join(publication.rebased_tables)}" if publication.rebased_tables else ""
         )
-        merge_note = ", merged by hand" if publication.merged_outside else ""
-        detail = f"{', '.join(tables)} as {publication.hash[:12]}{merge_note}, {assessed_run.verdict.format_summary()}{rebase_note}"
+        merge_note = ", merged outside branchlake" if publication.merged_outside else ""
+        summary = assessed_run.verdict.format_summary()
+        detail = f"{', '.join(tables)} as {publication.hash[:12]}{merge_note}, {summary}{rebase_note}"
         remaining = self._report_outcome(assessed_run, deadline, Status.PUBLISHED, publication=publication)
         if remaining:
-            detail += f"; {format_count(remaining, 'partition')} {pluralize(remaining, 'is', 'are')} told by the next ticks"
+            detail += f"; the next ticks report {format_count(remaining, 'more partition')}"
         else:
             end_branch_and_claim(self._client, assessed_run.branch, keep_data=True)
         return self._build_outcome(
@@ -169,10 +178,10 @@ class Finisher:
             Status.UNCHANGED if reason == NO_TABLE_CHANGED else _STATUS_BY_ACTION.get(action, default_status)
         )
         if status in FAILING_STATUSES:
-            # First of all: whoever comes after a publisher that died here must not find a green run.
+            # Fail the run first: if this publisher stops here, the next one must not find a successful run.
             failure_reason = reason or "; ".join(assessed_run.verdict.reasons)
             fail_unpublished_run(self._instance, assessed_run.run.run_id, failure_reason, next_step)
-        # A few examples are told, and always all of them: the branch goes now, and nobody comes again.
+        # Report without a deadline: the branch is deleted now, and no later pass continues the report.
         self._report_outcome(
             assessed_run, math.inf, status, reason=reason, on_main=on_main, next_step=next_step
         )
@@ -247,11 +256,11 @@ class Finisher:
 
 
 _MAX_RUNS_PER_PASS = 100
-"""Runs in one pass; the next passes report the others."""
+"""The number of runs reported in one pass; the next passes report the others."""
 _FINISHED_STATUSES = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED]
 _LOST_BRANCH_REASON = (
-    "its branch is gone although nobody judged the run: somebody deleted the branch, or Nessie was restored"
-    " from a copy that does not have it"
+    "its branch no longer exists although the run was not judged: somebody deleted the branch, or Nessie was"
+    " restored from a copy that does not have it"
 )
 
 
@@ -298,9 +307,9 @@ class LostBranches:
             yield self._report_lost_run(run, run_branch)
 
     def _is_lost(self, run_branch: RunLocation) -> bool:
-        """Whether nobody has the run's work in hand: no branch, no discarded state, no retry.
+        """Return whether the run's work is lost: it has no branch, no discarded branch, and no retry.
 
-        A state whose files are being deleted comes back to nobody, and may stay for as long as it takes.
+        A tag whose files are being deleted does not count, because it cannot be restored.
         """
         if any(map(self._client.has_reference, (run_branch.branch, discarded_tag_name(run_branch.branch)))):
             return False

@@ -1,10 +1,8 @@
-"""The ledger of publications: candidates, the publisher's answers, and the commits on `main`.
+"""The ledger of publications, which is `main`'s log in Nessie, with the publisher's candidates and answers.
 
-The ledger of publications: `main`'s log in Nessie, and nothing else.
-
-A publication's commit says who, what and from where in its properties (prefix `branchlake.`). One commit
-may carry several publications; then each property is a list, separated by commas (`tables`, itself such a
-list, by semicolons).
+The properties of a publication's commit (prefix `branchlake.`) record run, branch, base, verdict and tables.
+If one commit carries several publications, each property is a list separated by commas. The property `tables`
+is itself such a list, so its lists are separated by semicolons.
 """
 
 from __future__ import annotations
@@ -34,13 +32,16 @@ _PUBLICATIONS = f"'{LakeProperty.PUBLICATION_ID}' in commit.properties"
 
 
 def publication_id(branch: str) -> str:
-    """The id of a branch's publication: one branch is published at most once, whatever is tried again."""
+    """Return the id of a branch's publication.
+
+    It depends only on the branch name, because a branch is published at most once.
+    """
     return str(uuid5(NAMESPACE_URL, f"branchlake:{branch}"))
 
 
 @dataclass(frozen=True)
 class Publication:
-    """One run's branch made visible on `main`. `hash` is the commit on `main` (empty until there is one)."""
+    """One run's branch made visible on `main`. `hash` is the commit on `main` (empty until it exists)."""
 
     branch: str
     run_id: str
@@ -53,12 +54,12 @@ class Publication:
 
     @property
     def publication_id(self) -> str:
-        """Derived from the branch."""
+        """The id, derived from the branch name."""
         return publication_id(self.branch)
 
 
 def publication_properties(publications: Sequence[Publication]) -> dict[str, str]:
-    """The properties of a commit that carries these publications."""
+    """Return the properties of a commit that carries these publications."""
     return {
         LakeProperty.PUBLICATION_ID: ",".join(publication.publication_id for publication in publications),
         LakeProperty.RUN_ID: ",".join(publication.run_id for publication in publications),
@@ -71,7 +72,7 @@ def publication_properties(publications: Sequence[Publication]) -> dict[str, str
 
 
 def publication_message(publications: Sequence[Publication]) -> str:
-    """The commit message of these publications."""
+    """Return the commit message for these publications."""
     tables = ", ".join(dict.fromkeys(table for publication in publications for table in publication.tables))
     runs = ", ".join(publication.run_id for publication in publications)
     return (
@@ -82,7 +83,7 @@ def publication_message(publications: Sequence[Publication]) -> str:
 
 
 def parse_publications(entry: LogEntry) -> list[Publication]:
-    """The publications of one commit; none for a commit that is no publication of ours."""
+    """Return the publications of one commit; none if branchlake did not publish the commit."""
     commit_properties = entry.commit.properties
     if LakeProperty.PUBLICATION_ID not in commit_properties:
         return []
@@ -107,20 +108,19 @@ def parse_publications(entry: LogEntry) -> list[Publication]:
 
 
 def iter_publications(client: NessieClient, *, limit: int | None = None) -> Iterator[Publication]:
-    """Publications on `main`, newest first, of at most `limit` commits."""
+    """Yield publications on `main`, newest first, of at most `limit` commits."""
     for entry in client.log(MAIN, filter=_PUBLICATIONS, limit=limit):
         yield from parse_publications(entry)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run's branch as it shall be published: what differs between `base_hash` and `head_hash`.
+    """A run's branch to be published: its changes between `base_hash` and `head_hash`.
 
-    `changes` is that difference. `read_set` are the tables a serializable run has read; None for a run
-    under snapshot isolation. `fully_checked_tables` are the tables whose checks speak of all their rows and
-    so
-    must be found again when rows of other runs have come in between. `leases` are the names of which it must
-    be the holder when it is published.
+    `changes` is that difference. `read_set` has the tables that a serializable run has read; None under
+    snapshot isolation. `fully_checked_tables` are tables with a check that reads all rows; these checks must
+    run again if rows of other runs were published meanwhile. `leases` are the names whose holder the run must
+    be when it is published.
     """
 
     branch: str
@@ -136,17 +136,17 @@ class Candidate:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The write set by dotted name: tables, views, functions."""
+        """The changed contents by dotted name: tables, views, functions."""
         return changed_tables(self.changes)
 
     @property
     def keys(self) -> frozenset[ContentKey]:
-        """Everything it changes, namespaces included."""
+        """All changed keys, namespaces included."""
         return frozenset(entry.key for entry in self.changes)
 
     @property
     def is_serializable(self) -> bool:
-        """Whether what it read must still hold."""
+        """Whether the tables that the run has read must be unchanged."""
         return self.read_set is not None
 
     @property
@@ -164,7 +164,7 @@ class Candidate:
         )
 
     def to_publication(self) -> Publication:
-        """Its entry in the ledger."""
+        """Return the candidate's entry in the ledger."""
         return Publication(
             self.branch, self.run_id, self.root_run_id, self.verdict, self.base_hash, self.tables
         )
@@ -174,9 +174,9 @@ class Candidate:
 class Published:
     """The candidate is on `main`, in the commit `hash`.
 
-    `is_new` is False when an earlier call did it, `merged_outside` True when it was somebody else's: the
-    ledger has
-    nothing of it, and its rows are there. `rebased_tables` names the tables whose changes were replayed.
+    `is_new` is False if an earlier call published it. `merged_outside` is True if the rows came to `main`
+    outside branchlake, so the ledger has no entry. `rebased_tables` names the tables whose changes were
+    replayed.
     """
 
     hash: str
@@ -187,10 +187,11 @@ class Published:
 
 @dataclass(frozen=True)
 class Refused:
-    """`main` has changed in a way that this candidate cannot follow; nothing of it was published.
+    """`main` has changed in conflict with this candidate; none of its changes were published.
 
-    `conflicts` are the tables with the reason for each, `partitions` those that overlap, `runs` the
-    publications it collided with. `only_expired`: it could follow, had it not taken snapshots out of a table.
+    `conflicts` has the reason for each table, `partitions` the overlapping partitions, `runs` the
+    publications that it conflicts with. `only_expired`: the candidate would not conflict if it had not
+    expired snapshots of a table.
     """
 
     conflicts: Mapping[str, CodedReason]
@@ -204,7 +205,7 @@ class Refused:
         return tuple(dict.fromkeys(reason.code for reason in self.conflicts.values()))
 
     def format_reason(self) -> str:
-        """The tables, partitions and who changed them meanwhile."""
+        """Return a sentence with the tables, the partitions, and the runs that changed them meanwhile."""
         tables = "; ".join(f"{table}: {reason}" for table, reason in self.conflicts.items())
         partition_note = f" ({format_names('partition', self.partitions)})" if self.partitions else ""
         run_note = f", published by {format_names('run', self.runs)}" if self.runs else ""
@@ -213,7 +214,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class NeedsChecks:
-    """It can be rebased, but checks on these whole tables must pass on the result before."""
+    """The candidate can be rebased, but checks on these whole tables must first pass on the result."""
 
     tables: tuple[str, ...]
 
@@ -222,31 +223,32 @@ Result = Published | Refused | NeedsChecks
 
 
 def load_write_set(client: NessieClient, base_hash: str, ref: Reference) -> tuple[DiffEntry, ...]:
-    """What differs between the base and the branch."""
+    """Load the differences between the base and the branch."""
     return () if ref.hash == base_hash else tuple(client.diff(f"@{base_hash}", ref.pinned_ref))
 
 
 def changed_tables(changes: tuple[DiffEntry, ...]) -> tuple[str, ...]:
-    """What the changes change by dotted name: tables, views, functions; everything but namespaces."""
+    """Return the dotted names of changed tables, views and functions; namespaces are left out."""
     return tuple(sorted(entry.key.name for entry in changes if not is_namespace_change(entry)))
 
 
 def is_namespace_change(entry: DiffEntry) -> bool:
-    """Whether a change makes, changes or removes a namespace and nothing else."""
+    """Return whether an entry creates, changes or removes only a namespace."""
     sides = (entry.from_content, entry.to_content)
     return all(side is None or isinstance(side, Namespace) for side in sides)
 
 
 _MAX_COMMITS = 2000
-"""Commits that are looked through, the newest first, for a name to tell."""
+"""The number of commits, newest first, that are searched for the runs of a conflict."""
 
 OUTSIDE_WRITER = "somebody outside branchlake"
 
 
 def add_culprits(client: NessieClient, candidate: Candidate, refusal: Refused, *, main_hash: str) -> Refused:
-    """`refusal` with the publications it collided with, and the new names of renamed tables.
+    """Add to a refusal the publications that it conflicts with, and the new names of renamed tables.
 
-    `main_hash`: the hash of `main` it was refused at. Reads the log since the candidate's base, once.
+    `main_hash` is the hash of `main` at which the candidate was refused. Reads the log since the candidate's
+    base, once.
     """
     old_contents = {entry.key: entry.from_content for entry in candidate.changes}
     key_by_name = {key.name: key for key in (*old_contents, *(candidate.read_set or ()))}
@@ -265,7 +267,10 @@ def add_culprits(client: NessieClient, candidate: Candidate, refusal: Refused, *
 
 
 def find_origin_commit(client: NessieClient, candidate: Candidate, *, main_hash: str) -> str | None:
-    """The first commit on `main` that has the candidate's last table as its branch does; None: unknown."""
+    """Return the first commit on `main` that has the candidate's last table as on its branch.
+
+    None if that commit is not among the newest 2,000 since the base.
+    """
     last_change = next(e for e in reversed(candidate.changes) if isinstance(e.to_content, IcebergTable))
     commit_hash = None
     for entry in _iter_commits(client, candidate, main_hash):
@@ -280,7 +285,7 @@ def find_origin_commit(client: NessieClient, candidate: Candidate, *, main_hash:
 
 
 def _iter_commits(client: NessieClient, candidate: Candidate, main_hash: str) -> Iterator[LogEntry]:
-    """The commits since the candidate's base, but never more than a person would wait for."""
+    """Yield the commits since the candidate's base, at most `_MAX_COMMITS`."""
     return islice(client.log(f"@{main_hash}", since=candidate.base_hash, fetch_operations=True), _MAX_COMMITS)
 
 
@@ -289,7 +294,7 @@ def _changes_key(entry: LogEntry, key: ContentKey) -> bool:
 
 
 def _find_new_name(entry: LogEntry, key: ContentKey, old_table: IcebergTable) -> str | None:
-    """The key under which the same commit put the content that it deleted here."""
+    """Return the dotted name under which the same commit put the content that it deleted at `key`."""
     if not any(isinstance(operation, Delete) and operation.key == key for operation in entry.operations):
         return None
     puts = (operation for operation in entry.operations if isinstance(operation, Put))

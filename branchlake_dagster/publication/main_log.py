@@ -1,8 +1,9 @@
-"""What became of branches on `main`: published, merged by hand, or left behind by a roll-back.
+"""A cache of `main`'s history: which branches were published, or merged outside branchlake.
 
-`main`'s log answers that, and it grows for ever: looking through 12,000 commits took 1.7 s for each branch.
-A commit's hash stands for all that is before it, so what was read once stays true. The log is read once per
-process, back to the oldest base that anybody asks for, and afterwards only what is new.
+`main`'s log grows without limit: searching 12,000 commits took 1.7 s for each branch. A commit's hash stands
+for everything before it, so what was read once stays valid. The log is read once per process, back to the
+oldest requested base, and afterwards only its new commits. If `main` was set back, the cached commits after
+the fork are dropped.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from branchlake_dagster.nessie.model import LogEntry
 from branchlake_dagster.publication.ledger import Published, parse_publications
 
 _MAX_COMMITS = 200_000
-"""Commits that are remembered; about 200 bytes each, 320 with a publication."""
+"""The number of cached commits; about 200 bytes each, 320 with a publication."""
 
 
 class BaseNotOnMain(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """`main` does not hold the commit that a run started from: it was rolled back, or restored."""
+    """`main` does not hold the commit that a run started from: it was set back, or Nessie was restored."""
 
 
 class MainLog:
-    """`main`'s commits as far back as they were asked for. Safe to share between threads.
+    """A cache of `main`'s commits, as far back as they were requested. Safe to share between threads.
 
-    It holds no connection: one process asks it about one lake through many clients.
+    It does not hold a connection: one process reads one lake through several clients.
     """
 
     def __init__(self, *, max_commits: int = _MAX_COMMITS) -> None:
@@ -39,16 +40,16 @@ class MainLog:
 
     def _clear(self) -> None:
         self._chain: deque[str] = deque()
-        """Hashes of one line of commits, oldest first."""
+        """Hashes of consecutive commits, oldest first."""
         self._lowest_position = 0
-        """The place of the oldest one; places only ever mean an order."""
+        """The position of the oldest commit. Positions only define an order."""
         self._positions: dict[str, int] = {}
         self._has_first_commit = False
-        """Whether the oldest one is the first commit there is."""
+        """Whether the oldest cached commit is the first commit of `main`."""
         self._publications: dict[str, int] = {}
-        """Places by branch."""
+        """Positions by branch name."""
         self._merges: dict[str, int] = {}
-        """Places by the hash that a merge took in; of merges that are no publications."""
+        """Positions of merges without a publication, by the merged hash."""
 
     def find_publication(
         self,
@@ -59,9 +60,10 @@ class MainLog:
         main_hash: str,
         head_hash: str | None = None,
     ) -> Published | None:
-        """How a branch, made from the commit `base_hash`, came to `main` up to the commit `main_hash`; None: it did not.
+        """Return how a branch came to `main` between two commits; None if it did not.
 
-        `head_hash`: its hash; with it a merge by somebody else counts too. Raises BaseNotOnMain.
+        The branch was made from the commit `base_hash`; `main` is searched up to `main_hash`. With
+        `head_hash`, the branch's head, a merge outside branchlake counts too. Raises BaseNotOnMain.
         """
         with self._lock:
             start, end = self._load_positions(client, base_hash, main_hash)
@@ -78,7 +80,7 @@ class MainLog:
     def find_on_main(
         self, client: NessieClient, branch: str, *, base_hash: str, head_hash: str | None = None
     ) -> Published | None:
-        """The same for `main` as it is now. None too when it has lost the base; the publisher says so."""
+        """Return the same for the current `main`. Also None if `main` no longer holds the base."""
         try:
             main_hash = client.reference(MAIN).hash
             return self.find_publication(
@@ -88,7 +90,7 @@ class MainLog:
             return None
 
     def contains_commit(self, client: NessieClient, commit_hash: str) -> bool:
-        """Whether the commit is in `main`'s history now."""
+        """Return whether the commit is in `main`'s history now."""
         main_hash = client.reference(MAIN).hash
         try:
             with self._lock:
@@ -98,7 +100,10 @@ class MainLog:
         return True
 
     def find_merges(self, client: NessieClient, *, base_hash: str, main_hash: str) -> dict[str, str]:
-        """The merges by hand after the commit `base_hash` up to `main_hash`, by the hash that each took in."""
+        """Return the commits on `main` that merged outside branchlake, by the merged hash.
+
+        Only merges after the commit `base_hash` and up to `main_hash` are returned. Raises BaseNotOnMain.
+        """
         with self._lock:
             start, end = self._load_positions(client, base_hash, main_hash)
             merge_positions = {
@@ -112,7 +117,7 @@ class MainLog:
     # -- reading ---------------------------------------------------------------------------------------
 
     def _load_positions(self, client: NessieClient, base_hash: str, main_hash: str) -> tuple[int, int]:
-        """The places of two commits, after reading whatever it takes to know them."""
+        """Return the positions of two commits, after reading the commits that are needed for that."""
         if main_hash not in self._positions:
             self._read_newer(client, main_hash, base_hash)
         if base_hash not in self._positions and not self._has_first_commit:
@@ -120,21 +125,21 @@ class MainLog:
         if base_hash not in self._positions or self._positions[base_hash] > self._positions[main_hash]:
             raise BaseNotOnMain(
                 f"Main no longer holds the commit {base_hash[:16]} from which the run started:"
-                " it was rolled back, or restored from a backup.",
-                hint="Launch the run anew; it will start from today's main.",
+                " main was set back, or Nessie was restored from a backup.",
+                hint="Launch the run again; it then starts from the current main.",
             )
         positions = self._positions[base_hash], self._positions[main_hash]
         self._drop_oldest(keep_from=positions[0])
         return positions
 
     def _read_newer(self, client: NessieClient, main_hash: str, base_hash: str) -> None:
-        """Know `main_hash`: what is new since the newest commit that is known, or all of another history."""
+        """Read the commits from the newest cached one up to `main_hash`; all if the histories differ."""
         newest_hash = self._chain[-1] if self._chain else base_hash
         new_entries: list[LogEntry] = []
         try:
             new_entries += client.log(f"@{main_hash}", since=newest_hash)
         except ReferenceNotFound:
-            # Rolled back or restored: the known commits after the fork are no longer main's.
+            # Main was set back or restored: the cached commits after the fork no longer belong to main.
             new_entries.clear()
             for entry in client.log(f"@{main_hash}"):
                 if entry.commit.hash in self._positions:
@@ -159,13 +164,13 @@ class MainLog:
             self._record_commit(entry, position)
 
     def _read_older(self, client: NessieClient, base_hash: str) -> None:
-        """Go back to `base_hash`, or to the first commit."""
+        """Read back to `base_hash`, or to the first commit."""
         older_entries: Iterator[LogEntry] = client.log(f"@{self._chain[0]}")
         oldest_entry = next(older_entries, None)
         if oldest_entry is not None:
             self._record_commit(
                 oldest_entry, self._lowest_position
-            )  # the oldest one may be known by its hash alone
+            )  # only the hash of the oldest commit may be cached
         for entry in older_entries:
             self._lowest_position -= 1
             self._chain.appendleft(entry.commit.hash)
@@ -195,7 +200,7 @@ class MainLog:
         }
 
     def _drop_oldest(self, *, keep_from: int) -> None:
-        """Forget the oldest commits when there are too many, but for those after the place `keep_from`."""
+        """Drop the oldest commits if there are too many, but keep those after the position `keep_from`."""
         if (
             len(self._chain) <= self._max_commits
             or keep_from - self._lowest_position < self._max_commits // 2

@@ -1,4 +1,4 @@
-"""What one pass did about a branch, and which branches there are to publish."""
+"""The outcome of one pass for a branch, and the search for branches that a pass has to handle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from branchlake_dagster.runs.run_branch import run_id_of_branch
 
 
 class PublicationAction(StrEnum):
-    """What was done about a branch."""
+    """What a pass did with a branch."""
 
     PUBLISHED = "published"
     BLOCKED = "blocked"
@@ -32,7 +32,7 @@ class PublicationAction(StrEnum):
 
 @dataclass(frozen=True)
 class CheckRun:
-    """A Dagster run to be launched: these (asset, check) pairs and nothing else. `key` is its run key."""
+    """A Dagster run to be launched for these (asset, check) pairs only. `key` is its run key."""
 
     key: str
     checks: tuple[tuple[str, str], ...]
@@ -41,10 +41,10 @@ class CheckRun:
 
     def __str__(self) -> str:
         names = ", ".join(f"{check} on {asset}" for asset, check in self.checks)
-        return f"asks for {names} on {self.branch}, because main has moved"
+        return f"requests {names} on {self.branch}, because main has changed"
 
     def to_run_request(self) -> RunRequest:
-        """The same for a sensor."""
+        """Return the run as a sensor's request."""
         return RunRequest(
             run_key=self.key,
             tags=dict(self.tags),
@@ -56,10 +56,11 @@ class CheckRun:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One branch in one pass. `publication` is the commit on `main`; `detail` says why or what.
+    """The outcome of one pass for one branch.
 
-    `check_run` is the run that a rebased publication needs before it can go on, `next_step` what to do about
-    a run that was not published. `codes` has the causes in snake case: `check_failed`, `same_files`.
+    `publication` is the commit on `main`; `detail` is the explanation. `check_run` is the run that a rebased
+    publication needs before it can continue. `next_step` is the advice for a run that was not published.
+    `codes` has the causes in snake case, such as `check_failed` or `same_files`.
     """
 
     branch: str
@@ -79,7 +80,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class EndedRun:
-    """A branch by name and its run, which has ended."""
+    """A run that has ended, with the name of its branch."""
 
     branch: str
     run: DagsterRun
@@ -88,9 +89,10 @@ class EndedRun:
 def find_ended_runs(
     instance: DagsterInstance, branches: Sequence[Reference], *, location: str | None
 ) -> tuple[list[EndedRun], list[Outcome]]:
-    """The branches of the ended runs of a code location (None: of all), and what is said of the others.
+    """Return the ended runs of a code location with their branches, and outcomes for other branches.
 
-    The oldest first: it has waited longest, and a later run has seen less of what others did.
+    With None as `location` the runs of all code locations are returned. The oldest run comes first: it has
+    waited longest, and a later run has seen more of other runs' changes.
     """
     ended_runs: list[tuple[float, int, EndedRun]] = []
     other_outcomes: list[Outcome] = []
@@ -98,7 +100,7 @@ def find_ended_runs(
     for branch in branches:
         record = records[branch.name]
         if record is None:
-            detail = "Dagster knows no such run; left to the reaper"
+            detail = "Dagster does not know the run; left to the reaper"
             other_outcomes.append(
                 Outcome(branch.name, run_id_of_branch(branch.name), PublicationAction.UNKNOWN_RUN, detail)
             )
@@ -117,7 +119,10 @@ def find_ended_runs(
 
 
 def find_other_location(run: DagsterRun, location: str | None) -> str | None:
-    """The code location of the run, if it is not `location`: only its own definitions know its checks."""
+    """Return the code location of the run if it is not `location`, else None.
+
+    Only a run's own code location has the definitions of its checks.
+    """
     origin = run.remote_job_origin
     if location is None or origin is None:
         return None

@@ -93,7 +93,7 @@ def test_checks_of_a_rebased_table_are_made_again_in_this_process(lake: Throwawa
 
 def test_a_run_of_nothing_and_one_that_left_its_check_out(lake: ThrowawayLake) -> None:
     empty = lake.publish(lake.run(nothing))
-    assert (empty.status, empty.reasons) == ("discarded", ("the run changed no table",))
+    assert (empty.status, empty.reasons) == ("discarded", ("the run did not change any table",))
     result = lake.run(numbers)
     outcome = lake.publish(result, lake.definitions(numbers, all_small))
     assert outcome.status == "blocked"

@@ -140,7 +140,7 @@ def test_it_is_told_as_what_it_is(lakehouse: Lakehouse, namespace: str) -> None:
         done = merge(lakehouse, run_branch_name(run_id))
         outcome = p.settle(run_id)
         assert (outcome.action, outcome.publication) == (PublicationAction.PUBLISHED, done)
-        assert "merged by hand" in outcome.detail
+        assert "merged outside branchlake" in outcome.detail
         (told,) = p.observations([namespace, "t"])
         assert told.description == f"On main already: somebody merged its branch by hand, as {done}."
         assert run_branch_name(run_id) not in p.branches()
