@@ -1,6 +1,6 @@
-"""Reading the lake from outside a run: SQL, Arrow, Polars, DuckDB, at any branch, run or moment.
+"""Reads of the lake outside a run: SQL, Arrow, Polars and DuckDB, at any branch, run or time.
 
-Nothing here starts a server or writes to the lake.
+Nothing in this package starts a server or writes to the lake.
 """
 
 from branchlake_dagster.query.connection import LakeReader, QueryResult, connect

@@ -1,4 +1,4 @@
-"""Connecting to a lake that runs, and asking it."""
+"""The reader of a running lake, `connect()`, and the results of its queries."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ T = TypeVar("T")
 
 
 def connect(settings: Settings | None = None) -> LakeReader:
-    """Connects to a lake for reading. Starts no server and makes no folder.
+    """Connect to a running lake for reading. Starts no server and creates no folder.
 
     Args:
         settings (Optional[Settings]): Where the lake is. (default: the environment's `BRANCHLAKE_…`)
 
     Returns:
-        LakeReader: Answers SQL and gives tables, at `main`, a branch, a run or a moment.
+        LakeReader: Runs SQL and returns tables, at `main`, a branch, a run or a time.
 
     Raises:
-        LakeNotRunning: With the command that starts it: the lake's embedded Nessie is down, or there is no
-            lake in the state folder.
+        LakeNotRunning: The lake's embedded Nessie is down, or the state folder does not contain a lake. The
+            hint is the command that starts it.
 
     Examples:
         .. code-block:: python
@@ -58,7 +58,7 @@ def connect(settings: Settings | None = None) -> LakeReader:
 
 
 class LakeReader:
-    """Reads a lake at `main`, a branch, a run or a moment. What it gives stays readable after it."""
+    """Reads a lake at `main`, a branch, a run or a time. Results stay readable after the reader is gone."""
 
     def __init__(self, lake: Lakehouse) -> None:
         self._lake = lake
@@ -71,11 +71,13 @@ class LakeReader:
         run: str | None = None,
         at: str | datetime | None = None,
     ) -> QueryResult:
-        """The result of one query in DuckDB's SQL; nothing is computed before it is asked for.
+        """Prepare one query in DuckDB's SQL; it runs when its result is read.
 
-        Tables are written `namespace.table`, with quotes where a name needs them, and the inner levels of a
-        deep namespace as one: `a."b.c".t`. All are read at one commit. `branch`, `run` and `at`: see
-        `find_state`. Raises QueryFailed, TableNotThere, NoSuchState.
+        Write tables as `namespace.table`, with double quotes around names that need them. The inner levels of
+        a deep namespace are one name: `a."b.c".t`. All tables are read at one commit. For `branch`, `run` and
+        `at` see `find_state`.
+
+        Raises QueryFailed, TableNotThere and NoSuchState.
         """
         state = self.find_state(branch=branch, run=run, at=at)
         connection = _open_duckdb()
@@ -102,9 +104,10 @@ class LakeReader:
         run: str | None = None,
         at: str | datetime | None = None,
     ) -> Table:
-        """A table for PyIceberg: `.scan(…)`, `.to_polars()`, `.inspect`. It is at a fixed commit: read-only.
+        """Load a table for PyIceberg (`.scan(…)`, `.to_polars()`, `.inspect`) at a fixed commit, read-only.
 
-        `name` is dotted; an element with dots in it stands in backticks. Raises NoSuchTableError.
+        `name` is dotted; put an element that contains dots in backticks. For `branch`, `run` and `at` see
+        `find_state`. Raises NoSuchTableError.
         """
         state = self.find_state(branch=branch, run=run, at=at)
         return self._lake.catalog(state.ref).load_table(ContentKey.from_path(name).elements)
@@ -117,11 +120,14 @@ class LakeReader:
         run: str | None = None,
         at: str | datetime | None = None,
     ) -> pl.LazyFrame:
-        """A table for Polars, lazily. The settings' S3 keys and endpoint go with it; `name` as in `table`."""
+        """Return a table as a lazy Polars frame, with the S3 keys and endpoint of the settings.
+
+        `name` is written as in `table`.
+        """
         import polars
 
         if find_spec("polars_iceberg") is None:
-            # Polars plans through PyIceberg then; said so beforehand, it does not warn that it does.
+            # Without polars_iceberg Polars plans scans with PyIceberg. The variable prevents its warning.
             os.environ.setdefault("POLARS_ICEBERG_PLANNER", "pyiceberg")
         properties = self._lake.settings.file_io_properties()
         options = {name: value for name, value in properties.items() if name.startswith("s3.")}
@@ -132,31 +138,36 @@ class LakeReader:
     def tables(
         self, *, branch: str | None = None, run: str | None = None, at: str | datetime | None = None
     ) -> list[str]:
-        """The names of all tables, as a query writes them."""
+        """Return the names of all tables, written as in a query."""
         keys = load_table_keys(self._lake.nessie, self.find_state(branch=branch, run=run, at=at))
         return [sql_name(key) for key in keys]
 
     def _suggest_namespaces(self, table_paths: Iterable[TablePath], state: LakeState) -> str | None:
-        """What to write for a table that a failed query names without its namespace, if it is in the lake."""
+        """Return a hint with the full names of tables that a failed query names alone; else None."""
         bare_names = {path[0].lower() for path in table_paths if len(path) == 1}
         all_keys = load_table_keys(self._lake.nessie, state) if bare_names else []
         keys = [key for key in all_keys if key[-1].lower() in bare_names]
-        return f"Name the table with its namespace: {', '.join(map(sql_name, keys))}." if keys else None
+        return f"Write the table with its namespace: {', '.join(map(sql_name, keys))}." if keys else None
 
     def find_state(
         self, *, branch: str | None = None, run: str | None = None, at: str | datetime | None = None
     ) -> LakeState:
-        """The commit that at most one of these names, `main`'s head without any.
+        """Find the commit that one of the arguments names; without arguments, the head of `main`.
 
-        `branch` is a branch, a tag or `name@hash`. `run` is the id of a run that is at work, kept,
-        discarded or published, or its first six or more characters. `at` is a time (without a zone: UTC) or a
-        commit hash of `main`.
+        `branch` is a branch, a tag or `name@hash`. `run` is the id of a run, or its first six or more
+        characters; the run may be at work, kept, discarded or published. `at` is a time (UTC if it has no
+        zone) or a commit hash of `main`.
+
+        Raises NoSuchState, and ConfigurationError for more than one argument or an invalid one.
         """
         return LakeState.find(self._lake.nessie, branch=branch, run=run, at=at)
 
 
 class QueryResult:
-    """The answer to a query, as what is asked for; each call runs the query. `state` is what was read."""
+    """The result of a query, which can be read in several formats. Each read runs the query.
+
+    `state` is the commit that the query reads.
+    """
 
     def __init__(self, relation: DuckDBPyRelation, connection: DuckDBPyConnection, state: LakeState) -> None:
         self.state = state
@@ -170,34 +181,40 @@ class QueryResult:
         self.close()
 
     def close(self) -> None:
-        """Free DuckDB's memory; relations that were given away end too."""
+        """Free DuckDB's memory; relations from `relation()` cannot be used afterwards."""
         self._connection.close()
 
     @property
     def columns(self) -> list[tuple[str, str]]:
-        """The columns' names and DuckDB's types."""
+        """The columns' names and DuckDB types."""
         return list(zip(self._relation.columns, map(str, self._relation.types), strict=True))
 
     def relation(self) -> DuckDBPyRelation:
-        """The query as a DuckDB relation, to be filtered, joined and grouped further."""
+        """Return the query as a DuckDB relation, which can be filtered, joined and grouped further."""
         return self._relation
 
     def arrow(self) -> pa.Table:
-        """All rows as an Arrow table."""
+        """Return all rows as an Arrow table."""
         return _run_duckdb(self._relation.to_arrow_table)
 
     def batches(self, rows: int = _BATCH_ROWS) -> pa.RecordBatchReader:
-        """The rows as a stream of Arrow batches: for results larger than memory."""
+        """Return the rows as a stream of Arrow batches, for results larger than memory.
+
+        `rows` is the number of rows in a batch.
+        """
         return _stream_batches(self._relation, rows)
 
     def polars(self) -> pl.DataFrame:
-        """All rows as a Polars frame."""
+        """Return all rows as a Polars frame."""
         frame: pl.DataFrame = _run_duckdb(self._relation.pl)
         return frame
 
     def string_batches(self, rows: int = _BATCH_ROWS, *, numbers: bool = False) -> pa.RecordBatchReader:
-        """The rows as a stream with every value as text, as DuckDB prints it; `numbers` may stay numbers."""
-        # By position, because two columns of a query may have the same name.
+        """Return the rows as a stream in which every value is a string, as DuckDB prints it.
+
+        `rows` is the number of rows in a batch. With `numbers`, numbers and truth values keep their type.
+        """
+        # Use positions, because two columns of a query may have the same name.
         expressions = [
             f"#{number} AS {quote_sql_name(name)}"
             if numbers and is_number_type(type_name)
@@ -208,7 +225,7 @@ class QueryResult:
 
 
 def is_number_type(type_name: str) -> bool:
-    """Whether a DuckDB type is one of numbers or truth values."""
+    """Return whether a DuckDB type holds numbers or truth values."""
     return _NUMBER.fullmatch(type_name) is not None
 
 
@@ -235,7 +252,7 @@ def _run_duckdb(call: Callable[[], T]) -> T:
 
 
 def _stream_batches(relation: DuckDBPyRelation, rows: int) -> pa.RecordBatchReader:
-    """The rows in batches; an error in the middle of them is QueryFailed too."""
+    """Return the rows in batches; errors while they are read are QueryFailed too."""
     import pyarrow as pa
 
     reader = _run_duckdb(lambda: relation.to_arrow_reader(rows))
@@ -250,23 +267,23 @@ def _stream_batches(relation: DuckDBPyRelation, rows: int) -> pa.RecordBatchRead
 
 
 def _attach_tables(connection: DuckDBPyConnection, tables: Mapping[TablePath, Table]) -> None:
-    """Let each path name its table: the first level is a database, the second a schema (or `main`)."""
+    """Create a DuckDB view for each path: its first level is a database, its second a schema (or `main`)."""
     for number, (path, table) in enumerate(tables.items()):
         if len(path) > 3:
             raise QueryFailed(
-                f"DuckDB knows three levels, and {'.'.join(path)} has {len(path)}.",
+                f"DuckDB reads names of at most three levels, and {'.'.join(path)} has {len(path)}.",
                 hint=f"Write {sql_name(path)}.",
                 reason="more_than_three_levels",
                 subject=".".join(path),
             )
         if path[0].lower() in _RESERVED:
             raise QueryFailed(
-                f"DuckDB keeps the name {path[0]} for itself.",
-                hint=f"Read {'.'.join(path)} by LakeReader.table.",
+                f"The table {'.'.join(path)} cannot be read by SQL: DuckDB reserves the name {path[0]}.",
+                hint=f"Read {'.'.join(path)} with LakeReader.table.",
             )
         source = f"__branchlake_{number}"
         dataset = IcebergDataset(table)
-        # What it refuses is told here; inside DuckDB it would become DuckDB's error.
+        # Plan now, so that a refusal is raised as it is. Inside DuckDB it would become DuckDB's error.
         dataset.plan_files()
         connection.register(source, dataset)
         database, schema = path[0], path[1] if len(path) == 3 else "main"
@@ -282,5 +299,5 @@ def _attach_tables(connection: DuckDBPyConnection, tables: Mapping[TablePath, Ta
 
 
 def _execute_sql(connection: DuckDBPyConnection, sql: str) -> None:
-    # DuckDB wants every result fetched, also those without rows.
+    # DuckDB requires that every result is fetched, also results without rows.
     _run_duckdb(lambda: connection.execute(sql).fetchall())

@@ -1,15 +1,11 @@
-"""An Iceberg table as a PyArrow dataset for DuckDB, which reads the columns and files that a query needs.
+"""An Iceberg table as a PyArrow dataset for DuckDB, which reads only the needed columns and files.
 
-An Iceberg table as a PyArrow dataset that is read when DuckDB asks, by the columns and files it needs.
+DuckDB passes the columns and the filter of a query to any `pyarrow.dataset.Dataset`. PyIceberg reads the
+files, because it handles row-level deletes, renamed columns and promoted types.
 
-DuckDB gives the columns and the filter of a query to whatever is a `pyarrow.dataset.Dataset`. PyIceberg reads
-the files, because it knows about row-level deletes, renamed columns and promoted types.
-
-Which data files a filter can be true in, by the bounds that the manifests keep.
-
-The filter is DuckDB's, as a PyArrow expression, which nobody but PyArrow can read. So each file becomes a
-fragment of a PyArrow dataset that promises its bounds, and PyArrow leaves out those whose promise contradicts
-the filter. No file is opened for that.
+The filter is a PyArrow expression, which only PyArrow can evaluate. So each file becomes a fragment of a
+PyArrow dataset with its bounds from the manifests as a guarantee. PyArrow skips fragments whose guarantee
+contradicts the filter. No file is opened for that.
 """
 
 from __future__ import annotations
@@ -45,13 +41,14 @@ if TYPE_CHECKING:
     from pyiceberg.table import FileScanTask
 
 _BOUNDED = (IntegerType, LongType, DateType, DecimalType, StringType, TimestampType, TimestamptzType)
-"""Not floats: their bounds leave NaN out, which DuckDB sorts above every number."""
+"""The types whose bounds are used. Not floats: their bounds leave out NaN, which DuckDB sorts above all
+numbers."""
 
 
 def select_tasks(
     tasks: Sequence[FileScanTask], metadata: TableMetadata, arrow_schema: pa.Schema, condition: ds.Expression
 ) -> list[FileScanTask]:
-    """The tasks whose file may hold a row for which `condition` is true."""
+    """Return the tasks whose file may hold a row for which `condition` is true."""
     specs = metadata.specs()
     fields = [
         (field, schema_to_pyarrow(Schema(field)).types[0])
@@ -74,7 +71,7 @@ def select_tasks(
 def _build_guarantee(
     file: DataFile, spec: PartitionSpec, fields: Iterable[tuple[NestedField, pa.DataType]]
 ) -> ds.Expression:
-    """What is true of every row of the file."""
+    """Return an expression that is true for every row of the file."""
     guarantee = pa.compute.scalar(True)
     for field, arrow_type in fields:
         file_facts, column = column_facts(file, field, spec), ds.field(field.name)
@@ -91,21 +88,21 @@ def _build_guarantee(
 
 
 def _to_scalar(value: Any, arrow_type: pa.DataType) -> pa.Scalar:
-    # Iceberg counts days and microseconds.
+    # Iceberg stores dates as days and timestamps as microseconds.
     if isinstance(value, int):
         return pa.scalar(value, pa.int32() if pa.types.is_date(arrow_type) else pa.int64()).cast(arrow_type)
     return pa.scalar(value, arrow_type)
 
 
 _GROUP_BYTES = 64 << 20
-"""Bytes of small files that are read at the same time. A larger file is read alone, to bound the memory."""
+"""Small files up to this total size are read together. A larger file is read alone, to bound the memory."""
 
 
 class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
-    """The current snapshot of `table`. Nothing but metadata is read before a scanner's reader is."""
+    """The current snapshot of `table`. Data files are read only when a scanner's reader is read."""
 
     def __init__(self, table: Table) -> None:
-        # Not PyArrow's: it forbids itself. The two members below are all that DuckDB asks for.
+        # PyArrow's own constructor always raises. DuckDB uses only the two members below.
         self._table = table
         self._arrow_schema = schema_to_pyarrow(table.schema(), include_field_ids=False)
         self._tasks: list[FileScanTask] | None = None
@@ -121,12 +118,12 @@ class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
         filter: ds.Expression | None = None,  # noqa: A002
         **_: Any,
     ) -> IcebergScanner:
-        """A reader of `columns` of the rows for which `filter` is true."""
+        """Return a scanner of `columns` for the rows for which `filter` is true."""
         column_names = list(self.schema.names if columns is None else columns)
         return IcebergScanner(self, column_names, filter)
 
     def read(self, column_names: Sequence[str], condition: ds.Expression | None) -> pa.RecordBatchReader:
-        """The rows, a few files at a time; exactly those of the condition."""
+        """Return exactly the rows for which the condition is true, reading a few files at a time."""
         tasks = self.plan_files()
         if condition is not None:
             tasks = select_tasks(tasks, self._table.metadata, self.schema, condition)
@@ -134,7 +131,7 @@ class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
             *column_names,
             *(_condition_columns(self.schema, column_names, condition) if condition is not None else ()),
         ]
-        # A query such as count(*) may want no column at all, which PyIceberg cannot read.
+        # A query such as count(*) may need zero columns, which PyIceberg cannot read.
         scan_schema = self._table.schema().select(*(scan_columns or self.schema.names[:1]))
         arrow_schema = schema_to_pyarrow(scan_schema, include_field_ids=False)
         scan = ArrowScan(self._table.metadata, self._table.io, scan_schema, AlwaysTrue())
@@ -152,36 +149,36 @@ class IcebergDataset(ds.Dataset):  # type: ignore[misc]  # PyArrow has no types
         column_names: Sequence[str],
         condition: ds.Expression | None,
     ) -> Iterator[pa.RecordBatch]:
-        """The batches, when they are asked for.
+        """Yield the batches on demand.
 
-        Not through a scanner of PyArrow's: its threads read ahead, and whoever stops early (LIMIT) waits for
-        them for ever, because they need the lock of the interpreter that he holds.
+        Does not use a PyArrow scanner: its threads read ahead, and a reader that stops early (LIMIT) waits
+        for them forever, because they need the interpreter lock that the reader holds.
         """
         for group in _group_tasks(tasks):
             for batch in scan.to_record_batches(group):
-                # Batches of different files may differ in their large_ types.
+                # Batches of different files may differ in large_ types, such as string and large_string.
                 rows = pa.Table.from_batches([batch]).cast(arrow_schema)
                 if condition is not None:
                     rows = rows.filter(condition)
                 yield from rows.select(list(column_names)).to_batches()
 
     def plan_files(self) -> list[FileScanTask]:
-        """The files of the snapshot with their deletes, from the manifests. Raises QueryFailed."""
+        """Return the files of the snapshot with their deletes, from the manifests. Raises QueryFailed."""
         if self._tasks is None:
             try:
                 self._tasks = list(self._table.scan().plan_files())
-            except ValueError as error:  # what PyIceberg cannot read, such as equality deletes
+            except ValueError as error:  # PyIceberg cannot read, for example, equality deletes
                 raise QueryFailed(
-                    f"The table cannot be read here: {str(error).rstrip('.')}.",
+                    f"PyIceberg cannot read the table: {str(error).rstrip('.')}.",
                     table=".".join(self._table.name()),
-                    hint="Read it with Spark or Trino, or compact it.",
+                    hint="Read the table with Spark or Trino, or compact it.",
                     reason="not_readable",
                 ) from error
         return self._tasks
 
 
 class IcebergScanner:
-    """What DuckDB makes of a dataset for one scan of a query."""
+    """The scanner that DuckDB requests from a dataset for one scan of a query."""
 
     def __init__(
         self, dataset: IcebergDataset, columns: Sequence[str], condition: ds.Expression | None
@@ -191,7 +188,7 @@ class IcebergScanner:
         self._condition = condition
 
     def to_reader(self) -> pa.RecordBatchReader:
-        """The rows as a stream."""
+        """Return the rows as a stream."""
         return self._dataset.read(self._columns, self._condition)
 
 
@@ -209,7 +206,10 @@ def _group_tasks(tasks: Sequence[FileScanTask]) -> Iterator[list[FileScanTask]]:
 
 
 def _condition_columns(schema: pa.Schema, column_names: Sequence[str], condition: ds.Expression) -> list[str]:
-    """The columns beyond `column_names` that the condition speaks of: without them it cannot be bound."""
+    """Return the columns that the condition uses and that are not among `column_names`.
+
+    The condition cannot be bound without them.
+    """
     return [
         name for name in schema.names if name not in column_names and _uses_column(condition, schema, name)
     ]

@@ -1,4 +1,4 @@
-"""The tables that a query names, and which tables of the lake they are."""
+"""The tables that a query names, and the search for these tables in the lake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 TablePath = tuple[str, ...]
-"""A table's name as the query writes it, without the quotes."""
+"""A table name as written in the query, split into levels, without quotes."""
 
 TABLE_FILTER = "entry.contentType == 'ICEBERG_TABLE'"
 _EXPLAIN = re.compile(r"^\s*explain(\s+analyze)?\s", re.IGNORECASE)
@@ -28,13 +28,13 @@ _DUCKDB_SCHEMAS = ("information_schema", "pg_catalog", "system", "temp")
 
 
 def find_table_paths(connection: DuckDBPyConnection, sql: str) -> list[TablePath]:
-    """The table names in `sql`, each once; one without a namespace may be a CTE or a file.
+    """Return the table names in `sql`, each once. A name without a namespace may be a CTE or a file.
 
-    Raises QueryFailed for what is not one query.
+    Raises QueryFailed if `sql` is not exactly one query.
     """
     if _SHOW.match(sql):
         raise QueryFailed(
-            "DuckDB knows only the tables that a query names.", hint=_LIST_HINT, reason="show_tables"
+            "SHOW TABLES does not list the lake's tables.", hint=_LIST_HINT, reason="show_tables"
         )
     query = _EXPLAIN.sub("", sql, count=1)
     ((serialized_query,),) = connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()
@@ -58,10 +58,10 @@ def find_table_paths(connection: DuckDBPyConnection, sql: str) -> list[TablePath
 
 
 def _query_hint(query: str) -> str:
-    # A PIVOT without its values is two statements for DuckDB.
+    # DuckDB splits a PIVOT without values into two statements.
     if _PIVOT.search(query):
-        return "PIVOT needs its values: PIVOT t ON x IN (1, 2)."
-    return "Queries only read; a run of an asset changes its table."
+        return "Write the values of the PIVOT: PIVOT t ON x IN (1, 2)."
+    return "A query only reads. Change a table by a run of its asset."
 
 
 def _iter_base_tables(node: object) -> Iterator[dict[str, Any]]:
@@ -78,7 +78,7 @@ def _iter_base_tables(node: object) -> Iterator[dict[str, Any]]:
 def resolve_tables(
     client: NessieClient, state: LakeState, paths: Sequence[TablePath]
 ) -> dict[TablePath, ContentKey]:
-    """The key of each path; those of DuckDB's own schemas are left out. Raises TableNotThere."""
+    """Return the key of each path; paths in DuckDB's own schemas are left out. Raises TableNotThere."""
     exact_contents = client.contents(state.ref, map(ContentKey, paths)) if paths else {}
     existing_tables = {key for key, content in exact_contents.items() if isinstance(content, IcebergTable)}
     key_by_path = {path: ContentKey(path) for path in paths if ContentKey(path) in existing_tables}
@@ -92,12 +92,15 @@ def resolve_tables(
 
 
 def load_table_keys(client: NessieClient, state: LakeState) -> list[ContentKey]:
-    """Every Iceberg table at that state, sorted."""
+    """Load the keys of all Iceberg tables at that state, sorted."""
     return sorted(entry.key for entry in client.entries(state.ref, filter=TABLE_FILTER))
 
 
 def _find_similar_key(path: TablePath, keys: Iterable[ContentKey], state: LakeState) -> ContentKey:
-    """The one key that is the same but for case and for how a deep namespace is written: `a."b.c".t`."""
+    """Return the only key that equals the path except for case and the notation of its namespace.
+
+    A deep namespace may be written as `a."b.c".t`. Raises TableNotThere if several keys match, or none.
+    """
     folded_path = _fold_case(path)
     folded_names = {key: _fold_case(key) for key in keys}
     matches = [key for key, name in folded_names.items() if name == folded_path]
@@ -112,7 +115,7 @@ def _find_similar_key(path: TablePath, keys: Iterable[ContentKey], state: LakeSt
     suggestions = same_table_name[:3] or [key for key, name in folded_names.items() if name in close_names]
     hint = f"Did you mean {_format_keys(suggestions)}?" if suggestions else _LIST_HINT
     raise TableNotThere(
-        f"There is no table {'.'.join(path)} at {state.label}.", hint=hint, subject=".".join(path)
+        f"Table {'.'.join(path)} does not exist at {state.label}.", hint=hint, subject=".".join(path)
     )
 
 

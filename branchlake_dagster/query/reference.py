@@ -1,4 +1,4 @@
-"""Which state of the lake is read: `main`, a branch, a tag, a run, or `main` as it was."""
+"""The state of the lake that a query reads: `main`, a branch, a tag, a run, or an earlier `main`."""
 
 # Named like the other outcomes of the package.
 # ruff: noqa: N818
@@ -19,15 +19,15 @@ from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
 
 
 class QueryFailed(BranchlakeError, Terminal):
-    """The SQL cannot be run; the text quotes DuckDB."""
+    """The SQL cannot be run; the message quotes DuckDB."""
 
 
 class TableNotThere(QueryFailed):
-    """The SQL names a table that the lake does not have at that reference."""
+    """The SQL names a table that does not exist at that state of the lake."""
 
 
 class NoSuchState(BranchlakeError, Terminal):
-    """No branch, run or moment of that name is in the lake."""
+    """The lake does not have a branch, run or time of that name."""
 
 
 _RUN_ID = re.compile(r"[0-9a-f]{6}[0-9a-f-]{0,30}")
@@ -37,7 +37,7 @@ _LIST_HINT = "`branchlake status` lists branches, discarded runs and publication
 
 @dataclass(frozen=True)
 class LakeState:
-    """A state of the lake that does not move: `ref` is `name@hash`, `label` says in words what it is."""
+    """A fixed state of the lake: `ref` is `name@hash`, and `label` describes it in messages."""
 
     ref: str
     label: str
@@ -51,14 +51,15 @@ class LakeState:
         run: str | None = None,
         at: str | datetime | None = None,
     ) -> LakeState:
-        """The state that at most one of these names; `main` without any.
+        """Find the state that one of the arguments names; without arguments, `main`.
 
-        `branch` is a branch, a tag or `name@hash`. `run` is a run's id or the first six or more characters of
-        one. `at` is a moment (without a zone: UTC) or a commit hash of `main`, eight or more characters.
-        Raises NoSuchState, ConfigurationError.
+        `branch` is a branch, a tag or `name@hash`. `run` is a run's id, or its first six or more characters.
+        `at` is a time (UTC if it has no zone), or a commit hash of `main` of eight or more characters.
+
+        Raises NoSuchState, and ConfigurationError for more than one argument or an invalid one.
         """
         if sum(value is not None for value in (branch, run, at)) > 1:
-            raise ConfigurationError("Only one of branch, run and at can be given.", reason="several_states")
+            raise ConfigurationError("Give only one of branch, run and at.", reason="several_states")
         if run is not None:
             return _find_by_run(client, run)
         if at is not None:
@@ -79,17 +80,20 @@ def _find_by_branch(client: NessieClient, name: str) -> LakeState:
         return _pin_reference(client.reference(name), name)
     except ReferenceNotFound as missing:
         raise NoSuchState(
-            f"There is no branch or tag {name!r}.", hint=_LIST_HINT, reason="no_reference", subject=name
+            f"The branch or tag {name!r} does not exist.",
+            hint=_LIST_HINT,
+            reason="no_reference",
+            subject=name,
         ) from missing
 
 
 def _find_by_run(client: NessieClient, run: str) -> LakeState:
-    """The run's branch; else what was discarded of it; else `main` as its publication left it."""
+    """Find the run's branch; else its discarded branch; else `main` as its publication left it."""
     prefix = run.strip().lower()
     if not _RUN_ID.fullmatch(prefix):
         raise ConfigurationError(
-            f"{run!r} is no run id.",
-            hint="Give six or more characters of its UUID.",
+            f"{run!r} is not a run id.",
+            hint="Give the first six or more characters of the run's UUID.",
             reason="run_id",
             subject=run,
         )
@@ -100,7 +104,9 @@ def _find_by_run(client: NessieClient, run: str) -> LakeState:
     ):
         names = [name for name in references if name.startswith(name_prefix)]
         if len(names) > 1:
-            raise ConfigurationError(f"{len(names)} runs begin with {run!r}.", hint="Give more of the id.")
+            raise ConfigurationError(
+                f"{len(names)} runs begin with {run!r}.", hint="Give more characters of the id."
+            )
         if names:
             return _pin_reference(references[names[0]], f"run {names[0].removeprefix(name_prefix)}, {label}")
     published_state = _find_publication(client, prefix)
@@ -109,13 +115,13 @@ def _find_by_run(client: NessieClient, run: str) -> LakeState:
     if references:
         raise NoSuchState(
             f"The files of run {run} are being deleted.",
-            hint="Launch it again.",
+            hint="Launch the run again.",
             reason="being_deleted",
             subject=run,
         )
     raise NoSuchState(
-        f"Run {run} has no branch, was not published and is not discarded (any more).",
-        hint=f"What a run left is deleted some time after it was discarded. {_LIST_HINT}",
+        f"Run {run} was not published, and its branch was discarded and deleted, or never existed.",
+        hint=f"A discarded branch is deleted after BRANCHLAKE_DISCARD_GRACE_H hours. {_LIST_HINT}",
         reason="run_left_nothing",
         subject=run,
     )
@@ -156,17 +162,17 @@ def _find_by_time_or_hash(client: NessieClient, at: str) -> LakeState:
 
 
 def _find_by_time(client: NessieClient, moment: datetime) -> LakeState:
-    """The newest commit of `main` that is not younger. A moment without a zone is UTC, not the local time."""
+    """Find the newest commit of `main` at that time. A time without a zone is UTC, not local time."""
     utc = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
     formatted_time = utc.isoformat().replace("+00:00", "Z")
-    # Nessie counts nanoseconds: a commit's own time, as Python has it, is a little before that commit.
+    # Nessie counts nanoseconds. Python cuts a commit's time to microseconds, a little before that commit.
     after = (utc + timedelta(microseconds=1)).isoformat()
     older_commits = client.log(MAIN, filter=f"timestamp(commit.commitTime) < timestamp('{after}')", limit=1)
     entry = next(iter(older_commits), None)
     if entry is None:
         raise NoSuchState(
-            f"main has no commit as old as {formatted_time}.",
-            hint="The lake was made later.",
+            f"The first commit of main is younger than {formatted_time}.",
+            hint="Give a later time. `branchlake status` lists publications.",
             reason="before_first_commit",
             subject=formatted_time,
         )
@@ -187,12 +193,15 @@ def _find_by_hash(client: NessieClient, commit_hash: str) -> LakeState:
         raise _no_such_commit(commit_hash)
     if len(entries) > 1:
         raise ConfigurationError(
-            f"Several commits of main begin with {commit_hash}.", hint="Give more of the hash."
+            f"Several commits of main begin with {commit_hash}.", hint="Give more characters of the hash."
         )
     return LakeState(f"{MAIN}@{entries[0].commit.hash}", f"main at commit {entries[0].commit.hash[:16]}")
 
 
 def _no_such_commit(commit_hash: str) -> NoSuchState:
     return NoSuchState(
-        f"main has no commit {commit_hash}.", hint=_LIST_HINT, reason="no_commit", subject=commit_hash
+        f"main does not contain the commit {commit_hash}.",
+        hint=_LIST_HINT,
+        reason="no_commit",
+        subject=commit_hash,
     )
