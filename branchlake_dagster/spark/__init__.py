@@ -1,1 +1,1 @@
-"""Spark sessions that work on one Nessie reference, and what they read."""
+"""Spark sessions that work on one Nessie reference, and the detection of what they read."""

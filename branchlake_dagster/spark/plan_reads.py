@@ -1,11 +1,11 @@
-"""Which tables a Spark Connect session reads: each plan is explained before it is executed.
+"""The tables that a Spark Connect session reads, found by explaining each plan before its execution.
 
-The client passes every execution through its hooks, whatever call it came from: `sql`, `table`, actions on
-frames, writers, temporary views. The server resolves the names: `EXPLAIN EXTENDED` for statements (which it
-does not execute), the same analysis for frames. That costs about as much as planning the query once more.
+The client passes every execution through its hooks: `sql`, `table`, actions on frames, writers, temporary
+views. The server resolves the names, with `EXPLAIN EXTENDED` for statements (which it does not execute) and
+the same analysis for frames. That costs about as much as planning the query once more.
 
-The analyzed plan names every relation in full, also in views, subqueries, common table expressions, and
-sources of INSERT and MERGE. Optimized plans do not: a count may come from metadata alone.
+The analyzed plan contains the full name of every relation, also in views, subqueries, common table
+expressions, and sources of INSERT and MERGE. Optimized plans do not: a count may come from metadata alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PART_PATTERN = re.compile(_PART)
 _ANALYZED_HEADER = "== Analyzed Logical Plan =="
 _OPTIMIZED_HEADER = "== Optimized Logical Plan =="
 _TREE_PREFIX = re.compile(r"^[\s:|+*-]*")
-# The columns stand first and may be called anything, so the name is what follows the last bracket.
+# The columns come first and may have any name, so the table name is the text after the last bracket.
 _RELATION = re.compile(rf"RelationV2\[.*\] (?P<name>{_NAME})(?: (?:VERSION|TIMESTAMP) AS OF .*)?\s*$")
 _RESOLVED_TABLE = re.compile(rf"ResolvedTable \S+, .*?, (?P<name>{_NAME}), \[")
 _UNNAMED_NODES = {
@@ -39,14 +39,14 @@ _UNNAMED_NODES = {
 }
 
 NameParts = tuple[str, ...]
-"""A name in parts, the catalogue first."""
+"""The parts of a table name, the catalog first."""
 
 
 @dataclass(frozen=True)
 class PlanReads:
-    """The tables a plan scans by name, and what it reads that cannot be named.
+    """The tables that a plan scans, and descriptions of reads whose tables are not known.
 
-    `merge_targets` are the targets of a frame's `mergeInto`: its plan does not contain them.
+    `merge_targets` are the targets of a frame's `mergeInto`, which its plan does not contain.
     """
 
     tables: frozenset[NameParts] = frozenset()
@@ -65,7 +65,7 @@ class PlanReads:
 
 
 def parse_plan(explained: str) -> PlanReads:
-    """What the plan of `EXPLAIN EXTENDED` scans. A target that is only written to is not among it."""
+    """Return what the plan in the output of `EXPLAIN EXTENDED` scans. Targets of writes are left out."""
     tables: set[NameParts] = set()
     unnamed_reads: set[str] = set()
     for line in _analyzed_lines(explained):
@@ -95,21 +95,24 @@ def parse_plan(explained: str) -> PlanReads:
 
 
 def _analyzed_lines(explained: str) -> list[str]:
-    """The lines of the analysed plan; all of them from there on when its end cannot be told."""
+    """Return the lines of the analyzed plan.
+
+    If the end of that plan is ambiguous, all following lines are returned too.
+    """
     _, _, rest = explained.partition(_ANALYZED_HEADER)
     plan, separator, after = rest.partition(_OPTIMIZED_HEADER)
-    # A text in the query may look like the headline.
+    # A string in the query may contain the text of the header.
     return (rest if separator and _OPTIMIZED_HEADER in after else plan).split("\n")
 
 
 def split_name(name: str) -> NameParts:
-    """A dotted name apart, without its backticks."""
+    """Split a dotted name into its parts, without backticks."""
     name_parts = _PART_PATTERN.findall(name)
     return tuple(p[1:-1].replace("``", "`") if p.startswith("`") else p for p in name_parts)
 
 
 CATALOG = "nessie"
-"""What sessions call the lake's catalogue."""
+"""The name of the lake's catalog in sessions."""
 
 _CATALOG_CONF = "spark.sql.catalog."
 _READING_RELATIONS = frozenset(
@@ -124,13 +127,16 @@ _READING_RELATIONS = frozenset(
         "unknown",
     }
 )
-"""Kinds of relation that may lead to a table; a plan without any need not be explained."""
+"""The kinds of relation that may read a table. A plan without them is not explained."""
 
 
 def watch_reads(
     session: SparkSession, is_enabled: Callable[[], bool], on_read: Callable[[PlanReads], None]
 ) -> None:
-    """Call `on_read` before each execution that scans tables, while `is_enabled()`; names without the catalogue."""
+    """Call `on_read` before each execution that scans tables, while `is_enabled()` is true.
+
+    The table names are passed without the catalog. Clones of the session are watched too.
+    """
     client = cast("Any", session).client
     _add_read_hook(client, is_enabled, on_read)
     clone = client.clone
@@ -162,7 +168,7 @@ class _ReadHook:
         self._is_lake_catalog: dict[str, bool] = {CATALOG: True}
 
     def on_execute_plan(self, request: ExecutePlanRequest) -> ExecutePlanRequest:
-        """Called by the client before it sends the request."""
+        """Explain the plan before the client sends the request; return the request unchanged."""
         if getattr(self._explaining, "now", False) or not self._is_enabled():
             return request
         self._explaining.now = True
@@ -198,10 +204,10 @@ class _ReadHook:
         except ParseException:
             return PlanReads(unnamed_reads=frozenset({"a statement that cannot be explained"}))
         except AnalysisException:
-            return PlanReads()  # it will fail for the same reason, and read nothing
+            return PlanReads()  # the execution will fail for the same reason, and reads nothing
 
     def _in_lake(self, name: NameParts) -> bool:
-        """Whether the catalogue is the lake's own, or another name for it."""
+        """Return whether the name's catalog is the lake's, also under another name."""
         if len(name) < 2:
             return False
         catalog_name = name[0]
@@ -214,7 +220,7 @@ class _ReadHook:
 
 
 def _decompress_plan(plan: Plan) -> Plan:
-    """The plan, if need be decompressed."""
+    """Return the plan, decompressed if necessary."""
     from pyspark.sql.connect.proto import Command, Plan, Relation
 
     if plan.WhichOneof("op_type") != "compressed_operation":
@@ -229,7 +235,10 @@ def _decompress_plan(plan: Plan) -> Plan:
 
 
 def _iter_relations(plan: Plan) -> Iterator[tuple[Relation, bool]]:
-    """The relations to ask the server about, and whether one is a statement that must not be executed."""
+    """Yield the relations that the server must explain, and whether each is a statement.
+
+    A statement must not be executed, so its copy starts with `EXPLAIN EXTENDED`.
+    """
     if plan.WhichOneof("op_type") == "command" and plan.command.HasField("sql_command"):
         command = plan.command.sql_command
         relation_copy = type(command.input)()
@@ -238,7 +247,7 @@ def _iter_relations(plan: Plan) -> Iterator[tuple[Relation, bool]]:
             relation_copy.with_relations.root if relation_copy.HasField("with_relations") else relation_copy
         )
         query = root_relation.sql.query
-        # A query is not executed by this: it will be asked about when its rows are.
+        # This request does not execute a query. It is explained when its rows are requested.
         if not query.lstrip().lower().startswith("select"):
             root_relation.sql.query = f"EXPLAIN EXTENDED {query}"
             yield relation_copy, True
@@ -249,7 +258,7 @@ def _iter_relations(plan: Plan) -> Iterator[tuple[Relation, bool]]:
 
 
 def _outermost_relations(message: Any) -> Iterator[Relation]:
-    """The relations in a message that are not inside of another one."""
+    """Yield the relations in a message that are not inside another relation."""
     from pyspark.sql.connect.proto import Relation
 
     for child in _child_messages(message):
@@ -281,13 +290,13 @@ def _child_messages(message: Any) -> Iterator[Any]:
 
 
 def _merge_targets(plan: Plan) -> Iterator[NameParts]:
-    """The target of a frame's merge."""
+    """Yield the target of a frame's merge."""
     if plan.WhichOneof("op_type") == "command" and plan.command.HasField("merge_into_table_command"):
         yield split_name(plan.command.merge_into_table_command.target_table_name)
 
 
 def _catalog_tables(plan: Plan) -> Iterator[NameParts]:
-    """The table that `spark.catalog` is asked about."""
+    """Yield the table that a `spark.catalog` call names."""
     if plan.WhichOneof("op_type") == "root" and plan.root.HasField("catalog"):
         catalog_call = getattr(plan.root.catalog, plan.root.catalog.WhichOneof("cat_type") or "")
         field_values = {field.name: value for field, value in catalog_call.ListFields()}

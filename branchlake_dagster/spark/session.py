@@ -1,12 +1,12 @@
 """Spark sessions that read and write one Nessie reference.
 
-The session carries the reference (`spark.sql.catalog.nessie.ref`), so user code never names a branch. Two
-runs in one process stay apart: each has a session of its own, never `getOrCreate()`.
+The session's configuration holds the reference (`spark.sql.catalog.nessie.ref`), so user code never names a
+branch. Two runs in one process stay separate: each has its own session, never `getOrCreate()`.
 
-`warm_up` makes a first write on the embedded server, which compiles its query code at the first use: the
-first write takes ten seconds longer than the second. `end_idle_daemons` ends Python processes that Spark
-leaves behind: Spark 4.1 starts a daemon for each Connect session whose frames run Python, and keeps it for as
-long as the server lives, seventy of them after an hour of tests. Spark starts another one when it needs it.
+`warm_up` makes a first write on the embedded server, which compiles its query code on first use: the first
+write takes ten seconds longer than the second. `end_idle_daemons` ends Python processes that Spark leaves
+behind. Spark 4.1 starts a daemon for each Connect session whose frames run Python, and keeps it as long as
+the server lives: seventy after an hour of tests. Spark starts a new one when it needs it.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ if TYPE_CHECKING:
 
 
 class SparkGone(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
-    """Spark's server does not answer any more. What it was asked for last it may have done."""
+    """The Spark server no longer answers. It may or may not have executed the last request."""
 
 
 def quote_spark_name(name: str) -> str:
-    """One identifier, whatever it holds: dots, spaces and backticks included."""
+    """Return one identifier in backticks; it may contain dots, spaces and backticks."""
     return f"`{name.replace('`', '``')}`"
 
 
 def quote_spark_path(parts: Iterable[str]) -> str:
-    """A name of several parts, such as catalogue, namespaces and table."""
+    """Return a quoted name of several parts, such as catalog, namespaces and table."""
     return ".".join(map(quote_spark_name, parts))
 
 
 def quote_spark_string(value: str) -> str:
-    """A string literal. Backslashes are escapes in Spark's, so they are doubled."""
+    """Return a string literal. Backslashes are doubled, because Spark reads them as escapes."""
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
@@ -77,17 +77,17 @@ _last_checks: dict[int, float] = {}
 
 
 def end_idle_daemons(server: ProcessRecord, *, now: Callable[[], float] = time.time) -> int:
-    """End the ordinary daemons of a Spark server on this machine that have no worker, and are minutes old.
+    """End Spark's Python daemons on this machine that have no worker and are minutes old; return how many.
 
-    How many. Looks once a minute and process, whoever asks; touches only children of the server. Those that
-    were forked from the warm process are ended by it.
+    Checks each server at most once a minute per process, and ends only children of the server. Daemons that
+    were forked from the warm process are ended by that process.
     """
     with _check_lock:
         if now() - _last_checks.get(server.pid, 0.0) < _CHECK_INTERVAL_S or not server.is_alive():
             return 0
         _last_checks[server.pid] = now()
     ended_count = 0
-    with contextlib.suppress(psutil.Error):  # it ended meanwhile
+    with contextlib.suppress(psutil.Error):  # the server or a daemon ended meanwhile
         for process in psutil.Process(server.pid).children():
             with contextlib.suppress(psutil.Error):
                 is_old = now() - process.create_time() > IDLE_S
@@ -103,7 +103,7 @@ _NESSIE_AUTHENTICATION = f"{_CATALOG}nessie.authentication"
 _NESSIE_TOKEN = f"{_NESSIE_AUTHENTICATION}.token"
 _REFUSALS = ("NessieNotAuthorizedException", "NessieForbiddenException")
 _EMBEDDED_TIMEOUT_S = 60.0
-"""With an embedded server that does not answer: one that has no processor for a while does."""
+"""Seconds to wait for an embedded server that does not answer. It may only be short of processor time."""
 _SECRET_KEY = re.compile(r"(?i)secret|password|token|access[.]?key")
 """Names of settings that hold secrets, as Spark recognizes them by default (`spark.redaction.regex`)."""
 _classic_lock = threading.Lock()
@@ -112,10 +112,10 @@ _classic_lock = threading.Lock()
 def open_session(
     settings: Settings, endpoints: Endpoints, *, ref: str, conf: Mapping[str, str]
 ) -> SparkSession:
-    """A new session at `ref`; `conf` (for instance from dagster-pyspark) wins over our defaults.
+    """Open a new session at `ref`; `conf` (such as dagster-pyspark's) overrides the library's defaults.
 
-    Connect: 15 ms against a running server. Classic: the first one in a process starts a JVM (11-18 s),
-    later ones share it but not its settings. Raises SecretWithoutTls before it connects.
+    Connect: 15 ms with a running server. Classic: the first session in a process starts a JVM (11-18 s);
+    later ones share the JVM but not its settings. Raises SecretWithoutTls before it connects.
     """
     session_conf = {
         **catalog_conf(settings, endpoints.nessie_uri, ref=ref),
@@ -128,7 +128,7 @@ def open_session(
 
 
 def connect_url(remote: str, token: str | None) -> str:
-    """A Spark Connect URL with the token among its parameters, unless it names one itself."""
+    """Return a Spark Connect URL with the token among its parameters, unless the URL already has one."""
     if not token or "token=" in remote:
         return remote
     separator = ";" if ";" in remote else "/;"
@@ -136,15 +136,15 @@ def connect_url(remote: str, token: str | None) -> str:
 
 
 def is_connect(session: SparkSession) -> bool:
-    """Whether this is a Spark Connect session."""
+    """Return whether this is a Spark Connect session."""
     return type(session).__module__.startswith("pyspark.sql.connect")
 
 
 @contextmanager
 def translate_refusals() -> Iterator[None]:
-    """Turn what Spark's own Nessie client calls not authorised or forbidden into NessieUnauthorized.
+    """Turn "not authorized" and "forbidden" errors of Spark's Nessie client into NessieUnauthorized.
 
-    Without the text: the JVM passes on what the server says, and a server may echo the token.
+    The original text is dropped: it contains the server's answer, and a server may echo the token.
     """
     try:
         yield
@@ -157,25 +157,25 @@ def translate_refusals() -> Iterator[None]:
 def _find_refusal(message: str) -> NessieUnauthorized | None:
     exception_name = next((name for name in _REFUSALS if name in message), None)
     return (
-        NessieUnauthorized(f"Nessie refused what Spark asked of it ({exception_name}).", hint=TOKEN_HINT)
+        NessieUnauthorized(f"Nessie refused a request of Spark ({exception_name}).", hint=TOKEN_HINT)
         if exception_name
         else None
     )
 
 
 def _translate_failures(session: SparkSession, server: str) -> None:
-    """Let a Connect session raise NessieUnauthorized and SparkGone in users' code too."""
+    """Let a Connect session raise NessieUnauthorized and SparkGone, also in user code."""
     import grpc
 
     def translate_error(error: Exception) -> Exception | None:
-        # The server's exception class stands in a trailer of the call; one that is gone has none.
+        # The trailer of the call contains the server's exception class. A lost server sends no trailer.
         get_trailer = getattr(error, "trailing_metadata", None)
         metadata = get_trailer() if get_trailer else None
         if not metadata and isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAVAILABLE:
             return SparkGone(
-                f"Spark at {server} does not answer any more.",
-                hint="See its log. The embedded one is started again by whatever needs it next; a run goes on"
-                " by its retry.",
+                f"The Spark server at {server} no longer answers.",
+                hint="Read the server's log. The next run that needs the embedded server starts it again."
+                " Re-execute the run if it did not retry.",
                 subject=server,
             )
         return _find_refusal(str(metadata or ""))
@@ -189,15 +189,17 @@ def _open_connect(settings: Settings, endpoints: Endpoints, conf: dict[str, str]
     custom_remote = conf.pop("spark.remote", None)
     remote = custom_remote or endpoints.spark_remote
     if remote is None:
-        raise ConfigurationError("No Spark Connect server is known.", hint="Set BRANCHLAKE_SPARK_REMOTE.")
+        raise ConfigurationError(
+            "The address of the Spark Connect server is not set.", hint="Set BRANCHLAKE_SPARK_REMOTE."
+        )
     silence_connect_log()
     disable_session_finalizer()
     url = connect_url(remote, endpoints.spark_token)
     require_tls(url, _secret_names(conf))
     session: SparkSession = SparkSession.builder.remote(url).create()
     if settings.embedded_spark and not custom_remote:
-        # One that was killed comes back at another port: nothing is waited for at the old one. A live run
-        # once stood still for minutes after that.
+        # A killed embedded server restarts at another port, so waiting at the old port is useless. A live
+        # run once waited there for minutes.
         limit_retry_time(cast("Any", session).client, _EMBEDDED_TIMEOUT_S)
     _translate_failures(session, urlsplit(url).netloc)
     for key, value in conf.items():
@@ -207,7 +209,7 @@ def _open_connect(settings: Settings, endpoints: Endpoints, conf: dict[str, str]
 
 
 def _secret_names(conf: Mapping[str, str]) -> list[str]:
-    """Descriptions of the secrets among a session's settings: Nessie's token, and what a user has set."""
+    """Describe the secrets in a session's settings: Nessie's token, and secrets that a user has set."""
     known_names = {_NESSIE_TOKEN: "Nessie's token (BRANCHLAKE_NESSIE_TOKEN, or run/nessie.token)"}
     return [known_names.get(key, f"the session's setting {key}") for key in conf if _SECRET_KEY.search(key)]
 
@@ -216,12 +218,12 @@ def _open_classic(settings: Settings, conf: dict[str, str]) -> SparkSession:
     from pyspark.sql import SparkSession
 
     with _classic_lock:
-        # pyspark refuses a classic session while these point to a Connect server.
+        # pyspark refuses a classic session while these variables point to a Connect server.
         for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED"):
             os.environ.pop(name, None)
         os.environ.update(s3_environment(settings))
         if settings.spark_master.startswith("local"):
-            # Its workers are here too; pyspark would take whatever `python3` is, without our libraries.
+            # The workers run on this machine. pyspark would start any `python3`, without our libraries.
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         jars = EmbeddedServers(settings).fetch_jars()
         jar_paths = ",".join(str(path) for jar, path in jars.items() if jar is not NESSIE_SERVER)
@@ -238,22 +240,25 @@ def _open_classic(settings: Settings, conf: dict[str, str]) -> SparkSession:
                 "spark.sql.shuffle.partitions": str(max(2, os.cpu_count() or 2)),
             }
         if "SPARK_CONF_DIR" not in os.environ:
-            # A configuration of the user's own may set these, and ours would replace them.
+            # A user's own configuration directory may set these options, and ours would replace them.
             for name in ("spark.driver.extraJavaOptions", "spark.executor.extraJavaOptions"):
                 process_conf[name] = " ".join(avro_options())
-        # Not the catalogue's: as settings of the process they would be every session's, the branch included.
+        # Leave out the catalog's settings: in the process they would apply to all sessions, branch included.
         process_conf |= {key: value for key, value in conf.items() if not key.startswith(_CATALOG)}
         builder = SparkSession.builder.master(settings.spark_master).appName("branchlake")
         session = builder.config(map=dict(process_conf)).getOrCreate().newSession()
     for key, value in conf.items():
-        # Spark does not know a catalogue's settings and so calls them not modifiable; setting them works.
+        # Spark does not know a catalog's settings and reports them as not modifiable. Setting them works.
         if key.startswith(_CATALOG) or session.conf.isModifiable(key):
             session.conf.set(key, value)
     return session
 
 
 def _authentication_conf(endpoints: Endpoints) -> dict[str, str]:
-    """The bearer token for Spark's own Nessie client, set per session so that no command line shows it."""
+    """Return the settings with the bearer token for Spark's Nessie client.
+
+    They are set per session, so that no command line shows the token.
+    """
     if endpoints.nessie_token is None:
         return {}
     return {f"{_NESSIE_AUTHENTICATION}.type": "BEARER", _NESSIE_TOKEN: endpoints.nessie_token}
@@ -265,10 +270,10 @@ _WARM_UP_ROWS = "SELECT id AS key, id % 7 AS n, CAST(id AS STRING) AS word FROM 
 
 
 def warm_up(settings: Settings, endpoints: Endpoints) -> None:
-    """Create, merge into, count and replace a table; nothing of it is left.
+    """Create a table, merge into it, and read it; all of it is deleted again.
 
-    In a catalogue of the session's own, whose folder is in the server's scratch space: not in the lake, and
-    without Nessie. Does nothing when the Spark server is not ours.
+    The table is in a separate catalog of this session, in the server's scratch folder: not in the lake, and
+    without Nessie. Does nothing if the Spark server is not embedded.
     """
     if not settings.embedded_spark:
         return
