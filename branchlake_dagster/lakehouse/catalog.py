@@ -1,4 +1,4 @@
-"""The former module of `NessieCatalog`, which PyIceberg configurations of users name as `py-catalog-impl`."""
+"""The former module of `NessieCatalog`. PyIceberg configurations name it as `py-catalog-impl`."""
 
 from __future__ import annotations
 

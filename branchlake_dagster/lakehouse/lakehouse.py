@@ -1,4 +1,4 @@
-"""The lake as one object: its settings, its Nessie client, its tables at a reference, its Spark sessions."""
+"""The lake as one object: settings, Nessie client, tables at a reference, and Spark sessions."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ MAIN = "main"
 
 
 _clients: WeakValueDictionary[tuple[int, str, str | None, bool | str], NessieClient] = WeakValueDictionary()
-"""Those that somebody holds. By process: the two sides of a fork must not speak through one connection."""
+"""Clients in use, by process id. Two sides of a fork must not share a connection."""
 _clients_lock = threading.Lock()
 
 
 def _get_shared_client(uri: str, token: str | None, verify: bool | str) -> NessieClient:
-    """The process's client, with its open connections: Dagster makes several copies of a resource."""
+    """Return the process's shared client with its open connections.
+
+    Dagster makes several copies of a resource, which should not open connections of their own.
+    """
     key = (os.getpid(), uri, token, verify)
     with _clients_lock:
         client = _clients.get(key)
@@ -41,7 +44,7 @@ def _get_shared_client(uri: str, token: str | None, verify: bool | str) -> Nessi
 
 
 def _create_client(uri: str, token: str | None, verify: bool | str) -> NessieClient:
-    """A client whose calls share a budget of repeats, and a breaker."""
+    """Create a client whose requests share a retry budget and a circuit breaker."""
     transport = HttpTransport(
         uri, token=token, verify=verify, connect_timeout_s=CONNECT_TIMEOUT_S, read_timeout_s=READ_TIMEOUT_S
     )
@@ -53,18 +56,18 @@ def _create_client(uri: str, token: str | None, verify: bool | str) -> NessieCli
 class Lakehouse:
     """Connections of one process to the lake. Embedded servers are started when first needed.
 
-    For scripts and notebooks; an asset takes a `LakehouseResource`, which knows its run's branch.
+    For scripts and notebooks. An asset uses a `LakehouseResource`, which knows its run's branch.
 
     Args:
         settings (Optional[Settings]): Where the lake is. (default: the environment's `BRANCHLAKE_…`)
-        say (Callable[[str], None]): Told what takes time, a line each: servers that start, jars that are
-            fetched. (default: silent)
-        start (bool): Start embedded servers that do not run. Whoever only reads says False. (default: True)
+        say (Callable[[str], None]): Called with one line of text for each slow action, such as starting a
+            server or downloading jars. (default: silent)
+        start (bool): Start embedded servers that do not run. Pass False to only read. (default: True)
 
     Raises:
         LakeNotRunning: From its methods: the lake does not run, and `start` is False.
-        BranchlakeError: From its methods: `ServerDidNotStart`, `NessieUnauthorized` and others that say
-            what to do.
+        BranchlakeError: From its methods, for instance `ServerDidNotStart` and `NessieUnauthorized`. The hint
+            says what to do.
 
     Examples:
         .. code-block:: python
@@ -92,12 +95,12 @@ class Lakehouse:
         self._token: str | None = None
 
     def endpoints(self, *, spark: bool = True) -> Endpoints:
-        """Where the servers answer; starts embedded ones that do not run, if it may."""
+        """Return the servers' addresses; starts embedded servers that do not run, unless `start` is False."""
         return self.servers.endpoints(spark=spark, start=self._start)
 
     @property
     def nessie(self) -> NessieClient:
-        """The client for references, contents, commits and merges. Needs no Spark."""
+        """The client for references, contents, commits and merges. Does not need Spark."""
         with self._lock:
             endpoints = self.endpoints(spark=False)
             if self._client is None or (self._client.uri, self._token) != (
@@ -117,7 +120,7 @@ class Lakehouse:
         properties: Mapping[str, str] | None = None,
         on_load: Callable[[Identifier], None] | None = None,
     ) -> NessieCatalog:
-        """PyIceberg's view of the tables at `ref`: a branch, a tag, or `name@hash` (then read-only)."""
+        """Return a PyIceberg catalog at `ref`: a branch, a tag, or `name@hash` (then read-only)."""
         return NessieCatalog.from_client(
             self.nessie,
             ref,
@@ -128,7 +131,7 @@ class Lakehouse:
         )
 
     def spark_session(self, ref: str = MAIN, *, conf: Mapping[str, str] | None = None) -> SparkSession:
-        """A Spark session of its own whose catalogue `nessie` stands at `ref`."""
+        """Open a new Spark session whose catalog `nessie` reads and writes at `ref`."""
         if self.settings.embedded_spark and (server := self.servers.status()[SPARK]):
             end_idle_daemons(server)
         return open_session(self.settings, self.endpoints(), ref=ref, conf=conf or {})

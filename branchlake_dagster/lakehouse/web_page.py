@@ -1,4 +1,4 @@
-"""The web page that Nessie serves: branches, commits and contents."""
+"""Addresses of the web page that Nessie serves, and of its Iceberg REST catalog."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ from branchlake_dagster.settings import Settings
 
 
 def nessie_page_url(endpoints: Endpoints, settings: Settings) -> str:
-    """Its address. A guarded embedded server gives it to nobody: the page has no way to send a token."""
+    """Return the page's address, or a sentence if the embedded server requires a token.
+
+    The page cannot send a token, so such a server does not serve it.
+    """
     if settings.embedded_nessie and endpoints.nessie_token is not None:
-        return "off, as Nessie asks for a token: set BRANCHLAKE_GUARD_NESSIE=false, then down and up"
+        return "off, as Nessie requires a token: set BRANCHLAKE_GUARD_NESSIE=false, then down and up"
     return f"{_server_url(endpoints)}/"
 
 
 def commit_page_url(endpoints: Endpoints, settings: Settings, commit: str) -> str | None:
-    """The address of a commit on `main` in that page; None where the page is given to nobody."""
+    """Return the page's address for a commit on `main`; None if the embedded server requires a token."""
     if settings.embedded_nessie and endpoints.nessie_token is not None:
         return None
     return f"{_server_url(endpoints)}/commits/{MAIN}/{commit}"
 
 
 def rest_catalog_url(endpoints: Endpoints, settings: Settings) -> str | None:
-    """Where engines attach to the embedded server as an Iceberg REST catalogue; None for a remote one."""
+    """Return the address of the embedded server's Iceberg REST catalog; None for a remote server.
+
+    If the server cannot serve a REST catalog, a sentence with the reason is returned.
+    """
     if not settings.embedded_nessie:
         return None
     if not serves_rest(settings):
