@@ -26,7 +26,7 @@ MAIN = "main"
 
 
 _clients: WeakValueDictionary[tuple[int, str, str | None, bool | str], NessieClient] = WeakValueDictionary()
-"""Clients in use, by process id. Two sides of a fork must not share a connection."""
+"""Clients in use, by process id and connection settings. Two sides of a fork must not share a connection."""
 _clients_lock = threading.Lock()
 
 

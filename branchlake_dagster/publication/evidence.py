@@ -122,8 +122,7 @@ class RunEvidence:
     branch_heads: frozenset[str] = frozenset()
     """The branch hashes that the runs recorded after their writes."""
     changed_columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The columns that differ between base and branch, by frozen table; tables without a difference are left
-    out."""
+    """The columns that differ between base and branch, by frozen table; without unchanged tables."""
 
     @property
     def read_set(self) -> frozenset[str] | None:

@@ -103,10 +103,9 @@ class Finisher:
                 f"{failure_reason.rstrip('.')}. But its branch was merged into main outside branchlake,"
                 f" as {publication.hash}"
             )
-            is_in_ledger = (
-                assessed_run.action is PublicationAction.PUBLISHED
-            )  # the ledger holds the run, whatever the verdict is
-            action = PublicationAction.BLOCKED if is_in_ledger else assessed_run.action
+            # The assessment says "published" if it found the rows on main, whatever the verdict is.
+            was_found = assessed_run.action is PublicationAction.PUBLISHED
+            action = PublicationAction.BLOCKED if was_found else assessed_run.action
             if refusal:
                 action = PublicationAction.REFUSED
             codes = (*(refusal.codes if refusal else assessed_run.verdict.codes), "merged_outside")
