@@ -159,7 +159,7 @@ def test_a_blocked_run_that_was_merged_by_hand_is_not_told_to_be_off_main(
         assert "merged_outside" in outcome.codes
         assert done in outcome.detail
         (told,) = p.observations([namespace, "t"])
-        assert "by hand" in (told.description or "")
+        assert "outside branchlake" in (told.description or "")
 
 
 # -- rolled back -----------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ def test_a_state_that_was_merged_by_hand_before_its_checks_is_told_so(
         merge(lakehouse, publication_branch_name(second))
         if checked:
             check_run(p, asked)
-        assert "by hand" in p.settle(second).detail
+        assert "outside branchlake" in p.settle(second).detail
         assert rows(p, namespace) == [1, 6, 7]
 
 
