@@ -1,1 +1,4 @@
-"""What happened to a table, from Iceberg metadata: snapshots, files, net changes and row ranges. No Spark."""
+"""The history of a table, from Iceberg metadata: snapshots, changed files, net changes and ranges of values.
+
+This package does not use Spark.
+"""

@@ -1,4 +1,4 @@
-"""What happened to a table since a position: the snapshots in between, and what they did to files."""
+"""Captures a table's change since a position: the snapshots in between, and the files they changed."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from branchlake_dagster.stored_names import LakeProperty
 
 
 def summary_value(snapshot: Snapshot, name: str) -> str | None:
-    """An entry of a snapshot's summary."""
+    """Return an entry of a snapshot's summary, or None if the summary lacks it."""
     return snapshot.summary.additional_properties.get(name) if snapshot.summary else None
 
 
 def replayed_from(snapshot: Snapshot) -> int | None:
-    """The snapshot on a run's branch that this one repeats on `main`."""
+    """Return the id of the run-branch snapshot that this snapshot repeats on `main`, or None."""
     value = summary_value(snapshot, LakeProperty.REPLAYED_FROM) or ""
     return int(value) if value.isdigit() else None
 
 
 def ancestors_after(metadata: TableMetadata, stop_id: int | None = None) -> tuple[list[Snapshot], bool]:
-    """The snapshots after `stop_id` up to the current one, oldest first, and whether the line reaches it.
+    """Return the snapshots after `stop_id`, oldest first, and whether none of them is missing.
 
-    Without `stop_id`: to the table's first snapshot.
+    The snapshots end with the current one. None is missing if the chain of parents reaches `stop_id` or,
+    without `stop_id`, the table's first snapshot.
     """
     snapshots_by_id = {snapshot.snapshot_id: snapshot for snapshot in metadata.snapshots}
     ancestors: list[Snapshot] = []
@@ -50,17 +51,21 @@ def ancestors_after(metadata: TableMetadata, stop_id: int | None = None) -> tupl
 
 
 def _is_first(snapshot: Snapshot) -> bool:
-    """Whether none was before it. PyIceberg takes the parent out of one whose parent has expired."""
+    """Whether the table had no snapshot before this one.
+
+    A missing parent id is not enough: PyIceberg removes the parent id of a snapshot whose parent has expired.
+    """
     return snapshot.parent_snapshot_id is None and (snapshot.sequence_number or 0) <= 1
 
 
 def snapshots_since(metadata: TableMetadata, position: Position, *, table: str) -> list[Snapshot] | None:
-    """The snapshots that the position has not consumed, oldest first; None: everything there is.
+    """Return the snapshots that the position has not consumed, oldest first.
 
-    Raises ChangeLost.
+    None means that the position had consumed no snapshot, so all that the table holds is new. Raises
+    ChangeLost.
     """
     if position.unpublished_snapshots:
-        # Under its own id, the branch's last snapshot is on `main` with all that was before it there.
+        # If the branch's last snapshot has the same id on `main`, all snapshots before it are on `main` too.
         snapshots, reached = ancestors_after(metadata, position.unpublished_snapshots[-1])
         if reached:
             return snapshots
@@ -72,7 +77,7 @@ def snapshots_since(metadata: TableMetadata, position: Position, *, table: str) 
         if not unpublished_ids & {snapshot.snapshot_id, replayed_from(snapshot)}
     ]
     if str(metadata.table_uuid) != position.table_uuid and not (reached and len(remaining) < len(snapshots)):
-        # Two runs may both create a table: the second one's rows are replayed into the first one's.
+        # If two runs both create the table, the rows of the second are replayed into the table of the first.
         raise _change_lost_error(LossReason.RECREATED, table)
     if reached:
         if unpublished_ids - {
@@ -80,12 +85,11 @@ def snapshots_since(metadata: TableMetadata, position: Position, *, table: str) 
             for snapshot in snapshots
             for snapshot_id in (snapshot.snapshot_id, replayed_from(snapshot))
         }:
-            raise _change_lost_error(
-                LossReason.ROLLED_BACK, table
-            )  # below what the consumer's own run had added
+            # The rollback removed snapshots that the consumer's own run had added.
+            raise _change_lost_error(LossReason.ROLLED_BACK, table)
         return remaining
     if position.snapshot_id is None and not unpublished_ids:
-        return None  # nothing had been there to consume
+        return None  # the table had no snapshot when it was consumed
     snapshot_ids = {snapshot.snapshot_id for snapshot in metadata.snapshots}
     if not snapshots or _is_first(snapshots[0]) or position.snapshot_id in snapshot_ids:
         raise _change_lost_error(LossReason.ROLLED_BACK, table)
@@ -93,9 +97,10 @@ def snapshots_since(metadata: TableMetadata, position: Position, *, table: str) 
 
 
 def runs_since(metadata: TableMetadata, position: Position | None, *, table: str) -> dict[int, str]:
-    """The runs that say they made the snapshots since a position, by snapshot; None: those of all snapshots.
+    """Return the runs that made the snapshots since a position, by snapshot id.
 
-    Reads the metadata alone. Raises ChangeLost.
+    If `position` is None, all snapshots count. A snapshot without a run id in its summary is left out. Reads
+    only the table metadata. Raises ChangeLost.
     """
     snapshots = snapshots_since(metadata, position, table=table) if position is not None else None
     if snapshots is None:
@@ -106,20 +111,22 @@ def runs_since(metadata: TableMetadata, position: Position | None, *, table: str
 
 def _change_lost_error(loss: LossReason, table: str) -> ChangeLost:
     message = {
-        LossReason.ROLLED_BACK: "The table was rolled back, or replaced, below what was consumed of it.",
-        LossReason.RECREATED: "The table was dropped and created again since it was consumed.",
-        LossReason.EXPIRED: "Snapshots since it was last consumed have expired, so what they changed is not known.",
-        LossReason.FILES_GONE: "Files of snapshots since it was last consumed have been deleted.",
-        LossReason.RESULT_ROLLED_BACK: "The asset's own table was rolled back: rows that were computed from what it"
-        " says it has consumed are gone.",
+        LossReason.ROLLED_BACK: "The table was rolled back or replaced. Snapshots that the asset has consumed"
+        " are no longer part of it.",
+        LossReason.RECREATED: "The table was dropped and created again after the asset last consumed it.",
+        LossReason.EXPIRED: "Snapshots since the asset last consumed the table have expired. Their changes"
+        " are not known.",
+        LossReason.FILES_GONE: "Files of snapshots since the asset last consumed the table were deleted.",
+        LossReason.RESULT_ROLLED_BACK: "The asset's own table was rolled back. Rows that it had computed from"
+        " consumed changes are gone.",
     }[loss]
     return ChangeLost(message, loss=loss, table=table)
 
 
 def contains_snapshot(metadata: TableMetadata, snapshot_id: int | None) -> bool:
-    """Whether the table's current state was made from a snapshot, or from one that repeats it.
+    """Whether the table's current state includes a snapshot, or the snapshot that repeats it on `main`.
 
-    True as well where that is not known any more, because snapshots have expired.
+    Also true if the snapshots that would prove it have expired.
     """
     if snapshot_id is None:
         return True
@@ -132,7 +139,7 @@ def contains_snapshot(metadata: TableMetadata, snapshot_id: int | None) -> bool:
 
 
 def result_rolled_back_error(table: str) -> ChangeLost:
-    """The error for a consumer whose own table does not hold what it says it was computed from."""
+    """The error for a consumer whose own table was rolled back below a recorded result."""
     return _change_lost_error(LossReason.RESULT_ROLLED_BACK, table)
 
 
@@ -150,19 +157,20 @@ _KINDS_BY_WRITE_MODE = {
 
 
 def current_position(table: Table) -> Position:
-    """Where somebody stands who has consumed all of `table`."""
+    """The position of a consumer that has consumed all of `table`."""
     return Position(str(table.metadata.table_uuid), table.metadata.current_snapshot_id)
 
 
 def position_on_branch(table: Table, main_table: Table | None) -> Position:
-    """The same for a table as a run's branch has it; `main_table` is what it was on `main` where the branch began.
+    """The position of a consumer that has consumed all of `table` on a run's branch.
 
-    What the branch added to it comes to `main` later, perhaps under other ids, so it is named by itself.
+    `main_table` is the table on `main` where the branch began, or None. Snapshots that the branch added are
+    listed one by one, because they may get other ids when they reach `main`.
     """
     is_same_table = main_table is not None and main_table.metadata.table_uuid == table.metadata.table_uuid
     start_id = main_table.metadata.current_snapshot_id if main_table is not None and is_same_table else None
     branch_snapshots, reached = ancestors_after(table.metadata, start_id)
-    if not reached:  # the branch set it back, or replaced it
+    if not reached:  # the branch rolled the table back, or replaced it
         return current_position(table)
     return Position(
         str(table.metadata.table_uuid), start_id, tuple(snapshot.snapshot_id for snapshot in branch_snapshots)
@@ -177,10 +185,11 @@ def capture_change(
     up_to: Position | None = None,
     cache: OwnFilesCache = CACHE,
 ) -> ChangeSet:
-    """The change of `table` since a position, from manifests alone; None: everything in it.
+    """Capture the change of `table` since a position. None as position means the whole table.
 
-    What it reads grows with the change: the manifests that its snapshots wrote, each once per process.
-    `up_to` is the position that it leads to, when that is not simply the table's head. Raises ChangeLost.
+    Reads manifests only, not data. The cost grows with the change: it reads the manifests that the snapshots
+    of the change wrote, each once per process. `up_to` is the position at which the change ends; by default
+    it is the table's current snapshot. Raises ChangeLost.
     """
     metadata = table.metadata
     end = up_to or current_position(table)
@@ -200,7 +209,7 @@ def capture_change(
 
 
 def _capture_whole_table(table: Table, name: str, end: Position, cache: OwnFilesCache) -> ChangeSet:
-    """All that the table holds, as though it had just been appended."""
+    """Describe all that the table holds as if one snapshot had just appended it."""
     head = table.metadata.current_snapshot()
     if head is None:
         return ChangeSet(name, None, end, (), (), (), ())
@@ -226,7 +235,7 @@ def _build_step(snapshot: Snapshot, ordinal: int, files: OwnFiles) -> Step:
         )
 
     added, removed = changed_files(files.added, data=True), changed_files(files.removed, data=True)
-    # A delete file that is taken out goes with the rows that it hit, or for one that says more.
+    # Removed delete files do not count: their rows were removed too, or a larger delete file replaced them.
     deletes = changed_files(files.added, data=False)
     return Step(
         snapshot.snapshot_id,
@@ -263,10 +272,10 @@ NetFiles = tuple[tuple[ChangedFile, ...], tuple[ChangedFile, ...], tuple[Changed
 
 
 def _net_files(steps: Sequence[Step]) -> NetFiles:
-    """What was added, removed, and deleted by row, after what cancels out.
+    """Return the added files, removed files and delete files of all steps, without those that cancel out.
 
-    A compaction is passed over: the files that it read still stand for their rows, and one that it made
-    and that is removed later takes all its rows with it.
+    Compactions are skipped. The files that a compaction read keep representing their rows. If a later step
+    removes a file that a compaction wrote, all rows of that file count as removed.
     """
     added: dict[str, ChangedFile] = {}
     removed: dict[str, ChangedFile] = {}
@@ -285,5 +294,9 @@ def _net_files(steps: Sequence[Step]) -> NetFiles:
 
 
 def _delete_file_key(delete_file: ChangedFile) -> str:
-    """Several deletion vectors may lie in one file; their bounds name the data file of each."""
-    return f"{delete_file.path}#{delete_file.file.lower_bounds}#{delete_file.file.record_count}#{delete_file.file.partition}"
+    """Identify a delete file, or one deletion vector.
+
+    Several deletion vectors may be stored in one file; the bounds of each contain the path of its data file.
+    """
+    file = delete_file.file
+    return f"{delete_file.path}#{file.lower_bounds}#{file.record_count}#{file.partition}"

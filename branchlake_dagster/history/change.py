@@ -1,4 +1,4 @@
-"""A table's change as plain values: steps, files, and what remains of them when all are taken together."""
+"""A table's change as plain values: positions, steps, changed files, and the net change of all steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from branchlake_dagster.errors import BranchlakeError, Terminal
 
 @dataclass(frozen=True)
 class Position:
-    """How far somebody has consumed a table: its identity, a snapshot, and snapshots of a branch beyond it.
+    """How far a consumer has read a table.
 
-    `snapshot_id` is the one that `main` had (None: it had none), `unpublished_snapshots` are those that the
-    consumer's own
-    run had added to it before it was read. On `main` they come later, some under other ids, and between
-    them there may be others that this consumer has not seen.
+    `snapshot_id` is the table's snapshot on `main`, or None if it had none. `unpublished_snapshots` are the
+    snapshots that the consumer's own run added to the table on its branch before reading it. They reach
+    `main` later, some under other ids, and `main` may have other snapshots between them that this consumer
+    has not read.
     """
 
     table_uuid: str
@@ -29,13 +29,13 @@ class Position:
     unpublished_snapshots: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the position as a value for JSON."""
         values: dict[str, Any] = {"table": self.table_uuid, "snapshot": self.snapshot_id}
         return values | ({"beyond": list(self.unpublished_snapshots)} if self.unpublished_snapshots else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Position:
-        """Back again; KeyError or TypeError for something else."""
+        """Read what `as_dict` returned. Raises KeyError or TypeError for any other value."""
         return cls(str(values["table"]), values["snapshot"], tuple(values.get("beyond", ())))
 
 
@@ -47,13 +47,13 @@ class ChangeKind(StrEnum):
     REPLACE_TABLE = "replace_table"
     UPSERT = "upsert"
     UPDATE = "update"
-    """Files were rewritten: UPDATE, MERGE or DELETE of a user's own, copy-on-write."""
+    """Files were rewritten by a user's own UPDATE, MERGE or DELETE (copy-on-write)."""
     DELETE = "delete"
-    """Files were removed and none added."""
+    """Files were removed and no file was added."""
     ROW_DELETES = "row deletes"
-    """Delete files or deletion vectors were added: UPDATE, MERGE or DELETE, merge-on-read."""
+    """Delete files or deletion vectors were added by UPDATE, MERGE or DELETE (merge-on-read)."""
     COMPACT = "compact"
-    """The same rows in other files."""
+    """The same rows were written to other files."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +63,25 @@ class ChangedFile:
     file: DataFile
     snapshot_id: int
     ordinal: int
-    """Of its snapshot in the change, from 0."""
+    """The number of its snapshot in the change, from 0."""
 
     @property
     def path(self) -> str:
-        """Its location."""
+        """The location of the file."""
         return self.file.file_path
 
     @property
     def rows(self) -> int:
-        """Its rows; for a delete file, how many it names."""
+        """The number of rows in a data file, or of entries in a delete file."""
         return self.file.record_count
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one snapshot did. `at` is when it was made, `run_id` the run that says it made it."""
+    """The change that one snapshot made.
+
+    `at` is the snapshot's time. `run_id` is the run that the snapshot's summary names, or None.
+    """
 
     snapshot_id: int
     ordinal: int
@@ -87,28 +90,28 @@ class Step:
     added: tuple[ChangedFile, ...] = ()
     removed: tuple[ChangedFile, ...] = ()
     deletes: tuple[ChangedFile, ...] = ()
-    """Delete files that it added."""
+    """The delete files that the snapshot added."""
     run_id: str | None = None
     replayed_from: int | None = None
 
     @property
     def changes_rows(self) -> bool:
-        """Whether it is a change of rows at all."""
+        """Whether the snapshot changed rows. A compaction does not."""
         return self.kind is not ChangeKind.COMPACT and bool(self.added or self.removed or self.deletes)
 
 
 @dataclass(frozen=True)
 class ChangeSet:
-    """The change of one table since a position, oldest step first, and where it leads to.
+    """The change of one table from the position `since` to the position `up_to`, with its oldest step first.
 
-    As a multiset of rows it is: those of `added`, without what `deletes` hit of them, less those of
-    `removed` as they were at the position, less what `deletes` hit of all other files. A file that was
-    added and removed again is in neither; compactions count for nothing.
+    As a multiset of rows, the change is: the rows of `added` that `deletes` do not delete, minus the rows of
+    `removed` as they were at `since`, minus the rows that `deletes` delete in all other files. A file that
+    was added and removed again is in neither list. Compactions do not count.
     """
 
     table: str
     since: Position | None
-    """None: everything that the table holds is new."""
+    """None if all that the table holds is new."""
     up_to: Position
     steps: tuple[Step, ...]
     added: tuple[ChangedFile, ...]
@@ -117,7 +120,7 @@ class ChangeSet:
 
     @property
     def whole(self) -> bool:
-        """Whether it is the whole table rather than a difference."""
+        """Whether the change is the whole table rather than a difference."""
         return self.since is None
 
     @property
@@ -127,57 +130,57 @@ class ChangeSet:
 
     @property
     def rows_added(self) -> int:
-        """The rows of the added files."""
+        """The number of rows in the added files."""
         return sum(file.rows for file in self.added)
 
     @property
     def rows_removed(self) -> int:
-        """The rows of the removed files, and what delete files name: rows, or values of them."""
+        """The number of rows in the removed files, plus the rows or values that delete files list."""
         return sum(file.rows for file in (*self.removed, *self.deletes))
 
     @property
     def rows_changed(self) -> int:
-        """Both together."""
+        """The number of added rows plus the number of removed rows."""
         return self.rows_added + self.rows_removed
 
     @property
     def files_changed(self) -> int:
-        """How many files are in it."""
+        """The number of files in the change."""
         return len(self.added) + len(self.removed) + len(self.deletes)
 
     @property
     def bytes(self) -> int:
-        """The size of all its files."""
+        """The total size of the files in the change."""
         return sum(file.file.file_size_in_bytes for file in self.files())
 
     @property
     def oldest(self) -> datetime | None:
-        """When the first change of rows was made."""
+        """The time of the first step that changed rows, or None."""
         return min((step.at for step in self.steps if step.changes_rows), default=None)
 
     @property
     def kinds(self) -> tuple[ChangeKind, ...]:
-        """Of the steps that changed rows, each once, in order."""
+        """The kinds of the steps that changed rows, each once, in order."""
         return tuple(dict.fromkeys(step.kind for step in self.steps if step.changes_rows))
 
     @property
     def only_appends(self) -> bool:
-        """Whether no row was taken away."""
+        """Whether no row was removed."""
         return not (self.removed or self.deletes)
 
     @property
     def has_equality_deletes(self) -> bool:
-        """Whether rows were deleted by value, so that only a scan could tell which."""
+        """Whether rows were deleted by value. Only a scan can find these rows."""
         return any(file.file.content is DataFileContent.EQUALITY_DELETES for file in self.deletes)
 
     def files(self) -> Iterator[ChangedFile]:
-        """All files in it."""
+        """Iterate over all files of the change."""
         yield from self.added
         yield from self.removed
         yield from self.deletes
 
     def label(self) -> str:
-        """The change in a few words."""
+        """Describe the change in a few words."""
         if self.empty:
             return "no change"
         parts = [f"{len(self.added)} files (+{self.rows_added} rows)"] if self.added else []
@@ -187,20 +190,20 @@ class ChangeSet:
 
 
 def from_epoch_ms(milliseconds: int) -> datetime:
-    """A snapshot's time stamp as an aware datetime."""
+    """Convert the time stamp of a snapshot, in ms since 1970, to a datetime in UTC."""
     return datetime.fromtimestamp(milliseconds / 1000, UTC)
 
 
 def position_to_json(position: Position) -> str:
-    """As JSON, the same for the same position."""
+    """Return the position as JSON. Equal positions give equal text."""
     return json.dumps(position.as_dict(), separators=(",", ":"), sort_keys=True)
 
 
 class LossReason(StrEnum):
-    """What became of the state that a position stands for."""
+    """Why the change since a position is no longer known."""
 
     ROLLED_BACK = "rolled back"
-    """The table's history does not hold it any more."""
+    """The position's snapshot is no longer in the table's history."""
     RECREATED = "dropped and created again"
     EXPIRED = "its snapshots have expired"
     FILES_GONE = "files of the change have been deleted"
@@ -208,7 +211,7 @@ class LossReason(StrEnum):
 
 
 class ChangeLost(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """What changed since a position cannot be told any more; `loss` says why."""
+    """The change of a table since a position is no longer known; `loss` is the reason."""
 
     def __init__(
         self,
@@ -226,4 +229,4 @@ class ChangeLost(BranchlakeError, Terminal):  # noqa: N818 - named like the othe
 
 
 class RowsUnreadable(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The changed rows cannot be read one by one, as those that an equality delete file hits."""
+    """The changed rows cannot be read one by one, because equality deletes removed some of them."""

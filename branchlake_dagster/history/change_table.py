@@ -1,4 +1,4 @@
-"""The change table: an Iceberg table that refers to just the files of a change, without copying them."""
+"""Builds change tables: Iceberg tables that refer to the files of a change without copying them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from branchlake_dagster.stored_names import LakeProperty
 
 @dataclass
 class ChangeTable:
-    """The metadata of a change table, and the files that were written for it: manifests, and copied rows."""
+    """A change table's metadata, and the paths of files written for it: manifests and copied rows."""
 
     table: Table
     written_paths: list[str] = field(default_factory=list)
@@ -35,9 +35,10 @@ def build_change_table(
     change_of: str,
     properties: Mapping[str, str],
 ) -> ChangeTable:
-    """A table with the columns and partition specs of `source` that holds `files` of it and nothing else.
+    """Build a table with the columns and partition specs of `source` that holds only `files`.
 
-    Nothing is committed; `written` are the manifests it needed. `properties` go into the summaries.
+    Nothing is committed. `ChangeTable.written_paths` lists the manifests that were written. `properties` are
+    added to the snapshot summaries.
     """
     metadata = source.metadata.model_copy(
         update={
@@ -58,27 +59,33 @@ def build_change_table(
     summary = {**properties, LakeProperty.CHANGE_OF: change_of}
     ordered_files = sorted(files, key=_spec_id)
     for spec_id, group in itertools.groupby(ordered_files, key=_spec_id):
-        # PyIceberg writes added files under the table's default spec, whatever they were written with.
+        # PyIceberg records added files under the table's default spec, even if another spec wrote them.
         _append_files(change_table, list(group), summary, spec_id)
     return change_table
 
 
 def _reading_properties(properties: Mapping[str, str]) -> dict[str, str]:
-    """What says how the files are to be read; where files go is the source's own affair."""
+    """Select the table properties that readers need.
+
+    Properties about where to write files are left out.
+    """
     mapping = TableProperties.DEFAULT_NAME_MAPPING
     name_mapping = {mapping: properties[mapping]} if mapping in properties else {}
     return {**name_mapping, "gc.enabled": "false"}
 
 
 def write_copied_rows(change_table: ChangeTable, rows: pa.Table) -> list[DataFile]:
-    """Rows written as files of a change table, for those that no whole file stands for."""
+    """Write rows as files of a change table, and return the files.
+
+    Used when the changed rows do not fill whole files.
+    """
     table = change_table.table
     written_files = list(
         write_data_files(table.metadata, rows, table.io, commit=uuid.uuid4(), numbers=itertools.count())
     )
     change_table.written_paths += [one.file_path for one in written_files]
     for file in written_files:
-        file.spec_id = table.metadata.default_spec_id  # PyIceberg sets it where it reads a manifest
+        file.spec_id = table.metadata.default_spec_id  # PyIceberg sets it only when it reads a manifest
     return written_files
 
 

@@ -1,7 +1,7 @@
-"""What holds for one column in all rows of a data file, from its manifest entry: never more than is proved.
+"""Facts about one column in all rows of a data file, from the file's manifest entry.
 
-`reliable_metrics` decides which counts and bounds may be relied upon. A value of an identity partition is
-that of every row of the file, whatever the metrics say.
+A fact is stated only if it is proved. `reliable_metrics` decides which counts and bounds can be trusted. The
+value of an identity partition holds for every row of the file, whatever the metrics say.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ _VALUES: dict[type[ice.IcebergType], type] = {
     ice.UUIDType: bytes,
     ice.DecimalType: Decimal,
 }
-"""The types whose bounds are known as values, and what they are in Python: days of a date, microseconds of a
-time or time stamp, the 16 bytes of a UUID."""
+"""The types whose bounds can be decoded, and their Python types.
+
+Dates are days, times and time stamps are microseconds, a UUID is its 16 bytes.
+"""
 
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """What holds for all rows of a file; False and None mean that it is not known.
+    """What is known about one column in all rows of a file. False and None mean "not known".
 
-    Every value that is neither null nor NaN is within `low` and `high`.
+    Every value that is neither null nor NaN lies between `low` and `high`, both included.
     """
 
     no_null: bool = False
@@ -57,10 +59,10 @@ def column_facts(
     spec: PartitionSpec,
     is_complete: Callable[[DataFile, int], bool] = lambda *_: False,
 ) -> ColumnFacts:
-    """The facts on a top-level column; `spec` is the one that the file was written with.
+    """Return the facts about a top-level column. `spec` is the partition spec that the file was written with.
 
-    `is_complete` is asked about a text column, by field id, when the manifest entry does not show that its
-    bounds are of all row groups.
+    `is_complete(file, field_id)` is called for a text column whose manifest entry does not show that its
+    bounds cover all row groups. It returns whether they do.
     """
     kind = field.field_type
     if not isinstance(kind, ice.PrimitiveType):
@@ -81,7 +83,7 @@ def column_facts(
 
 
 def _constant_facts(value: Any, kind: ice.PrimitiveType) -> ColumnFacts:
-    """The facts on a column that the file is partitioned by."""
+    """Return the facts about a column that has one value in the whole file, its identity partition."""
     if value is None:
         return ColumnFacts(all_null=True, no_nan=True)
     if type(value) is not _VALUES.get(type(kind)) or value != value:
@@ -90,5 +92,5 @@ def _constant_facts(value: Any, kind: ice.PrimitiveType) -> ColumnFacts:
 
 
 def _decode_bound(stored: bytes | None, kind: ice.PrimitiveType) -> Any:
-    """A bound as a value; None if it is missing or of a type without order here."""
+    """Decode a bound. Returns None if the bound is missing or its type has no order here."""
     return None if stored is None or type(kind) not in _VALUES else bound_value(stored, kind)

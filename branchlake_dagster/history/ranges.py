@@ -1,4 +1,7 @@
-"""Between which values of a field a change lies, by the manifests' bounds: wider at times, never wrong."""
+"""Ranges of values that a field has in changed rows, from the bounds in manifests.
+
+A range may be wider than the values, but never narrower.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from branchlake_dagster.history.change import ChangedFile, ChangeSet
 from branchlake_dagster.history.file_facts import column_facts
 
 _EPOCH = datetime(1970, 1, 1)
-"""The wall clock that plain time stamps and dates count from."""
+"""The origin of dates and of time stamps without time zone."""
 _ORDERED = (
     ice.IntegerType,
     ice.LongType,
@@ -43,9 +46,10 @@ _ORDERED = (
 
 @dataclass(frozen=True, order=True)
 class Range:
-    """low <= value <= high, as values of the field's type: int, float, Decimal, str, date or datetime.
+    """All values from `low` to `high`, both included.
 
-    A time stamp with zone is an aware datetime in UTC, one without a naive one.
+    The values have the field's type: int, float, Decimal, str, date or datetime. A time stamp with time zone
+    is an aware datetime in UTC; a time stamp without time zone is a naive datetime.
     """
 
     low: Any
@@ -54,9 +58,10 @@ class Range:
 
 @dataclass(frozen=True)
 class Ranges:
-    """The values that a field has in changed rows: in one of `parts`, null, or anything at all.
+    """The values that a field may have in changed rows: values in one of `parts`, null, or any value.
 
-    `parts` are sorted and do not touch each other. `anything`: a file did not tell, so every value counts.
+    `parts` are sorted and do not overlap or touch. `anything` is true if a file has no bounds, so any value
+    is possible.
     """
 
     parts: tuple[Range, ...] = ()
@@ -70,7 +75,7 @@ class Ranges:
 
     @property
     def span(self) -> Range | None:
-        """From the lowest to the highest value; None: there is none, or it is not known."""
+        """The range from the lowest to the highest value; None if there is none or any value is possible."""
         return None if self.anything or not self.parts else Range(self.parts[0].low, self.parts[-1].high)
 
     def __or__(self, other: Ranges) -> Ranges:
@@ -79,11 +84,11 @@ class Ranges:
         return Ranges(parts, self.nulls or other.nulls, anything)
 
     def overlaps(self, low: Any, high: Any) -> bool:
-        """Whether a value of low <= value < high may be in it."""
+        """Whether the ranges may contain a value of low <= value < high."""
         return self.anything or any(part.low < high and low <= part.high for part in self.parts)
 
     def label(self) -> str:
-        """For people."""
+        """Describe the ranges in a few words."""
         if self.anything:
             return "any value"
         labels = [
@@ -96,15 +101,16 @@ NOTHING = Ranges()
 
 
 def union_ranges(ranges: Iterable[Ranges]) -> Ranges:
-    """All of them together; of several inputs' changes, say. Their fields must be of one type."""
+    """Return the union of ranges, for example of all inputs' changes. Their fields must have one type."""
     return reduce(lambda first, other: first | other, ranges, NOTHING)
 
 
 def unify_types(ranges_by_table: Mapping[str, Ranges], columns: Mapping[str, str]) -> list[Ranges]:
-    """The values of a column of each of several tables, by table, as values of one type.
+    """Convert the ranges of columns of several tables to one type, so that they can be compared.
 
-    Where dates meet time stamps a date is a whole day of UTC, as Iceberg and Spark promote it; a time stamp
-    without zone is the wall clock of UTC. Numbers of any type are compared as they are. Raises
+    `ranges_by_table` has the ranges of one column per table; `columns` has the names of these columns. If
+    dates meet time stamps, a date becomes a whole day in UTC, as Iceberg and Spark promote it. A time stamp
+    without time zone is taken as UTC. Numbers of different types are compared as they are. Raises
     ConfigurationError for other types that differ.
     """
     kinds = {name: _value_kinds(ranges) for name, ranges in ranges_by_table.items()}
@@ -119,7 +125,7 @@ def unify_types(ranges_by_table: Mapping[str, Ranges], columns: Mapping[str, str
             for name in ranges_by_table
         )
         raise ConfigurationError(
-            f"Change ranges are asked for, and the types of the columns cannot be compared: {types}.",
+            f"Change ranges cannot be computed: the types of these columns cannot be compared: {types}.",
             hint="Name a column that has the same type in all inputs, or consume them by keys.",
         )
     return [*ranges_by_table.values()]
@@ -138,7 +144,7 @@ def _value_kind(value: Any) -> str:
 
 
 def _to_timestamps(ranges: Ranges) -> Ranges:
-    """Dates and time stamps as time stamps in UTC."""
+    """Convert dates and time stamps to time stamps in UTC."""
     return replace(
         ranges,
         parts=merge_ranges(
@@ -154,7 +160,7 @@ def _to_timestamp(value: date | datetime, *, last: bool = False) -> datetime:
 
 
 def merge_ranges(parts: Sequence[Range]) -> tuple[Range, ...]:
-    """The same values in as few ranges as possible."""
+    """Return the same values in as few ranges as possible."""
     result: list[Range] = []
     for part in sorted(parts):
         if result and _is_adjacent(result[-1].high, part.low):
@@ -173,17 +179,18 @@ def _is_adjacent(end: Any, start: Any) -> bool:
 
 
 def changed_ranges(change: ChangeSet, field: str, metadata: TableMetadata) -> Ranges:
-    """The values of a top-level field in all rows of a change, from the bounds and partitions of its files.
+    """Return the values of a top-level field in all rows of a change.
 
-    Raises ConfigurationError for a field that the table lacks or whose type has no order.
+    Reads only the bounds and partitions of the change's files. Raises ConfigurationError if the table lacks
+    the field, or if the field's type has no order.
     """
     bounds = ColumnRanges(metadata, field, table=change.table)
-    # Each file by itself, also two of one path: the deletion vectors of several partitions lie in one file.
+    # Two entries may have one path: a file can hold the deletion vectors of several partitions.
     return union_ranges(bounds.ranges_of(file) for file in change.files())
 
 
 class ColumnRanges:
-    """Tells of single files between which values a field lies. Everything unknown widens to anything."""
+    """Finds the values that a field may have in single files. Unknown bounds give `Ranges(anything=True)`."""
 
     def __init__(self, metadata: TableMetadata, field: str, *, table: str) -> None:
         schema = metadata.schema()
@@ -191,10 +198,10 @@ class ColumnRanges:
         self._specs: Mapping[int, PartitionSpec] = metadata.specs()
 
     def ranges_of(self, changed_file: ChangedFile) -> Ranges:
-        """The values of a file's rows; for a delete file, of the rows that it may hit."""
+        """Return the values in a file's rows; for a delete file, in the rows that it may delete."""
         try:
             return self._ranges_of_file(changed_file.file, self._specs[changed_file.file.spec_id])
-        except OverflowError:  # a day in the year 40000, from somebody's broken clock
+        except OverflowError:  # a date far outside Python's calendar, from a broken clock
             return Ranges(anything=True, nulls=True)
 
     def _ranges_of_file(self, file: DataFile, spec: PartitionSpec) -> Ranges:
@@ -227,7 +234,10 @@ class ColumnRanges:
         return Ranges((part,), nulls=not file_facts.no_null)
 
     def _ranges_from_partition(self, file: DataFile, spec: PartitionSpec) -> Ranges:
-        """What the partition says of the field, where it is partitioned by it in some way."""
+        """Return the values that the file's partition allows.
+
+        That is any value if the table is not partitioned by the field.
+        """
         ranges = Ranges(anything=True, nulls=True)
         for index, part in enumerate(spec.fields):
             window = _WINDOWS.get(type(part.transform))
@@ -243,7 +253,7 @@ class ColumnRanges:
 
 
 def _intersect_ranges(left: Ranges, right: Ranges) -> Ranges:
-    """What both allow; each is true of the file."""
+    """Return the values that both ranges allow. Both must be true of the same file."""
     nulls = left.nulls and right.nulls
     if left.anything or right.anything:
         known_ranges = right if left.anything else left
@@ -254,7 +264,7 @@ def _intersect_ranges(left: Ranges, right: Ranges) -> Ranges:
         for b in right.parts
         if max(a.low, b.low) <= min(a.high, b.high)
     ]
-    # Bounds that contradict the partition are somebody's mistake; the bounds are of the rows themselves.
+    # If bounds contradict the partition, a writer made a mistake. Trust the bounds: they describe the rows.
     return Ranges(merge_ranges(parts) or left.parts, nulls)
 
 
@@ -264,19 +274,19 @@ def _require_ordered_field(schema: Schema, name: str, table: str) -> ice.NestedF
             if isinstance(field.field_type, _ORDERED):
                 return field
             raise ConfigurationError(
-                f"Change ranges of {name} are asked for, and a {field.field_type} has no order.",
+                f"Change ranges of column {name} cannot be computed: type {field.field_type} has no order.",
                 table=table,
-                hint="Name a number, text, date or time stamp column.",
+                hint="Name a column of numbers, text, dates or time stamps.",
             )
     raise ConfigurationError(
-        f"Change ranges of {name} are asked for, and there is no such column.",
+        f"Change ranges of column {name} cannot be computed: the table has no such column.",
         table=table,
         hint=f"Its columns are {', '.join(field.name for field in schema.fields)}.",
     )
 
 
 def _decode_value(stored: Any, kind: ice.IcebergType) -> Any:
-    """A bound as Iceberg counts it, as a value of its type."""
+    """Convert a bound from Iceberg's number of days or microseconds to a value of the field's type."""
     if isinstance(kind, ice.DateType) and type(stored) is int:
         return _EPOCH.date() + timedelta(days=stored)
     if isinstance(kind, ice.TimestampType):

@@ -1,4 +1,4 @@
-"""The rows of a change as Arrow tables, read from just the files in it."""
+"""Reads the changed rows of a change as Arrow tables, from only the files of the change."""
 
 from __future__ import annotations
 
@@ -33,29 +33,30 @@ from branchlake_dagster.internals.pyiceberg import read_deleted_positions
 CHANGE_TYPE = "_change_type"
 ORDINAL = "_change_ordinal"
 SNAPSHOT = "_commit_snapshot_id"
-"""The names that Iceberg's own changelog views have for them."""
+"""The column names that Iceberg's own changelog views use."""
 COMMIT = "_commit_hash"
-"""The commit on `main` that published the snapshot."""
+"""The column with the commit on `main` that published the snapshot."""
 INSERT, DELETE = "INSERT", "DELETE"
 
 
 @dataclass(frozen=True)
 class ChangedRows:
-    """Rows that came and rows that went; together they are the difference of two states as multisets."""
+    """The added and the removed rows: the difference between two states of a table, as multisets."""
 
     added: pa.Table
     removed: pa.Table
 
     def with_change_types(self) -> pa.Table:
-        """All of them in one table, by type."""
+        """Return all rows in one table, with their type in the column `_change_type`."""
         sides = [_add_change_type(self.added, INSERT), _add_change_type(self.removed, DELETE)]
         return pa.concat_tables(sides, promote_options="permissive")
 
 
 class RowReader:
-    """Reads the rows of one change of `table`. `columns`: only these, in the table's order.
+    """Reads the rows of one change of `table`.
 
-    `commits` adds `_change_ordinal` and `_commit_snapshot_id` to each row.
+    `columns` limits the rows to these columns, in the table's order. `commits` adds the columns
+    `_change_ordinal` and `_commit_snapshot_id`. Raises RowsUnreadable if the change has equality deletes.
     """
 
     def __init__(
@@ -71,25 +72,32 @@ class RowReader:
 
     def _equality_delete_error(self) -> RowsUnreadable:
         return RowsUnreadable(
-            "Rows were deleted by value (equality deletes), and only a scan of the table tells which.",
+            "Another engine deleted rows by value (equality deletes). Only a table scan can find them.",
             table=self._change.table,
-            hint="Use change ranges, or compute everything anew: run tag branchlake/rebuild.",
+            hint="Consume the input by the pattern `range`, or compute everything anew with the run tag"
+            " branchlake/rebuild=true.",
         )
 
     def read(self) -> ChangedRows:
-        """Both sides, as the files have them. Raises RowsUnreadable and ChangeLost."""
+        """Read the added and the removed rows, with unchanged rows of rewritten files in both.
+
+        Raises RowsUnreadable and ChangeLost.
+        """
         try:
             return ChangedRows(self.read_added(), self.read_removed())
         except FileNotFoundError as error:
             raise files_gone_error(self._change.table) from error
 
     def read_added(self) -> pa.Table:
-        """The rows of the added files, without those that were deleted again."""
+        """Read the rows of the added files, without rows that were deleted again."""
         deletes = [file.file for file in self._change.deletes]
         return self._read_files(self._change.added, deletes)
 
     def read_removed(self) -> pa.Table:
-        """The rows of removed files as they were at the position, and what delete files hit elsewhere."""
+        """Read the rows of removed files, and the rows that delete files delete in other files.
+
+        The rows of removed files are read as they were at the start position.
+        """
         change = self._change
         if change.only_appends:
             return self._empty_rows()
@@ -98,7 +106,7 @@ class RowReader:
         return self._concat_rows([removed_rows, *self._iter_deleted_rows(earlier_deletes)])
 
     def has_whole_files(self) -> bool:
-        """Whether the files alone are the rows: no delete file takes any of them out."""
+        """Whether the changed rows are all rows of the changed files: no delete file applies."""
         if self._change.deletes:
             return False
         earlier_deletes = self._deletes_before() if self._change.removed else []
@@ -118,7 +126,10 @@ class RowReader:
         return self._concat_rows(parts)
 
     def _concat_rows(self, parts: Sequence[pa.Table]) -> pa.Table:
-        """All of them; scans differ in how they hold text, and a table without rows says nothing."""
+        """Concatenate tables.
+
+        Scans differ in how they store text, and the schema of a table without rows means nothing.
+        """
         non_empty = [part for part in parts if part.num_rows]
         return pa.concat_tables(non_empty, promote_options="permissive") if non_empty else self._empty_rows()
 
@@ -138,10 +149,11 @@ class RowReader:
     # -- row-level deletes ---------------------------------------------------------------------------
 
     def _deletes_before(self) -> list[DataFile]:
-        """The delete files that held at the position. Raises RowsUnreadable.
+        """Return the delete files that were in force at the start position. Raises RowsUnreadable.
 
-        What the first snapshot after it kept and took out: the position's own may have expired. Those of the
-        consumer's own run came later on `main`, and held for it too.
+        The position's own snapshot may have expired. Its delete files are therefore those that the first
+        snapshot after it kept or removed. Delete files of the consumer's own run reached `main` later, but
+        were in force as well.
         """
         since, metadata = self._change.since, self._table.metadata
         if since is None:
@@ -172,12 +184,14 @@ class RowReader:
                 yield from manifest.fetch_manifest_entry(self._table.io, discard_deleted=False)
 
     def _iter_deleted_rows(self, earlier_deletes: Sequence[DataFile]) -> Iterator[pa.Table]:
-        """The rows of files beyond this change that delete files hit, and none before did, each once.
+        """Yield the rows that delete files delete in files outside this change, each row once.
 
-        A delete file may repeat what an older one names, to take its place.
+        Rows that earlier delete files had deleted are left out: a delete file may repeat the entries of an
+        older one that it replaces.
         """
         change = self._change
-        # Of a file that goes, all rows go; one that is only compacted has lost these rows before.
+        # All rows of a removed file count as removed already. A file that was only compacted is not excluded:
+        # its rows stay, except those that these delete files deleted.
         changed_paths = {
             changed.path
             for step in change.steps
@@ -211,7 +225,7 @@ class RowReader:
         return pa.concat_arrays(positions)
 
     def _iter_live_files(self, file_paths: AbstractSet[str], snapshot_id: int) -> Iterator[DataFile]:
-        """The data files of these paths in a snapshot."""
+        """Yield the data files with these paths in a snapshot."""
         snapshot, paths = self._table.metadata.snapshot_by_id(snapshot_id), set(file_paths)
         for manifest in snapshot.manifests(self._table.io) if snapshot and paths else ():
             if manifest.content != ManifestContent.DATA or not paths:
@@ -227,7 +241,7 @@ def _step_key(file: ChangedFile) -> tuple[int, int]:
 
 
 def _applicable_deletes(file: DataFile, deletes: Sequence[DataFile]) -> set[DataFile]:
-    """The position delete files that may name rows of a data file."""
+    """Return the position delete files that may delete rows of a data file."""
     positions = (
         delete_file for delete_file in deletes if delete_file.content is DataFileContent.POSITION_DELETES
     )
@@ -239,7 +253,7 @@ def _applicable_deletes(file: DataFile, deletes: Sequence[DataFile]) -> set[Data
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
-    """The Arrow schema that a scan of these columns gives."""
+    """Return the Arrow schema of a scan with these columns."""
     return schema_to_pyarrow(schema, include_field_ids=False)
 
 
@@ -248,9 +262,10 @@ def _add_change_type(rows: pa.Table, kind: str) -> pa.Table:
 
 
 def drop_unchanged_rows(rows: ChangedRows) -> ChangedRows:
-    """Without the rows that are on both sides: a rewritten file carries those along that did not change.
+    """Drop the rows that are on both sides: unchanged rows of rewritten files.
 
-    Rows are compared as a whole, null equal to null; of a type that cannot be, nothing is left out.
+    Whole rows are compared, and null equals null. If a column has a type that cannot be compared, all rows
+    stay.
     """
     if not rows.added.num_rows or not rows.removed.num_rows:
         return rows
@@ -266,7 +281,7 @@ def drop_unchanged_rows(rows: ChangedRows) -> ChangedRows:
             _repeat_by_count(net_counts.filter(pl.col(_COUNT) > 0), schema),
             _repeat_by_count(net_counts.filter(pl.col(_COUNT) < 0), schema),
         )
-    except (pl.exceptions.PolarsError, pa.ArrowException):  # a map, or an opaque type
+    except (pl.exceptions.PolarsError, pa.ArrowException):  # a map column, or a type that Polars cannot read
         return rows
 
 
@@ -274,6 +289,6 @@ _COUNT = "branchlake_count"
 
 
 def _repeat_by_count(rows: pl.DataFrame, schema: pa.Schema) -> pa.Table:
-    """Each row as often as it is counted."""
+    """Repeat each row as often as its count says."""
     times = rows[_COUNT].abs().to_numpy()
     return rows.drop(_COUNT).to_arrow().cast(schema).take(pa.array(np.repeat(np.arange(len(times)), times)))

@@ -1,4 +1,7 @@
-"""The files that a snapshot added and removed, or has. Manifests never change, so each is read once."""
+"""Reads the files that snapshots added and removed, or that a snapshot has.
+
+Manifests never change, so each is read once per process.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ from pyiceberg.table.snapshots import Operation, Snapshot
 from branchlake_dagster.internals.pyiceberg_manifests import iter_entries
 
 _MAX_READERS = 8
-"""Manifests that are read side by side: each is a request to the store."""
+"""How many manifests are read in parallel. Each is a request to the object store."""
 _LIVE = -1
-"""In the place of a snapshot's id: all that is in a manifest."""
+"""Stands for a snapshot id in keys of the cache: all files in a manifest."""
 _FEW_ENTRIES = 500
-"""Entries of other snapshots that are read with a snapshot's own, rather than being left out."""
+"""Up to this many entries of other snapshots are read and skipped, rather than located first."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class OwnFiles:
 
 @dataclass(frozen=True)
 class LiveFile:
-    """A file that is in a manifest and was not taken out, and the snapshot that added it."""
+    """A file that a manifest lists and that was not removed, with the snapshot that added it."""
 
     file: DataFile
     snapshot_id: int
@@ -51,9 +54,10 @@ class LiveFile:
 
 
 class OwnFilesCache:
-    """By snapshot and manifest. Safe to share between threads.
+    """A cache of files by snapshot and of files by manifest. Safe to share between threads.
 
-    Holds what was used last, at most `most_bytes` by an estimate that is rather too large.
+    It keeps the entries that were used last, up to `max_bytes`. The estimate of their size is rather too
+    large.
     """
 
     def __init__(self, *, max_bytes: int = 256 << 20) -> None:
@@ -64,9 +68,9 @@ class OwnFilesCache:
     def load_files(
         self, snapshots: Sequence[Snapshot], head: Snapshot | None, io: FileIO
     ) -> dict[int, OwnFiles]:
-        """The files of each snapshot by its id; `head` is the table's current one.
+        """Return the files that each snapshot added and removed, by snapshot id.
 
-        Raises FileNotFoundError when a manifest is gone.
+        `head` is the table's current snapshot. Raises FileNotFoundError if a manifest is missing.
         """
         files_by_snapshot: dict[int, OwnFiles] = {}
         missing: list[Snapshot] = []
@@ -83,7 +87,7 @@ class OwnFilesCache:
         return files_by_snapshot
 
     def load_live_files(self, snapshot: Snapshot, io: FileIO) -> list[LiveFile]:
-        """All files that a snapshot has. Raises FileNotFoundError when a manifest is gone."""
+        """Return all files of a snapshot. Raises FileNotFoundError if a manifest is missing."""
         manifests = snapshot.manifests(io)
         with ThreadPoolExecutor(min(_MAX_READERS, len(manifests)) or 1) as pool:
             return [
@@ -126,11 +130,11 @@ class OwnFilesCache:
 
 
 _BYTES_OF_A_FILE, _BYTES_OF_A_COLUMN = 2_000, 350
-"""In CPython 3.11: what a file takes without its columns, and a column with its counts and short bounds."""
+"""Memory in CPython 3.11: of a file without its columns, and of a column with counts and short bounds."""
 
 
 def _estimate_bytes(file: DataFile) -> int:
-    """The memory that the description of a file takes: 7 kB with 20 columns, 75 kB with 200."""
+    """Estimate the memory of a file's description: 7 kB with 20 columns, 75 kB with 200."""
     bounds = [values for values in (file.lower_bounds, file.upper_bounds) if values is not None]
     columns = max(len(file.value_counts or ()), *map(len, bounds), 0)
     lengths = sum(len(bound) for values in bounds for bound in values.values())
@@ -138,7 +142,7 @@ def _estimate_bytes(file: DataFile) -> int:
 
 
 CACHE = OwnFilesCache()
-"""Of this process."""
+"""The cache of this process."""
 
 
 def _read_snapshots(
@@ -146,7 +150,7 @@ def _read_snapshots(
 ) -> list[tuple[Snapshot, OwnFiles]]:
     by_snapshot: dict[int, list[ManifestFile]] = {}
     if head is not None and len(snapshots) > 1:
-        # One list instead of one for each: an append's manifests stay in the lists of those after it.
+        # Read one manifest list instead of one per snapshot: later lists keep the manifests of an append.
         wanted = {one.snapshot_id for one in snapshots}
         for manifest in head.manifests(io):
             if manifest.added_snapshot_id in wanted:
@@ -166,7 +170,10 @@ def _read_snapshots(
 
 
 def _own_manifests(snapshot: Snapshot, known_manifests: list[ManifestFile], io: FileIO) -> list[ManifestFile]:
-    """The manifests that name what the snapshot changed."""
+    """Return the manifests that list the files which the snapshot added or removed.
+
+    `known_manifests` are those of the snapshot that a later manifest list still has.
+    """
     if _is_whole_append(snapshot, known_manifests):
         return known_manifests
     own_manifests: list[ManifestFile] = []
@@ -174,18 +181,21 @@ def _own_manifests(snapshot: Snapshot, known_manifests: list[ManifestFile], io: 
         if manifest.added_snapshot_id == snapshot.snapshot_id and _has_changes(manifest):
             own_manifests.append(manifest)
             if _is_whole_append(snapshot, own_manifests):
-                break  # engines put the new ones first, and the list is as long as the table is old
+                break  # engines list new manifests first, and the list grows with the table's age
     return own_manifests
 
 
 def _has_changes(manifest: ManifestFile) -> bool:
-    """False for one that only gathers what others had named: a merged manifest may be large."""
+    """Whether a manifest lists added or removed files.
+
+    A merged manifest may list only existing files, and may be large.
+    """
     counts = manifest.added_files_count, manifest.deleted_files_count
     return None in counts or any(counts)
 
 
 def _is_whole_append(snapshot: Snapshot, manifests: list[ManifestFile]) -> bool:
-    """Whether these manifests, found in a later list, name all that the snapshot says it added."""
+    """Whether these manifests list all files that an append's summary says it added."""
     summary = snapshot.summary
     if summary is None or summary.operation is not Operation.APPEND or not manifests:
         return False
@@ -211,19 +221,19 @@ def _read_own_entries(manifest: ManifestFile, snapshot_id: int, io: FileIO) -> O
 
 
 def _mostly_others(manifest: ManifestFile) -> bool:
-    """Whether it pays to look for a snapshot's own entries first."""
+    """Whether the manifest has so many entries of other snapshots that locating the own ones is cheaper."""
     return manifest.existing_files_count is None or manifest.existing_files_count > _FEW_ENTRIES
 
 
 def _find_entry_indexes(content: bytes, manifest: ManifestFile, snapshot_id: int) -> list[int] | None:
-    """Where in a manifest the snapshot's own entries are; None: not known.
+    """Return the indexes of the snapshot's own entries in a manifest; None if they are not known.
 
-    A merged manifest may name all the files of a table, and its status column alone is read in a tenth of
-    the time.
+    A merged manifest may list all files of a table. Reading only its status and snapshot columns takes a
+    tenth of the time.
     """
     try:
         columns = pl.read_avro(BytesIO(content), columns=["status", "snapshot_id"])
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException):  # a codec that it does not know
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException):  # a codec that Polars does not support
         return None
     added_by = pl.col("snapshot_id").fill_null(manifest.added_snapshot_id)
     is_own = (pl.col("status") != ManifestEntryStatus.EXISTING.value) & (added_by == snapshot_id)
