@@ -1,7 +1,7 @@
 """Facts about one column in all rows of a data file, from the file's manifest entry.
 
 A fact is stated only if it is proved. `reliable_metrics` decides which counts and bounds can be trusted. The
-value of an identity partition holds for every row of the file, whatever the metrics say.
+value of an identity partition holds for every row of the file, whatever its metrics are.
 """
 
 from __future__ import annotations

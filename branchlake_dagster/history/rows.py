@@ -289,6 +289,6 @@ _COUNT = "branchlake_count"
 
 
 def _repeat_by_count(rows: pl.DataFrame, schema: pa.Schema) -> pa.Table:
-    """Repeat each row as often as its count says."""
+    """Repeat each row by its count."""
     times = rows[_COUNT].abs().to_numpy()
     return rows.drop(_COUNT).to_arrow().cast(schema).take(pa.array(np.repeat(np.arange(len(times)), times)))

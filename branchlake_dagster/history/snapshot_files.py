@@ -195,7 +195,7 @@ def _has_changes(manifest: ManifestFile) -> bool:
 
 
 def _is_whole_append(snapshot: Snapshot, manifests: list[ManifestFile]) -> bool:
-    """Whether these manifests list all files that an append's summary says it added."""
+    """Whether these manifests list all files that an append's summary counts."""
     summary = snapshot.summary
     if summary is None or summary.operation is not Operation.APPEND or not manifests:
         return False

@@ -1,1 +1,1 @@
-"""Assets that consume changes of their inputs: positions, affected partitions, inputs, outputs."""
+"""Assets that consume changes of their inputs: declarations, positions, partitions, inputs and outputs."""

@@ -1,4 +1,4 @@
-"""Which partitions of an asset a change affects, and how far beyond its own window a partition reads."""
+"""Finds the partitions of an asset that a change affects, also if results depend on rows of other windows."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from branchlake_dagster.history.ranges import Range, Ranges, merge_ranges
 _ZERO = timedelta()
 _DAY = timedelta(days=1)
 LAST_DAY = date(9999, 12, 30)
-"""The day after it is a date too, which those who compare with `<` need."""
+"""The last day whose next day is a date too. Half-open ranges need that next day."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """By how much a window is longer for the rows of an input than for the results.
+    """How much longer the window of an input's rows is than the window of the results.
 
-    `before` and `after` are lengths of time, not negative. The offsets count windows of the partition
-    definition, as those of Dagster's TimeWindowPartitionMapping do.
+    `before` and `after` are lengths of time and not negative. The offsets count windows of the partition
+    definition, as in Dagster's TimeWindowPartitionMapping.
     """
 
     before: timedelta = _ZERO
@@ -44,11 +44,14 @@ class Reach:
 
     @property
     def is_own_window(self) -> bool:
-        """Whether results depend on the rows of their own window alone."""
+        """Whether results depend only on rows of their own window."""
         return self == Reach()
 
     def required_window(self, definition: TimeWindowPartitionsDefinition, own: TimeWindow) -> TimeWindow:
-        """The window of the rows that the results of a window depend on; it may begin before the first."""
+        """Return the window of the rows that the results of the window `own` depend on.
+
+        It may begin before the first partition.
+        """
         start = _shift_window_border(definition, own.start, self.start_offset)
         end = _shift_window_border(definition, own.end, self.end_offset)
         return TimeWindow(start - self.before, end + self.after)
@@ -56,9 +59,9 @@ class Reach:
     def affected_interval(
         self, definition: TimeWindowPartitionsDefinition, start: datetime, end: datetime
     ) -> TimeWindow:
-        """An interval that holds every window whose results depend on a row of `start` to `end`.
+        """Return an interval that contains every window whose results depend on a row from `start` to `end`.
 
-        It may hold others too, which `required_window` sorts out.
+        The interval may contain other windows too; `required_window` can rule them out.
         """
         low = _nearest_window_border(definition, start - self.after, -1)
         high = _nearest_window_border(definition, end + self.before, 1)
@@ -70,7 +73,10 @@ class Reach:
     def complete_before(
         self, definition: TimeWindowPartitionsDefinition | None, through: datetime
     ) -> datetime:
-        """The time before which no result depends on rows of `through` or later, at most `through`."""
+        """Return a time before which no result depends on rows of `through` or later.
+
+        It is at most `through`.
+        """
         if definition is None or self.end_offset <= 0:
             return through - self.after
         return min(
@@ -81,8 +87,9 @@ class Reach:
         )
 
     def widen_ranges(self, ranges: Ranges, *, to_required_rows: bool) -> Ranges:
-        """The values whose results a change of these values affects; `to_required_rows`: that results of these need.
+        """Return the values whose results a change of these values affects.
 
+        With `to_required_rows`, return the values of the rows that the results of these values depend on.
         Dates are moved by whole days.
         """
         back, ahead = (self.before, self.after) if to_required_rows else (self.after, self.before)
@@ -95,7 +102,7 @@ class Reach:
 
 
 def build_reach(mapping: PartitionMapping | None, widen: tuple[timedelta, timedelta]) -> Reach:
-    """The reach that a partition mapping and a `widen` give together."""
+    """Combine a partition mapping and the argument `widen` of `consumes` into a reach."""
     if isinstance(mapping, TimeWindowPartitionMapping):
         return Reach(*widen, start_offset=mapping.start_offset, end_offset=mapping.end_offset)
     return Reach(*widen)
@@ -104,7 +111,7 @@ def build_reach(mapping: PartitionMapping | None, widen: tuple[timedelta, timede
 def _shift_window_border(
     definition: TimeWindowPartitionsDefinition, border: datetime, count: int
 ) -> datetime:
-    """The border between two windows that is so many windows later; earlier with a negative count."""
+    """Return the window border that is `count` windows later, or earlier if `count` is negative."""
     for _ in range(abs(count)):
         if count > 0:
             following = definition.get_next_partition_window(border, respect_bounds=False)
@@ -118,7 +125,7 @@ def _shift_window_border(
 def _nearest_window_border(
     definition: TimeWindowPartitionsDefinition, moment: datetime, direction: int
 ) -> datetime:
-    """The nearest border between two windows that is not after a moment; with direction 1: not before it."""
+    """Return the last window border up to `moment`; with direction 1, the first border from it on."""
     if direction > 0:
         following = definition.get_next_partition_window(moment, respect_bounds=False)
         return following.start if following is not None else moment
@@ -127,7 +134,7 @@ def _nearest_window_border(
 
 
 def _shift_value(value: Any, by: timedelta) -> Any:
-    """A date or time stamp moved, dates by whole days; at most to the ends of the calendar."""
+    """Shift a date, by whole days, or a time stamp. The result stays within Python's calendar."""
     try:
         if isinstance(value, datetime):
             return value + by
@@ -144,7 +151,10 @@ _TICK = timedelta(microseconds=1)
 
 
 def dimension_definitions(definition: PartitionsDefinition[str]) -> dict[str, PartitionsDefinition[str]]:
-    """The partition definition of each dimension; the only one has the empty string for a name."""
+    """Return the partition definition of each dimension by name.
+
+    A definition without dimensions has the empty string as its only name.
+    """
     if isinstance(definition, MultiPartitionsDefinition):
         return {dimension.name: dimension.partitions_def for dimension in definition.partitions_defs}
     return {"": definition}
@@ -157,12 +167,11 @@ def affected_partition_keys(
     reach: Reach = _OWN_ROWS,
     instance: DagsterInstance | None = None,
 ) -> set[str]:
-    """The keys of the partitions whose results may depend on rows of a change.
+    """Return the keys of the partitions whose results may depend on rows of a change.
 
-    `changed_ranges` are the values by partition dimension, `reach` how far results depend on rows beside
-    their own.
-    What is not told counts as all partitions. A date is a day of the partitions' own calendar, a time stamp
-    without zone the wall clock of UTC. Null is in none.
+    `changed_ranges` has the changed values by partition dimension; a dimension without an entry counts as any
+    value. `reach` defines how far results depend on rows outside their own window. A date is a day in the
+    time zone of the partitions, and a time stamp without time zone is in UTC. Null belongs to no partition.
     """
     if any(ranges.empty for ranges in changed_ranges.values()):
         return set()
@@ -182,7 +191,7 @@ def affected_partition_keys(
 def time_dimension(
     definition: PartitionsDefinition[str] | None,
 ) -> tuple[str, TimeWindowPartitionsDefinition] | None:
-    """The dimension whose partitions are time windows, with its definition; None if there is not just one."""
+    """Return the only dimension of time windows, with its definition; None if there is not exactly one."""
     parts = dimension_definitions(definition) if definition is not None else {}
     time_dimensions = [
         (name, part) for name, part in parts.items() if isinstance(part, TimeWindowPartitionsDefinition)
@@ -191,9 +200,9 @@ def time_dimension(
 
 
 class PartitionFinder:
-    """Finds which of some partitions rows may belong to, as `affected_partition_keys` does, for one file after another.
+    """Finds the partitions that rows may belong to, like `affected_partition_keys`, for many files.
 
-    The windows of the partitions are computed once, so a question costs a binary search and its answer.
+    The windows of the partitions are computed once, so that each call costs a binary search.
     """
 
     def __init__(
@@ -211,7 +220,10 @@ class PartitionFinder:
         }
 
     def affected_keys(self, changed_ranges: Mapping[str, Ranges]) -> set[str]:
-        """The keys of the partitions; `changed_ranges` are the values by partition dimension, as for `affected_partition_keys`."""
+        """Return the keys of the affected partitions.
+
+        `changed_ranges` has the changed values by partition dimension, as for `affected_partition_keys`.
+        """
         if any(ranges.empty for ranges in changed_ranges.values()):
             return set()
         keys_by_dimension = {
@@ -233,7 +245,7 @@ class PartitionFinder:
 
 
 class _DimensionFinder:
-    """The same in one dimension."""
+    """Finds the affected partition keys of one dimension."""
 
     def __init__(self, definition: PartitionsDefinition[str], keys: set[str], reach: Reach) -> None:
         self._all_keys = keys
@@ -272,7 +284,11 @@ class _DimensionFinder:
 def partition_coverage(
     definition: PartitionsDefinition[str], *, instance: DagsterInstance | None = None
 ) -> dict[str, Any]:
-    """Which partitions there are now, in few words: by dimension from when to when, or the keys."""
+    """Describe the partitions that exist now, by dimension.
+
+    A dimension of time windows has the text `start/end` in UTC, the empty text if it has no window yet. Any
+    other dimension has the sorted list of its keys.
+    """
     by_dimension: dict[str, Any] = {}
     for name, part in dimension_definitions(definition).items():
         if isinstance(part, TimeWindowPartitionsDefinition):
@@ -287,7 +303,7 @@ def partition_coverage(
 def is_covered_partition(
     coverage: Mapping[str, Any], definition: PartitionsDefinition[str], key: str
 ) -> bool:
-    """Whether a partition was among those of a `partition_coverage`."""
+    """Whether a partition is among those that `partition_coverage` described."""
     if isinstance(definition, MultiPartitionsDefinition):
         values: Mapping[str, str] = definition.get_partition_key_from_str(key).keys_by_dimension
     else:
@@ -301,7 +317,7 @@ def is_covered_partition(
 def _is_covered_key(coverage: Any, definition: PartitionsDefinition[str], key: str) -> bool:
     if isinstance(definition, TimeWindowPartitionsDefinition):
         if not isinstance(coverage, str) or coverage.count("/") != 1:
-            return False  # there were none, or it is not ours: what is not known to be covered is new
+            return False  # no window existed, or the text has another format: the partition counts as new
         window = definition.time_window_for_partition_key(key)
         start, end = map(datetime.fromisoformat, coverage.split("/"))
         return start <= window.start and window.end <= end
@@ -321,14 +337,14 @@ def _keys_in_dimension(
     all_keys = definition.get_partition_keys(dynamic_partitions_store=instance)
     if changed_ranges.anything:
         return set(all_keys)
-    # Texts: another type of column cannot hold a partition key.
+    # These values are texts: only text columns can contain partition keys.
     return {key for key in all_keys if any(part.low <= key <= part.high for part in changed_ranges.parts)}
 
 
 def _affected_window_keys(
     definition: TimeWindowPartitionsDefinition, part: Range, reach: Reach
 ) -> Iterable[str]:
-    """The keys of the windows whose results depend on rows of a range of dates or time stamps."""
+    """Return the keys of the windows whose results depend on rows of a range of dates or time stamps."""
     first, last = definition.get_first_partition_window(), definition.get_last_partition_window()
     zone = ZoneInfo(definition.timezone)
     start, end = _to_datetime(part.low, zone), _exclusive_end(part.high, zone)
@@ -350,10 +366,10 @@ def _overlapping_window_keys(
     start: datetime,
     end: datetime,
 ) -> Sequence[str]:
-    """The keys of the windows, from the first to the last, that meet an interval."""
+    """Return the keys of the windows, from `first` to `last`, that overlap an interval."""
     if end <= first.start or start >= last.end:
         return []
-    # Dagster asks for the windows that begin in an interval; the first of ours may have begun before it.
+    # Dagster returns windows that begin in the interval, but the first wanted window may begin before it.
     previous = definition.get_prev_partition_window(max(start, first.start))
     begin = previous.end if previous is not None else first.start
     return definition.get_partition_keys_in_time_window(TimeWindow(begin, min(end, last.end)))
@@ -366,7 +382,7 @@ def _to_datetime(value: Any, zone: tzinfo) -> datetime:
 
 
 def _exclusive_end(value: Any, zone: tzinfo) -> datetime:
-    """The first moment after a value."""
+    """Return the first moment after a day or a time stamp."""
     return (
         _to_datetime(value, zone) + _TICK
         if isinstance(value, datetime)

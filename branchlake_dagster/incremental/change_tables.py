@@ -1,4 +1,7 @@
-"""Change tables on the run's branch: made for a step, gone before its result can be published."""
+"""Manages the change tables of one step on the run's branch.
+
+A change table is created for a step and dropped before the step's result can be published.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ChangeTablePair:
-    """The identifiers of the tables of rows that came and rows that went; None: no row did."""
+    """The identifiers of the tables of added rows and of removed rows; None if there are no such rows."""
 
     added: Identifier | None
     removed: Identifier | None
 
 
 class ChangeTables:
-    """Those of one step. `drop` takes them off the branch and deletes what was written for them."""
+    """The change tables of one step. `drop` removes them from the branch and deletes their own files."""
 
     def __init__(self, lake: LakehouseResource) -> None:
         self._lake = lake
@@ -53,9 +56,10 @@ class ChangeTables:
         *,
         where: Selection | None = None,
     ) -> ChangeTablePair:
-        """The change tables of an input for a consumer; with `where`, of these rows alone.
+        """Create the change tables of an input for a consumer, limited to the rows of `where`.
 
-        They refer to the changed files where all rows of these belong to them; otherwise rows are copied.
+        The tables refer to the changed files if all rows of these files belong to them. Otherwise rows are
+        copied.
         """
         number = len(self._tables_by_name)
         base_name = f"{identifier[-1]}{CHANGE_TABLE_INFIX}{'_'.join(consumer_identifier)}_{number}"
@@ -78,7 +82,7 @@ class ChangeTables:
         )
 
     def create_empty(self, upstream: UpstreamTable, identifier: Identifier) -> Identifier:
-        """A table of the input's columns without a row."""
+        """Create a table with the input's columns and without rows."""
         name = (*identifier[:-1], f"{identifier[-1]}{CHANGE_TABLE_INFIX}empty_{len(self._tables_by_name)}")
         change_table = build_change_table(
             upstream.table,
@@ -130,15 +134,15 @@ class ChangeTables:
         location = provider.new_table_metadata_file_location(0)
         change_table.written_paths.append(location)
         write_metadata(catalog, metadata, change_table.table.io, location)
-        # An earlier attempt of the step may have left one of this name.
+        # An earlier attempt of the step may have left a table with this name.
         catalog.register_table(name, location, overwrite=True)
         return name
 
     def drop(self) -> None:
-        """Take all of them off the branch. Files that cannot be deleted are left to the sweeper, and told.
+        """Drop all change tables from the branch.
 
-        Each is tried; what went wrong with the first is raised, with the others' errors as its notes. Those
-        that are still there may be tried again.
+        Files that cannot be deleted are logged and left to the sweeper. Every table is tried. The first error
+        is raised, with the other errors as its notes; tables that remain can be dropped by another call.
         """
         catalog = self._lake.own_catalog()
         call_all(partial(self._drop_table, catalog, name) for name in tuple(self._tables_by_name))
@@ -147,17 +151,17 @@ class ChangeTables:
         try:
             catalog.drop_table(name)
         except NoSuchTableError:
-            _log.warning("The change table %s was gone already.", format_table_name(name))
+            _log.warning("Change table %s had been dropped already.", format_table_name(name))
         change_table = self._tables_by_name.pop(name)
         for path in change_table.written_paths:
             try:
                 change_table.table.io.delete(path)
             except OSError as error:
-                _log.warning("%s of a change table is still there: %s", path, error)
+                _log.warning("Cannot delete file %s of a change table: %s", path, error)
 
 
 def _prune_by_bounds(change: ChangeSet, where: Selection, table: Table) -> ChangeSet:
-    """The change without data files that cannot hold a row of the selection, by their bounds."""
+    """Return the change without the data files that, by their bounds, have no row of the selection."""
     schema = table.schema()
     may_match = ReliableInclusiveEvaluator(schema, to_iceberg_filter(where, schema)).eval
     return replace(
@@ -168,7 +172,7 @@ def _prune_by_bounds(change: ChangeSet, where: Selection, table: Table) -> Chang
 
 
 def _is_all_selected(change: ChangeSet, where: Selection, table: Table) -> bool:
-    """Whether all rows of the changed data files belong to the selection, by their bounds."""
+    """Whether, by their bounds, the changed data files have only rows of the selection."""
     schema = table.schema()
     all_match = ReliableStrictEvaluator(schema, to_iceberg_filter(where, schema)).eval
     return all(all_match(file.file) for file in (*change.added, *change.removed))

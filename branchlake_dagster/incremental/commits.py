@@ -1,4 +1,4 @@
-"""Which commits on `main` published a change, and what a table was at a time, from Nessie's log."""
+"""Finds in Nessie's log which commits on `main` published a change, and a table's position at a time."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class MainCommit:
     """A commit on `main` that changed an input.
 
     Attributes:
-        hash (str): Its hash in Nessie.
-        at (Optional[datetime]): When it was made.
-        run_id (Optional[str]): The run that it published; None where somebody else wrote.
-        snapshots (Tuple[int, ...]): The snapshots of the table that it brought, oldest first.
+        hash (str): The hash of the commit in Nessie.
+        at (Optional[datetime]): When the commit was made.
+        run_id (Optional[str]): The run that the commit published; None if another writer committed.
+        snapshots (Tuple[int, ...]): The snapshots that the commit added to the table, oldest first.
 
     Examples:
         .. code-block:: python
 
-            with consume(context, lakehouse) as changes:
+            with read_changes(context, lakehouse) as changes:
                 for commit in changes.commits("orders"):
                     context.log.info("%s: %s by %s", commit.at, commit.hash[:8], commit.run_id)
     """
@@ -52,12 +52,12 @@ def commits_of_change(
     main_hash: str = "",
     after_hash: str = "",
 ) -> list[MainCommit]:
-    """The commits that published the snapshots of a change, oldest first; none for a whole table.
+    """Return the commits that published the snapshots of a change, oldest first.
 
-    Reads `main`'s log from the commit `main_hash` (none: its head) back to the one before the change, of
-    which only
-    the entries of this table are sent. `after_hash` is a commit before the change, where one is known.
-    Snapshots that are not on `main` yet, such as those of the run itself, are in none.
+    The list is empty if the change is the whole table. Snapshots that are not on `main` yet, such as those of
+    the run itself, have no commit. The log of `main` is read from the commit `main_hash` (empty: the head)
+    back to the commit before the change; the server sends only entries that may concern this table.
+    `after_hash` is a commit before the change, if one is known.
     """
     if change.since is None or not change.steps:
         return []
@@ -78,7 +78,7 @@ def commits_of_change(
             for snapshot in ancestors[begin : end + 1]
             if snapshot.snapshot_id in step_ids
         )
-        begin = max(begin, end + 1)  # one that changes only properties brings no snapshot
+        begin = max(begin, end + 1)  # a commit that changes only properties adds no snapshot
         if new_snapshots:
             commit = entry.commit
             commits.append(
@@ -90,14 +90,14 @@ def commits_of_change(
 
 
 def commits_by_snapshot(commits: list[MainCommit]) -> Mapping[int, MainCommit]:
-    """The same by the snapshots that they brought."""
+    """Return the commits by the ids of their snapshots."""
     return {snapshot_id: commit for commit in commits for snapshot_id in commit.snapshots}
 
 
 def _iter_put_entries(
     client: NessieClient, key: ContentKey, ref: str, after_hash: str
 ) -> Iterator[tuple[LogEntry, int]]:
-    """The commits that put a table there, newest first, with the snapshot that it then had."""
+    """Yield the commits that put the table, newest first, with the table's snapshot in each."""
     entry_count = 0
     try:
         for entry in client.log(
@@ -108,7 +108,7 @@ def _iter_put_entries(
     except ReferenceNotFound:
         if not after_hash:
             raise
-        # `main` has lost that commit: it was set back. What was told so far was told all the same.
+        # `main` was reset and no longer has that commit. Skip the entries that were already yielded.
         yield from _iter_remaining_puts(client, key, ref, entry_count)
 
 
@@ -133,18 +133,19 @@ def _iter_puts_of_entry(entry: LogEntry, key: ContentKey) -> Iterator[tuple[LogE
 
 
 _FILTER = "operations.exists(op, op.name == %s)"
-"""By the last name alone: how Nessie writes the rest of a key there, it does not say."""
+"""Filters by the last part of the key alone: Nessie does not document how it writes the rest of a key here.
+"""
 
 
 def _cel_literal(key: ContentKey) -> str:
-    """The last name as a literal of CEL."""
+    """Quote the last part of the key as a literal of CEL, the language of Nessie's filters."""
     return "'" + key[-1].replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def position_at(lake: Lakehouse, identifier: tuple[str, ...], at: datetime) -> Position | None:
-    """Where a table of `main` stood at a time; None: there was no such table.
+    """Return the position of a table on `main` at a time; None if the table did not exist.
 
-    Reads the log back to then.
+    Reads Nessie's log back to that time.
     """
     key = ContentKey(identifier)
     for entry in lake.nessie.log(MAIN):

@@ -1,4 +1,4 @@
-"""An asset that consumes changes, an input of it, and the columns of an input that decide what changed."""
+"""Consumers, their inputs, and the input columns that decide what has changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Identifier = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Consumer:
-    """An asset that consumes changes: its table, its partitions, and where its inputs are stored."""
+    """An asset that consumes changes: its table, its partitions, and the tables of its inputs."""
 
     asset: str
     spec: TableSpec
@@ -27,39 +27,42 @@ class Consumer:
     inputs: Mapping[AssetKey, Identifier]
     definition: PartitionsDefinition[str] | None = None
     reaches: Mapping[AssetKey, Reach] = field(default_factory=dict)
-    """By input how far results depend on rows beside their own; without an entry: on their own alone."""
+    """The reach of each input. An input without an entry has the default: rows of the own window only."""
 
     @property
     def tracks_partitions(self) -> bool:
-        """Whether each of its partitions has a position of its own."""
+        """Whether each partition of the asset has its own position."""
         return self.definition is not None and bool(self.spec.columns_by_dimension)
 
     @property
     def computes_in_order(self) -> bool:
-        """Whether each partition is computed from the one before it, which has to be published first."""
+        """Whether each partition is computed from the one before it, which must be published first."""
         return self.tracks_partitions and self.declaration.from_start
 
     def reach_of(self, key: AssetKey) -> Reach:
-        """How far the results depend on rows of an input beside their own."""
+        """Return how far results depend on rows of an input outside their own window."""
         return self.reaches.get(key, Reach())
 
     @property
     def when_removed(self) -> WhenRemoved:
-        """What becomes of rows that have gone from an input of the pattern `rows`."""
+        """How rows that were removed from an input are treated, with the pattern `rows`."""
         declared_choice = self.declaration.when_removed
         if declared_choice is not None:
             return declared_choice
         return "apply" if self.spec.write_mode == "upsert" and not self.declaration.commits else "fail"
 
     def column_of_input(self, key: AssetKey, dimension: str) -> str:
-        """The column of an input that decides on a partition of the asset."""
+        """Return the column of an input that decides on a partition in this dimension."""
         own_column = self.spec.columns_by_dimension[dimension]
         part = dimension_definitions(self.definition).get(dimension) if self.definition is not None else None
         is_time_window = isinstance(part, TimeWindowPartitionsDefinition)
         return self.declaration.time_column_of(key) or own_column if is_time_window else own_column
 
     def columns_of_input(self, key: AssetKey, table: Table) -> dict[str, str]:
-        """By dimension the column of an input that decides on a partition, as far as the input has it."""
+        """Return the columns of an input that decide on a partition, by dimension.
+
+        Dimensions whose column the input lacks are left out.
+        """
         column_names = {field.name for field in table.schema().fields}
         columns = {name: self.column_of_input(key, name) for name in self.spec.columns_by_dimension}
         return {name: column for name, column in columns.items() if column in column_names}
@@ -67,7 +70,10 @@ class Consumer:
 
 @dataclass(frozen=True)
 class UpstreamTable:
-    """An input as the run's branch has it, and as `main` had it where the branch began."""
+    """An input on the run's branch.
+
+    `up_to` is its position there, in terms of the snapshots that `main` had where the branch began.
+    """
 
     key: AssetKey
     name: str
@@ -77,11 +83,12 @@ class UpstreamTable:
 
 
 def require_columns(consumer: Consumer, key: AssetKey, table: Table) -> None:
-    """Raise InputColumnGone if the input `key` lacks a column by which the consumer finds what changed.
+    """Raise InputColumnGone if the input `key` lacks a column that the consumer needs to find changes.
 
-    Keys must be there, columns that are named for this input, and with the pattern `rows` those that decide
-    on the partition of a row. Another range or partition column may be missing where it never was there: then
-    the input has no such column by design, and its rows belong to all partitions.
+    Required are key columns, a column that `consumes` names for this input, and with the patterns `rows` and
+    `keys` the columns that decide on a row's partition. Any other range or partition column is required only
+    if the input once had it: an input that never had it lacks it by design, and its rows belong to all
+    partitions.
     """
     declaration = consumer.declaration
     pattern = declaration.inputs[key]
@@ -104,7 +111,7 @@ def require_columns(consumer: Consumer, key: AssetKey, table: Table) -> None:
 
 
 def _find_earlier_field_id(table: Table, column: str) -> int | None:
-    """The id of a column that an earlier schema of the table had."""
+    """Return the id of a column in an earlier schema of the table, or None."""
     schemas = sorted(table.metadata.schemas, key=lambda schema: schema.schema_id, reverse=True)
     field_ids = (field.field_id for schema in schemas for field in schema.fields if field.name == column)
     return next(field_ids, None)
@@ -115,17 +122,18 @@ def _column_gone_error(
 ) -> InputColumnGone:
     fields = table.schema().fields
     renamed_to = next((field.name for field in fields if field.field_id == field_id), None)
-    what = f"was renamed to {renamed_to}" if renamed_to else "is not among its columns"
+    what = f"was renamed to {renamed_to}" if renamed_to else "does not exist"
     return InputColumnGone(
-        f"{consumer.asset} finds what has changed in {key.to_user_string()} by its column {column}:"
-        f" that {what}.",
+        f"Asset {consumer.asset} finds changes of {key.to_user_string()} by column {column}, but the column"
+        f" {what}.",
         column=column,
         renamed_to=renamed_to,
         table=format_table_name(consumer.inputs[key]),
         hint=(
-            f"Rename it back, or name {renamed_to} in consumes(…) of the asset and launch that with the run"
-            " tag branchlake/rebuild=true."
+            f"Rename the column back. Or name {renamed_to} in the asset's consumes(…), and launch the asset"
+            " with the run tag branchlake/rebuild=true."
             if renamed_to
-            else f"The input has the columns {', '.join(field.name for field in fields)}: name one of them."
+            else "Name one of the input's columns in consumes(…):"
+            f" {', '.join(field.name for field in fields)}."
         ),
     )

@@ -1,4 +1,4 @@
-"""What one step consumes: for each of its inputs the change since what its table says it has consumed."""
+"""What one step consumes: for each input, the change since the position in the asset's table."""
 
 from __future__ import annotations
 
@@ -50,22 +50,23 @@ from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.tables.errors import PositionUnreadable, TableMissing
 from branchlake_dagster.tables.specification import format_table_name
 
-Known = TypeVar("Known")
+CachedValue = TypeVar("CachedValue")
 
 
 @dataclass(frozen=True)
 class PartitionGroup:
-    """Partitions that stand at the same positions; empty for an asset without partitions."""
+    """Partitions that start from the same positions. Empty for an asset without partitions."""
 
     partitions: tuple[str, ...]
     start_positions: Mapping[str, Position | None]
-    """By input; None: all of it is new."""
+    """The start position by input name. None means that the whole input is new."""
 
 
 class Consumption:
-    """What a step of a run consumes. Everything is read once, at the first question.
+    """What a step of a run consumes. All data is read once, when it is first needed.
 
-    `partitions` are the run's; `rebuild` ignores what was consumed and gives everything.
+    `partitions` are the partitions of the run. `rebuild` ignores the recorded positions and consumes
+    everything. `instance` is used to list dynamic partitions.
     """
 
     def __init__(
@@ -87,9 +88,9 @@ class Consumption:
         self._commits: dict[AssetKey, list[MainCommit]] = {}
         self._cache: dict[str, Any] = {}
         self.cleanup_callbacks: list[Callable[[], None]] = []
-        """What is to be cleaned up once the result is stored."""
+        """Functions that `clean_up` calls after the result is stored."""
 
-    # -- where things stand ------------------------------------------------------------------------
+    # -- inputs and positions ----------------------------------------------------------------------
 
     @cached_property
     def _base_hash(self) -> str:
@@ -102,7 +103,7 @@ class Consumption:
 
     @cached_property
     def inputs(self) -> dict[AssetKey, UpstreamTable]:
-        """The consumed inputs. Raises TableMissing."""
+        """The consumed inputs on the run's branch. Raises TableMissing."""
         return {
             key: self._load_upstream(key, pattern)
             for key, pattern in self.consumer.declaration.inputs.items()
@@ -113,11 +114,12 @@ class Consumption:
         name = format_table_name(identifier)
         table = _load_table_or_none(self._lake.own_catalog(), identifier)
         if table is None:
+            branch = self._lake.open_branch()
             raise TableMissing(
-                f"Asset {key.to_user_string()} has no table there.",
+                f"Asset {key.to_user_string()} has no table on branch {branch}.",
                 table=name,
-                branch=self._lake.open_branch(),
-                hint="Materialise it and let it be published first, or select it in the same run.",
+                branch=branch,
+                hint="Materialize and publish it first, or include it in this run's selection.",
             )
         require_columns(self.consumer, key, table)
         main_table = _load_table_or_none(self._main_catalog, identifier)
@@ -128,15 +130,16 @@ class Consumption:
         return _load_table_or_none(self._main_catalog, self.consumer.spec.identifier)
 
     def target_column_type(self, column: str) -> IcebergType | None:
-        """The type of a column of the asset's table; None: it has none yet."""
+        """Return the type of a column of the asset's table; None if it does not exist yet."""
         fields = self._target_table.schema().fields if self._target_table is not None else ()
         return next((field.field_type for field in fields if field.name == column), None)
 
     @cached_property
     def positions(self) -> Positions:
-        """What the asset's table had consumed where the run began. Raises PositionUnreadable, ChangeLost.
+        """What the asset's table on `main` had consumed where the run began.
 
-        Not what the branch says: an earlier attempt of this step may have written there.
+        The branch is not read, because an earlier attempt of this step may have written there. Raises
+        PositionUnreadable and ChangeLost.
         """
         if self._target_table is None:
             return Positions()
@@ -148,7 +151,7 @@ class Consumption:
         except PositionUnreadable:
             if not self._rebuild:
                 raise
-            return Positions()  # what is computed anew takes its place
+            return Positions()  # the rebuild records new positions
         stored_positions = fit_positions(stored_positions, self.consumer)
         valid_positions = stored_positions.without_lost(lambda at: contains_snapshot(metadata, at))
         when_lost = self.consumer.declaration.when_lost
@@ -160,14 +163,17 @@ class Consumption:
 
     @cached_property
     def groups(self) -> tuple[PartitionGroup, ...]:
-        """The run's partitions by where they stand. Raises ChangeLost as the declaration wants it."""
+        """The partitions of the run, grouped by their start positions.
+
+        Raises ChangeLost if a change is lost and the declaration has `when_lost="fail"`.
+        """
         if self._rebuild:
             return (self._whole_group,)
         partitions_by_position: dict[tuple[tuple[str, Position | None], ...], list[str]] = {}
         for partition in self.partitions or (None,):
             since = self._start_positions(self._find_record(partition))
             if any(position is None for position in since.values()):
-                # What takes the place of everything cannot leave a part of it out.
+                # A result that replaces everything must be computed from everything.
                 return (self._whole_group,)
             partitions_by_position.setdefault(tuple(sorted(since.items())), []).extend(
                 [partition] if partition else []
@@ -178,7 +184,7 @@ class Consumption:
         return (self._whole_group,) if self._lacks_ranges(groups) else groups
 
     def _lacks_ranges(self, groups: Iterable[PartitionGroup]) -> bool:
-        """Whether the rows to replace cannot be told by a range: some may be null, or anything."""
+        """Whether ranges cannot describe the rows to replace: changed values may be null or unknown."""
         if self.consumer.tracks_partitions or "range" not in self.consumer.declaration.patterns:
             return False
         ranges = self._collect_ranges(self.consumer.declaration.range_column_of, groups)
@@ -192,7 +198,7 @@ class Consumption:
 
     @property
     def whole(self) -> bool:
-        """Whether the asset gets everything, and its result replaces all there was."""
+        """Whether the asset gets everything, so that its result replaces all earlier rows."""
         return any(since is None for group in self.groups for since in group.start_positions.values())
 
     def _find_record(self, partition: str | None) -> ConsumptionRecord | None:
@@ -207,7 +213,7 @@ class Consumption:
     def _start_positions(self, record: ConsumptionRecord | None) -> dict[str, Position | None]:
         start_positions, restart_reason = {}, self.positions.restart_reason
         for upstream in self.inputs.values():
-            # A partition that came after the table's position is new, whenever its consumer began.
+            # A partition created after the common position has consumed nothing, whatever `start` is.
             has_begun = (
                 record is not None or self.positions.common_position is not None or restart_reason != ""
             )
@@ -222,7 +228,7 @@ class Consumption:
         return start_positions
 
     def _first_position(self, upstream: UpstreamTable) -> Position | None:
-        """Where a new consumer begins."""
+        """Return the position at which a new consumer begins."""
         declaration = self.consumer.declaration
         if declaration.start == "beginning":
             return None
@@ -234,7 +240,7 @@ class Consumption:
         )
 
     def _position_or_fallback(self, upstream: UpstreamTable, since: Position | None) -> Position | None:
-        """The position, or what the declaration wants in its place when its change cannot be told."""
+        """Return the position; if its change is lost, the position that `when_lost` asks for."""
         if since is None:
             return None
         try:
@@ -248,21 +254,21 @@ class Consumption:
     @staticmethod
     def _with_rebuild_hint(error: ChangeLost) -> ChangeLost:
         error.hint = (
-            "Launch the asset with the run tag branchlake/rebuild=true to compute everything anew,"
-            " or choose in consumes(when_lost=…) between rebuild and skip."
+            "Launch the asset with the run tag branchlake/rebuild=true to compute everything anew."
+            " Or set consumes(when_lost=…) to rebuild or skip."
         )
         return error
 
     # -- changes -----------------------------------------------------------------------------------
 
     def changes(self, key: AssetKey) -> Iterator[tuple[PartitionGroup, ChangeSet]]:
-        """The change of an input for each group of partitions."""
+        """Yield the change of an input for each group of partitions."""
         upstream = self.inputs[key]
         for group in self.groups:
             yield group, self.change_since(upstream, group.start_positions[upstream.name])
 
     def change_since(self, upstream: UpstreamTable, since: Position | None) -> ChangeSet:
-        """The change of an input since a position. Raises ChangeLost."""
+        """Return the change of an input since a position. Raises ChangeLost."""
         cache_key = upstream.name, since
         if cache_key not in self._changes:
             self._changes[cache_key] = capture_change(
@@ -271,9 +277,10 @@ class Consumption:
         return self._changes[cache_key]
 
     def commits(self, key: AssetKey) -> list[MainCommit]:
-        """The commits on `main` that published what is consumed of an input, oldest first. Read once.
+        """Return the commits on `main` that published the consumed change of an input, oldest first.
 
-        With partitions that stand at different positions: those of each of them, each commit once.
+        If partitions start from different positions, these are the commits of all partitions, each commit
+        once. They are read once.
         """
         if key not in self._commits:
             self._commits[key] = self._read_commits(key)
@@ -296,14 +303,15 @@ class Consumption:
                 earlier_commit = commits_by_hash.get(commit.hash)
                 if earlier_commit is None or len(earlier_commit.snapshots) < len(commit.snapshots):
                     commits_by_hash[commit.hash] = commit
-        order = {one.snapshot_id: number for number, one in enumerate(upstream.table.metadata.snapshots)}
+        snapshots = upstream.table.metadata.snapshots
+        order = {snapshot.snapshot_id: number for number, snapshot in enumerate(snapshots)}
         return sorted(commits_by_hash.values(), key=lambda commit: order[commit.snapshots[-1]])
 
     @cached_property
     def replaced_keys(self) -> tuple[str, ...]:
-        """The asset's columns of which the result replaces all rows of the changed values; empty: none.
+        """The key columns of the asset if its result replaces all rows of the changed keys; otherwise empty.
 
-        With the pattern `rows` these are the keys of an upsert, where rows have gone from an input.
+        With the pattern `rows`, these are the keys of an upsert, if rows were removed from an input.
         """
         if self.whole:
             return ()
@@ -314,7 +322,7 @@ class Consumption:
     def _applies_removals(self) -> bool:
         if "rows" not in self.consumer.declaration.patterns or self.consumer.when_removed != "apply":
             return False
-        # Inputs that lack a key cannot say which rows of the table theirs have become.
+        # If an input lacks a key column, its removed rows cannot be found in the asset's table.
         return all(
             set(self.consumer.spec.keys) <= {field.name for field in upstream.table.schema().fields}
             for upstream in self.inputs.values()
@@ -326,17 +334,17 @@ class Consumption:
         return all(change.empty for key in self.inputs for _, change in self.changes(key))
 
     def ranges(self, column: str) -> Ranges:
-        """The values of a column in the changed rows of all inputs."""
+        """Return the values of a column in the changed rows of all inputs."""
         return self._collect_ranges(lambda _: column, self.groups)
 
     @property
     def changed_ranges(self) -> Ranges:
-        """The values of the range column of each input in its changed rows."""
+        """The values of each input's range column in its changed rows."""
         return self._collect_ranges(self.consumer.declaration.range_column_of, self.groups)
 
     @property
     def affected_ranges(self) -> Ranges:
-        """The values whose results depend on changed rows: with `widen`, more than `changed_ranges`."""
+        """The values whose results depend on changed rows. With `widen` more than `changed_ranges`."""
         return self._collect_ranges(self.consumer.declaration.range_column_of, self.groups, affected=True)
 
     def _collect_ranges(
@@ -348,7 +356,7 @@ class Consumption:
     ) -> Ranges:
         by_group = tuple(groups)
         ranges_by_input: dict[str, Ranges] = {}
-        columns = {one.name: column_of(one.key) or "" for one in self.inputs.values()}
+        columns = {source.name: column_of(source.key) or "" for source in self.inputs.values()}
         for upstream in self.inputs.values():
             values = union_ranges(
                 changed_ranges(
@@ -367,12 +375,12 @@ class Consumption:
     # -- the result --------------------------------------------------------------------------------
 
     def build_update(self, snapshot_id: int | None = None) -> PropertyUpdate:
-        """The properties that say what has been consumed once the step's result is there.
+        """Return the property changes that record what the step has consumed.
 
-        `snapshot_id` is the snapshot of the asset's table that holds the result.
+        `snapshot_id` is the snapshot of the asset's table that has the result.
         """
         record = replace(self._new_record(), snapshot_id=snapshot_id)
-        # A result that others are computed from is recorded whatever it was computed for: they follow it.
+        # Partitions in order: every result is recorded, because the next ones are computed from it.
         if (
             not self.consumer.computes_in_order
             and not self.whole
@@ -382,12 +390,13 @@ class Consumption:
                 for partition in self.partitions or (None,)
             )
         ):
-            return PropertyUpdate({})  # two runs that find nothing to consume may both be published
+            return PropertyUpdate({})  # no update: then two runs that consume nothing can both be published
         definition = self.consumer.definition
         if not self.consumer.tracks_partitions or definition is None:
             record = replace(record, valid_through=self._valid_through((), None))
             return position_store.advance_positions(self.positions, record, (), None)
-        # Appended rows stand in nobody's way, and one run may move the floor where the other sets an entry.
+        # Appended rows of two runs do not conflict. Their entries must, even if one run sets its entry and
+        # the other moves the common position.
         keep_entries = self.consumer.spec.write_mode == "append"
         extents = {partition: partition_extent(definition, partition) for partition in self.partitions}
         end_ms = windows_end_ms(self.consumer)
@@ -417,7 +426,7 @@ class Consumption:
 
     @property
     def _all_partitions(self) -> Sequence[str]:
-        """All partitions of the asset, each time as they are now."""
+        """All partitions that the asset has now. They are listed again at each access."""
         definition = self.consumer.definition
         return definition.get_partition_keys(dynamic_partitions_store=self.instance) if definition else ()
 
@@ -427,12 +436,15 @@ class Consumption:
         return partition_predecessors(definition, self._all_partitions) if definition is not None else {}
 
     def _predecessor_run(self, partition: str, own_run_id: str) -> str:
-        """The run whose result of the partition before it a partition is computed from; `own_run_id` is this run."""
+        """Return the run that computes the partition before this one, which may be the step's own run."""
         predecessor = self._predecessors.get(partition)
         return own_run_id if predecessor in self.partitions else self.predecessor_run(partition)
 
     def predecessor_run(self, partition: str) -> str:
-        """The run that computed the partition before this one, as `main` has it; empty: none did."""
+        """Return the run that computed the partition before this one on `main`.
+
+        The result is the empty string if no run has computed it.
+        """
         predecessor = self._predecessors.get(partition)
         return (
             self.positions.run_of(predecessor, lambda: self._is_covered(predecessor))
@@ -442,9 +454,10 @@ class Consumption:
 
     @property
     def blocking_partition(self) -> str | None:
-        """A partition before the run's that has something left, so that the run's are computed too early.
+        """An earlier partition that still has changes to consume, or None.
 
-        They are computed again after it. None if there is none, or partitions are not computed in order.
+        The run's partitions are computed from it, so they are computed again after it. Always None if the
+        partitions are not computed in order.
         """
         definition = self.consumer.definition
         if not self.consumer.computes_in_order or definition is None:
@@ -462,25 +475,25 @@ class Consumption:
         )
 
     def plan_batches(self, remaining: Iterable[str], max_partitions: int | None) -> list[PartitionBatch]:
-        """The partitions that are left, as runs can compute them beside each other.
+        """Divide the remaining partitions into batches that different runs can compute in parallel.
 
-        Each by itself; or, where each is computed from the one before it, the first `max_partitions` (None:
-        all) of those that follow each other.
+        Each partition is a batch. If each partition is computed from the one before it, a batch is the first
+        `max_partitions` (None: all) of the remaining partitions that follow each other.
         """
         definition, partitions = self.consumer.definition, {*remaining}
         if definition is None or not self.consumer.computes_in_order:
             return [PartitionBatch((partition,)) for partition in sorted(partitions)]
         return plan_batches(definition, partitions, self._all_partitions, max_partitions)
 
-    def get_or_compute(self, name: str, compute: Callable[[], Known]) -> Known:
-        """What `compute` gives, which is asked for once: inputs and output of a step need the same."""
+    def get_or_compute(self, name: str, compute: Callable[[], CachedValue]) -> CachedValue:
+        """Return the value of `compute()`, called once per name. Inputs and output share it."""
         if name not in self._cache:
             self._cache[name] = compute()
-        result: Known = self._cache[name]
+        result: CachedValue = self._cache[name]
         return result
 
     def clean_up(self) -> None:
-        """The result is stored: what was made to compute it is cleaned up."""
+        """Call the cleanup functions and forget cached values. Called after the result is stored."""
         self._cache.clear()
         calls, self.cleanup_callbacks = self.cleanup_callbacks[::-1], []
         call_all(calls)
@@ -502,9 +515,10 @@ class Consumption:
         )
 
     def _valid_through(self, remaining: Collection[str], end_ms: int | None) -> ValidThrough | None:
-        """Up to which time the inputs and the table have all records after this run, by their properties.
+        """Return the time up to which the inputs and the table are complete after this run.
 
-        `remaining` are the partitions that still have something to consume after it.
+        It is computed from recorded properties. `remaining` are the partitions that still have something to
+        consume after the run.
         """
         input_times = {
             key: position_store.recorded_time(upstream.table.metadata, upstream.name)
@@ -512,19 +526,19 @@ class Consumption:
         }
         valid_time = compute_valid_through(self._backlog(), input_times, remaining, end_ms)
         if valid_time is not None and remaining and self.positions.restart_reason:
-            return replace(valid_time, table_ms=None)  # rows of other partitions count for nothing
+            return replace(valid_time, table_ms=None)  # other partitions may have rows that do not count
         return valid_time
 
     def pending_partitions(self) -> set[str]:
-        """All partitions of the asset that have something to consume. Raises ChangeLost."""
+        """Return all partitions of the asset that have something to consume. Raises ChangeLost."""
         return pending_partitions(self._backlog())
 
     def partitions_to_rebuild(self) -> set[str]:
-        """The partitions to compute anew until nothing is lost any more; asked of a rebuild.
+        """Return the partitions to compute anew until no position is lost any more, for a rebuild.
 
-        A partition whose position is still there is among them only if it has something left. Where all have
-        such positions, and only that of the table as a whole, or of partitions that have left the definition,
-        is lost, it is the first partition: a run that computes any of them anew moves the table as a whole.
+        A partition with a valid position is included only if it has something left to consume. If only the
+        common position, or positions of partitions that have left the definition, are lost, the result is the
+        first partition: a run that computes any partition anew moves the common position.
         """
         partitions = pending_partitions(self._backlog(lost_is_all=True))
         if not partitions and (self.positions.void_partitions or self._is_common_position_lost()):
@@ -532,7 +546,7 @@ class Consumption:
         return partitions
 
     def _is_common_position_lost(self) -> bool:
-        """Whether the change of an input since the position of the table as a whole is no longer known."""
+        """Whether the change of an input since the common position is lost."""
         common_position = self.positions.common_position
         if common_position is None:
             return False
@@ -544,23 +558,26 @@ class Consumption:
         return False
 
     def changes_by_partition(self, partitions: Iterable[str]) -> dict[str, PartitionChange]:
-        """What each of these partitions has left, by manifests alone. Raises ChangeLost."""
+        """Return what each of these partitions has left to consume. Raises ChangeLost.
+
+        Reads manifests only.
+        """
         return changes_by_partition(self._backlog(), partitions)
 
     def runs_by_partition(
         self, partitions: Iterable[str], select_runs: Callable[[Collection[str]], Collection[str]]
     ) -> dict[str, set[str]]:
-        """Those of the runs behind what each of these partitions has left that `select_runs` returns.
+        """Return the runs that changed what each partition has left, if `select_runs` returns them.
 
         Raises ChangeLost.
         """
         return runs_by_partition(self._backlog(), partitions, select_runs)
 
     def consumed_run_ids(self, select_runs: Callable[[Collection[str]], Collection[str]]) -> set[str]:
-        """Those of the runs behind what is consumed that `select_runs` returns. Raises ChangeLost.
+        """Return the runs whose changes the step consumes, if `select_runs` returns them.
 
-        Without partitions they are read from metadata alone; where everything is consumed, they are all that
-        the metadata of the inputs still names.
+        Without partitions, only table metadata is read. If the step consumes everything, the result has all
+        runs that the metadata of the inputs still names. Raises ChangeLost.
         """
         if self.partitions:
             run_ids_by_partition = self.runs_by_partition(self.partitions, select_runs)

@@ -1,4 +1,4 @@
-"""How an asset says that it consumes changes: metadata on the asset, read back as a `Declaration`."""
+"""The declaration that an asset consumes changes: written as asset metadata, read as a `Declaration`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ WhenRemoved = Literal["fail", "apply", "ignore", "deliver"]
 
 @dataclass(frozen=True)
 class ConsumedInput:
-    """How one input is consumed, with the names that its columns have there.
+    """How one input is consumed, with the names of its own columns.
 
-    Made by `rows`, `keys` and `range_`. `keys` and `on` take the place of those of `consumes` for this input.
+    Created by `rows`, `keys` and `range_`. Its `keys` and `on` replace those of `consumes` for this input.
     """
 
     pattern: Pattern
@@ -32,11 +32,11 @@ class ConsumedInput:
 
 
 def rows(*, on: str | None = None) -> ConsumedInput:
-    """An input for `consumes` of which the asset gets the changed rows alone.
+    """Describe an input for `consumes` from which the asset gets only the changed rows.
 
     Args:
         on (Optional[str]): The date or time stamp column of this input that decides on the partitions of the
-            asset. (default: as `consumes` says)
+            asset. (default: `on` of `consumes`)
 
     Returns:
         ConsumedInput: For the mapping that `consumes` takes.
@@ -52,11 +52,11 @@ def rows(*, on: str | None = None) -> ConsumedInput:
 
 
 def keys(*columns: str, on: str | None = None) -> ConsumedInput:
-    """An input for `consumes` of which the asset gets all rows of the changed keys.
+    """Describe an input for `consumes` from which the asset gets all rows of the changed keys.
 
     Args:
-        *columns (str): The key columns of this input, in the sequence of `consumes(keys=[…])`, which are
-            those of the asset's own table. (default: the same names)
+        *columns (str): The key columns of this input, in the order of `consumes(keys=[…])`, which names the
+            key columns of the asset's own table. (default: the same names)
         on (Optional[str]): As for `rows`.
 
     Returns:
@@ -73,11 +73,11 @@ def keys(*columns: str, on: str | None = None) -> ConsumedInput:
 
 
 def range_(on: str | None = None) -> ConsumedInput:
-    """An input for `consumes` of which the asset gets all rows in the changed ranges.
+    """Describe an input for `consumes` from which the asset gets all rows in the changed ranges.
 
     Args:
         on (Optional[str]): The date or time stamp column of this input. The changed values of all inputs are
-            put together, as dates and time stamps are compared. (default: as `consumes` says)
+            combined; dates and time stamps can be compared. (default: `on` of `consumes`)
 
     Returns:
         ConsumedInput: For the mapping that `consumes` takes.
@@ -105,53 +105,56 @@ def consumes(
     when_removed: WhenRemoved | None = None,
     commits: bool = False,
 ) -> dict[str, Any]:
-    """Asset metadata for `@dg.asset(metadata=…)`: which inputs it consumes by their changes, and how.
+    """Return metadata for `@dg.asset(metadata=…)` that declares whose changes the asset consumes, and how.
 
-    What it has consumed is stored with its table and published with it, so no change is skipped or taken
-    twice. Its first run, and one with the run tag `branchlake/rebuild`, get everything and replace the table.
+    No change is skipped or consumed twice: the asset's table stores what was consumed, and both are published
+    together. The asset's first run, and a run with the run tag `branchlake/rebuild`, consume everything and
+    replace the table.
 
     Args:
         inputs (Mapping[CoercibleToAssetKey, Literal["rows", "keys", "range"] | ConsumedInput]): By upstream
-            asset what the asset gets of it. `rows`: the changed rows alone, to append or to merge. `keys`:
-            all rows of the changed keys, whose result replaces the target's rows of these keys. `range`: all
-            rows in the changed ranges of `on`, whose result replaces the target's rows there. Where inputs
-            name their columns differently, `rows(…)`, `keys(…)` and `range_(…)` name those of one input. All
-            inputs have the same pattern. Inputs that are not named are read as usual.
-        keys (Sequence[str]): For `keys`: the columns of the asset's own table, and of the inputs that do not
-            name theirs.
+            asset, the pattern by which it is consumed. `rows`: the asset gets only the changed rows, to
+            append or merge. `keys`: it gets all rows of the changed keys, and its result replaces the
+            target's rows of these keys. `range`: it gets all rows in the changed ranges of `on`, and its
+            result replaces the target's rows there. If inputs have different column names, use `rows(…)`,
+            `keys(…)` or `range_(…)` to name the columns of one input. All inputs must have the same pattern.
+            Inputs that are not listed are loaded as usual.
+        keys (Sequence[str]): For `keys`: the key columns of the asset's own table, and of the inputs that do
+            not name theirs.
         on (Optional[str]): For `range`, and to find the affected partitions of a partitioned asset: the date
             or time stamp column of the inputs. (default: the name of the asset's own column)
-        into (Optional[str]): The column of the asset's table that `on` becomes. A date column takes whole
-            days of it. (default: the asset's partition column, else `on`)
-        from_start (bool): For `range`: recompute from the smallest changed value on, not only where rows have
-            changed. For running totals and sessions: a row that comes three days late changes all that
-            follows. The asset reads earlier rows from its own table. Partitions must be in time; they are
-            computed in order, each when the one before it is published. (default: False)
+        into (Optional[str]): The column of the asset's table that is computed from `on`. If it is a date
+            column, whole days of `on` are replaced. (default: the asset's partition column, else `on`)
+        from_start (bool): For `range`: recompute everything from the smallest changed value on. Use it for
+            running totals and sessions: a row that comes three days late changes all later results. The asset
+            reads earlier rows from its own table. Its partitions must be time windows; they are computed in
+            order, each after the one before it is published. (default: False)
         widen (Optional[timedelta | Tuple[timedelta, timedelta]]): How much earlier, and how much later, the
-            rows may be on which a result depends; one value alone: earlier. For moving averages and the like,
-            with `range`, or with `keys` and partitions in time. The asset gets the rows of its partitions or
-            ranges and those beside them, a changed row leads to all results that depend on it, and of what
-            the asset returns only the rows of its own partitions or ranges are written. A partition mapping
-            with offsets does the same by windows. (default: none)
+            rows may be that a result depends on. A single value means earlier. Use it for moving averages,
+            with `range`, or with `keys` and partitions by time. The asset gets the rows of its partitions or
+            ranges and those around them. A changed row affects all results that depend on it. Of the rows
+            that the asset returns, only those of its own partitions or ranges are written. A partition
+            mapping with offsets does the same in units of windows. (default: none)
         start (str): What a new consumer gets first: `beginning` (everything), `now` (nothing), or an ISO
-            time stamp with zone, from which on it consumes. (default: `beginning`)
-        when_lost (Literal["fail", "rebuild", "skip"]): When an input's change cannot be told any more,
-            because it was rolled back, created again, or its snapshots have expired. (default: `fail`)
-        when_removed (Optional[Literal["fail", "apply", "ignore", "deliver"]]): For `rows`, when rows of an
-            input were updated or deleted. `apply`, for upserts: the asset gets all rows of the changed keys,
-            and its result replaces the table's rows of these keys; the inputs must have the columns of the
-            upsert's keys. `fail`: the run fails with RowsRemoved. `ignore`: only the rows that came count.
-            `deliver`: the asset gets both with a column `_change_type` (`INSERT`, `DELETE`).
-            (default: `apply` for an upsert without `commits`, else `fail`)
-        commits (bool): For `rows`: add the columns `_change_ordinal` and `_commit_snapshot_id`, as Iceberg's
-            changelog views have them, and `_commit_hash`, the commit on `main` that published the row; null
-            where everything is computed anew. The asset's page names the commits. (default: False)
+            time stamp with time zone from which it consumes. (default: `beginning`)
+        when_lost (Literal["fail", "rebuild", "skip"]): What to do if an input's change is no longer known,
+            because the input was rolled back or created again, or its snapshots have expired.
+            (default: `fail`)
+        when_removed (Optional[Literal["fail", "apply", "ignore", "deliver"]]): For `rows`: what to do if rows
+            of an input were updated or deleted. `apply`, for upserts: the asset gets all rows of the changed
+            keys, and its result replaces the table's rows of these keys; the inputs must have the columns of
+            the upsert's keys. `fail`: the run fails with RowsRemoved. `ignore`: only added rows count.
+            `deliver`: the asset gets added and removed rows, with a column `_change_type` (`INSERT`,
+            `DELETE`). (default: `apply` for an upsert without `commits`, else `fail`)
+        commits (bool): For `rows`: add the columns `_change_ordinal` and `_commit_snapshot_id`, as in
+            Iceberg's changelog views, and `_commit_hash`, the commit on `main` that published the row. They
+            are null if everything is computed anew. The asset's page lists the commits. (default: False)
 
     Returns:
-        Dict[str, Any]: Metadata, to be joined with that of `table_metadata` by `|`.
+        Dict[str, Any]: Metadata. Combine it with that of `table_metadata` by `|`.
 
     Raises:
-        ConfigurationError: It contradicts itself.
+        ConfigurationError: The arguments contradict each other.
 
     Examples:
         .. code-block:: python
@@ -191,7 +194,7 @@ def consumes(
 
 @dataclass(frozen=True)
 class Declaration:
-    """What `consumes` said."""
+    """The arguments of `consumes`, as values."""
 
     inputs: Mapping[AssetKey, Pattern]
     keys: tuple[str, ...] = ()
@@ -204,29 +207,29 @@ class Declaration:
     from_start: bool = False
     widen: tuple[timedelta, timedelta] = (timedelta(), timedelta())
     column_overrides: Mapping[AssetKey, ConsumedInput] = field(default_factory=dict)
-    """The inputs that name columns of their own."""
+    """The inputs that name their own columns."""
     patterns: frozenset[Pattern] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patterns", frozenset(self.inputs.values()))
 
     def key_columns_of(self, key: AssetKey) -> tuple[str, ...]:
-        """The columns of an input that hold the keys, in the sequence of `keys`."""
+        """Return the key columns of an input, in the order of `keys`."""
         override = self.column_overrides.get(key)
         return override.keys if override is not None and override.keys else self.keys
 
     def time_column_of(self, key: AssetKey) -> str | None:
-        """The column of an input whose values in time decide on partitions and ranges, if it is named."""
+        """Return the input column of dates or time stamps that decides on partitions and ranges, or None."""
         override = self.column_overrides.get(key)
         return override.on if override is not None and override.on is not None else self.on
 
     def range_column_of(self, key: AssetKey) -> str | None:
-        """The column of an input that the pattern `range` is about."""
+        """Return the column of an input whose ranges are consumed with the pattern `range`."""
         return self.time_column_of(key) or self.into
 
     @property
     def range_column(self) -> str | None:
-        """The column of the asset's own table that the pattern `range` is about."""
+        """The column of the asset's own table whose ranges are replaced with the pattern `range`."""
         if self.into or self.on:
             return self.into or self.on
         time_columns = {override.on for override in self.column_overrides.values()}
@@ -238,24 +241,28 @@ class Declaration:
 
     @property
     def start_time(self) -> datetime | None:
-        """From when on a new consumer consumes; None: from the beginning, or from now."""
+        """The time from which a new consumer consumes; None if `start` is `beginning` or `now`."""
         return None if self.start in ("beginning", "now") else datetime.fromisoformat(self.start)
 
 
 def parse_declaration(metadata: Mapping[str, Any], *, asset: str) -> Declaration | None:
-    """What an asset's metadata says; None when it consumes no changes. Raises ConfigurationError."""
+    """Return the declaration in an asset's metadata; None if the asset consumes no changes.
+
+    Raises ConfigurationError.
+    """
     value = unwrap_metadata(metadata.get(AssetMetadata.CONSUMES))
     if value is None:
         return None
     if not isinstance(value, Mapping):
         raise ConfigurationError(
-            f"{AssetMetadata.CONSUMES} of {asset} is {value!r}.", hint="Use consumes(…)."
+            f"Metadata {AssetMetadata.CONSUMES} of asset {asset} is {value!r}.",
+            hint="Create it with consumes(…).",
         )
     return _build_declaration(value, asset)
 
 
 def _build_declaration(values: Mapping[str, Any], asset: str) -> Declaration:
-    inputs = {AssetKey.from_user_string(key): _parse_input(how) for key, how in values["inputs"].items()}
+    inputs = {AssetKey.from_user_string(key): _parse_input(value) for key, value in values["inputs"].items()}
     declaration = Declaration(
         {key: consumed_input.pattern for key, consumed_input in inputs.items()},
         tuple(values.get("keys") or ()),
@@ -305,35 +312,40 @@ def _find_problem(declaration: Declaration) -> str | None:
     )
     for name, value, allowed in choices:
         if value not in get_args(allowed):
-            return f"{name} is {value!r}; it is one of {', '.join(get_args(allowed))}."
+            return f"{name} is {value!r}, but must be one of {', '.join(get_args(allowed))}."
     if not declaration.inputs:
-        return "it names no input."
+        return "inputs is empty. Name at least one upstream asset."
     if len(declaration.patterns) > 1:
-        return "its inputs have different patterns, and one result cannot replace keys and ranges at once."
+        return "all inputs must have the same pattern."
     if declaration.from_start and "range" not in declaration.patterns:
-        return "from_start=True is for the pattern `range`."
+        return "from_start=True works only with the pattern `range`."
     if min(declaration.widen) < timedelta():
-        return "widen=… is how much earlier and later rows may be, so it cannot be negative."
+        return "the lengths in widen=… must not be negative."
     if declaration.from_start and any(declaration.widen):
-        return "from_start=True recomputes all that follows; it takes no widen=…."
+        return "from_start=True cannot be combined with widen=…."
     if declaration.when_removed is not None and "rows" not in declaration.patterns:
-        return f"when_removed={declaration.when_removed!r} is for the pattern `rows`; the others follow by themselves."
-    if declaration.when_removed == "apply" and declaration.commits:
         return (
-            "when_removed='apply' gives rows that no commit has changed, so commits=True has nothing to say."
+            f"when_removed={declaration.when_removed!r} works only with the pattern `rows`. Other patterns"
+            " handle removed rows without it."
         )
+    if declaration.when_removed == "apply" and declaration.commits:
+        return "when_removed='apply' cannot be combined with commits=True: it also loads unchanged rows."
     if "keys" in declaration.patterns and not declaration.keys:
-        return "the pattern `keys` needs keys=[…], the columns of the asset's own table."
+        return "the pattern `keys` needs keys=[…], the key columns of the asset's own table."
     for key, consumed_input in declaration.column_overrides.items():
         if consumed_input.keys and len(consumed_input.keys) != len(declaration.keys):
             return (
-                f"{key.to_user_string()} names the keys {', '.join(consumed_input.keys)}, and keys=[…] has"
-                f" {len(declaration.keys)}: each of its columns needs one of the input."
+                f"input {key.to_user_string()} names {len(consumed_input.keys)} key columns"
+                f" ({', '.join(consumed_input.keys)}), but keys=[…] has {len(declaration.keys)}. Name one"
+                " input column for each."
             )
     try:
         start_time = declaration.start_time
     except ValueError:
-        return f"start is {declaration.start!r}; it is `beginning`, `now` or a time stamp such as 2026-01-31T00:00Z."
+        return (
+            f"start is {declaration.start!r}, but must be `beginning`, `now` or a time stamp such as"
+            " 2026-01-31T00:00Z."
+        )
     if start_time is not None and start_time.tzinfo is None:
-        return f"start is {declaration.start!r}, without a time zone."
+        return f"start is {declaration.start!r}. Add a time zone, such as Z."
     return None

@@ -1,4 +1,4 @@
-"""Changes of inputs as the rows, keys or selection that an asset gets, as Arrow tables."""
+"""Loads the changes of inputs as Arrow tables: changed rows, all rows of changed keys, or changed ranges."""
 
 from __future__ import annotations
 
@@ -56,20 +56,21 @@ _TICK = timedelta(microseconds=1)
 
 
 def widen_to_days(ranges: Ranges) -> Ranges:
-    """The same widened to whole days, of UTC where they are time stamps."""
+    """Widen ranges to whole days; days of time stamps are in UTC."""
     return Ranges(merge_ranges([Range(_to_date(part.low), _to_date(part.high)) for part in ranges.parts]))
 
 
 def select_ranges(ranges: Ranges, column: str, schema: Schema, *, table: str) -> Selection:
-    """The rows whose column lies in the ranges: dates on a column of time stamps are whole days of UTC.
+    """Return a selection of the rows whose column has a value in the ranges.
 
-    Raises SchemaMismatch for a column that is neither a date nor a time stamp.
+    On a column of time stamps, a date means its whole day in UTC. Raises SchemaMismatch for a column that is
+    neither a date nor a time stamp.
     """
     try:
         kind = schema.find_type(column)
     except ValueError as error:
         raise SchemaMismatch(
-            f"Change ranges are about {column}, which is missing from the table.",
+            f"The table has no column {column}, whose changed ranges are consumed.",
             table=table,
             hint=f"Its columns are {', '.join(field.name for field in schema.fields)}.",
         ) from error
@@ -78,7 +79,7 @@ def select_ranges(ranges: Ranges, column: str, schema: Schema, *, table: str) ->
         return Selection(tuple((DateRange(column, part.low, part.high + _DAY),) for part in days.parts))
     if not isinstance(kind, TimestampType | TimestamptzType):
         raise SchemaMismatch(
-            f"Column {column} is {kind}, and only ranges of dates and time stamps can be replaced.",
+            f"Column {column} has type {kind}. Only ranges of dates and time stamps can be replaced.",
             table=table,
             hint="Name a date or time stamp column, or use the pattern `keys`.",
         )
@@ -106,13 +107,16 @@ def _utc_midnight(value: date) -> datetime:
 
 
 MAX_COMPARED_ROWS = 1_000_000
-"""Rows of a change that are read whole to tell which of them a rewritten file only carries along."""
+"""Up to this many changed rows are read with all columns and compared.
+
+The comparison finds unchanged rows of rewritten files.
+"""
 
 
 def select_partition_rows(
     consumption: Consumption, upstream: UpstreamTable, partitions: tuple[str, ...]
 ) -> Selection | None:
-    """The rows of an input that partitions of the asset depend on; None: all rows.
+    """Select the rows of an input that the asset's partitions depend on. None means all rows.
 
     An input that lacks the column of a dimension has the same rows for all keys of that dimension.
     """
@@ -134,7 +138,7 @@ def select_partition_rows(
 
 
 def select_range_rows(consumption: Consumption, upstream: UpstreamTable) -> Selection | None:
-    """The rows of an input that the results of the changed ranges depend on; None: all rows."""
+    """Select the input rows that results of the changed ranges depend on. None means all rows."""
     if consumption.whole or consumption.consumer.tracks_partitions:
         return select_partition_rows(consumption, upstream, consumption.partitions)
     ranges = consumption.consumer.reach_of(upstream.key).widen_ranges(
@@ -146,9 +150,10 @@ def select_range_rows(consumption: Consumption, upstream: UpstreamTable) -> Sele
 
 
 def target_ranges(consumption: Consumption) -> Ranges:
-    """The ranges of results that the changes of all inputs affect, as the asset's own column can tell apart.
+    """Return the ranges of results that the changes of all inputs affect.
 
-    With `from_start` one range: from the smallest changed value on.
+    They are whole days if the asset's column or an input's range column is a date. With `from_start` they are
+    one range, from the smallest changed value on.
     """
     declaration = consumption.consumer.declaration
     ranges = consumption.affected_ranges
@@ -163,7 +168,7 @@ def target_ranges(consumption: Consumption) -> Ranges:
 
 
 def extend_to_last_day(ranges: Ranges) -> Ranges:
-    """From the smallest of the values on; the last day is the last but one of the year 9999."""
+    """Return one range from the smallest value to `LAST_DAY`."""
     if ranges.anything or not ranges.parts:
         return ranges
     low = ranges.parts[0].low
@@ -173,12 +178,12 @@ def extend_to_last_day(ranges: Ranges) -> Ranges:
 
 def _range_column(consumption: Consumption, upstream: UpstreamTable) -> str:
     column_name = consumption.consumer.declaration.range_column_of(upstream.key)
-    assert column_name is not None  # noqa: S101 - `steps` has looked
+    assert column_name is not None  # noqa: S101 - checked by `build_consumer`
     return column_name
 
 
 def read_changed_rows(consumption: Consumption, upstream: UpstreamTable) -> ChangedRows:
-    """The rows that came and went, without those that were only carried along in rewritten files."""
+    """Read the added and removed rows of an input, without unchanged rows of rewritten files."""
     parts = [
         _filter_rows(
             RowReader(upstream.table, change, commits=consumption.consumer.declaration.commits).read(),
@@ -207,7 +212,7 @@ def _add_commit_hashes(rows: pa.Table, hashes: Mapping[int, str]) -> pa.Table:
 
 
 def add_change_columns(rows: pa.Table, declaration: Declaration) -> pa.Table:
-    """All rows, with the columns that changed ones would have."""
+    """Add the columns that changed rows would have, for an input that is consumed as a whole."""
     if declaration.commits:
         for name, kind in COMMIT_COLUMNS.items():
             rows = rows.append_column(name, pa.nulls(rows.num_rows, kind))
@@ -219,7 +224,7 @@ COMMIT_COLUMNS = {ORDINAL: pa.int32(), SNAPSHOT: pa.int64(), COMMIT: pa.string()
 
 
 def deliver_rows(consumption: Consumption, upstream: UpstreamTable, rows: ChangedRows) -> pa.Table:
-    """The rows as the asset is to get them. Raises RowsRemoved."""
+    """Return the changed rows in the form that the asset asks for. Raises RowsRemoved."""
     policy = consumption.consumer.when_removed
     if policy == "deliver":
         return rows.with_change_types()
@@ -229,7 +234,7 @@ def deliver_rows(consumption: Consumption, upstream: UpstreamTable, rows: Change
 
 
 def rows_removed_error(consumption: Consumption, upstream: UpstreamTable, count: int) -> RowsRemoved:
-    """The error for rows that have gone and cannot be taken out of the asset's table."""
+    """The error for removed rows that cannot be removed from the asset's table."""
     consumer, what = consumption.consumer, format_count(count, "row")
     if consumer.when_removed == "apply":
         columns = [
@@ -238,13 +243,13 @@ def rows_removed_error(consumption: Consumption, upstream: UpstreamTable, count:
         missing = ", ".join(
             key for key in consumer.spec.keys if any(key not in column_names for column_names in columns)
         )
-        why = f"{consumer.asset} merges by {missing}, which not every input has"
-        hint = f"Give each input the column {missing}, or choose"
+        why = f"asset {consumer.asset} merges by the keys {missing}, which some inputs lack"
+        hint = f"Add the columns {missing} to every input, or set"
     else:
-        why = f"{consumer.asset} takes only rows that come"
-        hint = "Use an upsert by keys that the input has, or the pattern `keys` or `range`, or choose"
+        why = f"asset {consumer.asset} accepts only new rows"
+        hint = "Use an upsert by keys that the input has, or the pattern `keys` or `range`, or set"
     return RowsRemoved(
-        f"{what} of the input {'was' if count == 1 else 'were'} updated or deleted, and {why}.",
+        f"{what} of the input {'was' if count == 1 else 'were'} updated or deleted, but {why}.",
         table=upstream.name,
         hint=f"{hint} consumes(when_removed=…), or compute everything anew with the run tag"
         " branchlake/rebuild=true.",
@@ -252,7 +257,10 @@ def rows_removed_error(consumption: Consumption, upstream: UpstreamTable, count:
 
 
 def read_changed_keys(consumption: Consumption) -> pa.Table:
-    """The keys of all rows that came or went in any input, each once, by the asset's names. Read once."""
+    """Read the keys of all rows that were added or removed in any input, each key once.
+
+    The columns have the names of the asset's own keys. The keys are read once per step.
+    """
     return consumption.get_or_compute("keys", lambda: _collect_changed_keys(consumption))
 
 
@@ -278,7 +286,7 @@ def _iter_changed_keys(
     columns: list[str] | None = list(dict.fromkeys([*key_columns, *(where.column_names() if where else ())]))
     compares_rows = not change.only_appends and change.rows_changed <= MAX_COMPARED_ROWS
     if compares_rows:
-        columns = None  # what a rewritten file carries along shows in all of its columns
+        columns = None  # all columns are needed to recognize unchanged rows
     rows = _filter_rows(RowReader(upstream.table, change, columns=columns).read(), where)
     if compares_rows:
         rows = drop_unchanged_rows(rows)
@@ -287,7 +295,7 @@ def _iter_changed_keys(
 
 
 def input_key_columns(consumption: Consumption, upstream: UpstreamTable, keys: Sequence[str]) -> list[str]:
-    """The columns of an input that hold the asset's key columns `keys`."""
+    """Return the columns of an input that hold the asset's key columns `keys`."""
     return (
         [*consumption.consumer.declaration.key_columns_of(upstream.key)]
         if upstream.pattern == "keys"
@@ -296,7 +304,7 @@ def input_key_columns(consumption: Consumption, upstream: UpstreamTable, keys: S
 
 
 def read_input_keys(consumption: Consumption, upstream: UpstreamTable) -> pa.Table:
-    """`read_changed_keys` under the names that the columns have in an input."""
+    """Return `read_changed_keys` with the column names of an input."""
     changed_keys = read_changed_keys(consumption)
     return changed_keys.rename_columns(input_key_columns(consumption, upstream, changed_keys.column_names))
 
@@ -314,7 +322,7 @@ def _concat_tables(parts: Iterator[pa.Table]) -> pa.Table:
 
 
 def filter_by_keys(rows: pa.Table, keys: pa.Table) -> pa.Table:
-    """The rows whose key is among `keys`, null equal to null."""
+    """Return the rows whose key is among `keys`. Null equals null."""
     names = keys.column_names
     row_keys = pl.DataFrame(pl.from_arrow(rows.select(names))).with_row_index("branchlake_row")
     matches = row_keys.join(pl.DataFrame(pl.from_arrow(keys)), on=names, how="semi", nulls_equal=True)
@@ -322,11 +330,11 @@ def filter_by_keys(rows: pa.Table, keys: pa.Table) -> pa.Table:
 
 
 MAX_LITERALS = 2_000
-"""More values of a key are asked for by their lowest and highest."""
+"""If a key column has more values, a filter uses only its lowest and highest value."""
 
 
 def load_rows(consumption: Consumption, upstream: UpstreamTable) -> pa.Table:
-    """The rows of an input that the asset is to get. Raises RowsRemoved, RowsUnreadable, ChangeLost."""
+    """Load the rows of an input for the asset. Raises RowsRemoved, RowsUnreadable and ChangeLost."""
     where = select_partition_rows(consumption, upstream, consumption.partitions)
     if upstream.pattern == "range":
         return _scan_table(
@@ -353,7 +361,10 @@ def _row_filter(selection: Selection | None, table: Table) -> BooleanExpression:
 
 
 def key_prefilter(keys: pa.Table) -> BooleanExpression:
-    """A filter that lets through all rows of the keys, and of others as few as files can tell apart."""
+    """Return a filter that matches all rows of the keys, and few others.
+
+    It may match other rows, but files can apply it to their metrics.
+    """
     if not keys.num_rows:
         return AlwaysFalse()
     return reduce(And, (_column_filter(name, keys[name]) for name in keys.column_names), AlwaysTrue())

@@ -1,4 +1,4 @@
-"""What the result of a consumption takes the place of, and the record of what was consumed for it."""
+"""Decides what the result of a consumption replaces, and records what was consumed for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from branchlake_dagster.tables.specification import TableSpec
 
 
 def effective_spec(consumption: Consumption, spec: TableSpec) -> TableSpec:
-    """The spec of this write: a result computed of everything takes the place of everything."""
+    """Return the table spec for this write.
+
+    A result that was computed from everything replaces everything. A result of changed ranges replaces these.
+    """
     if consumption.whole:
         by_partition = consumption.consumer.tracks_partitions
         return replace(spec, write_mode="replace_partitions" if by_partition else "replace_table")
@@ -34,7 +37,7 @@ def effective_spec(consumption: Consumption, spec: TableSpec) -> TableSpec:
 
 
 def replaces_ranges(consumption: Consumption) -> bool:
-    """Whether the result replaces ranges of a table that has no partitions of Dagster's."""
+    """Whether the result replaces ranges of a table without Dagster partitions."""
     declaration = consumption.consumer.declaration
     return (
         "range" in declaration.patterns
@@ -44,7 +47,7 @@ def replaces_ranges(consumption: Consumption) -> bool:
 
 
 def select_replaced_rows(consumption: Consumption, schema: Schema) -> Selection:
-    """The rows of the asset's table that the result of changed ranges takes the place of."""
+    """Select the rows of the asset's table that the result of changed ranges replaces."""
     consumer = consumption.consumer
     column = consumer.declaration.range_column or ""
     return select_ranges(target_ranges(consumption), column, schema, table=consumer.spec.name)
@@ -53,10 +56,10 @@ def select_replaced_rows(consumption: Consumption, schema: Schema) -> Selection:
 def keep_own_rows(
     frame: Any, consumption: Consumption, own_selection: Selection | None, schema: Schema
 ) -> Any:
-    """What of an Arrow or Spark frame is written, where results depend on rows beside their own.
+    """Filter an Arrow or Spark frame to the rows to write, if results depend on rows of other windows.
 
-    Rows beside the run's partitions or ranges were computed from a part of what they depend on. A frame that
-    lacks a column of `own_selection` is left as it is: the write refuses it.
+    Rows outside the run's partitions or ranges were computed from incomplete input. A frame that lacks a
+    column of the selection is returned unchanged: the write refuses it.
     """
     if own_selection is None or all(reach.is_own_window for reach in consumption.consumer.reaches.values()):
         return frame
@@ -71,9 +74,9 @@ def keep_own_rows(
 
 
 def record_consumption(consumption: Consumption, table: Table) -> Table:
-    """Note in the table what has been consumed for it, as its properties.
+    """Record in the table's properties what was consumed for it.
 
-    A run that has consumed a result that waits for approval, or did, waits for approval as well.
+    If the run consumed a result that waits or waited for approval, the run waits for approval as well.
     """
     _inherit_approval(consumption)
     update = consumption.build_update(snapshot_id=table.metadata.current_snapshot_id)
@@ -93,7 +96,7 @@ def _inherit_approval(consumption: Consumption) -> None:
     run_id = consumption.run_id
     if consumption.instance is None or run_id is None:
         return
-    # What is computed from everything was also computed from results that were approved long ago.
+    # A result computed from everything includes results approved long ago: only open approvals count.
     states = (APPROVAL_REQUIRED,) if consumption.whole else (APPROVAL_REQUIRED, APPROVAL_GIVEN)
     approvals = Approvals(consumption.instance, states)
     consumed_runs = consumption.consumed_run_ids(approvals.filter_runs)
@@ -101,14 +104,14 @@ def _inherit_approval(consumption: Consumption) -> None:
 
 
 _MAX_COMMITS = 100
-"""Rows of a table on an asset's page."""
+"""The number of commits in the table on an asset's page."""
 
 
 def consumption_metadata(consumption: Consumption, table: Table) -> dict[str, Any]:
-    """What a materialisation says of the changes it was computed from: a table, and numbers to plot.
+    """Return materialization metadata about the consumed changes: a table, and numbers to plot.
 
-    `table` is the asset's own, after `record_consumption`. Its valid-through time is among them, if it has
-    one.
+    `table` is the asset's own table, after `record_consumption`. Its valid-through time is included, if it
+    has one.
     """
     time = recorded_time(table.metadata, consumption.consumer.spec.name)
     valid = (
@@ -121,9 +124,9 @@ def _change_metadata(consumption: Consumption) -> dict[str, Any]:
     early_metadata = _too_early_metadata(consumption)
     if consumption.whole:
         reason = consumption.positions.restart_reason
-        reason_clause = f", because {reason}" if reason else ""
+        reason_clause = f" because {reason}" if reason else ""
         return {
-            EventMetadata.CONSUMED: MetadataValue.text(f"everything: it was computed anew{reason_clause}"),
+            EventMetadata.CONSUMED: MetadataValue.text(f"Everything was computed anew{reason_clause}."),
             **early_metadata,
         }
     lines = ["| input | change | how | up to snapshot |", "| --- | --- | --- | --- |"]
@@ -154,7 +157,7 @@ def _change_metadata(consumption: Consumption) -> dict[str, Any]:
 
 
 def _too_early_metadata(consumption: Consumption) -> dict[str, Any]:
-    """What a materialisation says of partitions that are computed again after an earlier one."""
+    """Return metadata for partitions that will be computed again after an earlier partition."""
     blocking_partition = consumption.blocking_partition
     if blocking_partition is None:
         return {}

@@ -1,4 +1,4 @@
-"""Which partitions of a consumer have something left to consume."""
+"""Finds which partitions of a consumer still have changes to consume, and how many."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ from branchlake_dagster.tables.selection import select_partitions, to_iceberg_fi
 
 @dataclass(frozen=True)
 class Backlog:
-    """What `pending_partitions` is found from: an asset, what it has consumed, and its inputs as they are now.
+    """The state from which pending partitions are found: a consumer, its positions and its present inputs.
 
-    `change_since` is the change of an input, None: everything; `instance` knows the dynamic partitions.
-    `own_table` is the asset's table on `main`; None: there is none yet.
+    `change_since(input, position)` returns the change of an input; a position of None means everything.
+    `instance` lists dynamic partitions. `own_table` is the asset's table on `main`, or None if it does not
+    exist yet.
     """
 
     consumer: Consumer
@@ -58,16 +59,16 @@ class Backlog:
     instance: DagsterInstance | None = None
     own_table: Table | None = None
     lost_is_all: bool = False
-    """Whether a change that cannot be told any more counts for all partitions, rather than as an error."""
+    """Whether a lost change counts for all partitions instead of raising ChangeLost."""
 
 
 def pending_partitions(backlog: Backlog) -> set[str]:
-    """The partitions for which an input has changes that were not consumed.
+    """Return the partitions for which an input has changes that were not consumed.
 
-    Those ahead of the rest are asked for one by one, those that came later than the rest by whether their
-    inputs have files for them, or the asset's own table has: such a partition was computed, left the
-    definition and came back, and what its inputs have lost meanwhile is still in the table. Where each
-    partition is computed from the one before it, all partitions from the first of them on, see
+    Partitions with their own position are checked one by one, the others by the common position. A partition
+    that was created after the common position is pending if its inputs have files for it, or if the asset's
+    own table has: the partition may have been computed, left the definition and come back while its inputs
+    lost rows. If partitions are computed in order, all partitions after a pending one are included, see
     `with_successors`. Raises ChangeLost, unless `lost_is_all`.
     """
     definition = _require_definition(backlog)
@@ -103,9 +104,9 @@ def pending_partitions(backlog: Backlog) -> set[str]:
 
 
 def partition_chains(definition: PartitionsDefinition[str], keys: Iterable[str]) -> list[list[str]]:
-    """Partitions in the order of time, for each combination of keys of the other dimensions by itself.
+    """Return lists of partitions in order of time, one for each combination of other dimensions' keys.
 
-    `keys` come in the order of the definition, which is that of time.
+    `keys` must be in the order of the definition, which is that of time.
     """
     if not isinstance(definition, MultiPartitionsDefinition):
         return [[*keys]]
@@ -124,7 +125,7 @@ def partition_chains(definition: PartitionsDefinition[str], keys: Iterable[str])
 def with_successors(
     definition: PartitionsDefinition[str], partitions: Collection[str], all_keys: Iterable[str]
 ) -> set[str]:
-    """These partitions, and all that come after one of them in its chain."""
+    """Return the partitions and all that come after one of them in its chain."""
     successors: set[str] = set()
     for chain in partition_chains(definition, all_keys):
         first = next((number for number, key in enumerate(chain) if key in partitions), len(chain))
@@ -146,7 +147,10 @@ def plan_batches(
     all_keys: Iterable[str],
     max_partitions: int | None,
 ) -> list[PartitionBatch]:
-    """By chain the first `max_partitions` of the partitions that are left, all with None, and those after them."""
+    """Return, for each chain, a batch of its first `max_partitions` remaining partitions.
+
+    The chain's other remaining partitions wait. If `max_partitions` is None, no partition waits.
+    """
     remaining_chains = (
         [key for key in chain if key in remaining] for chain in partition_chains(definition, all_keys)
     )
@@ -157,7 +161,7 @@ def plan_batches(
 
 
 def partition_predecessors(definition: PartitionsDefinition[str], all_keys: Iterable[str]) -> dict[str, str]:
-    """By partition the one before it in its chain; the first ones are not in it."""
+    """Return the partition before each partition in its chain. The first ones have no entry."""
     return {
         key: predecessor
         for chain in partition_chains(definition, all_keys)
@@ -175,11 +179,11 @@ def _outdated_partitions(
     all_keys: Sequence[str],
     new_keys: Collection[str],
 ) -> set[str]:
-    """The partitions that are not computed from the present result of the one before them.
+    """Return the partitions that were not computed from the present result of their predecessor.
 
-    A result that was computed again, for whatever reason, has another run. A partition without an entry was
-    as current as the one before it when the whole table was; and a new one comes after those that were
-    computed even if its inputs have no row for it.
+    Each result that is computed again has another run id. A partition without an entry was as current as its
+    predecessor when the common position was recorded. A new partition is outdated if an earlier one has a
+    result, even if its inputs have no rows for it. Only the first outdated partition of a chain is returned.
     """
     outdated_keys = {*positions.void_partitions}
     for chain in partition_chains(definition, all_keys):
@@ -195,17 +199,17 @@ def _outdated_partitions(
                 is_outdated = predecessor is not None and predecessor in positions.partitions
             if is_outdated:
                 outdated_keys.add(key)
-                break  # all that follow are stale with it
+                break  # all partitions after it are outdated too
             has_result, predecessor = has_result or key not in new_keys, key
     return outdated_keys
 
 
 @dataclass(frozen=True)
 class PartitionChange:
-    """What one partition has not consumed: `rows` that came or went in `files`, since `oldest`.
+    """The change that one partition has not consumed: `rows` added or removed in `files`, since `oldest`.
 
-    `record` is the partition's position; None if nothing was consumed for it, so that nothing is counted.
-    A file with rows of several partitions counts in each of them with all of its rows.
+    `record` is the partition's consumption record. It is None if nothing was consumed for the partition; then
+    nothing is counted. A file with rows of several partitions counts with all its rows in each of them.
     """
 
     record: ConsumptionRecord | None
@@ -215,7 +219,10 @@ class PartitionChange:
 
 
 def changes_by_partition(backlog: Backlog, partitions: Iterable[str]) -> dict[str, PartitionChange]:
-    """What each of these partitions has left, from the manifests that `pending_partitions` reads. Raises ChangeLost."""
+    """Return what each of these partitions has left to consume. Raises ChangeLost.
+
+    Reads the same manifests as `pending_partitions`.
+    """
     changes: dict[str, PartitionChange] = {}
     for record, keys in _group_by_position(backlog, partitions):
         if record is None:
@@ -230,11 +237,12 @@ def runs_by_partition(
     partitions: Iterable[str],
     select_runs: Callable[[Collection[str]], Collection[str]],
 ) -> dict[str, set[str]]:
-    """The runs that made what each of these partitions has left, without partitions that have none of them.
+    """Return the runs that made the changes which each of these partitions has left.
 
-    Only runs that `select_runs` returns of those that changed an input are counted. A run counts for each
-    partition that any file which it added or removed may have rows of, also when a later change has undone
-    its own. Manifests are read only if there are such runs. Raises ChangeLost.
+    Partitions without such runs have no entry. `select_runs` gets the runs that changed an input and returns
+    those to count. A run counts for each partition that may have rows in a file which the run added or
+    removed, even if a later change reversed its change. Manifests are read only if there are such runs.
+    Raises ChangeLost.
     """
     run_ids_by_key: dict[str, set[str]] = defaultdict(set)
     for record, keys in _group_by_position(backlog, partitions):
@@ -261,7 +269,7 @@ def runs_by_partition(
 def _group_by_position(
     backlog: Backlog, partitions: Iterable[str]
 ) -> Iterator[tuple[ConsumptionRecord | None, list[str]]]:
-    """The partitions that stand at the same position, with it; None: nothing was consumed for them."""
+    """Yield each consumption record with its partitions. None groups those without a record."""
     definition, positions = _require_definition(backlog), backlog.positions
     common_keys: list[str] = []
     new_keys: list[str] = []
@@ -277,9 +285,10 @@ def _group_by_position(
 
 
 def unconsumed_partitions(backlog: Backlog) -> set[str] | set[None]:
-    """The partitions that have something left; `{None}` for an asset without partitions that has.
+    """Return the partitions that have something left to consume.
 
-    Raises ChangeLost, unless `lost_is_all`.
+    For an asset without partitions, the result is `{None}` or the empty set. Raises ChangeLost, unless
+    `lost_is_all`.
     """
     if backlog.consumer.tracks_partitions:
         return pending_partitions(backlog)
@@ -293,10 +302,10 @@ def unconsumed_partitions(backlog: Backlog) -> set[str] | set[None]:
 
 
 def windows_end_ms(consumer: Consumer) -> int | None:
-    """The end of the last time window that there is now, ms since 1970; None without time windows.
+    """Return the end of the last existing time window, in ms since 1970. None without time windows.
 
-    Ask for it before the partitions that have something left: these then include a window that begins
-    meanwhile.
+    Call it before listing the partitions that have something left: these then include a window that begins in
+    between.
     """
     if not consumer.tracks_partitions or consumer.definition is None:
         return None
@@ -314,10 +323,11 @@ def compute_valid_through(
     unconsumed: Iterable[str | None],
     end_ms: int | None,
 ) -> ValidThrough | None:
-    """Up to which time the inputs have all records, and the consumer's table; None if an input has no time.
+    """Return the times up to which the inputs and the consumer's table are complete.
 
-    `unconsumed` are the partitions that have something left, `{None}` for a table without partitions that
-    has. `end_ms` is `windows_end_ms` of before. Nothing is read: only recorded times are compared.
+    The result is None if an input has no time. `unconsumed` are the partitions that have something left;
+    `{None}` stands for a table without partitions. `end_ms` is the earlier result of `windows_end_ms`.
+    Nothing is read: only recorded times are compared.
     """
     inputs = earliest_time(_iter_complete_times(backlog, input_times))
     if inputs is None:
@@ -329,7 +339,7 @@ def compute_valid_through(
 def _iter_complete_times(
     backlog: Backlog, input_times: Mapping[AssetKey, InputTime | None]
 ) -> Iterable[InputTime | None]:
-    """The time of each input, less what results need of the rows after their own."""
+    """Yield each input's time, minus the time after a result whose rows the result depends on."""
     windows = time_dimension(backlog.consumer.definition)
     definition = windows[1] if windows is not None else None
     for upstream in backlog.inputs:
@@ -361,13 +371,13 @@ def _unconsumed_part(backlog: Backlog, key: str | None, sources: frozenset[str])
 def _count_changes(
     backlog: Backlog, record: ConsumptionRecord, keys: list[str]
 ) -> dict[str, PartitionChange]:
-    """What partitions that stand at one position have left."""
+    """Count what partitions with one consumption record have left."""
     files: dict[str, int] = defaultdict(int)
     rows: dict[str, int] = defaultdict(int)
     oldest: dict[str, datetime] = {}
     for upstream in backlog.inputs:
         position = record.inputs.get(upstream.name)
-        if position is None:  # the input was declared later, and all of it is new
+        if position is None:  # the input was added to the declaration later, so all of it is new
             return {key: PartitionChange(None) for key in keys}
         change = backlog.change_since(upstream, position)
         times = {step.ordinal: step.at for step in change.steps}
@@ -395,9 +405,10 @@ def _input_bounds(backlog: Backlog, upstream: UpstreamTable) -> dict[str, Column
 
 
 def _may_hold_old_rows(positions: Positions, definition: PartitionsDefinition[str], key: str) -> bool:
-    """Whether the table may hold rows of a new partition that count for nothing any more.
+    """Whether the table may still have rows of a new partition that do not count any more.
 
-    It is computed anew even where its inputs have no rows for it any more: they have to go.
+    Such a partition is computed anew even if its inputs have no rows for it, so that its old rows are
+    removed.
     """
     if positions.may_hold_old_rows or key in positions.void_partitions:
         return True
@@ -405,7 +416,7 @@ def _may_hold_old_rows(positions: Positions, definition: PartitionsDefinition[st
 
 
 def is_at_common_position(positions: Positions, definition: PartitionsDefinition[str], key: str) -> bool:
-    """Whether a partition without an entry of its own stands where the table as a whole does."""
+    """Whether a partition without its own entry is at the common position."""
     common_position = positions.common_position
     if (
         common_position is None
@@ -418,12 +429,12 @@ def is_at_common_position(positions: Positions, definition: PartitionsDefinition
 
 def _require_definition(backlog: Backlog) -> PartitionsDefinition[str]:
     definition = backlog.consumer.definition
-    assert definition is not None  # noqa: S101 - only asked where there are partitions
+    assert definition is not None  # noqa: S101 - called only for partitioned assets
     return definition
 
 
 def _affected_partitions(backlog: Backlog, record: ConsumptionRecord) -> set[str]:
-    """The partitions that the changes since then may have rows for."""
+    """Return the partitions for which the changes since a record may have rows."""
     partitions: set[str] = set()
     for upstream in backlog.inputs:
         try:
@@ -443,7 +454,7 @@ def _affected_partitions(backlog: Backlog, record: ConsumptionRecord) -> set[str
 
 
 def _partitions_with_rows(backlog: Backlog, keys: list[str]) -> set[str]:
-    """Those of the partitions for which an input, or the asset's own table, may have rows at all."""
+    """Return the partitions for which an input, or the asset's own table, may have any rows."""
     if not keys:
         return set()
     partitions: set[str] = set()
@@ -462,10 +473,10 @@ def _partitions_with_rows(backlog: Backlog, keys: list[str]) -> set[str]:
 def _partitions_with_files(
     backlog: Backlog, keys: list[str], table: Table, name: str, columns: Mapping[str, str], reach: Reach
 ) -> set[str]:
-    """Those of the partitions that a table may have rows for, by its manifests.
+    """Return the partitions for which a table may have rows, by its manifests.
 
-    `columns` decide on the partitions by dimension. A table that lacks one has the same rows for all keys of
-    that dimension.
+    `columns` has the columns that decide on the partitions, by dimension. A table that lacks a column has the
+    same rows for all keys of that dimension.
     """
     schema = table.schema()
     column_names = {field.name for field in schema.fields}
@@ -493,7 +504,7 @@ def _partitions_with_files(
 def _partitions_of_files(
     backlog: Backlog, bounds: Mapping[str, ColumnRanges], files: tuple[ChangedFile, ...], reach: Reach
 ) -> set[str]:
-    """The partitions whose results may depend on rows of these files."""
+    """Return the partitions whose results may depend on rows of these files."""
     if not files:
         return set()
     ranges: dict[str, Ranges] = {

@@ -1,4 +1,4 @@
-"""What a table records as consumed of its inputs, also after its partition definition has changed."""
+"""The consumption records in a table's properties: how far the table has consumed its inputs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from branchlake_dagster.tables.errors import PositionUnreadable
 
 @dataclass(frozen=True)
 class ConsumptionRecord:
-    """How far each input was consumed, by its dotted name, and by which run; `base_hash` is the hash it began at.
+    """How far each input was consumed, by dotted table name, and by which run.
 
-    `coverage` are the partitions that there were then, see `affected.coverage`: of one that came later
-    nothing has been consumed, though its rows may have been there before it.
+    `base_hash` is the hash of `main` at which the run began. `coverage` are the partitions that existed then,
+    see `partition_coverage`. Nothing was consumed for a partition that was created later, even if its rows
+    existed.
     """
 
     inputs: Mapping[str, Position]
@@ -29,23 +30,29 @@ class ConsumptionRecord:
     base_hash: str = ""
     coverage: Mapping[str, Any] = field(default_factory=dict)
     snapshot_id: int | None = None
-    """The snapshot of the consumer's own table that was computed from it; None: none, or not told."""
+    """The snapshot of the consumer's table with the run's result; None if there is none or it is unknown."""
     partition_identity: Mapping[str, str] = field(default_factory=dict)
-    """What the partitions were then, see `redefinition.identity`; empty: not recorded, or there were none."""
+    """What the partitions were then, see `redefinition.partition_identity`.
+
+    Empty if it was not recorded, or if there were no partitions.
+    """
     extent: Mapping[str, str] = field(default_factory=dict)
-    """Of one partition: what it held then, see `redefinition.extent`."""
+    """For the record of one partition: what it contained then, see `redefinition.partition_extent`."""
     predecessor_run: str = ""
-    """Of one partition that is computed from the one before it: the run that had computed that one then."""
+    """For partitions that are computed in order: the run that had computed the partition before this one."""
     toggle: bool = False
-    """Says nothing, and is the other way round after each run that left the floor: see `advance_positions`."""
+    """A value without meaning that each appending run reverses if it does not move the common position.
+
+    It makes such a run conflict with a run that moves the common position, see `advance_positions`.
+    """
     valid_through: ValidThrough | None = None
-    """Up to which time the inputs had all records then, and the table after the run; None: not known."""
+    """Up to which time the inputs, and the table after the run, were complete; None if not known."""
 
     def inputs_time_ms(self, inputs: Iterable[str], sources: frozenset[str]) -> int | None:
-        """Up to which time these inputs had all records when they were consumed, ms since 1970.
+        """Return the time up to which these inputs were complete when they were consumed, in ms since 1970.
 
-        None if that is not known, if one of them was not consumed, or if they came from other sources than
-        `sources`: then rows may be older that were not consumed.
+        None if the time is not known, if one of the inputs was not consumed, or if they came from other
+        sources than `sources`: then older rows may exist that were not consumed.
         """
         recorded = self.valid_through
         if recorded is None or recorded.sources != sources or not self.inputs.keys() >= {*inputs}:
@@ -53,7 +60,7 @@ class ConsumptionRecord:
         return recorded.inputs_ms
 
     def to_json(self) -> str:
-        """As a property's value."""
+        """Return the record as the value of a table property."""
         return json.dumps(
             {
                 "inputs": {name: position.as_dict() for name, position in sorted(self.inputs.items())},
@@ -72,7 +79,7 @@ class ConsumptionRecord:
 
     @classmethod
     def from_json(cls, content: str) -> ConsumptionRecord:
-        """Back again. Raises ValueError, KeyError or TypeError."""
+        """Read what `to_json` returned. Raises ValueError, KeyError or TypeError."""
         values = json.loads(content)
         inputs = {name: Position.from_dict(position) for name, position in values["inputs"].items()}
         return cls(
@@ -91,21 +98,30 @@ class ConsumptionRecord:
 
 @dataclass(frozen=True)
 class Positions:
-    """All that a table has consumed: `common_position` counts for all partitions that have no entry of their own."""
+    """All that a table has consumed.
+
+    `common_position` applies to all partitions without their own entry.
+    """
 
     common_position: ConsumptionRecord | None = None
     partitions: Mapping[str, ConsumptionRecord] = field(default_factory=dict)
     void_partitions: frozenset[str] = frozenset()
-    """Partitions whose entries count for nothing and are still to be taken away."""
+    """Partitions whose entries do not count and are still to be removed."""
     restart_reason: str = ""
-    """Why something that was consumed counts for nothing, as a clause; empty: all of it counts."""
+    """Why something consumed does not count any more, as a clause; empty if everything counts."""
     may_hold_old_rows: bool = False
-    """Whether the table may hold rows of any partition that were computed before."""
+    """Whether the table may have rows of any partition that were computed before."""
     redefined_extents: tuple[Mapping[str, str], ...] = ()
-    """The extents of partitions that were ahead of the floor under another definition: see `redefinition`."""
+    """The extents of partitions that were ahead of the common position under another definition.
+
+    See `redefinition`.
+    """
 
     def without_lost(self, is_current: Callable[[int | None], bool]) -> Positions:
-        """Only what was consumed for rows that are still there; `is_current` tells it by `Consumed.snapshot_id`."""
+        """Return the positions without those whose result is no longer in the table.
+
+        `is_current` gets the `snapshot_id` of a record and returns whether the table still has its result.
+        """
         partitions = {
             name: record for name, record in self.partitions.items() if is_current(record.snapshot_id)
         }
@@ -128,9 +144,10 @@ class Positions:
         )
 
     def find_record(self, partition: str | None, is_covered: Callable[[], bool]) -> ConsumptionRecord | None:
-        """What was consumed for a partition, or for a table without partitions; None: nothing.
+        """Return what was consumed for a partition, or None.
 
-        `is_covered` returns whether it is among the partitions that the floor speaks of.
+        `is_covered` returns whether the common position applies to the partition. For a table without
+        partitions, `partition` is None.
         """
         if partition is None:
             return self.common_position
@@ -139,21 +156,21 @@ class Positions:
         return self.common_position if self.common_position is not None and is_covered() else None
 
     def run_of(self, partition: str, is_covered: Callable[[], bool]) -> str:
-        """The run that computed a partition, as far as the positions tell it; empty: none did.
+        """Return the run that computed a partition, or the empty string if the positions name none.
 
-        Partitions that stand where the table as a whole does have the run that moved the table.
+        For a partition at the common position, this is the run that moved it.
         """
         record = self.find_record(partition, is_covered)
         return record.run_id if record is not None else ""
 
 
 def property_name(partition: str | None) -> str:
-    """The name of the property."""
+    """Return the name of the table property for a partition, or for the common position (None)."""
     return LakeProperty.CONSUMED if partition is None else f"{LakeProperty.CONSUMED_PREFIX}{partition}"
 
 
 def read_positions(properties: Mapping[str, str], *, table: str) -> Positions:
-    """The positions in a table's properties. Raises PositionUnreadable."""
+    """Read the positions from a table's properties. Raises PositionUnreadable."""
     common_position: ConsumptionRecord | None = None
     partitions: dict[str, ConsumptionRecord] = {}
     for name, value in properties.items():
@@ -163,9 +180,9 @@ def read_positions(properties: Mapping[str, str], *, table: str) -> Positions:
             record = ConsumptionRecord.from_json(value)
         except (ValueError, KeyError, TypeError) as error:
             raise PositionUnreadable(
-                f"The property {name} cannot be read, so what was consumed is not known.",
+                f"Property {name} cannot be read, so it is not known what the table has consumed.",
                 table=table,
-                hint="Compute everything anew: launch the asset with the run tag branchlake/rebuild=true.",
+                hint="Launch the asset with the run tag branchlake/rebuild=true to compute everything anew.",
             ) from error
         if name == LakeProperty.CONSUMED:
             common_position = record
@@ -175,10 +192,11 @@ def read_positions(properties: Mapping[str, str], *, table: str) -> Positions:
 
 
 def recorded_time(metadata: TableMetadata, name: str) -> InputTime | None:
-    """Up to which time a table has all records by its own properties; None if they do not tell.
+    """Return the time up to which a table is complete by its own properties; None if they do not show it.
 
-    For a consumer's table that is the latest time that one of its runs has recorded, if the table holds the
-    results of all of them. It may be further: what its inputs have since then is not read.
+    For a consumer's table, this is the latest time that one of its runs has recorded, if the table still has
+    the results of all of them. The table may be complete up to a later time, because newer records of its
+    inputs are not read.
     """
     times = (
         [ingested_time(metadata, name)]
@@ -203,7 +221,7 @@ def recorded_time(metadata: TableMetadata, name: str) -> InputTime | None:
 
 
 def _latest_time(records: Iterable[ConsumptionRecord], name: str) -> InputTime | None:
-    """The latest time; None if a run recorded none, or the inputs or the partitions were declared anew.
+    """Return the latest time, or None if one record has no time, or the sources of the records differ.
 
     A run without a time may have consumed an input that had lost rows, whatever an earlier run recorded.
     """
@@ -213,13 +231,13 @@ def _latest_time(records: Iterable[ConsumptionRecord], name: str) -> InputTime |
         if recorded is None or recorded.table_ms is None:
             return None
         times.append(InputTime(recorded.table_ms, recorded.sources).with_partitions(name, record.coverage))
-    latest = max(times, key=lambda one: one.ms)
-    return latest if all(one.sources == latest.sources for one in times) else None
+    latest = max(times, key=lambda time: time.ms)
+    return latest if all(time.sources == latest.sources for time in times) else None
 
 
 @dataclass(frozen=True)
 class PropertyUpdate:
-    """Properties to set and to remove."""
+    """Table properties to set and to remove."""
 
     set: Mapping[str, str]
     remove: tuple[str, ...] = ()
@@ -235,16 +253,18 @@ def advance_positions(
     extents: Mapping[str, Mapping[str, str]] | None = None,
     predecessor_runs: Mapping[str, str] | None = None,
 ) -> PropertyUpdate:
-    """The properties after a run that consumed up to `record` for these partitions.
+    """Return the property changes of a run that consumed up to `record` for these partitions.
 
-    `remaining` are the partitions for which the table as a whole has something left to consume up to there;
-    None when that is not known. With nothing left, the whole table stands at `record` and no partition needs
-    an entry of its own; `keep_entries` sets those of the run all the same, so that it meets every other run
-    of one
-    of them. And a run that leaves the floor turns it, so that it meets those that moved it meanwhile: they
-    may have taken away the entries that it would have met. Two that turn it say the same.
-    `extents` are what the partitions hold, `predecessor_runs` the runs that had computed the partitions
-    before them, where each is computed from the one before it.
+    `remaining` are the partitions that still have something to consume up to there, or None if that is not
+    known. If nothing remains, the whole table moves to `record`, and no partition needs its own entry.
+
+    `keep_entries` sets the entries of the run's partitions all the same, so that two runs of one partition
+    always conflict. A run that does not move the common position then reverses its `toggle`, so that it
+    conflicts with a run that moves the common position in the meantime and removes entries. Two runs that
+    reverse it set the same value and do not conflict.
+
+    `extents` describes what the partitions contain. `predecessor_runs` has the runs that had computed the
+    partitions before them, if partitions are computed in order.
     """
     entries = {
         partition: replace(

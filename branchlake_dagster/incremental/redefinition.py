@@ -1,7 +1,8 @@
-"""What a consumer has consumed, after its partition definition was changed.
+"""Reads recorded positions after the consumer's partition definition was changed.
 
-A position counts for rows, and it names them by partition. Days that become weeks share keys with them, and a
-day that was ahead of the others is not a week that is. So each position says which definition it speaks of.
+A record counts for rows, but names them by partition keys. If days become weeks, both share keys: a day that
+was ahead of the common position must not count for the week with the same key. So each record names its
+partition definition.
 """
 
 from __future__ import annotations
@@ -22,26 +23,27 @@ from branchlake_dagster.incremental.consumer import Consumer
 from branchlake_dagster.incremental.positions import ConsumptionRecord, Positions
 
 _COLUMN = " of "
-_DEFINED_ANEW = "its partitions were defined anew since it was computed"
+_DEFINED_ANEW = "its partitions were redefined after it was computed"
 
 
 def partition_identity(consumer: Consumer) -> dict[str, str]:
-    """What the consumer's partitions are, by dimension: their kind, and the columns that decide on them.
+    """Describe the consumer's partitions by dimension: their kind, and the columns that decide on them.
 
-    When the first one starts and the last one ends is not in it: they may move. Empty without partitions.
+    The first start and the last end are not included, because they may move. Empty without partitions.
     """
     if not consumer.tracks_partitions or consumer.definition is None:
         return {}
     parts = dimension_definitions(consumer.definition)
     return {
-        name: f"{_partition_kind(parts[name])}{_COLUMN}{own_column} from {_format_input_columns(consumer, name)}"
+        name: f"{_partition_kind(parts[name])}{_COLUMN}{own_column}"
+        f" from {_format_input_columns(consumer, name)}"
         for name, own_column in consumer.spec.columns_by_dimension.items()
         if name in parts
     }
 
 
 def _format_input_columns(consumer: Consumer, dimension: str) -> str:
-    """The column that decides in all inputs, or by input where they differ."""
+    """Return the column that decides in all inputs, or one column per input if they differ."""
     by_input = {key: consumer.column_of_input(key, dimension) for key in consumer.inputs}
     if len({*by_input.values()}) == 1:
         return next(iter(by_input.values()))
@@ -57,7 +59,10 @@ def _partition_kind(definition: PartitionsDefinition[str]) -> str:
 
 
 def partition_extent(definition: PartitionsDefinition[str], key: str) -> dict[str, str]:
-    """What a partition holds, by dimension: a window of time in UTC as `start/end`, or a key."""
+    """Describe what a partition contains, by dimension.
+
+    A time window is `start/end` in UTC; any other dimension has its key.
+    """
     if isinstance(definition, MultiPartitionsDefinition):
         values: Mapping[str, str] = definition.get_partition_key_from_str(key).keys_by_dimension
     else:
@@ -75,12 +80,12 @@ def partition_extent(definition: PartitionsDefinition[str], key: str) -> dict[st
 
 
 def fit_positions(positions: Positions, consumer: Consumer) -> Positions:
-    """What the positions say under the consumer's present partition definition.
+    """Return the positions that still count under the consumer's present partition definition.
 
-    The position of the whole table holds under another definition for the windows and keys that it covers,
-    unless other columns decide on the partitions. Entries of single partitions under another definition count
-    for nothing: they were ahead of the whole table, so partitions that share rows with them are computed anew
-    (`redefined`). Without partitions there is one position for all rows: none of a partitioned table fits.
+    The common position still counts for the windows and keys that it covers, unless other columns now decide
+    on the partitions. Entries of single partitions under another definition do not count. They were ahead of
+    the common position, so partitions that share rows with them are computed anew (`redefined_extents`). A
+    table without partitions has one position for all rows; no position of a partitioned table fits it.
     """
     identity = partition_identity(consumer)
     records = {
@@ -125,7 +130,7 @@ def _identity_columns(identity: Mapping[str, str]) -> dict[str, str]:
 
 
 def shares_rows(earlier_extent: Mapping[str, str], definition: PartitionsDefinition[str], key: str) -> bool:
-    """Whether a partition may have rows in common with one of another definition, by that one's extent."""
+    """Whether a partition may share rows with a partition of another definition that had this extent."""
     own_extent = partition_extent(definition, key)
     return not earlier_extent or all(
         _is_overlapping(earlier_extent.get(name), value) for name, value in own_extent.items()

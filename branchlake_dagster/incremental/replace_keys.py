@@ -1,6 +1,6 @@
-"""Writing what was computed of changed keys: it takes the place of all rows of these keys.
+"""Replaces all rows of changed keys by the rows that were computed of them.
 
-An upsert alone would leave a row behind whose key has lost its last input row.
+An upsert alone would keep a row whose key has lost its last input row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from branchlake_dagster.tables.specification import TableSpec
 from branchlake_dagster.wording import format_count
 
 MAX_KEYS = 2_000
-"""Keys that are replaced without Spark: PyIceberg looks each of them up in a predicate."""
+"""Up to this many keys are replaced by PyIceberg, with a predicate that lists them."""
 _GONE = "__branchlake_gone"
 _COPIES = "__branchlake_copies"
 _NOT_UNIQUE = "branchlake: upsert key not unique"
@@ -53,9 +53,10 @@ def replace_by_pyiceberg(
     properties: Mapping[str, str],
     selection: Selection | None = None,
 ) -> None:
-    """Replace the rows of `keys` (at most MOST_KEYS) in one commit. `frame` has the table's columns.
+    """Replace the rows of `keys`, at most `MAX_KEYS`, in one commit.
 
-    Only rows of the run's partitions (`selection`) are replaced: another one's may have these keys too.
+    `frame` has the table's columns. Only rows of the run's partitions (`selection`) are replaced, because
+    other partitions may have rows with these keys.
 
     Raises UpsertKeyInvalid, and PartitionMismatch for rows of other keys or partitions.
     """
@@ -89,7 +90,7 @@ def _other_keys_error(
 
 
 def match_any_key(keys: pa.Table) -> BooleanExpression:
-    """The rows that have one of the keys."""
+    """Return a condition that matches the rows with one of the keys."""
     names = keys.column_names
     if len(names) == 1:
         values = keys[names[0]]
@@ -108,7 +109,7 @@ def _match_key(row: Mapping[str, object]) -> BooleanExpression:
 
 
 def _build_or_tree(parts: Sequence[BooleanExpression]) -> BooleanExpression:
-    """As a tree of little depth: visitors recurse."""
+    """Combine conditions by OR in a balanced tree, because visitors recurse."""
     if len(parts) < 2:
         return parts[0]
     middle = len(parts) // 2
@@ -123,7 +124,9 @@ def replace_by_spark(
     properties: Mapping[str, str],
     selection: Selection | None = None,
 ) -> None:
-    """Replace the rows of `keys` in one MERGE. `schema` is the table's; `selection` as in `replace_by_pyiceberg`.
+    """Replace the rows of `keys` in one MERGE.
+
+    `schema` is the table's. `selection` is as for `replace_by_pyiceberg`.
 
     Raises UpsertKeyInvalid, and PartitionMismatch for rows of other keys or partitions.
     """
@@ -174,7 +177,10 @@ def replace_by_spark(
 
 
 def _assert_changed_keys(frame: DataFrame, keys: pa.Table) -> DataFrame:
-    """The frame, whose job fails at a row of another key: that would be looked for in the wrong files."""
+    """Return the frame with an assertion: its job fails at a row of a key that has not changed.
+
+    Such a row would be searched for in the wrong files.
+    """
     changed_keys = frame.sparkSession.createDataFrame(keys).withColumn(_GONE, F.lit(True))
     same = spark_keys.same_keys(
         keys, lambda name: frame[quote_spark_name(name)], lambda name: changed_keys[quote_spark_name(name)]
@@ -187,9 +193,9 @@ def _assert_changed_keys(frame: DataFrame, keys: pa.Table) -> DataFrame:
 def _replaced_upsert_keys(
     session: SparkSession, spec: TableSpec, keys: pa.Table, own_rows_sql: str
 ) -> DataFrame:
-    """The upsert keys of the rows that are replaced, of rows there are or that there may be, each once.
+    """Return the upsert keys of rows to replace, each once, existing or not.
 
-    `own_rows_sql` is the SQL condition of the target's rows that may be.
+    `own_rows_sql` is the SQL condition for the target rows that may be replaced.
     """
     changed_keys = session.createDataFrame(keys)
     if set(spec.keys) == set(keys.column_names):
@@ -203,7 +209,10 @@ def _replaced_upsert_keys(
 
 
 def _merge_condition(spec: TableSpec, keys: pa.Table) -> Column:
-    """Target and source have the same upsert key, in files that may have rows of the changed ones."""
+    """Return the condition that target and source have the same upsert key.
+
+    It limits the scan to files that may have rows of the changed keys.
+    """
 
     def target(name: str) -> Column:
         return F.col(f"{spec.spark_name}.{quote_spark_name(name)}")

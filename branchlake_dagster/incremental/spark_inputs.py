@@ -1,4 +1,4 @@
-"""Changes of inputs as Spark frames, and the changed keys in Spark's plans."""
+"""Loads the changes of inputs as Spark frames, and filters Spark frames by changed keys."""
 
 from __future__ import annotations
 
@@ -30,18 +30,23 @@ from branchlake_dagster.spark.session import quote_spark_name, quote_spark_path
 from branchlake_dagster.tables.selection import Selection, to_sql_predicate
 
 MAX_LITERALS = 200
-"""More values of a key are asked for by their lowest and highest."""
+"""If a key column has more values, a filter uses only its lowest and highest value."""
 MAX_FILTER_PARTS = 32
-"""Values, times the other columns, beside which those are asked for: of more the method that Spark makes
-would be longer than 8,000 bytes, which Java compiles no more."""
+"""The largest number of parts in a `row_prefilter`: values of the lead column, times the other columns.
+
+With more parts, the method that Spark generates would exceed 8,000 bytes, and Java would not compile it.
+"""
 MAX_VALUES_PER_PART, MAX_FILTER_VALUES = 5_000, 50_000
-"""The same for the values beside one value, and for all of a filter: each is an expression to be planned."""
+"""The largest number of values in one part of a `row_prefilter`, and in all its parts.
+
+Spark plans each value as an expression.
+"""
 
 
 def same_keys(keys: pa.Table, left: Callable[[str], Column], right: Callable[[str], Column]) -> Column:
-    """Whether two sides have the same of the keys, null equal to null.
+    """Return the condition that both sides have the same key. Null equals null.
 
-    Without a null among them by plain equality: that is the join which Spark has the fast hash tables for.
+    For a column without null, it is a plain equality, because Spark joins by it with fast hash tables.
     """
     parts = [
         left(name).eqNullSafe(right(name)) if keys[name].null_count else left(name) == right(name)
@@ -51,20 +56,20 @@ def same_keys(keys: pa.Table, left: Callable[[str], Column], right: Callable[[st
 
 
 def key_prefilter(keys: pa.Table, column: Callable[[str], Column]) -> Column:
-    """A filter that lets through all rows of the keys, and of others as few as files can tell apart.
+    """Return a filter that matches all rows of the keys, and few others.
 
-    Spark passes no join's keys on to the scan of a file, but what stands in the query it does.
+    It may match other rows, but Spark passes it to the scan of files. Spark does not pass the keys of a join.
     """
     parts = [_value_prefilter(keys[name], column(name)) for name in keys.column_names]
     return reduce(Column.__and__, parts, F.lit(True))
 
 
 def row_prefilter(keys: pa.Table, column: Callable[[str], Column]) -> Column:
-    """A filter of single rows before a shuffle or a look-up among all keys: lets through all rows of them.
+    """Return a filter of single rows, to be applied before a shuffle or a search among all keys.
 
-    It asks for the values of the other columns by each value of the one that has fewest, a day say: of an
-    old day few accounts have changed, of today all. Nothing of it is passed on to files, which would look it
-    up in each of their dictionaries in vain.
+    It matches all rows of the keys. For each value of the column with the fewest values, for example a day,
+    it tests the values of the other columns: few accounts have changed on an old day, all of them today. The
+    filter is not passed to files, which would search all their dictionaries in vain.
     """
     value_counts = {
         name: len(pc.unique(keys[name])) for name in keys.column_names if _is_comparable(keys[name].type)
@@ -86,7 +91,7 @@ def row_prefilter(keys: pa.Table, column: Callable[[str], Column]) -> Column:
 
 
 def _build_or_tree(parts: Sequence[Column]) -> Column:
-    """As a tree of little depth: what is sent to the server may only be nested so far."""
+    """Combine conditions by OR in a balanced tree, because the server limits the depth of expressions."""
     if len(parts) == 1:
         return parts[0]
     middle = len(parts) // 2
@@ -94,7 +99,7 @@ def _build_or_tree(parts: Sequence[Column]) -> Column:
 
 
 def _split_by_value(keys: pa.Table, name: str) -> list[pa.Table]:
-    """The keys in tables that have one value of the column each."""
+    """Split the keys into tables that have one value of the column each."""
     ordered = keys.sort_by(name)
     ends = [*pc.run_end_encode(ordered[name].combine_chunks()).run_ends.to_pylist()]
     return [ordered.slice(start, end - start) for start, end in pairwise([0, *ends])]
@@ -120,13 +125,16 @@ def _is_comparable(kind: pa.DataType) -> bool:
 
 
 MAX_SENT_ROWS = 20_000
-"""A change of so many rows is sent to Spark with the query, which needs no table for it."""
+"""A change with at most this many rows is sent to Spark with the query, without a change table."""
 
 
 def load_frame(
     consumption: Consumption, upstream: UpstreamTable, session: SparkSession, lake: LakehouseResource
 ) -> DataFrame:
-    """The rows of an input that the asset is to get, lazily. Raises as `arrow_inputs.load` does."""
+    """Load the rows of an input for the asset as a lazy frame.
+
+    Raises the same errors as `arrow_inputs.load_rows`.
+    """
     identifier = consumption.consumer.inputs[upstream.key]
     frame = _read_table(session, identifier)
     if upstream.pattern == "range":
@@ -146,7 +154,7 @@ def load_frame(
         )
         return filter_by_keys(input_rows, read_input_keys(consumption, upstream))
     rows = sum(change.rows_changed for _, change in consumption.changes(upstream.key))
-    # Which commit a row of a change table came with, nothing in the table says.
+    # A change table does not record which commit added a row, so commits=True needs rows from Arrow.
     if rows <= MAX_SENT_ROWS or consumption.consumer.declaration.commits:
         return from_arrow(session, arrow_inputs.load_rows(consumption, upstream))
     tables = ChangeTables(lake)
@@ -162,9 +170,9 @@ def _add_change_columns(frame: DataFrame, declaration: Declaration) -> DataFrame
 
 
 def filter_by_keys(frame: DataFrame, keys: pa.Table) -> DataFrame:
-    """The rows whose key is among `keys`, null equal to null."""
+    """Return the rows whose key is among `keys`. Null equals null."""
     if not keys.num_rows:
-        return frame.limit(0)  # Spark makes no scan of it
+        return frame.limit(0)  # Spark does not scan the table then
     key_frame = from_arrow(frame.sparkSession, keys)
     candidates = frame.filter(
         key_prefilter(keys, lambda name: frame[quote_spark_name(name)])
@@ -177,8 +185,8 @@ def filter_by_keys(frame: DataFrame, keys: pa.Table) -> DataFrame:
 
 
 def from_arrow(session: SparkSession, rows: pa.Table) -> DataFrame:
-    """Rows of our own as a frame."""
-    # Without a schema Spark cannot take an empty table, and gives a time stamp without zone the session's.
+    """Convert rows to a Spark frame. Works without rows, too."""
+    # Without a schema, Spark rejects an empty table and puts time stamps without zone into the session's.
     frame: DataFrame = session.createDataFrame(
         rows, from_arrow_schema(rows.schema, prefer_timestamp_ntz=True)
     )

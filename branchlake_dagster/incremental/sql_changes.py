@@ -1,4 +1,4 @@
-"""Changes for assets that write by SQL: as tables on the run's branch, and as ranges."""
+"""Changes for assets that write by SQL: as tables on the run's branch, and as ranges of values."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from branchlake_dagster.tables.errors import TableMissing
 
 
 class Changes:
-    """What a running asset consumes, as `read_changes` gives it.
+    """The changes that a running asset consumes, returned by `read_changes`.
 
     Attributes:
-        whole (bool): Whether it gets everything, so that its result must replace all there was: the first
-            run, a rebuild.
+        whole (bool): Whether the asset gets everything, so that its result must replace all earlier rows: the
+            first run, or a rebuild.
         empty (bool): Whether there is nothing to consume.
-        partitions (Tuple[str, ...]): The run's partitions, of a partitioned asset.
+        partitions (Tuple[str, ...]): The partitions of the run; empty for an asset without partitions.
 
     Examples:
         .. code-block:: python
 
-            with consume(context, lakehouse) as changes:
+            with read_changes(context, lakehouse) as changes:
                 days = changes.ranges("day")
                 if days.span is not None:
                     context.log.info("from %s to %s", days.span.low, days.span.high)
@@ -51,11 +51,11 @@ class Changes:
         self.partitions = consumption.partitions
 
     def added(self, asset: CoercibleToAssetKey) -> str:
-        """The Spark name of a table of an input's rows that came; with `whole`, of all its rows.
+        """Return the Spark name of a table with an input's added rows; with `whole`, with all its rows.
 
-        Of a partitioned asset: of those that belong to the run's partitions, as far as the input has their
-        columns. It refers to the changed files and is gone when the asset ends. Also PyIceberg and DuckDB
-        read it.
+        For a partitioned asset, the table has only rows of the run's partitions, if the input has their
+        columns. It refers to the changed files and is dropped when the asset ends. PyIceberg and DuckDB can
+        read it too.
         """
         upstream = self._require_input(asset)
         if self.whole and not self.partitions:
@@ -63,25 +63,27 @@ class Changes:
         return self._change_table_name(upstream, removed=False)
 
     def removed(self, asset: CoercibleToAssetKey) -> str:
-        """The Spark name of a table of an input's rows that went; rewritten files carry some along.
+        """Return the Spark name of a table with an input's removed rows.
 
-        What is in both tables has not changed. Raises ConfigurationError with `whole`.
+        Unchanged rows of rewritten files are in both tables: a row in both has not changed. Raises
+        ConfigurationError with `whole`.
         """
         upstream = self._require_input(asset)
         if self.whole:
             raise ConfigurationError(
-                "Everything is computed anew, so no row has gone.", hint="Ask changes.whole first."
+                "Everything is computed anew, so there are no removed rows.",
+                hint="Call removed() only if changes.whole is False.",
             )
         return self._change_table_name(upstream, removed=True)
 
     def ranges(self, column: str) -> Ranges:
-        """The values of a column in all changed rows, of all inputs, from bounds alone."""
+        """Return the values of a column in the changed rows of all inputs. Reads only bounds of files."""
         return self._consumption.ranges(column)
 
     def commits(self, asset: CoercibleToAssetKey) -> list[MainCommit]:
-        """The commits on `main` that published an input's change, oldest first; none with `whole`.
+        """Return the commits on `main` that published an input's change, oldest first; none with `whole`.
 
-        Rows that this run itself has published nowhere yet are of none.
+        Rows that this run has written itself are not published yet, so they have no commit.
         """
         upstream = self._require_input(asset)
         return [] if self.whole else self._consumption.commits(upstream.key)
@@ -91,9 +93,9 @@ class Changes:
         if key not in self._consumption.inputs:
             names = ", ".join(asset_key.to_user_string() for asset_key in self._consumption.inputs)
             raise ConfigurationError(
-                f"{key.to_user_string()} is not among the inputs that {self._consumption.consumer.asset}"
-                f" consumes: {names}.",
-                hint="Name it in consumes({…}).",
+                f"Asset {self._consumption.consumer.asset} does not consume {key.to_user_string()}, only"
+                f" {names}.",
+                hint="Add the input to consumes({…}) in the asset's metadata.",
             )
         return self._consumption.inputs[key]
 
@@ -111,27 +113,28 @@ class Changes:
             self._pairs[upstream.key] = new_pair
         pair = self._pairs[upstream.key]
         name = pair.removed if removed else pair.added
-        return f"nessie.{quote_spark_path(name or self._tables.create_empty(upstream, consumer.inputs[upstream.key]))}"
+        identifier = name or self._tables.create_empty(upstream, consumer.inputs[upstream.key])
+        return f"nessie.{quote_spark_path(identifier)}"
 
 
 @contextmanager
 def read_changes(context: AssetExecutionContext, lakehouse: LakehouseResource) -> Iterator[Changes]:
-    """The changes that a running asset consumes, for one that writes its table by SQL.
+    """Read the changes that a running asset consumes, for an asset that writes its table by SQL.
 
-    When the block ends without an error, the asset's table is told what was consumed, and the change tables
-    are gone. Assets that return frames need none of this: their inputs are the changes.
+    When the block ends without an error, the asset's table records what was consumed, and the change tables
+    are dropped. Assets that return frames do not need this: their inputs are the changes.
 
     Args:
-        context (AssetExecutionContext): Of an asset with `consumes(…)` in its metadata.
+        context (AssetExecutionContext): The context of an asset with `consumes(…)` in its metadata.
         lakehouse (LakehouseResource): The lake.
 
     Yields:
-        Changes: Tables of rows that came and went, and ranges.
+        Changes: Tables of added and removed rows, and ranges of values.
 
     Raises:
-        ConfigurationError: The asset does not say what it consumes, or its partitions stand at different
-            positions, so that no single table is their change.
-        ChangeLost: An input's change cannot be told.
+        ConfigurationError: The asset does not declare what it consumes, or its partitions are at different
+            positions, so no single table can hold their changes.
+        ChangeLost: The change of an input is no longer known.
         TableMissing: The asset has no table at the end.
 
     Examples:
@@ -139,7 +142,7 @@ def read_changes(context: AssetExecutionContext, lakehouse: LakehouseResource) -
 
             import dagster as dg
 
-            from branchlake_dagster import BranchSparkResource, LakehouseResource, consume, consumes
+            from branchlake_dagster import BranchSparkResource, LakehouseResource, consumes, read_changes
 
             @dg.asset(
                 deps=["orders"],
@@ -149,7 +152,7 @@ def read_changes(context: AssetExecutionContext, lakehouse: LakehouseResource) -
                 context: dg.AssetExecutionContext, lakehouse: LakehouseResource, spark: BranchSparkResource
             ) -> None:
                 sql = spark.spark_session.sql
-                with consume(context, lakehouse) as changes:
+                with read_changes(context, lakehouse) as changes:
                     if changes.whole:
                         sql("CREATE TABLE IF NOT EXISTS nessie.lake.lines (price INT)")
                         sql("DELETE FROM nessie.lake.lines")
@@ -158,14 +161,15 @@ def read_changes(context: AssetExecutionContext, lakehouse: LakehouseResource) -
     consumption = consumption_of(_step_context(context), lakehouse)
     if consumption is None:
         raise ConfigurationError(
-            f"{context.asset_key.to_user_string()} does not say what it consumes.",
-            hint="Add consumes({…}) to its metadata.",
+            f"Asset {context.asset_key.to_user_string()} does not declare what it consumes.",
+            hint="Add consumes({…}) to the asset's metadata.",
         )
     if len(consumption.groups) > 1:
         raise ConfigurationError(
-            "The run's partitions have consumed different changes, so what they have left is no one table.",
+            "The partitions of this run are at different positions, so no single change table can hold their"
+            " changes.",
             partitions=consumption.partitions,
-            hint="Launch them as runs of their own, or load the input as a frame.",
+            hint="Launch one run for each partition, or load the input as a frame.",
         )
     tables = ChangeTables(lakehouse)
     consumption.cleanup_callbacks.append(tables.drop)
@@ -175,10 +179,10 @@ def read_changes(context: AssetExecutionContext, lakehouse: LakehouseResource) -
         table = lakehouse.own_catalog().load_table(spec.identifier)
     except NoSuchTableError as error:
         raise TableMissing(
-            "The asset has no table, so nothing can be told to have been consumed for it.",
+            "The asset has no table on the run's branch, so its consumption cannot be recorded.",
             table=spec.name,
             branch=lakehouse.open_branch(),
-            hint="Create it in the asset.",
+            hint="Create the table in the asset.",
         ) from error
     outputs.record_consumption(consumption, table)
     consumption.clean_up()

@@ -1,4 +1,4 @@
-"""The consumption of a step of a run, one for all who ask: its inputs, its output, the asset itself."""
+"""The consumption of a step: one object that the step's inputs, its output and the asset share."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _live: OrderedDict[tuple[int, str, str, int], Consumption] = OrderedDict()
 
 
 def consumption_of(step: Any, lake: LakehouseResource) -> Consumption | None:
-    """What the asset of a step consumes; None: no changes. `step` is Dagster's context of the step.
+    """Return what the asset of a step consumes; None if it consumes no changes.
 
-    Raises ConfigurationError.
+    `step` is Dagster's context of the step. Raises ConfigurationError.
     """
     assets = step.assets_def
     if assets is None:
@@ -48,8 +48,8 @@ def consumption_of(step: Any, lake: LakehouseResource) -> Consumption | None:
         return None
     if len(declarations) > 1 or len(assets.keys) > 1:
         raise ConfigurationError(
-            f"{step.step.key} makes several assets, and one of them consumes changes.",
-            hint="Let an asset that consumes changes be the only one of its function.",
+            f"Step {step.step.key} materializes several assets, and one of them consumes changes.",
+            hint="Define an asset that consumes changes in a function of its own.",
         )
     cache_key = os.getpid(), step.run_id, step.step.key, step.previous_attempt_count
     with _lock:
@@ -76,7 +76,7 @@ def consumption_of(step: Any, lake: LakehouseResource) -> Consumption | None:
 
 
 def _run_partitions(step: Any, definition: PartitionsDefinition[str]) -> Sequence[str]:
-    """The partitions of the run, of which one process may have a range."""
+    """Return the partitions of the run. One process may have a range of them."""
     with partition_loading_context(dynamic_partitions_store=step.instance):
         return definition.get_partition_keys_in_range(step.partition_key_range)
 
@@ -92,9 +92,10 @@ def build_consumer(
     default_namespace: str,
     mapping_of: Callable[[AssetKey], PartitionMapping | None] = lambda _: None,
 ) -> Consumer:
-    """An asset with what it declares. Raises ConfigurationError when that does not fit its table.
+    """Combine an asset and its declaration to a consumer.
 
-    `mapping_of` is the partition mapping of an input.
+    `mapping_of` returns the partition mapping of an input. Raises ConfigurationError if the declaration does
+    not fit the asset's table.
     """
     asset = spec.key.to_user_string()
     table = parse_table_spec(
@@ -111,14 +112,14 @@ def build_consumer(
         raise ConfigurationError(
             f"consumes() of {asset}: {problem}",
             table=table.name,
-            hint="Partition it by time, and name that dimension's column in partition_by; or leave its"
-            " partitions out.",
+            hint="Partition the asset by time, and name the column of that dimension in partition_by. Or"
+            " remove its partitions.",
         )
     return consumer
 
 
 def _find_order_problem(consumer: Consumer) -> str | None:
-    """What is wrong with partitions that would each be computed from the one before it."""
+    """Return what is wrong with partitions that must be computed in order, or None."""
     if not consumer.declaration.from_start or consumer.definition is None:
         return None
     time_dimensions = [
@@ -129,46 +130,46 @@ def _find_order_problem(consumer: Consumer) -> str | None:
     if len(time_dimensions) == 1:
         return None
     return (
-        "with from_start=True each partition is computed from the one before it, so exactly one dimension of"
-        f" its partitions must be windows of time with a column, and {len(time_dimensions)} are."
+        "with from_start=True each partition is computed from the one before it, so exactly one partition"
+        f" dimension must have time windows and a column. This asset has {len(time_dimensions)}."
     )
 
 
 def _find_reach_problem(consumer: Consumer) -> str | None:
-    """What is wrong with results that depend on rows beside their own."""
+    """Return what is wrong with results that depend on rows outside their own window, or None."""
     if all(reach.is_own_window for reach in consumer.reaches.values()):
         return None
     if "rows" in consumer.declaration.patterns:
         return (
-            "with the pattern `rows` each result comes from one row, so widen=… and a partition mapping with"
-            " offsets have no meaning; use `range` or `keys`."
+            "the pattern `rows` does not work with widen=… or a partition mapping with offsets, because each"
+            " result comes from one row. Use `range` or `keys`."
         )
     has_time_windows = consumer.definition is not None and any(
         isinstance(dimension_definitions(consumer.definition).get(name), TimeWindowPartitionsDefinition)
         for name in consumer.spec.columns_by_dimension
     )
     if not has_time_windows and (consumer.tracks_partitions or "range" not in consumer.declaration.patterns):
-        return "widen=… is about time, and neither its partitions nor its ranges are."
+        return "widen=… needs partitions or ranges by time, and the asset has neither."
     return None
 
 
 def _find_mode_problem(declaration: Declaration, table: TableSpec, *, partitioned: bool) -> str | None:
     mode = table.write_mode
     if "rows" in declaration.patterns and mode == "replace_partitions":
-        return f"changed rows are appended, merged or make a new table, and its write mode is {mode}."
+        return f"the pattern `rows` does not work with the write mode {mode}. Append, upsert or replace."
     if declaration.when_removed == "apply" and mode != "upsert":
-        return f"when_removed='apply' needs the keys of an upsert, and its write mode is {mode}."
+        return f"when_removed='apply' needs the write mode upsert, but the asset has {mode}."
     if "keys" in declaration.patterns:
         if mode != "upsert":
-            return f"what is computed of changed keys is an upsert, and its write mode is {mode}."
+            return f"the pattern `keys` needs the write mode upsert, but the asset has {mode}."
         if not set(declaration.keys) <= set(table.keys):
-            return "its keys are not all among the keys of the upsert, so old rows could not be found."
+            return "some of its keys are not keys of the upsert, so old rows could not be found."
     if "range" in declaration.patterns:
         if mode in ("append", "upsert"):
-            return f"what is computed of changed ranges replaces them, and its write mode is {mode}."
+            return f"the pattern `range` replaces rows, so it does not work with the write mode {mode}."
         if not partitioned and not declaration.range_column:
             return (
-                "the pattern `range` of an asset without partitions needs on=…, or into=… where its inputs"
-                " name different columns."
+                "the pattern `range` of an asset without partitions needs on=…, or into=… if its inputs name"
+                " different columns."
             )
     return None

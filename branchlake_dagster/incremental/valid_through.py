@@ -1,7 +1,7 @@
-"""The valid-through time of a table that is computed from changes. Pure functions over recorded times.
+"""Computes the valid-through time of a table that is computed from changes, from recorded times.
 
-All rows are in the table that come from records older than that time and that belong to partitions before
-it. Times are in ms since 1970.
+The table has all rows that come from records older than that time and that belong to partitions before it.
+All times are in ms since 1970.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def to_epoch_ms(time: datetime) -> int:
-    """A time in ms since 1970, never later than it is."""
+    """Convert a time to ms since 1970, rounded down."""
     return (time - _EPOCH) // timedelta(milliseconds=1)
 
 
 @dataclass(frozen=True)
 class InputTime:
-    """Up to which time an input has all records, and what they come from.
+    """The time up to which an input is complete, and the sources of its records.
 
-    `sources` are the ingested tables and, for each consumer between, which partitions it has
-    (`with_partitions`).
+    `sources` are the ingested tables and, for each consumer in between, its partitions (see
+    `with_partitions`).
     """
 
     ms: int
     sources: frozenset[str]
 
     def with_partitions(self, name: str, coverage: Mapping[str, Any]) -> InputTime:
-        """The same for a consumer's table with the partitions of a `coverage`, when the last one ends aside.
+        """Return the time with the partitions of a consumer's table added to its sources.
 
-        With another first window or other keys it gets rows that are older than times recorded before.
+        The end of the last window does not count. A consumer with another first window or other keys gets
+        rows that are older than times recorded before, so its times must not be compared with these.
         """
         if not coverage:
             return self
@@ -55,10 +56,10 @@ class InputTime:
 
 @dataclass(frozen=True)
 class ValidThrough:
-    """What a run of a consumer records: the time of its inputs, and that of the table after the run.
+    """What a run of a consumer records: the time of its inputs, and the time of the table after the run.
 
-    `table_ms` is None if the run left a partition without any known time. `sources` are those of the inputs:
-    with others, neither time holds.
+    `table_ms` is None if the run left a partition whose time is not known. `sources` are those of the inputs;
+    with other sources, neither time is valid.
     """
 
     inputs_ms: int
@@ -66,22 +67,22 @@ class ValidThrough:
     sources: frozenset[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the times as a value for JSON."""
         table = {} if self.table_ms is None else {"table_ms": self.table_ms}
         return {"inputs_ms": self.inputs_ms, **table, "sources": sorted(self.sources)}
 
     @classmethod
     def from_dict(cls, recorded: Mapping[str, Any]) -> ValidThrough:
-        """Back again; KeyError or TypeError for something else."""
+        """Read what `as_dict` returned. Raises KeyError or TypeError for any other value."""
         return cls(recorded["inputs_ms"], recorded.get("table_ms"), frozenset(recorded["sources"]))
 
 
 @dataclass(frozen=True)
 class UnconsumedPart:
-    """A partition with something left to consume, or a table without partitions.
+    """A partition with something left to consume, or such a table without partitions.
 
-    `start_ms` is the start of its time window, None if it has none. `consumed_ms` is the time of the inputs
-    when they were last consumed for it, None if that is not known.
+    `start_ms` is the start of its time window, or None if it has none. `consumed_ms` is the time of the
+    inputs when they were last consumed for it, or None if it is not known.
     """
 
     start_ms: int | None
@@ -89,12 +90,12 @@ class UnconsumedPart:
 
     @property
     def valid_through_ms(self) -> int | None:
-        """The time before which the part lacks no row: none is before its window."""
+        """The time before which the part lacks no row. Its rows are not older than its window."""
         return max((at for at in (self.start_ms, self.consumed_ms) if at is not None), default=None)
 
 
 def earliest_time(inputs: Iterable[InputTime | None]) -> InputTime | None:
-    """The time of several inputs, which is the earliest one; None if one has none."""
+    """Return the earliest time of several inputs, or None if one of them has no time."""
     times: list[InputTime] = []
     for time in inputs:
         if time is None:
@@ -102,14 +103,16 @@ def earliest_time(inputs: Iterable[InputTime | None]) -> InputTime | None:
         times.append(time)
     if not times:
         return None
-    return InputTime(min(one.ms for one in times), frozenset[str]().union(*(one.sources for one in times)))
+    return InputTime(
+        min(part.ms for part in times), frozenset[str]().union(*(part.sources for part in times))
+    )
 
 
 def table_time_ms(inputs_ms: int, unconsumed: Iterable[UnconsumedPart], end_ms: int | None) -> int | None:
-    """The valid-through time of a consumer's table; None if an unconsumed part has none.
+    """Return the valid-through time of a consumer's table, or None if an unconsumed part has no time.
 
-    `inputs_ms` is the time of its inputs. `end_ms` is the end of its last time window, None for a table
-    without time windows: rows after that belong to partitions that do not exist yet.
+    `inputs_ms` is the time of its inputs. `end_ms` is the end of its last time window, or None for a table
+    without time windows: later rows belong to partitions that do not exist yet.
     """
     times = [inputs_ms] if end_ms is None else [inputs_ms, end_ms]
     for part in unconsumed:
@@ -121,11 +124,11 @@ def table_time_ms(inputs_ms: int, unconsumed: Iterable[UnconsumedPart], end_ms: 
 
 
 def ingested_time(metadata: TableMetadata, name: str) -> InputTime | None:
-    """The time that the ingestions of a table have recorded in it, from its properties alone.
+    """Return the time that the ingestions of a table have recorded in its properties.
 
-    None if no ingestion fills the table, if one has recorded no time or fills the table again, or if the
-    table was rolled back. The batches since the last one with rows for the table are not in it, so the table
-    may be further.
+    None if no ingestion fills the table, if an ingestion has recorded no time or is filling the table again,
+    or if the table was rolled back. Batches without rows for the table are not recorded in it, so the table
+    may be complete up to a later time.
     """
     times: list[int] = []
     for key, value in metadata.properties.items():
