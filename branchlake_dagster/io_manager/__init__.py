@@ -1,1 +1,1 @@
-"""`NessieBranchIOManager`: one materialization, written to the run's branch, and its record in Dagster."""
+"""`NessieBranchIOManager`: writes a materialization to the run's branch and reports it to Dagster."""

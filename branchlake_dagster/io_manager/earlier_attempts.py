@@ -1,7 +1,7 @@
-"""A step that is attempted again must not add its rows twice: what earlier attempts wrote is taken out.
+"""Removes rows of earlier attempts of a step, so that a repeated step does not add its rows twice.
 
-An earlier attempt may have written although it failed: the step broke after the write, the reply of the
-commit was lost, or the process died. Its snapshot is found by what it says about itself.
+An earlier attempt may have written although it failed: the step failed after the write, the answer to the
+commit was lost, or the process died. Its snapshot is found by the properties in the snapshot's summary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import TableSpec
 
 ADDING = ("append", "upsert")
-"""Write modes whose rows stay when the step writes again; the others replace them anyway."""
+"""Write modes that keep a step's earlier rows when the step writes again. Other modes replace these rows."""
 
 
 _SAME_STEP = (
@@ -32,12 +32,14 @@ _MAIN = "main"
 
 
 def undo_earlier_attempts(table: Table, spec: TableSpec, properties: Mapping[str, str]) -> Table:
-    """The table without what earlier attempts of the step that writes with `properties` added to it.
+    """Return the table without the rows that earlier attempts of a step added to it.
 
-    They are the snapshots of the same root run, base hash, step, asset and partitions; the base hash tells
-    them from those of an earlier run, which may be published. Usually they are the newest ones, and the
-    table is set back to the snapshot before them. When others wrote to the table in between, their files are
-    removed by a snapshot of its own. Raises RetryNeedsFullRun when the rows can no longer be told apart.
+    `properties` are the snapshot properties of the step's write. A snapshot of an earlier attempt has the
+    same root run, base hash, step, asset and partitions. The base hash distinguishes it from the snapshots of
+    an earlier run, which may be published. Usually these snapshots are the newest ones, and the table is
+    rolled back to the snapshot before them. If others wrote to the table in between, a new snapshot removes
+    the files of the earlier attempts. Raises RetryNeedsFullRun if the rows of the attempts can no longer be
+    separated from other rows.
     """
     if spec.write_mode not in ADDING or LakeProperty.STEP not in properties:
         return table
@@ -51,9 +53,9 @@ def undo_earlier_attempts(table: Table, spec: TableSpec, properties: Mapping[str
 
 
 def remove_late_commits(table: Table, spec: TableSpec, properties: Mapping[str, str]) -> Table:
-    """The table after the write, with this attempt's rows only.
+    """Return the table with the rows of this attempt only, after the write.
 
-    A commit of the earlier attempt may have been on its way while we looked, and arrived after it.
+    A commit of an earlier attempt may arrive after `undo_earlier_attempts` has read the table.
     """
     if spec.write_mode != "append" or LakeProperty.STEP not in properties:
         return table
@@ -65,7 +67,7 @@ def remove_late_commits(table: Table, spec: TableSpec, properties: Mapping[str, 
 
 
 def _iter_ancestors(table: Table) -> Iterator[Snapshot]:
-    """The snapshots that led to the current one, newest first."""
+    """Yield the snapshots that led to the current one, newest first."""
     by_id = {snapshot.snapshot_id: snapshot for snapshot in table.snapshots()}
     snapshot = table.current_snapshot()
     while snapshot is not None:
@@ -83,7 +85,7 @@ def _has_same_properties(snapshot: Snapshot, properties: Mapping[str, str], name
 
 
 def _active_attempts(ancestors: Sequence[Snapshot], properties: Mapping[str, str]) -> list[Snapshot]:
-    """Those of the same step whose rows nobody has taken out yet."""
+    """Return the snapshots of the same step whose rows were not removed yet."""
     undone = {
         snapshot_id
         for snapshot in ancestors
@@ -110,7 +112,10 @@ def _roll_back(table: Table, snapshot_id: int | None) -> Table:
 def _remove_added_files(
     table: Table, spec: TableSpec, earlier: list[Snapshot], properties: Mapping[str, str]
 ) -> Table:
-    """Remove the files that `earlier` added; each of them must still be there as it was written."""
+    """Remove the files that the snapshots `earlier` added.
+
+    Raises RetryNeedsFullRun if one of the files is no longer in the table.
+    """
     if spec.write_mode != "append":
         raise _mixed_rows_error(spec)
     added = {file.file_path: file for snapshot in earlier for file in _iter_added_files(table, snapshot)}
@@ -121,7 +126,7 @@ def _remove_added_files(
         for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True)
     }
     if not added.keys() <= live:
-        raise _mixed_rows_error(spec)  # rewritten, perhaps together with rows of others
+        raise _mixed_rows_error(spec)  # a file was rewritten, perhaps together with other rows
     snapshot_properties = {
         **properties,
         LakeProperty.UNDOES: ",".join(str(snapshot.snapshot_id) for snapshot in earlier),
@@ -144,7 +149,7 @@ def _iter_added_files(table: Table, snapshot: Snapshot) -> Iterator[DataFile]:
 
 def _mixed_rows_error(spec: TableSpec) -> RetryNeedsFullRun:
     return RetryNeedsFullRun(
-        "An earlier attempt of this step wrote to the table, and others changed its rows since.",
+        "An earlier attempt of this step wrote to the table, and other writes have changed its rows since.",
         table=spec.name,
-        hint="Re-execute all steps; the new run will start from today's main.",
+        hint="Re-execute all steps. The new run starts from the present main.",
     )

@@ -1,4 +1,4 @@
-"""`NessieBranchIOManager`: assets are written to and read from the run's own branch."""
+"""`NessieBranchIOManager`: writes assets to the run's own branch and reads them from it."""
 
 from __future__ import annotations
 
@@ -49,28 +49,28 @@ from branchlake_dagster.tables.specification import TableSpec, parse_table_spec
 class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
     """Stores assets as Iceberg tables on the branch of the run.
 
-    Writes and loads Spark frames (Connect and classic), pandas, PyArrow and Polars, chosen by the value's
-    type on the way in and by the annotation on the way out (none: a Spark frame). Anything but Spark
-    frames goes through PyIceberg and needs no JVM, apart from upserts that only Spark can do (their
-    materialization reports the reason). How a table is written stands in the asset's metadata: see
-    `table_metadata`. Outside a run it reads `main`. The asset with the key
-    `["shop", "prices"]` is the table `shop.prices`; one without a prefix is in the default namespace.
+    Writes and loads Spark frames (Connect and classic), pandas, PyArrow and Polars. The type of the returned
+    value decides how it is written, and the annotation of an input decides what is loaded (without
+    annotation: a Spark frame). PyIceberg reads and writes all frames but Spark's, without a JVM. Only some
+    upserts need Spark; their materialization reports the reason. `table_metadata` on the asset decides how
+    its table is written. Outside a run, the IO manager reads `main`. The asset with the key
+    `["shop", "prices"]` is the table `shop.prices`; an asset without key prefix is in the default namespace.
 
     Args:
         lakehouse (LakehouseResource): The lake.
-        spark (BranchSparkResource): Spark frames, and upserts that PyIceberg cannot do, are written in its
-            session, which is opened for nothing else.
+        spark (BranchSparkResource): The Spark session for Spark frames, and for upserts that PyIceberg
+            cannot do. It is opened only if it is needed.
 
     Raises:
-        UnsupportedType: The asset returned, or an input is annotated with, something else than such a frame.
-        SchemaMismatch: The frame does not fit the table, and not only by new nullable columns.
+        UnsupportedType: The returned value, or the annotation of an input, is not such a frame.
+        SchemaMismatch: The frame does not fit the table. Only new nullable columns are allowed.
         ColumnsFrozen: The frame would change columns that `table_metadata(columns="freeze")` keeps.
         PartitionMismatch: The frame has rows outside the run's partitions.
-        ConfigurationError: The asset's metadata contradicts itself, or the table is not written as Parquet.
+        ConfigurationError: The asset's metadata is contradictory, or its table is not stored as Parquet.
         UpsertKeyInvalid: A key of an upsert is null, is missing or occurs twice.
-        TableMissing: An input has no table there.
-        ForeignSession: A Spark frame belongs to a session that is not the run's.
-        RunBranchGone: The run was fenced: its branch was deleted under it.
+        TableMissing: An input has no table on the branch.
+        ForeignSession: A Spark frame belongs to another session than the run's.
+        RunBranchGone: The run was fenced: its branch was deleted during the run.
 
     Examples:
         .. code-block:: python
@@ -101,9 +101,9 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
     spark: BranchSparkResource
 
     def handle_output(self, context: OutputContext, obj: Any) -> None:
-        """Write one materialisation of an asset. `None` writes nothing (the asset used SQL itself).
+        """Write one materialization of an asset. `None` writes nothing: the asset wrote its table by SQL.
 
-        What goes from op to op is no table, see `op_values`.
+        Values that ops exchange are not tables; `store_op_value` writes them to files.
         """
         if not context.has_asset_key:
             op_values.store_op_value(context, obj)
@@ -140,12 +140,11 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
                 context.add_output_metadata(metadata)
 
     def load_input(self, context: InputContext) -> Any:
-        """Load an upstream asset, restricted to the partitions its partition mapping chose.
+        """Load an upstream asset, limited to the partitions that its partition mapping selects.
 
-        And to the columns of `AssetIn(metadata={"columns": […]})`.
-
-        Or what an op before this one returned. An asset that reads its own earlier partitions gets an empty
-        frame without columns before its table exists.
+        `AssetIn(metadata={"columns": […]})` limits the columns. For an input without asset, load what the op
+        before this one returned. An asset that reads its own earlier partitions gets an empty frame without
+        columns if its table does not exist yet.
         """
         if not context.has_asset_key:
             return op_values.load_op_value(context)
@@ -159,9 +158,9 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
         )
         if not is_spark and not arrow_frames.can_load_type(annotation):
             raise UnsupportedType(
-                f"Input {context.name!r} is annotated {annotation!r}.",
+                f"Input {context.name!r} has the annotation {annotation!r}, which cannot be loaded.",
                 table=spec.name,
-                hint="Annotate a pyspark, pandas, polars (or polars.LazyFrame) frame or a pyarrow.Table.",
+                hint="Annotate a PySpark, pandas or Polars frame, a polars.LazyFrame or a pyarrow.Table.",
             )
         with self._fenced():
             ref = self.lakehouse.open_branch()
@@ -171,10 +170,10 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
                 if _reads_own_table(context) and not wants_stored_rows(context.dagster_type):
                     return self._empty_frame(annotation, is_spark=is_spark)
                 raise TableMissing(
-                    f"Asset {context.asset_key.to_user_string()} has no table there.",
+                    f"Asset {context.asset_key.to_user_string()} has no table on branch {ref}.",
                     table=spec.name,
                     branch=ref,
-                    hint="Materialise it and let it be published first, or select it in the same run.",
+                    hint="Materialize and publish it first, or include it in this run's selection.",
                 ) from error
             provenance.report_read(context, spec, ref)
             existing = [field.name for field in table.schema().fields]
@@ -193,7 +192,7 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
                 if columns is not None:
                     rows = rows.select(delivered_columns(columns, existing, rows.column_names))
                 return arrow_frames.from_arrow(rows, annotation)
-            # Of its own table an asset reads what was before its run's partitions, not what it replaces.
+            # From its own table, an asset reads earlier partitions, not those that this run replaces.
             in_order = (
                 consumption is not None
                 and consumption.consumer.computes_in_order
@@ -258,22 +257,22 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             return None
         keys = [key for key in context.asset_partition_keys if key not in excluded_keys]
         if len(keys) == len(definition.get_partition_keys(dynamic_partitions_store=context.instance)):
-            return None  # all of them: the whole table, without a predicate as long as the list
+            return None  # all partitions: read the whole table, without a long predicate
         return select_partitions(
             keys, definition, spec.columns_by_dimension, schema=schema, table_name=spec.name
         )
 
     @contextlib.contextmanager
     def _fenced(self) -> Iterator[None]:
-        """Turn any failure on a branch that is gone into RunBranchGone, whatever the engine called it.
+        """Turn any failure on a deleted branch into RunBranchGone, whatever error the engine raised.
 
-        A refusal by Nessie is NessieUnauthorized, from whichever engine.
+        A refusal by Nessie becomes NessieUnauthorized, from any engine.
         """
         try:
             with translate_refusals():
                 yield
         except NessieUnauthorized:
-            raise  # the branch would not be shown to us either
+            raise  # reading the branch would be refused too
         except Exception:
             if self.lakehouse.run_branch is not None:
                 self.lakehouse.run_branch.load_head()
@@ -283,14 +282,14 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
 def _row_partitions(
     context: InputContext, spec: TableSpec, definition: PartitionsDefinition[str] | None
 ) -> RowPartitions | None:
-    """How the rows of several partitions belong to them; None for one partition, or without columns."""
+    """Return how rows belong to several partitions; None for one partition, or without partition columns."""
     if definition is None or not spec.columns_by_dimension or len(context.asset_partition_keys) < 2:
         return None
     return RowPartitions(definition, spec.columns_by_dimension)
 
 
 def _is_in_step(context: InputContext) -> bool:
-    """Whether a step of a run asks, rather than somebody who loads an asset's value."""
+    """Whether a step of a run loads the input, and not a user who loads an asset's value."""
     return getattr(context, "_step_context", None) is not None
 
 
@@ -299,6 +298,6 @@ def _select_columns(frame: DataFrame, columns: Sequence[str], existing: Sequence
 
 
 def _reads_own_table(context: InputContext) -> bool:
-    """Whether an asset reads its own table, as one does that depends on its earlier partitions."""
+    """Whether an asset reads its own table, because it depends on its earlier partitions."""
     assets = context.step_context.assets_def if _is_in_step(context) else None
     return assets is not None and context.asset_key in assets.keys

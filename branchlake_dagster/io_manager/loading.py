@@ -1,9 +1,8 @@
-"""What the IO manager reads: an input's columns, stored rows, previews, and values that ops exchange.
+"""Loads what steps read: an input's columns, stored rows, previews, and values that ops exchange.
 
-Values that go from op to op: inside a graph-backed asset, and in op jobs beside the assets.
-
-They are no tables: nobody checks or publishes them, so they go where Dagster's own default puts them, into
-pickle files in the instance's storage folder, and a run that writes no asset makes no branch.
+Ops exchange values inside a graph-backed asset, and in op jobs. These values are not tables and are not
+checked or published. They are stored like Dagster's default does, as pickle files in the instance's storage
+folder, and a run that writes no asset creates no branch.
 """
 
 from __future__ import annotations
@@ -29,39 +28,41 @@ from branchlake_dagster.tables.specification import unwrap_metadata
 from branchlake_dagster.wording import format_names
 
 INPUT_COLUMNS = "columns"
-"""Key in the metadata of an input."""
+"""The metadata key of an input's columns."""
 
 
 def input_columns(metadata: Mapping[str, Any], existing: Sequence[str], *, table: str) -> list[str] | None:
-    """The columns that an input's metadata names, in its order; None if it names none, which means all.
+    """Return the columns that an input's metadata names, in its order; None for all columns.
 
-    `existing` are the columns of the table. Raises ConfigurationError for a column that the table does not
-    have, and for what is not a list of different names.
+    `existing` are the columns of the table. Raises ConfigurationError if the table lacks a column, or if the
+    metadata is not a list of different names.
     """
     columns = unwrap_metadata(metadata.get(INPUT_COLUMNS))
     if columns is None:
         return None
     if isinstance(columns, str) or not isinstance(columns, Sequence) or not columns:
         raise ConfigurationError(
-            f"The input's columns are {columns!r}.",
+            f"The input's metadata has the columns {columns!r}, which is not a list of names.",
             table=table,
-            hint='Write a list of names: AssetIn(metadata={"columns": ["day", "price"]}).',
+            hint='Write a list of column names: AssetIn(metadata={"columns": ["day", "price"]}).',
         )
     if missing := [str(column) for column in columns if column not in existing]:
         raise ConfigurationError(
-            f"The input names {format_names('column', missing)}, which the table does not have.",
+            f"The metadata of the input names {format_names('column', missing)}, which the table does not have.",
             table=table,
-            hint=f"It has {', '.join(existing)}.",
+            hint=f"Name columns of the table: {', '.join(existing)}.",
         )
     if len({*columns}) < len(columns):
         raise ConfigurationError(
-            f"The input names a column twice: {', '.join(columns)}.", table=table, hint="Name it once."
+            f"The metadata of the input names a column twice: {', '.join(columns)}.",
+            table=table,
+            hint="Name each column once.",
         )
     return list(columns)
 
 
 def delivered_columns(columns: Sequence[str], existing: Sequence[str], frame: Sequence[str]) -> list[str]:
-    """The columns of a frame of changes: those asked for, and those that describe the change.
+    """Return the columns to load from a frame of changes: those asked for, and those about the change.
 
     `existing` are the columns of the table, `frame` those of the frame.
     """
@@ -73,9 +74,9 @@ _STORED = "branchlake/stored_rows"
 
 @dataclass(frozen=True)
 class RowPartitions:
-    """How rows belong to an asset's partitions: its definition, and the column of each dimension.
+    """How rows belong to an asset's partitions: the definition, and the column of each dimension.
 
-    A definition of one dimension has the empty string as its dimension.
+    A definition with one dimension has the empty string as its dimension.
     """
 
     definition: dg.PartitionsDefinition[str]
@@ -84,10 +85,10 @@ class RowPartitions:
 
 @dataclass(frozen=True)
 class StoredRows:
-    """The rows of `selection` (None: all) in `table`, as it is on the reference `ref`.
+    """Rows where they are stored: the rows of `selection` (None: all) in `table` on the reference `ref`.
 
-    `open_frame` opens them in Spark: lazily read, in the run's session, which is opened for nothing else.
-    `partitions` is None if the rows belong to one partition, or to an asset without partition columns.
+    `open_frame` opens them in the run's Spark session as a lazy frame. The session is opened only then.
+    `partitions` is None if the rows belong to one partition, or if the asset has no partition columns.
     """
 
     table: Table
@@ -98,18 +99,18 @@ class StoredRows:
 
 
 def wants_stored_rows(kind: dg.DagsterType) -> bool:
-    """Whether an input of this type does."""
+    """Whether an input of this Dagster type gets `StoredRows`."""
     return _STORED in kind.metadata
 
 
-# Dagster allows no metadata on the input of a check. To other IO managers an input annotated `StoredRows`
-# looks as if it were annotated with a Spark frame, and they may give it one.
+# Dagster does not allow metadata on the input of a check, so the type carries it. For other IO managers, an
+# input annotated `StoredRows` has the annotation of a Spark frame, and they may load one.
 dg.make_python_type_usable_as_dagster_type(
     StoredRows,
     dg.DagsterType(
         lambda _, value: isinstance(value, StoredRows | DataFrame),
         "StoredRows",
-        description="Rows where they are stored, or a Spark frame of them.",
+        description="Stored rows of a table, or a Spark frame of them.",
         typing_type=DataFrame,
         metadata={_STORED: True},
     ),
@@ -122,16 +123,16 @@ _log = logging.getLogger(__name__)
 
 
 def format_preview(table: Table, *, rows: int) -> str | None:
-    """At most `rows` rows and 12 columns as a Markdown table; None where nothing was written.
+    """Return at most `rows` rows and 12 columns as a Markdown table; None if no rows can be shown.
 
-    They are read from a file that the newest snapshot added: two small reads and the file's first page.
+    The rows are read from one file that the newest snapshot added: two small reads and the file's first page.
     """
     if not rows:
         return None
     try:
         first_rows = _first_rows(table, rows)
-    except Exception as error:  # noqa: BLE001 - the rows are written; that they cannot be shown is no failure
-        _log.warning("No preview of %s: %s", ".".join(table.name()), error)
+    except Exception as error:  # noqa: BLE001 - the write succeeded, so a missing preview is not an error
+        _log.warning("Cannot read a preview of table %s: %s", ".".join(table.name()), error)
         return None
     return _format_markdown(first_rows) if first_rows is not None and first_rows.num_rows else None
 
@@ -170,18 +171,18 @@ def _format_cell(value: Any) -> str:
 
 
 def store_op_value(context: OutputContext, value: Any) -> None:
-    """Keep what an op returned for the ops after it. Raises UnsupportedType for a Spark frame."""
+    """Store what an op returned for the ops after it. Raises UnsupportedType for a Spark frame."""
     if isinstance(value, DataFrame):
         raise UnsupportedType(
-            f"Op output {context.step_key}.{context.name} is a Spark frame: it is a query of its process's"
-            " session and cannot be handed to another op.",
-            hint="Return a pandas, Polars or Arrow frame, the name of a table, or make one op of the two.",
+            f"Op output {context.step_key}.{context.name} is a Spark frame. It belongs to the Spark session"
+            " of its process, so another op cannot load it.",
+            hint="Return a pandas, Polars or Arrow frame, or the name of a table. Or combine the two ops.",
         )
     _filesystem_manager(context).handle_output(context, value)
 
 
 def load_op_value(context: InputContext) -> Any:
-    """What an op before this one returned."""
+    """Load what the op before this one returned."""
     return _filesystem_manager(context).load_input(context)
 
 

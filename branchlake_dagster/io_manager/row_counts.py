@@ -1,4 +1,4 @@
-"""How many rows each Dagster partition of a table has, from its manifests. No data is read."""
+"""Counts the rows of each Dagster partition of a table from its manifests, without reading data."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from branchlake_dagster.tables.selection import Condition, Values, select_partit
 from branchlake_dagster.tables.specification import TableSpec
 
 MAX_PARTITIONS = 400
-"""Partitions of one output whose rows are told one by one: a year of days."""
+"""The row counts of at most this many partitions of one output are reported: a year of days."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FileValueFinder = Callable[[DataFile], Any]
-"""Which of a column's values or windows all rows of a file have; None when that is not known."""
+"""Returns the value or window of a column that all rows of a file have; None if it is not known."""
 
 
 def report_partition_rows(
     context: OutputContext, table: Table, spec: TableSpec, definition: PartitionsDefinition[str] | None
 ) -> int | None:
-    """The rows of the partition that the output is of. Of several, each materialisation is told its own.
+    """Return the row count of the output's partition. For several partitions, report the count of each.
 
-    None, and nothing is told, where that is not known, or there are more partitions than Dagster takes in
-    reasonable time: it lists all partitions of the run for each that is told.
+    For several partitions, the counts are added to their materializations, and the result is None. The result
+    is also None, and nothing is reported, if counts are not known or there are more than `MAX_PARTITIONS`
+    partitions: Dagster lists all partitions of the run for each reported one.
     """
     if definition is None or not spec.columns_by_dimension:
         return None
@@ -60,9 +61,10 @@ def count_partition_rows(
     *,
     name: str,
 ) -> dict[str, int] | None:
-    """The rows of each partition of `keys`; None when files hold rows of several, or rows were deleted.
+    """Count the rows of each partition of `keys`.
 
-    The columns' bounds and identity partitions say which partition a file is of.
+    The partition of a file is found by the bounds of columns and by identity partitions. Returns None if a
+    file has rows of several partitions, or if rows were deleted.
     """
     schema = table.schema()
     slices: dict[str, tuple[Condition, ...]] = {}
@@ -93,7 +95,7 @@ def _condition_value(condition: Condition) -> Any:
 
 
 def _to_iceberg_number(moment: datetime | date) -> int:
-    """As Iceberg stores it: microseconds of a time stamp, days of a date."""
+    """Convert to Iceberg's representation: microseconds for a time stamp, days for a date."""
     if isinstance(moment, datetime):
         return (moment - _EPOCH) // timedelta(microseconds=1)
     return (moment - _EPOCH.date()).days

@@ -1,4 +1,4 @@
-"""Planned writes applied to a table on the run's branch: by PyIceberg or by Spark."""
+"""Applies a planned write to a table on the run's branch, by PyIceberg or by Spark."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PreparedWrite:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing would change: no key has changed, or there is no row to match and none to add."""
+        """Whether the write would change nothing: no key has changed, or an upsert has no rows."""
         if self.changed_keys is not None:
             return not self.changed_keys.num_rows
         return self.plan.matches_rows and not self.frame.is_spark and not self.frame.rows.num_rows
@@ -79,14 +79,14 @@ class TableWriter:
     spark_session: Callable[[], SparkSession]
 
     def existing_table(self, spec: TableSpec) -> Table | None:
-        """The table of an asset on the run's branch, or None."""
+        """Return the table of an asset on the run's branch, or None."""
         try:
             return self.catalog.load_table(spec.identifier)
         except NoSuchTableError:
             return None
 
     def write(self, request: WriteRequest, value: Any, consumption: Consumption | None) -> Table:
-        """Write what an asset returned; return the table without rows of earlier attempts of the step."""
+        """Write what an asset returned. Return the table, without rows of earlier attempts of the step."""
         existing_table = self.existing_table(request.spec)
         frame = convert_frame(value, request, existing_table)
         plan = plan_write(request, frame.schema, existing_table, consumption)
@@ -109,7 +109,7 @@ class TableWriter:
         return self._write_by_spark(prepared) if prepared.by_spark else self._write_by_pyiceberg(prepared)
 
     def create_with_rows(self, plan: WritePlan, rows: pa.Table, creation: CreateTableTransaction) -> Table:
-        """Create a table with its first rows, in one commit with the namespaces that it needs."""
+        """Create a table with its first rows and missing namespaces, in one commit."""
         spec, schema = plan.spec, creation.table_metadata.schema()
         rows = arrow_frames.cast_columns(
             rows, table_arrow_schema(schema, table_name=spec.name), table_name=spec.name
@@ -129,7 +129,7 @@ class TableWriter:
         )
 
     def _table_to_write(self, plan: WritePlan, frame_schema: pa.Schema) -> Table:
-        """The existing table with the frame's new columns, or a created one without rows."""
+        """Return the existing table with the frame's new columns, or create it without rows."""
         table = plan.existing_table
         if table is None:
             return self.catalog.create_table(
@@ -174,7 +174,7 @@ class TableWriter:
             replace_keys.replace_by_pyiceberg(rows, table, spec, prepared.changed_keys, properties, selection)
         else:
             arrow_frames.write_frame(rows, table, spec, selection, properties)
-        # The write refuses any other concurrent change; only a late commit of an earlier attempt could pass.
+        # The write detects all other concurrent changes. Only a late commit of an earlier attempt can pass.
         return self._without_late_commits(plan, properties) if self._was_attempted_before() else table
 
     def _write_by_spark(self, prepared: PreparedWrite) -> Table:
@@ -196,7 +196,7 @@ class TableWriter:
         return earlier_attempts.remove_late_commits(table, plan.spec, properties)
 
     def _was_attempted_before(self) -> bool:
-        """Whether a commit of an earlier attempt of the step may still be on its way."""
+        """Whether a commit of an earlier attempt of the step may still arrive."""
         step = self.context.step_context
         run = step.dagster_run
         return step.previous_attempt_count > 0 or run.root_run_id not in (None, run.run_id)
@@ -221,7 +221,10 @@ class TableWriter:
 
 
 def _plan_upsert(prepared: PreparedWrite) -> upserts.UpsertPlan | SparkReason | None:
-    """How rows are matched. None: by PyIceberg, in place of all rows of few changed keys."""
+    """Decide how the rows of an upsert are matched.
+
+    None means that PyIceberg replaces all rows of the changed keys, because they are few.
+    """
     if prepared.frame.is_spark:
         return SparkReason.SPARK_FRAME
     if prepared.changed_keys is not None:

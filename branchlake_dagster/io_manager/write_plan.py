@@ -1,4 +1,4 @@
-"""What one materialization writes: decided from plain values, before anything is written."""
+"""Plans what one materialization writes, before anything is written."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from branchlake_dagster.tables.specification import TableSpec, require_parquet
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """What a step asks for: the asset's table, the run's branch, and the partitions of this materialization.
+    """The request of a step: the asset's table, the run's branch, and the partitions to write.
 
-    `definition` is None for an asset without partitions, whose `partition_keys` are empty.
+    For an asset without partitions, `definition` is None and `partition_keys` is empty.
     """
 
     spec: TableSpec
@@ -42,9 +42,9 @@ class WriteRequest:
 
 @dataclass(frozen=True)
 class OutputFrame:
-    """The rows that an asset returned, and the Arrow types that a table stores them with.
+    """The rows that an asset returned, and the Arrow types with which the table stores them.
 
-    A pandas or Polars frame has become an Arrow table here; a Spark frame has not been executed.
+    A pandas or Polars frame is already an Arrow table here. A Spark frame has not been executed.
     """
 
     rows: pa.Table | DataFrame
@@ -66,7 +66,7 @@ class WritePlan:
         schema: the columns of the existing table, or of the one to create.
         selection: the rows that belong to the run's partitions or ranges; None for all rows.
         matches_rows: whether rows of the table may have the keys of an upsert.
-        replaces_keys: whether the frame takes the place of all rows with the keys that changed in its inputs.
+        replaces_keys: whether the frame replaces all rows with the keys that changed in the inputs.
         partition_spec: the partitions of a table to create.
         creation_properties: the properties of a table to create.
     """
@@ -82,7 +82,7 @@ class WritePlan:
 
 
 def convert_frame(value: Any, request: WriteRequest, existing_table: Table | None) -> OutputFrame:
-    """The value that an asset returned, as rows for its table.
+    """Convert the value that an asset returned to rows for its table.
 
     Raises:
         UnsupportedType: the value is not a frame.
@@ -97,7 +97,7 @@ def convert_frame(value: Any, request: WriteRequest, existing_table: Table | Non
         )
     if not arrow_frames.can_write_type(type(value)):
         raise UnsupportedType(
-            f"The asset returned a {type(value).__module__}.{type(value).__qualname__}.",
+            f"The asset returned {type(value).__module__}.{type(value).__qualname__}, which is not a frame.",
             table=name,
             hint="Return a Spark, pandas or Polars frame or a pyarrow.Table.",
         )
@@ -152,7 +152,7 @@ def plan_write(
         replaces_keys=consumption is not None and bool(consumption.replaced_keys),
     )
     if existing_table is not None:
-        # An upsert into a table without rows has none to match.
+        # An upsert into a table without rows has nothing to match.
         matches_rows = spec.write_mode == "upsert" and arrow_frames.may_have_rows(existing_table)
         return replace(plan, matches_rows=matches_rows)
     partition_spec = partitioning.build_partition_spec(
