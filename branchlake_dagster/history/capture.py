@@ -139,12 +139,12 @@ def contains_snapshot(metadata: TableMetadata, snapshot_id: int | None) -> bool:
 
 
 def result_rolled_back_error(table: str) -> ChangeLost:
-    """The error for a consumer whose own table was rolled back below a recorded result."""
+    """Return the error for a consumer whose own table has lost a recorded result by a rollback."""
     return _change_lost_error(LossReason.RESULT_ROLLED_BACK, table)
 
 
 def files_gone_error(table: str) -> ChangeLost:
-    """The error for a manifest that is missing."""
+    """Return the error for a missing manifest."""
     return _change_lost_error(LossReason.FILES_GONE, table)
 
 
@@ -157,12 +157,12 @@ _KINDS_BY_WRITE_MODE = {
 
 
 def current_position(table: Table) -> Position:
-    """The position of a consumer that has consumed all of `table`."""
+    """Return the position of a consumer that has consumed all of `table`."""
     return Position(str(table.metadata.table_uuid), table.metadata.current_snapshot_id)
 
 
 def position_on_branch(table: Table, main_table: Table | None) -> Position:
-    """The position of a consumer that has consumed all of `table` on a run's branch.
+    """Return the position of a consumer that has consumed all of `table` on a run's branch.
 
     `main_table` is the table on `main` where the branch began, or None. Snapshots that the branch added are
     listed one by one, because they may get other ids when they reach `main`.

@@ -234,7 +234,7 @@ def deliver_rows(consumption: Consumption, upstream: UpstreamTable, rows: Change
 
 
 def rows_removed_error(consumption: Consumption, upstream: UpstreamTable, count: int) -> RowsRemoved:
-    """The error for removed rows that cannot be removed from the asset's table."""
+    """Return the error for removed rows that cannot be removed from the asset's table."""
     consumer, what = consumption.consumer, format_count(count, "row")
     if consumer.when_removed == "apply":
         columns = [

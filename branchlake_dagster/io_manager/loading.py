@@ -48,13 +48,13 @@ def input_columns(metadata: Mapping[str, Any], existing: Sequence[str], *, table
         )
     if missing := [str(column) for column in columns if column not in existing]:
         raise ConfigurationError(
-            f"The metadata of the input names {format_names('column', missing)}, which the table does not have.",
+            f"The input's metadata names {format_names('column', missing)}, which the table does not have.",
             table=table,
             hint=f"Name columns of the table: {', '.join(existing)}.",
         )
     if len({*columns}) < len(columns):
         raise ConfigurationError(
-            f"The metadata of the input names a column twice: {', '.join(columns)}.",
+            f"The input's metadata names a column twice: {', '.join(columns)}.",
             table=table,
             hint="Name each column once.",
         )
