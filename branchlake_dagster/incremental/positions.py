@@ -256,7 +256,8 @@ def advance_positions(
     """Return the property changes of a run that consumed up to `record` for these partitions.
 
     `remaining` are the partitions that still have something to consume up to there, or None if that is not
-    known. If nothing remains, the whole table moves to `record`, and no partition needs its own entry.
+    known. If only partitions of the run remain, the whole table moves to `record`, and no partition needs an
+    entry.
 
     `keep_entries` sets the entries of the run's partitions all the same, so that two runs of one partition
     always conflict. A run that does not move the common position then reverses its `toggle`, so that it
