@@ -358,11 +358,11 @@ def _create_long_history(lake: Lakehouse, name: str, snapshots: int) -> None:
     catalog = lake.catalog()
     if not catalog.namespace_exists((_HISTORY_NAMESPACE,)):
         catalog.create_namespace((_HISTORY_NAMESPACE,))
-    table = catalog.create_table((_HISTORY_NAMESPACE, "origin"), _HISTORY_SCHEMA)
+    table = catalog.create_table((_HISTORY_NAMESPACE, "made"), _HISTORY_SCHEMA)
     _append_row(table, "history")
     location = table.metadata_location.replace(".metadata.json", f"-{snapshots}.metadata.json")
     write_metadata(catalog, _repeat_snapshot(table.metadata, snapshots), table.io, location)
-    catalog.drop_table((_HISTORY_NAMESPACE, "origin"))
+    catalog.drop_table((_HISTORY_NAMESPACE, "made"))
     catalog.register_table((_HISTORY_NAMESPACE, name), location)
 
 

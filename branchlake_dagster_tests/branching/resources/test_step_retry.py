@@ -61,7 +61,7 @@ def test_a_table_that_a_failed_attempt_created_is_gone_before_the_next_one(
         catalog = lakehouse.catalog()
         catalog.create_namespace_if_not_exists((namespace,))
         frame = pl.DataFrame({"n": [1]}).to_arrow()
-        catalog.create_table((namespace, "origin"), frame.schema).append(frame)
+        catalog.create_table((namespace, "made"), frame.schema).append(frame)
         if context.retry_number == 0:
             raise RuntimeError("after the append")
 
