@@ -1,4 +1,4 @@
-"""Arrow, pandas and Polars frames written to a table and read from it through PyIceberg: no Spark, no JVM."""
+"""Write Arrow, pandas and Polars frames to a table, and read them, with PyIceberg and without Spark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from branchlake_dagster.wording import format_names, pluralize
 
 
 def format_required_rows(selection: Selection, schema: Schema) -> str:
-    """Which rows a frame for the selection may have, and how their time stamps are read."""
+    """Describe which rows the selection allows, and how timestamps without time zone are read."""
     naive_columns = [
         column_name
         for column_name in selection.column_names()
@@ -35,15 +35,17 @@ def format_required_rows(selection: Selection, schema: Schema) -> str:
         pluralize(len(naive_columns), "it is", "they are"),
     )
     time_zone_note = (
-        f" {', '.join(naive_columns)} {have} no time zone, so {are} read as the clock of UTC: convert local"
-        " times in"
-        " the asset, or give them their zone."
+        f" {', '.join(naive_columns)} {have} no time zone, so {are} read as UTC. Convert local times to UTC"
+        " in the asset, or give them a time zone."
     )
-    return f"Its rows must be those where {format_selected_rows(selection)}.{time_zone_note if naive_columns else ''}"
+    return (
+        f"The frame may only have rows with {format_selected_rows(selection)}."
+        f"{time_zone_note if naive_columns else ''}"
+    )
 
 
 def format_selected_rows(selection: Selection) -> str:
-    """Which rows a selection holds: the first few of its conditions, with their columns."""
+    """Describe the rows that a selection holds: the first few of its conditions, with their columns."""
     slice_texts = []
     for part in selection.slices:
         condition_texts = []
@@ -61,7 +63,7 @@ def format_selected_rows(selection: Selection) -> str:
 
 
 def duplicate_key_error(spec: TableSpec) -> UpsertKeyInvalid:
-    """The error for keys that are null or occur twice."""
+    """Return the error for upsert keys that are null or occur twice."""
     return UpsertKeyInvalid(
         f"Two rows share a key, or a key is null, in ({', '.join(spec.keys)}).",
         table=spec.name,
@@ -77,16 +79,18 @@ _TO_ARROW: dict[type, Callable[[Any], pa.Table]] = {
 
 
 def can_write_type(frame_type: type) -> bool:
-    """Whether frames of this type can be written."""
+    """Return whether frames of this type can be written."""
     return frame_type in (pd.DataFrame, pl.LazyFrame) or frame_type in _TO_ARROW
 
 
 def to_arrow(frame: Any, table_schema: pa.Schema | None, *, table_name: str) -> pa.Table:
-    """Any supported frame as an Arrow table in types that the lake stores.
+    """Convert any supported frame to an Arrow table in the types that the lake stores.
 
-    `table_schema` is the schema of the table it goes to, if there is one: Python objects become its maps, and
-    a column that is null in all rows (or has none) and would not fit says no type. Raises SchemaMismatch and
-    ColumnUnsupported.
+    `table_schema` is the schema of the target table, or None if the table does not exist yet. Python objects
+    are converted to the maps of that schema. A column without any value gets the type null if its type does
+    not fit the table.
+
+    Raises SchemaMismatch and ColumnUnsupported.
     """
     if isinstance(frame, pl.LazyFrame):
         frame = frame.collect()
@@ -105,18 +109,21 @@ def to_arrow(frame: Any, table_schema: pa.Schema | None, *, table_name: str) -> 
 
 
 def _require_no_objects(frame: pl.DataFrame, table_name: str) -> None:
-    """Polars hands Python objects to Arrow as the addresses they have in memory."""
+    """Raise ColumnUnsupported for Python objects. Polars exports them to Arrow as memory addresses."""
     if object_columns := [name for name, kind in frame.schema.items() if kind == pl.Object]:
         hold = pluralize(len(object_columns), "holds", "hold")
         raise ColumnUnsupported(
             f"{format_names('Column', object_columns)} {hold} Python objects, which the lake cannot store.",
             table=table_name,
-            hint="Cast to text, numbers, time stamps or structs.",
+            hint="Cast the values to text, numbers, timestamps or structs in the asset.",
         )
 
 
 def cast_columns(frame: pa.Table, schema: pa.Schema, *, table_name: str) -> pa.Table:
-    """The columns of `schema` in its types; what would lose something is refused by column."""
+    """Select the columns of `schema` and cast them to its types.
+
+    Raise ColumnUnsupported if a cast would lose data.
+    """
     columns = [_cast_column(frame.column(field.name), field, table_name) for field in schema]
     return pa.table(columns, schema=schema)
 
@@ -127,14 +134,14 @@ def _cast_column(column: pa.ChunkedArray, field: pa.Field, table_name: str) -> p
     except pa.ArrowException as error:
         hint = "Cast the column in the asset."
         if pa.types.is_uint64(column.type):
-            hint = "The lake's whole numbers end at 2^63 - 1: cast the column to decimal(20, 0), or to text."
+            hint = "The lake's integers end at 2^63 - 1: cast the column to decimal(20, 0) or to text."
         if pa.types.is_timestamp(column.type) or pa.types.is_time(column.type):
             hint = (
-                "The lake holds microseconds: round in the asset (pandas .dt.floor('us'), Polars"
+                "The lake stores microseconds: round the values in the asset (pandas .dt.floor('us'), Polars"
                 " .dt.truncate('1us'))."
             )
         raise ColumnUnsupported(
-            f"Column {field.name} holds values of {column.type} that {field.type} cannot hold"
+            f"Column {field.name} has {column.type} values that {field.type} cannot hold"
             f" ({str(error).splitlines()[0]}).",
             table=table_name,
             hint=hint,
@@ -165,11 +172,11 @@ def _convert_series(
     try:
         return pa.Array.from_pandas(series, type=map_type)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        hint = "Let all its values be of one type: .astype(…) in the asset."
+        hint = "Convert all its values to one type with .astype(…) in the asset."
         if map_type is not None:
-            hint = "Its values must be dicts, or lists of (key, value), of the map's types."
+            hint = "Use dicts or lists of (key, value) whose types are those of the map."
         raise ColumnUnsupported(
-            f"Column {column_name} ({series.dtype}) has values that no one type holds"
+            f"Column {column_name} ({series.dtype}) has values of different types"
             f" ({str(error).splitlines()[0]}).",
             table=table_name,
             hint=hint,
@@ -177,7 +184,7 @@ def _convert_series(
 
 
 def _restore_maps(frame: pa.Table, table_schema: pa.Schema | None) -> pa.Table:
-    """Lists of (key, value) structs, Polars' form of maps, become maps where the table has maps."""
+    """Convert lists of (key, value) structs, which Polars uses for maps, to maps where the table has maps."""
     for i, field in enumerate(frame.schema if table_schema is not None else ()):
         table_type = (
             table_schema.field(field.name).type
@@ -205,7 +212,7 @@ def _restore_maps(frame: pa.Table, table_schema: pa.Schema | None) -> pa.Table:
 
 
 def _drop_guessed_types(frame: pa.Table, table_schema: pa.Schema | None) -> pa.Table:
-    """A column without any value says no type: pandas has floats for it, or objects, whatever was meant."""
+    """Replace the type of columns without values by null, because pandas guesses float or object for them."""
     for i, field in enumerate(frame.schema):
         column = frame.column(i)
         in_table = table_schema is not None and field.name in table_schema.names
@@ -229,14 +236,14 @@ _FROM_ARROW: dict[type, Callable[[pa.Table], Any]] = {
 
 
 def can_load_type(frame_type: Any) -> bool:
-    """Whether tables can be loaded as this type."""
+    """Return whether tables can be loaded as this type."""
     return frame_type in _FROM_ARROW
 
 
 def require_rows_inside(
     frame: pa.Table, schema: Schema, spec: TableSpec, selection: Selection | None
 ) -> None:
-    """Raise PartitionMismatch for rows outside the selection. `frame` has the table's columns."""
+    """Raise PartitionMismatch if rows are outside the selection. `frame` has the table's columns."""
     if selection is not None and (outside_count := count_rows_outside(selection, frame)):
         raise PartitionMismatch(
             f"{outside_count} rows of the frame are outside the run's partitions.",
@@ -246,7 +253,10 @@ def require_rows_inside(
 
 
 def may_have_rows(table: Table) -> bool:
-    """Whether a table has rows. That it has none is not taken from a summary, which any engine may write."""
+    """Return whether a table may have rows.
+
+    The summary alone does not prove an empty table: any engine may write it.
+    """
     snapshot = table.current_snapshot()
     if snapshot is None:
         return False
@@ -255,7 +265,7 @@ def may_have_rows(table: Table) -> bool:
 
 
 def require_unique_keys(frame: pa.Table, spec: TableSpec) -> None:
-    """Raise UpsertKeyInvalid when a key of an upsert is null or occurs twice."""
+    """Raise UpsertKeyInvalid if an upsert key is null or occurs twice."""
     nulls = any(frame[key].null_count for key in spec.keys)
     keys = pa.table({key: to_comparable_column(frame[key]) for key in spec.keys})
     distinct = keys.group_by(list(spec.keys)).aggregate([]).num_rows
@@ -264,7 +274,7 @@ def require_unique_keys(frame: pa.Table, spec: TableSpec) -> None:
 
 
 def to_comparable_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column in a type that Arrow and Polars group and join by: UUIDs and fixed binary as binary."""
+    """Convert UUIDs and fixed binary to binary, because Arrow and Polars cannot group or join by them."""
     if isinstance(column.type, pa.BaseExtensionType):
         storage = [chunk.storage for chunk in column.chunks]
         column = pa.chunked_array(storage, column.type.storage_type)
@@ -274,10 +284,10 @@ def to_comparable_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
 def write_frame(
     frame: pa.Table, table: Table, spec: TableSpec, selection: Selection | None, properties: Mapping[str, str]
 ) -> None:
-    """Write by the spec's mode in one commit, after which `table` is what it then is.
+    """Write a frame by the spec's write mode in one commit. `table` then has the new state.
 
-    `frame` has the table's columns. An upsert finds no row to match: the table has none yet. Raises
-    PartitionMismatch and UpsertKeyInvalid before anything is written.
+    `frame` has the table's columns. An upsert is written as an append: the caller guarantees that the table
+    has no rows yet. Raises PartitionMismatch and UpsertKeyInvalid before anything is written.
     """
     require_rows_inside(frame, table.schema(), spec, selection)
     if spec.write_mode == "upsert":
@@ -290,7 +300,7 @@ def write_frame(
             AlwaysTrue() if selection is None else to_iceberg_filter(selection, table.schema())
         )
         with warnings.catch_warnings():
-            # The first write of a partition replaces nothing, which is what we asked for.
+            # PyIceberg warns when the first write of a partition replaces no rows. That is expected here.
             warnings.filterwarnings("ignore", message="Delete operation did not match any records")
             transaction.overwrite(frame, overwrite_filter=row_filter, snapshot_properties=dict(properties))
 
@@ -298,7 +308,10 @@ def write_frame(
 def read_frame(
     table: Table, frame_type: type, selection: Selection | None, columns: Sequence[str] | None = None
 ) -> Any:
-    """The table's rows of the selection as `frame_type`, with these columns in this order; None: all."""
+    """Read the selected rows as `frame_type`.
+
+    `columns` selects columns and their order; None reads all columns.
+    """
     row_filter: BooleanExpression = (
         AlwaysTrue() if selection is None else to_iceberg_filter(selection, table.schema())
     )
@@ -309,5 +322,5 @@ def read_frame(
 
 
 def from_arrow(rows: pa.Table, frame_type: type) -> Any:
-    """Rows as a frame of the kind."""
+    """Convert an Arrow table to a frame of this type."""
     return _FROM_ARROW[frame_type](rows)

@@ -1,4 +1,4 @@
-"""What can go wrong when a run reads or writes its branch."""
+"""Errors that a run can meet when it reads or writes its branch."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 
 
 class RunBranchGone(BranchlakeError, Terminal):
-    """The run's branch was deleted under it: the run was fenced, nothing of it will be published."""
+    """The run's branch was deleted during the run. The run is fenced: nothing of it will be published."""
 
 
 class OneLakeOnly(BranchlakeError, Terminal):
-    """A run uses tables of two lakes; it could not be published to both in one step."""
+    """A run uses tables of two lakes, which cannot be published in one step."""
 
 
 class RetryNeedsFullRun(BranchlakeError, Terminal):
-    """A retry of some steps cannot continue on its parent's state: it is gone, published or in use."""
+    """A retry of some steps cannot continue its parent's work, which is gone, published or in use."""
 
 
 class InvalidCheckRun(BranchlakeError, Terminal):
-    """A run's tags say that it repeats checks for the publisher, but do not name a prepared state."""
+    """A run's tags mark it as a check run of the publisher, but name no valid prepared state."""
 
 
 class SchemaMismatch(BranchlakeError, Terminal):
-    """The written frame does not fit the table, and no change that loses nothing makes it fit."""
+    """The written frame does not fit the table, and no lossless change of the table would make it fit."""
 
 
 class ColumnsFrozen(SchemaMismatch):
-    """The written frame would change the columns of a table that `table_metadata(columns="freeze")` keeps.
+    """The written frame would change the columns of a table with `table_metadata(columns="freeze")`.
 
     `columns` are the columns that the frame would add or widen, by dotted path.
     """
@@ -41,9 +41,10 @@ class ColumnsFrozen(SchemaMismatch):
 
 
 class InputColumnGone(BranchlakeError, Terminal):
-    """An input has no longer the column by which an asset consumes its changes.
+    """An input no longer has the column by which an asset consumes its changes.
 
-    `column` is its name, `renamed_to` its present name; None: it was removed, or never there.
+    `column` is the name of that column. `renamed_to` is its present name, or None if the column was removed
+    or never existed.
     """
 
     def __init__(self, message: str, *, column: str, renamed_to: str | None = None, **where: Any) -> None:
@@ -53,48 +54,48 @@ class InputColumnGone(BranchlakeError, Terminal):
 
 
 class ColumnUnsupported(BranchlakeError, Terminal):
-    """A column's type, or some of its values, cannot be stored as they are."""
+    """The lake cannot store a column's type, or some of its values, without loss."""
 
 
 class PartitionMismatch(BranchlakeError, Terminal):
-    """The written frame holds rows outside the partitions of the run."""
+    """The written frame has rows outside the partitions of the run."""
 
 
 class UpsertKeyInvalid(BranchlakeError, Terminal):
-    """An upsert's keys are missing from the frame, or rows of one write share a key."""
+    """The keys of an upsert are missing from the frame, are null, or occur twice in one write."""
 
 
 class TableMissing(BranchlakeError, Terminal):
-    """An asset is loaded that has no table on the run's branch."""
+    """An asset is loaded, but it has no table on the run's branch."""
 
 
 class UnsupportedType(BranchlakeError, Terminal):
-    """The IO manager does not know how to write or load this Python type."""
+    """The IO manager cannot write or load this Python type."""
 
 
 class ForeignSession(BranchlakeError, Terminal):
-    """A Spark frame belongs to a session that does not stand on the run's branch."""
+    """A Spark frame belongs to a session that does not use the run's branch."""
 
 
 class ReadsUnknown(BranchlakeError, Terminal):
-    """A serializable asset reads in a way that cannot be seen, so that its isolation could not be kept."""
+    """A serializable asset reads in a way that cannot be recorded, so its isolation cannot be guaranteed."""
 
 
 class PositionUnreadable(BranchlakeError, Terminal):
-    """What a table says it has consumed of its inputs cannot be read."""
+    """A table's record of what it has consumed of its inputs cannot be read."""
 
 
 class RowsRemoved(BranchlakeError, Terminal):
-    """Rows of an input have gone, and the asset takes only rows that come."""
+    """Rows of an input were removed, but the asset consumes added rows only."""
 
 
 class NotApproved(BranchlakeError, Terminal):
-    """A run consumed a result that waits for approval, and was published after the run was launched."""
+    """A run consumed an unapproved result that was published after the launch of the run."""
 
 
 class LeaseHeld(BranchlakeError, Transient):
-    """Another run is the one that may write what is exclusive, and did not end while this one waited."""
+    """Another run held the exclusive lease for longer than this run waited."""
 
 
 class LeaseLost(BranchlakeError, Terminal):
-    """Another run has taken over what is exclusive; nothing of this one will be published."""
+    """Another run has taken over the exclusive lease. Nothing of this run will be published."""

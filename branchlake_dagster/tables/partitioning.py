@@ -1,9 +1,8 @@
-"""The partition spec of an asset's table, and files and keys that do not fit its partitions.
+"""Build the partition spec of an asset's table, and split data files that a selection cuts through.
 
-Files that hold rows inside and outside of a selection are divided, so that an engine can drop whole files.
-
-Spark's `overwrite(expr)` refuses to replace a part of a file. Runs that write one window each make no such
-file; runs of several windows, compactions and other people's SQL do, where windows do not begin on hours.
+Spark's `overwrite(expr)` refuses to replace a part of a file, so a file must not hold rows inside and outside
+of a selection. Runs that write one window each produce no such file. Runs of several windows, compactions and
+SQL of other writers do, if windows do not start at full hours.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from branchlake_dagster.tables.specification import LayoutField
 
 AnyTransform = Transform[Any, Any]
 
-_FIRST_FIELD_ID = 1000  # Iceberg numbers partition fields from here on.
+_FIRST_FIELD_ID = 1000  # Iceberg numbers partition fields from 1000.
 _DAY = 24 * 60
 _HOUR = 60
 
@@ -66,11 +65,13 @@ def build_partition_spec(
     table_name: str,
     layout: Sequence[LayoutField] = (),
 ) -> PartitionSpec:
-    """One partition field per mapped dimension, in the order of the dimensions, then those of `layout`.
+    """Return a spec with one partition field per mapped dimension, followed by the fields of `layout`.
 
-    Wherever the windows begin on UTC days or hours, every Dagster partition is a union of Iceberg partitions.
-    Where they do not (half-hour zones, windows of minutes) the field is the hour all the same: a partition
-    for each distinct moment would be a file for each row. Such an hour holds files of several windows.
+    If all windows start on UTC days or hours, every Dagster partition is a union of Iceberg partitions. For
+    other windows (half-hour zones, windows of minutes) the field still is the hour: a partition for each
+    distinct moment would mean a file for each row. Such an hour holds files of several windows.
+
+    Raises SchemaMismatch if a column is missing or its type does not fit a transform.
     """
     fields: list[PartitionField] = []
     for dimension, column in columns_by_dimension.items():
@@ -82,9 +83,8 @@ def build_partition_spec(
         transform, suffix = _layout_transform(layout_field)
         if not transform.can_transform(field.field_type):
             raise SchemaMismatch(
-                f"The layout asks for {layout_field.transform or 'the values'} of {layout_field.column},"
-                " which is"
-                f" {field.field_type}.",
+                f"The layout partitions by {layout_field.transform or 'the values'} of column"
+                f" {layout_field.column}, but the column is {field.field_type}.",
                 table=table_name,
                 hint="Name another column or transform in table_metadata(layout=[…]).",
                 reason="layout_type",
@@ -115,7 +115,7 @@ def _build_partition_field(
 ) -> PartitionField:
     name = f"{field.name}{suffix}"
     while suffix and name in {other.name for other in schema.fields}:
-        name += "_"  # Iceberg takes no partition field that is called like another column
+        name += "_"  # Iceberg refuses a partition field with the name of another column
     return PartitionField(field.field_id, _FIRST_FIELD_ID + len(earlier_fields), transform, name)
 
 
@@ -127,7 +127,7 @@ def _layout_transform(layout_field: LayoutField) -> tuple[AnyTransform, str]:
 
 
 def selects_whole_files(selection: Selection, schema: Schema, specs: Mapping[int, PartitionSpec]) -> bool:
-    """Whether under each of `specs` no file can hold rows inside and rows outside of the selection."""
+    """Return whether no file of any of `specs` can hold rows both inside and outside of the selection."""
     return all(
         _is_spec_aligned(condition, schema, spec)
         for part in selection.slices
@@ -143,7 +143,7 @@ def _is_spec_aligned(condition: Condition, schema: Schema, spec: PartitionSpec) 
 
 
 def _is_transform_aligned(transform: Transform, condition: Condition) -> bool:  # type: ignore[type-arg]
-    """Whether all values that share a partition of `transform` are on one side of the condition."""
+    """Return whether all values in one partition of `transform` are on the same side of the condition."""
     if isinstance(transform, IdentityTransform):
         return True
     if isinstance(condition, TimeRange):
@@ -158,7 +158,7 @@ def _is_transform_aligned(transform: Transform, condition: Condition) -> bool:  
 
 
 def _is_period_start(transform: Transform, moment: datetime) -> bool:  # type: ignore[type-arg]
-    """Whether one of the transform's periods begins at the moment (UTC)."""
+    """Return whether a period of the transform starts at the moment (in UTC)."""
     if (moment.minute, moment.second, moment.microsecond) != (0, 0, 0):
         return False
     periods: dict[type, bool] = {
@@ -191,8 +191,8 @@ def _window_transform(
 
 
 def _starts_on_utc_days(definition: TimeWindowPartitionsDefinition) -> bool:
-    """Whether every window begins at a midnight of UTC."""
-    # Numbers, or "*" for all of them.
+    """Return whether every window starts at midnight UTC."""
+    # croniter returns lists of numbers, or "*" for all numbers.
     minutes, hours = cast("list[list[Any]]", croniter.expand(definition.cron_schedule)[0][:2])
     if "*" in minutes or "*" in hours:
         return False
@@ -203,9 +203,10 @@ def _starts_on_utc_days(definition: TimeWindowPartitionsDefinition) -> bool:
 
 
 def _utc_offsets(definition: TimeWindowPartitionsDefinition) -> set[float]:
-    """The zone's distances from UTC in minutes, seen week by week from the first window for two years.
+    """Return the zone's UTC offsets in minutes, sampled weekly for two years from the first window.
 
-    A clock change that somebody decides later makes some files straddle, which costs and breaks nothing.
+    A zone whose rules change later can produce files that hold several windows. They cost time and cause no
+    errors.
     """
     zone = ZoneInfo(definition.timezone)
     weeks = (definition.start.astimezone(UTC) + timedelta(weeks=week) for week in range(105))
@@ -214,7 +215,7 @@ def _utc_offsets(definition: TimeWindowPartitionsDefinition) -> set[float]:
 
 
 _MAX_FOLDER_BYTES = 255
-"""Bytes of a folder's name on the file systems there are; Iceberg calls folders `column=value`."""
+"""The longest folder name in bytes that common file systems allow. Iceberg names folders `column=value`."""
 
 _SHORT_PATH_PROPERTIES = {
     TableProperties.OBJECT_STORE_ENABLED: "true",
@@ -223,16 +224,20 @@ _SHORT_PATH_PROPERTIES = {
 
 
 def path_properties(selection: Selection | None) -> Mapping[str, str]:
-    """What a table must be told so that it can hold the selection; usually nothing.
+    """Return the table properties that the partition values of a selection require; usually none.
 
-    Both engines follow these properties of Iceberg's.
+    Long string values do not fit into a folder name. With these properties, PyIceberg and Spark omit the
+    values from the paths of new files.
     """
     has_long_folder = selection is not None and any(map(_is_too_long, _partition_folders(selection)))
     return _SHORT_PATH_PROPERTIES if has_long_folder else {}
 
 
 def set_path_properties(table: Table, selection: Selection | None) -> Table:
-    """The table, told so. Files that are there stay where they are."""
+    """Set the properties that the selection requires, and return the refreshed table.
+
+    Existing files stay in place.
+    """
     required_properties = path_properties(selection)
     if all(table.properties.get(name) == value for name, value in required_properties.items()):
         return table
@@ -257,10 +262,11 @@ def _is_too_long(folder: str) -> bool:
 
 
 def split_straddling_files(table: Table, selection: Selection, properties: Mapping[str, str]) -> Table:
-    """The table, its rows the same, without files that the selection cuts through.
+    """Rewrite the files that the selection cuts through, and return the table with the same rows.
 
-    Reads no manifest where the layout rules such files out, and no data file but those. The change is a
-    snapshot of its own, a compaction (`replace`), because nobody's rows change by it.
+    Reads no manifest if the layout excludes such files, and only the data files that it rewrites. The change
+    is a separate snapshot, a compaction (`replace`), because no rows change. `properties` are added to the
+    summary of that snapshot.
     """
     schema = table.schema()
     if selects_whole_files(selection, schema, table.specs()):
@@ -282,7 +288,7 @@ def split_straddling_files(table: Table, selection: Selection, properties: Mappi
 
 
 def _iter_straddling_files(table: Table, row_filter: BooleanExpression) -> Iterator[FileScanTask]:
-    """The files of which some rows may match the filter and others may not."""
+    """Iterate over the files in which some rows may match the filter and other rows may not."""
     for task in table.scan(row_filter=row_filter).plan_files():
         if task.delete_files or not rows_all_match(table.schema(), task.residual, task.file):
             yield task
@@ -295,7 +301,7 @@ def _write_file_parts(
     commit_id: uuid.UUID,
     file_numbers: itertools.count[int],
 ) -> Iterator[DataFile]:
-    """The file's rows again, in files whose statistics say which side they are on."""
+    """Write the rows of a file to new files, whose statistics separate the sides of the selection."""
     rows = ArrowScan(
         table_metadata=table.metadata, io=table.io, projected_schema=table.schema(), row_filter=AlwaysTrue()
     ).to_table(tasks=[task])
@@ -306,10 +312,10 @@ def _write_file_parts(
 
 
 def _number_cells(rows: pa.Table, selection: Selection) -> pa.ChunkedArray:
-    """A number for each row. Rows of one number stand on one side of every end and value of the selection.
+    """Return a cell number for each row. Rows with one number are on the same side of every bound and value.
 
-    Inside and outside alone would not do: rows before and after a window are outside, but the bounds of a
-    file that holds both enclose it.
+    A split into inside and outside would not be enough. The rows before and after a window are both outside,
+    but the bounds of a file with both of them enclose the window.
     """
     cell_numbers = pa.chunked_array([pa.repeat(pa.scalar(0, pa.int64()), rows.num_rows)])
     for column_name in selection.column_names():
@@ -327,7 +333,10 @@ def _number_cells(rows: pa.Table, selection: Selection) -> pa.ChunkedArray:
 def _iter_edge_masks(
     column: pa.ChunkedArray, selection: Selection, column_name: str
 ) -> Iterator[pa.ChunkedArray]:
-    """For each place where a condition on the column changes: which rows are beyond it."""
+    """Iterate over the points where a condition on the column changes.
+
+    Yield a mask of the rows beyond each.
+    """
     conditions = {
         condition for part in selection.slices for condition in part if condition.column == column_name
     }

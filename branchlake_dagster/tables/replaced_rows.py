@@ -1,12 +1,12 @@
-"""What a snapshot replaced: its partitions' predicate, recorded in the snapshot and compared with others'.
+"""Record in a snapshot which rows it replaced, as a predicate, and compare the predicates of two snapshots.
 
-The files that a replacement touched do not say what it replaced: a week is seven Iceberg partitions, of
-which it may have touched two, and a partition replaced with no rows touches none. Two runs of one Dagster
-partition were once both published, as a union, because their files did not meet.
+The files of a replacement do not show which rows it replaced. A week spans seven Iceberg partitions, and the
+replacement may have touched two of them. A partition that is replaced with no rows touches none. Because of
+this, two runs of one Dagster partition were once both published, as a union of their rows.
 
-Times are microseconds since 1970 (UTC, or the wall clock of a column without zone), dates are days since
-1970, columns are known by their field ids, so a renamed column stays what it was. Every range includes its
-start and excludes its end, but for ranges of strings, which include both.
+Times are microseconds since 1970 (UTC, or wall clock for a column without zone). Dates are days since 1970.
+Columns are identified by their field ids, so a rename does not matter. Every range includes its start and
+excludes its end; ranges of strings include both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from pyiceberg.types import DateType, StringType
 from branchlake_dagster.tables.selection import Selection, to_iceberg_filter
 
 MAX_CHARACTERS = 2000
-"""A longer record is widened: each snapshot's summary is read whenever its table is opened."""
+"""The maximum length of a record.
+
+A longer one is widened, because every reader of a table loads the summaries.
+"""
 
 _VERSION = 1
 
@@ -42,7 +45,7 @@ RangeKind = Literal["time", "date", "string"]
 
 @dataclass(frozen=True)
 class StringSet:
-    """The column (a field id) is one of the strings."""
+    """The condition that the column with this field id has one of the strings."""
 
     field_id: int
     values: frozenset[str]
@@ -50,7 +53,7 @@ class StringSet:
 
 @dataclass(frozen=True)
 class ValueRange:
-    """The column lies between two values of its kind."""
+    """The condition that the column with this field id lies between two values of one kind."""
 
     field_id: int
     kind: RangeKind
@@ -64,12 +67,15 @@ ReplacedSlice = tuple[ReplacedCondition, ...]
 
 @dataclass(frozen=True)
 class ReplacedRows:
-    """A union of slices, each a conjunction. A slice without conditions is the whole table."""
+    """A union of slices; each slice is a conjunction of conditions.
+
+    A slice without conditions is the whole table.
+    """
 
     slices: tuple[ReplacedSlice, ...]
 
     def overlaps(self, other: ReplacedRows) -> bool:
-        """Whether a row could belong to both."""
+        """Return whether a row could belong to both."""
         return any(
             _slices_overlap(own_slice, other_slice)
             for own_slice in self.slices
@@ -78,7 +84,7 @@ class ReplacedRows:
 
 
 ALL_ROWS = ReplacedRows(((),))
-"""The whole table; also what is assumed of a record that cannot be read."""
+"""The whole table. A record that cannot be read counts as this."""
 
 
 def _slices_overlap(first: ReplacedSlice, second: ReplacedSlice) -> bool:
@@ -88,7 +94,10 @@ def _slices_overlap(first: ReplacedSlice, second: ReplacedSlice) -> bool:
 
 
 def _can_both_hold(left: ReplacedCondition, right: ReplacedCondition) -> bool:
-    """Whether one value could satisfy both. What cannot be compared could."""
+    """Return whether one value could satisfy both conditions.
+
+    Conditions that cannot be compared count as yes.
+    """
     if isinstance(left, StringSet) and isinstance(right, StringSet):
         return not left.values.isdisjoint(right.values)
     if isinstance(left, StringSet) and isinstance(right, ValueRange):
@@ -110,8 +119,8 @@ def _can_both_hold(left: ReplacedCondition, right: ReplacedCondition) -> bool:
 
 
 def build_replaced_rows(selection: Selection, schema: Schema) -> ReplacedRows:
-    """The predicate of a selection on a table of that schema, as both engines apply it."""
-    # Slice by slice: the expression of a thousand slices would be a thousand levels deep.
+    """Build the predicate of a selection on a table of this schema, as PyIceberg and Spark apply it."""
+    # Each slice is bound separately: one expression of a thousand slices would be a thousand levels deep.
     predicates = [
         bind(schema, to_iceberg_filter(Selection((part,)), schema), True) for part in selection.slices
     ]
@@ -127,7 +136,7 @@ def _parse_slice(expression: BooleanExpression) -> ReplacedSlice:
     for predicate in _iter_conjuncts(expression):
         field = predicate.term.ref().field if isinstance(predicate, BoundPredicate) else None
         if field is None:
-            continue  # says nothing that we know how to compare: the slice is wider without it
+            continue  # this expression cannot be compared; the slice without it is wider
         if isinstance(predicate, BoundIn | BoundEqualTo) and isinstance(field.field_type, StringType):
             literals = predicate.literals if isinstance(predicate, BoundIn) else {predicate.literal}
             values.append(StringSet(field.field_id, frozenset(str(literal.value) for literal in literals)))
@@ -154,7 +163,7 @@ def _iter_conjuncts(expression: BooleanExpression) -> Iterator[BooleanExpression
 
 
 def to_json(predicate: ReplacedRows) -> str:
-    """The record; of bounded length, for which it may say more than was replaced, never less."""
+    """Return the record of a predicate as JSON. A long record is widened to more rows, never to fewer."""
     record = _dump_record(predicate)
     if len(record) > MAX_CHARACTERS:
         record = _dump_record(ReplacedRows((_bounding_slice(predicate.slices),)))
@@ -162,7 +171,7 @@ def to_json(predicate: ReplacedRows) -> str:
 
 
 def from_json(record: str) -> ReplacedRows:
-    """What `to_json` wrote. A record of another version, or a broken one, is of everything."""
+    """Parse a record of `to_json`. A damaged record, or one of another version, becomes ALL_ROWS."""
     try:
         content = json.loads(record)
         if content["v"] != _VERSION:
@@ -171,7 +180,7 @@ def from_json(record: str) -> ReplacedRows:
             tuple(tuple(_decode_condition(fields) for fields in part) for part in content["any"])
         )
     except (ValueError, KeyError, TypeError):
-        return ALL_ROWS  # written by hand or by a later version: never less than was replaced
+        return ALL_ROWS  # written outside branchlake or by a later version: assume the most rows
 
 
 def _dump_record(predicate: ReplacedRows) -> str:
@@ -200,7 +209,7 @@ def _decode_condition(fields: Sequence[Any]) -> ReplacedCondition:
 
 
 def _bounding_slice(slices: Iterable[ReplacedSlice]) -> ReplacedSlice:
-    """One slice that holds all of them: per column that each of them restricts, the range of its values."""
+    """Return one slice that holds all slices. It has a range for each column that all of them restrict."""
     per_slice = [{condition.field_id: condition for condition in part} for part in slices]
     common = set.intersection(*(set(part) for part in per_slice))
     bounds: list[ReplacedCondition] = []

@@ -1,8 +1,7 @@
-"""The schema of an asset's table: how Arrow types are stored, and how a frame's columns change it.
+"""Convert Arrow schemas to the types that the lake stores, and evolve a table's schema for a frame.
 
-What a frame's columns mean to a table's: which fit, which widen it, which are new, which are refused.
-
-Both sides are Arrow schemas as the lake stores them (`types.stored_schema`). Nothing is read or changed.
+Table and frame are compared as Arrow schemas of stored types (`stored_schema`). A column of the frame fits,
+widens a column of the table, is new, or is refused. Only `evolve_table` changes a table.
 """
 
 from __future__ import annotations
@@ -26,12 +25,14 @@ _FORMAT_VERSION = 2
 
 
 def stored_schema(schema: pa.Schema, *, table_name: str) -> pa.Schema:
-    """`schema` as the lake stores it: every column nullable, times in microseconds, zones in UTC.
+    """Convert `schema` to the types that the lake stores: nullable columns, microseconds, zones in UTC.
 
-    Nullability is a matter of checks, not of storage: pandas cannot express it and Spark derives it
-    from the query, so the same asset would flip it between runs. A column that is null in all rows and says
-    no type keeps the type null. Raises SchemaMismatch for a frame without columns or with two of one name,
-    ColumnUnsupported for a type that the lake has not.
+    Every column is nullable because checks, not the storage, decide about nulls. pandas cannot express
+    nullability and Spark derives it from the query, so it would change between runs of one asset. A column
+    without values and without type keeps the type null.
+
+    Raises SchemaMismatch if the frame has no columns or two columns of one name, and ColumnUnsupported for a
+    type that the lake cannot store.
     """
     if not schema.names:
         raise SchemaMismatch(
@@ -41,9 +42,9 @@ def stored_schema(schema: pa.Schema, *, table_name: str) -> pa.Schema:
         )
     if duplicates := [name for name, count in Counter(schema.names).items() if count > 1]:
         raise SchemaMismatch(
-            f"The frame has several columns of the name {', '.join(duplicates)}.",
+            f"The frame has several columns with the same name: {', '.join(duplicates)}.",
             table=table_name,
-            hint="Rename or drop all but one.",
+            hint="Rename or drop all but one of them in the asset.",
         )
     return pa.schema(
         [pa.field(field.name, stored_type(field.type, field.name, table_name)) for field in schema]
@@ -51,7 +52,10 @@ def stored_schema(schema: pa.Schema, *, table_name: str) -> pa.Schema:
 
 
 def stored_type(kind: pa.DataType, column_name: str, table_name: str) -> pa.DataType:
-    """The type that the lake stores for `kind`; raises ColumnUnsupported where it has none."""
+    """Return the type that the lake stores for `kind`.
+
+    Raise ColumnUnsupported if the lake has no such type.
+    """
     if hint := _unsupported_type_hint(kind):
         raise ColumnUnsupported(
             f"Column {column_name} is {kind}, which the lake cannot store.", table=table_name, hint=hint
@@ -97,7 +101,7 @@ def _stored_plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def is_list_type(kind: pa.DataType) -> bool:
-    """Whether it is a list of any of Arrow's layouts."""
+    """Return whether the type is one of Arrow's list types."""
     return any(
         test(kind)
         for test in (
@@ -111,20 +115,20 @@ def is_list_type(kind: pa.DataType) -> bool:
 
 
 def _unsupported_type_hint(kind: pa.DataType) -> str | None:
-    """What to do about a type that Iceberg has not; None where it has one."""
+    """Return how to avoid a type that Iceberg lacks; None if Iceberg has the type."""
     if pa.types.is_duration(kind) or pa.types.is_interval(kind):
-        return "Store whole numbers of one unit, such as int64 microseconds, and name it in the column."
+        return "Store integers of one unit, such as int64 microseconds, and name the unit in the column."
     if pa.types.is_decimal(kind) and (kind.precision > _MAX_DIGITS or not 0 <= kind.scale <= kind.precision):
         return f"Cast it to a decimal of at most {_MAX_DIGITS} digits whose scale is not negative."
     if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.UuidType):
-        return "Cast it to text, numbers or time stamps."
+        return "Cast it to text, numbers or timestamps."
     if pa.types.is_union(kind):
-        return "Make a column of each of its types."
+        return "Create one column for each type of the union."
     return None
 
 
 def is_fully_typed(kind: pa.DataType) -> bool:
-    """Whether all of it is known: no null type, and none inside."""
+    """Return whether the type is known completely: neither null itself nor null in a part."""
     if pa.types.is_null(kind):
         return False
     if pa.types.is_list(kind):
@@ -135,26 +139,29 @@ def is_fully_typed(kind: pa.DataType) -> bool:
 
 
 def build_iceberg_schema(schema: pa.Schema, *, table_name: str) -> Schema:
-    """An Iceberg schema with fresh field ids for a stored Arrow schema whose columns all have a type."""
+    """Build an Iceberg schema with fresh field ids from a stored Arrow schema.
+
+    Raises ColumnUnsupported if a column, or a part of it, has the type null.
+    """
     for column in schema:
         if not is_fully_typed(column.type):
             raise ColumnUnsupported(
-                f"Column {column.name} is {column.type}: a part of it has no type, because no row has a value"
-                " there.",
+                f"Column {column.name} is {column.type}: a part of the column has no type, because no row has"
+                " a value for it.",
                 table=table_name,
-                hint="Give it a type in the asset (an Arrow, Polars or Spark schema), or leave the part out.",
+                hint="Declare its type in the asset (an Arrow, Polars or Spark schema), or omit that part.",
             )
     converted = to_iceberg_schema(schema, _FORMAT_VERSION)
     return assign_fresh_schema_ids(converted)
 
 
 def build_iceberg_type(kind: pa.DataType, *, table_name: str) -> IcebergType:
-    """The Iceberg type of a stored Arrow type that is known."""
+    """Return the Iceberg type of a stored Arrow type without null parts."""
     return build_iceberg_schema(pa.schema([pa.field("it", kind)]), table_name=table_name).fields[0].field_type
 
 
 def format_type(kind: pa.DataType, *, table_name: str) -> str:
-    """The type as Iceberg prints it, without field ids."""
+    """Format the type as Iceberg prints it, without field ids."""
     return (
         _format_iceberg_type(build_iceberg_type(kind, table_name=table_name))
         if is_fully_typed(kind)
@@ -173,13 +180,13 @@ def _format_iceberg_type(kind: IcebergType) -> str:
 
 
 _WIDENINGS = {(pa.int32(), pa.int64()), (pa.float32(), pa.float64())}
-_ADD_ONLY_HINT = "Cast the column in the asset; only adding nullable columns evolves a table."
+_ADD_ONLY_HINT = "Cast the column in the asset. A table only accepts new nullable columns."
 ColumnPath = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class AddedColumn:
-    """A new nullable column, or field of a struct."""
+    """Add a nullable column, or a nullable field of a struct."""
 
     path: ColumnPath
     kind: pa.DataType
@@ -187,7 +194,7 @@ class AddedColumn:
 
 @dataclass(frozen=True)
 class WidenedColumn:
-    """A column or nested field that takes a type which holds all that the old one does."""
+    """Change a column or nested field to a type that holds all values of the old type."""
 
     path: ColumnPath
     kind: pa.DataType
@@ -199,16 +206,16 @@ SchemaChange = AddedColumn | WidenedColumn
 def plan_schema_changes(
     table_schema: pa.Schema, frame_schema: pa.Schema, *, table_name: str, widen: bool
 ) -> list[SchemaChange]:
-    """What the table `table_name` needs before it can hold the frame, outermost first.
+    """List the changes that table `table_name` needs before it can hold the frame, outermost first.
 
-    A column of the frame without a type (null in all rows) takes the table's, and none where the table has
-    not got it. Without `widen` only new columns are allowed. Raises SchemaMismatch by column.
+    A column without type (null in all rows) needs no change. Without `widen`, only new columns are allowed.
+    Raises SchemaMismatch, which names the column, if no such change is possible.
     """
     if missing_columns := [column for column in table_schema.names if column not in frame_schema.names]:
         raise SchemaMismatch(
-            f"The frame lacks {format_names('column', missing_columns)}.",
+            f"The frame lacks {format_names('column', missing_columns)} of the table.",
             table=table_name,
-            hint="Write it (nulls are fine), or drop it from the table on purpose.",
+            hint="Write the column (nulls are fine), or drop it with `branchlake columns drop`.",
         )
     comparison = _SchemaComparison(table_name, widen)
     return list(comparison.compare_fields((), list(table_schema), list(frame_schema)))
@@ -246,9 +253,10 @@ class _SchemaComparison:
             if missing_fields := [field.name for field in table_type if field.name not in names]:
                 raise SchemaMismatch(
                     "The frame lacks"
-                    f" {format_names('field', ['.'.join((*path, field_name)) for field_name in missing_fields])}.",
+                    f" {format_names('field', ['.'.join((*path, name)) for name in missing_fields])}"
+                    " of the table.",
                     table=self.table_name,
-                    hint="Write it (nulls are fine), or drop it from the table on purpose.",
+                    hint="Write the field (nulls are fine), or drop it from the table on purpose.",
                 )
             yield from self.compare_fields(path, list(table_type), list(frame_type))
         elif pa.types.is_list(table_type) and pa.types.is_list(frame_type):
@@ -264,7 +272,7 @@ class _SchemaComparison:
         self, path: ColumnPath, table_type: pa.DataType, frame_type: pa.DataType
     ) -> Iterator[SchemaChange]:
         if self.widen and (frame_type, table_type) in _WIDENINGS:
-            return  # the frame's values are cast
+            return  # the frame's values are cast later later later
         if self.widen and (table_type, frame_type) in _WIDENINGS:
             yield WidenedColumn(path, frame_type)
         elif self.widen and pa.types.is_decimal(table_type) and pa.types.is_decimal(frame_type):
@@ -275,7 +283,7 @@ class _SchemaComparison:
     def _compare_decimals(
         self, path: ColumnPath, table_type: pa.DataType, frame_type: pa.DataType
     ) -> Iterator[SchemaChange]:
-        """Iceberg widens the precision and never the scale, so the table's stays."""
+        """Widen the precision if needed. Iceberg never changes the scale, so the frame's scale must fit."""
         required_digits = max(
             table_type.precision, frame_type.precision - frame_type.scale + table_type.scale
         )
@@ -299,64 +307,62 @@ def _mismatch_hint(table_type: pa.DataType, frame_type: pa.DataType, widen: bool
     if pa.types.is_timestamp(table_type) and pa.types.is_timestamp(frame_type):
         if table_type.tz:
             return (
-                "A time stamp without zone is taken for no moment. Say in the asset which zone its clock"
-                " is in: pandas .dt.tz_localize(zone), Polars .dt.replace_time_zone(zone),"
+                "A timestamp without time zone does not identify a moment. Declare its zone in the asset:"
+                " pandas .dt.tz_localize(zone), Polars .dt.replace_time_zone(zone),"
                 " Arrow pc.assume_timezone, Spark to_utc_timestamp(column, zone)."
             )
         return (
-            "The table holds wall clocks of UTC. Take the zone off in the asset: pandas"
+            "The table stores UTC without a time zone. Remove the zone in the asset: pandas"
             " .dt.tz_convert('UTC').dt.tz_localize(None), Polars .dt.convert_time_zone('UTC')"
             ".dt.replace_time_zone(None), Spark to_timestamp_ntz in a session on UTC."
         )
     if pa.types.is_integer(table_type) and pa.types.is_floating(frame_type):
         return (
-            "Cast it to whole numbers in the asset. pandas makes floats of whole numbers with gaps:"
-            " its dtype 'Int64' does not."
+            "Cast the column to integers in the asset. pandas converts integers with missing values to"
+            " floats, unless their dtype is 'Int64'."
         )
     if pa.types.is_decimal(table_type) and pa.types.is_decimal(frame_type):
         return (
-            "A table keeps its scale, and 38 digits are the most: round in the asset, or make a new column."
+            "A table's column keeps its scale and has at most 38 digits: round in the asset, or add a column."
         )
     if pa.types.is_map(table_type):
         return "Give the column a map type: a pyarrow.Table, or the pandas dtype ArrowDtype(pyarrow.map_(…))."
     if not widen:
         return f"{_ADD_ONLY_HINT} (The setting widen_columns is off.)"
     return (
-        "Cast the column in the asset; a table takes new nullable columns and fields, int to long, float to"
-        " double and decimals of more digits."
+        "Cast the column in the asset. A table accepts new nullable columns and fields, and widens int to"
+        " long, float to double and decimals to more digits."
     )
 
 
 def table_arrow_schema(schema: Schema, *, table_name: str) -> pa.Schema:
-    """A table's columns in Arrow's types, as frames are compared with them."""
+    """Return a table's columns as stored Arrow types, to compare frames with them."""
     return stored_schema(schema_to_pyarrow(schema, include_field_ids=False), table_name=table_name)
 
 
 def drop_untyped_columns(
     schema: pa.Schema, required_columns: tuple[str, ...], *, table_name: str
 ) -> pa.Schema:
-    """What a new table is made of: the columns that have a type.
+    """Return the columns that have a type. A new table is created from these.
 
-    One that is null in all rows comes when a frame brings values. Raises SchemaMismatch when nothing is
-    left, or one of `required_columns` (keys, partition columns) is not.
+    A column that is null in all rows is added later, by a frame that has values for it. Raises SchemaMismatch
+    if no column is left, or if one of `required_columns` (keys, partition columns) has no type.
     """
     untyped_columns = [column.name for column in schema if pa.types.is_null(column.type)]
-    hint = "Give it a type in the asset (a pandas dtype, an Arrow, Polars or Spark schema)."
+    hint = "Declare a type in the asset (a pandas dtype, an Arrow, Polars or Spark schema)."
     if untyped_required := [column for column in untyped_columns if column in required_columns]:
         are, has, pronoun = (
             ("is", "it has", "it") if len(untyped_required) == 1 else ("are", "they have", "them")
         )
         raise SchemaMismatch(
-            f"{format_names('Column', untyped_required)} {are} null in all rows, so {has} no type, and the"
-            " table is made by"
-            f" {pronoun}.",
+            f"{format_names('Column', untyped_required)} {are} null in all rows, so {has} no type, but the"
+            f" new table needs {pronoun} as a key or for its partitions.",
             table=table_name,
             hint=hint,
         )
     if len(untyped_columns) == len(schema):
         raise SchemaMismatch(
-            f"All columns ({', '.join(untyped_columns)}) are null in all rows, so no table can be made of"
-            " them.",
+            f"All columns ({', '.join(untyped_columns)}) are null in all rows, so no table can be created.",
             table=table_name,
             hint=hint,
         )
@@ -366,8 +372,8 @@ def drop_untyped_columns(
 def require_unchanged_columns(table: Table, frame_schema: pa.Schema, *, table_name: str, widen: bool) -> None:
     """Raise ColumnsFrozen if a frame of `frame_schema` would change the table's columns.
 
-    A new column that is null in all rows counts too. `evolve_table` would leave the column out, and its first
-    value would fail a later run.
+    A new column that is null in all rows counts too. `evolve_table` would omit the column, and its first
+    value would then fail a later run.
     """
     table_schema = table_arrow_schema(table.schema(), table_name=table_name)
     paths = [
@@ -383,16 +389,19 @@ def require_unchanged_columns(table: Table, frame_schema: pa.Schema, *, table_na
             columns=columns,
             table=table_name,
             hint=(
-                f"Leave {format_names('column', untyped_columns)} out in the asset"
+                f"Omit {format_names('column', untyped_columns)} in the asset"
                 if untyped_columns
                 else "Cast the columns in the asset"
             )
-            + ', or declare table_metadata(columns="evolve") for the run that shall change the table.',
+            + ', or declare table_metadata(columns="evolve") for the run that is to change the table.',
         )
 
 
 def evolve_table(table: Table, frame_schema: pa.Schema, *, table_name: str, widen: bool) -> Table:
-    """Make the changes that let the table hold a frame of `frame_schema`; any other is refused by column."""
+    """Change the table's schema so that it can hold a frame of `frame_schema`, and return the table.
+
+    Raises SchemaMismatch or ColumnUnsupported, which name the column, if only a lossy change would do.
+    """
     schema_changes = plan_schema_changes(
         table_arrow_schema(table.schema(), table_name=table_name),
         frame_schema,
@@ -402,10 +411,10 @@ def evolve_table(table: Table, frame_schema: pa.Schema, *, table_name: str, wide
     for change in schema_changes:
         if not is_fully_typed(change.kind):
             raise ColumnUnsupported(
-                f"{'.'.join(change.path)} has no type in the frame, because no row has a value there, and the"
-                " table has not got it either.",
+                f"Column {'.'.join(change.path)} has no type: no row of the frame has a value for it, and the"
+                " table does not have the column.",
                 table=table_name,
-                hint="Give it a type in the asset (an Arrow, Polars or Spark schema), or leave it out.",
+                hint="Declare its type in the asset (an Arrow, Polars or Spark schema), or omit the column.",
             )
     if not schema_changes:
         return table

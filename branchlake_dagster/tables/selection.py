@@ -1,9 +1,9 @@
-"""The rows of a table that belong to a run's partitions, as predicates for both engines.
+"""Describe the rows of a run's partitions, and express them as predicates of PyIceberg, Spark and Arrow.
 
-A selection is a disjunction of slices, a slice a conjunction of conditions. `None` instead of a selection
-means the whole table. What a time window means to a column is the column type's matter (ADR 11): a zoned
-timestamp is an instant, a timestamp without zone the wall clock of UTC, a date the calendar of the
-partitions' own time zone.
+A selection is a disjunction of slices; a slice is a conjunction of conditions. `None` instead of a selection
+means the whole table. The column's type decides how a time window applies to it (ADR 11). A zoned timestamp
+is an instant; a timestamp without zone is the wall clock of UTC; a date belongs to the calendar of the
+partitions' time zone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from branchlake_dagster.tables.errors import SchemaMismatch
 
 @dataclass(frozen=True)
 class TimeRange:
-    """start <= column < end; both aware."""
+    """The condition start <= column < end. Both bounds have a time zone."""
 
     column: str
     start: datetime
@@ -51,7 +51,7 @@ class TimeRange:
 
 @dataclass(frozen=True)
 class DateRange:
-    """start <= column < end on a column of calendar dates."""
+    """The condition start <= column < end on a column of calendar dates."""
 
     column: str
     start: date
@@ -60,7 +60,7 @@ class DateRange:
 
 @dataclass(frozen=True)
 class Values:
-    """column is one of values."""
+    """The condition that the column has one of the values."""
 
     column: str
     values: tuple[str, ...]
@@ -72,12 +72,12 @@ Slice = tuple[Condition, ...]
 
 @dataclass(frozen=True)
 class Selection:
-    """A union of slices; without slices it holds no row."""
+    """A union of slices. A selection without slices holds no row."""
 
     slices: tuple[Slice, ...]
 
     def column_names(self) -> tuple[str, ...]:
-        """The columns it looks at."""
+        """Return the columns that the conditions use."""
         return tuple(dict.fromkeys(c.column for part in self.slices for c in part))
 
 
@@ -91,13 +91,14 @@ def select_partitions(
     map_window: Callable[[TimeWindowPartitionsDefinition, TimeWindow], TimeWindow] | None = None,
     all_dimensions: bool = True,
 ) -> Selection:
-    """The selection of partition `partition_keys` in a table of `schema`; neighbouring windows become one range.
+    """Return the selection of `partition_keys` in a table of `schema`. Adjacent windows become one range.
 
-    `map_window` gives the window that is selected for the window of a key. (default: the same) Without
-    `all_dimensions` one that has no column selects nothing away.
+    `columns_by_dimension` maps a partition dimension to its column. `map_window` returns the window to select
+    for the window of a key. (default: the same window) If `all_dimensions` is false, dimensions without a
+    column are ignored.
 
-    Raises ConfigurationError when a dimension has no column or its windows do not fit the column, and
-    SchemaMismatch when the column is missing or of a type that cannot hold the dimension.
+    Raises ConfigurationError if a dimension has no column or its windows do not fit the column, and
+    SchemaMismatch if the column is missing or its type cannot hold the dimension.
     """
     values_by_slice: dict[Slice, list[str]] = {}
     string_column: str | None = None
@@ -126,7 +127,10 @@ def _key_conditions(
     map_window: Callable[[TimeWindowPartitionsDefinition, TimeWindow], TimeWindow] | None,
     all_dimensions: bool,
 ) -> tuple[Slice, tuple[str, str] | None]:
-    """The conditions of one key, apart from its last string dimension, so that those can be gathered."""
+    """Return the conditions of one key.
+
+    Its last string dimension is separate, so that its values can be collected.
+    """
     dimensions: Sequence[tuple[str, str, PartitionsDefinition[str]]]
     if isinstance(definition, MultiPartitionsDefinition):
         key_parts = (
@@ -150,7 +154,7 @@ def _key_conditions(
             raise ConfigurationError(
                 f"Partition dimension {name!r} has no column." if name else "The partitions have no column.",
                 table=table_name,
-                hint="Name it with table_metadata(partition_by=…).",
+                hint="Name the column with table_metadata(partition_by=…).",
                 reason="dimension_without_column",
                 subject=name,
             )
@@ -167,7 +171,7 @@ def _key_conditions(
             raise SchemaMismatch(
                 f"Partition column {column} is {column_type}, but the partition keys are strings.",
                 table=table_name,
-                hint="Store the partition key itself in a string column and name that in partition_by.",
+                hint="Store the partition key in a string column and name that column in partition_by.",
                 reason="column_type",
                 subject=column,
             )
@@ -214,7 +218,7 @@ def _window_condition(
             f" {column_name} holds dates.",
             table=table_name,
             partitions=(partition_key,),
-            hint="Partition by a timestamp column, or let the windows begin at midnight.",
+            hint="Partition by a timestamp column, or start the windows at midnight.",
             reason="dates_for_hours",
             subject=column_name,
         )
@@ -222,7 +226,7 @@ def _window_condition(
 
 
 def _is_day_start(moment: datetime) -> bool:
-    """Whether a calendar day begins here: at midnight, or where the clock jumps over midnight."""
+    """Return whether a calendar day starts here: at midnight, or where the clock skips midnight."""
     if moment.hour == moment.minute == moment.second == moment.microsecond == 0:
         return True
     moment_before = (moment.astimezone(UTC) - timedelta(microseconds=1)).astimezone(moment.tzinfo)
@@ -246,7 +250,7 @@ def _join_adjacent_slices(slices: list[Slice]) -> list[Slice]:
 
 
 def _join_ranges(earlier: Condition, later: Condition) -> Condition | None:
-    """One range for two of the same column that touch."""
+    """Return one range for two ranges of the same column that touch; None if they do not."""
     if isinstance(earlier, TimeRange) and isinstance(later, TimeRange):
         if (earlier.column, earlier.end) == (later.column, later.start):
             return TimeRange(earlier.column, earlier.start, later.end)
@@ -261,13 +265,13 @@ def _join_ranges(earlier: Condition, later: Condition) -> Condition | None:
 
 def _slice_sort_key(part: Slice) -> tuple[str, str, str]:
     head = part[0]
-    # ISO 8601 of one zone sorts by time.
+    # ISO 8601 strings of one zone sort by time.
     start = head.start.isoformat() if isinstance(head, TimeRange | DateRange) else ""
     return repr(part[1:]), head.column, start
 
 
 def _bound_literals(condition: TimeRange | DateRange, column_type: IcebergType) -> tuple[str, str]:
-    """The range's ends as literals of a column of type `column_type`."""
+    """Return the bounds of a range as literals for a column of type `column_type`."""
     if isinstance(condition, DateRange) and isinstance(column_type, DateType):
         return condition.start.isoformat(), condition.end.isoformat()
     if isinstance(condition, TimeRange) and isinstance(column_type, TimestamptzType):
@@ -284,12 +288,15 @@ def _bound_literals(condition: TimeRange | DateRange, column_type: IcebergType) 
 
 
 def _to_utc_wall_clock(moment: datetime) -> datetime:
-    """What a timestamp without zone holds: the wall clock of UTC, the only one that never jumps."""
+    """Return the wall clock of UTC, which timestamps without zone hold.
+
+    It is the only clock that never jumps.
+    """
     return moment.astimezone(UTC).replace(tzinfo=None)
 
 
 def to_iceberg_filter(selection: Selection, schema: Schema) -> BooleanExpression:
-    """The selection as a PyIceberg row filter."""
+    """Convert the selection to a PyIceberg row filter."""
 
     def condition_filter(condition: Condition) -> BooleanExpression:
         if isinstance(condition, Values):
@@ -302,9 +309,9 @@ def to_iceberg_filter(selection: Selection, schema: Schema) -> BooleanExpression
 
 
 def to_sql_predicate(selection: Selection, schema: Schema, *, table_alias: str = "") -> str:
-    """The selection as a Spark SQL predicate, whatever the session's time zone.
+    """Convert the selection to a Spark SQL predicate that does not depend on the session's time zone.
 
-    `table_alias` is the quoted name of the table whose columns are meant, where the query has several.
+    `table_alias` is the quoted name of the table that owns the columns. A query of several tables needs it.
     """
     literal_types: dict[type[IcebergType], str] = {DateType: "DATE", TimestampType: "TIMESTAMP_NTZ"}
 
@@ -315,7 +322,7 @@ def to_sql_predicate(selection: Selection, schema: Schema, *, table_alias: str =
             if not isinstance(column_type, StringType):
                 raise SchemaMismatch(f"Partition column {condition.column} is not a string.")
             return f"{column_sql} IN ({', '.join(map(quote_spark_string, condition.values))})"
-        # A moment's literal carries its offset: without it, it would be read in the session's time zone.
+        # The literal includes the UTC offset. Without it, Spark would use the session's time zone.
         literal_type = literal_types.get(type(column_type), "TIMESTAMP")
         start, end = _bound_literals(condition, column_type)
         return f"({column_sql} >= {literal_type} '{start}' AND {column_sql} < {literal_type} '{end}')"
@@ -325,12 +332,12 @@ def to_sql_predicate(selection: Selection, schema: Schema, *, table_alias: str =
 
 
 def count_rows_outside(selection: Selection, frame: pa.Table) -> int:
-    """How many rows of an Arrow table the selection does not hold (null partition values included)."""
+    """Count the rows of an Arrow table outside the selection, including rows with null partition values."""
     return int(frame.num_rows - (pc.sum(selection_mask(selection, frame)).as_py() or 0))
 
 
 def selection_mask(selection: Selection, frame: pa.Table) -> pa.ChunkedArray:
-    """For each row of an Arrow table whether the selection holds it."""
+    """Return for each row of an Arrow table whether it is inside the selection."""
 
     def condition_mask(condition: Condition) -> pa.ChunkedArray:
         column = frame.column(condition.column)
@@ -348,7 +355,7 @@ def selection_mask(selection: Selection, frame: pa.Table) -> pa.ChunkedArray:
 
 
 def range_bounds(condition: TimeRange | DateRange, column_type: pa.DataType) -> tuple[pa.Scalar, pa.Scalar]:
-    """The range's ends as values of an Arrow column of type `column_type`."""
+    """Return the bounds of a range as values of an Arrow column of type `column_type`."""
     bounds: tuple[Any, Any] = (condition.start, condition.end)
     if isinstance(condition, TimeRange) and getattr(column_type, "tz", None) is None:
         bounds = (_to_utc_wall_clock(condition.start), _to_utc_wall_clock(condition.end))

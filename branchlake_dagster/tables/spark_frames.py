@@ -1,4 +1,4 @@
-"""Writing Spark frames to the run's branch, Connect and classic alike: nothing here needs py4j."""
+"""Write Spark frames to the run's branch. Works with Spark Connect and classic sessions, without py4j."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ _settings_lock = threading.Lock()
 
 
 def spark_arrow_schema(frame: DataFrame, *, table_name: str) -> pa.Schema:
-    """The frame's schema; analysed, not executed. Raises ColumnUnsupported."""
+    """Return the frame's schema.
+
+    Spark analyzes the plan and does not execute it. Raises ColumnUnsupported.
+    """
     fields = []
     for column in frame.schema:
         try:
@@ -44,17 +47,20 @@ def spark_arrow_schema(frame: DataFrame, *, table_name: str) -> pa.Schema:
             raise ColumnUnsupported(
                 f"Column {column.name} is {column.dataType.simpleString()}, which the lake cannot store.",
                 table=table_name,
-                hint="Cast it to text, numbers or time stamps in the asset.",
+                hint="Cast it to text, numbers or timestamps in the asset.",
             ) from error
     return pa.schema(fields)
 
 
 def require_session_branch(frame: DataFrame, branch_name: str, *, table_name: str) -> None:
-    """Refuse a frame whose session stands elsewhere: writing it would land outside the run's branch."""
+    """Raise ForeignSession if the frame's session uses another branch.
+
+    Its write would bypass the run's branch.
+    """
     ref = frame.sparkSession.conf.get("spark.sql.catalog.nessie.ref", "unknown")
     if ref != branch_name:
         raise ForeignSession(
-            f"The frame belongs to a Spark session on {ref!r}.",
+            f"The frame belongs to a Spark session on {ref!r}, not on the run's branch.",
             table=table_name,
             branch=branch_name,
             hint="Use the run's session: a parameter `spark: BranchSparkResource`, then spark.spark_session.",
@@ -68,12 +74,13 @@ def write_spark_frame(
     selection: Selection | None,
     properties: Mapping[str, str],
 ) -> None:
-    """Write `frame` by the spec's mode in one Spark job.
+    """Write `frame` by the spec's write mode in one Spark job.
 
-    Raises PartitionMismatch, UpsertKeyInvalid; on a branch, so what they leave behind is discarded.
+    Raises PartitionMismatch and UpsertKeyInvalid. Some rows may already be written then, but only to the
+    branch, which is discarded.
     """
     column_names = {field.name for field in schema.fields}
-    # What is null in all rows has no type here, and the table may not have got the column yet.
+    # A column that is null in all rows has no type, and the table may not have that column yet.
     frame = frame.drop(*(name for name in frame.columns if name not in column_names))
     if spec.write_mode == "upsert":
         _merge_by_keys(frame, spec, schema, selection, properties)
@@ -90,8 +97,8 @@ def write_spark_frame(
         assert selection is not None  # noqa: S101 - the mode implies partitions
         writer.overwrite(F.expr(to_sql_predicate(selection, schema)))
     if observation is not None and selection is not None:
-        # A Connect server sends what it has observed by the end of the write. On a machine that is taken its
-        # listeners come later, and nothing was sent: then the rows are looked at again.
+        # A Connect server sends its observation by the end of the write. On a busy machine its listeners may
+        # run too late and send nothing. Then the rows are counted again.
         outside_count = observation.get.get("outside")
         if outside_count is None:
             outside_count = frame.filter(_is_outside(schema, selection)).count()
@@ -102,7 +109,7 @@ def write_spark_frame(
 def _observe_rows_outside(
     frame: DataFrame, schema: Schema, selection: Selection | None
 ) -> tuple[DataFrame, Observation | None]:
-    """Count rows outside the partitions while they are written, not in a pass of its own."""
+    """Count the rows outside the partitions while they are written, without a separate pass."""
     if selection is None:
         return frame, None
     observation = Observation()
@@ -111,7 +118,7 @@ def _observe_rows_outside(
 
 
 def _is_outside(schema: Schema, selection: Selection) -> Column:
-    """Whether a row is of none of the selection's partitions."""
+    """Return the Spark condition that a row is in none of the selected partitions."""
     return ~F.coalesce(F.expr(to_sql_predicate(selection, schema)), F.lit(False))
 
 
@@ -122,14 +129,14 @@ def _merge_by_keys(
     selection: Selection | None,
     properties: Mapping[str, str],
 ) -> None:
-    """MERGE by the keys. A key that is null or occurs twice stops the job: Iceberg would insert both."""
+    """MERGE by the keys. A null or duplicate key fails the job, because Iceberg would insert both rows."""
     require_key_columns(spec, frame.columns)
     copies = F.count(F.lit(1)).over(Window.partitionBy(*map(quote_spark_name, spec.keys)))
     keys_present = " AND ".join(f"{quote_spark_name(key)} IS NOT NULL" for key in spec.keys)
     unique_assertion = (
         f"assert_true({_COPIES_COLUMN} = 1 AND {keys_present}, '{_NOT_UNIQUE_MESSAGE}') IS NULL"
     )
-    # The window shuffles by the keys, which the merge's join needs anyway.
+    # The window shuffles by the keys. The join of the MERGE needs the same shuffle.
     source = frame.withColumn(_COPIES_COLUMN, copies).filter(F.expr(unique_assertion))
     if selection is not None:
         source = source.filter(inside_assertion(selection, schema))
@@ -159,7 +166,10 @@ def _merge_by_keys(
 def partition_mismatch_error(
     spec: TableSpec, schema: Schema, selection: Selection | None, rows: str
 ) -> PartitionMismatch:
-    """The error for rows outside the run's partitions. `rows`: which, as the sentence begins."""
+    """Return the error for rows outside the run's partitions.
+
+    `rows` starts its sentence, such as `3 rows`.
+    """
     return PartitionMismatch(
         f"{rows} of the frame are outside the run's partitions.",
         table=spec.name,
@@ -168,13 +178,16 @@ def partition_mismatch_error(
 
 
 def inside_assertion(selection: Selection, schema: Schema) -> Column:
-    """Lets every row of the run's partitions through; another row fails the job with OUTSIDE."""
+    """Return a filter that passes rows of the run's partitions.
+
+    Other rows fail the job with OUTSIDE_MESSAGE.
+    """
     inside = f"coalesce({to_sql_predicate(selection, schema)}, false)"
     return F.expr(f"assert_true({inside}, '{OUTSIDE_MESSAGE}') IS NULL")
 
 
 def require_key_columns(spec: TableSpec, column_names: list[str]) -> None:
-    """Raise UpsertKeyInvalid when a key is no column."""
+    """Raise UpsertKeyInvalid if the frame lacks a key column."""
     missing_keys = [key for key in spec.keys if key not in column_names]
     if missing_keys:
         raise UpsertKeyInvalid(
@@ -184,10 +197,10 @@ def require_key_columns(spec: TableSpec, column_names: list[str]) -> None:
 
 @contextmanager
 def set_session_properties(session: SparkSession, properties: Mapping[str, str]) -> Iterator[None]:
-    """MERGE takes no write options; Iceberg reads these from the session instead."""
+    """Set snapshot properties in the session while the body runs, because MERGE accepts no write options."""
     setting_names = {key: f"{_SESSION_PROPERTY}{key}" for key in properties}
     with _settings_lock:
-        # The session itself names its run, by a property that is among these.
+        # The session has permanent properties of its own, such as the run id. They are restored afterwards.
         previous_values: dict[str, str | None] = {
             name: session.conf.get(name, None) for name in setting_names.values()
         }
@@ -206,6 +219,6 @@ def set_session_properties(session: SparkSession, properties: Mapping[str, str])
 def read_spark_frame(
     session: SparkSession, spec: TableSpec, schema: Schema, selection: Selection | None
 ) -> DataFrame:
-    """The table's rows of the selection, lazily."""
+    """Return the selected rows of the table as a lazy frame."""
     frame = session.table(spec.spark_name)
     return frame if selection is None else frame.filter(to_sql_predicate(selection, schema))

@@ -1,4 +1,4 @@
-"""The declaration of an asset's table: metadata on the asset, read back as a `TableSpec`."""
+"""Declare an asset's table with metadata on the asset, and parse that metadata to a `TableSpec`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INVALID_CHARACTERS = re.compile(r"[/@#?\x00-\x1f\x7f-\x9f]")
 
 _TRANSFORM_PATTERN = re.compile(r"(year|month|day|hour)\((.+)\)|(bucket|truncate)\(\s*(\d+)\s*,\s*(.+)\)")
 PARTITION_EXPR = "partition_expr"
-"""Dagster's own name for it in its database IO managers."""
+"""The metadata key that Dagster's own database IO managers use for the partition column."""
 
 
 def table_metadata(
@@ -44,38 +44,38 @@ def table_metadata(
 ) -> dict[str, Any]:
     """Asset metadata for `@dg.asset(metadata=…)`: how its table is laid out, written and judged.
 
-    It is checked when the asset is written.
+    The metadata is checked when the asset is written.
 
     Args:
         write_mode (Optional[Literal["replace_partitions", "replace_table", "append", "upsert"]]): How a
-            materialisation changes the table. (default: `replace_partitions` when the asset is partitioned by
+            materialization changes the table. (default: `replace_partitions` when the asset is partitioned by
             a column, else `replace_table`)
-        keys (Sequence[str]): The columns an `upsert` matches on.
+        keys (Sequence[str]): The columns that an `upsert` matches on.
         partition_by (Optional[str | Mapping[str, str]]): The column that holds the partition, or for
-            multi-dimensional partitions `{dimension: column}`. A time window needs a timestamp or (if it is
-            made of whole days) date column, others a string column equal to the key.
+            multi-dimensional partitions `{dimension: column}`. A time window needs a timestamp column, or a
+            date column if it consists of whole days. Other partitions need a string column with the key.
         require_checks (Optional[bool]): Whether a run that writes this table without any check is blocked.
             (default: the setting of that name)
-        isolation (Optional[Literal["snapshot", "serializable"]]): With `serializable` a run is published only
-            if nothing it read changed on `main` meanwhile; `snapshot` asks that only of what it wrote.
-            (default: `snapshot`)
-        preview_rows (Optional[int]): How many of the rows that a run wrote are shown on the asset's page; 0
-            for data that must not stand in Dagster's database. (default: the setting of that name)
-        layout (Sequence[str]): How the table's files are divided, beyond `partition_by`: columns, or
-            Iceberg's transforms of them, `year(c)`, `month(c)`, `day(c)`, `hour(c)`, `bucket(16, c)`,
-            `truncate(4, c)`. It counts when the table is made; one that is there is left as it is. (default:
-            nothing)
-        properties (Optional[Mapping[str, str]]): Iceberg's table properties, as
-            `{"write.merge.mode": "merge-on-read"}`. They too are set when the table is made.
-        exclusive (Optional[str]): A name of letters, digits, `_` and `-`. Of all runs that write assets with
-            this name one works at a time, each from what the one before has published; one that was taken
-            for dead cannot publish any more. (default: runs work side by side)
-        columns (Optional[Literal["evolve", "freeze"]]): With `freeze` a run that would add, remove, rename or
-            widen a column of the existing table is not published: a frame fails the step with ColumnsFrozen
-            or SchemaMismatch before anything is written, a change by SQL blocks the run. (default: `evolve`)
+        isolation (Optional[Literal["snapshot", "serializable"]]): With `serializable`, a run is published
+            only if nothing that it read has changed on `main` since. `snapshot` requires this only of what
+            it wrote. (default: `snapshot`)
+        preview_rows (Optional[int]): How many of the rows that a run wrote are shown on the asset's page. Use
+            0 for data that must not be stored in Dagster's database. (default: the setting of that name)
+        layout (Sequence[str]): How the table's files are partitioned in addition to `partition_by`: columns,
+            or Iceberg's transforms of columns: `year(c)`, `month(c)`, `day(c)`, `hour(c)`, `bucket(16, c)`,
+            `truncate(4, c)`. It applies to new tables only. (default: nothing)
+        properties (Optional[Mapping[str, str]]): Iceberg's table properties, such as
+            `{"write.merge.mode": "merge-on-read"}`. They apply to new tables only.
+        exclusive (Optional[str]): A name of letters, digits, `_` and `-`. Only one run at a time may write
+            assets with this name, and each run starts from what the previous one has published. A run that
+            was declared dead can no longer publish. (default: runs work in parallel)
+        columns (Optional[Literal["evolve", "freeze"]]): With `freeze`, a run that would add, remove, rename
+            or widen a column of the existing table is not published. A frame fails the step with
+            ColumnsFrozen or SchemaMismatch before anything is written; a change by SQL blocks the run.
+            (default: `evolve`)
 
     Returns:
-        Dict[str, Any]: Metadata; add your own with `|`.
+        Dict[str, Any]: The metadata. Combine it with your own with `|`.
 
     Examples:
         .. code-block:: python
@@ -119,14 +119,17 @@ def table_metadata(
 
 @dataclass(frozen=True)
 class LayoutField:
-    """A part of a declared layout: a column, and Iceberg's name of a transform (`bucket[16]`); None: none."""
+    """One field of a declared layout: a column and the Iceberg name of a transform, such as `bucket[16]`.
+
+    `transform` is None for the column's values.
+    """
 
     column: str
     transform: str | None = None
 
     @classmethod
     def from_declaration(cls, declaration: str) -> LayoutField:
-        """As `table_metadata` takes it. What looks like no transform is a column's name."""
+        """Parse an entry of `table_metadata(layout=…)`. Text that is not a transform is a column name."""
         transform_match = _TRANSFORM_PATTERN.fullmatch(declaration.strip())
         if transform_match is None:
             return cls(declaration)
@@ -140,11 +143,11 @@ class LayoutField:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Where an asset is stored and how a materialisation changes it.
+    """Where an asset is stored and how a materialization changes it.
 
-    `identifier` is (namespace…, table). `columns_by_dimension` maps a partition dimension to its column;
-    a one-dimensional partition has the empty string as its dimension. `layout` and `properties` are those
-    of a table that is made. `frozen`: runs may not change the columns of the existing table.
+    `identifier` is (namespace…, table). `columns_by_dimension` maps a partition dimension to its column; the
+    dimension of one-dimensional partitions is the empty string. `layout` and `properties` apply to a new
+    table. `frozen` means that runs may not change the columns of the existing table.
     """
 
     identifier: tuple[str, ...]
@@ -158,26 +161,28 @@ class TableSpec:
 
     @property
     def name(self) -> str:
-        """The dotted name without the catalogue, as Nessie's keys are written."""
+        """The dotted name without the catalog, in the notation of Nessie's content keys."""
         return format_table_name(self.identifier)
 
     @property
     def spark_name(self) -> str:
-        """The name Spark SQL knows, catalogue included."""
+        """The name in Spark SQL, including the catalog."""
         return f"nessie.{quote_spark_path(self.identifier)}"
 
 
 def table_identifier(asset_key: AssetKey, default_namespace: str) -> tuple[str, ...]:
-    """The table of an asset: its key path; a key without prefix goes to the default namespace.
+    """Return the table of an asset: its key path. A key without prefix goes to the default namespace.
 
-    Raises ConfigurationError for a part that is no name: it would leave the warehouse's folder, or mean
-    something to Nessie or to the engines (`table@branch`, `table#time`, a query in a path).
+    Raises ConfigurationError for a part that cannot be a name. Such a part could leave the warehouse's
+    folder, or have a meaning in Nessie or an engine (`table@branch`, `table#time`, a query in a path).
     """
     for part in asset_key.path:
         if part in ("", ".", "..") or _INVALID_CHARACTERS.search(part):
             raise ConfigurationError(
-                f"Asset {asset_key.to_user_string()!r} has the key part {part!r}, which can name no table.",
-                hint="It must not be empty, '.' or '..', nor hold '/', '@', '#', '?' or a control character.",
+                f"Asset {asset_key.to_user_string()!r} has the key part {part!r}, which cannot be part of a"
+                " table name.",
+                hint="Rename it: it must not be empty, '.' or '..', or contain '/', '@', '#', '?' or a"
+                " control character.",
                 reason="key_part",
                 subject=part,
             )
@@ -185,14 +190,14 @@ def table_identifier(asset_key: AssetKey, default_namespace: str) -> tuple[str, 
 
 
 def format_table_name(identifier: Sequence[str]) -> str:
-    """The dotted name of an identifier, from which `ContentKey.from_path` reads it back."""
+    """Return the dotted name of an identifier. `ContentKey.from_path` parses it."""
     return ContentKey(identifier).name
 
 
 def parse_table_spec(
     asset_key: AssetKey, metadata: Mapping[str, Any], *, default_namespace: str, partitioned: bool
 ) -> TableSpec:
-    """The spec of an asset from its metadata; raises ConfigurationError when that contradicts itself."""
+    """Parse the spec of an asset from its metadata. Raises ConfigurationError if the metadata is invalid."""
     identifier = table_identifier(asset_key, default_namespace)
     table_name = format_table_name(identifier)
     expression = unwrap_metadata(metadata.get(PARTITION_EXPR))
@@ -219,27 +224,31 @@ def parse_table_spec(
     contract: Any = unwrap_metadata(metadata.get(AssetMetadata.COLUMNS)) or "evolve"
     if contract not in get_args(ColumnContract):
         raise ConfigurationError(
-            f"Unknown value {contract!r} of columns.",
+            f"Unknown value {contract!r} of table_metadata(columns=…).",
             table=table_name,
             hint=f"Use {' or '.join(get_args(ColumnContract))}.",
             reason="columns",
         )
     if mode == "upsert" and not keys:
         raise ConfigurationError(
-            "An upsert needs keys.", table=table_name, hint="table_metadata(keys=[…])", reason="keys_missing"
+            "The write mode upsert needs keys.",
+            table=table_name,
+            hint="Declare table_metadata(keys=[…]).",
+            reason="keys_missing",
         )
     if any("," in key for key in keys):
         raise ConfigurationError(
-            f"The keys {', '.join(map(repr, keys))} hold a comma, which parts them in a snapshot's summary.",
+            f"The keys {', '.join(map(repr, keys))} contain a comma. It separates keys in snapshot"
+            " summaries.",
             table=table_name,
             hint="Rename the column.",
             reason="comma_in_key",
         )
     if mode == "replace_partitions" and not columns:
         raise ConfigurationError(
-            "Replacing partitions needs a partition column.",
+            "The write mode replace_partitions needs a partition column.",
             table=table_name,
-            hint="table_metadata(partition_by=…)",
+            hint="Declare table_metadata(partition_by=…).",
             reason="partition_column_missing",
         )
     if partitioned and mode == "replace_table":
@@ -256,16 +265,16 @@ def parse_table_spec(
     )
     if isinstance(layout, str) or not all(isinstance(declaration, str) for declaration in layout):
         raise ConfigurationError(
-            f"The layout is {layout!r}.",
+            f"The layout must be a list of strings, but it is {layout!r}.",
             table=table_name,
-            hint='It is a list, as layout=["day", "bucket(16, account)"].',
+            hint='Declare a list, such as layout=["day", "bucket(16, account)"].',
             reason="layout",
         )
     if not isinstance(properties, Mapping):
         raise ConfigurationError(
-            f"The table's properties are {properties!r}.",
+            f"The table's properties must be a dict, but they are {properties!r}.",
             table=table_name,
-            hint="Give a dict.",
+            hint='Declare a dict, such as properties={"write.merge.mode": "merge-on-read"}.',
             reason="properties",
         )
     table_properties = {str(key): str(value) for key, value in properties.items()}
@@ -283,38 +292,41 @@ def parse_table_spec(
 
 
 def require_parquet(properties: Mapping[str, str], *, table_name: str) -> None:
-    """Raise ConfigurationError if a table's properties ask for data files of another format than Parquet.
+    """Raise ConfigurationError if a table's properties request data files of another format than Parquet.
 
-    PyIceberg writes Parquet only, and this package writes with it: frames that are not Spark's, files that a
-    selection cuts through, the records of an ingestion.
+    PyIceberg writes Parquet only, and branchlake uses PyIceberg for frames that are not Spark's, for files
+    that a selection cuts through, and for the records of an ingestion.
     """
     name = TableProperties.WRITE_FILE_FORMAT
     file_format = properties.get(name, TableProperties.WRITE_FILE_FORMAT_DEFAULT)
     if file_format.lower() != TableProperties.WRITE_FILE_FORMAT_DEFAULT:
         raise ConfigurationError(
-            f"The table's property {name} is {file_format!r}, and branchlake writes Parquet files only.",
+            f"The table's property {name} is {file_format!r}, but branchlake writes Parquet files only.",
             table=table_name,
-            hint=f"Set {name} to 'parquet'. Files of another format that the table has can still be read.",
+            hint=f"Set {name} to 'parquet'. Existing files of other formats can still be read.",
             reason="file_format",
         )
 
 
 def parse_exclusive_name(metadata: Mapping[str, Any], table_name: str) -> str | None:
-    """The name under which an asset is exclusive; raises ConfigurationError for one that is none."""
+    """Return the name under which an asset is exclusive, or None.
+
+    Raises ConfigurationError for an invalid name.
+    """
     name = unwrap_metadata(metadata.get(AssetMetadata.EXCLUSIVE))
     if name is None or (isinstance(name, str) and _EXCLUSIVE_PATTERN.fullmatch(name)):
         return name
     raise ConfigurationError(
-        f"{name!r} is no name for what is exclusive.",
+        f"{name!r} is not a valid name in table_metadata(exclusive=…).",
         table=table_name,
-        hint="Use letters, digits, '_' and '-', at most 64.",
+        hint="Use at most 64 letters, digits, '_' and '-'.",
         reason="exclusive_name",
         subject=repr(name),
     )
 
 
 def unwrap_metadata(value: Any) -> Any:
-    """Dagster wraps metadata given on a definition; the plain value is inside."""
+    """Return the plain value of metadata. Dagster wraps metadata that is declared on a definition."""
     return getattr(value, "value", value)
 
 
@@ -326,8 +338,8 @@ def _parse_partition_expr(expression: Any, table_name: str) -> Mapping[str, str]
     if isinstance(expression, Mapping):
         return {str(dimension): str(column) for dimension, column in expression.items()}
     raise ConfigurationError(
-        f"partition_expr is {expression!r}.",
+        f"The partition column is declared as {expression!r}.",
         table=table_name,
-        hint="A column or {dimension: column}.",
+        hint="Declare a column name or {dimension: column} in table_metadata(partition_by=…).",
         reason="partition_expr",
     )

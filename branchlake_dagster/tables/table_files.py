@@ -1,4 +1,4 @@
-"""Which files the metadata of Iceberg tables refers to; every file is read once."""
+"""List the files that the metadata of Iceberg tables refers to. Every metadata file is read once."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ T = TypeVar("T")
 
 
 class FileUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """A file of a table's metadata is there and cannot be read, or is missing where it must not be."""
+    """A metadata file of a table exists but cannot be read, or a required file is missing."""
 
 
 @dataclass(frozen=True)
 class ManifestFiles:
-    """The files a manifest names: those that were new in it with their size in bytes, and all live ones."""
+    """The files in a manifest: those that it added, with their size in bytes, and all live ones."""
 
     added: Mapping[str, int]
     live: frozenset[str]
 
 
 class TableFiles:
-    """Reads table metadata, manifest lists and manifests; `properties` are PyIceberg's for FileIO.
+    """Reads table metadata, manifest lists and manifests. `properties` are PyIceberg's FileIO properties.
 
-    None stands for a file that is missing.
+    Methods return None for a missing file.
     """
 
     def __init__(self, properties: Mapping[str, str]) -> None:
@@ -46,21 +46,21 @@ class TableFiles:
         self._entries: dict[str, ManifestFiles | None] = {}
 
     def io(self, location: str) -> FileIO:
-        """A FileIO for this location."""
+        """Return a FileIO for this location."""
         return load_file_io(self._properties, location)
 
     def metadata(self, location: str) -> TableMetadata | None:
-        """The table metadata in a file. Raises FileUnreadable."""
+        """Load the table metadata in a file. Raises FileUnreadable."""
         if location not in self._metadata:
             source = self.io(location).new_input(location)
             self._metadata[location] = _read_or_none(location, lambda: FromInputFile.table_metadata(source))
         return self._metadata[location]
 
     def manifests(self, snapshot: Snapshot) -> tuple[ManifestFile, ...] | None:
-        """The manifests of a snapshot. Raises FileUnreadable."""
+        """Load the manifests of a snapshot. Raises FileUnreadable."""
         location = snapshot.manifest_list
         if location not in self._lists:
-            # PyIceberg keeps manifest lists of the whole process in memory, deleted ones too.
+            # PyIceberg caches manifest lists, even of deleted files, so the file itself is checked first.
             size = self.size(location)
             io = self.io(location)
             manifests = _read_or_none(location, lambda: tuple(snapshot.manifests(io))) if size else None
@@ -68,7 +68,7 @@ class TableFiles:
         return self._lists[location]
 
     def manifest_files(self, manifest: ManifestFile) -> ManifestFiles | None:
-        """The data and delete files that a manifest names. Raises FileUnreadable."""
+        """Load the data and delete files that a manifest lists. Raises FileUnreadable."""
         path = manifest.manifest_path
         if path not in self._entries:
             io = self.io(path)
@@ -84,7 +84,10 @@ class TableFiles:
         return self._entries[path]
 
     def modified_at(self, location: str) -> datetime | None:
-        """When a file was written, by the store's clock; None when it is missing or the store cannot tell."""
+        """Return when a file was written, by the store's clock.
+
+        None if the file is missing or the time is unknown.
+        """
         io = self.io(location)
         if not isinstance(io, PyArrowFileIO):
             return None
@@ -93,37 +96,40 @@ class TableFiles:
         return modified_at
 
     def size(self, location: str) -> int:
-        """The size of a file in bytes; 0 when it is missing."""
+        """Return the size of a file in bytes; 0 if it is missing."""
         try:
             return len(self.io(location).new_input(location))
         except FileNotFoundError:
             return 0
 
     def delete(self, location: str) -> None:
-        """Delete a file, if it is there. Raises OSError."""
+        """Delete a file if it exists. Raises OSError."""
         io = self.io(location)
         with contextlib.suppress(FileNotFoundError):
             io.delete(location)
         if normalize_location(location).startswith("file:"):
-            # Hadoop's local file system puts a checksum beside each file that Spark writes.
+            # Hadoop's local file system writes a checksum file next to each file that Spark writes.
             folder, _, name = location.rpartition("/")
             with contextlib.suppress(FileNotFoundError):
                 io.delete(f"{folder}/.{name}.crc")
 
 
 def _read_or_none(location: str, read_file: Callable[[], T]) -> T | None:
-    """What is in a file; None when it is missing."""
+    """Read a file; None if it is missing."""
     try:
         return read_file()
     except FileNotFoundError:
         return None
     except Exception as error:
-        # Whatever JSON, gzip, Avro, pydantic and the store make of a file that is cut off or something else.
-        raise FileUnreadable(f"{location} cannot be read: {type(error).__name__}.") from error
+        # JSON, gzip, Avro, pydantic and the store raise many types of errors for a truncated or wrong file.
+        raise FileUnreadable(f"File {location} cannot be read: {type(error).__name__}.") from error
 
 
 def table_folders(metadata: TableMetadata) -> tuple[str, ...]:
-    """Where the table itself puts its files; anything elsewhere was only registered in it."""
+    """Return the folders that the table itself writes to.
+
+    Files elsewhere were only registered in the table.
+    """
     locations = (
         metadata.location,
         metadata.properties.get(TableProperties.WRITE_DATA_PATH),
@@ -133,18 +139,18 @@ def table_folders(metadata: TableMetadata) -> tuple[str, ...]:
 
 
 def table_root(location: str) -> str:
-    """The folder of the table that a metadata file belongs to, by its path alone."""
+    """Return the root folder of the table that a metadata file belongs to, by the file's path alone."""
     folder = location.rpartition("/")[0]
     return f"{folder.removesuffix('/metadata')}/"
 
 
 def is_in_folders(path: str, folders: Iterable[str]) -> bool:
-    """Whether a file lies in one of the folders."""
+    """Return whether a file lies in one of the folders."""
     return any(normalize_location(path).startswith(normalize_location(folder)) for folder in folders)
 
 
 def normalize_location(location: str) -> str:
-    """One spelling per file, for comparisons: Spark writes `file:/…` where PyIceberg writes `file:///…`."""
+    """Return one spelling per file, to compare paths: Spark writes `file:/…`, PyIceberg `file:///…`."""
     scheme, separator, rest = location.partition(":")
     if not separator or scheme not in ("file", "s3", "s3a", "s3n"):
         return location

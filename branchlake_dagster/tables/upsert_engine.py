@@ -1,7 +1,7 @@
-"""Which engine writes an upsert: PyIceberg in the step's process, or Spark's MERGE. Pure functions.
+"""Decide whether PyIceberg or Spark's MERGE writes an upsert. These are pure functions.
 
-PyIceberg writes it where the table afterwards holds the rows that MERGE would leave, and where that costs no
-more. Whatever is not known to be the same is left to Spark (docs/adr/0042).
+PyIceberg writes an upsert if the table will hold the same rows as after a MERGE, and if PyIceberg is not more
+expensive. Spark writes in all cases that are not known to be equal (docs/adr/0042).
 """
 
 from __future__ import annotations
@@ -17,20 +17,25 @@ from pyiceberg.table import TableProperties
 from branchlake_dagster.stored_names import EventMetadata
 
 MAX_FRAME_ROWS = 1_000_000
-"""Rows of a frame. They are in the step's memory anyway; their keys are held there a second time."""
+"""Rows of a frame. The frame is in the step's memory already; the upsert holds its keys a second time."""
 MAX_CANDIDATE_BYTES = 256 * 2**20
-"""Size of the data files that may hold one of the keys. Random numbers took 2.3 times that in memory."""
+"""Total bytes of the data files that may hold one of the keys.
+
+Random numbers took 2.3 times that in memory.
+"""
 MAX_CANDIDATE_VALUES = 20_000_000
-"""Rows times columns of those files. Text that repeats takes little room in a file, and all of it in memory:
-20 million texts of 44 bytes took 1 GB."""
+"""Rows times columns of those files. Repeated text is small in a file but not in memory.
+
+20 million strings of 44 bytes took 1 GB.
+"""
 MAX_CANDIDATE_PARTITIONS = 1_000
-"""Partitions of those files: PyIceberg looks through all rows that are written for each of them."""
+"""Partitions of those files. PyIceberg scans all written rows once for each partition."""
 MAX_TABLE_FILES = 10_000
-"""Data files of the table: PyIceberg takes some 40 µs for each manifest entry, and reads entries twice."""
+"""Data files of the table. PyIceberg needs about 40 µs per manifest entry, and reads each entry twice."""
 
 
 class SparkReason(StrEnum):
-    """Why Spark writes an upsert. The values are what a materialization reports."""
+    """The reason why Spark writes an upsert. A materialization reports the values."""
 
     SPARK_FRAME = "the asset returned a Spark frame"
     CHANGED_KEYS = "too many keys of its inputs have changed"
@@ -54,7 +59,7 @@ class SparkReason(StrEnum):
 
 
 def engine_metadata(plan: object) -> dict[str, str]:
-    """What a materialization reports of a plan: its engine, and the reason if that is Spark."""
+    """Return the metadata that a materialization reports: the engine, and the reason if it is Spark."""
     if isinstance(plan, SparkReason):
         return {EventMetadata.UPSERT_ENGINE: "Spark", EventMetadata.UPSERT_BY_SPARK_BECAUSE: plan.value}
     return {EventMetadata.UPSERT_ENGINE: "PyIceberg"}
@@ -62,10 +67,11 @@ def engine_metadata(plan: object) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TableFacts:
-    """A table and the frame that goes into it, before a data file of the table is chosen.
+    """Facts about a table and the frame to write, known before any data file of the table is chosen.
 
-    `keys` are the types of the key columns, `partitioned_by` the transform and the type of each partition
-    column, `properties` the table's. `required`: whether a column, or a part of one, must not be null.
+    `keys` are the types of the key columns. `partitioned_by` has the transform and the type of each partition
+    column. `properties` are the table's properties. `required` means that a column, or a part of one, must
+    not be null.
     """
 
     frame_rows: int
@@ -82,10 +88,7 @@ class TableFacts:
 
 @dataclass(frozen=True)
 class CandidateFacts:
-    """The data files that may hold one of the keys, in all.
-
-    `size_bytes` is in bytes, `value_count` are rows times columns.
-    """
+    """Totals of the data files that may hold one of the keys. `value_count` is rows times columns."""
 
     formats: frozenset[str] = frozenset()
     size_bytes: int = 0
@@ -107,7 +110,10 @@ _KEY_TYPES = (
     ice.FixedType,
     ice.BinaryType,
 )
-"""Types of which two values are equal to both engines or to neither. Floats have -0.0 and NaN."""
+"""Types for which both engines agree whether two values are equal.
+
+They disagree for floats (-0.0 and NaN).
+"""
 
 _PARTITION_TYPES = (
     ice.BooleanType,
@@ -135,11 +141,11 @@ _SPARK_ONLY_PREFIXES = (
     "write.location-provider.impl",
     "encryption.",
 )
-"""Beginnings of properties that PyIceberg does not follow when it writes a file."""
+"""Prefixes of the properties that PyIceberg ignores when it writes a file."""
 
 
 def find_table_reason(facts: TableFacts) -> SparkReason | None:
-    """Why Spark writes this upsert, from the metadata of the table; None if nothing there requires it."""
+    """Find a reason in the table's metadata why Spark must write this upsert; None if there is none."""
     unsupported_types = [
         kind
         for transform, kind in facts.partitioned_by
@@ -161,7 +167,7 @@ def find_table_reason(facts: TableFacts) -> SparkReason | None:
 
 
 def find_candidate_reason(facts: CandidateFacts) -> SparkReason | None:
-    """Why Spark writes this upsert, from the files that may hold a key; None if nothing requires it."""
+    """Find a reason in the candidate files why Spark must write this upsert; None if there is none."""
     return _first_applicable(
         (SparkReason.CANDIDATE_FORMAT, not facts.formats <= {"PARQUET"}),
         (SparkReason.CANDIDATE_BYTES, facts.size_bytes > MAX_CANDIDATE_BYTES),
@@ -175,7 +181,10 @@ def _first_applicable(*tests: tuple[SparkReason, bool]) -> SparkReason | None:
 
 
 def has_required_fields(fields: Iterable[ice.NestedField]) -> bool:
-    """Whether a column, or a part of one, must not be null. Keys of maps never are, so they do not count."""
+    """Return whether a column, or a part of one, must not be null.
+
+    Map keys are never null, so they do not count.
+    """
     return any(column.required or _has_required_parts(column.field_type) for column in fields)
 
 

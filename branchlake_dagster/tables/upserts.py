@@ -1,4 +1,4 @@
-"""Upserts by PyIceberg: the files that may hold one of the keys are found and written again."""
+"""Upsert rows with PyIceberg: find the data files that may hold one of the keys, and rewrite them."""
 
 from __future__ import annotations
 
@@ -40,14 +40,17 @@ from branchlake_dagster.tables.upsert_engine import (
 )
 
 _MAX_LISTED_VALUES = 200
-"""Values in a predicate: PyIceberg compares a longer list with no bounds and no partition."""
+"""The most values in an `In` predicate.
+
+PyIceberg does not compare longer lists with bounds and partitions.
+"""
 _INTEGER_BOUND_TYPES: dict[type[ice.IcebergType], pa.DataType] = {
     ice.DateType: pa.int32(),
     ice.TimeType: pa.int64(),
     ice.TimestampType: pa.int64(),
     ice.TimestamptzType: pa.int64(),
 }
-"""Types whose bounds are whole numbers, and Arrow's type for those."""
+"""Types whose bounds are integers, and the Arrow type of those integers."""
 _COMPARABLE_TYPES = (
     ice.IntegerType,
     ice.LongType,
@@ -56,15 +59,15 @@ _COMPARABLE_TYPES = (
     ice.BinaryType,
     ice.UUIDType,
 )
-"""Other types whose bounds are compared with keys."""
+"""Other types whose bounds can be compared with keys."""
 
 
 def find_candidate_files(table: Table, keys: pa.Table) -> list[FileScanTask]:
-    """The data files in the current snapshot of `table` that may hold one of `keys`.
+    """Find the data files in the current snapshot of `table` that may hold one of `keys`.
 
-    `keys` has the key columns only, in the table's types, without nulls and with at least one row. A file
-    that is left out holds none of them: its partition, or the bounds of a key column, prove it. Cost: the
-    manifests whose partitions may hold one of the keys.
+    `keys` has only the key columns, in the table's types, without nulls and with at least one row. An omitted
+    file certainly holds none of the keys: its partition, or the bounds of a key column, prove it. Cost: reads
+    the manifests whose partitions may hold one of the keys.
     """
     row_filter: BooleanExpression = AlwaysTrue()
     distinct_values = {name: pc.unique(to_comparable_column(keys[name])) for name in keys.column_names}
@@ -76,7 +79,7 @@ def find_candidate_files(table: Table, keys: pa.Table) -> list[FileScanTask]:
 
 
 def _key_filter(name: str, values: pa.ChunkedArray, distinct_count: int) -> BooleanExpression:
-    """A predicate that every row with one of the values meets."""
+    """Return a predicate that is true for every row with one of the values."""
     if distinct_count <= _MAX_LISTED_VALUES:
         return In(name, set(values.to_pylist()))
     if isinstance(values.type, pa.BaseExtensionType) or pa.types.is_fixed_size_binary(values.type):
@@ -86,7 +89,7 @@ def _key_filter(name: str, values: pa.ChunkedArray, distinct_count: int) -> Bool
 
 
 class _SortedKeys:
-    """The distinct values of one key column, in order, to compare with the bounds of files."""
+    """The distinct values of one key column in order, for comparisons with the bounds of files."""
 
     def __init__(self, table: Table, name: str, values: pa.Array) -> None:
         self._specs = table.specs()
@@ -99,7 +102,7 @@ class _SortedKeys:
             self._values = _SortedValues(values)
 
     def may_be_in(self, file: DataFile) -> bool:
-        """Whether the file may hold one of the values. False is a proof, True is not."""
+        """Return whether the file may hold one of the values. False is certain; True is not."""
         file_facts = column_facts(file, self._field, self._specs[file.spec_id])
         if file_facts.all_null:
             return False
@@ -112,7 +115,10 @@ class _SortedKeys:
 
 
 class _SortedValues(Sequence[Any]):
-    """Values in ascending order. One becomes a Python object when it is asked for: a search needs few."""
+    """Values in ascending order.
+
+    A value becomes a Python object only on access, because a search needs few values.
+    """
 
     def __init__(self, values: pa.Array) -> None:
         self._values = values.take(pc.array_sort_indices(values))
@@ -125,9 +131,9 @@ class _SortedValues(Sequence[Any]):
 
 
 def count_live_files(table: Table) -> tuple[int, bool]:
-    """How many data files the current snapshot has, and whether it has delete files.
+    """Count the data files of the current snapshot, and return whether it has delete files.
 
-    Cost: one file, the manifest list.
+    Cost: reads one file, the manifest list.
     """
     data_count, has_deletes = 0, False
     for count, is_delete in _iter_file_counts(table):
@@ -140,7 +146,7 @@ def _iter_file_counts(table: Table) -> Iterator[tuple[int, bool]]:
     snapshot = table.current_snapshot()
     for manifest in snapshot.manifests(table.io) if snapshot is not None else ():
         counts = (manifest.added_files_count, manifest.existing_files_count)
-        # Version 1 of the format does not require the counts: then there may be files.
+        # Format version 1 does not require the counts. A missing count means that files may exist.
         yield sum(1 if count is None else count for count in counts), manifest.content.name == "DELETES"
 
 
@@ -150,10 +156,10 @@ _ROW_COLUMN = "__branchlake_row"
 
 @dataclass(frozen=True)
 class UpsertPlan:
-    """An upsert that PyIceberg writes.
+    """A planned upsert that PyIceberg writes.
 
     `matched_files` are the data files of `table` that hold a row with one of the frame's keys. `other_rows`
-    are the rows of these files with other keys, a table for each file.
+    are the rows of these files with other keys, one Arrow table per file.
     """
 
     frame: pa.Table
@@ -165,21 +171,20 @@ class UpsertPlan:
 def plan_upsert(
     frame: pa.Table, table: Table, spec: TableSpec, selection: Selection | None
 ) -> UpsertPlan | SparkReason:
-    """Decide which engine upserts `frame`, and for PyIceberg into which files.
+    """Decide which engine upserts `frame`, and for PyIceberg which files are rewritten.
 
-    Nothing is written. Rows are matched in the whole table, as by MERGE, not only in the run's partitions.
+    Writes nothing. Rows are matched in the whole table, as MERGE does, not only in the run's partitions.
+    Cost: reads the manifests, the key columns of the files whose bounds admit one of the keys, and the
+    matched files. All rows of the matched files are held in memory.
 
     Args:
         frame (pa.Table): At least one row, with the table's columns in the table's types.
-        table (Table): The table on the run's branch, which may have rows.
-        spec (TableSpec): Its `keys` are matched on.
-        selection (Optional[Selection]): The rows that the run may write. None: any.
+        table (Table): The table on the run's branch. It may have rows.
+        spec (TableSpec): Its `keys` are the columns to match on.
+        selection (Optional[Selection]): The rows that the run may write. None: any row.
 
     Returns:
-        UpsertPlan | SparkReason: The plan for `write_upsert`, or why Spark has to do it. Cost: the manifests,
-        the
-        key columns of the files whose bounds admit one of the keys, and the matched files. All rows of those
-        are held in memory.
+        UpsertPlan | SparkReason: The plan for `write_upsert`, or the reason why Spark has to write.
 
     Raises:
         UpsertKeyInvalid: A key is null or occurs twice in the frame.
@@ -197,7 +202,7 @@ def plan_upsert(
     try:
         return _plan_from_candidates(frame, table, spec, candidates)
     except (ValueError, TypeError, NotImplementedError, pa.ArrowException):
-        # Files of other writers, such as files without field ids. What no engine can read, Spark reports.
+        # Other writers may produce such files, for example without field ids. Spark reports unreadable ones.
         return SparkReason.UNREADABLE
 
 
@@ -219,14 +224,14 @@ def _plan_from_candidates(
 def _read_other_rows(
     frame: pa.Table, table: Table, spec: TableSpec, matched_files: Sequence[FileScanTask]
 ) -> tuple[pa.Table, ...]:
-    """The rows of each file whose keys the frame has not, in the frame's types."""
+    """Return the rows of each file whose keys are not in the frame, in the frame's types."""
     if not matched_files:
         return ()
     parts = _read_files(table, table.schema(), matched_files)
     keys = _concat_parts([part.select(list(spec.keys)) for part in parts])
     is_other = _match_rows(keys, frame, spec).is_null().to_arrow()
     start = 0
-    for number, part in enumerate(parts):  # in place, so that one file at a time is in memory twice
+    for number, part in enumerate(parts):  # in place: only one file is in memory twice
         other_rows = part.filter(is_other.slice(start, part.num_rows))
         parts[number] = pa.table(
             [other_rows[column.name].cast(column.type) for column in frame.schema], schema=frame.schema
@@ -236,12 +241,13 @@ def _read_other_rows(
 
 
 def write_upsert(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
-    """Write a planned upsert in one commit, and return the table after it.
+    """Write a planned upsert in one commit, and return the table with its new state.
 
-    Atomic: all rows are there afterwards, or none. The matched files are removed, and their other rows are
-    written again together with the frame's, one file for each partition (more from the table's target file
-    size on). The commit is not repeated if the table has changed meanwhile, because rows with the same keys
-    may have come: CommitFailedException.
+    Atomic: all rows are written, or none. The matched files are removed. Their other rows are written again
+    together with the frame's rows, in one file per partition, or more above the table's target file size.
+
+    Raises CommitFailedException if the table has changed since the plan. The commit is not repeated, because
+    rows with the same keys may have been added.
     """
     table = upsert.table
     rows = pa.concat_tables([upsert.frame, *upsert.other_rows])
@@ -251,7 +257,7 @@ def write_upsert(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
 
 
 def _concat_parts(parts: Sequence[pa.Table]) -> pa.Table:
-    """One table of several; scans differ in how they hold text."""
+    """Concatenate Arrow tables whose text columns may have different types, as scans return them."""
     return pa.concat_tables(parts, promote_options="permissive")
 
 
@@ -285,7 +291,7 @@ def _candidate_facts(candidates: Sequence[FileScanTask], *, columns: int) -> Can
 
 
 def _read_files(table: Table, columns: Schema, tasks: Sequence[FileScanTask]) -> list[pa.Table]:
-    """The columns of each file, in the order of `tasks`."""
+    """Read the columns of each file, in the order of `tasks`."""
 
     def read_file(task: FileScanTask) -> pa.Table:
         return ArrowScan(table.metadata, table.io, columns, AlwaysTrue()).to_table([task])
@@ -295,7 +301,7 @@ def _read_files(table: Table, columns: Schema, tasks: Sequence[FileScanTask]) ->
 
 
 def _match_rows(rows: pa.Table, frame: pa.Table, spec: TableSpec) -> pl.Series:
-    """For each of `rows`, the number of the frame's row with the same key; null if there is none."""
+    """Return for each of `rows` the number of the frame's row with the same key; null if there is none."""
     keys = _key_columns(frame, spec).with_row_index(_ROW_COLUMN)
     return _key_columns(rows, spec).join(keys, on=list(spec.keys), how="left", maintain_order="left")[
         _ROW_COLUMN
