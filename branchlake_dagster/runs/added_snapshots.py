@@ -1,4 +1,4 @@
-"""The snapshots that a commit on a Nessie branch added to its tables."""
+"""Find the snapshots that a commit on a Nessie branch added to its tables."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from pyiceberg.table.snapshots import Snapshot
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, LogEntry, Put
 
 ReadMetadata = Callable[[str], TableMetadata | None]
-"""Reads the table metadata at a location; None if the file is missing."""
+"""A function that reads the table metadata at a location. It returns None if the file is missing."""
 
 
 def iter_put_tables(entry: LogEntry) -> Iterator[tuple[ContentKey, IcebergTable]]:
-    """The tables that a commit put, with their keys. The entry needs its operations."""
+    """Iterate over the tables that a commit put, with their keys.
+
+    The log entry must include its operations.
+    """
     for operation in entry.operations:
         if isinstance(operation, Put) and isinstance(operation.content, IcebergTable):
             yield operation.key, operation.content
 
 
 def newest_metadata_locations(newest_first: Iterable[LogEntry]) -> dict[str, str]:
-    """The newest metadata location of each table that the commits put, by content id."""
+    """Return the newest metadata location of each table that the commits put, by content id."""
     locations: dict[str, str] = {}
     for entry in newest_first:
         for _, table in iter_put_tables(entry):
@@ -35,13 +38,15 @@ def find_added_snapshots(
     read_metadata: ReadMetadata,
     newest_locations: Mapping[str, str],
 ) -> list[Snapshot] | None:
-    """The snapshots that a commit added to one table, newest first; None if they cannot be found any more.
+    """Find the snapshots that a commit added to one table, newest first. None if they can no longer be found.
 
-    `content` is the table as the commit put it, `snapshots_before` are the snapshot ids before the commit by
-    content id. Walks from the current snapshot back to the one before the commit. A rollback ends at an older
-    snapshot, whose sequence number is smaller, and adds none. Reads one file, and none if the snapshot stayed
-    the same. Spark may delete old metadata files (`write.metadata.delete-after-commit.enabled`): then the
-    file at the table's location in `newest_locations` is read instead.
+    `content` is the table as the commit put it. `snapshots_before` maps content ids to the snapshot ids
+    before the commit. The search walks from the current snapshot back to the one before the commit. A
+    rollback ends at an older snapshot, with a smaller sequence number, and adds no snapshots.
+
+    Cost: reads one file, or none if the snapshot stayed the same. Spark may delete old metadata files
+    (`write.metadata.delete-after-commit.enabled`). Then the file at the table's location in
+    `newest_locations` is read instead.
     """
     previous_id = snapshots_before.get(content.content_id or "")
     if content.snapshot_id == previous_id:

@@ -1,7 +1,7 @@
-"""Results that wait for somebody's approval before the assets after them consume them, by tags on runs.
+"""Hold results back from downstream assets until a person approves them, by tags on runs.
 
-A run with `APPROVAL_TAG` = `required` is judged and published as any other; only consumers of its change
-wait. The tag is the only state, so it survives restarts; `given` takes its place once the result is approved.
+A run with `APPROVAL_TAG` = `required` is judged and published like any other run; only consumers of its
+change wait. The tag is the only state, so it survives restarts. An approval sets it to `given`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import NotApproved
 
 _CHUNK_SIZE = 200
-"""Run ids in one query."""
+"""The number of run ids in one query."""
 _MAX_FOLLOWED = 20
-"""Backfills that one tag names: Dagster limits its length."""
+"""The most backfills in one tag, because Dagster limits the length of tags."""
 
 
 def approval_names(run_id: str, tags: Mapping[str, str]) -> tuple[str, ...]:
-    """The ids under which a run's result is approved: of the backfills that it belongs to or follows.
+    """Return the ids under which a run's result is approved: the backfills that it belongs to or follows.
 
-    A run outside of backfills has its own id.
+    A run outside of backfills has only its own id.
     """
     followed = tags.get(RunTag.FOLLOWS) or tags.get(BACKFILL_ID_TAG) or run_id
     return tuple(name for name in followed.split(",") if name)
@@ -44,10 +44,12 @@ def approval_names(run_id: str, tags: Mapping[str, str]) -> tuple[str, ...]:
 def inherited_approval_tags(
     tags: Mapping[str, str], consumed: Iterable[tuple[str, Mapping[str, str]]]
 ) -> dict[str, str]:
-    """The new tags of a run that has consumed the results of other runs, given as run ids with their tags.
+    """Return the new tags of a run that consumed the results of other runs.
 
-    Its own result waits for approval as theirs did, whether they were approved or not. Empty if none of the
-    other runs has to do with approval.
+    `consumed` has their ids and tags.
+
+    The run's result waits for approval if a consumed result did, whether that one is approved or not. The
+    tags are empty if no consumed run is subject to approval.
     """
     names: dict[str, None] = {}
     if RunTag.APPROVAL in tags:
@@ -64,11 +66,11 @@ def inherited_approval_tags(
 
 
 def requires_approval(run: DagsterRun) -> bool:
-    """Whether a run must not consume results that are not approved: one that no person launched.
+    """Return whether a run must only consume approved results, because it was not launched by a person.
 
-    These are the runs of the incremental sensor and of automation conditions. A person's re-execution copies
-    the tags of such a run, but it is a launch by a person and does not wait. Dagster's automatic retries are
-    numbered, and wait as the first run does.
+    Such runs are those of the incremental sensor and of automation conditions. A person's re-execution copies
+    their tags but does not wait, because a person launched it. Dagster's automatic retries are numbered and
+    wait like the first run.
     """
     launched_by_machine = not run.tags.keys().isdisjoint(
         (RunTag.HELD_UNTIL_APPROVED, AUTOMATION_CONDITION_TAG)
@@ -77,24 +79,24 @@ def requires_approval(run: DagsterRun) -> bool:
 
 
 class Approvals:
-    """Which runs' results wait for approval, or have one of `states`; make a new one for each tick.
+    """Finds the runs whose results wait for approval, or have one of `states`. Create one object per tick.
 
-    Each run is looked up once, and none if no run of the Dagster instance has such a state.
+    Each run is queried once. No run is queried if no run of the Dagster instance has such a state.
     """
 
     def __init__(self, instance: DagsterInstance, states: Sequence[str] = (APPROVAL_REQUIRED,)) -> None:
         self._instance = instance
         self._state_filter = {RunTag.APPROVAL: states}
         self._tags: dict[str, Mapping[str, str]] = {}
-        """By run id; empty for a run without such a state."""
+        """The tags by run id; empty for a run without such a state."""
 
     @cached_property
     def has_any(self) -> bool:
-        """Whether there are such runs at all. One query for at most one row."""
+        """Whether the Dagster instance has such runs. Cost: one query for at most one row."""
         return bool(self._instance.get_run_ids(RunsFilter(tags=self._state_filter), limit=1))
 
     def filter_runs(self, run_ids: Collection[str]) -> set[str]:
-        """Those of the runs that have one of the states."""
+        """Return the runs that have one of the states."""
         if not self.has_any:
             return set()
         unread_run_ids = [run_id for run_id in run_ids if run_id not in self._tags]
@@ -107,7 +109,7 @@ class Approvals:
         return {run_id for run_id in run_ids if self._tags[run_id]}
 
     def approval_names(self, run_ids: Collection[str]) -> tuple[str, ...]:
-        """The ids under which the results of these runs are approved."""
+        """Return the ids under which the results of these runs are approved."""
         matching_run_ids = self.filter_runs(run_ids)
         return tuple(
             sorted(
@@ -118,8 +120,8 @@ class Approvals:
     def inherit_approval(self, run_id: str, consumed: Collection[str], *, asset: str) -> None:
         """Let the result of run `run_id` wait for approval if a run that it consumed has one of the states.
 
-        Raises NotApproved if no person launched the run for `asset` (`requires_approval`), and a result that
-        was not approved was published before the run began to read.
+        Raises NotApproved if no person launched the run for `asset` (`requires_approval`), and an unapproved
+        result was published before the run began to read.
         """
         consumed_tags = {consumed_id: self._tags[consumed_id] for consumed_id in self.filter_runs(consumed)}
         own_run = self._instance.get_run_by_id(run_id) if consumed_tags else None
@@ -139,17 +141,17 @@ class Approvals:
                 }
             )
             raise NotApproved(
-                f"Asset {asset} has consumed results that are not approved: they were published after the run"
-                " was launched.",
+                f"Asset {asset} has consumed unapproved results. They were published after the run was"
+                " launched.",
                 run_id=run_id,
-                hint=f"After `branchlake backfill approve {names[0]}` the sensor launches a new run.",
+                hint=f"Run `branchlake backfill approve {names[0]}`. The sensor then launches a new run.",
             )
         if new_tags := inherited_approval_tags(own_run.tags, consumed_tags.items()):
             self._instance.add_run_tags(run_id, new_tags)
 
 
 def is_on_main(run: DagsterRun) -> bool:
-    """Whether Dagster knows that the run's result is on `main`."""
+    """Return whether Dagster has a record that the run's result is on `main`."""
     location = find_run_location(run.tags, run.run_id)
     return location is not None and (
         location.unbranched or find_publication(run.tags, location.branch) is not None
@@ -157,6 +159,6 @@ def is_on_main(run: DagsterRun) -> bool:
 
 
 def approve_run(instance: DagsterInstance, run: DagsterRun) -> None:
-    """Let the assets after a run consume its result, and record that in the run's log."""
+    """Allow downstream assets to consume the run's result, and record the approval in the run's log."""
     instance.add_run_tags(run.run_id, {RunTag.APPROVAL: APPROVAL_GIVEN})
     report_engine_event(instance, "Approved: the assets that consume this result may be computed.", run)

@@ -1,9 +1,8 @@
-"""Names of the Nessie references that branchlake makes, and of those that check runs may read.
+"""Name the Nessie references that branchlake creates, and recognize them.
 
-The names of our references: a prefix and the run's UUID, so that nothing of a person's is taken for ours.
-
-`publish-q3-report` was once deleted as a publication branch, and `run-experiment` would have been reaped.
-Behind the prefix of a live ingestion's batch are three UUIDs (`batch_branch`).
+A name consists of a prefix and the run's UUID, so that references of users are never taken for branchlake's.
+`publish-q3-report` was once deleted as a publication branch, and `run-experiment` would have been reaped. The
+branch of a live ingestion's batch has three UUIDs after the prefix (`build_batch_branch_name`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster.tables.errors import InvalidCheckRun
 
 UUID_PATTERN = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
-"""As a regular expression of Python, and of Nessie's filters."""
+"""A regular expression for Python and for Nessie's filters."""
 _ALL_PREFIXES = (
     ReferencePrefix.RUN,
     ReferencePrefix.PUBLICATION,
@@ -30,22 +29,22 @@ def _name_pattern(*prefixes: str) -> str:
 
 
 def branch_filter(*prefixes: str) -> str:
-    """Nessie's filter for our branches with these prefixes."""
+    """Return Nessie's filter for branchlake's branches with these prefixes."""
     return f"refType == 'BRANCH' && ref.name.matches('{_name_pattern(*prefixes)}')"
 
 
 def tag_filter(*prefixes: str) -> str:
-    """Nessie's filter for our tags with these prefixes."""
+    """Return Nessie's filter for branchlake's tags with these prefixes."""
     return f"refType == 'TAG' && ref.name.matches('{_name_pattern(*prefixes)}')"
 
 
 def is_own_reference(name: str, *prefixes: str) -> bool:
-    """Whether a reference has a name of ours: with one of these prefixes, or with any."""
+    """Return whether branchlake uses this reference name. Without `prefixes`, any of its prefixes counts."""
     return re.fullmatch(_name_pattern(*(prefixes or _ALL_PREFIXES)), name) is not None
 
 
 def strip_name_prefix(name: str) -> str:
-    """The run that a reference of ours is about, or what names a batch."""
+    """Return the id after the prefix of a reference name: the id of a run, or the three ids of a batch."""
     for prefix in _ALL_PREFIXES:
         if name.startswith(prefix):
             return name.removeprefix(prefix)
@@ -56,11 +55,11 @@ _HASH_PATTERN = re.compile(r"[0-9a-f]{16,64}")
 
 
 def find_check_reference(run_id: str, tags: Mapping[str, str]) -> str | None:
-    """The reference `name@hash` that a check run reads; None for every other run.
+    """Return the reference `name@hash` that a check run reads; None for every other run.
 
-    The tags come from whoever launched the run. Only a publication branch is accepted, pinned at a hash: a
-    catalog or Spark session at a fixed hash is read-only. A tag that named `main` once made a run write there
-    without any check.
+    The tags come from the launcher of the run. Only a publication branch at a fixed hash is accepted, because
+    a catalog or Spark session at a fixed hash is read-only. A tag that named `main` once let a run write
+    there without any check.
 
     Raises:
         InvalidCheckRun: The tags name another reference, or no hash.

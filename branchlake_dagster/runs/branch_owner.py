@@ -1,10 +1,8 @@
-"""Which run or batch a branch belongs to, by its name and by the tags of runs.
+"""Find the run or batch that a branch belongs to, by the branch's name and the tags of runs.
 
-The branch of one batch of a live ingestion: its name says whose it is and how old.
-
-No run is called like it, and Nessie tells neither of a branch that has no commit of its own yet. So the name
-is `run-{UUIDv7}.{live run}.{Dagster instance}`: that of a writer which died as soon as it had made the branch
-says it too.
+The branch of one batch of a live ingestion is named `run-{UUIDv7}.{live run}.{Dagster instance}`. The name
+itself records the owner and the age: no run has the same name, and Nessie reports neither for a branch
+without commits of its own. So the owner is known even if the writer died right after creating the branch.
 """
 
 from __future__ import annotations
@@ -25,23 +23,24 @@ from branchlake_dagster.runs.run_tags import find_run_location, is_opened_by
 from branchlake_dagster.stored_names import RunTag
 
 _CHUNK_SIZE = 500
-"""Values in one query; SQLite takes at most 999."""
+"""The number of values in one query. SQLite allows at most 999."""
 
 
 def is_retry(run: DagsterRun) -> bool:
-    """Whether the run does only a part of its parent's work and relies on the parent's outputs for the rest.
+    """Return whether the run repeats a part of its parent's work and needs the parent's outputs for the rest.
 
-    That is a retry from failure or of chosen steps; a full re-execution has a parent too and is none.
+    This is true for a retry from failure or of selected steps. A full re-execution also has a parent, but is
+    not a retry.
     """
     partial = bool(run.step_keys_to_execute) or run.tags.get(ASSET_RESUME_RETRY_TAG) == "true"
     return run.parent_run_id is not None and partial
 
 
 def load_branch_owners(instance: DagsterInstance, branches: Collection[str]) -> dict[str, RunRecord | None]:
-    """For each run branch the record of the run it belongs to; None when Dagster knows none.
+    """Load for each run branch the record of its owner; None if Dagster has no such run.
 
-    That is the newest run at work on it, else the newest of those that worked on it. A retry owns its
-    parent's branch from the moment it is created. A constant number of queries per 500 branches.
+    The owner is the newest active run on the branch, or else the newest run that worked on it. A retry owns
+    its parent's branch from its creation. Cost: a constant number of queries per 500 branches.
     """
     records = _load_related_runs(instance, branches)
     candidates: dict[str, list[RunRecord]] = {}
@@ -51,13 +50,13 @@ def load_branch_owners(instance: DagsterInstance, branches: Collection[str]) -> 
 
 
 def load_branch_owner(instance: DagsterInstance, branch: str) -> DagsterRun | None:
-    """The run that `branch` belongs to, as `load_branch_owners` says."""
+    """Load the run that `branch` belongs to, by the rules of `load_branch_owners`."""
     record = load_branch_owners(instance, [branch])[branch]
     return record.dagster_run if record else None
 
 
 def load_runs_on_branch(instance: DagsterInstance, branch: str) -> tuple[DagsterRun, ...]:
-    """All runs whose work is on `branch`, oldest first: those it continues, then those that own it."""
+    """Load all runs whose work is on `branch`, oldest first: the runs that it continues, then its owners."""
     records = _load_related_runs(instance, [branch])
     branch_records = [
         record for record in records.values() if _branch_of_run(record.dagster_run, records) == branch
@@ -71,7 +70,7 @@ def load_runs_on_branch(instance: DagsterInstance, branch: str) -> tuple[Dagster
 def iter_continuing_runs(
     instance: DagsterInstance, branches: Collection[str]
 ) -> Iterator[tuple[str, DagsterRun]]:
-    """The branches whose work other runs took over, with those runs, the newest first."""
+    """Iterate over the branches that other runs took over, with those runs, newest first."""
     for chunk in _iter_chunks(branches):
         for run in instance.get_runs(RunsFilter(tags={RunTag.CONTINUES: chunk})):
             location = find_run_location(run.tags, run.run_id)
@@ -93,12 +92,12 @@ def _storage_id(record: RunRecord) -> int:
 
 
 def _load_related_runs(instance: DagsterInstance, branches: Collection[str]) -> dict[str, RunRecord]:
-    """The runs the branches are named after, runs that opened them, and all their retries, by run id."""
+    """Load the runs that branches are named after, the runs that opened them, and all retries, by run id."""
     records: dict[str, RunRecord] = {}
     for chunk in _iter_chunks(branches):
         records |= _index_by_run_id(instance.get_run_records(RunsFilter(tags={RunTag.BRANCH: chunk})))
     named_run_ids = {run_id_of_branch(branch) for branch in branches}
-    # Seldom any: a run that could not note its branch any more, or that has opened none.
+    # Rare: runs that could not record their branch, or that have opened none.
     missing_run_ids = named_run_ids - records.keys()
     parent_run_ids = named_run_ids | records.keys()
     while missing_run_ids or parent_run_ids:
@@ -124,7 +123,7 @@ def _iter_chunks(values: Collection[str]) -> Iterator[Sequence[str]]:
 
 
 def _branch_of_run(run: DagsterRun, records: Mapping[str, RunRecord]) -> str:
-    """The branch a run works on: the one it opened; a retry's parent's, until it opened one; else its own."""
+    """Return the branch that a run works on: the one that it opened, or a retry's parent's, or its own."""
     if is_opened_by(run.tags, run.run_id):
         return run.tags[RunTag.BRANCH]
     parent = records.get(run.parent_run_id or "")
@@ -137,7 +136,7 @@ def _newest_record(branch: str, candidates: Sequence[RunRecord]) -> RunRecord | 
     active_records = [record for record in candidates if not record.dagster_run.is_finished]
     if active_records:
         return max(active_records, key=_storage_id)
-    # A retry that failed before it touched the branch changed nothing about it.
+    # A retry that failed before it opened the branch did not change it.
     finished_records = [
         record
         for record in candidates
@@ -151,12 +150,15 @@ def _newest_record(branch: str, candidates: Sequence[RunRecord]) -> RunRecord | 
 _UUID_REGEX = re.compile(reference_names.UUID_PATTERN)
 _UNKNOWN_UUID = str(UUID(int=0))
 _RANDOM_BITS = 76
-"""Of a UUIDv7 what is behind the time and the version, the variant included."""
+"""The number of bits of a UUIDv7 after the time and the version, including the variant."""
 
 
 @dataclass(frozen=True)
 class BatchBranch:
-    """What the name says: the live run and the Dagster instance (empty: not known), and when it was made."""
+    """The content of a batch branch's name: the live run, the Dagster instance, and the time of creation.
+
+    `run_id` and `instance` are empty if they are unknown.
+    """
 
     run_id: str
     instance: str
@@ -164,7 +166,7 @@ class BatchBranch:
 
     @classmethod
     def from_name(cls, name: str) -> BatchBranch | None:
-        """What the name of a branch, or of a tag in its place, says; None: it is no batch's."""
+        """Parse the name of a branch, or of the tag that replaced it. None if the name is not a batch's."""
         parts = reference_names.strip_name_prefix(name).split(".")
         if len(parts) != 3 or not all(_UUID_REGEX.fullmatch(part) for part in parts) or parts[0][14] != "7":
             return None
@@ -177,9 +179,10 @@ class BatchBranch:
 
 
 def build_batch_branch_name(run_id: str, instance: str, *, now: datetime, random_id: UUID) -> str:
-    """The name for a new batch of a live run; `random_id` is a random UUID, of which all but the time is taken.
+    """Return the name for a new batch of a live run.
 
-    Of ids that are no UUIDs it says nothing.
+    `random_id` is a random UUID; its time bits are replaced by `now`. A `run_id` or `instance` that is not a
+    UUID is recorded as unknown.
     """
     millis = int(now.timestamp() * 1000)
     batch_id = UUID(int=millis << 80 | 7 << _RANDOM_BITS | random_id.int & (1 << _RANDOM_BITS) - 1)
@@ -188,6 +191,9 @@ def build_batch_branch_name(run_id: str, instance: str, *, now: datetime, random
 
 
 def writer_branch(branch: str) -> str:
-    """The branch that is named after the run which works on this one: the same, but for a batch's."""
+    """Return the branch named after the run that works on `branch`.
+
+    It differs from `branch` for batches only.
+    """
     batch = BatchBranch.from_name(branch)
     return run_branch_name(batch.run_id) if batch else branch

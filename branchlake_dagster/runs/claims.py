@@ -1,7 +1,8 @@
-"""Claiming what is published: the first publisher's reading of a branch holds for all that follow.
+"""Claim a run branch for publication: the hash that the first publisher reads is final for all publishers.
 
-Creating a reference is Nessie's compare-and-set. Without it, two publishers on either side of a zombie's
-late write judged two states of one branch, and the second was merged on top of the first.
+Creating a reference is an atomic compare-and-set in Nessie. Without a claim, two publishers judged two states
+of one branch, one before and one after the late write of a dead run. The second state was merged on top of
+the first.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
 from branchlake_dagster.stored_names import ReferencePrefix
 
 CLAIM_TAG_FILTER = tag_filter(ReferencePrefix.CLAIM)
-"""Nessie's filter for the claims."""
+"""Nessie's filter for the tags of claims."""
 
 
 def claim_tag_name(branch: str) -> str:
-    """The tag that claims a run branch."""
+    """Return the name of the tag that claims a run branch."""
     return f"{ReferencePrefix.CLAIM}{run_id_of_branch(branch)}"
 
 
 def claim_branch(client: NessieClient, branch: Reference) -> tuple[str, bool]:
-    """The hash at which the branch is published, and whether an earlier publisher has fixed it."""
+    """Claim the branch.
+
+    Return the hash to publish, and whether an earlier publisher had claimed it already.
+    """
     try:
         return client.create_tag(
             claim_tag_name(branch.name), from_ref=MAIN, from_hash=branch.hash
@@ -36,7 +40,7 @@ def claim_branch(client: NessieClient, branch: Reference) -> tuple[str, bool]:
 
 
 def is_claimed(client: NessieClient, branch: str) -> bool:
-    """Whether some publisher has claimed the branch."""
+    """Return whether a publisher has claimed the branch."""
     try:
         client.reference(claim_tag_name(branch))
     except ReferenceNotFound:
@@ -45,9 +49,9 @@ def is_claimed(client: NessieClient, branch: str) -> bool:
 
 
 def release_claim(client: NessieClient, branch: str, *, expected_hash: str | None = None) -> None:
-    """The end of it, after the branch is gone. One that is missed is left to the reaper.
+    """Delete the claim of a branch that is gone. The reaper deletes claims that are left over.
 
-    `expected_hash`: where the claim most likely is, which saves asking.
+    `expected_hash` is the probable hash of the claim, which saves a request.
     """
     name = claim_tag_name(branch)
     try:
@@ -61,13 +65,16 @@ def release_claim(client: NessieClient, branch: str, *, expected_hash: str | Non
 
 
 def list_claimed_branches(client: NessieClient, claim_filter: str = CLAIM_TAG_FILTER) -> list[str]:
-    """The branches that some publisher has claimed, gone ones too; `claim_filter` is Nessie's filter."""
+    """List the branches that a publisher has claimed, including deleted ones.
+
+    `claim_filter` is Nessie's filter.
+    """
     claim_tags = client.references(filter=claim_filter)
     return [run_branch_name(tag.name.removeprefix(ReferencePrefix.CLAIM)) for tag in claim_tags]
 
 
 def release_leftover_claim(client: NessieClient, branch: str) -> None:
-    """Delete the claim of a branch, if the branch is gone."""
+    """Delete the claim of a branch if the branch is gone."""
     try:
         client.reference(branch)
     except ReferenceNotFound:

@@ -1,15 +1,12 @@
-"""The end of a run's branch: it is renamed to a tag, and the run and its assets in Dagster say so.
+"""End a run's branch: fence its writer, keep the state as a tag, and report the end in Dagster.
 
-Fencing a run: its branch is renamed to a tag, so that it cannot be written to and nothing is lost yet.
+The tag is the journal of the cleanup and is stored in Nessie. `discarded-{run_id}` means that nobody can
+write to the branch, but a retry may continue it. `sweeping-{run_id}` means that its files are being deleted.
+The tag is created before the branch is deleted, so a crash loses neither. Every step may be repeated.
 
-The tag is the journal of the clean-up and lives in Nessie. `discarded-{run_id}` means: nobody writes here any
-more, a retry may still take it back. `sweeping-{run_id}` means: its files are being deleted. The tag is made
-before the branch is deleted, so a crash in between loses neither; every step may be repeated.
-
-A run that is not published has materialised nothing that `main` has, and must not look as though it had.
-
-Dagster keeps the materialisations of its steps, whatever becomes of the run. A blocked partition counted as
-filled, so a backfill of what was "failed and missing" went round it.
+Dagster keeps the materializations of a run even if the run is not published. A blocked partition once counted
+as filled, and a backfill of "failed and missing" partitions skipped it. So these materializations are
+revoked.
 """
 
 from __future__ import annotations
@@ -46,21 +43,21 @@ from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 
 DISCARDED_TAG_FILTER = tag_filter(ReferencePrefix.DISCARDED)
-"""Nessie's filter for the states that a retry may still take."""
+"""Nessie's filter for the tags of discarded branches, which a retry may still continue."""
 
 _MAX_ATTEMPTS = 4
 
 
 def discarded_tag_name(branch: str) -> str:
-    """The tag a run branch becomes when it is discarded."""
+    """Return the name of the tag that replaces a discarded run branch."""
     return f"{ReferencePrefix.DISCARDED}{run_id_of_branch(branch)}"
 
 
 def discard_branch(client: NessieClient, branch: Reference) -> Reference | None:
-    """Fence the writer of `branch` and keep its state as a tag, which is returned.
+    """Fence the writer of `branch`, and return the tag that keeps its state.
 
-    None when the branch holds no commit of its own: then it is only deleted. Raises NessieConflict when it
-    was written to after `branch` was read; it stays then. Safe to repeat after any failure.
+    Returns None if the branch has no commit of its own: it is then only deleted. Raises NessieConflict if the
+    branch was written to after `branch` was read; the branch then remains. Safe to repeat after any failure.
     """
     if branch.metadata is None:
         try:
@@ -74,35 +71,35 @@ def discard_branch(client: NessieClient, branch: Reference) -> Reference | None:
     try:
         _delete_branch(client, branch)
     except NessieConflict:
-        # A late write: what the tag holds is no longer all of it.
+        # The branch was written to late, so the tag no longer holds its whole state.
         _delete_tag(client, tag)
         raise
-    # A retry that took an earlier discard back may have claimed the tag while we deleted its branch.
+    # A retry that continued an earlier discard may have taken the tag while the branch was deleted.
     return _find_tag_at(client, tag.name, tag.hash) or _create_tag(client, tag.name, branch)
 
 
 def take_over_branch(client: NessieClient, branch: str, own_name: str) -> Reference | None:
-    """Continue the work of `branch`, discarded or not, as branch `own_name`; None when there is neither.
+    """Continue the work of `branch`, discarded or not, as branch `own_name`. None if neither exists.
 
-    The state moves to the new name and the old name goes, so a writer of the old one that is still alive
-    stays fenced. Safe to repeat, and to do by several steps of one run at once. Raises RetryNeedsFullRun
-    when the clean-up of the discarded branch has begun.
+    The state moves to the new name and the old name is deleted, so that a living writer of the old branch
+    stays fenced. Safe to repeat, and several steps of one run may call it at once. Raises RetryNeedsFullRun
+    if the branch is being written to or cleaned up.
     """
     for _ in range(_MAX_ATTEMPTS):
         source = _find_reference(client, branch) or _find_reference(client, discarded_tag_name(branch))
         if source is None:
             return _find_reference(client, own_name)
         try:
-            # From main and not from the source, which may be gone: the hash alone says what is meant.
+            # The source may be gone, so the reference is main. Only the hash decides the state.
             own_branch, is_new = client.create_branch(own_name, from_ref=MAIN, from_hash=source.hash), True
         except NessieAlreadyExists:
-            # By another step of this run, or before a crash of this one, which then left the old name.
+            # Another step of this run created it, or this step did before a crash that left the old name.
             own_branch, is_new = client.reference(own_name), False
         try:
             if is_new or own_branch.hash == source.hash:
                 _delete_reference(client, source)
         except (NessieConflict, ReferenceNotFound):
-            # Written to, discarded or claimed meanwhile: what we made is not all of it, or not ours.
+            # The source was written to, discarded or claimed meanwhile, so the new branch is not complete.
             if is_new:
                 _delete_branch(client, own_branch)
                 continue
@@ -110,30 +107,30 @@ def take_over_branch(client: NessieClient, branch: str, own_name: str) -> Refere
     raise RetryNeedsFullRun(
         "The branch of the run's parent is being written to or cleaned up.",
         branch=branch,
-        hint="Re-execute all steps.",
+        hint="Re-execute all steps of the run.",
         reason="branch_busy",
     )
 
 
 def restore_branch(client: NessieClient, branch: str, tag: Reference) -> bool:
-    """Make `branch` again from its tag, which then goes; whether it was made.
+    """Create `branch` again from its tag, and delete the tag. Return whether the branch was created.
 
-    Only for a branch that nobody else may take from the tag. Safe to repeat after any failure: a tag that
-    is left over beside the branch is swept like any other.
+    Call it only if nobody else may take the branch from the tag. Safe to repeat after any failure: a leftover
+    tag of an existing branch is swept like any other.
     """
     try:
         client.create_branch(branch, from_ref=MAIN, from_hash=tag.hash)
     except NessieAlreadyExists:
-        return False  # another clean-up was faster, or the one that fences it is not done
+        return False  # another cleanup was faster, or the fencing is not complete
     _delete_tag(client, tag)
     return True
 
 
 def _load_with_metadata(client: NessieClient, branch: Reference) -> Reference:
-    """The branch as it was handed in, with the metadata of that very hash; NessieConflict when it moved."""
+    """Load the metadata of the branch at this hash. Raise NessieConflict if the branch has moved."""
     current = client.reference(branch.name, fetch_metadata=True)
     if current.hash != branch.hash:
-        raise NessieConflict("The branch was written to meanwhile.", branch=branch.name)
+        raise NessieConflict("The branch was written to while it was being discarded.", branch=branch.name)
     return current
 
 
@@ -146,11 +143,14 @@ def _delete_branch(client: NessieClient, branch: Reference) -> None:
     try:
         _delete_reference(client, branch)
     except ReferenceNotFound:
-        return  # another clean-up was faster; the tag stands, whoever made it
+        return  # another cleanup was faster; the tag exists in any case
 
 
 def _create_tag(client: NessieClient, name: str, branch: Reference) -> Reference:
-    """Tag `name` at the branch's hash, in place of one that an interrupted clean-up left elsewhere."""
+    """Create tag `name` at the branch's hash.
+
+    Replace a tag that an interrupted cleanup left at another hash.
+    """
     for _ in range(_MAX_ATTEMPTS):
         try:
             return client.create_tag(name, from_ref=MAIN, from_hash=branch.hash)
@@ -168,7 +168,7 @@ def _delete_tag(client: NessieClient, tag: Reference) -> None:
     try:
         _delete_reference(client, tag)
     except (ReferenceNotFound, NessieConflict):
-        return  # replaced or claimed by somebody who knows more
+        return  # another process has replaced or claimed the tag
 
 
 def _find_reference(client: NessieClient, name: str) -> Reference | None:
@@ -184,23 +184,25 @@ def _find_tag_at(client: NessieClient, name: str, hash_: str) -> Reference | Non
 
 
 FAILING_STATUSES = (Status.BLOCKED, Status.REFUSED)
-"""What makes a run fail whose steps have all succeeded."""
+"""The statuses that make a run fail although all its steps have succeeded."""
 
 FAILURE_REASON_TAG = "dagster/failure_reason"
 PERMANENT_FAILURES = {"STEP_FAILURE", "RUN_EXCEPTION", "JOB_INITIALIZATION_FAILURE", "START_TIMEOUT"}
-"""What Dagster says there of runs that would fail again; of one that was interrupted it says another, of one
-whose process was gone none."""
+"""The failure reasons that Dagster records for runs that would fail again.
+
+An interrupted run has another reason, and a run whose process died has none.
+"""
 
 _PAGE_SIZE = 1_000
 
 
 def format_failure(reason: str, next_step: str = "") -> str:
-    """The message with which an unpublished run fails; `next_step` is a sentence on what to do."""
+    """Format the message of an unpublished run. `next_step` is a sentence that recommends an action."""
     return f"Not published: {reason.rstrip('.')}. main is as it was. {next_step}".rstrip()
 
 
 def fail_unpublished_run(instance: DagsterInstance, run_id: str, reason: str, next_step: str = "") -> None:
-    """Let a run that succeeded and is not published fail with `reason`. Doing it twice does it once."""
+    """Let a succeeded but unpublished run fail with `reason`. Idempotent."""
     run = instance.get_run_by_id(run_id)
     if run is not None and run.is_success:
         instance.add_run_tags(run_id, {RunTag.FAILED_BY: PUBLISHER})
@@ -208,9 +210,10 @@ def fail_unpublished_run(instance: DagsterInstance, run_id: str, reason: str, ne
 
 
 def status_without_verdict(run: DagsterRun) -> Status:
-    """The word for a run that is not published and that the gate has not judged: how it ended.
+    """Return the status of an unpublished run without verdict, by how the run ended.
 
-    A run that Dagster takes for running, or that succeeded, is `discarded`: only its branch was ended.
+    The status of a run that Dagster considers running or successful is `discarded`: only its branch was
+    ended.
     """
     if run.status is DagsterRunStatus.CANCELED:
         return Status.CANCELED
@@ -222,10 +225,10 @@ def status_without_verdict(run: DagsterRun) -> Status:
 
 
 def revoke_materializations(instance: DagsterInstance, run: DagsterRun, run_ids: Iterable[str]) -> None:
-    """Let the partitions that `run_ids` have materialised count as failed, once `run` has failed.
+    """Mark the partitions that `run_ids` materialized as failed, after `run` has failed. Idempotent.
 
-    `run_ids` are the run itself and those whose work it continued. A partition that another run has
-    materialised since is left as that run left it. Doing it twice shows the same as doing it once.
+    `run_ids` are the run itself and the runs whose work it continued. Partitions that another run has
+    materialized since are not changed.
     """
     for run_id in run_ids:
         for key, partition, step in iter_materializations(instance, run_id):
@@ -236,7 +239,7 @@ def revoke_materializations(instance: DagsterInstance, run: DagsterRun, run_ids:
 def iter_materializations(
     instance: DagsterInstance, run_id: str
 ) -> Iterator[tuple[AssetKey, str | None, str | None]]:
-    """What a run has materialised, once each, with the step that did."""
+    """Iterate over the assets and partitions that a run materialized, once each, with the step's key."""
     step_keys: dict[tuple[AssetKey, str | None], str | None] = {}
     cursor: str | None = None
     while True:
@@ -256,22 +259,26 @@ def iter_materializations(
 
 
 def load_newest_run_id(instance: DagsterInstance, key: AssetKey, partition: str | None) -> str | None:
-    """The run that materialised a partition last."""
+    """Load the id of the run that materialized a partition last."""
     records_filter = AssetRecordsFilter(asset_key=key, asset_partitions=[partition] if partition else None)
     records = instance.fetch_materializations(records_filter, limit=1).records
     return records[0].run_id if records else None
 
 
 def end_branch_and_claim(client: NessieClient, branch: Reference, *, keep_data: bool) -> None:
-    """Delete the branch, then its claim. A branch that stays keeps it: somebody has begun with it."""
+    """Delete the branch, then its claim.
+
+    A branch that remains keeps its claim, because its cleanup has begun.
+    """
     if end_judged_branch(client, branch, keep_data=keep_data):
         release_claim(client, branch.name, expected_hash=branch.hash)
 
 
 def end_judged_branch(client: NessieClient, branch: Reference, *, keep_data: bool) -> bool:
-    """Delete the branch at the hash that was judged; whether it is gone.
+    """Delete the branch at the hash that was judged. Return whether the branch is gone.
 
-    `keep_data`: its files are `main`'s now. Otherwise it becomes a tag, until its files are deleted.
+    `keep_data` means that the files belong to `main` now. Otherwise a tag replaces the branch until its files
+    are deleted.
     """
     try:
         if keep_data:
@@ -281,7 +288,7 @@ def end_judged_branch(client: NessieClient, branch: Reference, *, keep_data: boo
     except ReferenceNotFound:
         return True  # another publisher was faster
     except NessieConflict:
-        # A late writer. The run is over: the next pass finds the verdict told and deletes what is there.
+        # A late write moved the branch. The next pass finds the recorded verdict and deletes the branch.
         return False
     return True
 
@@ -295,10 +302,12 @@ def report_branch_end(
     reason: str,
     status: Status | None = None,
 ) -> bool:
-    """Show `verdict` and `reason` on a run that opened `branch` and has no verdict; whether it was shown.
+    """Show `verdict` and `reason` on a run that opened `branch` and has no verdict.
 
-    `status` is the word in the run list, by default how the run ended. It is no publisher's word: should the
-    run pass after all, it is judged as though nothing had been said.
+    Return whether they were shown.
+
+    `status` is the status in the run list; by default it is how the run ended. It is not a publisher's
+    verdict: if the run passes later, it is judged as usual.
     """
     run = instance.get_run_by_id(run_id)
     location = find_run_location(run.tags, run_id) if run else None

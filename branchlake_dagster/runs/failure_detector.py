@@ -1,15 +1,11 @@
-"""Which writers are alive, judged from heartbeats that are read twice, minutes or seconds apart.
+"""Decide which writers are alive, by reading their heartbeats repeatedly.
 
-The reader's side of heartbeats: who is alive, when clocks differ and processes are paused.
+Clocks differ and processes are paused, so a timestamp, which is from the writer's clock, only makes a writer
+suspect. To declare it dead, the reader watches the writer's file by the reader's own monotonic clock.
 
-A timestamp is the writer's clock and only makes it suspect. To call it dead, the reader watches its file by
-the reader's own monotonic clock.
-
-Telling the dead from the silent by looks that are minutes apart, without waiting in between.
-
-A sensor's tick may not sleep: Dagster gives it 60 s. So each tick looks once and remembers what it saw. Times
-are of the machine's monotonic clock, which stands still while the machine sleeps; after a reboot, or on
-another machine, the watch begins anew.
+`watch_suspects` waits between its readings. `continue_watch` does not wait, because a sensor's tick has only
+60 s: each tick reads once and stores its readings for the next tick. Its times are of the machine's monotonic
+clock, which stops while the machine sleeps. After a reboot, or on another machine, the watch starts again.
 """
 
 from __future__ import annotations
@@ -27,21 +23,24 @@ from typing import Protocol
 from branchlake_dagster.runs.heartbeats import MISSED_INTERVALS, Heartbeat
 
 MIN_READINGS = 2 * MISSED_INTERVALS
-"""So often at least is a suspect looked at. Elapsed time alone would count a pause of the reader itself."""
+"""The least number of readings of a suspect. Elapsed time alone would include pauses of the reader."""
 
 
 class Heartbeats(Protocol):
-    """Where heartbeats are kept; see HeartbeatStore."""
+    """The storage of heartbeats; see HeartbeatStore."""
 
     def all(self) -> Sequence[Heartbeat]:
-        """The last beat of every writer; raises HeartbeatsUnreadable when one cannot be read."""
+        """Load the last heartbeat of every writer.
+
+        Raises HeartbeatsUnreadable if the heartbeats cannot be listed.
+        """
 
     def remove(self, branch: str, writer: str) -> None:
-        """Forget a writer."""
+        """Remove the heartbeat of a writer."""
 
 
 class Liveness(StrEnum):
-    """What a writer's heartbeat says about it."""
+    """The state of a writer according to its heartbeat."""
 
     ALIVE = "beating"
     SUSPECT = "silent, not watched yet"
@@ -49,14 +48,14 @@ class Liveness(StrEnum):
 
 
 def is_stale(beat: Heartbeat, now: datetime) -> bool:
-    """Whether the beat's time is no proof of life: too old, missing, or in the future."""
+    """Return whether the heartbeat's time does not prove life: it is too old, missing, or in the future."""
     if beat.written_at is None:
         return True
     return abs(now - beat.written_at) > timedelta(seconds=beat.max_silence_s)
 
 
 def judge_by_timestamp(beats: Iterable[Heartbeat], now: datetime) -> dict[Heartbeat, Liveness]:
-    """What the timestamps alone tell: alive or suspect."""
+    """Judge the writers by their timestamps alone: alive or suspect."""
     return {beat: Liveness.SUSPECT if is_stale(beat, now) else Liveness.ALIVE for beat in beats}
 
 
@@ -67,10 +66,11 @@ def watch_suspects(
     monotonic: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> Mapping[Heartbeat, Liveness]:
-    """Watch all `suspects` together for as long as the slowest of them may be silent.
+    """Watch all `suspects` together, until each is judged, and return their liveness.
 
-    A file that changes proves life; one that is unchanged through three of its intervals and six looks is
-    dead. A file that went away is left out: its writer ended well. Raises HeartbeatsUnreadable.
+    A file that changes proves life. A writer is dead if its file stays unchanged through three of its
+    intervals and six readings. A file that disappears is omitted from the result, because its writer ended
+    normally. Raises HeartbeatsUnreadable. Cost: waits as long as the slowest suspect may be silent.
     """
     verdicts: dict[Heartbeat, Liveness] = {}
     undecided = set(suspects)
@@ -97,15 +97,17 @@ def watch_suspects(
 
 
 MIN_TICK_READINGS = 3
-"""Looks, each at least an interval of the writer after the one before: a reader that was paused itself
-between two of them gives the writer the time to beat before the third."""
+"""The least number of readings in ticks, each at least one interval of the writer after the previous one.
+
+If the reader was paused between two readings, the writer has time to beat before the third.
+"""
 
 _PROCESS = uuid.uuid4().hex
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def local_clock_id() -> str:
-    """A name for the clock that `time.monotonic` reads: this boot of this machine, else this process."""
+    """Return an id for the clock of `time.monotonic`: this boot of this machine, or else this process."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -114,7 +116,7 @@ def local_clock_id() -> str:
 
 @dataclass(frozen=True)
 class _WriterReading:
-    """What was seen of one writer: its file, when first, when last, how often."""
+    """The readings of one writer's file: its hash, first and last time (s), and their number."""
 
     content_hash: str
     first_seen: float
@@ -125,9 +127,10 @@ class _WriterReading:
 def continue_watch(
     previous_state: str | None, suspects: Collection[Heartbeat], *, clock: str, now: float
 ) -> tuple[list[Heartbeat], str]:
-    """Those of `suspects` that are dead, and what is to be remembered until the next look.
+    """Return the dead ones of `suspects`, and the state to pass to the next call.
 
-    `previous_state` is what the look before remembered, `clock` names the clock of `now` in seconds.
+    `previous_state` is the state that the previous call returned. `clock` is the id of the clock of `now`
+    (s).
     """
     previous_readings = _parse_watch_state(previous_state, clock)
     new_readings: dict[str, _WriterReading] = {}
@@ -160,4 +163,4 @@ def _parse_watch_state(recorded_state: str | None, clock: str) -> dict[str, _Wri
             for name, (content_hash, first, last, count) in state["seen"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        return {}  # of another version: the watch begins anew
+        return {}  # the state is of another version: the watch starts again

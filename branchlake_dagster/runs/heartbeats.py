@@ -1,9 +1,8 @@
-"""Heartbeat files of writing processes: the thread that writes them, and their store in the warehouse.
+"""Write heartbeat files of processes from a thread, and store them in the warehouse.
 
-The writer's side of heartbeats: a thread that does nothing else, so that a busy run still beats.
-
-A beat that hangs in a slow store must not stop the next one (apache/hudi#18903: a live writer was taken for
-dead), so each is written by a short-lived thread of its own while the timer goes on.
+A separate thread writes the heartbeats, so that a busy run still beats. A write that hangs in a slow store
+must not delay the next one: a live writer was once declared dead for this reason (apache/hudi#18903). So a
+short-lived thread makes each write while the timer continues.
 """
 
 from __future__ import annotations
@@ -37,29 +36,32 @@ from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeFolder
 
 MISSED_INTERVALS = 3
-"""So many intervals of silence make a writer suspect, and as many under watch make it dead."""
+"""Intervals of silence after which a writer is suspect; after as many more under watch it is dead."""
 
 WriterKind = Literal["run", "publisher", "unknown"]
-"""Who beats; `unknown` stands for a file that does not tell, which counts as both."""
+"""The kind of writer. `unknown` is a file that does not record it, and counts as both others."""
 
 MAX_INTERVAL_S = 3600.0
-"""The longest interval that is believed."""
+"""The longest interval in seconds that a reader accepts."""
 _MAX_FILE_BYTES = 64 * 1024
 _READERS = 8
 
 
 class HeartbeatsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """The folder of heartbeats cannot be read, so nobody can say which writers are alive."""
+    """The folder of heartbeats cannot be read, so it is unknown which writers are alive."""
 
 
 def new_writer_name() -> str:
-    """A name for a writing process that no other one has."""
+    """Return a unique name for a writing process."""
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What one writer said last. `counter` grows with each beat; `written_at` is the writer's own clock."""
+    """The last heartbeat of one writer.
+
+    `counter` grows with each beat; `written_at` is from the writer's clock.
+    """
 
     branch: str
     writer: str
@@ -71,20 +73,20 @@ class Heartbeat:
     pid: int = 0
     host: str = ""
     instance: str = ""
-    """The Dagster instance of the run; empty: it is not told."""
+    """The Dagster instance of the run; empty if it is not recorded."""
     text: str = field(default="", repr=False)
-    """The file as it was read; two readings that differ prove that somebody wrote in between."""
+    """The file's content. Two readings that differ prove that the writer wrote in between."""
 
     @property
     def max_silence_s(self) -> float:
-        """The silence in seconds that makes the writer suspect."""
+        """The silence in seconds after which the writer is suspect."""
         return MISSED_INTERVALS * self.interval_s
 
 
 class HeartbeatStore:
-    """Reads and writes heartbeat files in the warehouse, with a file system client of its own.
+    """Reads and writes heartbeat files in the warehouse, with its own file system client.
 
-    `properties` are PyIceberg's for FileIO. Safe to share between threads.
+    `properties` are PyIceberg's FileIO properties. Safe to share between threads.
     """
 
     def __init__(self, warehouse: str, properties: Mapping[str, str] | None = None) -> None:
@@ -97,7 +99,7 @@ class HeartbeatStore:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> HeartbeatStore:
-        """The store of a lake."""
+        """Return the heartbeat store of a lake."""
         return cls(settings.warehouse_uri, settings.file_io_properties())
 
     def _path(self, branch: str, writer: str) -> str:
@@ -108,7 +110,7 @@ class HeartbeatStore:
         path = self._path(beat.branch, beat.writer)
         fields = {k: v for k, v in asdict(beat).items() if k != "text"}
         fields["written_at"] = beat.written_at.isoformat() if beat.written_at else None
-        # An object store shows an object whole or not at all; a local file needs the rename for that.
+        # An object store replaces objects atomically. A local file needs a rename for that.
         local = isinstance(self._files, LocalFileSystem)
         target = f"{path}.{beat.counter}.tmp" if local else path
         with self._files.open_output_stream(target) as stream:
@@ -117,7 +119,7 @@ class HeartbeatStore:
             self._files.move(target, path)
 
     def remove(self, branch: str, writer: str) -> None:
-        """Forget a writer. One that is gone already is fine."""
+        """Remove a writer's file. A missing file is not an error."""
         path = self._path(branch, writer)
         with contextlib.suppress(FileNotFoundError):
             self._files.delete_file(path)
@@ -127,13 +129,13 @@ class HeartbeatStore:
                 f"{writer}.json.*.tmp"
             ):  # of a process killed in the middle of a beat
                 unfinished.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # another process beats there; S3 has no folders
+            with contextlib.suppress(OSError):  # another process uses the folder, or S3 has no folders
                 folder.rmdir()
 
     def all(self) -> tuple[Heartbeat, ...]:
-        """The last beat of every writer; raises HeartbeatsUnreadable when they cannot be listed.
+        """Load the last heartbeat of every writer. Raises HeartbeatsUnreadable if the files cannot be listed.
 
-        A file that is damaged or cannot be read concerns its own branch only.
+        A damaged or unreadable file affects only its own branch.
         """
         try:
             infos = self._list_files()
@@ -142,8 +144,9 @@ class HeartbeatStore:
                 return tuple(beat for beat in pool.map(self._read_heartbeat, paths) if beat is not None)
         except (OSError, pa.ArrowException) as error:
             raise HeartbeatsUnreadable(
-                f"The heartbeats in {self.root} cannot be read: {type(error).__name__}.",
-                hint="Nobody can say which writers are alive; nothing is cleaned up until they can be read.",
+                f"The heartbeats in folder {self.root} cannot be read: {type(error).__name__}.",
+                hint="It is unknown which writers are alive, so nothing is cleaned up. Make the folder"
+                " readable.",
             ) from error
 
     def _list_files(self) -> list[FileInfo]:
@@ -151,8 +154,8 @@ class HeartbeatStore:
         try:
             return cast(list[FileInfo], self._files.get_file_info(everything))
         except FileNotFoundError:
-            # PyArrow lists, then asks whether the folder exists: one that the first writer makes between
-            # the two is "not found" although `allow_not_found` says that nothing is wrong. It is there now.
+            # PyArrow lists the folder, then checks whether it exists. If the first writer creates the folder
+            # in between, PyArrow raises despite `allow_not_found`. The folder exists now, so list it again.
             return cast(list[FileInfo], self._files.get_file_info(everything))
 
     def _read_heartbeat(self, path: str) -> Heartbeat | None:
@@ -160,22 +163,22 @@ class HeartbeatStore:
             with self._files.open_input_stream(path) as stream:
                 content = stream.read(_MAX_FILE_BYTES).decode(errors="replace")
         except FileNotFoundError:
-            return None  # stopped between the listing and the reading
+            return None  # the writer stopped between the listing and the reading
         except (OSError, pa.ArrowException):
-            # Who cannot be read cannot be called silent: no two readings of it are alike.
+            # An unreadable writer must not count as silent, so each reading gets a different text.
             content = f"unreadable {uuid.uuid4()}"
         folder, _, name = path.rpartition("/")
         return _parse_heartbeat(unquote(folder.rpartition("/")[2]), name.removesuffix(".json"), content)
 
 
 def _parse_heartbeat(branch: str, writer: str, content: str) -> Heartbeat:
-    """The beat in a file. A damaged one still is a writer, whose silence only a watch can prove."""
+    """Parse a heartbeat file. A damaged file still counts as a writer; only a watch can prove its silence."""
     try:
         fields = json.loads(content)
         written_at = datetime.fromisoformat(fields["written_at"])
         interval_s = float(fields["interval_s"])
         if not 0 < interval_s <= MAX_INTERVAL_S or written_at.tzinfo is None:
-            raise ValueError("no writer of ours says that")
+            raise ValueError("not a valid heartbeat")
         return Heartbeat(
             branch=branch,
             writer=writer,
@@ -190,7 +193,7 @@ def _parse_heartbeat(branch: str, writer: str, content: str) -> Heartbeat:
             text=content,
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        # OverflowError: `1e999` for a number, or a time at the end of all times. It once stopped every pass.
+        # OverflowError: a number such as `1e999`, or a time out of range. It once stopped every pass.
         return Heartbeat(branch, writer, run_id="", kind="unknown", text=content)
 
 
@@ -200,7 +203,10 @@ _STOP_TIMEOUT_S = 2.0
 
 
 class HeartbeatThread:
-    """Beats for one branch from `start` to `stop`. Never raises into the work it stands for."""
+    """Sends heartbeats for one branch from `start` to `stop`.
+
+    Never raises an exception into the caller's work.
+    """
 
     def __init__(
         self,
@@ -221,20 +227,20 @@ class HeartbeatThread:
         self._timer = threading.Thread(target=self._run, name=f"heartbeat-{beat.branch}", daemon=True)
 
     def start(self) -> None:
-        """Begin; the first beat is written at once, without waiting for it."""
+        """Start the thread. It writes the first heartbeat at once; this call does not wait for it."""
         self._timer.start()
 
     def continue_until(self, has_ended: Callable[[], bool] | None) -> None:
-        """Heartbeat on until `has_ended` says so or the process exits; None: until `stop` again."""
+        """Continue until `has_ended` returns true or the process exits. With None, continue until `stop`."""
         self._has_ended = has_ended
 
     def stop(self) -> None:
-        """End and remove the file: a writer that ended well is not a dead one."""
+        """Stop and remove the file, because a writer that ended normally is not dead."""
         self._stopped.set()
         self._timer.join(_STOP_TIMEOUT_S)
         until = time.monotonic() + _STOP_TIMEOUT_S
         for write in self._writes:
-            # A write that is still under way would bring the file back.
+            # A pending write would create the file again.
             write.join(max(0.0, until - time.monotonic()))
         self._remove()
 
@@ -265,7 +271,7 @@ class HeartbeatThread:
                 )
         else:
             self._failing = False
-        # Here and not in the timer: the question may hang as a slow store does.
+        # The timer does not call this, because the call may hang like a slow store.
         if self._has_ended is not None and not self._stopped.is_set() and _is_run_over(self._has_ended):
             self._stopped.set()
             self._remove()
@@ -278,19 +284,19 @@ class HeartbeatThread:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it beats no more."""
+        """Whether the thread has stopped."""
         return self._stopped.is_set()
 
 
 class SharedHeartbeats:
-    """One heartbeat per store and branch in this process, however many resources work on the branch."""
+    """Shares one heartbeat per store and branch among all resources of this process that use the branch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._threads: dict[tuple[str, str], tuple[HeartbeatThread, int]] = {}
 
     def acquire(self, store: HeartbeatStore, beat: Heartbeat) -> tuple[str, str]:
-        """Heartbeat from now on; the answer is what `release` wants."""
+        """Send heartbeats from now on. Return the key for `release`."""
         key = (store.root, beat.branch)
         with self._lock:
             thread, user_count = self._threads.get(key, (None, 0))
@@ -303,9 +309,12 @@ class SharedHeartbeats:
         return key
 
     def release(self, key: tuple[str, str], has_ended: Callable[[], bool] | None = None) -> None:
-        """The last one to give it back ends it: at once, or with the process, or when `has_ended` says so.
+        """Release the heartbeat.
 
-        A worker's last step is not its last act: killed before the run's end, it would not be missed.
+        The last user ends it: at once, at process exit, or when `has_ended` returns true.
+
+        In a process of a run, the heartbeat continues after the last step. Otherwise a worker that is killed
+        before the end of its run would not be noticed.
         """
         with self._lock:
             thread, user_count = self._threads.pop(key)
@@ -327,7 +336,7 @@ class SharedHeartbeats:
 
 
 def is_run_process() -> bool:
-    """Whether this process was started for a run or a step, and so ends soon after it."""
+    """Return whether this process was started for a run or a step, and so ends soon after it."""
     return parent_process() is not None or {"execute_run", "execute_step"}.intersection(sys.argv) != set()
 
 
@@ -341,7 +350,7 @@ def _is_run_over(has_ended: Callable[[], bool]) -> bool:
 def build_heartbeat(
     branch: str, *, run_id: str, interval_s: float, kind: WriterKind = "run", instance: str = ""
 ) -> Heartbeat:
-    """What this process says about itself; the counter and the time come with each beat."""
+    """Return the heartbeat of this process, without counter and time, which each beat sets."""
     return Heartbeat(
         branch,
         new_writer_name(),
@@ -358,7 +367,7 @@ def build_heartbeat(
 def send_heartbeats(
     store: HeartbeatStore, branch: str, *, run_id: str, interval_s: float, kind: WriterKind = "run"
 ) -> Iterator[None]:
-    """Heartbeat for `branch` while the body runs."""
+    """Send heartbeats for `branch` while the body runs."""
     thread = HeartbeatThread(store, build_heartbeat(branch, run_id=run_id, interval_s=interval_s, kind=kind))
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""A lake's settings as typed fields of a Dagster resource."""
+"""Define a lake's settings as typed fields of a Dagster resource."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from branchlake_dagster.internals.dagster import CopiedByFields
 from branchlake_dagster.settings import VARIABLE_PREFIX, Settings, require_known_fields
 
 EMBEDDED = "embedded"
-"""As `nessie_uri`: the embedded server, whatever the environment says."""
+"""The value of `nessie_uri` that selects the embedded server, whatever the environment sets."""
 
 
 def _settings_field(name: str) -> Any:
@@ -24,10 +24,10 @@ def _settings_field(name: str) -> Any:
 
 
 class _SecretVault:
-    """Secrets of this process by the names under which a configuration may show them.
+    """Secrets of this process, by the placeholders that a configuration shows instead of them.
 
-    Dagster puts a resource's configuration into its UI and into snapshots. A run's process loads the code
-    location anew and so fills a vault of its own.
+    Dagster shows a resource's configuration in its UI and stores it in snapshots. A run's process loads the
+    code location again, and so fills its own vault.
     """
 
     def __init__(self) -> None:
@@ -53,14 +53,14 @@ _vault = _SecretVault()
 
 
 def _load_settings(values: Mapping[str, Any]) -> Settings:
-    """The settings for these values and today's environment.
+    """Return the settings for these values and the current environment.
 
-    Dagster makes a dozen copies of a resource for each run, and each of them asks.
+    The result is cached, because Dagster makes a dozen copies of a resource for each run and each copy asks.
     """
     environment = {
         name: value for name, value in os.environ.items() if name.upper().startswith(VARIABLE_PREFIX)
     }
-    folders = (os.environ.get("HOME"), Path.cwd())  # of `~`, and of a relative state folder
+    folders = (os.environ.get("HOME"), Path.cwd())  # `~` and a relative state folder depend on these
     return _resolve_settings(frozenset(values.items()), frozenset(environment.items()), folders)
 
 
@@ -74,9 +74,9 @@ def _resolve_settings(
 
 
 class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
-    """The fields of `Settings`; what is left out comes from the environment (`BRANCHLAKE_…`).
+    """The fields of `Settings`. An omitted field is read from the environment (`BRANCHLAKE_…`).
 
-    Each takes a value or a `dg.EnvVar`. A secret that is given as a value is hidden from Dagster at once.
+    Each field takes a value or a `dg.EnvVar`. A secret that is set as a value is hidden from Dagster at once.
     """
 
     state_dir: str | None = _settings_field("state_dir")
@@ -132,7 +132,7 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_fields(cls, values: Any) -> Any:
-        # Dagster's resources ignore a field that they do not have: nessie_url wrote to the embedded lake.
+        # Dagster's resources ignore unknown fields. With `nessie_url`, a run once wrote to the embedded lake.
         if isinstance(values, Mapping):
             require_known_fields(values, cls.model_fields, cls.__name__)
         return values
@@ -146,7 +146,7 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
 
     @model_validator(mode="after")
     def _validate_settings(self) -> Self:
-        # A variable has its value only where the run is. Dagster's are subclasses of `str` and `int`.
+        # An EnvVar has a value only in the run's process. EnvVar and IntEnvVar are subclasses of str and int.
         if all(type(value) in (str, int, float, bool) for value in self._field_values().values()):
             self.effective()
         return self
@@ -156,7 +156,10 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
         return {name: value for name, value in values.items() if value is not None}
 
     def effective(self) -> Settings:
-        """The settings that hold: the fields, else the environment. Raises pydantic's ValidationError."""
+        """Return the effective settings: the fields, else the environment.
+
+        Raises pydantic's ValidationError.
+        """
         values = self._field_values()
         for name in Settings.secret_names():
             if name in values:
@@ -167,7 +170,10 @@ class LakeConfig(CopiedByFields, ConfigurableResource[Any]):
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
-        """A resource with these settings; Dagster's UI then shows the effective Nessie and warehouse."""
+        """Return a resource with these settings.
+
+        Dagster's UI then shows the effective Nessie and warehouse.
+        """
         visible_values = settings.without_secrets()
         if "nessie_verify_tls" in visible_values:
             visible_values["nessie_verify_tls"] = str(visible_values["nessie_verify_tls"])

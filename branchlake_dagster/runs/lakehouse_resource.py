@@ -1,4 +1,4 @@
-"""The lake and the run's branch as a Dagster resource."""
+"""Provide the lake and the run's branch as a Dagster resource."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from branchlake_dagster.tables.table_files import TableFiles
 
 
 class ExclusiveNames:
-    """Those of one run. Nobody knows them outside its steps, so what a step has told is remembered."""
+    """The exclusive names of one run. Only its steps know them, so the names of the first step are kept."""
 
     def __init__(self) -> None:
         self._names: frozenset[str] | None = None
 
     def __call__(self) -> frozenset[str]:
-        """The names; none where no step runs in this thread and none has told them."""
+        """Return the names; empty if no step runs in this thread and no step has reported them."""
         if self._names is None:
             context = get_running_context()
             if context is None:
@@ -61,24 +61,25 @@ _log = logging.getLogger(__name__)
 _heartbeats = SharedHeartbeats()
 _first_use = threading.Lock()
 _branches: WeakValueDictionary[tuple[int, str, Settings], RunBranch] = WeakValueDictionary()
-"""By process, run and lake: Dagster gives each user of a resource a copy of it, and they work together."""
+"""The branches by process, run and lake. All copies of a resource in one run share a branch."""
 
 
 class LakehouseResource(LakeConfig):
     """The lake, and inside a run the run's branch of it.
 
-    A run's branch is made when the run first asks for `open_branch()`, a catalogue or a session; a run that
-    never does has none. Outside a run (a sensor, a notebook) it stands on `main`.
+    The branch is created when the run first calls `open_branch()` or requests a catalog or a session. A run
+    that never does has no branch. Outside a run (a sensor, a notebook), the resource uses `main`.
 
     Args:
-        **fields (Any): Those of `Settings`, each a value or a `dg.EnvVar`. (default: the environment's
+        **fields (Any): The fields of `Settings`, each a value or a `dg.EnvVar`. (default: the environment's
             `BRANCHLAKE_…`)
 
     Raises:
-        RunBranchGone: From `open_branch()` and what uses it: the run was fenced, its branch is gone.
-        InvalidCheckRun: When the run starts: its tags make it a check run of a state that is not one.
-        LeaseHeld: The same, of a run that writes an exclusive asset: another one does, and did not end.
-        LeaseLost: The same: another run has taken over what is exclusive, for this one was silent.
+        RunBranchGone: From `open_branch()` and its callers: the run was fenced and its branch is gone.
+        InvalidCheckRun: At the start of a run whose tags make it a check run of an invalid state.
+        LeaseHeld: From `open_branch()` of a run that writes an exclusive asset: another run holds the lease
+            for longer than this run waits.
+        LeaseLost: From `open_branch()`: another run has taken over the lease, because this run was silent.
 
     Examples:
         .. code-block:: python
@@ -89,7 +90,7 @@ class LakehouseResource(LakeConfig):
 
             @dg.asset
             def price_count(lakehouse: LakehouseResource) -> dg.MaterializeResult:
-                table = lakehouse.catalog().load_table(("shop", "prices"))  # as the run's branch has it
+                table = lakehouse.catalog().load_table(("shop", "prices"))  # on the run's branch
                 return dg.MaterializeResult(metadata={"rows": table.scan().count()})
 
             lake = LakehouseResource(nessie_uri=dg.EnvVar("NESSIE"), warehouse="s3://lake/tables")
@@ -106,9 +107,12 @@ class LakehouseResource(LakeConfig):
     _retries_parent: bool = PrivateAttr(default=False)
 
     def setup_for_execution(self, context: InitResourceContext) -> None:
-        """Bind to the run. Touches neither Nessie nor Spark: a run that uses no table gets no branch.
+        """Bind the resource to the run.
 
-        But for a retry: it takes its parent's work over now, because its remaining steps may use no table.
+        Uses neither Nessie nor Spark: a run that uses no table gets no branch.
+
+        A retry is different: it takes over its parent's work now, because its remaining steps may use no
+        table.
         """
         run, instance = context.run, context.instance
         if run is None or instance is None:
@@ -121,11 +125,11 @@ class LakehouseResource(LakeConfig):
         self._ended = lambda: (
             (current_run := instance.get_run_by_id(run.run_id)) is None or current_run.is_finished
         )
-        # From the start of the process: one that dies before it touches the lake would not be missed.
+        # Heartbeats start with the process. Otherwise a death before the first access would not be noticed.
         self._start_heartbeat(run_branch_name(run.run_id), run.run_id)
         if reference := find_check_reference(run.run_id, run.tags):
-            # It sends heartbeats for a branch of its own, which never exists: publications wait for the run,
-            # so its death must be noticed.
+            # A check run sends heartbeats for its own branch name, although that branch never exists.
+            # Publications wait for the run, so its death must be noticed.
             self._pinned = reference
             return
         with _first_use:
@@ -134,12 +138,15 @@ class LakehouseResource(LakeConfig):
         self._reads = ReadSet.from_run(instance, run, lambda: self.lakehouse.nessie, self.open_branch)
         self._retries_parent = is_retry(run)
         if self._retries_parent:
-            with contextlib.suppress(RetryNeedsFullRun):  # said again by the step that needs a table, if any
+            with contextlib.suppress(RetryNeedsFullRun):  # raised again by a step that needs a table
                 if self._run_branch.take_over():
                     self.open_branch()
 
     def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
-        """Record the branch's head. Stop the heartbeat when no other resource here works on the branch."""
+        """Record the branch's head.
+
+        Stop the heartbeat if no other resource of this process uses the branch.
+        """
         heartbeat, self._heartbeat = self._heartbeat, None
         try:
             if self._run_branch is not None:
@@ -159,10 +166,10 @@ class LakehouseResource(LakeConfig):
             run_tags = current_run.tags if current_run else {}
             if is_opened_by(run_tags, run_id) and run_tags.get(RunTag.LAKE, lake) != lake:
                 raise OneLakeOnly(
-                    "The run works on another lake already, and one run can be published to one lake only.",
+                    "The run already works on another lake, but a run can be published to one lake only.",
                     run_id=run_id,
                     branch=run_tags[RunTag.BRANCH],
-                    hint="Materialise the assets of the two lakes in runs of their own.",
+                    hint="Materialize the assets of the two lakes in separate runs.",
                 )
             return run_tags
 
@@ -210,13 +217,14 @@ class LakehouseResource(LakeConfig):
 
     @property
     def read_set(self) -> ReadSet | None:
-        """Where the run's reads are noted down; None outside a run."""
+        """The record of the run's reads; None outside a run."""
         return self._reads
 
     def open_branch(self) -> str:
-        """The reference for reads and writes: the run's branch, made if needed, or `main` outside a run.
+        """Return the reference for reads and writes: the run's branch, or `main` outside a run.
 
-        In a run that repeats checks for the publisher it is `name@hash`, which is read-only.
+        The branch is created if needed. In a run that repeats checks for the publisher, the reference is
+        `name@hash`, which is read-only.
         """
         if self._run_branch is None:
             return self._pinned or MAIN
@@ -227,7 +235,7 @@ class LakehouseResource(LakeConfig):
         return location.branch
 
     def _undo_earlier_attempts(self, branch: RunBranch, location: RunLocation) -> None:
-        """Take out what earlier attempts of the running step wrote by their own code, at its first access."""
+        """Remove what the code of earlier attempts of the running step wrote, at the step's first access."""
         step = find_running_step()
         key = step.key
         if key is None or not (step.attempt > 1 or self._retries_parent):
@@ -244,7 +252,7 @@ class LakehouseResource(LakeConfig):
             )
             if tables:
                 names = ", ".join(tables)
-                _log.warning("Took out the rows that an earlier attempt of step %s wrote to %s.", key, names)
+                _log.warning("Removed the rows that an earlier attempt of step %s wrote to %s.", key, names)
 
         branch.run_at_first_access(key, step.attempt, undo)
 
@@ -252,9 +260,9 @@ class LakehouseResource(LakeConfig):
         """Raise ReadOnlyReference in a run that repeats checks for the publisher."""
         if self._pinned is not None:
             raise ReadOnlyReference(
-                "The run repeats checks for the publisher, and may not write.",
+                "The run repeats checks for the publisher, so it may not write.",
                 branch=self._pinned,
-                hint="Materialize the asset in a run of its own.",
+                hint="Materialize the asset in a separate run.",
             )
 
     def _start_heartbeat(self, branch: str, run_id: str) -> None:
@@ -270,13 +278,16 @@ class LakehouseResource(LakeConfig):
                 try:
                     store = HeartbeatStore.from_settings(settings)
                 except (OSError, ValueError, ArrowException) as error:
-                    # Without a beat the reaper is only less patient; that must not fail the run.
-                    _log.warning("No heartbeat for %s: %s", branch, error)
+                    # Without heartbeats the reaper judges the run by its age. That must not fail the run.
+                    _log.warning("Heartbeats for branch %s cannot be sent: %s", branch, error)
                     return
                 self._heartbeat = _heartbeats.acquire(store, heartbeat)
 
     def catalog(self) -> NessieCatalog:
-        """PyIceberg's catalogue on `open_branch()`. What a serializable asset loads is in the read set."""
+        """Return PyIceberg's catalog on `open_branch()`.
+
+        Loads of a serializable asset are added to the read set.
+        """
         on_load = self._reads.report_load if self._reads else None
         ref, properties, step = self.open_branch(), self._commit_options(), find_running_step().key
         if self._run_branch is not None:
@@ -286,9 +297,9 @@ class LakehouseResource(LakeConfig):
         return self.lakehouse.catalog(ref, on_load=on_load, properties=properties)
 
     def own_catalog(self) -> NessieCatalog:
-        """The same for the IO manager, which says itself what it reads (`provenance.tell_read`).
+        """Return the catalog for the IO manager, which reports its reads itself (`provenance.report_read`).
 
-        Its tables bring the namespaces that they need.
+        Its commits create missing namespaces.
         """
         properties = {**self._commit_options(), NAMESPACE_CREATE: "true"}
         return self.lakehouse.catalog(self.open_branch(), properties=properties)
@@ -297,9 +308,9 @@ class LakehouseResource(LakeConfig):
         return {f"{COMMIT_PROPERTY}{name}": value for name, value in self.maker_properties().items()}
 
     def session_conf(self) -> dict[str, str]:
-        """What Spark sessions of this run are to be opened with, beside the branch.
+        """Return the configuration of this run's Spark sessions, in addition to the branch.
 
-        Spark's Nessie client writes no properties of ours into its commits, so the snapshots tell the maker.
+        Spark's Nessie client does not add these properties to its commits, so the snapshots record the run.
         """
         return {
             f"spark.sql.iceberg.snapshot-property.{name}": value
@@ -307,7 +318,9 @@ class LakehouseResource(LakeConfig):
         }
 
     def maker_properties(self) -> dict[str, str]:
-        """The properties of commits that name the Dagster instance and the run; empty outside a run.
+        """Return the commit properties that name the Dagster instance and the run.
+
+        Outside a run, no run is named.
 
         The publisher recognizes the run's own commits on its branch by these properties.
         """
@@ -317,7 +330,7 @@ class LakehouseResource(LakeConfig):
 
 
 def record_branch_heads(run_id: str) -> None:
-    """Record the heads of the branches that this run opened in this process, see `RunBranch.record_head`."""
+    """Record the heads of the branches that this run opened in this process; see `RunBranch.record_head`."""
     for (process, owner, _), branch in list(_branches.items()):
         if process == os.getpid() and owner == run_id:
             branch.record_head()

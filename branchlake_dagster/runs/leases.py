@@ -1,17 +1,13 @@
-"""Exclusive leases on names: tokens on `main`, how a run holds them, and when a holder is gone.
+"""Hold exclusive leases on names, and detect when a lease's holder is gone.
 
-A lease as it lies on `main`: who holds a name, and with which fencing token.
+A lease is a namespace without tables on `main`, `branchlake.lease-{name}`. Its properties record the holder
+and a fencing token. A grant is a commit on `main`. If several runs commit at once, Nessie accepts one of
+them. A publication can require in its own commit that the grant is still valid.
 
-It is a namespace without tables, `branchlake.lease-{name}`, whose properties tell both. A grant is a commit
-on `main`, of which Nessie lets one of several through, and a publication can ask in its own commit that the
-grant still stands.
-
-Whether the holder of a lease may be taken for gone. No clock but the asker's own is believed.
-
-A heartbeat's time is the holder's clock. So the asker watches that nothing of it changes, for as long as the
-holder may be silent, by its own monotonic clock and by a number of looks: a pause of the asker's own is no
-silence of the holder. A holder that is wrongly taken for gone loses its work and nothing else, because its
-fencing token is refused.
+A heartbeat's time is from the holder's clock, which is not trusted. Instead the waiting run watches that the
+heartbeat stays unchanged, by its own monotonic clock and a number of readings: a pause of the waiting run
+does not count as silence of the holder. A holder that is wrongly declared gone loses only its work, because
+its fencing token is refused.
 """
 
 from __future__ import annotations
@@ -34,17 +30,17 @@ from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import LeaseHeld, LeaseLost
 
 LEASE_NAMESPACE = "branchlake"
-"""The namespace that holds them. Branches made from an empty `main` have it anyway."""
+"""The namespace of the leases. Branchlake's first commit to an empty `main` creates it."""
 
 
 def lease_key(name: str) -> ContentKey:
-    """Where on `main` the lease of a name is."""
+    """Return the content key of the lease on `main`."""
     return ContentKey([LEASE_NAMESPACE, f"lease-{name}"])
 
 
 @dataclass(frozen=True)
 class Lease:
-    """What `main` says of a name. `token` grows with each grant; `holder` is the branch of a run."""
+    """The lease of a name on `main`. `token` grows with each grant; `holder` is the branch of a run."""
 
     name: str
     token: int = 0
@@ -52,13 +48,13 @@ class Lease:
 
     @classmethod
     def from_contents(cls, name: str, contents: Mapping[ContentKey, Content]) -> Lease:
-        """The lease among contents; one that was never granted has token 0 and no holder."""
+        """Return the lease from the contents of `main`. A lease without grant has token 0 and no holder."""
         namespace = contents.get(lease_key(name))
         if not isinstance(namespace, Namespace):
             return cls(name)
         recorded_token = namespace.properties.get(LakeProperty.FENCING_TOKEN, "")
-        # A hand that broke the number must not make the next one smaller than one that was granted:
-        # the holder is compared as well, so a token that begins anew fences nobody in.
+        # If somebody damages the token outside branchlake, tokens start again from 0. This is safe, because
+        # the holder is compared too.
         return cls(
             name,
             int(recorded_token) if recorded_token.isdigit() else 0,
@@ -66,11 +62,11 @@ class Lease:
         )
 
     def next_grant(self, holder: str) -> Lease:
-        """The next grant."""
+        """Return the lease after its next grant, to `holder`."""
         return Lease(self.name, self.token + 1, holder)
 
     def put_operations(self, contents: Mapping[ContentKey, Content]) -> list[Put]:
-        """The operations that bring it to `main`, which holds `contents`."""
+        """Return the operations that commit the lease to `main`, whose present contents are `contents`."""
         key, parent_key = lease_key(self.name), ContentKey([LEASE_NAMESPACE])
         existing = contents.get(key)
         properties = {
@@ -89,15 +85,15 @@ class Lease:
 
 
 def lease_keys(names: Iterable[str]) -> list[ContentKey]:
-    """What is to be read of `main` to tell these leases and to grant them."""
+    """Return the content keys to load from `main` to read and grant these leases."""
     return [ContentKey([LEASE_NAMESPACE]), *(lease_key(name) for name in names)]
 
 
 class HolderWatch:
-    """Looks at one holder again and again.
+    """Watches one holder over repeated calls.
 
-    `beats` are the last heartbeats of all writers, `interval_s` the asker's own interval, for a holder that
-    has none.
+    `load_heartbeats` loads the last heartbeats of all writers. `interval_s` is the interval of the waiting
+    run; it is assumed for a holder without heartbeats.
     """
 
     def __init__(
@@ -121,14 +117,14 @@ class HolderWatch:
         self._readings = 0
 
     def gone_reason(self) -> str | None:
-        """Why the holder is gone, in words; None while it may still publish."""
+        """Return why the holder is gone; None if it may still publish."""
         run = self._instance.get_run_by_id(run_id_of_branch(self._holder))
         if run is not None and run.is_finished:
             if not run.is_success:
                 return f"its run has ended as {run.status.value.lower()}"
             if is_judged(run.tags, self._holder) or self._is_branch_gone():
                 return "its run has ended"
-            return None  # it has passed and waits for its publication, which only a publisher may end
+            return None  # it has passed and waits for publication; only a publisher may end it
         return self._silence_reason()
 
     def _silence_reason(self) -> str | None:
@@ -157,9 +153,10 @@ class HolderWatch:
 class RunLeases:
     """The leases of run `run_id`.
 
-    `names` tells which it needs, empty where nobody can say yet. `beats` are the last heartbeats of all
-    writers, `interval_s` the seconds between those of this run; `wait_s`: how long it waits for another
-    holder. `say` tells of a grant in the run's log.
+    `exclusive_names` returns the names that the run needs, or none if they are not known yet.
+    `load_heartbeats` loads the last heartbeats of all writers. `interval_s` is the interval of this run's
+    heartbeats. `wait_s` is how long the run waits for another holder. `log_info` records a grant in the run's
+    log.
     """
 
     def __init__(
@@ -188,17 +185,19 @@ class RunLeases:
         self._sleep = sleep
 
     def ensure_held(self, location: RunLocation | None) -> None:
-        """Make sure that this run holds what it needs. `location` is its branch; None: there is none yet.
+        """Ensure that this run holds all leases that it needs.
 
-        Raises LeaseHeld when another holder goes on for longer than this run waits, LeaseLost when another
-        one has held it since the run's base: then what the run has read may be old.
+        `location` is its branch; None if it has none yet.
+
+        Raises LeaseHeld if another holder stays active for longer than this run waits. Raises LeaseLost if
+        another run has held the lease since the run's base, because the run may have read old data.
         """
         names = sorted(self._exclusive_names())
         if not names:
             return
         own_branch = run_branch_name(self._run_id)
         contents = self._client().contents_at(MAIN, lease_keys(names)).contents
-        for name in names:  # always in one order: two runs that need the same two cannot wait for each other
+        for name in names:  # sorted, so that two runs cannot wait for each other
             if Lease.from_contents(name, contents).holder != own_branch:
                 self._acquire(name, own_branch, location)
 
@@ -209,7 +208,9 @@ class RunLeases:
             main_contents = self._client().contents_at(MAIN, lease_keys([name]))
             lease = Lease.from_contents(name, main_contents.contents)
             if lease.holder == own_branch:
-                self._log_info(f"Holds {name!r} alone, with fencing token {lease.token}.")
+                self._log_info(
+                    f"The run holds the exclusive lease {name!r} with fencing token {lease.token}."
+                )
                 return
             is_inherited = (
                 location is not None and lease.holder is not None and lease.holder == location.continues
@@ -238,7 +239,7 @@ class RunLeases:
                     },
                 )
             except (NessieConflict, NessieOutcomeUnknown):
-                continue  # another one was faster, or nobody knows: the next look tells
+                continue  # another run was faster, or the outcome is unknown: read again
 
     def _watch(self, holder: str) -> HolderWatch:
         return HolderWatch(
@@ -251,7 +252,7 @@ class RunLeases:
         )
 
     def _require_base_lease(self, lease: Lease, own_branch: str, location: RunLocation) -> None:
-        """Raise LeaseLost unless the lease is as it was at the run's base."""
+        """Raise LeaseLost if the lease has changed since the run's base."""
         base_lease = Lease(lease.name)
         if location.base_hash:
             base_lease = Lease.from_contents(
@@ -260,12 +261,13 @@ class RunLeases:
         if base_lease == lease:
             return
         raise LeaseLost(
-            f"{lease.holder} has taken over {lease.name!r} with fencing token {lease.token}"
-            f"{', since this run was silent for too long' if base_lease.holder == own_branch else ''};"
-            " nothing of this run can be published.",
+            f"{lease.holder} has taken over the exclusive lease {lease.name!r} with fencing token"
+            f" {lease.token}"
+            f"{', because this run was silent for too long' if base_lease.holder == own_branch else ''}."
+            " Nothing of this run can be published.",
             branch=location.branch,
             run_id=self._run_id,
-            hint="Launch the run anew: it then starts from what the other one has published.",
+            hint="Launch a new run. It starts from what the other run has published.",
             reason="silent_too_long" if base_lease.holder == own_branch else "taken_over",
             subject=lease.name,
         )
@@ -273,14 +275,13 @@ class RunLeases:
     def _wait(self, lease: Lease, waited_s: float) -> None:
         if waited_s >= self._wait_s:
             raise LeaseHeld(
-                f"{lease.holder} holds {lease.name!r} (fencing token {lease.token}) and is at work or waits"
-                " for its"
-                f" publication; this run has waited for {waited_s:.0f} s.",
+                f"{lease.holder} holds the exclusive lease {lease.name!r} (fencing token {lease.token}). It"
+                f" is active or waits for its publication. This run has waited for {waited_s:.0f} s.",
                 branch=lease.holder,
                 run_id=self._run_id,
-                hint="Nothing was changed. Launch it again when that run has ended, or raise"
+                hint="Nothing was changed. Launch the run again when the other one has ended, or increase"
                 " BRANCHLAKE_EXCLUSIVE_WAIT_S.",
                 subject=lease.name,
             )
-        # So often that a silent holder is looked at often enough within the time that it may be silent.
+        # Short enough for the required number of readings within the holder's longest silence.
         self._sleep(min(1.0, MISSED_INTERVALS * self._interval_s / (2 * MIN_READINGS)))

@@ -1,8 +1,8 @@
-"""Which Dagster instance made a branch: several may work on one lake, and each ends only its own.
+"""Find the Dagster instance that made a branch, because each of several instances ends only its own branches.
 
-An instance is known by the id of its run storage. PyIceberg's commits carry it as a property. Spark
-overwrites the properties that one could set on its commits, so there the snapshots' summaries carry it. A
-live ingestion's batch has it in the name of its branch.
+An instance is identified by the id of its run storage. PyIceberg's commits record the id as a property. Spark
+overwrites the properties of its commits, so its snapshot summaries record the id. The branch of a live
+ingestion's batch has the id in its name.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from branchlake_dagster.tables.table_files import FileUnreadable, TableFiles
 from branchlake_dagster.wording import format_names
 
 _MAX_COMMITS = 200
-"""Commits of a branch that are looked at."""
+"""The most commits of a branch that are read."""
 
 
 class Maker(StrEnum):
-    """Whose a branch is, of one whose run this instance does not know."""
+    """Who made a branch whose run this instance does not know."""
 
     HERE = "this instance's"
     ELSEWHERE = "another instance's"
@@ -36,7 +36,7 @@ class Maker(StrEnum):
 
 @dataclass(frozen=True)
 class BranchOrigin:
-    """Who made a branch; `instance_ids` are the ids of the instances that its name and its commits name."""
+    """Who made a branch. `instance_ids` are the instances that its name, commits and heartbeats record."""
 
     maker: Maker = Maker.UNKNOWN
     instance_ids: tuple[str, ...] = ()
@@ -48,14 +48,14 @@ class BranchOrigin:
 
 
 UNKNOWN_ORIGIN = BranchOrigin()
-"""Of a branch that nobody has asked about, or of which nothing is known."""
+"""The origin of a branch that was not examined, or that has no record of its instance."""
 
 
 _ids: WeakKeyDictionary[DagsterInstance, str | None] = WeakKeyDictionary()
 
 
 def load_instance_id(instance: DagsterInstance) -> str | None:
-    """The id of the instance's run storage, which outlives processes; None when the storage has none."""
+    """Load the id of the instance's run storage, which is persistent. None if the storage has no id."""
     if instance not in _ids:
         load_storage_id = getattr(instance.run_storage, "get_run_storage_id", None)
         _ids[instance] = str(load_storage_id()) if load_storage_id is not None else None
@@ -63,9 +63,12 @@ def load_instance_id(instance: DagsterInstance) -> str | None:
 
 
 class OriginFinder:
-    """Tells who made a branch or a tag. `here` is this instance's id; with None nothing is its own.
+    """Finds who made a branch or a tag.
 
-    `files` reads the table metadata that Spark's commits name; without it they say nothing.
+    `own_instance` is this instance's id; if it is None, no branch is its own.
+
+    `files` reads the table metadata that Spark's commits refer to. Without it, Spark's commits reveal no
+    instance.
     """
 
     def __init__(
@@ -82,10 +85,11 @@ class OriginFinder:
         base_hash: str | None = None,
         heartbeat_instances: frozenset[str] = frozenset(),
     ) -> BranchOrigin:
-        """Who made `ref`, which has its metadata. `heartbeat_instances` are the instances of those who beat on it.
+        """Find who made `ref`, which must include its metadata.
 
-        `base_hash` is where it left `main`, which Nessie tells of branches but not of tags. It is ours only
-        when everything that names an instance names this one.
+        `base_hash` is where the reference left `main`; Nessie knows this for branches but not for tags.
+        `heartbeat_instances` are the instances that send heartbeats for it. The reference is this instance's
+        own only if all records name this instance.
         """
         metadata = ref.metadata
         ancestor = base_hash or (metadata.common_ancestor_hash if metadata else None)
@@ -109,7 +113,7 @@ class OriginFinder:
             for entry in log:
                 yield from self._iter_entry_instances(entry)
         except ReferenceNotFound:
-            return  # its commits cannot be told from main's
+            return  # its commits cannot be distinguished from main's
 
     def _iter_entry_instances(self, entry: LogEntry) -> Iterator[str]:
         if commit_instance := entry.commit.properties.get(LakeProperty.INSTANCE):
@@ -126,7 +130,7 @@ class OriginFinder:
         try:
             metadata = self._files.metadata(content.metadata_location)
         except FileUnreadable:
-            return None  # it says nothing; without another sign the branch stays
+            return None  # no information; without other records the branch is kept
         snapshot = metadata.snapshot_by_id(content.snapshot_id) if metadata else None
         return (
             snapshot.summary.additional_properties.get(LakeProperty.INSTANCE)

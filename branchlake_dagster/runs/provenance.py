@@ -1,4 +1,4 @@
-"""What each snapshot says about its origin, and what each materialisation says about its snapshot."""
+"""Record the origin of each snapshot, and describe each materialization's snapshot in Dagster."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def build_snapshot_properties(
     attempt: int | None = None,
     replaced: str | None = None,
 ) -> dict[str, str]:
-    """The entries our writes add to an Iceberg snapshot's summary, all prefixed `branchlake.`.
+    """Return the entries that a write adds to a snapshot's summary, all with the prefix `branchlake.`.
 
-    `step` and `attempt` (from 1) tell the writes of one step's attempts from each other. `replaced` is the
-    record of the predicate that was replaced, see `branching.replaced`.
+    `step` and `attempt` (from 1) distinguish the attempts of one step. `replaced` is the JSON record of the
+    replaced rows (`replaced_rows.to_json`).
     """
     partition_text = ",".join(partitions[:_MAX_LISTED]) + (
         f",… {len(partitions)} in all" if len(partitions) > _MAX_LISTED else ""
@@ -71,10 +71,10 @@ def materialization_metadata(
     partition_rows: int | None,
     branch_head: str | None = None,
 ) -> dict[str, Any]:
-    """Dagster's standard table metadata plus branch, its head, base hash and snapshot id; reads no data.
+    """Return Dagster's table metadata plus branch, head, base hash and snapshot id. Reads no data.
 
-    `partition_rows`: the rows of the one partition that was written; None if there are several or none.
-    `branch_head`: the hash of the branch that holds this state of the table.
+    `partition_rows` are the rows of the one written partition; None if several or none were written.
+    `branch_head` is the hash of the branch that holds this state of the table.
     """
     snapshot = table.current_snapshot()
     metadata: dict[str, Any] = {
@@ -89,7 +89,7 @@ def materialization_metadata(
     if partition_rows is not None:
         metadata[EventMetadata.PARTITION_ROWS_ON_BRANCH] = MetadataValue.int(partition_rows)
     if snapshot is not None:
-        # As text: the ids exceed what the browser's numbers hold.
+        # Text, because snapshot ids exceed the integers of a browser.
         metadata[EventMetadata.SNAPSHOT_ID] = MetadataValue.text(str(snapshot.snapshot_id))
     if run is not None:
         location = run.open()
@@ -104,7 +104,10 @@ def materialization_metadata(
 
 
 def count_rows(table: Table) -> int | None:
-    """The rows of a table, from its snapshot's summary; None where another engine left equality deletes."""
+    """Count the rows of a table from its snapshot's summary. None if the summary does not allow it.
+
+    This is so if the total is missing, or if another engine wrote equality deletes.
+    """
     snapshot = table.current_snapshot()
     if snapshot is None:
         return 0
@@ -129,12 +132,15 @@ def _column_schema(table: Table) -> TableSchema:
 
 
 def output_partition_keys(context: OutputContext) -> tuple[str, ...]:
-    """The partition keys this output covers; empty when the asset is not partitioned."""
+    """Return the partition keys of this output; empty if the asset is not partitioned."""
     return tuple(context.asset_partition_keys) if context.has_asset_partitions else ()
 
 
 def report_read(context: InputContext, spec: TableSpec, ref: str) -> None:
-    """Let the input's LOADED_INPUT event say which table was read and where: a run's read set."""
+    """Add the table and the reference to the input's LOADED_INPUT event.
+
+    These events form a run's read set.
+    """
     metadata = {
         EventMetadata.TABLE: MetadataValue.text(spec.name),
         EventMetadata.REF: MetadataValue.text(ref),

@@ -1,8 +1,8 @@
-"""What a step reads by its own SQL or through the catalogue becomes part of its run's read set.
+"""Record what a step reads by its own SQL or through the catalog in its run's read set.
 
-Only steps that write a serializable asset are watched. The evidence is an engine event in the run's log,
-stored before the rows flow, so that it outlives the step: it makes no observation of an asset, which
-automation would react to, and steps in several processes may add theirs at once, unlike tags.
+Only steps that write a serializable asset are recorded. The record is an engine event in the run's log. It is
+stored before the rows are read, so it survives the step. Unlike an observation of an asset, it does not
+trigger automation. Unlike tags, several processes can add events at once.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _merge_target: ContextVar[Identifier | None] = ContextVar("branchlake_merging", 
 
 @dataclass(frozen=True)
 class RunningStep:
-    """The step that runs here now, and whether it writes a serializable asset; both None in own threads.
+    """The step that runs in this thread, and whether it writes a serializable asset.
 
-    `attempt` counts from 1 within the run.
+    Both are None in threads that user code started. `attempt` counts from 1 within the run.
     """
 
     key: str | None
@@ -50,7 +50,10 @@ class RunningStep:
 
 
 def find_running_step() -> RunningStep:
-    """What Dagster executes in this thread. In a thread of the user's own nobody knows."""
+    """Find the step that Dagster executes in this thread.
+
+    Threads that user code started have no known step.
+    """
     context = get_running_context()
     if context is None:
         return RunningStep(None, None)
@@ -69,7 +72,7 @@ def _unwrap_metadata(value: Any) -> Any:
 
 @contextlib.contextmanager
 def mark_merge_target(identifier: Identifier) -> Iterator[None]:
-    """The IO manager merges into this table: its write mode says what that looks at, as for any write."""
+    """Mark the table that the IO manager merges into, so that the merge's own read of it is not recorded."""
     token = _merge_target.set(tuple(identifier))
     try:
         yield
@@ -78,7 +81,7 @@ def mark_merge_target(identifier: Identifier) -> Iterator[None]:
 
 
 class ReadSet:
-    """The reads of one run in this process; each table is reported once for each step."""
+    """Records the reads of one run in this process. Each table is reported once for each step."""
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class ReadSet:
         client: Callable[[], NessieClient],
         ref: Callable[[], str],
     ) -> ReadSet:
-        """One that reports to the run's event log."""
+        """Return a read set that reports to the run's event log."""
 
         def report(message: str, metadata: Mapping[str, MetadataValue[Any]], step: str | None) -> None:
             report_engine_event(instance, message, run, metadata, step_key=step)
@@ -111,16 +114,16 @@ class ReadSet:
         return cls(report, client, ref)
 
     def is_recording(self) -> bool:
-        """Whether what is read here and now belongs to a read set."""
+        """Return whether a read in this thread may belong to the read set."""
         return self.step().is_serializable is not False
 
     def report_load(self, identifier: Identifier) -> None:
-        """A table was loaded through the catalogue."""
+        """Report that a table was loaded through the catalog."""
         if self.is_recording():
             self.report_scan(PlanReads(frozenset({tuple(identifier)})))
 
     def report_scan(self, scan: PlanReads) -> None:
-        """Report what was scanned, as far as it is new; names without the catalogue's."""
+        """Report the new reads of a scan. Table names are without the catalog's name."""
         step = self.step().key
         scanned_names = scan.tables | (scan.merge_targets - {_merge_target.get()})
         with self._lock:
@@ -139,7 +142,10 @@ class ReadSet:
             self._reported |= {(step, name) for name in names} | {(step, what) for what in unnamed}
 
     def _resolve_tables(self, names: Iterable[Identifier]) -> set[ContentKey]:
-        """The tables behind names as Spark has them: metadata tables, time travel, `name@reference`."""
+        """Resolve Spark's names to tables.
+
+        A name may include a metadata table, time travel or `@reference`.
+        """
         candidates = [candidate_keys(name) for name in names]
         if not candidates:
             return set()
@@ -152,7 +158,7 @@ class ReadSet:
 
 
 def candidate_keys(name: Identifier) -> list[ContentKey]:
-    """The tables that a name may mean, the longest name first."""
+    """Return the tables that a name may refer to, longest name first."""
     elements = (*name[:-1], name[-1])
     names = [elements]
     while len(elements) > 2 and (

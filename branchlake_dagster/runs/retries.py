@@ -1,10 +1,9 @@
-"""Retries: a run that continues its parent's branch, and a step that removes rows of an earlier attempt.
+"""Retry runs and steps: continue a parent's branch, and remove the rows of earlier attempts of a step.
 
-A step that is attempted again does not repeat the rows that its own code wrote: they are taken out first.
-
-Rows that a step returns are the IO manager's matter. This module is about what the step's code writes itself,
-by SQL in the run's Spark session or through the catalog. Such commits name the step, and a later attempt puts
-the tables back as they were before the first of them.
+A retry of a run takes over its parent's branch. A step that is attempted again must not repeat the rows that
+its own code wrote by SQL in the run's Spark session or through the catalog. Such commits name the step, and a
+later attempt restores the tables to their state before the first of these commits. The IO manager handles the
+rows that a step returns.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ def inherit_parent_branch(
 ) -> RunLocation | None:
     """Take over the work of the run that `run` retries, under `run`'s own branch name.
 
-    None when there is nothing to take over: `run` is no retry, or what it retries touched no table or wrote
-    to `main` directly. Raises RetryNeedsFullRun when the work is gone, was published already, or another
-    run is at it.
+    Returns None if there is nothing to take over: `run` is not a retry, or the retried run used no table or
+    wrote to `main` directly. Raises RetryNeedsFullRun if the work is gone, was published already, or is in
+    use by another run.
     """
     if not is_retry(run):
         return None
@@ -64,7 +63,7 @@ def inherit_parent_branch(
     if location is None or location.unbranched:
         return None
     _refuse_active_run(instance, run, location.branch)
-    # Asked after the company: a run that was at work then and has taken over since is seen here.
+    # This check is second: it sees a run that was active in the first check and has taken over since.
     _refuse_second_retry(instance, run, location.branch)
     own_branch = run_branch_name(run.run_id)
     if take_over_branch(client, location.branch, own_branch) is None:
@@ -87,7 +86,7 @@ def inherit_parent_branch(
 def _find_parent_location(
     client: NessieClient, instance: DagsterInstance, run: DagsterRun
 ) -> RunLocation | None:
-    """Where the nearest ancestor worked that opened a branch, going up through retries only."""
+    """Find the location of the nearest ancestor that opened a branch, through retries only."""
     parent = instance.get_run_by_id(run.parent_run_id) if run.parent_run_id else None
     if parent is None:
         raise RetryNeedsFullRun("Dagster does not know the run's parent.", run_id=run.run_id, hint=_HINT)
@@ -106,61 +105,61 @@ def _find_parent_location(
         )
     has_verdict = location.unbranched or is_judged(parent.tags, location.branch)
     if not has_verdict and (parent.is_success or is_claimed(client, location.branch)):
-        # Its rows may be on `main` already, or come there while the retry works on them too.
+        # Its rows may be on `main` already, or be published while the retry works on them.
         raise RetryNeedsFullRun(
-            "The run's parent waits for its verdict, so its work is not free to be continued.",
+            "The run's parent waits for its verdict, so its work cannot be continued yet.",
             branch=location.branch,
             run_id=run.run_id,
-            hint="Retry when its verdict is told.",
+            hint="Retry when the parent has a verdict.",
         )
     return location
 
 
 def _refuse_second_retry(instance: DagsterInstance, run: DagsterRun, branch: str) -> None:
-    """The work is continued once, whatever the references say.
+    """Refuse to continue the parent's work twice, whatever references exist.
 
-    A clean-up that overlapped with the first retry leaves the parent's tag, and the parent's rows were once
+    A cleanup that overlaps with the first retry leaves the parent's tag. The parent's rows were once
     published by two retries.
     """
     for _, other in iter_continuing_runs(instance, [branch]):
         if other.run_id != run.run_id:
             raise RetryNeedsFullRun(
-                "The work of the run's parent was continued by another retry.",
+                "Another retry has already continued the work of the run's parent.",
                 branch=branch,
                 run_id=run.run_id,
-                hint=f"Run {other.run_id} continued it: retry that one.",
+                hint=f"Retry run {other.run_id}, which continued it.",
             )
 
 
 def _refuse_active_run(instance: DagsterInstance, run: DagsterRun, branch: str) -> None:
-    """Two runs must not take over one branch; the older one may."""
+    """Refuse to take over a branch on which an older run is active."""
     for other in load_runs_on_branch(instance, branch):
         if other.run_id == run.run_id:
             return
         if not other.is_finished:
             raise RetryNeedsFullRun(
-                f"Run {other.run_id} is at work on the branch of the run's parent.",
+                f"Run {other.run_id} is active on the branch of the run's parent.",
                 branch=branch,
                 run_id=run.run_id,
-                hint="Wait for that run.",
+                hint="Retry when that run has ended.",
             )
 
 
 class _CommitWriter(Enum):
-    """Who made a commit, as seen from one step."""
+    """Who made a commit, from the point of view of one step."""
 
     OWN_CODE = auto()
     """The step's own code, in an earlier attempt."""
     IO_MANAGER = auto()
     """The IO manager, with the value of an earlier attempt of the step."""
     NOBODY = auto()
-    """The commit does not name a writer and adds no rows, as Spark's CREATE TABLE."""
+    """The commit does not name a writer and adds no rows, like Spark's CREATE TABLE."""
     OTHER = auto()
 
 
 @dataclass
 class _TableHistory:
-    """The commits of one table since the first one of the step's own code, and its content before that."""
+    """The content of one table before the first commit of the step's own code, and its writers since then."""
 
     content_before: Content | None
     content_now: Content | None = None
@@ -175,15 +174,15 @@ def undo_earlier_attempts(
     read_metadata: ReadMetadata,
     properties: Mapping[str, str],
 ) -> tuple[str, ...]:
-    """Put the tables that earlier attempts of `step` wrote by their own code back as they were; their names.
+    """Restore the tables that the code of earlier attempts of `step` wrote, and return their names.
 
-    All tables in one commit on the run's branch, with these `properties`. Costs three requests, and one file
-    for each commit since the base that names no step. Called at the first access to the lake by a step that
-    was attempted before.
+    Atomic: all tables change in one commit on the run's branch, with these `properties`. Call it at the first
+    access to the lake by a step that was attempted before. Cost: three requests, and one file for each commit
+    since the base that names no step.
 
     Raises:
-        RetryNeedsFullRun: Another step wrote to one of the tables since. Nothing was changed then.
-        NessieConflict: Somebody committed to one of the tables at the same time. Nothing was changed.
+        RetryNeedsFullRun: Another step has written to one of the tables since. Nothing was changed.
+        NessieConflict: Another writer committed to one of the tables at the same time. Nothing was changed.
     """
     head = client.reference(branch)
     entries = list(client.log(head.pinned_ref, since=base_hash, fetch_operations=True))
@@ -193,7 +192,8 @@ def undo_earlier_attempts(
     for key, history in histories.items():
         if _CommitWriter.OTHER in history.writers:
             raise RetryNeedsFullRun(
-                f"An earlier attempt of step {step} wrote to the table, and another step wrote to it since.",
+                f"An earlier attempt of step {step} wrote to the table, and another step has written to"
+                " it since.",
                 table=key.name,
                 branch=branch,
                 hint="Re-execute all steps; the new run starts from today's main.",
@@ -216,7 +216,10 @@ def _find_own_tables(
     step: str,
     read_metadata: ReadMetadata,
 ) -> dict[ContentKey, _TableHistory]:
-    """The tables that the step's own code changed and that still differ; `contents` are those at the base."""
+    """Find the tables that the step's own code changed and that still differ.
+
+    `contents` are those of the base.
+    """
     snapshots = {
         table.content_id or "": table.snapshot_id
         for table in contents.values()
@@ -238,7 +241,7 @@ def _find_own_tables(
                 histories[key].writers.add(writer)
                 histories[key].content_now = operation.content if isinstance(operation, Put) else None
                 if histories[key].content_now == histories[key].content_before:
-                    del histories[key]  # an earlier attempt took its rows out
+                    del histories[key]  # an earlier attempt has removed its rows already
             if isinstance(operation, Put):
                 contents[key] = operation.content
             else:
@@ -248,7 +251,10 @@ def _find_own_tables(
 
 
 def _is_table_operation(operation: Put | Delete, content_before: Content | None) -> bool:
-    """Whether the operation is about a table: namespaces stay, another step may have put tables there."""
+    """Return whether the operation is about a table.
+
+    Namespaces are kept, because other steps may use them.
+    """
     return isinstance(operation.content if isinstance(operation, Put) else content_before, IcebergTable)
 
 
@@ -270,7 +276,7 @@ def _writer_of_operation(
         return _CommitWriter.NOBODY
     new_snapshots = find_added_snapshots(content, snapshots, read_metadata, metadata_locations)
     if new_snapshots is None:
-        return _CommitWriter.OTHER  # nobody can say any more
+        return _CommitWriter.OTHER  # the writer can no longer be found
     writers = {
         _writer_of_snapshot(snapshot.summary.additional_properties if snapshot.summary else {}, step)
         for snapshot in new_snapshots

@@ -1,4 +1,4 @@
-"""The Nessie branch of one Dagster run: made at its first touch of the lake, pinned to a base hash."""
+"""Manage the Nessie branch of one Dagster run, which is created at the run's first access to the lake."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _log = logging.getLogger(__name__)
 
 
 def run_branch_name(run_id: str) -> str:
-    """The branch of a run: `run-{run_id}`."""
+    """Return the name of a run's branch: `run-{run_id}`."""
     return f"{ReferencePrefix.RUN}{run_id}"
 
 
 def run_id_of_branch(branch: str) -> str:
-    """The run a run branch belongs to."""
+    """Return the id of the run that a run branch is named after."""
     return branch.removeprefix(ReferencePrefix.RUN)
 
 
 def ensure_main_has_commit(client: NessieClient) -> str:
-    """The head of `main`, after giving an empty `main` its first commit.
+    """Return the head of `main`. An empty `main` gets a first commit.
 
-    A branch made from an empty `main` can never be merged: Nessie finds no common ancestor.
+    A branch of an empty `main` could never be merged, because Nessie finds no common ancestor.
     """
     key = ContentKey(["branchlake"])
     namespace = Namespace(None, key.elements, {"comment": "made so that branches have a common ancestor"})
     for _ in range(_MAX_ATTEMPTS):
-        # Its metadata, for they tell of a first commit: an empty branch has none.
+        # The metadata shows whether a first commit exists.
         head = client.reference(MAIN, fetch_metadata=True)
         if head.metadata is not None and head.metadata.head_commit is not None:
             return head.hash
@@ -61,20 +61,26 @@ def ensure_main_has_commit(client: NessieClient) -> str:
                 operations=[Put(key, namespace)],
                 message="First commit: branches need a common ancestor",
             ).hash
-        except NessieConflict as conflict:  # another run was first, or Nessie lost a race with itself
+        except NessieConflict as conflict:  # another run was first, or Nessie had an internal conflict
             last_conflict = conflict
     raise last_conflict
 
 
 class RunBranch:
-    """Where run `run_id` works: its branch, opened once, by whichever step touches the lake first.
+    """The location of run `run_id`: its branch, which is opened once, by the first step that uses the lake.
 
-    `tags` are the run's tags as Dagster knows them now, `remember` writes new ones. They tell a branch
-    that was never made from one that was deleted: making the latter again would publish the rest of the
-    run as though it were all of it. `inherit` takes over the work of a run that this one retries, and
-    answers None when there is none. `direct_main`: stand on `main` when the branch cannot be made, and
-    `warn` of it. `hold` makes sure of the run's leases, before the branch is made and at each access.
-    `report_head` stores a hash of the branch with the run's evidence, see `record_head`.
+    Args:
+        client: Returns the Nessie client.
+        run_id: The run.
+        load_tags: Loads the run's present tags from Dagster. They distinguish a branch that was never created
+            from a deleted one. A deleted branch must not be created again: the publication would miss the
+            work before the deletion.
+        add_tags: Adds tags to the run.
+        inherit_location: Takes over the work of the run that this one retries; None if there is no such work.
+        direct_main: Whether to use `main` if the branch cannot be created, with a warning.
+        warn: Logs that warning.
+        hold_leases: Ensures the run's leases, before the branch is created and at each access.
+        report_head: Stores a hash of the branch in the run's log; see `record_head`.
     """
 
     def __init__(
@@ -108,9 +114,11 @@ class RunBranch:
         self.run_id = run_id
 
     def open(self) -> RunLocation:
-        """The branch, made if needed, and where it started. Raises RunBranchGone when it was deleted.
+        """Return the location of the run.
 
-        For an unbranched run that is `main`, with an empty base hash when Nessie could not tell it.
+        The branch is created if needed. Raises RunBranchGone if it was deleted.
+
+        The branch of an unbranched run is `main`, with an empty base hash if Nessie did not answer.
         """
         with self._lock:
             if self._location is None:
@@ -121,18 +129,26 @@ class RunBranch:
             return self._location
 
     def take_over(self) -> bool:
-        """Continue the work of the run that this one retries now, if there is any; create nothing."""
+        """Continue the work of the run that this one retries, if any.
+
+        Return whether the run has a branch now.
+
+        Does not create an empty branch.
+        """
         with self._lock:
             if self._location is None:
                 self._location = self._resolve_location(lambda: None)
             return self._location is not None
 
     def load_head(self) -> Reference:
-        """The branch as it is now. Raises RunBranchGone."""
+        """Load the present head of the branch. Raises RunBranchGone."""
         return self._require_branch(self.open().branch)
 
     def run_at_first_access(self, step: str, attempt: int, action: Callable[[], None]) -> None:
-        """Call `action` once in this process for this attempt of a step, and again only if it raised."""
+        """Call `action` once in this process for this attempt of a step.
+
+        If it raises, the next access repeats it.
+        """
         with self._access_lock:
             if (step, attempt) not in self._accesses:
                 action()
@@ -145,16 +161,17 @@ class RunBranch:
     def record_head(self) -> None:
         """Record the branch's hash as one that this run wrote, unless it is recorded already.
 
-        Called when a step has succeeded and when the process gives up its resources. The publisher refuses a
-        branch whose head no run recorded. Costs one request to Nessie, and none if nobody opened the branch
-        since its head was recorded. An error is logged and not raised: the steps are done, and a later call
-        tries again.
+        Called when a step has succeeded and when the process releases its resources. The publisher refuses a
+        branch whose head no run recorded.
+
+        Cost: one request to Nessie, or none if the branch was not used since its head was recorded. Nessie's
+        errors are logged and not raised: the steps are done, and a later call tries again.
         """
         with self._lock:
             location, is_used = self._location, self._used_since_record or self._used_by_code
             if location is None or location.unbranched or not is_used:
                 return
-            # Before the request: a use while it is on its way has to be recorded by the next call.
+            # Reset before the request, so that a use during the request is recorded by the next call.
             self._used_since_record = self._used_by_code = False
         try:
             head = self._client().reference(location.branch).hash
@@ -171,7 +188,7 @@ class RunBranch:
             raise
 
     def note_recorded_head(self, hash_: str) -> None:
-        """Note that a materialization of this process carries the branch's present hash."""
+        """Note that a materialization of this process records the branch's present hash."""
         self._recorded_heads.add(hash_)
         self._used_since_record = False
 
@@ -183,9 +200,7 @@ class RunBranch:
             if location is None:
                 return None
             tags = self._load_tags()
-            recorded_location = self._parse_location(
-                tags
-            )  # another process of this run was faster; follow it
+            recorded_location = self._parse_location(tags)  # another process of this run may have been faster
             if recorded_location is None:
                 self._add_tags(build_opening_tags(self.run_id, location, tags))
                 return location
@@ -200,7 +215,7 @@ class RunBranch:
         )
 
     def _create_branch(self) -> RunLocation:
-        self._hold_leases(None)  # first: what the holder before has published is then in the base
+        self._hold_leases(None)  # first, so that the base includes what the previous holder published
         client = self._client()
         own_branch = run_branch_name(self.run_id)
         base_hash = ""
@@ -208,18 +223,18 @@ class RunBranch:
             base_hash = ensure_main_has_commit(client)
             client.create_branch(own_branch, from_ref=MAIN, from_hash=base_hash)
         except NessieAlreadyExists:
-            # Another step of this run was first, or died before it could write the tag.
+            # Another step of this run created the branch, or died before it could add the tags.
             existing = client.reference(own_branch, fetch_metadata=True)
             return RunLocation(
                 own_branch, (existing.metadata and existing.metadata.common_ancestor_hash) or base_hash
             )
         except NessieError as error:
-            # A Nessie that refuses is available, and what it refuses must not go around the gate: with
-            # an expired certificate every run would write to main.
+            # A refusal means that Nessie is available, so it must not bypass the gate. Otherwise an expired
+            # certificate would let every run write to main.
             if not self._direct_main or not isinstance(error, Transient | OutcomeUnknown):
                 raise
             self._warn(FALLBACK_WARNING)
-            _log.warning("Branch %s could not be made: %s", own_branch, error)
+            _log.warning("Branch %s could not be created: %s", own_branch, error)
             return RunLocation(MAIN, base_hash, unbranched=True)
         return RunLocation(own_branch, base_hash)
 
@@ -228,8 +243,10 @@ class RunBranch:
             return self._client().reference(name)
         except ReferenceNotFound as error:
             raise RunBranchGone(
-                "The run was fenced: its branch was deleted under it; nothing of the run can be published.",
+                "The run was fenced: its branch was deleted during the run. Nothing of the run can be"
+                " published.",
                 branch=name,
                 run_id=self.run_id,
-                hint="A retry from failure continues where it stopped; a new run starts from today's main.",
+                hint="Retry from failure to continue its work, or launch a new run, which starts from today's"
+                " main.",
             ) from error

@@ -1,16 +1,11 @@
-"""Tags of a Dagster run that record its branch, its status and how long its branch stays.
+"""Read and write the tags of a Dagster run that record its branch, its status and its retention.
 
-The tags by which a run shows its branch and its fate in Dagster's UI.
+Dagster may copy all tags of a run to a re-execution. So readers call `is_opened_by` first, and a run that
+opens its branch overwrites inherited tags. A re-execution once took its parent's base hash for its own and
+reported a deleted branch that had never existed.
 
-Dagster may copy all tags of a run to its re-execution. Whoever reads them therefore asks `is_opened_by`
-first,
-and a run that opens its branch overwrites what it inherited: a re-execution once took its parent's base
-hash for its own and reported a deleted branch that had never existed.
-
-How long the branch of a run stays, recorded with the run when its branch is opened.
-
-Commands and other code locations of the same Dagster instance have settings of their own. The run's own
-settings are in its tags, so every reaper, sweeper and publisher follows them.
+The tags also record how long the branch of a run is kept. Commands and other code locations of the same
+Dagster instance may have other settings, but every reaper, sweeper and publisher follows the run's own.
 """
 
 from __future__ import annotations
@@ -25,8 +20,8 @@ from enum import StrEnum
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
 
-# Dagster shows no tag with this prefix; a run list full of hashes is one that nobody reads. It allows one
-# slash in a name.
+# Dagster hides tags with this prefix, so that hashes do not fill the run list. Dagster allows one slash in a
+# tag name.
 _HIDDEN = ".dagster/branchlake_"
 
 
@@ -41,44 +36,44 @@ APPROVAL_GIVEN = "given"
 
 
 class Status(StrEnum):
-    """What became of a run, as `STATUS_TAG` shows it."""
+    """The outcome of a run, as `STATUS_TAG` shows it."""
 
     PENDING = "pending"
     PUBLISHED = "published"
     BLOCKED = "blocked"
     REFUSED = "refused"
     FAILED = "failed"
-    """A step or a check of it crashed, or its process could not start."""
+    """A step or a check of the run crashed, or its process could not start."""
     CANCELED = "canceled"
     INTERRUPTED = "interrupted"
-    """Its process was killed, or died."""
+    """The run's process was killed or died."""
     DISCARDED = "discarded"
-    """Its branch was ended while Dagster took the run for running or for done."""
+    """The run's branch was ended while Dagster considered the run running or successful."""
     UNCHANGED = "nothing to publish"
     UNBRANCHED = "unbranched"
     CONTINUED = "continued by a retry"
 
 
 PENDING = "pending"
-"""The verdict of a run that nobody has judged yet."""
+"""The verdict of a run that has not been judged yet."""
 FENCED = "fenced"
-"""Its branch was ended before anybody judged it."""
+"""The branch was ended before the run was judged."""
 CONTINUED = "continued"
-"""A retry took its work over."""
+"""A retry took over the run's work."""
 UNJUDGED = (PENDING, FENCED, CONTINUED)
-"""No publisher's word: a run that passes in spite of it is judged."""
+"""Verdicts that are not a publisher's. A run that passes in spite of them is judged."""
 TAG_LENGTH = 250
-"""The longest value that a tag gets."""
+"""The longest tag value in characters."""
 NO_VALUE = "none"
-"""In place of an inherited value: Dagster has no way to remove a tag."""
+"""Replaces an inherited value, because Dagster cannot remove tags."""
 
 
 @dataclass(frozen=True)
 class RunLocation:
     """Where a run works: its branch and the hash of `main` that it started from.
 
-    `continues` is the branch whose work a retry took over. An unbranched run stands on `main`; its base
-    hash is empty when Nessie could not tell it.
+    `continues` is the branch whose work a retry took over. An unbranched run uses `main`; its base hash is
+    empty if Nessie did not answer.
     """
 
     branch: str
@@ -90,7 +85,7 @@ class RunLocation:
 def build_opening_tags(
     run_id: str, location: RunLocation, inherited_tags: Mapping[str, str]
 ) -> dict[str, str]:
-    """The tags of a run that has just opened its branch; what it inherited and does not hold is undone."""
+    """Return the tags of a run that has just opened its branch. They overwrite inherited tags."""
     own_tags = {
         RunTag.BRANCH: location.branch,
         RunTag.BASE_HASH: location.base_hash or NO_VALUE,
@@ -114,13 +109,13 @@ def build_opening_tags(
     )
     if (
         inherited_tags.get(RunTag.APPROVAL) == APPROVAL_GIVEN
-    ):  # it was given to the result of the run that this one repeats
+    ):  # the approval was for the run that this one repeats
         own_tags[RunTag.APPROVAL] = APPROVAL_REQUIRED
     return {name: NO_VALUE for name in stale_names if name in inherited_tags} | own_tags
 
 
 def find_run_location(tags: Mapping[str, str], run_id: str) -> RunLocation | None:
-    """Where run `run_id` works, if these tags are its own; None: it has not opened a branch."""
+    """Find where run `run_id` works, if these tags are its own. None if the run has not opened a branch."""
     if not is_opened_by(tags, run_id):
         return None
     base_hash, continues = tags.get(RunTag.BASE_HASH, NO_VALUE), tags.get(RunTag.CONTINUES, NO_VALUE)
@@ -133,22 +128,22 @@ def find_run_location(tags: Mapping[str, str], run_id: str) -> RunLocation | Non
 
 
 def is_opened_by(tags: Mapping[str, str], run_id: str) -> bool:
-    """Whether run `run_id` itself wrote these tags, rather than a run it was made from."""
+    """Return whether run `run_id` itself wrote these tags, and did not inherit them."""
     return tags.get(RunTag.OPENED_BY) == run_id
 
 
 def find_recorded_base(tags: Mapping[str, str], branch: str) -> str | None:
-    """The base hash, if these tags are about this very branch."""
+    """Find the base hash, if these tags are about this branch."""
     return _find_tag(tags, RunTag.BASE_HASH, branch)
 
 
 def is_judged(tags: Mapping[str, str], branch: str) -> bool:
-    """Whether the publisher has told its verdict on this branch."""
+    """Return whether the publisher has recorded its verdict on this branch."""
     return tags.get(RunTag.BRANCH) == branch and tags.get(RunTag.VERDICT, PENDING) not in UNJUDGED
 
 
 def find_publication(tags: Mapping[str, str], branch: str) -> str | None:
-    """The commit on `main` that this branch was published as, if the publisher has told one."""
+    """Find the commit on `main` that published this branch, if the publisher has recorded one."""
     return _find_tag(tags, RunTag.PUBLICATION, branch)
 
 
@@ -158,20 +153,20 @@ def _find_tag(tags: Mapping[str, str], name: str, branch: str) -> str | None:
 
 
 def shorten_tag_value(value: str) -> str:
-    """`value` as a tag's value: at most `TAG_LENGTH` characters."""
+    """Shorten `value` to at most `TAG_LENGTH` characters."""
     return value if len(value) <= TAG_LENGTH else f"{value[: TAG_LENGTH - 1]}…"
 
 
 _RETENTION_SETTINGS = ("keep_failed_hours", "discard_grace_h", "orphan_max_age_h")
-"""In the order of the fields of `Retention`; each counts hours."""
+"""Settings in hours, in the order of the fields of `Retention`."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The times after which what a run has left is ended.
+    """How long a run's branch and its discarded data are kept.
 
-    `keep_failed` counts from the end of a run that was not published, `discard_grace` from the discarding of
-    its branch, `max_age` from the last sign of life of a run without heartbeats.
+    `keep_failed` counts from the end of an unpublished run. `discard_grace` counts from the discarding of its
+    branch. `max_age` counts from the last sign of life of a run without heartbeats.
     """
 
     keep_failed: timedelta
@@ -180,14 +175,14 @@ class Retention:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Retention:
-        """The retention that these settings demand."""
+        """Return the retention that these settings define."""
         return cls(*(timedelta(hours=getattr(settings, name)) for name in _RETENTION_SETTINGS))
 
     @classmethod
     def from_run_tags(cls, tags: Mapping[str, str], run_id: str) -> Retention | None:
-        """The retention that run `run_id` has recorded.
+        """Parse the retention that run `run_id` has recorded.
 
-        None if the run opened no branch, or an older version opened it: the reader's settings hold then.
+        None if the run opened no branch, or if an older version opened it. Then the reader's settings apply.
         """
         if not is_opened_by(tags, run_id):
             return None
@@ -201,7 +196,7 @@ class Retention:
             return None
 
     def to_tags(self) -> dict[str, str]:
-        """The tag that records the retention with a run."""
+        """Return the tag that records the retention with a run."""
         spans = (self.keep_failed, self.discard_grace, self.max_age)
         hours = {
             name: span / timedelta(hours=1) for name, span in zip(_RETENTION_SETTINGS, spans, strict=True)
@@ -210,6 +205,9 @@ class Retention:
 
 
 def find_keep_failed_hours(tags: Mapping[str, str], run_id: str, settings: Settings) -> float:
-    """The hours for which the branch of a run that is not published is kept; `settings` are the reader's."""
+    """Return for how many hours an unpublished run's branch is kept.
+
+    `settings` apply if the run recorded none.
+    """
     recorded = Retention.from_run_tags(tags, run_id)
     return settings.keep_failed_hours if recorded is None else recorded.keep_failed / timedelta(hours=1)

@@ -1,4 +1,4 @@
-"""The run's Spark session as a Dagster resource, configured through dagster-pyspark."""
+"""Provide the run's Spark session as a Dagster resource, configured through dagster-pyspark."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from branchlake_dagster.tables.errors import ReadsUnknown
 
 
 class BranchSparkResource(CopiedByFields, PySparkResource):
-    """dagster-pyspark's session resource, with a session per run that stands on the run's branch.
+    """dagster-pyspark's session resource, with one session per run that uses the run's branch.
 
-    What `spark.spark_session.sql(…)` reads and writes in `nessie.<namespace>.<table>` is on that branch. The
-    session and the branch are made at their first use, and a Connect session is ended with the run. The base
-    class calls `getOrCreate()`: two runs in one process would share a session and its branch.
+    Reads and writes of `nessie.<namespace>.<table>` with `spark.spark_session.sql(…)` use that branch. The
+    session and the branch are created at their first use. A Connect session ends with the run. The base class
+    calls `getOrCreate()`, so two runs in one process would share a session and its branch.
 
     Args:
         lakehouse (LakehouseResource): The lake; the same one that the IO manager has.
-        spark_config (Optional[Dict[str, Any]]): dagster-pyspark's: Spark settings, nested or dotted,
-            `spark.remote` included. (default: none)
+        spark_config (Optional[Dict[str, Any]]): dagster-pyspark's Spark settings, nested or dotted,
+            including `spark.remote`. (default: none)
 
     Raises:
-        ReadsUnknown: From `spark_session`: a serializable asset asks for a classic session, whose reads
-            nobody can see.
+        ReadsUnknown: From `spark_session`: a serializable asset requests a classic session, whose reads
+            cannot be recorded.
 
     Examples:
         .. code-block:: python
@@ -55,22 +55,22 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
     _holds: tuple[str, str] | None = PrivateAttr(default=None)
 
     def setup_for_execution(self, context: InitResourceContext) -> None:
-        """Nothing yet: the session and the branch are made at their first use."""
+        """Do nothing. The session and the branch are created at their first use."""
 
     def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
-        """Give the session back; the last user of a run's session ends it on the server."""
+        """Release the session. The last user of a run's session ends it on the server."""
         key, self._holds, self._spark_session = self._holds, None, None
         if key is not None:
             _sessions.release(key)
 
     @property
     def spark_session(self) -> SparkSession:
-        """The session of this run; `spark.sql(…)` in it reads and writes the run's branch.
+        """The session of this run. `spark.sql(…)` in it reads and writes the run's branch.
 
-        What a serializable asset reads with it is in its run's read set. Of a classic session that cannot
-        be known: ReadsUnknown.
+        Reads of a serializable asset are added to the run's read set. A classic session cannot record them,
+        so it raises ReadsUnknown for such an asset.
         """
-        self.lakehouse.open_branch()  # each step's access counts, also where the session is open already
+        self.lakehouse.open_branch()  # each step's access is noted, even if the session is open already
         if self.lakehouse.run_branch is not None:
             self.lakehouse.run_branch.note_use_by_code()
         session, reads = self.own_session(), self.lakehouse.read_set
@@ -80,17 +80,17 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
         if reads is not None and not is_connect(session):
             if reads.step().is_serializable:
                 raise ReadsUnknown(
-                    "A serializable asset asks for a classic Spark session, whose reads nobody can see.",
+                    "A serializable asset requests a classic Spark session, whose reads cannot be recorded.",
                     branch=self.lakehouse.open_branch(),
                     hint="Use Spark Connect (session_kind=connect), load its inputs through the IO manager,"
-                    " or choose isolation snapshot.",
+                    " or declare isolation='snapshot'.",
                 )
             if reads.is_recording():
                 reads.report_scan(PlanReads(unnamed_reads=frozenset({"a classic Spark session"})))
         return session
 
     def own_session(self) -> SparkSession:
-        """The same for the IO manager, which says itself what it reads."""
+        """Return the session for the IO manager, which reports its reads itself."""
         if self._spark_session is None:
             ref = self.lakehouse.open_branch()
             conf = {key: str(value) for key, value in flatten_dict(self.spark_config)}  # type: ignore[no-untyped-call]
@@ -111,8 +111,8 @@ class BranchSparkResource(CopiedByFields, PySparkResource):
 class _SharedSessions:
     """The sessions of this process by branch and configuration, with the number of their users.
 
-    Dagster gives an asset and the IO manager a copy each of one resource; with a session each, a frame
-    read through one could not be joined with a frame of the other (SESSION_NOT_SAME).
+    Dagster gives the asset and the IO manager a separate copy of one resource. With separate sessions, their
+    frames could not be joined (SESSION_NOT_SAME).
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class _SharedSessions:
             return session
 
     def name_step(self, key: tuple[str, str], step: str) -> None:
-        """Let the snapshots that user code adds in this session name `step`."""
+        """Name `step` in the snapshots that user code adds in this session."""
         with self._lock:
             if self._steps.get(key) != step and key in self._open:
                 session, _ = self._open[key]

@@ -79,7 +79,10 @@ def test_a_holder_that_stood_still_for_too_long_writes_nothing(
             assert first.wait(100) == 1
             said = (tmp_path / "first.log").read_text()
             assert "LeaseLost" in said
-            assert f"{run_branch_name(second)} has taken over '{namespace}' with fencing token 2" in said
+            assert (
+                f"{run_branch_name(second)} has taken over the exclusive lease '{namespace}' with fencing token 2"
+                in said
+            )
             ended = reconciler.reconcile_run((tmp_path / "holds").read_text())
             assert ended is not None
             assert ended.action is PublicationAction.DISCARDED

@@ -168,7 +168,7 @@ def test_what_a_publisher_may_have_begun_with_is_not_continued(
         # It published itself, and died before it could tell.
         claim_branch(lakehouse.nessie, branch)
     retry(p, parent, f"{namespace}__second", ok=False)
-    p.failed_with(RetryNeedsFullRun, "waits for its verdict", "Retry when its verdict is told")
+    p.failed_with(RetryNeedsFullRun, "waits for its verdict", "Retry when the parent has a verdict")
     assert lakehouse.nessie.reference(branch.name).hash == branch.hash
 
 
