@@ -1,1 +1,1 @@
-"""Clean-up: run branches that nobody will publish, and files that discarded branches left behind."""
+"""Clean up run branches that will not be published, and the files of discarded branches."""

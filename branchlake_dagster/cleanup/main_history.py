@@ -1,4 +1,4 @@
-"""`main`'s history as far back as it is needed: where a branch left it, and what was published since."""
+"""Read the history of `main` as far back as needed: where a branch left it, and what was published since."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from branchlake_dagster.nessie.model import LogEntry
 from branchlake_dagster.stored_names import LakeProperty
 
 _BATCH_SIZE = 200
-"""Commits of `main` read for each commit of a branch: `main` may have moved on by thousands."""
+"""Commits of `main` to read per commit of a branch, because `main` may be thousands of commits ahead."""
 
 
 class MainHistory:
-    """The log of `main`, newest first, read once and as it is asked for."""
+    """The log of `main`, newest first. It is read once, on demand."""
 
     def __init__(self, client: NessieClient) -> None:
         self._client = client
@@ -31,7 +31,7 @@ class MainHistory:
         return bool(more)
 
     def find_base(self, ref: str) -> str | None:
-        """The newest commit of `ref` that is one of `main`'s too; None when they share none.
+        """Find the newest commit of `ref` that `main` has too. None if they share no commit.
 
         Commits are compared along first parents, so a published branch still has its old base.
         """
@@ -50,11 +50,11 @@ class MainHistory:
         return next((hash_ for hash_ in hashes if hash_ in self._positions), None)
 
     def run_ids_published_since(self, base_hash: str) -> set[str]:
-        """The ids of the runs that the ledger names after `base_hash`, which `find_base` has found."""
+        """Return the ids of the runs that the ledger names after `base_hash`, a result of `find_base`."""
         entries = self._entries[: self._positions[base_hash]]
         run_id_lists = (entry.commit.properties.get(LakeProperty.RUN_ID, "") for entry in entries)
         return {run_id for run_ids in run_id_lists for run_id in run_ids.split(",") if run_id}
 
     def commit_time(self, base_hash: str) -> datetime | None:
-        """When `base_hash`, which `find_base` has found, was committed, by Nessie's clock."""
+        """Return when `base_hash`, a result of `find_base`, was committed, by Nessie's clock."""
         return self._entries[self._positions[base_hash]].commit.commit_time

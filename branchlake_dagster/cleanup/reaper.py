@@ -1,13 +1,13 @@
-"""Reaping: ending run branches that nobody will publish, and giving back those whose run has passed.
+"""End run branches that will not be published, and restore the branches of runs that have passed.
 
-The rules: docs/adr/0007.
+The rules are explained in docs/adr/0007.
 
-Everything is looked up before the first branch is touched: when a page of the listing, the heartbeats or the
-runs cannot be read, nothing is ended. A branch is ended by the hash it was judged at, so a write in between
-keeps it. Whatever is kept has its reason.
+The reaper reads everything before it changes the first branch. If the references, the heartbeats or the runs
+cannot be read, nothing is ended. A branch is ended at the hash at which it was judged, so a later write keeps
+it. Every branch that is kept has a reason.
 
-A run may end well in the moment in which its silent writer is taken for dead. So the pass looks once more
-at what is fenced, and gives the branches of passed runs back.
+A run may end successfully at the moment when its silent writer is declared dead. So the pass finally checks
+the discarded branches, and restores those of passed runs.
 """
 
 from __future__ import annotations
@@ -52,42 +52,43 @@ from branchlake_dagster.wording import CodedReason
 
 @dataclass(frozen=True)
 class ReaperView:
-    """What is known. `liveness` are by branch, also of those that are gone."""
+    """The state that one pass judges. `liveness` is by branch, and includes branches that are gone."""
 
     branches: Mapping[str, Reference]
     liveness: Mapping[str, Mapping[Heartbeat, Liveness]]
     owners: Mapping[str, BranchOwner]
     now: datetime
     claims: frozenset[str] = frozenset()
-    """The branches, gone ones too, that were claimed before they were listed."""
+    """The branches that were claimed before the branches were listed. Some of them may be gone."""
     claimed: frozenset[str] = frozenset()
-    """The branches that were claimed before or after the runs were looked up."""
+    """The branches that were claimed before or after the runs were loaded."""
 
     def is_in_publication(self, branch: str) -> bool:
-        """Whether a publisher has claimed the branch and not told yet how it ended."""
+        """Return whether a publisher has claimed the branch and has not recorded its verdict yet."""
         return branch in self.claimed and not self.owner(branch).has_verdict
 
     def owner(self, branch: str) -> BranchOwner:
-        """The run of a branch; one that is missing, where Dagster knows none."""
+        """Return the owner of a branch. Its state is MISSING if Dagster has no run of the branch."""
         return self.owners.get(branch) or BranchOwner(run_id_of_branch(branch), RunState.MISSING)
 
     def is_run_known(self, branch: str) -> bool:
-        """Whether Dagster knows the run of a branch."""
+        """Return whether Dagster has the run of a branch."""
         return self.owner(branch).state is not RunState.MISSING
 
     def heartbeat_instances(self, branch: str) -> frozenset[str]:
-        """The Dagster instances of those who beat on a branch."""
+        """Return the Dagster instances that send heartbeats for a branch."""
         return frozenset(beat.instance for beat in self.liveness.get(branch, {}) if beat.instance)
 
     def dead_heartbeats(self, branch: str) -> list[Heartbeat]:
-        """The heartbeats on a branch whose writers are dead."""
+        """Return the heartbeats on a branch whose writers are dead."""
         return [beat for beat, liveness in self.liveness.get(branch, {}).items() if liveness is Liveness.DEAD]
 
 
 def branch_age(branch: Reference, started_at: datetime | None, now: datetime) -> timedelta | None:
-    """Time since the branch's own last commit, or since `started_at`, when its run or batch began.
+    """Return the time since the branch's own last commit, or since `started_at`, whichever is later.
 
-    Nessie keeps no creation time of a branch; a branch without commits has its base's head commit.
+    `started_at` is when the branch's run or batch started. None if neither time is known. Nessie does not
+    record when a branch was created, and the head of a branch without own commits is its base.
     """
     metadata = branch.metadata
     own_commit = metadata.head_commit if metadata and metadata.commits_ahead else None
@@ -105,17 +106,17 @@ def restore_passed_branches(
     claim_filter: str = CLAIM_TAG_FILTER,
     dry_run: bool = False,
 ) -> Iterator[Reaping]:
-    """Make the discarded branches again whose run waits for a verdict and that nobody else has in hand.
+    """Restore the discarded branches of runs that wait for a verdict, unless claimed or continued by others.
 
-    `tag_filter` is Nessie's filter for the tags of discarded branches, `claim_filter` for the claims,
-    `load_owners` tells whose they are. Raises what all raise, before it changed anything.
+    `tag_filter` is Nessie's filter for the tags of discarded branches, `claim_filter` for the claims.
+    `load_owners` loads the owners of branches. Errors of reading are raised before anything is changed.
     """
     discarded_tags = client.references(filter=tag_filter)
     tags = {run_branch_name(tag.name.removeprefix(ReferencePrefix.DISCARDED)): tag for tag in discarded_tags}
     if not tags:
         return
-    # Claims after tags, and runs after claims: a publisher claims, discards, reports and then releases
-    # its claim.
+    # The order of reading matters: tags, then claims, then runs. A publisher claims, discards, reports, and
+    # then releases its claim.
     claims = set(list_claimed_branches(client, claim_filter))
     branch_owners = load_owners(list(tags))
     for branch, tag in tags.items():
@@ -126,45 +127,53 @@ def restore_passed_branches(
             continue
         if dry_run or restore_branch(client, branch, tag):
             reason = CodedReason(
-                "it was fenced before a verdict was told, and its run has passed", "run_passed"
+                "it was fenced before it had a verdict, and its run has passed", "run_passed"
             )
             yield Reaping(branch, owner.run_id, ReapingAction.RESTORE, reason, owner.state)
 
 
 REAPER_BRANCH_FILTER = branch_filter(ReferencePrefix.RUN, ReferencePrefix.PUBLICATION)
-"""Nessie's filter for the branches that the reaper looks at."""
+"""Nessie's filter for the branches that the reaper judges."""
 
 _MAX_SINGLE_REQUESTS = 200
-"""More references than these are listed, fewer are asked for one by one."""
+"""Up to this number, references are requested one by one; more are listed at once."""
 
 
 class BranchRuns(Protocol):
-    """What the reaper asks of Dagster, and tells it."""
+    """The reaper's interface to Dagster."""
 
     def owners(self, branches: Collection[str]) -> Mapping[str, BranchOwner]:
-        """The run of each branch; branches of unknown runs are left out."""
+        """Load the owner of each branch. Branches of unknown runs are omitted."""
 
     def reports_after(self, run_id: str, beat: Heartbeat) -> bool:
-        """Whether the run still wrote events after its writer's last beat."""
+        """Return whether the run wrote events after its writer's last heartbeat."""
 
     def report_dead(self, run_id: str, message: str) -> None:
         """End a run whose process is dead."""
 
     def fenced(self, run_id: str, branch: str, reason: str) -> None:
-        """Show on a run that has no verdict that its branch was discarded, and why."""
+        """Show on a run without verdict that its branch was discarded, and why."""
 
 
 class Reaper:
-    """Judges the branches of the Nessie filter `listing` and ends those that the rules allow.
+    """Judges the branches of the Nessie filter `ref_filter`, and ends those that the rules allow.
 
-    `fenced` is the filter for the tags of discarded branches, which come back when their run has passed,
-    `claims` for those of the publishers' claims. `makers` tells whose a branch is of which Dagster knows no
-    run; `instance` is the id of this Dagster instance. What another one made is left to it, unless
-    `anyones`: a person has named it. `limits` hold for runs that recorded none themselves, and for what a
-    person has named. With `only` nothing but these branches is looked at.
-
-    `now` is the wall clock, `monotonic` and `sleep` are for watching silent writers. `is_on_main` returns
-    whether `main`'s history holds a commit.
+    Args:
+        client: The Nessie client.
+        runs: The interface to Dagster.
+        limits: The limits for runs that recorded none, and for branches that a person has named.
+        heartbeats: The storage of heartbeats, if any.
+        now: The wall clock.
+        monotonic: The clock for watching silent writers, in seconds.
+        sleep: Waits for a number of seconds between readings of heartbeats.
+        is_on_main: Returns whether `main`'s history has a commit.
+        ref_filter: Nessie's filter for the branches to judge.
+        discarded_filter: Nessie's filter for the tags of discarded branches, which may be restored.
+        claim_filter: Nessie's filter for the tags of the publishers' claims.
+        instance: The id of this Dagster instance. Branches of other instances are kept.
+        files: Reads table metadata, to find the instance that made a branch whose run Dagster does not have.
+        only: The branches to judge; None judges all.
+        anyones: Whether a person has named the branches, so that branches of other instances may be ended.
     """
 
     def __init__(
@@ -203,11 +212,12 @@ class Reaper:
         self._anyones = anyones
 
     def run(self, *, dry_run: bool = False, dead: Collection[Heartbeat] | None = None) -> Iterator[Reaping]:
-        """One pass. With suspects it waits once until they can be told from the dead; a dry run does not.
+        """Run one pass, and iterate over its decisions.
 
-        With `dead`, somebody has watched already: of the suspects these are dead, and no other is watched.
+        Silent writers are watched until they are judged, which waits once; a dry run does not watch. If
+        `dead` is set, somebody else has watched: these suspects are dead, and no others are watched.
 
-        Raises HeartbeatsUnreadable and whatever Nessie and Dagster raise, before anything was ended.
+        Raises HeartbeatsUnreadable and the errors of Nessie and Dagster, before anything is ended.
         """
         view = self._inspect(watching=not dry_run and dead is None, dead=dead or ())
         decisions = [self._judge(branch, view) for branch in view.branches.values()]
@@ -222,7 +232,7 @@ class Reaper:
                     self._runs.fenced(result.run_id, result.branch, result.reason)
             yield result
         if not dry_run:
-            # A pass that died before it told Dagster left the heartbeat of the dead behind, or a claim.
+            # A pass that died before its report to Dagster may have left heartbeats or a claim.
             for branch in view.liveness.keys() - view.branches.keys():
                 self._report_dead_run(branch, view, ended_branches)
         discarded_filter = self._discarded_filter
@@ -238,11 +248,11 @@ class Reaper:
                 self._end_claim(branch, view)
 
     def _inspect(self, *, watching: bool, dead: Collection[Heartbeat] = ()) -> ReaperView:
-        # Claims before branches: one whose branch is missing afterwards is a leftover for certain.
+        # Claims are read before branches: a claim whose branch is missing afterwards is certainly a leftover.
         claims = frozenset(list_claimed_branches(self._client, self._claim_filter))
         branches = self._list_branches()
         liveness = judge_by_timestamp(self._load_heartbeats(), self._now())
-        # Of one that has beaten since it was watched the beat is another.
+        # A writer that has beaten since it was watched has a different heartbeat, so it does not match.
         liveness |= {beat: Liveness.DEAD for beat in dead if liveness.get(beat) is Liveness.SUSPECT}
         # Another instance's writers are watched by its own reaper.
         suspects = [
@@ -267,7 +277,7 @@ class Reaper:
             for name in (*branches, *by_branch, *claims)
         }
         owners = self._runs.owners(sorted(writer_branches))
-        # And once more: a run that has ended claims nothing, but it may just have done so and died.
+        # Claims are read again: a run that has ended now may have claimed its branch just before it died.
         claimed = claims.union(list_claimed_branches(self._client, self._claim_filter))
         view = ReaperView(branches, by_branch, owners, self._now(), claims, claimed)
         return replace(view, branches=branches | self._load_ages(view))
@@ -293,7 +303,10 @@ class Reaper:
         return references
 
     def _load_ages(self, view: ReaperView) -> dict[str, Reference]:
-        """The branches whose last commit matters, with metadata: asking for that of all takes long."""
+        """Load the metadata of the branches whose last commit matters.
+
+        Metadata of all branches would take long.
+        """
 
         def needs_age(name: str) -> bool:
             owner = view.owner(name)
@@ -304,14 +317,14 @@ class Reaper:
         names_to_load = [
             name for name in view.branches if needs_age(run_branch_name(strip_name_prefix(name)))
         ]
-        # One that is gone is found gone again when it is its turn.
+        # A branch that is gone now is noticed again when it is ended.
         is_many = len(names_to_load) > _MAX_SINGLE_REQUESTS
         references = (
             self._list_branches(metadata=True)
             if is_many
             else self._load_branches(names_to_load, metadata=True)
         )
-        # Still at the hash of before the runs were looked up: a write since then must keep the branch.
+        # Keep the hash from before the runs were loaded, because a write since then must keep the branch.
         existing_names = [name for name in names_to_load if name in references]
         return {
             name: replace(view.branches[name], metadata=references[name].metadata) for name in existing_names
@@ -347,7 +360,7 @@ class Reaper:
             owner.state,
             age,
             since_end=view.now - owner.ended_at if owner.ended_at else None,
-            # Of a run at work only a publisher inside the run itself can beat.
+            # While a run is active, only a publisher inside the run can send heartbeats for its branch.
             writers=frozenset(liveness.values()) if owner.state is RunState.ACTIVE else writers,
             publishers=publishers,
             still_reports=self._still_reports(owner, view.dead_heartbeats(branch.name)),
@@ -364,7 +377,7 @@ class Reaper:
         )
 
     def _judge_batch(self, branch: Reference, batch: BatchBranch, view: ReaperView) -> Reaping:
-        """Of a live run that is at work, as its own branch would be; of any other one, nobody works on it."""
+        """Judge a batch's branch: by the rules of its live run if it is active, else as an unused branch."""
         live_branch = writer_branch(branch.name)
         owner, liveness = view.owner(live_branch), view.liveness.get(live_branch, {})
         state = owner.state if owner.state in (RunState.ACTIVE, RunState.MISSING) else RunState.ENDED
@@ -386,11 +399,11 @@ class Reaper:
         )
 
     def _limits_of(self, owner: BranchOwner) -> Limits:
-        """The limits that hold for the branch of this run: its own, unless a person has named the branch."""
+        """Return the run's own limits for its branch, unless a person has named the branch."""
         return self._limits if self._anyones else self._limits.for_run(owner.retention)
 
     def _is_own_heartbeat(self, beat: Heartbeat) -> bool:
-        """Whether the beat may be of this instance; one that names none may be anybody's."""
+        """Return whether the heartbeat may be this instance's. A heartbeat without instance may be of any."""
         return self._anyones or not beat.instance or beat.instance == self._instance
 
     def _find_origin(
@@ -407,7 +420,10 @@ class Reaper:
         )
 
     def _end_claim(self, branch: str, view: ReaperView) -> None:
-        """Delete a claim without a branch, if it is ours: another instance's publisher may not be done."""
+        """Delete a claim without branch if this instance made it.
+
+        A publisher of another instance may not be done.
+        """
         if not view.is_run_known(branch):
             try:
                 tag = self._client.reference(claim_tag_name(branch), fetch_metadata=True)
@@ -422,7 +438,7 @@ class Reaper:
         return ", ".join(instance_id for instance_id in origin.instance_ids if instance_id != self._instance)
 
     def _still_reports(self, owner: BranchOwner, dead: Sequence[Heartbeat]) -> bool:
-        """Whether the run writes events although a writer of it is dead: its steps are own processes."""
+        """Return whether the run still writes events although a writer is dead, as another step may."""
         return owner.state is RunState.ACTIVE and any(
             self._runs.reports_after(owner.run_id, beat) for beat in dead
         )
@@ -437,19 +453,19 @@ class Reaper:
             return replace(
                 decision,
                 action=ReapingAction.KEEP,
-                reason=CodedReason("it was written to while we looked", "written_meanwhile"),
+                reason=CodedReason("it was written to during this pass", "written_meanwhile"),
             )
         except ReferenceNotFound:
             return replace(
-                decision, reason=CodedReason("somebody else deleted it meanwhile", "deleted_meanwhile")
+                decision, reason=CodedReason("another process has deleted it meanwhile", "deleted_meanwhile")
             )
         return decision
 
     def _report_dead_run(self, branch: str, view: ReaperView, ended_branches: Collection[str]) -> None:
-        """Tell Dagster of a run whose only writers are dead, and forget their heartbeats.
+        """End a run in Dagster if all its writers are dead, and remove their heartbeats.
 
-        A publisher inside the run counts as its writer. If it had claimed the branch, that stays: when the
-        run has ended, the next publisher finds out how far it came.
+        A publisher inside the run counts as a writer. If it had claimed the branch, the branch remains. After
+        the end of the run, the next publisher finds out how far that publication got.
         """
         dead = view.dead_heartbeats(branch)
         if not dead or self._heartbeats is None:

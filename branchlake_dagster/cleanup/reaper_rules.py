@@ -1,6 +1,6 @@
-"""When a run branch is ended: the rules of the reaper, as a pure function of what is known about it.
+"""Decide when a run branch is ended. The rules are pure functions of the facts about a branch.
 
-Why these: docs/adr/0007-closed-gate-and-reaping.md.
+The reasons for the rules are in docs/adr/0007-closed-gate-and-reaping.md.
 """
 
 from __future__ import annotations
@@ -16,53 +16,53 @@ from branchlake_dagster.wording import CodedReason
 
 
 class RunState(StrEnum):
-    """What Dagster says about the run of a branch."""
+    """The state of a branch's run according to Dagster."""
 
     ACTIVE = "active"
     AWAITING_PUBLICATION = "awaiting publication"
     PUBLISHED = "published"
     UNPUBLISHED = "not published"
-    """It failed, or the publisher has said no."""
+    """The run failed, or the publisher has rejected it."""
     MISSING = "missing"
     ENDED = "ended"
-    """Of a live run: what its batches have left nobody will publish."""
+    """The live run has ended, so its unfinished batches will not be published."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When patience ends. `keep_failed` counts from the end of the run."""
+    """The times after which a branch may be ended. `keep_failed` counts from the end of the run."""
 
     max_age: timedelta
     orphan_grace: timedelta
     keep_failed: timedelta = timedelta(0)
 
     def for_run(self, recorded: Retention | None) -> Limits:
-        """These limits, with those that the run itself has recorded in their place."""
+        """Return these limits, replaced by those that the run itself has recorded."""
         if recorded is None:
             return self
         return replace(self, max_age=recorded.max_age, keep_failed=recorded.keep_failed)
 
 
 class ReapingAction(StrEnum):
-    """What becomes of a branch."""
+    """What happens to a branch."""
 
     KEEP = "kept"
     DELETE = "deleted"
     """Its data is on `main`, or it has none."""
     DISCARD = "discarded"
-    """Fenced; its data is kept as a tag for a while."""
+    """It is fenced, and a tag keeps its data for some time."""
     RESTORE = "given back"
-    """It was fenced, but its run has passed: made again from the tag."""
+    """It was fenced, but its run has passed, so it is created again from the tag."""
 
 
 @dataclass(frozen=True)
 class BranchFacts:
-    """What is known about one branch. `age` is the time since its last sign of life; None: unknown.
+    """The facts about one branch. `age` is the time since its last sign of life; None if unknown.
 
-    `writers` and `publishers` are the pulses of those who beat on it. `still_reports` tells that the run
-    still writes events, although its writer is dead: its steps are processes of their own. `is_claimed`: by a
-    publisher that has not reported yet how it ended; it may be on `main` already. `has_verdict`: one has
-    reported its verdict. `origin` is asked where Dagster does not know the run.
+    `writers` and `publishers` are the liveness of those who send heartbeats for the branch. `still_reports`
+    means that the run still writes events although its writer is dead, because its steps are separate
+    processes. `is_claimed` means that a publisher has claimed the branch and has not reported an outcome, so
+    it may be on `main` already. `has_verdict` means that a publisher has recorded its verdict.
     """
 
     state: RunState
@@ -74,9 +74,9 @@ class BranchFacts:
     is_claimed: bool = False
     has_verdict: bool = False
     origin: BranchOrigin = UNKNOWN_ORIGIN
-    """Who made the branch, where its run is not known."""
+    """Who made the branch; examined only if Dagster does not have its run."""
     is_on_main: bool = False
-    """Whether `main` holds the publication, of a run that Dagster calls published."""
+    """Whether `main` has the publication of a run that Dagster records as published."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,20 @@ class BranchOwner:
     started_at: datetime | None = None
     ended_at: datetime | None = None
     has_verdict: bool = False
-    """Whether the publisher has told its verdict."""
+    """Whether the publisher has recorded its verdict."""
     publication: str = ""
     """The commit on `main` that the run's tags name; empty if they name none."""
     is_continued: bool = False
-    """Whether a retry took its work over, of a run that waits for the publisher."""
+    """Whether a retry took over the work of this run, which waits for the publisher."""
     base_hash: str = ""
-    """The commit of `main` that its branch started from, by the run's tags; empty if they name none."""
+    """The commit of `main` that the branch started from, by the run's tags; empty if they name none."""
     retention: Retention | None = None
-    """How long its branch stays, by the run's tags; None if they do not record it."""
+    """How long the branch is kept, by the run's tags; None if they do not record it."""
 
 
 @dataclass(frozen=True)
 class Reaping:
-    """The decision on one branch and its reason. `heartbeat` says `none` when nobody beats there."""
+    """The decision on one branch and its reason. `heartbeat` is `none` if nobody sends heartbeats for it."""
 
     branch: str
     run_id: str
@@ -111,11 +111,11 @@ class Reaping:
     age: timedelta | None = None
     heartbeat: str = "none"
     instance: str = ""
-    """The Dagster instance that it belongs to, if it is another one's."""
+    """The Dagster instance that the branch belongs to, if it is another instance."""
 
     @property
     def deletes_branch(self) -> bool:
-        """Whether the branch goes."""
+        """Whether the branch is deleted."""
         return self.action in (ReapingAction.DELETE, ReapingAction.DISCARD)
 
     def __str__(self) -> str:
@@ -123,21 +123,21 @@ class Reaping:
 
 
 def decide_reaping(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, CodedReason]:
-    """What becomes of a branch, and why. A pure function."""
+    """Decide what happens to a branch, and why. A pure function."""
     if facts.publishers - {Liveness.DEAD}:
         return ReapingAction.KEEP, CodedReason("its publication is in progress", "being_published")
     if facts.state is RunState.PUBLISHED and not facts.is_on_main:
         return ReapingAction.KEEP, CodedReason(
-            "Dagster calls its run published, but main does not hold its publication",
+            "Dagster records its run as published, but main does not have its publication",
             "publication_not_on_main",
         )
     if facts.state is RunState.PUBLISHED:
         return ReapingAction.DELETE, CodedReason(
-            "its run is published and only the clean-up was missed", "published"
+            "its run is published, and only its cleanup was missed", "published"
         )
     if facts.is_claimed and facts.state is not RunState.MISSING:
         return ReapingAction.KEEP, CodedReason(
-            "a publisher has claimed it and has not reported yet how it ended", "claimed"
+            "a publisher has claimed it and has not reported an outcome yet", "claimed"
         )
     if facts.state is RunState.UNPUBLISHED:
         return _decide_unpublished(facts, limits.keep_failed)
@@ -147,10 +147,10 @@ def decide_reaping(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, C
             f"its run waits for the publisher{waiting_time}", "awaiting_publication"
         )
     if Liveness.ALIVE in facts.writers:
-        return ReapingAction.KEEP, CodedReason("its writer beats", "writer_alive")
+        return ReapingAction.KEEP, CodedReason("its writer sends heartbeats", "writer_alive")
     if Liveness.SUSPECT in facts.writers:
         return ReapingAction.KEEP, CodedReason(
-            "its writer is silent, and only a watch can tell whether it is dead", "writer_silent"
+            "its writer is silent, and only a watch can show whether it is dead", "writer_silent"
         )
     if facts.state is RunState.ACTIVE:
         return _decide_active(facts, limits)
@@ -160,9 +160,10 @@ def decide_reaping(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, C
 def decide_publication_branch(
     publishers: frozenset[Liveness], *, run_branch_exists: bool, state: RunState, origin: BranchOrigin
 ) -> tuple[ReapingAction, CodedReason]:
-    """What becomes of a branch on which a publisher prepares what had to be rebased, and why.
+    """Decide what happens to a branch on which a publisher prepares a rebase, and why.
 
-    `state` is that of the run it is about, `origin` says who made it where that is missing.
+    `state` is the state of the run that is to be published. `origin` is who made the branch, if that run is
+    missing.
     """
     if publishers - {Liveness.DEAD}:
         return ReapingAction.KEEP, CodedReason("a publication is in progress", "being_published")
@@ -176,11 +177,11 @@ def decide_publication_branch(
 def _decide_unpublished(facts: BranchFacts, keep_failed: timedelta) -> tuple[ReapingAction, CodedReason]:
     since_end = facts.since_end
     if not keep_failed and not facts.has_verdict:
-        # The reaper came before the publisher, and its word is what the run will show.
+        # The reaper came before the publisher, so the run will show this reason.
         return ReapingAction.DISCARD, CodedReason("its run has failed, so it is not published", "run_failed")
     if not keep_failed:
         return ReapingAction.DISCARD, CodedReason(
-            "its run was not published and only the clean-up was missed", "not_published"
+            "its run was not published, and only its cleanup was missed", "not_published"
         )
     if since_end is None or since_end < keep_failed:
         remaining = f" for another {_format_hours(keep_failed - since_end)}" if since_end is not None else ""
@@ -211,10 +212,10 @@ def _decide_active(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, C
 
 
 def _decide_ended(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, CodedReason]:
-    # A run that was ended in Dagster alone may still have its process.
+    # If a run was ended only in Dagster, its process may still be alive.
     if facts.age is None or facts.age <= min(limits.orphan_grace, limits.max_age):
         return ReapingAction.KEEP, CodedReason(
-            "its live run has ended, but it was written to a short while ago", "written_recently"
+            "its live run has ended, but it was written to recently", "written_recently"
         )
     return ReapingAction.DISCARD, CodedReason(
         "it is an unfinished batch of a live run that has ended", "live_run_ended"
@@ -222,7 +223,7 @@ def _decide_ended(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, Co
 
 
 def _decide_missing(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, CodedReason]:
-    # Another Dagster instance may work on the same lake; its runs are not ours to judge.
+    # Another Dagster instance may work on the same lake. This instance must not judge its runs.
     if facts.origin.maker is Maker.ELSEWHERE:
         return ReapingAction.KEEP, CodedReason(
             f"no run of that id is known: {facts.origin}", "made_elsewhere"
@@ -233,7 +234,7 @@ def _decide_missing(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, 
         )
     if facts.age <= min(limits.orphan_grace, limits.max_age):
         return ReapingAction.KEEP, CodedReason(
-            "no run of that id is known, but it was written to a short while ago", "written_recently"
+            "no run of that id is known, but it was written to recently", "written_recently"
         )
     if facts.origin.maker is Maker.UNKNOWN:
         return ReapingAction.KEEP, CodedReason(

@@ -1,16 +1,14 @@
-"""Which files a discarded branch left that no other reference can reach.
+"""Plan which files of a discarded branch can be deleted because no other reference needs them.
 
-Dead is what the branch's own commits made since its base: metadata files, the snapshots that are new in
-them, and what each of those wrote (`made`). What stood at the base, under whatever key, is not theirs.
-Needed is what any other reference reaches, under whatever key: the same snapshots (its state was copied),
-or the same manifests and data files in snapshots of its own (they were replayed by a rebase, or merged into
-newer manifests). Dead and not needed may be deleted. In doubt a file is kept.
+Dead files are those that the branch's own commits made since its base: metadata files, the new snapshots in
+them, and the files that these snapshots wrote. What existed at the base, under any key, is not dead. Needed
+files are those that another reference reaches, under any key. It may have the same snapshots (a copy of the
+state), or the same manifests and data files in its own snapshots (after a rebase or a merge of manifests).
+Dead files that are not needed may be deleted. In doubt a file is kept.
 
-What the commits of one branch made themselves, told from what they only gave a name.
-
-`register_table` names a metadata file that others made: a copy of a table of `main`, or a restore of an
-older state. `add_files` names data files of others in the same way. A sweeper that took all of it for the
-run's once deleted files of `main`.
+A branch may also name files that it did not make. `register_table` names a metadata file of another writer: a
+copy of a table of `main`, or an older state. `add_files` names data files of other writers. A sweeper that
+took these for the run's own files once deleted files of `main`.
 """
 
 from __future__ import annotations
@@ -51,10 +49,10 @@ from branchlake_dagster.tables.table_files import (
 
 @dataclass(frozen=True)
 class BranchOutput:
-    """The keys a branch changed, the metadata files it named, and which of it was made by its own commits.
+    """The keys that a branch changed, the metadata files that it named, and those that its own commits made.
 
-    All by location: `named_metadata` are all metadata files that can be read, `own_metadata` those that its
-    commits wrote. `own_snapshots` are those that its own commits added.
+    `named_metadata` are all readable metadata files by location. `own_metadata` are those that the branch's
+    commits wrote. `own_snapshots` are the snapshots that its commits added, by id.
     """
 
     changed_keys: frozenset[ContentKey]
@@ -63,7 +61,7 @@ class BranchOutput:
     own_snapshots: Mapping[int, Snapshot]
 
     def recorded_bases(self, run_id: str) -> frozenset[str]:
-        """The hashes that snapshots of a run, in files that its branch wrote, record as its base."""
+        """Return the base hashes in the run's snapshots, in metadata files that its branch wrote."""
         bases = {
             _summary_entry(snapshot, LakeProperty.BASE_HASH)
             for metadata in self.own_metadata.values()
@@ -74,10 +72,10 @@ class BranchOutput:
         return frozenset(filter(None, bases))
 
     def is_commit_of_run(self, run_id: str, entry: LogEntry) -> bool:
-        """Whether a commit says that run `run_id` made it: by its properties or, for Spark, by its snapshots.
+        """Return whether run `run_id` made a commit, by its properties or, for Spark, by its snapshots.
 
-        A commit that puts no table made no file, and counts as one that does; so does a table whose metadata
-        an earlier sweep deleted.
+        A commit without a table made no file, so it counts as the run's. So does a table whose metadata an
+        earlier sweep has deleted.
         """
         if recorded_run_id := entry.commit.properties.get(LakeProperty.RUN_ID):
             return recorded_run_id == run_id
@@ -97,7 +95,7 @@ class BranchOutput:
 
     @cached_property
     def folders(self) -> frozenset[str]:
-        """The folders of its tables."""
+        """The folders of the branch's tables."""
         metadata_folders = {
             folder for metadata in self.named_metadata.values() for folder in table_folders(metadata)
         }
@@ -105,12 +103,12 @@ class BranchOutput:
 
     @cached_property
     def normalized_folders(self) -> frozenset[str]:
-        """The same folders in one spelling."""
+        """The same folders as normalized locations."""
         return frozenset(map(normalize_location, self.folders))
 
     @cached_property
     def earlier_metadata(self) -> frozenset[str]:
-        """The metadata files that the named ones came from, in one spelling."""
+        """The predecessors of the named metadata files, as normalized locations."""
         return frozenset(
             normalize_location(entry.metadata_file)
             for metadata in self.named_metadata.values()
@@ -121,11 +119,11 @@ class BranchOutput:
 def collect_branch_output(
     log: Iterable[LogEntry], base_locations: Mapping[ContentKey, str], base_hash: str, files: TableFiles
 ) -> BranchOutput:
-    """What the commits of `log`, newest first, made on top of the tables of `base_locations`.
+    """Collect what the commits of `log` (newest first) made on top of the tables of `base_locations`.
 
-    A commit wrote a metadata file, rather than registered it, when the file says that it came from the one
-    the key held before, or from none where there was none. A snapshot is a commit's own when it is new in
-    such a file. Raises FileUnreadable.
+    A commit wrote a metadata file, and did not only register it, if the file names its predecessor correctly:
+    the file that the key had before, or none for a new key. A commit's own snapshots are those that are new
+    in such a file. Raises FileUnreadable.
     """
     locations: dict[ContentKey, str | None] = dict(base_locations)
     seen_locations = {normalize_location(location) for location in base_locations.values()}
@@ -150,7 +148,7 @@ def collect_branch_output(
             seen_locations.add(normalize_location(location))
             metadata = files.metadata(location)
             if metadata is None:
-                continue  # an earlier sweep died when only metadata was left
+                continue  # an earlier, interrupted sweep has deleted it
             named_metadata[location] = metadata
             if is_merge or not _is_successor(metadata, previous_location):
                 registered_ids |= {snapshot.snapshot_id for snapshot in metadata.snapshots}
@@ -158,7 +156,7 @@ def collect_branch_output(
             own_metadata[location] = metadata
             predecessor = files.metadata(previous_location) if previous_location else None
             if previous_location and predecessor is None:
-                continue  # deleted by that sweep, which had deleted the snapshots' files before
+                continue  # deleted by that sweep, which deletes the snapshots' files first
             previous_ids = (
                 {snapshot.snapshot_id for snapshot in predecessor.snapshots} if predecessor else set()
             )
@@ -189,9 +187,10 @@ def _summary_entry(snapshot: Snapshot, name: str) -> str | None:
 
 
 class BorrowedFiles:
-    """Tells data files that a snapshot's writer wrote from older ones that it only added to the table.
+    """Distinguishes data files that a snapshot's writer wrote from older files that it only added.
 
-    `base` are the tables at the base that may hold such a file, `since` is the time of the base commit.
+    `base_locations` are the tables at the base that may have such a file. `since` is the time of the base
+    commit.
     """
 
     def __init__(self, files: TableFiles, base_locations: Iterable[str], since: datetime | None) -> None:
@@ -201,12 +200,12 @@ class BorrowedFiles:
         self._base_files: set[str] | None = None
 
     def __call__(self, path: str, snapshot: Snapshot, manifest: ManifestFile) -> bool:
-        """Whether the file may be older than the run.
+        """Return whether the file may be older than the run.
 
-        PyIceberg names manifests and data files of a commit by one UUID, and our IO manager adds only what
-        it has just written. A change table's files are its input's, but for rows that were copied. Of any
-        other file the store's clock must say that it is younger than the base, and the base's tables must
-        not name it: a restored backup makes all files young.
+        PyIceberg names the manifests and data files of one commit by one UUID, and the IO manager adds only
+        files that it has just written. The files of a change table belong to its input, except for copied
+        rows. For any other file, the store's clock must show that it is newer than the base, and no table at
+        the base may contain it: a restored backup makes all files new.
         """
         if _summary_entry(snapshot, LakeProperty.CHANGE_OF):
             return not is_in_folders(path, (table_root(manifest.manifest_path),))
@@ -219,7 +218,7 @@ class BorrowedFiles:
             return False
         modified_at = self._files.modified_at(path)
         if modified_at is None:
-            return self._files.size(path) > 0  # one that is gone already is nobody's
+            return self._files.size(path) > 0  # a file that is gone needs no owner
         return (
             self._since is None
             or modified_at < self._since
@@ -250,7 +249,7 @@ class BorrowedFiles:
 
 
 def may_share_files(key: ContentKey, location: str, output: BranchOutput) -> bool:
-    """Whether a table, by its key and metadata file, may share files with what a branch made."""
+    """Return whether a table may share files with a branch's output, by its key and metadata file."""
     return (
         key in output.changed_keys
         or normalize_location(table_root(location)) in output.normalized_folders
@@ -259,20 +258,20 @@ def may_share_files(key: ContentKey, location: str, output: BranchOutput) -> boo
 
 
 class StateUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """Metadata that tells which files are needed is missing or damaged, so nobody can say which are not."""
+    """Metadata is missing or damaged, so it is unknown which files are still needed."""
 
 
 class BaseUnknown(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """`main` was set back: the commits that it shares with a discarded branch end before the branch began."""
+    """`main` was set back to before a discarded branch began, so the branch's own commits are unknown."""
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """Files by location with their size in bytes, in phases to be deleted one after the other.
+    """The files to delete by location, with their size in bytes, in phases that are deleted in order.
 
-    Files of a phase are named by later ones, so a sweep that died can be planned again. `held_by` are the
-    references that need dead files; those, `outside_files` ones outside of the tables' own folders and
-    `borrowed_files` ones that the run only added to its tables are kept.
+    Files of one phase are named by files of later phases, so an interrupted sweep can be planned again.
+    `held_by` are the references that need dead files. Needed files are kept. So are `outside_files` files
+    outside of the tables' own folders, and `borrowed_files` files that the run only added to its tables.
     """
 
     phases: tuple[Mapping[str, int], ...] = ()
@@ -282,19 +281,19 @@ class SweepPlan:
 
     @property
     def file_count(self) -> int:
-        """How many files go."""
+        """The number of files to delete."""
         return sum(len(phase) for phase in self.phases)
 
     @property
     def size_bytes(self) -> int:
-        """Their bytes."""
+        """The total size of the files to delete."""
         return sum(sum(phase.values()) for phase in self.phases)
 
 
 class SweepPlanner:
-    """Plans sweeps against the present references; contents and files are read once for all plans.
+    """Plans sweeps against the present references. Contents and files are read once for all plans.
 
-    `references` are all branches and tags, with metadata, listed after the fence.
+    `references` are all branches and tags with metadata, listed after the branch was fenced.
     """
 
     def __init__(self, client: NessieClient, files: TableFiles, references: Iterable[Reference]) -> None:
@@ -306,16 +305,16 @@ class SweepPlanner:
         self._reached_files: dict[tuple[str, frozenset[str]], tuple[frozenset[str], str | None]] = {}
 
     def forget_reference(self, name: str) -> None:
-        """A reference is gone; what only it reached is dead now."""
+        """Remove a deleted reference. Files that only it reached are no longer needed."""
         self._references.pop(name, None)
 
     def plan(
         self, tag: Reference, base_hash: str, base_time: datetime | None, recorded_base: str = ""
     ) -> SweepPlan:
-        """What may be deleted of `tag`, which left `main` at `base_hash`, committed at `base_time`.
+        """Plan what may be deleted of `tag`, which left `main` at `base_hash`, committed at `base_time`.
 
-        `recorded_base` is the base that Dagster knows of the run; empty: it knows none. Raises
-        StateUnreadable, and BaseUnknown where `main` was set back to before the branch began.
+        `recorded_base` is the base that Dagster has recorded for the run, or empty. Raises StateUnreadable if
+        metadata is missing or damaged, and BaseUnknown if `main` was set back to before the branch began.
         """
         try:
             return self._plan_sweep(tag, base_hash, base_time, recorded_base)
@@ -330,11 +329,11 @@ class SweepPlanner:
         output = collect_branch_output(log, base_locations, base_hash, self._files)
         if not _is_branch_base(base_hash, recorded_base, log, output, tag.name):
             raise BaseUnknown(
-                f"Main was set back to {base_hash[:12]}, before the commit that the branch started from,"
-                " or somebody else changed the branch."
+                f"main was set back to {base_hash[:12]}, before the commit that the branch started from,"
+                " or another writer changed the branch."
                 " The commits of the branch cannot be distinguished from those that main has lost.",
                 branch=tag.name,
-                hint="Nothing was deleted. Set main forward again, or delete the tag: its files then stay.",
+                hint="Nothing was deleted. Set main forward again, or delete the tag, which keeps its files.",
             )
         related_locations = [
             location for key, location in base_locations.items() if may_share_files(key, location, output)
@@ -357,7 +356,7 @@ class SweepPlanner:
                     f"{problem}, and a reference needs it: {', '.join(sorted(ref_names)[:5])}.",
                     hint="Nothing was deleted.",
                 )
-            # Of a table elsewhere that nobody can read, no file of ours can be read either.
+            # An unreadable table elsewhere cannot lead to files of this branch.
             if not reached_paths.isdisjoint(dead_paths):
                 holders |= ref_names
                 needed_paths |= reached_paths
@@ -372,8 +371,9 @@ class SweepPlanner:
     def _find_dead_files(
         self, output: BranchOutput, related_locations: Collection[str], base_time: datetime | None
     ) -> tuple[list[dict[str, int]], int, int]:
-        """Data files; manifests; statistics and manifest lists; metadata. Then how many stay as not ours.
+        """Return the dead files in four phases, then the numbers of files that are outside or borrowed.
 
+        The phases are data files, manifests, statistics with manifest lists, and metadata.
         `related_locations` are the tables at the base that may share files with the branch's.
         """
         base_snapshots, base_metadata = self._load_base_state(related_locations)
@@ -418,7 +418,7 @@ class SweepPlanner:
         return inside_phases, outside_count, len(borrowed_paths - data.keys())
 
     def _load_base_state(self, locations: Iterable[str]) -> tuple[set[int], set[str]]:
-        """The snapshots, and the metadata files, that tables at the base know of."""
+        """Return the snapshot ids and the metadata files that tables at the base refer to."""
         snapshots: set[int] = set()
         metadata_files: set[str] = set()
         for location in locations:
@@ -437,11 +437,12 @@ class SweepPlanner:
     def _find_other_tables(
         self, tag: Reference, base_locations: Mapping[ContentKey, str]
     ) -> dict[tuple[ContentKey, str], set[str]]:
-        """Where tables stand at the other references, other than at the base; and at which ones."""
+        """Return the tables of other references that differ from the base, with the references' names."""
         ref_names: dict[tuple[ContentKey, str], set[str]] = {}
         old_locations = set(base_locations.values())
         for ref in self._references.values():
-            # What a sweep has claimed is dead: two half-done ones would wait for each other's lost metadata.
+            # States that a sweep has claimed are dead. Otherwise two interrupted sweeps would wait for each
+            # other's deleted metadata.
             if ref.name != tag.name and not is_own_reference(ref.name, ReferencePrefix.SWEEPING):
                 for key, location in self._load_tables(ref).items():
                     if location not in old_locations:
@@ -451,9 +452,9 @@ class SweepPlanner:
     def _find_reached_files(
         self, location: str, old_locations: frozenset[str]
     ) -> tuple[frozenset[str], str | None]:
-        """Everything a metadata file leads to, but for the snapshots that the metadata files `old_locations` know.
+        """Return all files that a metadata file leads to, except through snapshots that `old_locations` know.
 
-        And what of it cannot be read, if anything. One answer for all plans.
+        The second value describes what could not be read, or is None. Results are cached for all plans.
         """
         if (location, old_locations) not in self._reached_files:
             old_snapshots: set[int] = set()
@@ -461,7 +462,7 @@ class SweepPlanner:
                 try:
                     metadata = self._files.metadata(old_location)
                 except FileUnreadable:
-                    continue  # then more is read than is needed
+                    continue  # then more is read than necessary
                 old_snapshots |= (
                     {snapshot.snapshot_id for snapshot in metadata.snapshots} if metadata else set()
                 )
@@ -506,7 +507,10 @@ class SweepPlanner:
     # -- reading ---------------------------------------------------------------------------------------
 
     def _load_tables(self, ref: Reference) -> dict[ContentKey, str]:
-        """The tables of a reference; of our own branches only those that they changed themselves."""
+        """Load the tables of a reference.
+
+        For branchlake's branches, load only the tables that they changed.
+        """
         ancestor = ref.metadata.common_ancestor_hash if ref.metadata else None
         if ancestor is None or not is_own_reference(
             ref.name, ReferencePrefix.RUN, ReferencePrefix.PUBLICATION
@@ -524,7 +528,7 @@ class SweepPlanner:
         return self._tables[ref]
 
     def _load_base_by_folder(self, base_hash: str) -> Mapping[str, list[str]]:
-        """The tables at the base by their folders."""
+        """Return the tables at the base by their folders."""
         if base_hash not in self._tables_by_folder:
             locations: dict[str, list[str]] = {}
             for location in self._load_tables_at(f"@{base_hash}").values():
@@ -536,11 +540,11 @@ class SweepPlanner:
 def _is_branch_base(
     base_hash: str, recorded_base: str, log: Sequence[LogEntry], output: BranchOutput, name: str
 ) -> bool:
-    """Whether the branch or tag `name` began at `base_hash`, the newest commit that it shares with `main`.
+    """Return whether `name` began at `base_hash`, the newest commit that it shares with `main`.
 
-    It did not if `main` was set back: other commits of `main` then lie in between. They have one parent each,
-    as those of the run do. Taken for the run's, their files were deleted, published ones among them.
-    Dagster or the run's snapshots record the base. Where neither does, every commit must name the run.
+    It did not if `main` was set back: then other commits of `main` lie in between. They have one parent each,
+    like those of the run. When they were once taken for the run's, their files were deleted, even published
+    ones. Dagster or the run's snapshots record the base. If neither does, every commit must name the run.
     """
     if any(entry.commit.properties.get(LakeProperty.PUBLICATION_ID) for entry in log):
         return False
@@ -552,7 +556,7 @@ def _is_branch_base(
 
 
 def _pinned_ref(ref: Reference) -> str:
-    """A reference's state for Nessie, whether or not the reference is still there."""
+    """Return Nessie's notation for the reference's hash. It is valid even if the reference is deleted."""
     return f"@{ref.hash}"
 
 

@@ -1,8 +1,8 @@
-"""Sweeping: deleting the files of discarded branches after a grace, with tags in Nessie as the journal.
+"""Delete the files of discarded branches after a grace period, with tags in Nessie as the journal.
 
-`discarded-{run}` becomes `sweeping-{run}`, which is the claim against a retry that wants the state back.
-Then all references are listed, what none of them reaches is deleted, and the tag goes. A sweep that dies is
-resumed by the next one: the tag is still there, and files that are gone already are fine.
+`discarded-{run}` is renamed to `sweeping-{run}`. This is the claim against a retry that wants the state back.
+Then all references are listed, the files that none of them reaches are deleted, and the tag is deleted. An
+interrupted sweep is resumed by the next one: the tag still exists, and missing files are not an error.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from branchlake_dagster.tables.table_files import TableFiles
 from branchlake_dagster.wording import CodedReason, format_count, pluralize
 
 SWEEPER_TAG_FILTER = tag_filter(ReferencePrefix.DISCARDED, ReferencePrefix.SWEEPING)
-"""Nessie's filter for the tags that the sweeper looks at."""
+"""Nessie's filter for the tags that the sweeper examines."""
 
 _DELETE_THREADS = 8
 _SELF_CLEANING_PREFIXES = (ReferencePrefix.RUN, ReferencePrefix.DISCARDED, ReferencePrefix.CLAIM)
-"""References whose own end takes care of the files that they still need."""
+"""Prefixes of references whose own end also cleans up the files that they still need."""
 
 
-_CLAIMED_REASON = CodedReason("somebody else claimed it meanwhile", "claimed_meanwhile")
+_CLAIMED_REASON = CodedReason("another process has claimed it meanwhile", "claimed_meanwhile")
 
 
 class FilesNotDeleted(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -45,7 +45,7 @@ class FilesNotDeleted(BranchlakeError, Transient):  # noqa: N818 - named like th
 
 @dataclass(frozen=True)
 class Sweeping:
-    """What becomes of a discarded state. `files` and `size` (bytes) are what was, or would be, freed."""
+    """The outcome for a discarded state. `files` and `size` (bytes) are what was freed, or would be."""
 
     tag: str
     run_id: str
@@ -61,22 +61,22 @@ class Sweeping:
 
 @dataclass(frozen=True)
 class _DueTag:
-    """A tag whose time has come, and the base of what it holds; None: it holds nothing to delete."""
+    """A tag to sweep, and the base of its state. `base_hash` is None if there is nothing to delete."""
 
     run_id: str
     tag: Reference
     base_hash: str | None
     base_time: datetime | None = None
     recorded_base: str = ""
-    """The base that Dagster knows of the run, if any."""
+    """The base that Dagster has recorded for the run, or empty."""
 
 
 class Sweeper:
-    """Sweeps the tags of the Nessie filter `listing` that are older than their grace.
+    """Sweeps the tags of the Nessie filter `ref_filter` that are older than their grace period.
 
-    `grace` holds for runs that recorded none themselves, and for what a person has named.
-    `owners(branches)` tells whose state it was, as for the reaper. What none of them holds is swept only if
-    Dagster instance `instance` made it, or `anyones`: a person has said so.
+    `grace` applies to runs that recorded none themselves, and to tags that a person has named. `load_owners`
+    loads the owners of branches, as for the reaper. A tag without owner is swept only if Dagster instance
+    `instance` made it, or if `anyones` is true because a person has named it.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Sweeper:
         self._anyones = anyones
 
     def run(self, *, dry_run: bool = False) -> Iterator[Sweeping]:
-        """One pass. Raises, before it deletes a file, what Nessie and `owners` raise."""
+        """Run one pass. Errors of Nessie and `load_owners` are raised before a file is deleted."""
         due_tags: list[_DueTag] = []
         for candidate in self._find_due_tags():
             if isinstance(candidate, Sweeping):
@@ -113,13 +113,13 @@ class Sweeper:
             else:
                 due_tags.append(replace(candidate, tag=claim))
         if due_tags:
-            # Only now: whoever copied the state before the claim is in this list.
+            # List the references after the claims, so that the list has every earlier copy of a state.
             references = list(self._client.references(fetch_metadata=True))
             planner = SweepPlanner(self._client, self._files, references)
             for due_tag in due_tags:
                 planner.forget_reference(
                     claim_tag_name(run_branch_name(due_tag.run_id))
-                )  # it speaks of a branch that is gone
+                )  # its branch is gone
                 yield self._sweep(due_tag, planner, dry_run=dry_run)
 
     # -- what is due -----------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Sweeper:
             if name.startswith(ReferencePrefix.SWEEPING):
                 discarded_tag = tags_by_name.get(f"{ReferencePrefix.DISCARDED}{run_id}")
                 if discarded_tag is not None and discarded_tag.hash == tag.hash:
-                    continue  # a sweep died while it claimed this; the other tag starts it again
+                    continue  # a sweep died during its claim; the other tag starts it again
             elif (reason := self._early_reason(tag, owner)) is not None:
                 yield Sweeping(name, run_id, False, reason)
                 continue
@@ -159,7 +159,7 @@ class Sweeper:
         if owner is not None and owner.state is RunState.ACTIVE:
             return CodedReason(f"run {owner.run_id} may continue it", "run_may_continue")
         if owner is not None and owner.state is RunState.AWAITING_PUBLICATION and not owner.is_continued:
-            return CodedReason(f"run {owner.run_id} has passed, so the reaper gives it back", "run_passed")
+            return CodedReason(f"run {owner.run_id} has passed, so the reaper restores it", "run_passed")
         head = tag.metadata.head_commit if tag.metadata else None
         signs_of_life = [
             moment for moment in (head.commit_time if head else None, owner and owner.ended_at) if moment
@@ -186,7 +186,10 @@ class Sweeper:
     # -- the claim -------------------------------------------------------------------------------------
 
     def _claim_tag(self, tag: Reference, run_id: str) -> Reference | Sweeping | None:
-        """The tag under its new name; None when it has that already; a Sweeping when others were first."""
+        """Claim the tag by its new name.
+
+        Return the new tag, None if it has that name, or a Sweeping if others claimed it.
+        """
         if tag.name.startswith(ReferencePrefix.SWEEPING):
             return None
         name = f"{ReferencePrefix.SWEEPING}{run_id}"
@@ -196,7 +199,10 @@ class Sweeper:
             sweeping_tag = self._client.reference(name)
             if sweeping_tag.hash != tag.hash:
                 return Sweeping(
-                    tag.name, run_id, False, CodedReason(f"an older sweep is not done: {name}", "older_sweep")
+                    tag.name,
+                    run_id,
+                    False,
+                    CodedReason(f"an older sweep is not complete: {name}", "older_sweep"),
                 )
         except ReferenceNotFound:
             return Sweeping(tag.name, run_id, False, _CLAIMED_REASON)
@@ -261,7 +267,7 @@ class Sweeper:
         try:
             self._files.delete(location)
         except OSError as error:
-            raise FilesNotDeleted(f"{location} could not be deleted: {type(error).__name__}.") from error
+            raise FilesNotDeleted(f"File {location} could not be deleted: {type(error).__name__}.") from error
 
 
 def _format_kept_files(number: int, which: str) -> str:

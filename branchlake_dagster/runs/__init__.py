@@ -1,1 +1,1 @@
-"""A run's branch: name, owner, tags, lease, heartbeats, its end, and the lake as Dagster resources."""
+"""Manage a run's branch, owner, tags, leases and heartbeats, and provide the lake as Dagster resources."""

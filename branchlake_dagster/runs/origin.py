@@ -44,7 +44,7 @@ class BranchOrigin:
     def __str__(self) -> str:
         if self.maker is Maker.ELSEWHERE:
             return f"it belongs to {format_names('Dagster instance', self.instance_ids)}"
-        return "nothing says which Dagster instance made it"
+        return "nothing records which Dagster instance made it"
 
 
 UNKNOWN_ORIGIN = BranchOrigin()

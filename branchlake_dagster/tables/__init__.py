@@ -1,1 +1,1 @@
-"""The table of an asset: its declaration, schema, partitions and frames, and how rows are written to it."""
+"""Declare the table of an asset, evolve its schema and partitions, and read and write its rows."""
