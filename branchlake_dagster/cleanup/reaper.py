@@ -87,8 +87,8 @@ class ReaperView:
 def branch_age(branch: Reference, started_at: datetime | None, now: datetime) -> timedelta | None:
     """Return the time since the branch's own last commit, or since `started_at`, whichever is later.
 
-    `started_at` is when the branch's run or batch started. None if neither time is known. Nessie does not
-    record when a branch was created, and the head of a branch without own commits is its base.
+    `started_at` is when the branch's run or batch started. Returns None if neither time is known. Nessie does
+    not record when a branch was created, and the head of a branch without own commits is its base.
     """
     metadata = branch.metadata
     own_commit = metadata.head_commit if metadata and metadata.commits_ahead else None
@@ -256,16 +256,18 @@ class Reaper:
         liveness |= {beat: Liveness.DEAD for beat in dead if liveness.get(beat) is Liveness.SUSPECT}
         # Another instance's writers are watched by its own reaper.
         suspects = [
-            b for b, pulse in liveness.items() if pulse is Liveness.SUSPECT and self._is_own_heartbeat(b)
+            beat
+            for beat, state in liveness.items()
+            if state is Liveness.SUSPECT and self._is_own_heartbeat(beat)
         ]
         if self._heartbeats and suspects and watching:
             verdicts = watch_suspects(
                 self._heartbeats, suspects, monotonic=self._monotonic, sleep=self._sleep
             )
             other_liveness = {
-                b: pulse
-                for b, pulse in liveness.items()
-                if pulse is Liveness.ALIVE or not self._is_own_heartbeat(b)
+                beat: state
+                for beat, state in liveness.items()
+                if state is Liveness.ALIVE or not self._is_own_heartbeat(beat)
             }
             liveness = other_liveness | dict(verdicts)
             branches = self._list_branches()

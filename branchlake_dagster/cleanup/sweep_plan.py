@@ -1,10 +1,10 @@
 """Plan which files of a discarded branch can be deleted because no other reference needs them.
 
-Dead files are those that the branch's own commits made since its base: metadata files, the new snapshots in
-them, and the files that these snapshots wrote. What existed at the base, under any key, is not dead. Needed
-files are those that another reference reaches, under any key. It may have the same snapshots (a copy of the
-state), or the same manifests and data files in its own snapshots (after a rebase or a merge of manifests).
-Dead files that are not needed may be deleted. In doubt a file is kept.
+Dead files are those that the branch's own commits made since its base. These are metadata files, and the
+files of the snapshots that are new in them. What existed at the base, under any key, is not dead. Needed
+files are those that another reference reaches, under any key. A copy of the state has the same snapshots. A
+rebase or a merge of manifests leads to other snapshots with the same manifests and data files. Dead files
+that are not needed may be deleted. In doubt a file is kept.
 
 A branch may also name files that it did not make. `register_table` names a metadata file of another writer: a
 copy of a table of `main`, or an older state. `add_files` names data files of other writers. A sweeper that
@@ -121,9 +121,9 @@ def collect_branch_output(
 ) -> BranchOutput:
     """Collect what the commits of `log` (newest first) made on top of the tables of `base_locations`.
 
-    A commit wrote a metadata file, and did not only register it, if the file names its predecessor correctly:
-    the file that the key had before, or none for a new key. A commit's own snapshots are those that are new
-    in such a file. Raises FileUnreadable.
+    A commit wrote a metadata file, and did not only register it, if the file names the right predecessor.
+    This is the file that the key had before, or none for a new key. A commit's own snapshots are those that
+    are new in such a file. Raises FileUnreadable.
     """
     locations: dict[ContentKey, str | None] = dict(base_locations)
     seen_locations = {normalize_location(location) for location in base_locations.values()}
@@ -204,8 +204,8 @@ class BorrowedFiles:
 
         PyIceberg names the manifests and data files of one commit by one UUID, and the IO manager adds only
         files that it has just written. The files of a change table belong to its input, except for copied
-        rows. For any other file, the store's clock must show that it is newer than the base, and no table at
-        the base may contain it: a restored backup makes all files new.
+        rows. Any other file must be newer than the base by the store's clock. No table at the base may
+        contain it either, because a restored backup makes all files look new.
         """
         if _summary_entry(snapshot, LakeProperty.CHANGE_OF):
             return not is_in_folders(path, (table_root(manifest.manifest_path),))
@@ -366,7 +366,7 @@ class SweepPlanner:
         ]
         return SweepPlan(tuple(phases), tuple(sorted(holders)), outside_files, borrowed_files)
 
-    # -- the dead --------------------------------------------------------------------------------------
+    # -- dead files ------------------------------------------------------------------------------------
 
     def _find_dead_files(
         self, output: BranchOutput, related_locations: Collection[str], base_time: datetime | None
@@ -385,7 +385,9 @@ class SweepPlanner:
         is_borrowed = BorrowedFiles(self._files, related_locations, base_time)
         own_folders = tuple(output.folders)
         new_snapshots = {
-            number: one for number, one in output.own_snapshots.items() if number not in base_snapshots
+            number: snapshot
+            for number, snapshot in output.own_snapshots.items()
+            if number not in base_snapshots
         }
         for snapshot_id, snapshot in new_snapshots.items():
             lists_and_statistics[snapshot.manifest_list] = self._files.size(snapshot.manifest_list)
@@ -402,9 +404,9 @@ class SweepPlanner:
                     else:
                         data[path] = size
         for metadata in output.own_metadata.values():
-            for one in (*metadata.statistics, *metadata.partition_statistics):
-                if one.snapshot_id in new_snapshots:
-                    lists_and_statistics[one.statistics_path] = one.file_size_in_bytes
+            for statistics in (*metadata.statistics, *metadata.partition_statistics):
+                if statistics.snapshot_id in new_snapshots:
+                    lists_and_statistics[statistics.statistics_path] = statistics.file_size_in_bytes
         metadata_files = {
             path: self._files.size(path)
             for path in output.own_metadata
@@ -432,7 +434,7 @@ class SweepPlanner:
             }
         return snapshots, metadata_files
 
-    # -- the living ------------------------------------------------------------------------------------
+    # -- needed files ----------------------------------------------------------------------------------
 
     def _find_other_tables(
         self, tag: Reference, base_locations: Mapping[ContentKey, str]

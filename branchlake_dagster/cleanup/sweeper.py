@@ -122,7 +122,7 @@ class Sweeper:
                 )  # its branch is gone
                 yield self._sweep(due_tag, planner, dry_run=dry_run)
 
-    # -- what is due -----------------------------------------------------------------------------------
+    # -- due tags --------------------------------------------------------------------------------------
 
     def _find_due_tags(self) -> Iterator[_DueTag | Sweeping]:
         tags_by_name = {

@@ -1,8 +1,8 @@
 """Find the run or batch that a branch belongs to, by the branch's name and the tags of runs.
 
-The branch of one batch of a live ingestion is named `run-{UUIDv7}.{live run}.{Dagster instance}`. The name
-itself records the owner and the age: no run has the same name, and Nessie reports neither for a branch
-without commits of its own. So the owner is known even if the writer died right after creating the branch.
+The branch of one batch of a live ingestion is named `run-{UUIDv7}.{live run}.{Dagster instance}`. No run has
+this name, and Nessie records neither an owner nor an age for a branch without commits of its own. So the name
+records both, even if the writer died right after creating the branch.
 """
 
 from __future__ import annotations

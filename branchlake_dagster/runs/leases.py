@@ -4,10 +4,10 @@ A lease is a namespace without tables on `main`, `branchlake.lease-{name}`. Its 
 and a fencing token. A grant is a commit on `main`. If several runs commit at once, Nessie accepts one of
 them. A publication can require in its own commit that the grant is still valid.
 
-A heartbeat's time is from the holder's clock, which is not trusted. Instead the waiting run watches that the
-heartbeat stays unchanged, by its own monotonic clock and a number of readings: a pause of the waiting run
-does not count as silence of the holder. A holder that is wrongly declared gone loses only its work, because
-its fencing token is refused.
+A heartbeat's time is from the holder's clock, which is not trusted. Instead the waiting run watches whether
+the heartbeat changes, by its own monotonic clock and a number of readings. So a pause of the waiting run does
+not count as silence of the holder. A holder that is wrongly declared gone loses only its work, because its
+fencing token is refused.
 """
 
 from __future__ import annotations

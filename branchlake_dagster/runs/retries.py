@@ -1,7 +1,7 @@
 """Retry runs and steps: continue a parent's branch, and remove the rows of earlier attempts of a step.
 
 A retry of a run takes over its parent's branch. A step that is attempted again must not repeat the rows that
-its own code wrote by SQL in the run's Spark session or through the catalog. Such commits name the step, and a
+its code wrote, by SQL in the run's Spark session or through the catalog. Such commits name the step, and a
 later attempt restores the tables to their state before the first of these commits. The IO manager handles the
 rows that a step returns.
 """
@@ -53,9 +53,9 @@ def inherit_parent_branch(
 ) -> RunLocation | None:
     """Take over the work of the run that `run` retries, under `run`'s own branch name.
 
-    Returns None if there is nothing to take over: `run` is not a retry, or the retried run used no table or
-    wrote to `main` directly. Raises RetryNeedsFullRun if the work is gone, was published already, or is in
-    use by another run.
+    Returns None if there is nothing to take over. This is so if `run` is not a retry, or if the retried run
+    used no table or wrote to `main` directly. Raises RetryNeedsFullRun if the work is gone, was published
+    already, or is in use by another run.
     """
     if not is_retry(run):
         return None

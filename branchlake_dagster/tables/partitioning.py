@@ -68,8 +68,8 @@ def build_partition_spec(
     """Return a spec with one partition field per mapped dimension, followed by the fields of `layout`.
 
     If all windows start on UTC days or hours, every Dagster partition is a union of Iceberg partitions. For
-    other windows (half-hour zones, windows of minutes) the field still is the hour: a partition for each
-    distinct moment would mean a file for each row. Such an hour holds files of several windows.
+    other windows (half-hour zones, windows of minutes), the field still is the hour. Such an hour holds files
+    of several windows. A partition for each distinct moment would mean a file for each row.
 
     Raises SchemaMismatch if a column is missing or its type does not fit a transform.
     """

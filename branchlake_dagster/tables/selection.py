@@ -2,7 +2,7 @@
 
 A selection is a disjunction of slices; a slice is a conjunction of conditions. `None` instead of a selection
 means the whole table. The column's type decides how a time window applies to it (ADR 11). A zoned timestamp
-is an instant; a timestamp without zone is the wall clock of UTC; a date belongs to the calendar of the
+is an instant. A timestamp without zone is the wall clock of UTC. A date belongs to the calendar of the
 partitions' time zone.
 """
 
@@ -97,7 +97,7 @@ def select_partitions(
     for the window of a key. (default: the same window) If `all_dimensions` is false, dimensions without a
     column are ignored.
 
-    Raises ConfigurationError if a dimension has no column or its windows do not fit the column, and
+    Raises ConfigurationError if a dimension has no column or its windows do not fit the column. Raises
     SchemaMismatch if the column is missing or its type cannot hold the dimension.
     """
     values_by_slice: dict[Slice, list[str]] = {}

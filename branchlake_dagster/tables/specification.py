@@ -294,8 +294,8 @@ def parse_table_spec(
 def require_parquet(properties: Mapping[str, str], *, table_name: str) -> None:
     """Raise ConfigurationError if a table's properties request data files of another format than Parquet.
 
-    PyIceberg writes Parquet only, and branchlake uses PyIceberg for frames that are not Spark's, for files
-    that a selection cuts through, and for the records of an ingestion.
+    PyIceberg writes Parquet only. Branchlake uses it for frames that are not Spark's, for files that a
+    selection cuts through, and for records of an ingestion.
     """
     name = TableProperties.WRITE_FILE_FORMAT
     file_format = properties.get(name, TableProperties.WRITE_FILE_FORMAT_DEFAULT)
