@@ -1,4 +1,4 @@
-"""The tables of an ingestion as assets: each materialisation is one batch on the run's branch."""
+"""The multi-asset of an ingestion: each materialization writes one batch on the run's branch."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -36,12 +36,18 @@ _KINDS = {"kafka": "kafka", "landing": "parquet"}
 
 
 def count_read_tasks(lake: Lakehouse) -> int:
-    """How many tasks read a batch: as many as the embedded Spark has cores; a cluster has its own mind."""
+    """Return the number of Spark tasks that read a batch.
+
+    It is the number of local cores (at least 2) with the embedded Spark, and 32 with a Spark cluster.
+    """
     return max(2, os.cpu_count() or 2) if lake.settings.embedded_spark else 32
 
 
 def build_batch_assets(ingest: Ingest, *, live: bool = True) -> dg.AssetsDefinition:
-    """The tables of an ingestion, and its dead letters, as one multi-asset; `live`: it has a live run too."""
+    """Build one multi-asset of the tables of an ingestion and its dead letters.
+
+    `live` states whether the ingestion also has a live run. The ingestion is added to `ingests_by_name`.
+    """
     ingests_by_name[ingest.name] = ingest
 
     @dg.multi_asset(
@@ -68,7 +74,7 @@ def build_batch_assets(ingest: Ingest, *, live: bool = True) -> dg.AssetsDefinit
         for note in planned_batch.plan.notes:
             context.log.warning(note)
         if planned_batch.plan.is_empty:
-            context.log.info("There is nothing to read.")
+            context.log.info("The topics have no new records.")
             yield from iter_check_results(expand_families(ingest, {}), {}, planned_batch.identifiers)
             return
         result = ingest_batch(planned_batch, batch_context, source.records, tasks=count_read_tasks(lake))
@@ -93,16 +99,16 @@ def _reprocess_dead_letters(
     spark: BranchSparkResource,
     selection: DeadLetterSelection,
 ) -> Iterator[dg.MaterializeResult[Any] | dg.AssetCheckResult]:
-    """Dead letters put back, what became of the tables that took them, and the verdicts."""
+    """Reprocess the selected dead letters; yield the materializations and check results of the step."""
     batch_context = _build_batch_context(context, lakehouse, spark)
     _restart_from_base(context, ingest, batch_context)
     result = reprocess_batch(ingest, batch_context, selection)
     if result is None:
-        context.log.info("No dead letter is to be put back.")
+        context.log.info("No selected dead letter waits for reprocessing.")
         yield from iter_check_results(expand_families(ingest, {}), {}, (), is_reprocessing=True)
         return
     counts = result.scanned.counts
-    context.log.info(f"Put {counts['records']} dead letters back; {counts['dead']} failed again.")
+    context.log.info(f"Reprocessed {counts['records']} dead letters; {counts['dead']} failed again.")
     changed_assets = _iter_changed_assets(
         result.ingest,
         result.targets,
@@ -122,9 +128,10 @@ def _yield_declared_results(
     ingest: Ingest,
     results: Sequence[dg.MaterializeResult[Any] | dg.AssetCheckResult],
 ) -> Iterator[dg.MaterializeResult[Any] | dg.AssetCheckResult]:
-    """What is of the step's own assets; of tables that records have named Dagster is told by events.
+    """Yield the results of the step's declared assets, and log the results of all other tables as events.
 
-    They have no definition: what the code location is made of is settled before records are read.
+    Tables that records have named have no asset definition: Dagster loads the definitions of a code location
+    before any record is read, and rejects results of undeclared assets.
     """
     declared_keys = {*(one.asset for one in ingest.tables), ingest.dead_letters_asset}
     for result in results:
@@ -133,12 +140,12 @@ def _yield_declared_results(
         elif isinstance(result, dg.AssetCheckResult):
             context.log_event(to_check_evaluation(result))
         else:
-            assert result.asset_key is not None  # noqa: S101 - each of ours names its asset
+            assert result.asset_key is not None  # noqa: S101 - each of these results names its asset
             context.log_event(dg.AssetMaterialization(result.asset_key, metadata=dict(result.metadata or {})))
 
 
 def build_asset_specs(ingest: Ingest, *, live: bool = True) -> Iterator[dg.AssetSpec]:
-    """Each table's asset, made from the topics."""
+    """Yield the asset specifications of the declared tables and the dead letters, with the topics as deps."""
     filled_live = {AssetMetadata.LIVE_INGESTION: ingest.name} if live else {}
     topics = [topic_key(ingest, topic) for topic in ingest.topics]
     for table in ingest.tables:
@@ -160,7 +167,7 @@ def build_asset_specs(ingest: Ingest, *, live: bool = True) -> Iterator[dg.Asset
     yield dg.AssetSpec(
         ingest.dead_letters_asset,
         deps=topics,
-        description=f"Records that ingestion {ingest.name} could not put into any table, as they were.",
+        description=f"Records that ingestion {ingest.name} could not write into a table, unchanged.",
         metadata=table_metadata(write_mode="append") | filled_live,
         skippable=True,
         kinds={"iceberg", _KINDS[ingest.source], "spark"},
@@ -169,11 +176,11 @@ def build_asset_specs(ingest: Ingest, *, live: bool = True) -> Iterator[dg.Asset
 
 
 def _format_description(ingest: Ingest, table: IngestTable, *, live: bool) -> str:
-    """With the jobs: Dagster lists those of assets on their pages, and the live one is none."""
+    """Return the asset's description, with both jobs: Dagster's asset page does not list the live op job."""
     summary = table.description or f"Records of {', '.join(ingest.topics)}, ingested by {ingest.name}."
     name = f"ingest_{ingest.name}"
-    live_clause = f", or by the live run of `{name}_live`" if live else ""
-    return f"{summary}\n\nFilled by runs of `{name}_job`, one for each batch{live_clause}."
+    live_clause = f"; the live run of `{name}_live` adds batches continuously" if live else ""
+    return f"{summary}\n\nEach run of `{name}_job` adds one batch{live_clause}."
 
 
 def _write_metadata(table: IngestTable) -> dict[str, Any]:
@@ -212,7 +219,7 @@ def _build_batch_context(
 def _restart_from_base(
     context: dg.AssetExecutionContext, ingest: Ingest, batch_context: BatchContext
 ) -> None:
-    """Forget what an earlier attempt of the step committed: in this run, or in the one that it retries."""
+    """Undo the commits of an earlier attempt of the step, in this run or in the run that it retries."""
     base_hash, settings = (
         batch_context.snapshot_properties.get(LakeProperty.BASE_HASH),
         batch_context.lake.settings,
@@ -230,13 +237,16 @@ def _restart_from_base(
         ingestion=ingest.name,
         properties=batch_context.commit_properties,
     ):
-        context.log.warning("An earlier attempt had committed its batch. It was taken back.")
+        context.log.warning("An earlier attempt of this step had committed its batch. The commit was undone.")
 
 
 def _iter_materializations(
     result: BatchResult, lakehouse: LakehouseResource, is_retry: bool, *, find_table: Callable[[str], object]
 ) -> Iterator[dg.MaterializeResult[Any]]:
-    """What became of the tables that the batch has changed; after a retry of all, for an attempt may have."""
+    """Yield a materialization for each table that the batch changed.
+
+    After a retry every table counts as changed, because the earlier attempt may have changed it.
+    """
 
     def is_changed(number: int, is_last: bool) -> bool:
         return bool(
@@ -258,7 +268,10 @@ def _iter_changed_assets(
     lakehouse: LakehouseResource,
     is_changed: Callable[[int, bool], bool],
 ) -> Iterator[tuple[int, dg.AssetKey, dict[str, Any]]]:
-    """Number, asset and metadata of the changed tables; `is_changed` gets a number, and if it is the last."""
+    """Yield number, asset key and metadata of each changed table.
+
+    `is_changed` is called with the table's number and whether it is the last one, the dead letters.
+    """
     catalog, settings = lakehouse.own_catalog(), lakehouse.lakehouse.settings
     keys = [*(table.asset for table in ingest.tables), ingest.dead_letters_asset]
     write_metadata_list = [

@@ -38,12 +38,12 @@ from branchlake_dagster.tables.specification import format_table_name
 
 @dataclass(frozen=True)
 class BatchTableChange:
-    """What a batch does to one table.
+    """The change that a batch makes to one table.
 
-    `progress` are its offsets afterwards, None for a table that records none; `snapshot_properties` goes into
-    the summary
-    of its snapshot beside them, and `table_properties` are set on the table. `reprocessed_by` is the run
-    whose dead letters are put back into it, or marked in it.
+    `progress` is the ingestion's progress after the batch, None for a table that does not record it.
+    `snapshot_properties` are added to the summary of the new snapshot; `table_properties` are set on the
+    table. `reprocessed_by` is the id of the run that reprocesses dead letters into this table, or marks them
+    in it.
     """
 
     identifier: Identifier
@@ -55,7 +55,7 @@ class BatchTableChange:
     reprocessed_by: str | None = None
 
     def property_names(self, ingestion: str) -> list[str]:
-        """The properties that it sets."""
+        """Return the names of the table properties that the change sets."""
         offsets = [LakeProperty.OFFSETS_PREFIX + ingestion] if self.progress else []
         return [
             *self.table_properties,
@@ -77,13 +77,14 @@ def commit_tables(
     keep_snapshots: int | None = None,
     tables_to_drop: Sequence[Identifier] = (),
 ) -> Reference:
-    """Commit the files and offsets of all tables at once, and forget the tables that are `tables_to_drop`.
+    """Atomic: commit the files and properties of all tables and drop `tables_to_drop`, or change nothing.
 
-    Of tables without files the offsets alone; with `keep_snapshots` so many snapshots stay of one that has a
-    quarter
-    more. The branch as it is then. Raises EarlierAttemptLate where the branch has, since a table was loaded,
-    come to say something else of what is set on it here. Nessie's errors pass through; nothing is left of a
-    commit that certainly did not happen but data files.
+    A table without files gets only its properties. With `keep_snapshots`, a table that has a quarter more
+    snapshots than that number keeps only the newest `keep_snapshots` of them.
+
+    Returns the branch after the commit. Raises EarlierAttemptLate if a property that this commit sets has
+    changed on the branch since the table was loaded. Nessie's errors pass through. A commit that certainly
+    failed leaves only data files behind: its metadata files are deleted.
     """
     keys = [ContentKey(one.identifier) for one in changes]
     dropped_keys = [ContentKey(one) for one in tables_to_drop]
@@ -95,7 +96,7 @@ def commit_tables(
     try:
         for key, change in zip(keys, changes, strict=True):
             content = branch_contents.contents.get(key)
-            assert isinstance(content, IcebergTable)  # noqa: S101 - it was loaded or made on this branch
+            assert isinstance(content, IcebergTable)  # noqa: S101 - loaded or created on this branch
             table = change.table
             if content.metadata_location != table.metadata_location:
                 table = catalog.table_of(key, content)
@@ -119,9 +120,9 @@ def commit_tables(
 
 
 def _require_unchanged(change: BatchTableChange, current_table: Table, ingestion: str, branch: str) -> None:
-    """Raise EarlierAttemptLate where an attempt that was given up has committed since: no other one may.
+    """Raise EarlierAttemptLate if an abandoned attempt of the step has committed since the table was loaded.
 
-    Its rows would stay under ours, which has read the same records.
+    Both attempts have read the same records, so the table would hold their rows twice.
     """
     property_names = change.property_names(ingestion)
     if any(
@@ -129,16 +130,16 @@ def _require_unchanged(change: BatchTableChange, current_table: Table, ingestion
         for one in property_names
     ):
         raise EarlierAttemptLate(
-            f"An earlier attempt of ingestion {ingestion} has committed its batch after this one had begun.",
+            f"An earlier attempt of ingestion {ingestion} committed its batch after this attempt began.",
             table=format_table_name(change.identifier),
             branch=branch,
-            hint="Nothing of this attempt was committed. The next attempt of the step takes the earlier one's"
-            " back and begins anew; where the step has no retry, retry the run from its failure.",
+            hint="This attempt committed nothing. The next attempt of the step undoes the late commit and"
+            " starts again. If the step has no retry policy, retry the run from its failure.",
         )
 
 
 def _expired_snapshots(metadata: TableMetadata, keep_snapshots: int) -> list[int]:
-    """The oldest snapshots of the line, beyond those that are kept; none that a reference names."""
+    """Return the ids of the oldest ancestors to remove. Snapshots that a branch or tag names stay."""
     if len(metadata.snapshots) <= keep_snapshots + keep_snapshots // 4:
         return []
     ancestors, _ = ancestors_after(metadata)
@@ -197,17 +198,20 @@ _STAGING_COLUMN_TYPES = {
     "offset": pa.int64(),
     "timestamp": pa.timestamp("us", "UTC"),
 }
-"""What a staged row has of its record, by attribute."""
+"""Types of the columns that a staging table adds for attributes of the record."""
 _STAGING_NAME = re.compile(r"(.+)__staged_[0-9a-f]{16}")
 
 
 def staging_columns(target: Target) -> dict[str, str]:
-    """The columns for that, by attribute: under names that no column of the table has."""
+    """Return the staging table's column name for each attribute of the record.
+
+    None of the names is a column of the target table.
+    """
     return {attribute: _unused_column_name(f"__{attribute}", target) for attribute in _STAGING_COLUMN_TYPES}
 
 
 def _unused_column_name(name: str, target: Target) -> str:
-    # Debezium's transforms give records fields like __op; Spark tells no case apart.
+    # Debezium's transforms add fields such as __op to records. Spark compares names without case.
     used_names = {one.name.casefold() for one in target.table.schema().fields}
     while name in used_names:
         name = f"_{name}"
@@ -215,10 +219,11 @@ def _unused_column_name(name: str, target: Target) -> str:
 
 
 def create_staging_table(catalog: NessieCatalog, target: Target, batch_id: str) -> tuple[Identifier, Table]:
-    """Create a table for the rows of one batch; its identifier, and the table. It never leaves the branch.
+    """Create a table that holds the rows of one batch until they are merged.
 
-    An earlier pass of the batch may have left one behind: it is made anew. No other batch knows its name: an
-    attempt that was given up would take the rows of the next one away.
+    Returns its identifier and the table. The table never leaves the branch. A table that an earlier pass of
+    the batch has left behind is replaced. The name is unique to the batch: an abandoned attempt that shared
+    the name could drop the rows of the next.
     """
     *namespace, name = target.identifier
     identifier = (*namespace, f"{name}__staged_{hashlib.sha256(batch_id.encode()).hexdigest()[:16]}")
@@ -234,7 +239,7 @@ def create_staging_table(catalog: NessieCatalog, target: Target, batch_id: str) 
 
 
 def list_staging_tables(client: NessieClient, ref: str, tables: Iterable[Identifier]) -> list[Identifier]:
-    """All that a reference has for these tables: those of attempts that were given up too."""
+    """Return the staging tables of these tables at a reference, including those of abandoned attempts."""
     target_identifiers = {*tables}
     if not target_identifiers:
         return []
@@ -249,10 +254,11 @@ def list_staging_tables(client: NessieClient, ref: str, tables: Iterable[Identif
 def merge_staged_rows(
     session: SparkSession, target: Target, staging_identifier: Identifier, properties: Mapping[str, str]
 ) -> None:
-    """Let the staged rows take the place of those with the same keys; of one key the last record counts.
+    """Merge the staged rows into the target: each replaces the row with the same keys.
 
-    Of one partition the greatest offset is the last record; of several partitions that of the latest time,
-    then that of the greatest topic and partition. Deletions of keys that are not there change nothing.
+    If several records have the same keys, the last record wins. Within a partition the last record has the
+    greatest offset. Among partitions it has the latest time, then the greatest topic and partition. Deleting
+    a key that the table does not have changes nothing.
     """
     assert target.declaration is not None  # noqa: S101 - dead letters are appended
     keys, attribute_columns, row_number_column = (

@@ -1,4 +1,4 @@
-"""What is known before a batch: the tables, the progress, the topics, and the branch it works on."""
+"""The input of a batch: the ingestion's tables, progress and topics, and the branch that it writes to."""
 
 from __future__ import annotations
 
@@ -49,10 +49,11 @@ from branchlake_dagster.stored_names import LakeProperty
 
 @dataclass(frozen=True)
 class IngestionTables:
-    """An ingestion's tables as a reference has them, the dead letters last, by dotted name.
+    """The tables of an ingestion at one Nessie reference, by dotted name; the dead letters come last.
 
-    `loaded_tables` has None for one that is not there: those with a key of their own, for one that a record
-    has named and that was dropped is made again when a record names it.
+    `loaded_tables` maps a name to the table, or to None if it does not exist yet. In tables that were loaded
+    without `create_missing`, only tables with a declared key can be None: a dropped table that records had
+    named is left out, and is created again by the next record that names it.
     """
 
     ingest: ExpandedIngest
@@ -61,21 +62,21 @@ class IngestionTables:
 
     @property
     def dead_letter_table(self) -> Table | None:
-        """The dead letters, which take part in each batch."""
+        """The table of dead letters, which every batch changes; None if it does not exist yet."""
         return list(self.loaded_tables.values())[-1]
 
     @property
     def dead_letter_table_name(self) -> str:
-        """The name of that table."""
+        """The dotted name of the table of dead letters."""
         return list(self.identifiers)[-1]
 
     @property
     def route_names(self) -> dict[str, list[str]]:
-        """What records have put into the names of tables, by family."""
+        """The route names that have a table, by family."""
         return collect_route_names(self.ingest.family_tables)
 
     def without_unknown_columns(self) -> IngestionTables:
-        """The same without the tables that are not there yet and whose columns are found in records."""
+        """Return these tables without the missing ones whose columns must be inferred from records."""
         declarations = dict(zip(self.identifiers, self.ingest.tables, strict=False))
         kept_identifiers = {
             name: one
@@ -93,7 +94,7 @@ class IngestionTables:
 
     @property
     def changed_properties(self) -> Mapping[str, str]:
-        """What the dead letters' table is to say of that; empty where it says so."""
+        """The property with all route names to set on the table of dead letters; empty if up to date."""
         if not self.ingest.families:
             return {}
         key, route_names_json = (
@@ -110,7 +111,7 @@ class IngestionTables:
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """What is known before a batch."""
+    """The next batch of an ingestion: tables and progress at a reference, topics, and the offsets to read."""
 
     ingestion_tables: IngestionTables
     progress: IngestionProgress
@@ -119,23 +120,23 @@ class PlannedBatch:
 
     @property
     def ingest(self) -> ExpandedIngest:
-        """The ingestion with all tables that are known."""
+        """The ingestion with the known tables of its families."""
         return self.ingestion_tables.ingest
 
     @property
     def identifiers(self) -> Mapping[str, Identifier]:
-        """Their identifiers by dotted name, the dead letters last."""
+        """The identifiers of its tables by dotted name, the dead letters last."""
         return self.ingestion_tables.identifiers
 
     @property
     def current_offsets(self) -> Offsets:
-        """How far the tables are in the topics as they are now: nothing of what was before them."""
+        """The offsets that the tables have reached, without those of earlier incarnations of the topics."""
         current_partitions = {one for topic in self.topics.values() for one in topic.partitions()}
         return {one: offset for one, offset in self.progress.position.items() if one in current_partitions}
 
     @property
     def loaded_tables(self) -> Mapping[str, Table | None]:
-        """They themselves; None: not there."""
+        """The tables by dotted name; None for a table that does not exist yet."""
         return self.ingestion_tables.loaded_tables
 
 
@@ -146,7 +147,7 @@ def load_ingestion_tables(
     namespace: str,
     tables: IcebergTableFormat | None = None,
 ) -> IngestionTables:
-    """The tables of an ingestion at the catalogue's reference; `namespace` is that of keys without one."""
+    """Load an ingestion's tables at the catalog's reference. `namespace` completes keys that lack one."""
     iceberg_tables = tables or IcebergTableFormat(catalog)
     expanded_ingest = expand_families(ingest, {})
     identifiers_by_name = table_identifiers(expanded_ingest, namespace)
@@ -170,7 +171,11 @@ def with_route_names(
     *,
     create_missing: bool = False,
 ) -> IngestionTables:
-    """The same with the tables of these names that are there; with `create_missing` also with those that are not."""
+    """Add the tables of these route names.
+
+    With `create_missing` tables that do not exist are added too, for the batch to create; else they are left
+    out.
+    """
     expanded_ingest = expand_families(ingestion_tables.ingest, route_names)
     identifiers_by_name = table_identifiers(expanded_ingest, namespace)
     new_identifiers = {
@@ -198,7 +203,7 @@ def _is_needed(declared: object, table: Table | None) -> bool:
 
 
 def _recorded_route_names(ingestion_tables: IngestionTables) -> RouteNames | None:
-    """What the dead letters' table says; None: nothing, or nothing that can be read."""
+    """Read the route names from the table of dead letters. None if it has none or they cannot be parsed."""
     property_value = (
         ingestion_tables.dead_letter_table.metadata.properties.get(
             LakeProperty.TABLES_PREFIX + ingestion_tables.ingest.name
@@ -219,9 +224,10 @@ def _find_route_names(
     namespace: str,
     tables: IcebergTableFormat,
 ) -> RouteNames:
-    """The names of tables that have offsets of the ingestion, of all that have a family's name.
+    """Search the catalog for tables that match a family's key and that this ingestion has filled.
 
-    For an ingestion that begins, or whose dead letters' table was dropped.
+    This is needed for a new ingestion, and after the table of dead letters was dropped. It loads each table
+    whose name matches.
     """
     route_names: dict[str, list[str]] = {}
     for family, declared in ingest.families.items():
@@ -260,7 +266,7 @@ def plan_next_batch(
     namespace: str,
     tables: IcebergTableFormat | None = None,
 ) -> PlannedBatch:
-    """Where an ingestion stands on a reference, and its next batch. Changes nothing.
+    """Read the ingestion's progress at a reference and plan its next batch. Changes nothing.
 
     Raises PositionLost, TopicChanged, AnotherIngestion, StartOffsetsMissing, StartOffsetsOutOfRange,
     ConsumerGroupActive, KafkaUnavailable or KafkaRefused.
@@ -294,13 +300,13 @@ def plan_next_batch(
         first_offsets=progress.first_offsets,
     )
     if topic_starts.notes:
-        # Recorded at once, also where nothing waits: the group may be gone by the first record.
+        # Record the start even if no records wait: Kafka may delete the group before the first record.
         plan = replace(plan, notes=(*topic_starts.notes, *plan.notes), must_record=True)
     return PlannedBatch(ingestion_tables, progress, current_topics, plan)
 
 
 class _TopicStarts:
-    """Where topics start that no table has a position in. `notes` reports starts at given offsets."""
+    """The start of topics that were never read. `notes` lists starts at committed or given offsets."""
 
     def __init__(self, ingest: Ingest, topics: Topics) -> None:
         self._ingest = ingest
@@ -309,7 +315,7 @@ class _TopicStarts:
         self.notes: list[str] = []
 
     def first_offsets(self, topic: Topic) -> Offsets:
-        """By partition the first offset that is read. Raises as `plan_next_batch`."""
+        """Return the first offset to read of each partition. Raises the errors of `plan_next_batch`."""
         start = self._ingest.start
         if isinstance(start, CommittedOffsets):
             origin = f"the committed offsets of consumer group {start.group}"
@@ -348,11 +354,11 @@ def with_new_route_names(
     namespace: str,
     tables: IcebergTableFormat,
 ) -> IngestionTables:
-    """The tables, and those that records name for the first time, of as many as the ingestion may have.
+    """Add the tables of route names that are new, up to `most_tables` of each family.
 
-    `incarnations` are Kafka's topic ids by name. Raises AnotherIngestion where one is there that somebody
-    else fills, and PositionLost where one says that this ingestion has filled it, and the dead letters' table
-    does not know it.
+    `incarnations` are Kafka's topic ids by topic name. Raises AnotherIngestion if another ingestion fills
+    such a table from the same topic. Raises PositionLost if such a table has offsets of this ingestion
+    although the table of dead letters does not list it.
     """
     ingest = ingestion_tables.ingest
     all_names: dict[str, list[str]] = {
@@ -375,12 +381,12 @@ def with_new_route_names(
     for name, table in new_tables.items():
         if table is not None and LakeProperty.OFFSETS_PREFIX + ingest.name in table.metadata.properties:
             raise PositionLost(
-                f"The table says that ingestion {ingest.name} has filled it, and"
+                f"The table has offsets of ingestion {ingest.name}, but"
                 f" {list(ingestion_tables.identifiers)[-1]}"
-                " does not have it among the ingestion's tables.",
+                " does not list it among the ingestion's tables.",
                 table=name,
-                hint=f"Remove the property {LakeProperty.TABLES_PREFIX}{ingest.name} of the dead letters'"
-                " table: the tables are then looked for. Or drop this table.",
+                hint=f"Remove the property {LakeProperty.TABLES_PREFIX}{ingest.name} from the table of dead"
+                " letters, so that the next batch searches for the tables. Or drop this table.",
                 reason="not_among_tables",
             )
     return extended_tables
@@ -388,9 +394,10 @@ def with_new_route_names(
 
 @dataclass(frozen=True)
 class BatchContext:
-    """Where a batch works: a branch, its catalogue and sessions, and who it is.
+    """The branch that a batch writes to, with its catalog and Spark sessions, and the run that writes.
 
-    `snapshot_properties` goes into the summary of each snapshot, `commit_properties` into each commit.
+    `snapshot_properties` are added to the summary of each snapshot, `commit_properties` to each Nessie
+    commit.
     """
 
     lake: Lakehouse
@@ -401,7 +408,7 @@ class BatchContext:
     snapshot_properties: Mapping[str, str]
     commit_properties: Mapping[str, str]
     expires_snapshots: bool = False
-    """Whether old snapshots are taken out of tables that have many. A replay would not carry that."""
+    """Whether the batch removes old snapshots from tables. A replay onto `main` could not repeat that."""
 
     def with_new_route_names(
         self,
@@ -410,7 +417,7 @@ class BatchContext:
         incarnations: Mapping[str, str],
         tables: IcebergTableFormat,
     ) -> IngestionTables:
-        """`with_new_route_names` on this branch."""
+        """Call the function `with_new_route_names` for this branch."""
         default_namespace = self.lake.settings.default_namespace
         return with_new_route_names(
             ingestion_tables,

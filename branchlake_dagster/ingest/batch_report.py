@@ -1,4 +1,4 @@
-"""What Dagster is told of a batch: metadata by table, and the checks' results. Pure functions."""
+"""The report of a batch to Dagster: metadata by table, and check results. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from branchlake_dagster.stored_names import AssetMetadata, EventMetadata
 from branchlake_dagster.wording import format_count
 
 CONVERTED_CHECK = "converted"
-"""The check on each table: its records became rows."""
+"""The name of the check on each table: all of its records became rows."""
 TOLERATED_CHECK = "tolerated"
-"""The check on the dead letters: not more than the ingestion tolerates."""
+"""The name of the check on the dead letters: their share is within the tolerance."""
 
 
 def build_ingest_check_specs(ingest: Ingest) -> list[dg.AssetCheckSpec]:
-    """The checks of all its tables."""
+    """Return the check specifications of the ingestion's declared tables and dead letters."""
     scope = {AssetMetadata.CHECK_SCOPE: "rows"}
     blocks = "blocks the batch" if ingest.on_contract == "block" else "warns"
     tables = [
         dg.AssetCheckSpec(
             CONVERTED_CHECK,
             asset=table.asset,
-            description="Every record that is meant for the table became a row of it. One that did not is a"
-            f" dead letter; a broken contract {blocks}.",
+            description="Every record for this table became a row. Other records are dead letters; a broken"
+            f" contract {blocks}.",
             metadata=scope,
         )
         for table in ingest.tables
@@ -57,10 +57,11 @@ def iter_check_results(
     *,
     is_reprocessing: bool = False,
 ) -> Iterator[dg.AssetCheckResult]:
-    """The verdicts on a batch by what its pass has counted; `table_names` are its tables' dotted names, in order.
+    """Yield the check results of a batch from the counts of its pass.
 
-    With `is_reprocessing` the records are dead letters that are put back: those that fail again are lost to
-    nobody, and nothing is said against the others. A broken contract blocks them as it blocks new records.
+    `table_names` are the dotted names of the batch's tables in the order of `ingest.tables`.
+    With `is_reprocessing` the records are reprocessed dead letters, and the tolerance does not apply to those
+    that fail again. A broken contract blocks them as it blocks new records.
     """
     broken_contracts = counts.get("dead/contract", 0) if ingest.on_contract == "block" else 0
     for table, name in zip(ingest.tables, table_names, strict=False):
@@ -84,7 +85,7 @@ def iter_check_results(
         if name.startswith("dead/")
     }
     reprocessing_message = (
-        f"Of {format_count(record_count, 'dead letter')} that were put back {dead_letter_count} failed again."
+        f"{format_count(record_count, 'dead letter')} reprocessed; {dead_letter_count} failed again."
     )
     yield dg.AssetCheckResult(
         asset_key=ingest.dead_letters_asset,
@@ -102,8 +103,8 @@ def iter_check_results(
 
 
 def to_check_evaluation(result: dg.AssetCheckResult) -> dg.AssetCheckEvaluation:
-    """The same as an event, for an asset that has no definition or is written by a plain op."""
-    assert result.asset_key is not None  # noqa: S101 - each of ours names its asset and check
+    """Convert a check result to an event, for an asset without a definition or one that a plain op writes."""
+    assert result.asset_key is not None  # noqa: S101 - the result names its asset and check
     return dg.AssetCheckEvaluation(
         asset_key=result.asset_key,
         check_name=result.check_name or CONVERTED_CHECK,
@@ -119,12 +120,13 @@ def _format_dead_share(
 ) -> str | None:
     if not dead_letter_count:
         return None
-    summary = f"{format_count(dead_letter_count, 'dead letter')} among {format_count(record_count, 'record')} ({share:.2%})"
-    return f"{summary}; {tolerance:.2%} is tolerated."
+    dead_letters = format_count(dead_letter_count, "dead letter")
+    records = format_count(record_count, "record")
+    return f"{dead_letters} among {records} ({share:.2%}); {tolerance:.2%} is tolerated."
 
 
 def find_block_reason(result: BatchResult) -> str | None:
-    """Why a batch may not be published; None: it may."""
+    """Return the reason why the batch must not be published; None if it may be."""
     failed = [
         one
         for one in iter_check_results(
@@ -136,7 +138,7 @@ def find_block_reason(result: BatchResult) -> str | None:
 
 
 def combine_results(results: Sequence[BatchResult]) -> BatchResult:
-    """Batches that followed each other, at least one, as though they were one: the last, with all records."""
+    """Combine one or more consecutive batches: the last result, with the offsets, counts and notes of all."""
     last_result = results[-1]
     counts: Counter[str] = Counter()
     ranges: dict[TopicPartition, OffsetRange] = {}
@@ -156,7 +158,7 @@ def combine_results(results: Sequence[BatchResult]) -> BatchResult:
 
 
 def batch_table_metadata(result: BatchResult, number: int) -> dict[str, Any]:
-    """What is told of one table of a batch."""
+    """Return the metadata of one table of a batch. `number` is the table's index in `result.targets`."""
     target = result.targets[number]
     is_dead_letters = number == len(result.targets) - 1
     rows = result.dead_letter_count if is_dead_letters else result.scan_result.count_rows(number)
@@ -169,7 +171,7 @@ def batch_table_metadata(result: BatchResult, number: int) -> dict[str, Any]:
 
 
 def batch_metadata(result: BatchResult) -> dict[str, Any]:
-    """What is told of the batch on each of its tables."""
+    """Return the metadata of the batch, the same for each of its tables."""
     metadata: dict[str, Any] = {
         EventMetadata.OFFSETS: offsets_table(result.plan.ranges),
         EventMetadata.LAG: MetadataValue.int(result.plan.lag),
@@ -186,7 +188,7 @@ def batch_metadata(result: BatchResult) -> dict[str, Any]:
 
 
 def offsets_table(ranges: Ranges) -> dg.TableMetadataValue | dg.TextMetadataValue:
-    """The offsets of a batch by topic and partition, both ends included."""
+    """Return the first and last offset that were read of each partition, as Dagster shows a table."""
     records = [
         dg.TableRecord(
             {"topic": one.topic, "partition": one.partition, "first": span.start, "last": span.end - 1}
@@ -197,11 +199,12 @@ def offsets_table(ranges: Ranges) -> dg.TableMetadataValue | dg.TextMetadataValu
 
 
 def format_batch_summary(result: BatchResult) -> str:
-    """One line for the run's log."""
+    """Return the line of the batch in the run's log."""
+    records = format_count(result.record_count, "record")
     dead = f", {format_count(result.dead_letter_count, 'dead letter')}" if result.dead_letter_count else ""
-    return f"{format_ranges(result.plan.ranges)}: {format_count(result.record_count, 'record')}{dead}, {result.plan.lag} left."
+    return f"{format_ranges(result.plan.ranges)}: {records}{dead}, lag {result.plan.lag}."
 
 
 def to_utc_datetime(ms: int) -> datetime:
-    """A time in ms since 1970."""
+    """Convert milliseconds since 1970 to a datetime in UTC."""
     return datetime.fromtimestamp(ms / 1000, UTC)

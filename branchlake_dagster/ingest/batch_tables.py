@@ -1,4 +1,4 @@
-"""The tables of a batch on its branch: loaded, made where they are missing, and what is written to each."""
+"""The target tables of a batch: how they are loaded, created and evolved on the batch's branch."""
 
 from __future__ import annotations
 
@@ -54,32 +54,32 @@ DEAD_LETTER_SCHEMA = pa.schema(
         pa.field("reprocessed_in", pa.string()),
     ]
 )
-"""A record that no table could take: as it was, where it was meant to go, and why it did not."""
+"""Columns of a dead letter: the unchanged record, the table that it was meant for, and the error."""
 Identifier = tuple[str, ...]
 
 
 class TypesUnknown(IngestError, Terminal):  # noqa: N818
-    """A table that is not there has no declared columns: they are found in the records first."""
+    """A missing table has no declared columns; they must be inferred from records first."""
 
 
 @dataclass
 class Target:
-    """A table of the batch as its branch has it."""
+    """A table that a batch writes to, as the batch's branch has it."""
 
     declaration: IngestTable | None
-    """None: the dead letters."""
+    """The declaration of the table; None for the dead letters."""
     identifier: Identifier
     table: Table
     columns: tuple[RecordColumn, ...]
 
     @property
     def name(self) -> str:
-        """Its dotted name."""
+        """The dotted name of the table."""
         return format_table_name(self.identifier)
 
 
 def table_identifiers(ingest: ExpandedIngest, default_namespace: str) -> dict[str, Identifier]:
-    """The tables of an ingestion, the dead letters last, by dotted name."""
+    """Return the identifiers of an ingestion's tables by dotted name, the dead letters last."""
     keys = [*(table.asset for table in ingest.tables), ingest.dead_letters_asset]
     identifiers = [table_identifier(key, default_namespace) for key in keys]
     return {format_table_name(one): one for one in identifiers}
@@ -91,7 +91,10 @@ def load_tables(
     identifiers: Mapping[str, Identifier],
     tables: IcebergTableFormat,
 ) -> dict[str, Table | None]:
-    """The tables as a reference has them; None: not there. One request; `tables` remembers metadata files."""
+    """Load tables at the catalog's reference; None for a table that does not exist.
+
+    Nessie gets one request. `tables` caches the metadata files that it reads.
+    """
     keys = {name: ContentKey(identifier) for name, identifier in identifiers.items()}
     contents_by_key = client.contents(catalog.ref, list(keys.values()))
     loaded_tables: dict[str, Table | None] = {}
@@ -111,22 +114,21 @@ def prepare_targets(
     identifiers: Mapping[str, Identifier],
     inferred_columns: Mapping[str, StructType],
 ) -> list[Target]:
-    """The targets, in the order of `identifiers`: tables are made that are missing.
+    """Return the targets in the order of `identifiers`. Missing tables are created.
 
-    `inferred_columns` has by table the columns of a table to be made. Raises TypesUnknown for a table whose
-    columns have
-    to be found first, TableMissing where none may be made, and ConfigurationError for a table whose files
-    cannot be written here.
+    `inferred_columns` maps the name of a table to create to its columns. Raises TypesUnknown if the columns
+    of such a table must be inferred first, TableMissing if the ingestion must not create tables, and
+    ConfigurationError if a table has a file format that the workers cannot write.
     """
     targets = []
     for declaration, (name, identifier) in zip([*ingest.tables, None], identifiers.items(), strict=True):
         table = loaded_tables[name]
         if table is None and declaration is not None and not ingest.create:
             raise TableMissing(
-                f"Ingestion {ingest.name} may not make tables.",
+                f"The table does not exist, and ingestion {ingest.name} must not create tables.",
                 table=name,
                 branch=catalog.ref,
-                hint="Make it, or let the ingestion do so: create=True.",
+                hint="Create the table, or let the ingestion create it: Ingest(create=True).",
             )
         if table is None:
             table = _create_table(catalog, identifier, name, declaration, inferred_columns.get(name))
@@ -137,7 +139,7 @@ def prepare_targets(
 
 
 def _field_columns(table: Table, name: str, declaration: IngestTable | None) -> tuple[RecordColumn, ...]:
-    """Those that a record's fields fill."""
+    """Return the columns that are filled from fields of a record, not from its attributes."""
     if declaration is None:
         return ()
     all_columns = columns_of(table.schema(), table.metadata.properties, table=name)
@@ -177,7 +179,7 @@ _ATTRIBUTE_TYPES: Mapping[str, pa.DataType] = {
 
 def _table_schema(declaration: IngestTable, inferred_columns: StructType | None, name: str) -> pa.Schema:
     if inferred_columns is None:
-        raise TypesUnknown("The table is not there, and its columns are not known.", table=name)
+        raise TypesUnknown("The table does not exist, and its columns are not known yet.", table=name)
     column_schema = to_arrow_schema(inferred_columns)
     attribute_fields = [
         pa.field(column, _ATTRIBUTE_TYPES[attribute])
@@ -189,7 +191,11 @@ def _table_schema(declaration: IngestTable, inferred_columns: StructType | None,
 
 @dataclass(frozen=True)
 class EvolutionNeeds:
-    """What records want of a table: columns for fields, columns of a wider type, columns without a value."""
+    """The changes that records need in a table.
+
+    `add` are fields that need a column, `widen` columns that need a wider type, and `relax` required columns
+    that need to accept null.
+    """
 
     add: frozenset[str] = frozenset()
     widen: frozenset[str] = frozenset()
@@ -197,9 +203,9 @@ class EvolutionNeeds:
 
 
 def evolve_target(target: Target, needs: EvolutionNeeds, new_field_types: StructType) -> Target:
-    """The target with a table that takes what did not fit; `new_field_types` are the types of the fields to add.
+    """Evolve the target's table as records need it. `new_field_types` are the types of the fields to add.
 
-    The same target where that changes nothing.
+    Returns the same target if the schema does not change.
     """
     table, old_schema = target.table, target.table.schema()
     current_schema = table_arrow_schema(table.schema(), table_name=target.name)

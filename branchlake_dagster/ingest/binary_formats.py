@@ -34,7 +34,7 @@ _MAGIC = b"\x00"
 
 @dataclass(frozen=True)
 class Avro:
-    """Avro values that were written with one known schema, without a frame.
+    """Reads Avro values that were written with one known schema, without a frame.
 
     Examples:
         .. code-block:: python
@@ -60,7 +60,7 @@ class Avro:
     ) -> DataFrame:
         """See `Format`."""
         source, names = _select_row(F.col("__avro"), self.schema, is_deletion)
-        unread = F.col("__avro").isNull(), build_reason("format", "The value is no Avro of the schema.")
+        unread = F.col("__avro").isNull(), build_reason("format", "The value is not Avro of the schema.")
         return convert_struct_rows(frame, row_column, source, names, columns, [unread])
 
     def field_text(self, field: str) -> Expression:
@@ -75,7 +75,7 @@ class Avro:
         return avro_field_names(self.schema, "after" if has_envelope else None)
 
     def row_json(self, is_deletion: Expression | None) -> None:
-        """See `Format`: there is a schema."""
+        """See `Format`: returns None, because the format has a schema."""
 
     def value_struct(self) -> Expression:
         """See `Format`."""
@@ -84,11 +84,11 @@ class Avro:
 
 @dataclass(frozen=True)
 class RegistryAvro:
-    """Avro values in Confluent's frame: a zero byte, the schema's id in four bytes, then the value.
+    """Reads Avro values in Confluent's frame: a zero byte, the schema id in four bytes, then the value.
 
-    `url` is the registry's; `subject` whose versions are read (default: `<topic>-value` of each topic). Each
-    version is fetched once for a batch's start; a record with an id that the subject does not have is a dead
-    letter, to be processed again when the registry knows it.
+    `url` is the address of the schema registry, and `subject` the subject whose versions are read, usually
+    `<topic>-value`. All versions are fetched once at the start of each batch. A record whose schema id is not
+    in the subject becomes a dead letter; reprocess it when the registry has the schema.
 
     Examples:
         .. code-block:: python
@@ -101,7 +101,7 @@ class RegistryAvro:
     get: Callable[[str], Any] = field(default=lambda url: _get_json(url), repr=False, compare=False)
 
     def load_schemas(self) -> Mapping[int, str]:
-        """The schemas of the subject by id. Raises KafkaUnavailable or ConfigurationError."""
+        """Load the schemas of the subject by id. Raises KafkaUnavailable or ConfigurationError."""
         base = f"{self.url.rstrip('/')}/subjects/{self.subject}/versions"
         schemas = {}
         for version in self.get(base):
@@ -122,7 +122,7 @@ class RegistryAvro:
         return frame
 
     def _schemas_by_id(self) -> Mapping[int, str]:
-        # Asked for once a batch: `read` is called before the others, on one object that was `fetched`.
+        # Loaded once for each batch, which uses one object made by `with_empty_cache`.
         schemas: Mapping[int, str] | None = self.__dict__.get("_schemas")
         if schemas is None:
             schemas = self.load_schemas()
@@ -130,7 +130,7 @@ class RegistryAvro:
         return schemas
 
     def with_empty_cache(self) -> RegistryAvro:
-        """The same, asking the registry anew."""
+        """Return a copy that loads the schemas again."""
         return RegistryAvro(self.url, self.subject, self.get)
 
     def convert_rows(
@@ -146,7 +146,7 @@ class RegistryAvro:
             source, names = _select_row(F.col(f"__avro_{schema_id}"), schema, is_deletion)
             unread = (
                 F.col(f"__avro_{schema_id}").isNull(),
-                build_reason("format", "The value is no Avro of its schema."),
+                build_reason("format", "The value is not Avro of its schema."),
             )
             frame = convert_struct_rows(frame, f"{row_column}_{schema_id}", source, names, columns, [unread])
         schema_conditions = [(F.col("__schema") == one, one) for one in schemas]
@@ -159,7 +159,10 @@ class RegistryAvro:
         )
         reasons = build_case(
             [
-                (F.col("__schema").isNull(), build_reason("format", "The value has no frame of a registry.")),
+                (
+                    F.col("__schema").isNull(),
+                    build_reason("format", "The value has no schema registry frame."),
+                ),
                 *((which, F.col(f"{row_column}_{one}{REASON_SUFFIX}")) for which, one in schema_conditions),
             ],
             build_reason("schema", unknown_schema),
@@ -179,20 +182,23 @@ class RegistryAvro:
         """See `Format`."""
 
     def schema_field_names(self, *, has_envelope: bool) -> list[str]:
-        """See `Format`: those of the newest schema."""
+        """See `Format`: returns the fields of the newest schema."""
         schemas = self._schemas_by_id()
         return avro_field_names(schemas[max(schemas)], "after" if has_envelope else None) if schemas else []
 
     def row_json(self, is_deletion: Expression | None) -> None:
-        """See `Format`: there are schemas."""
+        """See `Format`: returns None, because the format has schemas."""
 
     def value_struct(self) -> Expression:
-        """See `Format`: the newest of the schemas is the table's."""
+        """See `Format`: the struct has the newest schema."""
         return F.col(f"__avro_{max(self._schemas_by_id())}")
 
 
 def avro_field_names(schema: str, record_field: str | None = None) -> list[str]:
-    """The fields of a record schema, or of the record `record_field` it. Raises ConfigurationError."""
+    """Return the field names of a record schema, or of the record in its field `record_field`.
+
+    Raises ConfigurationError if the schema is not a record in JSON, or does not have that field.
+    """
     try:
         parsed_schema: Any = json.loads(schema)
         if record_field is not None:
@@ -202,22 +208,23 @@ def avro_field_names(schema: str, record_field: str | None = None) -> list[str]:
         return [str(one["name"]) for one in parsed_schema["fields"]]
     except (ValueError, TypeError, KeyError, StopIteration) as error:
         raise ConfigurationError(
-            "An Avro schema of values is a record in JSON.",
-            hint='{"type": "record", "name": …, "fields": […]}',
+            "The Avro schema of the values is not a record in JSON, or lacks a field of the envelope.",
+            hint='Write it as {"type": "record", "name": …, "fields": […]}.',
         ) from error
 
 
 def _record_type(avro_type: Any) -> Any:
-    """The record of a type that may be a union with null."""
+    """Return the record type of a type that may be a union with null."""
     return (
         next(one for one in avro_type if isinstance(one, dict)) if isinstance(avro_type, list) else avro_type
     )
 
 
 def _with_avro_column(frame: DataFrame, name: str, value: Expression, schema: str) -> DataFrame:
-    """The frame with a column of records, null where a value is none.
+    """Add a column with the decoded record, null if the value is not valid Avro.
 
-    Spark makes a record of nulls out of what it cannot read.
+    Spark decodes an invalid value to a record of nulls, so such a record counts as invalid unless the value
+    is the encoding of nulls.
     """
     raw_column, read_column = f"{name}_raw", f"{name}_read"
     frame = frame.withColumn(raw_column, value)
@@ -261,22 +268,22 @@ def _get_json(url: str) -> Any:
         answer = requests.get(url, timeout=_TIMEOUT_S)
     except requests.RequestException as error:
         raise KafkaUnavailable(
-            f"The schema registry did not answer: {type(error).__name__}.",
-            hint=f"Is {url} right?",
+            f"The schema registry did not answer at {url}: {type(error).__name__}.",
+            hint="Check the URL of RegistryAvro, and that the registry runs.",
             reason="registry_away",
             subject=url,
         ) from error
     if answer.status_code >= requests.codes.server_error:
         raise KafkaUnavailable(
-            f"The schema registry answered {answer.status_code}.",
-            hint=f"It was {url}.",
+            f"The schema registry answered {answer.status_code} at {url}.",
+            hint="Look at the registry's log; the batch is tried again.",
             reason="registry_status",
             subject=url,
         )
     if not answer.ok:
         raise ConfigurationError(
-            f"The schema registry answered {answer.status_code}.",
-            hint=f"It was {url}.",
+            f"The schema registry answered {answer.status_code} at {url}.",
+            hint="Check the URL and the subject of RegistryAvro.",
             reason="registry_status",
             subject=url,
         )
@@ -284,17 +291,17 @@ def _get_json(url: str) -> Any:
 
 
 def protobuf(descriptors: bytes, message: str) -> Decoded:
-    """Values that are messages of one type, without a frame.
+    """Build the format of Protobuf values that are messages of one type, without a frame.
 
     Args:
         descriptors (bytes): A file descriptor set, as `protoc --include_imports --descriptor_set_out` writes.
-        message (str): The message's full name, `shop.Order`.
+        message (str): The full name of the message, such as `shop.Order`.
 
     Returns:
-        Decoded: The format.
+        Decoded: The format, for `Ingest(format=…)`.
 
     Raises:
-        ConfigurationError: The set is none, or has no such message.
+        ConfigurationError: The bytes are not a file descriptor set, or it does not have the message.
         MissingExtra: `pip install 'branchlake_dagster[kafka]'`
 
     Examples:
@@ -323,8 +330,8 @@ def _load_message_handler(descriptors: bytes, message: str):  # type: ignore[no-
         message_type = pool.FindMessageTypeByName(message)
     except (KeyError, TypeError, DecodeError) as error:
         raise ConfigurationError(
-            f"The descriptors have no message {message}.",
-            hint="protoc --include_imports --descriptor_set_out=FILE",
+            f"The file descriptor set does not have message {message}, or is not valid.",
+            hint="Create the set with protoc --include_imports --descriptor_set_out=FILE.",
             reason="unknown_message",
             subject=message,
         ) from error
@@ -344,7 +351,7 @@ def _build_decoder(descriptors: bytes, message: str, kind: pa.StructType) -> Dec
 
 
 def _to_signed_type(kind: pa.DataType) -> pa.DataType:
-    """The type with signed numbers in place of unsigned ones, which neither Spark nor Iceberg has."""
+    """Replace unsigned integers by larger signed types: neither Spark nor Iceberg has unsigned integers."""
     if pa.types.is_struct(kind):
         return pa.struct([pa.field(one.name, _to_signed_type(one.type), one.nullable) for one in kind])
     if pa.types.is_list(kind):

@@ -1,4 +1,4 @@
-"""What a user declares of an ingestion, and families of tables that records name."""
+"""The declaration of an ingestion by the user, and the tables of families, which records name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ATTRIBUTES = ("topic", "partition", "offset", "timestamp", "key")
 TOMBSTONE = "tombstone"
 """The operation of a record that has a key and no value."""
 ROUTE = "{route}"
-"""In the last part of a table's key: what is between its other characters, the record says."""
+"""The placeholder in the last part of a table's key. The route of a record replaces it."""
 _DEBEZIUM: Mapping[str, RecordOperation] = {"c": "insert", "r": "insert", "u": "update", "d": "delete"}
 _OPERATION_WORDS: Mapping[str, RecordOperation] = {
     **dict.fromkeys(("i", "insert", "c", "create", "r", "read"), "insert"),
@@ -40,28 +40,29 @@ _OPERATION_WORDS: Mapping[str, RecordOperation] = {
 
 @dataclass(frozen=True, kw_only=True)
 class IngestTable:
-    """A table that an ingestion fills, and which records go into it.
+    """The declaration of a table that an ingestion fills, and of the records that go into it.
 
     Args:
-        key (str | Sequence[str] | AssetKey): The asset, `raw/orders`; its table has that name. With
-            `{route}` in its last part, `raw/{route}`, there is a table for each route that `route` matches.
-        columns (Mapping[str, str]): Spark's types by column, `{"id": "bigint", "at": "timestamp"}`. A table
-            that is there already wins: its columns are what records are converted to. (default: those of the
-            table; one that is not there is made from the types of the first records)
-        route (Optional[str]): A regular expression that all of a record's route must match. If it has a
-            group, that is what a table is named after instead of the whole route. (default: every record)
-        mode (Literal["append", "upsert", "changes"]): Add the rows; or put each in the place of the one with
-            the same keys; or do what the record's operation says. (default: `append`)
-        keys (Sequence[str]): The columns that identify a row, for `upsert` and `changes`. Where they are
-            `attributes`, the record's `key` among them, a record without a value deletes the row.
-        required (Sequence[str]): Columns without which a record is a dead letter, beside the keys.
-        attributes (Mapping[str, str]): Columns that take something of the record itself: `topic`,
-            `partition`, `offset`, `timestamp` or `key`.
-        contract (Optional[type[DataFrameModel]]): Promises on each row, as for `pandera_checks`.
-        layout (Sequence[str]): As in `table_metadata`, for a table that is made.
-        properties (Mapping[str, str]): Iceberg's table properties, likewise.
+        key (str | Sequence[str] | AssetKey): The asset key, such as `raw/orders`; it also names the table.
+            With `{route}` in its last part (`raw/{route}`), each route that `route` matches has a table.
+        columns (Mapping[str, str]): Spark types by column, `{"id": "bigint", "at": "timestamp"}`, for a table
+            that is created. Records are always converted to the columns of the existing table. (default: the
+            types of the first records)
+        route (Optional[str]): A regular expression that the whole route of a record must match. If it has a
+            group, the group names the table instead of the whole route. (default: every record)
+        mode (Literal["append", "upsert", "changes"]): `append` adds the rows, `upsert` replaces rows with the
+            same keys, and `changes` follows the record's operation. (default: `append`)
+        keys (Sequence[str]): The columns that identify a row, for `upsert` and `changes`. If all keys are
+            `attributes` and the record's `key` is one of them, a record without a value deletes the row.
+        required (Sequence[str]): Columns that must have a value, in addition to the keys. A record without
+            one of them is a dead letter.
+        attributes (Mapping[str, str]): Columns that are filled from the record itself: `topic`, `partition`,
+            `offset`, `timestamp` or `key`.
+        contract (Optional[type[DataFrameModel]]): The contract of each row, as for `pandera_checks`.
+        layout (Sequence[str]): Partition transforms of a table that is created, as in `table_metadata`.
+        properties (Mapping[str, str]): Iceberg table properties of a table that is created.
         description (Optional[str]): The asset's description.
-        freshness_policy (Optional[FreshnessPolicy]): How old its newest batch may be, for Dagster's pages.
+        freshness_policy (Optional[FreshnessPolicy]): How old the newest batch may be, for Dagster's pages.
 
     Examples:
         .. code-block:: python
@@ -88,7 +89,7 @@ class IngestTable:
 
     @property
     def asset(self) -> AssetKey:
-        """The asset's key."""
+        """The asset key of the table."""
         return to_asset_key(self.key)
 
     @property
@@ -99,26 +100,26 @@ class IngestTable:
 
     @property
     def is_family(self) -> bool:
-        """Whether it stands for a table for each route."""
+        """Whether the declaration is a family: a table for each route."""
         return ROUTE in self.asset.path[-1]
 
     def __post_init__(self) -> None:
         table_name = self.asset.to_user_string()
         if table_name.count(ROUTE) > self.is_family:
             raise ConfigurationError(
-                f"{ROUTE} can be in the last part of a key, once.",
+                f"A key can contain {ROUTE} only once, in its last part.",
                 table=table_name,
                 hint=f'key="raw/{ROUTE}"',
             )
         if self.is_family and self.freshness_policy is not None:
             raise ConfigurationError(
-                "Tables that records name have no freshness policy: Dagster learns of them by their rows.",
+                "A family of tables cannot have a freshness policy: its tables have no asset definitions.",
                 table=table_name,
-                hint="Declare those that need one: a table that has a key of its own.",
+                hint="Declare each table that needs a freshness policy with its own key, without {route}.",
             )
         if self.mode not in ("append", "upsert", "changes"):
             raise ConfigurationError(
-                f"Unknown mode {self.mode!r}.", table=table_name, hint="append, upsert, changes"
+                f"Unknown mode {self.mode!r}.", table=table_name, hint="Use append, upsert or changes."
             )
         if self.mode != "append" and not self.keys:
             raise ConfigurationError(
@@ -129,7 +130,7 @@ class IngestTable:
         for column, attribute in self.attributes.items():
             if attribute not in _ATTRIBUTES:
                 raise ConfigurationError(
-                    f"Column {column} wants {attribute!r} of a record.",
+                    f"Column {column} has the unknown record attribute {attribute!r}.",
                     table=table_name,
                     hint=f"Use one of {', '.join(_ATTRIBUTES)}.",
                 )
@@ -141,60 +142,64 @@ class IngestTable:
                 re.compile(self.route)
             except re.error as error:
                 raise ConfigurationError(
-                    f"The route {self.route!r} is no regular expression: {error}.", table=table_name
+                    f"The route {self.route!r} is not a valid regular expression: {error}.", table=table_name
                 ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ingest:
-    """Topics that are read into tables, each batch published in one commit, each record once.
+    """An ingestion reads topics into tables: each batch is published in one commit, each record exactly once.
 
     Args:
-        name (str): Its name for ever: the tables keep their offsets under it. Lower case, digits, `_`.
+        name (str): The permanent name: the tables store their offsets under it. Lower-case letters, digits,
+            `_`.
         topics (Sequence[str]): The topics.
-        tables (Sequence[IngestTable]): Where their records go; a record may go to several.
+        tables (Sequence[IngestTable]): The tables to fill. A record may go to several tables.
         format (Format): How a record's value is read. (default: `Json()`)
-        route_by (Optional[str]): What routes are matched with: `topic`, or a field of the record.
+        route_by (Optional[str]): The route of a record: `topic`, or the name of one of its fields.
             (default: `topic`)
-        envelope (Optional[Literal["debezium"]]): What is around the row. (default: nothing)
-        operation (Optional[str]): The field that tells a record's operation, for tables of mode `changes`;
-            its value is `insert`, `update` or `delete`, or the first letter of one.
-        source (Literal["kafka", "landing"]): Where the topics are: on the brokers of the settings, or in the
+        envelope (Optional[Literal["debezium"]]): The envelope around the row. (default: none)
+        operation (Optional[str]): The field with a record's operation, for tables of mode `changes`. Its
+            value is `insert`, `update` or `delete`, or the first letter of one.
+        source (Literal["kafka", "landing"]): The place of the topics: the brokers of the settings, or the
             landing folder of the settings, which Spark's workers must be able to read. (default: `kafka`)
-        start (Literal["earliest", "latest"] | datetime | CommittedOffsets | StartingOffsets): Where a topic
-            starts that was never read: at its first offset, at its end, at the first record of a time, at the
-            committed offsets of a consumer group, or at given offsets. Not used once the tables have
-            positions in the topic. (default: `earliest`)
-        most_records (int): Most records of a batch.
-        dead_letters (Optional[str]): The asset that takes what cannot be converted. (default:
+        start (Literal["earliest", "latest"] | datetime | CommittedOffsets | StartingOffsets): The start of a
+            topic that was never read: its first offset, its end, the first record since a time, the committed
+            offsets of a consumer group, or given offsets. Ignored once the tables have offsets of the topic.
+            (default: `earliest`)
+        most_records (int): Maximum number of records in a batch.
+        dead_letters (Optional[str]): The asset of records that cannot be converted. (default:
             `<namespace of the first table>/<name>_dead_letters`)
-        tolerance (float): The share of a batch's records that may be dead letters before it is blocked, 0 to
-            1. (default: 1.0, all of them)
-        on_contract (Literal["dead_letter", "block"]): What becomes of rows that break a table's contract:
-            they alone are left out, or the whole batch is blocked.
-        on_unrouted (Literal["dead_letter", "skip"]): What becomes of a record that no table takes.
-        on_rollback (Literal["stop", "replay", "skip"]): When a table was rolled back: stop, read its records
-            again into it alone, or leave them out.
-        on_recreated (Literal["stop", "start_over"]): When a topic was deleted and made again.
-        on_reset (Literal["stop", "continue_at_end"]): When a topic ends before where it was read to.
-        on_lost (Literal["stop", "skip"]): When records were deleted before they were read.
-        idle_after (Optional[timedelta]): A partition that was read to its end, and whose latest record is at
-            least so old, does not hold the valid-through time back. Longer than records need to get into the
-            topic. (default: every partition counts, also one that never had a record)
-        create (bool): Whether tables that are not there are made.
-        most_tables (int): Most tables that records name, for each key with `{route}`. A record of one more
-            is a dead letter.
-        most_columns (int): Most columns that `evolve=["add"]`, or what the records of a new table have, may
-            bring a table to. Fields beyond them are left out, with a note on the batch.
-        keep_snapshots (int): So many stay of a table that has a quarter more, in the live mode: metadata that
-            grows with every batch takes longer with every batch. Files stay. Consumers of its changes must
-            come by within as many batches.
+        tolerance (float): The share of dead letters in a batch, from 0 to 1, above which the batch is
+            blocked. (default: 1.0, never blocked)
+        on_contract (Literal["dead_letter", "block"]): A row that breaks the table's contract becomes a dead
+            letter, or blocks the whole batch.
+        on_unrouted (Literal["dead_letter", "skip"]): A record that no table takes becomes a dead letter, or
+            is left out.
+        on_rollback (Literal["stop", "replay", "skip"]): If a table was rolled back: stop, read its records
+            again into this table only, or leave them out.
+        on_recreated (Literal["stop", "start_over"]): If a topic was deleted and created again: stop, or read
+            the new topic from its start.
+        on_reset (Literal["stop", "continue_at_end"]): If a topic ends before the offset up to which it was
+            read: stop, or continue at its end.
+        on_lost (Literal["stop", "skip"]): If records were deleted before they were read: stop, or skip them.
+        idle_after (Optional[timedelta]): A partition does not hold the valid-through time back if it was read
+            to its end and its latest record is at least this old. Choose a longer time than records need to
+            reach the topic. (default: every partition counts, even one that never had a record)
+        create (bool): Whether missing tables are created.
+        most_tables (int): Maximum number of tables that records may name, for each key with `{route}`. A
+            record for one more table is a dead letter.
+        most_columns (int): Maximum number of columns to which records may extend a table. Further fields are
+            left out, and the batch has a note.
+        keep_snapshots (int): Number of snapshots that a live run keeps of a table, once it has a quarter
+            more: every commit rewrites the metadata, which would grow with each batch. Data files stay. A
+            consumer of the table's changes must not fall behind by more batches than this.
         evolve (Sequence[Literal["add", "widen", "relax"]]): How a table may change for records that do not
-            fit it. `add`: fields that it has no column for become columns: those of JSON objects with the
-            first value, those of a schema (Avro, Protobuf, decoded values) at once. `widen`: where a
-            number is too large, int becomes bigint, float double, and a decimal gets 38 digits. `relax`: a
-            column that must have a value, and has none in a record, need not have one any more. (default:
-            such fields are left out, and the others make dead letters)
+            fit. `add`: fields without a column become columns; fields of JSON objects with their first value,
+            fields of a schema (Avro, Protobuf, decoded values) at once. `widen`: for numbers that are too
+            large, int becomes bigint, float becomes double, and a decimal gets 38 digits. `relax`: a required
+            column accepts null once a record has no value for it. (default: fields without a column are left
+            out, and other records that do not fit become dead letters)
 
     Examples:
         .. code-block:: python
@@ -238,23 +243,23 @@ class Ingest:
         if not _INGESTION_NAME.fullmatch(self.name):
             raise ConfigurationError(
                 f"{self.name!r} cannot name an ingestion.",
-                hint="Lower-case letters, digits and _, a letter first, at most 64 of them.",
+                hint="Use at most 64 lower-case letters, digits and _, and begin with a letter.",
             )
         if isinstance(self.topics, str) or not self.topics or not self.tables:
             raise ConfigurationError(
                 f"Ingestion {self.name} needs a list of topics and of tables.", hint='topics=["orders"]'
             )
         if self.source not in ("kafka", "landing"):
-            raise ConfigurationError(f"Unknown source {self.source!r}.", hint="kafka, landing")
+            raise ConfigurationError(f"Unknown source {self.source!r}.", hint="Use kafka or landing.")
         self._require_start()
         keys = [table.asset for table in self.tables]
         if len({*keys, self.dead_letters_asset}) != len(keys) + 1:
-            raise ConfigurationError(f"Ingestion {self.name} names a table twice.")
+            raise ConfigurationError(f"Ingestion {self.name} declares the same table twice.")
         if not 0 <= self.tolerance <= 1:
-            raise ConfigurationError(f"The tolerance {self.tolerance} is no share.", hint="From 0 to 1.")
+            raise ConfigurationError(f"The tolerance {self.tolerance} is not a share.", hint="Use 0 to 1.")
         if isinstance(self.evolve, str) or not {*self.evolve} <= {"add", "widen", "relax"}:
             raise ConfigurationError(
-                f"Tables cannot evolve by {self.evolve!r}.", hint='evolve=["add", "widen", "relax"], or some.'
+                f"Tables cannot evolve by {self.evolve!r}.", hint='Use a list of "add", "widen" and "relax".'
             )
         if self.most_records < 1:
             raise ConfigurationError("A batch needs at least one record.", hint="most_records=500_000")
@@ -266,17 +271,17 @@ class Ingest:
         changes = any(table.mode == "changes" for table in self.tables)
         if changes and not (self.operation or self.envelope):
             raise ConfigurationError(
-                f"Ingestion {self.name} has tables of mode changes, and no record tells its operation.",
-                hint='Name its field, operation="op", or the envelope="debezium".',
+                f"Ingestion {self.name} has tables of mode changes, but not the records' operation.",
+                hint='Set the field, operation="op", or set envelope="debezium".',
             )
 
     def _require_start(self) -> None:
-        """Raise ConfigurationError for a start that this source or these topics do not have."""
+        """Raise ConfigurationError if the start does not fit the source or the topics."""
         start, subject = self.start, f"Ingestion {self.name}"
         if isinstance(start, CommittedOffsets) and self.source == "landing":
             raise ConfigurationError(
                 f"{subject} reads a landing folder, which has no consumer groups.",
-                hint='Give the offsets themselves: start=StartingOffsets({"orders": {0: 120}}).',
+                hint='Set the offsets directly: start=StartingOffsets({"orders": {0: 120}}).',
             )
         if isinstance(start, StartingOffsets):
             if unknown_topics := sorted({*start.offsets} - {*self.topics}):
@@ -288,12 +293,12 @@ class Ingest:
         elif not isinstance(start, CommittedOffsets | datetime) and start not in ("earliest", "latest"):
             raise ConfigurationError(
                 f"{subject} has the unknown start {start!r}.",
-                hint="earliest, latest, a datetime, CommittedOffsets(…) or StartingOffsets(…).",
+                hint="Use earliest, latest, a datetime, CommittedOffsets(…) or StartingOffsets(…).",
             )
 
     @property
     def dead_letters_asset(self) -> AssetKey:
-        """The asset of the dead letters."""
+        """The asset key of the dead letters."""
         if self.dead_letters is not None:
             return to_asset_key(self.dead_letters)
         namespace = list(self.tables[0].asset.path[:-1])
@@ -301,38 +306,40 @@ class Ingest:
 
     @property
     def group(self) -> str:
-        """The consumer group that tools see."""
+        """The Kafka consumer group under which monitoring tools see the progress."""
         return f"branchlake-{self.name}"
 
     @property
     def change_rules(self) -> TopicRules:
-        """For planning."""
+        """The rules for topics that were changed, as planning needs them."""
         return TopicRules(self.on_recreated, self.on_reset, self.on_lost)
 
     @property
     def operations(self) -> Mapping[str, RecordOperation]:
-        """What the operation's value means, in lower case."""
+        """The operation for each value of the operation field, in lower case."""
         return _DEBEZIUM if self.envelope == "debezium" else _OPERATION_WORDS
 
 
 def to_asset_key(key: Any) -> AssetKey:
-    """An asset's key as users write it: `raw/orders`, a list of parts, or the key itself."""
+    """Convert a key as users write it to an AssetKey: `raw/orders`, a list of parts, or an AssetKey."""
     if isinstance(key, AssetKey):
         return key
     return AssetKey(key.split("/") if isinstance(key, str) else list(key))
 
 
 ROUTE_NAME_PATTERN = "[A-Za-z0-9]+(?:[_-][A-Za-z0-9]+)*"
-"""What a record may put into a table's name, and `MAX_ROUTE_NAME_LENGTH` characters of it at most. Two underscores
-together are kept for the tables that only branches have."""
+"""A valid route name, of at most `MAX_ROUTE_NAME_LENGTH` characters.
+
+Two consecutive underscores are reserved for staging tables, which exist only on branches.
+"""
 MAX_ROUTE_NAME_LENGTH = 128
 RouteNames = Mapping[str, Collection[str]]
-"""By family, as its key is written, what records have put into the names of its tables."""
+"""Route names by family. A family is identified by its key as text, such as `raw/{route}`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyTable(IngestTable):
-    """A table of a family: `name` is what the record says, `family` the key with the place for it."""
+    """A table of a family. `name` is the route name, `family` the family's key with `{route}`."""
 
     name: str
     family: str
@@ -340,23 +347,23 @@ class FamilyTable(IngestTable):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpandedIngest(Ingest):
-    """An ingestion whose families are given apart, and in whose tables are those of them that are known."""
+    """An ingestion in which known tables replace their families; `families` holds the families by key."""
 
     families: Mapping[str, IngestTable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Nothing: the ingestion that it is made of was looked at, and may have no table yet."""
+        """Skip the validation: the original ingestion was validated, and there may be no table yet."""
 
     @property
     def family_tables(self) -> list[FamilyTable]:
-        """The tables that records have named."""
+        """The tables of families, which records have named."""
         return [one for one in self.tables if isinstance(one, FamilyTable)]
 
 
 def expand_families(ingest: Ingest, route_names: RouteNames) -> ExpandedIngest:
-    """The ingestion with a table for each name, behind those that have a key of their own.
+    """Replace the families of an ingestion by a table for each route name, after the declared tables.
 
-    A name whose table is one of the others', or the dead letters', has none.
+    A route name is skipped if its table is a declared table or the dead letters.
     """
     if isinstance(ingest, ExpandedIngest):
         families, fixed_tables = (
@@ -375,13 +382,13 @@ def expand_families(ingest: Ingest, route_names: RouteNames) -> ExpandedIngest:
                 used_keys.add(table.asset)
                 tables.append(table)
     ingest_fields = {one.name: getattr(ingest, one.name) for one in fields(Ingest)}
-    # The place of the dead letters goes by the first table that was declared.
+    # The default namespace of the dead letters is that of the first declared table, which may be a family.
     ingest_fields |= {"tables": tables, "dead_letters": ingest.dead_letters_asset}
     return ExpandedIngest(**ingest_fields, families=families)
 
 
 def collect_route_names(tables: Iterable[FamilyTable]) -> dict[str, list[str]]:
-    """The names of tables by family."""
+    """Return the route names of tables, by family."""
     route_names: dict[str, list[str]] = {}
     for table in tables:
         route_names.setdefault(table.family, []).append(table.name)
@@ -389,12 +396,12 @@ def collect_route_names(tables: Iterable[FamilyTable]) -> dict[str, list[str]]:
 
 
 def format_route_names(route_names: RouteNames) -> str:
-    """As a table's property has them."""
+    """Format route names as JSON for a table property."""
     return json.dumps({family: sorted(names) for family, names in sorted(route_names.items())})
 
 
 def parse_route_names(route_names_json: str) -> dict[str, list[str]]:
-    """Back again. Raises ValueError for anything else."""
+    """Parse the JSON of `format_route_names`. Raises ValueError if it is invalid."""
     parsed_names = json.loads(route_names_json)
     if not isinstance(parsed_names, dict):
         raise ValueError(route_names_json)

@@ -1,4 +1,4 @@
-"""Everything of an ingestion in Dagster, ready to be merged into any `Definitions`."""
+"""The Dagster definitions of ingestions, to be merged into any `Definitions`."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def ingest_definitions(
     receivers: Iterable[str] = (),
     live: bool = True,
 ) -> dg.Definitions:
-    """Assets, checks, jobs and sensors of ingestions, and their topics as external assets.
+    """Build the assets, checks, jobs and sensors of ingestions, and their topics as external assets.
 
-    For each there is a job with one batch a run, `ingest_<name>_job`, started by `ingest_<name>_sensor`; and
-    `ingest_<name>_live`, a run that publishes batch after batch, kept running by
-    `ingest_<name>_live_sensor`. All sensors are off until somebody turns one of the two on.
+    Each ingestion has two jobs. `ingest_<name>_job` ingests one batch in each run and is started by
+    `ingest_<name>_sensor`. `ingest_<name>_live` publishes batch after batch in one run and is kept running by
+    `ingest_<name>_live_sensor`. All sensors are off; turn on one of the two.
 
     Args:
-        *ingests (Ingest): What to ingest.
+        *ingests (Ingest): The ingestions.
         lakehouse_key (str): The resource key of the lake.
-        least_records (int): So many that wait start a batch at once.
-        most_age_s (float): So long records wait at most for a batch, seconds.
-        live_interval_s (float): Least time between two batches of a live run, seconds.
-        live_run_s (float): After so long a live run ends, and another one takes over, seconds.
-        receivers (Iterable[str]): Monitors of receivers (`http://host:9464`) that get an asset each, to be
-            given once in a code location. What they tell is asked of those in `BRANCHLAKE_RECEIVERS`.
-        live (bool): Whether there are live runs. They make no checks of yours: with checks on these tables
-            `branchlake_definitions` refuses them, and one batch a run is the way.
+        least_records (int): Number of waiting records that starts a batch at once.
+        most_age_s (float): Longest time that a record waits for a batch, in seconds.
+        live_interval_s (float): Least time between two batches of a live run, in seconds.
+        live_run_s (float): Time after which a live run ends and another one takes over, in seconds.
+        receivers (Iterable[str]): Monitors of receivers (`http://host:9464`). Each gets an asset, so list it
+            once in a code location. The metrics themselves come from the monitors in `BRANCHLAKE_RECEIVERS`.
+        live (bool): Whether there are live runs. Live runs do not run your own checks, so
+            `branchlake_definitions` refuses checks on these tables unless this is False.
 
     Returns:
-        Definitions: To be merged with yours.
+        Definitions: Merge them with your own definitions.
 
     Raises:
         MissingExtra: `pip install 'branchlake_dagster[kafka]'`

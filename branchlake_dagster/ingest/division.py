@@ -1,7 +1,7 @@
-"""The search for the records that fail a batch: halves of its offsets, until one record stands alone.
+"""The search for records that fail a batch: it halves the offsets until one record is left.
 
-Pure functions and plain values. One bad record among n is found with about log2(n) + 3 passes over about 2n
-records together.
+Pure functions and plain values. To find one bad record among n takes about log2(n) + 3 passes, which read
+about 2n records in total.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, count_offsets
 
 RecordPosition = tuple[TopicPartition, int]
-"""One record: its partition and its offset."""
+"""The position of one record: its partition and its offset."""
 MAX_PASSES = 64
-"""Passes of one search. What is not divided by then is left to the next batches."""
+"""The maximum number of passes of one search. Offsets that were not reached wait for the next batches."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """What a search found.
+    """The result of a search.
 
-    `resolved` are the parts, in order, that pass by themselves or are one unwritable record: the batch may
-    take them. The offsets behind them were not reached. `unwritable` has the error of each record that fails
-    alone.
+    `resolved` are the parts that the batch may take, in order: a pass over each part succeeds, or the part is
+    one unwritable record. The search did not reach the offsets after them. `unwritable` maps each record that
+    fails alone to its error.
     """
 
     resolved: Sequence[Ranges]
@@ -33,12 +33,12 @@ class Division:
 def find_unwritable_records(
     failing_ranges: Ranges, error_of: Callable[[Ranges], Exception | None], *, max_passes: int = MAX_PASSES
 ) -> Division:
-    """Find the records that fail a batch by themselves.
+    """Find the records that make a batch fail.
 
-    `failing_ranges` are the ranges of a batch that failed; `error_of` makes a pass over some of them and
-    returns the
-    error that their records caused, None where the pass succeeds. What it raises ends the search. A record is
-    only called unwritable after it has failed alone, which is tried twice: a passing cause does not count.
+    `failing_ranges` are the offsets of a batch that failed. `error_of` makes a pass over some of them and
+    returns the error that their records caused, or None if the pass succeeds; an exception that it raises
+    ends the search. A record is unwritable only if two passes over it alone fail, so that a temporary cause
+    does not count.
     """
     search = _PassCounter(error_of, max_passes)
     resolved: list[Ranges] = []
@@ -77,7 +77,7 @@ _TRIES = 2
 
 
 class _PassCounter:
-    """Passes over parts of a batch, counted."""
+    """Makes passes over parts of a batch and counts them."""
 
     def __init__(self, error_of: Callable[[Ranges], Exception | None], max_passes: int) -> None:
         self._error_of = error_of
@@ -98,7 +98,7 @@ class _PassCounter:
 def split_in_halves(
     ranges: Ranges,
 ) -> tuple[dict[TopicPartition, OffsetRange], dict[TopicPartition, OffsetRange]]:
-    """The first and the second half of the offsets, in the order of partitions and offsets."""
+    """Split ranges into the first and the second half of their offsets, in order of partition and offset."""
     left: dict[TopicPartition, OffsetRange] = {}
     right: dict[TopicPartition, OffsetRange] = {}
     missing_records = count_offsets(ranges) // 2
@@ -113,7 +113,7 @@ def split_in_halves(
 
 
 def join_ranges(parts: Iterable[Ranges]) -> dict[TopicPartition, OffsetRange]:
-    """Parts that follow each other as one."""
+    """Join consecutive parts into one."""
     joined_ranges: dict[TopicPartition, OffsetRange] = {}
     for part in parts:
         for partition, offset_range in part.items():
@@ -123,7 +123,10 @@ def join_ranges(parts: Iterable[Ranges]) -> dict[TopicPartition, OffsetRange]:
 
 
 def exclude_records(ranges: Ranges, positions: Iterable[RecordPosition]) -> list[Ranges]:
-    """The ranges without some records, as ranges with one span for each partition each; perhaps none."""
+    """Return the ranges without some records, as a list of ranges that may be empty.
+
+    A list is needed because ranges hold only one span for each partition.
+    """
     spans: dict[TopicPartition, list[OffsetRange]] = {one: [span] for one, span in ranges.items()}
     for partition, offset in sorted(positions):
         last_range = spans[partition].pop()

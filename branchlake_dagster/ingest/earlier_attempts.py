@@ -1,7 +1,8 @@
-"""A step that is attempted again begins as the first attempt did: what that one committed is taken back.
+"""The undo of an earlier attempt of a step, so that a retry starts from the base of the run's branch.
 
-An attempt may have committed its batch although it failed: it broke before anybody was told, or its process
-died. To go on after it would leave its dead letters and broken contracts unjudged.
+An attempt may have committed its batch although it failed: it failed before it reported the batch, or its
+process died. A retry on top of that commit would report no check results for its dead letters and broken
+contracts.
 """
 
 from __future__ import annotations
@@ -24,12 +25,10 @@ def undo_earlier_attempt(
     ingestion: str,
     properties: Mapping[str, str],
 ) -> bool:
-    """Put an ingestion's tables back on a run's branch as they were at its base; whether they were changed.
+    """Reset an ingestion's tables on a run's branch to the branch's base. Return whether they had changed.
 
-    Tables in which rows waited to be merged go.
-
-    A commit of the earlier attempt that is still on its way is refused by Nessie afterwards, because these
-    tables have changed. Nessie's errors pass through.
+    Staging tables of earlier attempts are dropped. If a commit of the earlier attempt arrives later, Nessie
+    refuses it, because this reset has changed the same tables. Nessie's errors pass through.
     """
     if client.reference(branch).hash == base_hash:
         return False

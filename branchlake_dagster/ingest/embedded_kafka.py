@@ -1,15 +1,12 @@
-"""An embedded Kafka broker for trials and tests: one node on loopback, with a login of its own.
+"""The embedded Kafka broker for trials and tests: Apache Kafka in KRaft mode, one node on loopback.
 
-A Kafka broker of our own: Apache Kafka in KRaft mode, one node, on loopback, for trials and tests.
+Its files are in the state folder of the embedded servers: `kafka/` has the topics, `run/kafka.json` the
+process, `run/kafka.password` the password, and `logs/kafka.log` the log. Only `branchlake up --with kafka`
+starts it.
 
-It lives in the state folder beside the other embedded servers: `kafka/` has its log, `run/kafka.json` its
-process, `run/kafka.password` the password that it asks for, `logs/kafka.log` what it logs. Nothing starts
-it by itself; `branchlake up --with kafka` does.
-
-The login of the embedded broker: one user, whose password is in the state folder for its owner alone.
-
-Other accounts of the machine reach the loopback address too. Both listeners of the broker ask for SASL PLAIN:
-that of clients, and that of the controller, which takes commands as well.
+The broker has one user, whose password only the owner of the state folder can read: other accounts of the
+machine reach the loopback address too. Both listeners require SASL PLAIN, also that of the controller,
+because it accepts commands as well.
 """
 
 from __future__ import annotations
@@ -49,7 +46,8 @@ _LOGIN_MODULE = "org.apache.kafka.common.security.plain.PlainLoginModule"
 class BrokerLogin:
     """The login of the broker of one state folder.
 
-    `run/kafka.password` has the password, and `run/kafka.properties` what Kafka's own console tools need.
+    `run/kafka.password` has the password, and `run/kafka.properties` the client options for Kafka's console
+    tools.
     """
 
     def __init__(self, root: Path) -> None:
@@ -62,20 +60,21 @@ class BrokerLogin:
         return self._stored_password() is not None
 
     def create_password(self) -> str:
-        """Return the password, created if there is none, and write the file for Kafka's console tools."""
+        """Return the password, created if it is missing, and write the file for Kafka's console tools."""
         password = self._stored_password() or secrets.token_urlsafe(24)
         write_secret(self._password_path, password)
         login = f'{_LOGIN_MODULE} required username="{BROKER_USER}" password="{password}";'
         write_secret(
             self.client_properties,
-            f"security.protocol={_SECURITY_PROTOCOL}\nsasl.mechanism={_SASL_MECHANISM}\nsasl.jaas.config={login}\n",
+            f"security.protocol={_SECURITY_PROTOCOL}\nsasl.mechanism={_SASL_MECHANISM}\n"
+            f"sasl.jaas.config={login}\n",
         )
         return password
 
     def cluster(self, address: str) -> KafkaCluster:
-        """Return the broker at `address` with its login.
+        """Return the connection to the broker at `address`, with its login.
 
-        Without a password if none is stored: the broker that runs was started by a release that had none.
+        Without a stored password the connection has no login: an older release started the broker.
         """
         password = self._stored_password()
         return (
@@ -92,13 +91,17 @@ class BrokerLogin:
 
 
 def login_properties(password: str) -> Mapping[str, str]:
-    """Return the broker's properties that make both listeners ask for the login.
+    """Return the broker's properties that make both listeners require the login.
 
-    The password is in them: write them only into a file that nobody else can read.
+    The properties contain the password: write them only into a file that nobody else can read.
     """
-    login = f'{_LOGIN_MODULE} required username="{BROKER_USER}" password="{password}" user_{BROKER_USER}="{password}";'
+    login = (
+        f'{_LOGIN_MODULE} required username="{BROKER_USER}" password="{password}"'
+        f' user_{BROKER_USER}="{password}";'
+    )
     properties = {
-        "listener.security.protocol.map": f"{CLIENT_LISTENER}:{_SECURITY_PROTOCOL},{CONTROLLER_LISTENER}:{_SECURITY_PROTOCOL}",
+        "listener.security.protocol.map": f"{CLIENT_LISTENER}:{_SECURITY_PROTOCOL},"
+        f"{CONTROLLER_LISTENER}:{_SECURITY_PROTOCOL}",
         "inter.broker.listener.name": CLIENT_LISTENER,
         "sasl.mechanism.inter.broker.protocol": _SASL_MECHANISM,
         "sasl.mechanism.controller.protocol": _SASL_MECHANISM,
@@ -116,7 +119,7 @@ KAFKA = "kafka"
 _APPENDED_PROPERTIES = ("listeners", "advertised.listeners", "listener.security.protocol.map")
 BROKER = Jar("org.apache.kafka", "kafka_2.13", "4.1.1", megabytes=40)
 BROKER_LOGGING = Jar("org.apache.logging.log4j", "log4j-slf4j-impl", "2.24.3")
-"""The broker brings none, and would say nothing of why it does not start."""
+"""The broker's jars have no logging backend, so without this one failed starts would leave no message."""
 _LOG4J = """# Written by branchlake at each start of the broker.
 rootLogger.level = info
 rootLogger.appenderRef.stdout.ref = console
@@ -129,7 +132,7 @@ appender.console.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n
 
 
 class EmbeddedKafka:
-    """The broker of one state folder. Safe to use from several processes at once.
+    """The broker of one state folder. Several processes may use it at the same time.
 
     `more` are properties of the broker beside ours; further listeners come after ours, which asks for the
     password.
@@ -149,7 +152,7 @@ class EmbeddedKafka:
         self._say = say
 
     def running(self) -> str | None:
-        """Its address, `host:port`, if it runs. Rotates its log if that is large."""
+        """Return the broker's address (`host:port`), or None if it does not run. Rotates a large log."""
         rotate_by_copy(self.log_path)
         record = ProcessRecord.load(self.record_path)
         if record and record.is_alive() and process.is_listening(record.port):
@@ -157,23 +160,23 @@ class EmbeddedKafka:
         return None
 
     def up(self) -> str:
-        """Its address; it is started if it does not run. Raises ServerDidNotStart or DownloadFailed."""
+        """Start the broker if needed; return its address. Raises ServerDidNotStart or DownloadFailed."""
         if address := self.running():
             return address
         with self._lock():
             return self.running() or self._start()
 
     def cluster(self) -> KafkaCluster:
-        """The broker with its login; it is started if it does not run. Raises as `up`."""
+        """Start the broker if needed; return the connection with its login. Raises the errors of `up`."""
         return self._login.cluster(self.up())
 
     def running_cluster(self) -> KafkaCluster | None:
-        """The broker with its login, if it runs."""
+        """Return the connection to the broker with its login, or None if it does not run."""
         address = self.running()
         return self._login.cluster(address) if address else None
 
     def down(self) -> bool:
-        """Stop it; whether it ran. Its topics stay."""
+        """Stop the broker and return whether it ran. Its topics stay."""
         if not self.record_path.exists():
             return False
         with self._lock():
@@ -184,27 +187,27 @@ class EmbeddedKafka:
 
     @property
     def requires_password(self) -> bool:
-        """Whether clients log in. A broker that an earlier release started has no login before it ends."""
+        """Whether clients must log in. A running broker that an older release started requires no login."""
         return self._login.exists
 
     @property
     def client_properties(self) -> Path:
-        """The file with the login for Kafka's own console tools, which only the owner can read."""
+        """The file with the login for Kafka's console tools. Only its owner can read it."""
         return self._login.client_properties
 
     @property
     def record(self) -> ProcessRecord | None:
-        """Its process, if it runs."""
+        """The process of the broker, or None if it does not run."""
         return ProcessRecord.load(self.record_path) if self.running() else None
 
     @property
     def log_path(self) -> Path:
-        """What it says."""
+        """The path of the broker's log."""
         return self._root / "logs" / f"{KAFKA}.log"
 
     @property
     def record_path(self) -> Path:
-        """Where its process is recorded; there is no file where it was never started."""
+        """The path of the process record. The file is missing if the broker was never started."""
         return self._root / "run" / f"{KAFKA}.json"
 
     @contextmanager
@@ -252,18 +255,18 @@ class EmbeddedKafka:
         return ":".join(map(str, [*jars, *logging.values()]))
 
     def _format_storage(self, class_path: str, configuration: Path) -> None:
-        """Give the empty log a cluster's id, as Kafka asks for before its first start."""
+        """Format the empty storage with a new cluster id, as Kafka requires before its first start."""
         command = [str(bundled_java()), "-XX:TieredStopAtLevel=1", "-cp", class_path]
         command += ["kafka.tools.StorageTool", "format", "-t", new_cluster_id(), "-c", str(configuration)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         if done.returncode:
             raise ServerDidNotStart(
-                f"Kafka's storage could not be made: {(done.stdout + done.stderr)[-300:]}"
+                f"Kafka could not format its storage: {(done.stdout + done.stderr)[-300:]}"
             )
 
 
 def new_cluster_id(draw: Callable[[], uuid.UUID] = uuid.uuid4) -> str:
-    """A cluster's id as Kafka's own tools draw one: URL-safe base64 that does not begin with a dash.
+    """Draw a cluster id as Kafka's own tools do: URL-safe base64 that does not begin with a dash.
 
     They take one that does for an option of theirs: one first start in 64 failed by it.
     """
@@ -274,20 +277,23 @@ def new_cluster_id(draw: Callable[[], uuid.UUID] = uuid.uuid4) -> str:
 
 
 def configured_cluster(settings: Settings) -> KafkaCluster:
-    """The cluster of the settings, or the embedded broker if it runs. Raises ConfigurationError."""
+    """Return the cluster of the settings, or the embedded broker if it runs.
+
+    Raises ConfigurationError if there is neither.
+    """
     if settings.kafka_bootstrap is not None:
         return cluster_at_address(settings, settings.kafka_bootstrap)
     embedded = EmbeddedKafka(settings).running_cluster()
     if embedded is None:
         raise ConfigurationError(
-            "No Kafka cluster is known, and the embedded broker does not run.",
+            "The settings name no Kafka cluster, and the embedded broker does not run.",
             hint="Set BRANCHLAKE_KAFKA_BOOTSTRAP=host:port, or start one: branchlake up --with kafka.",
         )
     return embedded
 
 
 def cluster_at_address(settings: Settings, bootstrap: str) -> KafkaCluster:
-    """The cluster at `bootstrap` (`host:port,…`), with the credentials of the settings.
+    """Return the cluster at `bootstrap` (`host:port,…`), with the credentials of the settings.
 
     The embedded broker gets its own login if the settings name no security, so that whoever has its address
     need not know its password. Raises ConfigurationError.
@@ -307,12 +313,13 @@ def _server_properties(
         "node.id": "1",
         "controller.quorum.voters": f"1@{LOOPBACK}:{controller_port}",
         "controller.listener.names": CONTROLLER_LISTENER,
-        "listeners": f"{CLIENT_LISTENER}://{LOOPBACK}:{port},{CONTROLLER_LISTENER}://{LOOPBACK}:{controller_port}",
+        "listeners": f"{CLIENT_LISTENER}://{LOOPBACK}:{port},"
+        f"{CONTROLLER_LISTENER}://{LOOPBACK}:{controller_port}",
         "advertised.listeners": f"{CLIENT_LISTENER}://{LOOPBACK}:{port}",
         **login_properties(password),
         "log.dirs": str(home / "log"),
         "num.partitions": "2",
-        # One node has no second copy.
+        # One node cannot hold a second copy.
         "offsets.topic.replication.factor": "1",
         "offsets.topic.num.partitions": "1",
         "transaction.state.log.replication.factor": "1",
@@ -322,5 +329,5 @@ def _server_properties(
     }
     for name, value in extra_properties.items():
         values[name] = f"{values[name]},{value}" if name in _APPENDED_PROPERTIES else value
-    # A backslash begins an escape in such a file.
+    # In a properties file a backslash begins an escape.
     return "".join(f"{name}={value}\n".replace("\\", "\\\\") for name, value in values.items())

@@ -1,4 +1,4 @@
-"""What can go wrong in ingestion beyond tables and branches."""
+"""The errors of ingestion, in addition to those of tables and branches."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Termi
 
 
 class IngestError(BranchlakeError):
-    """Root of the errors of ingestion; the text names the ingestion, and the topic where one is meant."""
+    """Root of the errors of ingestion. The message names the ingestion, and the topic if one is concerned."""
 
 
 class KafkaUnavailable(IngestError, Transient):  # noqa: N818 - named like the other outcomes
-    """The brokers did not answer; nothing was read or written."""
+    """The brokers did not answer. Nothing was read or written."""
 
 
 class KafkaRefused(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The brokers answered and said no: credentials, permissions, or a topic that is not there."""
+    """The brokers refused a request: wrong credentials, missing permissions, or a missing topic."""
 
 
 class LandingUnavailable(IngestError, Transient):  # noqa: N818 - named like the other outcomes
-    """A landing folder does not have a topic: nobody has received it yet, or the folder is not there."""
+    """The landing folder does not have a topic: no receiver has written it yet, or the folder is missing."""
 
 
 class TopicChanged(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A topic is not what the tables were filled from: made again, cut at its end, or cut at its start.
+    """A topic has changed since it was read: it was recreated, or records at its end or start are gone.
 
-    Going on by itself would lose records or read some twice, so somebody decides.
+    To continue would lose records or read some twice, so the user must decide.
     """
 
 
 class PositionLost(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The tables do not tell any more how far they have come: rolled back, replaced, or damaged."""
+    """The progress in the tables is lost: a table was rolled back, replaced or damaged."""
 
 
 class StartOffsetsMissing(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Partitions have no offset to start at. `partitions` names them: `orders[2]`. Nothing was read."""
+    """Partitions have no offset to start at. `partitions` names them, as `orders[2]`. Nothing was read."""
 
 
 class StartOffsetsOutOfRange(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A topic does not have the offsets to start at: they are before its first or after its last one.
+    """A topic does not have the offsets to start at: they are before its first or after its last offset.
 
-    `partitions` names the partitions: `orders[0]`. Nothing was read.
+    `partitions` names the partitions, as `orders[0]`. Nothing was read.
     """
 
 
@@ -51,7 +51,7 @@ class ConsumerGroupActive(IngestError, Transient):  # noqa: N818 - named like th
 
 
 class AnotherIngestion(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A table is filled from the same topic by another ingestion: its rows would be there twice."""
+    """Another ingestion fills the table from the same topic, so its rows would be duplicated."""
 
 
 class RecordsDeleted(IngestError, Transient):  # noqa: N818 - named like the other outcomes
@@ -63,34 +63,34 @@ class RecordsDeleted(IngestError, Transient):  # noqa: N818 - named like the oth
 
 
 class TopicReplaced(IngestError, Transient):  # noqa: N818 - named like the other outcomes
-    """A topic was deleted and made again while a batch read it. Nothing of the batch is kept.
+    """A topic was deleted and created again while a batch read it. Nothing of the batch is kept.
 
-    The next look sees the new one, and the ingestion's rules say what becomes of it.
+    The next batch finds the new topic and follows the ingestion's rules for recreated topics.
     """
 
 
 class EarlierAttemptLate(IngestError, Transient):  # noqa: N818 - named like the other outcomes
-    """What an earlier attempt of the step had sent has arrived meanwhile: its records would be there twice.
+    """A commit of an earlier attempt of the step arrived late, so its records would be duplicated.
 
-    The next attempt takes it back and begins anew.
+    The next attempt undoes that commit and starts again.
     """
 
 
 class ColumnsUnknown(IngestError, ConfigurationError):  # noqa: N818 - named like the other outcomes
-    """A table has to be made, its columns are not declared, and no record of the batch has a field for it."""
+    """A table must be created without declared columns, and no record of the batch has a field for it."""
 
 
 class TableTooNarrow(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Records fit a table not even after it was evolved for them; nothing of the batch is kept."""
+    """Records do not fit a table even after it was evolved for them. Nothing of the batch is kept."""
 
 
 class LettersLeftOut(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Dead letters that were to be put back gave neither a row nor a dead letter; nothing was changed."""
+    """Reprocessed dead letters produced neither a row nor a dead letter. Nothing was changed."""
 
 
 class TooManyDeadLetters(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
-    """More of a batch's records cannot be converted than the ingestion tolerates."""
+    """The share of a batch's records that cannot be converted is above the ingestion's tolerance."""
 
 
 class Superseded(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Another run of this ingestion has published the same offsets, or has taken over: this one is fenced."""
+    """Another run of this ingestion has published the same offsets or has taken over. This run is fenced."""

@@ -1,9 +1,8 @@
-"""The types of fields that nobody has declared, from the schema of the values or from the first records.
+"""Types of undeclared fields, inferred from the schema of the values or from the first records.
 
-The types that Spark's `schema_of_variant_agg` reports, read without asking Spark's server.
-
-Spark Connect returns a type as nested protobuf messages, and its client refuses more than 100 of them: asked
-to parse the type of an object of 31 levels, it failed every batch that had such a record.
+For JSON, Spark's `schema_of_variant_agg` returns the types as text, which this module parses itself. Spark
+Connect would return a parsed type as nested protobuf messages, and its client refuses more than 100 levels of
+them: an object of 31 levels made every batch fail that had such a record.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from branchlake_dagster.ingest.formats import Format
 from branchlake_dagster.ingest.spark_expressions import is_deep_json, is_json_object
 
 MAX_LEVELS = 20
-"""Structs and lists inside each other that a column may have.
+"""The number of nested structs and lists that a column may have.
 
-Each level costs up to three of the 100 messages that Spark Connect may nest, and rows, casts and answers need
-some themselves.
+Each level takes up to three of the 100 messages that Spark Connect may nest. Rows, casts and answers need
+some of them too.
 """
 _NAME = re.compile(r"`((?:[^`]|``)*)`|([A-Za-z0-9_]+)")
 _WORD = re.compile(r"[A-Z0-9_]+(?:\(\d+,\s*\d+\))?")
@@ -54,10 +53,10 @@ _PLAIN_TYPES: dict[str, DataType] = {
 
 
 def parse_variant_type(type_text: str) -> DataType:
-    """The type that a text such as ``OBJECT<id: BIGINT, tags: ARRAY<STRING>>`` describes.
+    """Parse the text of a variant's type, such as ``OBJECT<id: BIGINT, tags: ARRAY<STRING>>``.
 
-    Whatever lies below `MAX_LEVELS`, and every type that JSON values do not have, becomes `VariantType`.
-    Decimals become `DoubleType`: the next record may have more digits. Raises ValueError for another grammar.
+    Types below `MAX_LEVELS`, and types that JSON values do not have, become `VariantType`. Decimals become
+    `DoubleType`, because the next record may have more digits. Raises ValueError for another grammar.
     """
     kind, end = _parse_type(type_text, 0, 0)
     if end != len(type_text):
@@ -66,7 +65,7 @@ def parse_variant_type(type_text: str) -> DataType:
 
 
 def _parse_type(type_text: str, position: int, level: int) -> tuple[DataType, int]:
-    """The type that begins at a position, and the position behind it."""
+    """Parse the type that begins at a position. Return it and the position after it."""
     word = _WORD.match(type_text, position)
     if word is None:
         raise ValueError(f"{type_text[position : position + 50]!r} is not the type of a variant.")
@@ -103,7 +102,7 @@ def _skip_expected(type_text: str, position: int, expected: str) -> int:
 
 
 def _skip_brackets(type_text: str, position: int) -> int:
-    """The position behind the bracket that closes the one at `position`; names in backticks may hold brackets."""
+    """Return the position after the bracket that closes the one at `position`, despite brackets in names."""
     depth = 0
     for part in _BRACKET.finditer(type_text, position):
         depth += {"<": 1, ">": -1}.get(part[1], 0)
@@ -113,7 +112,7 @@ def _skip_brackets(type_text: str, position: int) -> int:
 
 
 _SAMPLE = 10_000
-"""Records from which types are found."""
+"""The number of records from which types are inferred."""
 
 
 def infer_field_types(
@@ -125,13 +124,15 @@ def infer_field_types(
     condition: Expression | None = None,
     all_records: bool = False,
 ) -> StructType:
-    """The types of the fields of the records, or of those `condition` which something holds; or of some fields.
+    """Infer the types of the records' fields.
 
-    Of JSON those of the first records, or of all with `all_records`: whole numbers are bigint, others double,
-    and
-    what is sometimes this and sometimes that is text. A field that is null in all of them has no type, and
-    is not among them, nor are those of records that are too deep, see `is_deep_json`. Raises ColumnsUnknown
-    where nothing is found of a table's fields.
+    `condition` selects the records, and `only_fields` the fields. For a format with a schema the types are
+    those of the schema. For JSON they come from the first 10,000 records, or from all with `all_records`:
+    whole numbers are bigint, other numbers double, and a field with values of several types is text. A field
+    without a value in these records is left out, as are the fields of records that are too deep
+    (`is_deep_json`).
+
+    Raises ColumnsUnknown if no field is found and `only_fields` is None.
     """
     if only_fields is not None and not only_fields:
         return StructType([])
@@ -151,8 +152,8 @@ def infer_field_types(
     fields = [one for one in row_type.fields if only_fields is None or one.name in only_fields]
     if not fields and only_fields is None:
         raise ColumnsUnknown(
-            "The first records have no fields from which a table's columns could be found.",
-            hint='Declare them: columns={"id": "bigint"}.',
+            "The first records have no fields from which the table's columns could be inferred.",
+            hint='Declare the columns: IngestTable(columns={"id": "bigint"}).',
         )
     return StructType(fields)
 
@@ -164,12 +165,12 @@ def _schema_row_type(frame: DataFrame, record_format: Format, has_envelope: bool
         .schema["row"]
         .dataType
     )
-    assert isinstance(kind, StructType)  # noqa: S101 - the formats say so
+    assert isinstance(kind, StructType)  # noqa: S101 - formats with a schema return structs
     return kind
 
 
 def _infer_json_type(frame: DataFrame, row_json: Expression) -> StructType:
-    # Anything else is a dead letter, and would make the whole no object.
+    # Other values become dead letters. Here they would make the common type something else than an object.
     objects = frame.filter(is_json_object(row_json) & ~is_deep_json(row_json)).select(
         F.try_parse_json(row_json).alias("v")
     )
@@ -181,7 +182,7 @@ def _infer_json_type(frame: DataFrame, row_json: Expression) -> StructType:
 
 
 def _to_column_type(kind: DataType) -> DataType | None:
-    """A type that a table may have; None: nothing is known of it."""
+    """Return the type of a table column for an inferred type, or None if no value determines it."""
     if isinstance(kind, StructType):
         fields = [(one.name, _to_column_type(one.dataType)) for one in kind.fields]
         typed_fields = [
@@ -197,5 +198,5 @@ def _to_column_type(kind: DataType) -> DataType | None:
         return None
     if isinstance(kind, VariantType):
         return StringType()
-    # How many digits the next one has, nobody knows.
+    # The next value may have more digits.
     return DoubleType() if isinstance(kind, DecimalType | FloatType) else kind

@@ -1,6 +1,7 @@
-"""How the value of a record is read: JSON, Avro, or what a function on whole Arrow batches makes of it.
+"""Formats of record values: the protocol, JSON, and functions that decode whole Arrow batches.
 
-Everything is a Spark expression that Spark compiles, or a function of batches; nothing sees one record.
+Each format is a Spark expression that Spark compiles, or a function of batches; no Python code runs per
+record.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from branchlake_dagster.spark.session import quote_spark_name
 VALUE_COLUMN = "__value"
 _CORRUPT_FIELD = "__corrupt"
 REASON_SUFFIX = "_why"
-"""Behind the name of a column of rows: the column of why there is none."""
+"""Suffix of the name of a row column. The column with this name has the reason why there is no row."""
 
 
 class Format(Protocol):
-    """How a record's value is read."""
+    """A format of record values."""
 
     def read(self, records: DataFrame) -> DataFrame:
-        """The records with what `convert_rows` and `field_text` need; its columns begin with two underscores."""
+        """Add the columns that the other methods need. Their names begin with two underscores."""
 
     def convert_rows(
         self,
@@ -49,48 +50,48 @@ class Format(Protocol):
         columns: Sequence[RecordColumn],
         is_deletion: Expression | None = None,
     ) -> DataFrame:
-        """The frame with two columns more.
+        """Add two columns: the converted row, and the reason if the value cannot be converted.
 
-        `row_column` is a struct of the table's columns, `row_column` with `REASON_SUFFIX` behind it a struct
-        of `kind` and `detail`
-        where the value is no such row, else null. With `is_deletion` the row is in an envelope: in its field
-        `before` where `is_deletion` holds, else in `after`.
+        `row_column` is a struct of the table's columns. The second column has the same name with
+        `REASON_SUFFIX`: a struct of `kind` and `detail`, or null if the row is valid. With `is_deletion` the
+        row is in an envelope: in its field `before` for a deletion, else in its field `after`.
         """
 
     def field_text(self, field: str) -> Expression:
-        """A field as text; null where it is not there."""
+        """Return a field as text; null if the record does not have it. Dots separate the names of a path."""
 
     def record_field_names(
         self, *, with_values: bool = False, is_deletion: Expression | None = None
     ) -> Expression | None:
-        """The names of the fields that a record's row has, as an array; None: `schema_field_names` has them.
+        """Return the names of the fields in a record's row, as an array.
 
-        With `with_values` those that have a value, which costs more. `is_deletion` as for `convert_rows`.
+        Returns None if the format has a schema; see `schema_field_names`. With `with_values` the array has
+        only fields with a value, which costs more. For `is_deletion` see `convert_rows`.
         """
 
     def schema_field_names(self, *, has_envelope: bool) -> Sequence[str] | None:
-        """The fields that every row has by the schema of the values; None: each record has its own."""
+        """Return the fields of the schema's row; None if the format has no schema."""
 
     def row_json(self, is_deletion: Expression | None) -> Expression | None:
-        """The row as JSON, `is_deletion` as for `convert_rows`; None: its schema is known, and `value_struct` has it."""
+        """Return the row as JSON; None if the format has a schema. For `is_deletion` see `convert_rows`."""
 
     def value_struct(self) -> Expression:
-        """The whole value as a struct, where the format has a schema."""
+        """Return the whole value as a struct. Only for a format with a schema."""
 
 
 @dataclass(frozen=True)
 class Json:
-    """One JSON object a record, in UTF-8.
+    """Reads values that are one JSON object in UTF-8.
 
-    A field is taken by its exact name, as Spark's `from_json` reads the column's type. What that does not
-    take is tried once more as Spark casts it: numbers in text, text of numbers, `true` in text. A field that
-    is absent or null is null, and of one that is there twice the last counts. What is no object, has anything
-    behind it, or has a field that fits by neither, is a dead letter.
+    A field is matched by its exact name and read as Spark's `from_json` reads the column's type. If that
+    fails, the value is cast once more: numbers in text, text for numbers, `true` in text. A field that is
+    missing or null is null; of a repeated field the last value counts. A value becomes a dead letter if it is
+    not an object, if anything follows the object, or if a field can be neither read nor cast.
 
-    Whole numbers may be written as `4.0`, and never lose a fraction. Decimals are rounded half up to the
-    column's scale. Times are ISO 8601, one without a zone in UTC, or numbers of seconds since 1970 that lie
-    before the year 10000. Binary columns take base64. Text columns take anything, as Spark prints it. Inside
-    structs, lists and maps values have to be of their types.
+    Integers may be written as `4.0`; a number with a fraction does not fit an integer column. Decimals are
+    rounded half up to the column's scale. Times are ISO 8601 (UTC if they have no zone), or seconds since
+    1970 before the year 10000. Binary columns take base64. Text columns take any value, as Spark prints it.
+    Values inside structs, lists and maps must have exactly their declared types.
 
     Examples:
         .. code-block:: python
@@ -114,14 +115,14 @@ class Json:
     ) -> DataFrame:
         """See `Format`.
 
-        In steps, a frame each: what several expressions of one frame name, Spark may compute for each of
-        them, and for records that need none of it. That was six times slower.
+        Each step is a frame of its own. Spark may compute an expression again for each other expression that
+        uses it in the same frame, even for records that do not need it, which was six times slower.
         """
         text_column, read_column, times_column, good_column, rest_column = (
             f"{row_column}_{part}" for part in ("text", "read", "times", "good", "rest")
         )
         fields = {name: one.kind for one in columns for name in one.fields}
-        # Spark's reader takes an object for whole whatever is behind it. In another one it has to end.
+        # Spark's reader ignores text after an object. Inside another object such text is an error.
         row_fields = ", ".join(
             f"{quote_spark_name(name)}: {_reader_type(kind)}" for name, kind in fields.items()
         )
@@ -153,7 +154,7 @@ class Json:
 
         def convert_field(name: str, spark_type: str, variant: Expression) -> Expression:
             cast_value = _cast_variant_field(variant, F.col(text_column), name, spark_type)
-            # Of what fits no whole record the reader keeps parts, also the parts of something nested.
+            # Of a corrupt record the reader keeps the parts that it could read, even parts of nested values.
             return (
                 cast_value
                 if spark_type.startswith(_NESTED_TYPES)
@@ -183,7 +184,7 @@ class Json:
         return frame.drop(text_column, read_column, times_column, good_column, rest_column)
 
     def row_json(self, is_deletion: Expression | None) -> Expression:
-        """See `Format`. Kafka Connect may have put the envelope into another one."""
+        """See `Format`. Kafka Connect may have put the envelope inside another envelope, in `payload`."""
         if is_deletion is None:
             return F.col("__text")
         before = F.coalesce(self.field_text("before"), self.field_text("payload.before"))
@@ -197,15 +198,15 @@ class Json:
             *(_conversion_detail(variant, cast_row, one) for one in columns), F.lit(None).cast("string")
         )
         return (
-            F.when(F.col("__not_text"), build_reason("encoding", "The value is no UTF-8."))
-            .when(variant.isNull(), build_reason("syntax", "The value is no JSON."))
-            .when(~is_json_object(row_json), build_reason("syntax", "The value is JSON, but no object."))
+            F.when(F.col("__not_text"), build_reason("encoding", "The value is not valid UTF-8."))
+            .when(variant.isNull(), build_reason("syntax", "The value is not valid JSON."))
+            .when(~is_json_object(row_json), build_reason("syntax", "The value is JSON, but not an object."))
             .otherwise(F.when(lost_detail.isNotNull(), build_reason("conversion", lost_detail)))
             .alias("why")
         )
 
     def field_text(self, field: str) -> Expression:
-        """See `Format`. A path of names parted by dots."""
+        """See `Format`."""
         parts = field.split(".")
         if all(map(_PLAIN_NAME.fullmatch, parts)):
             return F.get_json_object(F.col("__text"), "$" + "".join(f"['{part}']" for part in parts))
@@ -214,12 +215,12 @@ class Json:
     def record_field_names(
         self, *, with_values: bool = False, is_deletion: Expression | None = None
     ) -> Expression | None:
-        """See `Format`: those of the outermost object."""
+        """See `Format`: returns the names of the outermost object."""
         row_json = self.row_json(is_deletion)
         if not with_values:
             return F.json_object_keys(row_json)
         values = F.from_json(row_json, "map<string, string>")
-        # What is empty has no type of its own either.
+        # An empty object or list does not determine a type either.
         filled_fields = F.map_filter(values, lambda _, value: value.isNotNull() & ~_is_empty_json(value))
         return F.map_keys(filled_fields)
 
@@ -227,7 +228,7 @@ class Json:
         """See `Format`."""
 
     def value_struct(self) -> Expression:
-        """See `Format`: it has no schema."""
+        """Not available: JSON has no schema."""
         raise NotImplementedError
 
 
@@ -236,33 +237,35 @@ _INTEGER_TYPES = ("tinyint", "smallint", "int", "bigint")
 _NESTED_TYPES = ("struct<", "array<", "map<")
 _MAX_REASON_LENGTH = 500
 _MAX_DIGITS = 400
-"""A decimal has 38; zeros may come before and behind. A double has up to 309 before its point."""
+"""A decimal has 38 digits, and may have more zeros. A double has up to 309 digits before its point."""
 _LONG_EXPONENT = "[0-9.][eE][+-]?[0-9]{5}"
-"""An exponent of which Spark's reader makes no decimal in bearable time."""
+"""An exponent with which Spark's reader takes minutes to build a decimal."""
 _QUOTED_LONG_EXPONENT = r'"\s*[+-]?[0-9.]+[eE][+-]?[0-9]{5,}\s*"'
 _SHORTEST_TIME = 8
-"""Of what has fewer characters Spark would make a year, and a number means seconds."""
+"""Spark reads a shorter text as a year, but here a number means seconds."""
 
 
 def _is_empty_json(json: Expression) -> Expression:
-    """Whether an object or a list has no value, however deep."""
+    """Whether an object or a list has no value at any level."""
     rest = F.regexp_replace(json, rf"{JSON_STRING}\s*:|null|[\[\]{{}},\s]", "")
     return json.rlike(r"^[\[{]") & (rest == "")
 
 
 def _reader_type(kind: str) -> str:
-    """The type as which a field is read first.
+    """Return the type with which Spark's JSON reader reads a field first.
 
-    Of numbers Spark's reader makes times that overflow, and of "12" the date of the twelfth day since 1970.
-    Decimals are read as such: as text a number has passed through a double, and has lost digits.
+    Times and dates are read as text: the reader would turn large numbers into overflowing times, and "12"
+    into the twelfth day after 1970. Decimals are read directly, because text of a number has passed through a
+    double and lost digits.
     """
     return "string" if kind in (*_TIME_TYPES, "date") else kind
 
 
 def _is_slow_decimal(json: Expression) -> Expression:
-    """Whether Spark's reader would count for minutes to write out a decimal of it, which nothing can stop.
+    """Whether the JSON has a number that Spark's reader would take minutes to expand to a decimal.
 
-    Numbers alone or in quotes, not what looks like one in a text: hashes have them often.
+    Nothing can interrupt the reader. Only whole numbers count, bare or in quotes: a longer text, such as a
+    hash, often contains something that looks like such a number.
     """
     bare = F.regexp_replace(json, JSON_STRING, '""').rlike(_LONG_EXPONENT)
     return F.coalesce(
@@ -277,12 +280,12 @@ def _parse_time_text(time_text: Expression, kind: str) -> Expression:
 
 
 def _has_too_many_digits(number_text: Expression) -> Expression:
-    """Whether a number has more digits than any decimal, written out or not."""
+    """Whether a number has too many digits for a decimal, written out or by its exponent."""
     return (F.length(number_text) > _MAX_DIGITS) | number_text.rlike("[eE][+-]?0*[0-9]{3}")
 
 
 def _parse_timestamp(time_text: Expression, kind: str) -> Expression:
-    """Text as a time; a wall clock is that of UTC, whatever zone the text is in."""
+    """Parse text as a time. A time without zone (`timestamp_ntz`) is the time in UTC."""
     return F.when(F.length(time_text) >= _SHORTEST_TIME, time_text.try_cast("timestamp")).cast(kind)
 
 
@@ -297,18 +300,18 @@ def _build_struct(
 
 
 _PLAIN_NAME = re.compile(r"[\w$:@/-](?:[\w$:@/ -]*[\w$:@/-])?")
-"""Names that a path into JSON or a variant can hold: paths have no escapes for quotes, `?` and brackets."""
+"""Names that a path into JSON or a variant can contain. Paths cannot escape quotes, `?` and brackets."""
 
 
 def _field_path(variant: Expression, name: str) -> tuple[Expression, str]:
-    """A variant and the path in it at which a field of the record is, by its exact name."""
+    """Return a variant and the path in it to the record's field with exactly this name."""
     if _PLAIN_NAME.fullmatch(name):
         return variant, f"$.v['{name}']"
     return F.try_variant_get(variant, "$.v", "map<string, variant>").getItem(name), "$"
 
 
 def _member_text(json: Expression, name: str) -> Expression:
-    """A field of a JSON object, as text: what is in quotes without them; null where it is not there."""
+    """Return a member of a JSON object as text, without quotes; null if the object does not have it."""
     if _PLAIN_NAME.fullmatch(name):
         return F.get_json_object(json, f"$['{name}']")
     return F.from_json(json, "map<string, string>").getItem(name)
@@ -319,7 +322,7 @@ def _cast_variant_field(variant: Expression, wrapped_json: Expression, name: str
         return F.lit(None).cast(kind)
     value, path = _field_path(variant, name)
     if kind.startswith(_NESTED_TYPES):
-        # Cast as a whole, what does not fit inside would be null there, and nobody would know.
+        # A cast of the whole value would silently turn parts that do not fit into null.
         is_plain = _PLAIN_NAME.fullmatch(name)
         field_json = (
             F.get_json_object(wrapped_json, f"$.v['{name}']")
@@ -343,7 +346,7 @@ def _cast_variant_field(variant: Expression, wrapped_json: Expression, name: str
     if kind not in _INTEGER_TYPES:
         return cast_value
     has_fraction = F.try_variant_get(value, path, "double") != cast_value.cast("double")
-    # A double has no more than 17 digits; but a text such as "1e-99999999" takes minutes to become a decimal.
+    # A double has at most 17 digits. A text such as "1e-99999999" takes minutes to become a decimal.
     exact_decimal = F.when(
         ~_has_too_many_digits(F.try_variant_get(value, path, "string")),
         F.try_variant_get(value, path, "decimal(38,15)"),
@@ -355,15 +358,15 @@ def _cast_variant_field(variant: Expression, wrapped_json: Expression, name: str
 
 
 def _conversion_detail(variant: Expression, row: Expression, column: RecordColumn) -> Expression:
-    """What to say of a column whose field has a value that is none of its type; null where it fits."""
+    """Return the message for a column whose field has a value that does not fit its type; null if it fits."""
     field_variants = [F.try_variant_get(*_field_path(variant, name), "variant") for name in column.fields]
     field_value = F.coalesce(*field_variants) if len(field_variants) > 1 else field_variants[0]
     is_lost = row.getField(column.name).isNull() & field_value.isNotNull() & ~F.is_variant_null(field_value)
-    return F.when(is_lost, F.lit(f"{column.name} is no {column.kind}."))
+    return F.when(is_lost, F.lit(f"{column.name} is not a valid {column.kind}."))
 
 
 def row_in_envelope(source: Expression, is_deletion: Expression) -> Expression:
-    """The row's own struct in that of an envelope."""
+    """Return the struct of the row in the struct of an envelope."""
     return F.when(is_deletion, source.getField("before")).otherwise(source.getField("after"))
 
 
@@ -375,9 +378,10 @@ def convert_struct_rows(
     columns: Sequence[RecordColumn],
     reasons: Sequence[tuple[Expression, Expression]],
 ) -> DataFrame:
-    """`Format.convert_rows` for values that are structs with the fields `field_names`: by Spark's casts.
+    """Convert structs with the fields `field_names` by Spark's casts, as `Format.convert_rows` requires.
 
-    `reasons` are conditions under which there is no row, each with its reason, before those of the casts.
+    `reasons` are pairs of a condition under which there is no row and its reason. They precede the reasons of
+    failed casts.
     """
     available_names = set(field_names)
     source_column = f"{row_column}_held"
@@ -391,7 +395,7 @@ def convert_struct_rows(
     lost_values = [
         (
             _any_field_present(value, one, available_names) & F.col(row_column).getField(one.name).isNull(),
-            f"{one.name} is no {one.kind}.",
+            f"{one.name} is not a valid {one.kind}.",
         )
         for one in columns
         if available_names.intersection(one.fields)
@@ -401,10 +405,10 @@ def convert_struct_rows(
 
 
 def _try_cast(value: Expression, kind: str) -> Expression:
-    """The value in a column's type, null where it does not fit.
+    """Cast a value to a column's type; null if it does not fit.
 
-    Text such as "1e-99999999" would take minutes to become a decimal. What is not text costs nothing here:
-    Spark knows the type when it plans.
+    Text such as "1e-99999999", which would take minutes to become a decimal, is null too. The check costs
+    nothing for values that are not text, because Spark knows the type when it plans.
     """
     fits = value.try_cast(kind)
     if "decimal" not in kind:
@@ -419,17 +423,18 @@ def _any_field_present(value: Expression, column: RecordColumn, available_names:
 
 
 DecodeFunction = Callable[[pa.BinaryArray], tuple[pa.StructArray, pa.StringArray]]
-"""Values to structs, and by value why it has none (null: it has one). Called with whole batches.
+"""Decodes a whole batch of values: returns a struct for each value, and a reason for each value without one.
 
-Where it raises, it is called again with halves of the batch, down to the value, which becomes a dead letter.
+The reason is null for a decoded value. If the function raises, it is called again with halves of the batch,
+down to single values; a value that raises alone becomes a dead letter.
 """
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Values that a function of whole Arrow batches reads: binary formats of one's own, Protobuf.
+    """Reads values with a function of whole Arrow batches, for your own binary formats and for Protobuf.
 
-    `decode` runs on Spark's workers; `schema` is the Arrow type of its structs.
+    `decode` runs on Spark's workers; `schema` is the Arrow schema of the structs that it returns.
 
     Examples:
         .. code-block:: python
@@ -492,7 +497,7 @@ class Decoded:
         return [one.name for one in schema]
 
     def row_json(self, is_deletion: Expression | None) -> None:
-        """See `Format`: there is a schema."""
+        """See `Format`: returns None, because the format has a schema."""
 
     def value_struct(self) -> Expression:
         """See `Format`."""
@@ -515,14 +520,17 @@ def _build_batch_decoder(
 def decode_values(
     decode: DecodeFunction, values: pa.BinaryArray, kind: pa.StructType
 ) -> tuple[pa.StructArray, pa.StringArray]:
-    """What `decode` returns; where it raises, that of halves of the batch until the value stands alone."""
+    """Call `decode`. If it raises, call it again with halves of the batch, down to single values.
+
+    A single value that raises gets a null row and a reason.
+    """
     try:
         rows, reasons = decode(values)
         if len(rows) != len(values) or len(reasons) != len(values):
             raise ValueError(f"{len(values)} values gave {len(rows)} rows and {len(reasons)} reasons")
-        # Halves are put together below, and have to be of one type.
+        # The halves are concatenated below, so they need one type.
         return (rows if rows.type == kind else rows.cast(kind)), reasons.cast(pa.string())
-    except BaseException as error:  # whatever a user's function raises is about its values
+    except BaseException as error:  # any error of a user's function is about its values
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
         if len(values) == 1:
@@ -534,8 +542,8 @@ def decode_values(
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether native code in Rust has panicked, as `ptars` does for a Protobuf length that overflows.
+    """Whether native Rust code has panicked, as `ptars` does for a Protobuf length that overflows.
 
-    PyO3 derives that from BaseException, in each library anew.
+    Each PyO3 library has its own panic class, derived from BaseException.
     """
     return type(error).__module__ == "pyo3_runtime"

@@ -1,4 +1,4 @@
-"""One batch from its plan to its commit on a branch."""
+"""The ingestion of one planned batch: its passes, its dead letters and its commit on the branch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ from branchlake_dagster.stored_names import LakeProperty
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What a batch did on its branch."""
+    """The result of a batch on its branch."""
 
     commit_id: str
     ingest: ExpandedIngest
@@ -88,18 +88,18 @@ class BatchResult:
 
     @property
     def record_count(self) -> int:
-        """Records read."""
+        """The number of records that were read."""
         return self.scan_result.counts["records"]
 
     @property
     def current_offsets(self) -> Offsets:
-        """How far the tables are in the topics as they are now: nothing of what was before them."""
+        """The offsets that the tables have reached, without those of earlier incarnations of the topics."""
         current_partitions = {one for topic in self.plan.topics.values() for one in topic.partitions()}
         return {one: offset for one, offset in self.progress.offsets.items() if one in current_partitions}
 
     @property
     def dead_letter_count(self) -> int:
-        """Dead letters written."""
+        """The number of dead letters that were written."""
         return self.scan_result.counts["dead"]
 
 
@@ -113,17 +113,21 @@ def ingest_batch(
     commit_id: str | None = None,
     tables: IcebergTableFormat | None = None,
 ) -> BatchResult:
-    """Read the planned offsets into the tables on the branch, with the offsets, in one commit.
+    """Ingest a planned batch: one commit on the branch adds the rows of all tables and their new offsets.
 
-    With tables whose rows are merged there is one commit for each of them before it. Nothing of it is on
-    `main`. Where records want other columns, or tables that are not known, those are made and the batch is
-    read again. Records that fail it become dead letters: it is divided until each stands alone, in at most
-    `MOST_PASSES` passes, and perhaps only its first part is written. Files that no table keeps are deleted:
-    data files of earlier passes, of rows that were merged, of scans that failed, and of a batch that has
-    certainly failed; the metadata of the tables in which rows were staged, once the branch has dropped them.
+    Nothing is published to `main`. Rows of `upsert` and `changes` tables are staged and merged in earlier
+    commits on the branch. If records need new columns or new tables, these are created and the batch is read
+    again.
 
-    Raises what `evolve_until_stable` raises; LandingDamaged where files had other records than their names
-    say; TopicReplaced and EarlierAttemptLate where the world has changed meanwhile.
+    If records make the batch fail, it is divided until each failing record is alone, in at most `MAX_PASSES`
+    passes. These records become dead letters; it may be that only the first part of the batch is written.
+
+    Files that no table keeps are deleted: data files of earlier passes, of staged rows after the merge, of
+    failed scans, and of a batch that certainly failed, and the metadata of dropped staging tables.
+
+    Raises the errors of `evolve_until_stable`; LandingDamaged if files do not have the records that their
+    names promise; TopicReplaced if a topic was recreated during the batch; and EarlierAttemptLate if an
+    earlier attempt of the step committed during the batch.
     """
     batch_id = commit_id or str(uuid.uuid4())
     iceberg_tables = tables or IcebergTableFormat(batch_context.catalog)
@@ -148,7 +152,7 @@ def ingest_batch(
     passes = _BatchPasses(
         planned_batch, batch_context, records, record_format, tasks, batch_id, started_us, iceberg_tables
     )
-    # A pass may make tables and columns. Before the first one, for the case that its records fail it.
+    # Passes may create tables and columns. If records make the first one fail, they are reset to this hash.
     start_hash = batch_context.lake.nessie.reference(batch_context.branch).hash
     try:
         pass_result = passes.run_on_ranges([planned_batch.plan.ranges], planned_batch.ingestion_tables)
@@ -166,7 +170,7 @@ def ingest_batch(
         replace(planned_batch, ingestion_tables=evolution.ingestion_tables),
         (*evolution.left_out, *pass_result.notes),
     )
-    # Those of staging tables may be in a commit on the branch, which is swept when it is discarded.
+    # Files of staging tables may be in a commit on the branch; the sweep of a discarded branch deletes those.
     with delete_on_failure(
         scan_result, written_targets, {*scan_result.files} - {*pass_result.staging_identifiers}
     ):
@@ -189,7 +193,7 @@ def ingest_batch(
 
 @dataclass(frozen=True)
 class _PassResult:
-    """A pass that succeeded; `staging_identifiers` has by target the table in which its rows wait to be merged."""
+    """The result of a successful pass. `staging_identifiers` has the staging tables by target number."""
 
     evolution: SchemaEvolution
     staging_identifiers: Mapping[int, Identifier]
@@ -197,7 +201,7 @@ class _PassResult:
 
 
 class _BatchPasses:
-    """Passes over some of a batch's records."""
+    """Makes passes over all or some of a batch's records."""
 
     def __init__(
         self,
@@ -219,11 +223,11 @@ class _BatchPasses:
         self._started_us = started_us
         self._tables = tables
         self.staging_tables: list[Table] = []
-        """The staging tables that all passes created, as they were then, and with what was appended since."""
+        """The staging tables of all passes: as they were created, and again after rows were appended."""
         self.failed_scans = FailedScans()
 
     def run_on_ranges(self, pieces: Sequence[Ranges], ingestion_tables: IngestionTables) -> _PassResult:
-        """Write the records of these ranges into the tables. Nothing is committed but tables and columns."""
+        """Write data files for the records of these ranges. Only new tables and columns are committed."""
         frames = [
             self._records.load_frame(self._batch_context.session(), one, tasks=self._tasks) for one in pieces
         ]
@@ -235,9 +239,10 @@ class _BatchPasses:
         return self._run_on_frame(frame, ingestion_tables)
 
     def run_on_empty_record(self) -> None:
-        """Make a pass over one record that is no different from a tombstone.
+        """Make a pass over one record without key, value and headers.
 
-        If it fails too, not the records are the cause but Spark, the warehouse or a table's declaration.
+        If this pass fails too, the cause is not the records but Spark, the warehouse or a table's
+        declaration.
         """
         first_partition = min(self._planned_batch.plan.ranges)
         record = (
@@ -292,13 +297,13 @@ class _BatchPasses:
         return _PassResult(evolution, {number: identifier for number, (identifier, _) in staged.items()})
 
     def build_empty_result(self) -> _PassResult:
-        """A pass over nothing."""
+        """Return the result of a pass over no records."""
         ingestion_tables = self._planned_batch.ingestion_tables.without_unknown_columns()
         targets = build_targets(ingestion_tables, self._batch_context, None, self._record_format)
         return _PassResult(SchemaEvolution(ingestion_tables, targets, ScanResult()), {})
 
     def min_offsets(self, tables: Sequence[str]) -> dict[str, Offsets]:
-        """See `Standing.floors`."""
+        """See `IngestionProgress.min_offsets`."""
         return self._planned_batch.progress.min_offsets(tables, self._planned_batch.plan.ranges)
 
     def _build_work(
@@ -318,7 +323,7 @@ class _BatchPasses:
         )
 
     def undo_table_changes(self, at_hash: str) -> None:
-        """Undo what a pass has made of tables and columns."""
+        """Undo the tables and columns that passes created since the branch was at this hash."""
         restore_tables(
             self._batch_context.lake.nessie,
             self._batch_context.branch,
@@ -330,7 +335,7 @@ class _BatchPasses:
     def with_dead_letters(
         self, pass_result: _PassResult, unwritable: Mapping[RecordPosition, Exception]
     ) -> _PassResult:
-        """The pass and the dead letters of records that it did not read."""
+        """Add dead letters for the unwritable records, which the pass did not read, to its result."""
         if not unwritable:
             return pass_result
         targets, scan_result = pass_result.evolution.targets, pass_result.evolution.scanned
@@ -365,12 +370,13 @@ class _BatchPasses:
 def _ingest_divided_batch(
     planned_batch: PlannedBatch, passes: _BatchPasses, start_hash: str, error: Exception
 ) -> tuple[PlannedBatch, _PassResult]:
-    """The batch without the records that fail it, which become dead letters; perhaps only its first part.
+    """Ingest a failed batch without the records that make it fail; those become dead letters.
 
-    `start_hash` is the branch's hash before the first pass, `error` what that one failed with. Raises `error`
-    where a pass over one harmless record fails too, and where no part of the batch can be written.
+    `start_hash` is the branch's hash before the first pass, and `error` the error of that pass. If the
+    remaining records fail together, only the first part of the batch is written. Raises `error` if a pass
+    over one empty record fails too, or if no part of the batch can be written.
     """
-    # A table that no pass has written may be declared wrongly: each record fails alone, and none is at fault.
+    # If every pass fails, a wrongly declared table may be the cause, although each record fails alone.
     any_pass_succeeded = len(planned_batch.ingestion_tables.without_unknown_columns().identifiers) == len(
         planned_batch.ingestion_tables.identifiers
     )
@@ -382,7 +388,7 @@ def _ingest_divided_batch(
             delete_files(evolution.scanned, evolution.targets)
             any_pass_succeeded = True
         except ColumnsUnknown:
-            return None  # these records alone make no table, and together with the others they may
+            return None  # only the batch as a whole may have the columns of a new table
         except Exception as failure:
             if not is_caused_by_records(failure):
                 raise
@@ -478,7 +484,7 @@ def _commit_targets(
             files or number == dead_letter_number or target.name in planned_batch.progress.replay_offsets
         ):
             continue
-        # A table that is filled again says how far it is even where there was nothing for it.
+        # A table that is filled again records its progress even if the batch has no rows for it.
         write_properties = {
             LakeProperty.WRITE_MODE: "append",
             LakeProperty.ASSET: "/".join(target.identifier),
@@ -516,7 +522,7 @@ def _commit_targets(
         properties=batch_context.commit_properties,
         tables=tables,
         keep_snapshots=ingest.keep_snapshots if batch_context.expires_snapshots else None,
-        # Of an attempt that was given up one may have come late: none must be published.
+        # This includes staging tables of abandoned attempts that arrived late: none of them may be published.
         tables_to_drop=list_staging_tables(
             batch_context.lake.nessie, batch_context.branch, merge_identifiers
         ),
@@ -532,7 +538,7 @@ def _merge_staged(
     staging_identifiers: Mapping[int, Identifier],
     tables: IcebergTableFormat,
 ) -> list[Table]:
-    """Append the staged rows to their tables and merge these; the staging tables with what was appended."""
+    """Append the staged rows to the staging tables and merge them. Return the filled staging tables."""
     staged_changes = [
         BatchTableChange(identifier, batch_context.catalog.load_table(identifier), scan_result.files[number])
         for number, identifier in staging_identifiers.items()
@@ -571,7 +577,7 @@ def _merge_staged(
 def _build_progress(
     planned_batch: PlannedBatch, scan_result: ScanResult, batch_id: str, run_id: str, *, now_ms: int
 ) -> TableProgress:
-    """What the tables record after the batch; `now_ms` is the time at which it began, ms since 1970."""
+    """Return the progress after the batch. `now_ms` is the start of the batch in milliseconds since 1970."""
     earlier_progress, plan, idle_after = (
         planned_batch.progress,
         planned_batch.plan,

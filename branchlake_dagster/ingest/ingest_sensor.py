@@ -1,10 +1,8 @@
-"""The sensor that starts an ingestion's runs, and pauses after runs that keep failing.
+"""The sensor that starts an ingestion's runs, with growing pauses while the runs keep failing.
 
-How long a sensor leaves an ingestion alone whose runs keep failing.
-
-With wrong credentials a run ends within seconds: its sensor started another one every five seconds, all
-night. So it did with a batch that the gate blocks, whose steps all succeed. A run that was killed or
-interrupted is no such run, however often that happens: what it was at goes on at once.
+With wrong credentials a run fails within seconds, and without pauses the sensor started another one every
+five seconds, all night. The same happened with a batch that the gate blocks, although all of its steps
+succeed. Runs that were killed or interrupted do not count as failing: the next run starts at once.
 """
 
 from __future__ import annotations
@@ -33,15 +31,15 @@ from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import format_count
 
 _PAUSES_S = (10.0, 30.0, 90.0, 270.0, 600.0)
-"""After the second failure in a row (none after the first), the third, …; then always the last of them."""
+"""Pauses after the second consecutive failure (there is none after the first), the third, and so on."""
 _FAILS_SOON_S = 600.0
-"""A run that worked for longer has failed for something new."""
+"""A run that failed after a longer time failed for a new reason, so it does not count."""
 
 
 def find_pause_reason(instance: dg.DagsterInstance, ingest: Ingest, job_name: str, now: float) -> str | None:
-    """Why no run is to be started yet: those before it have failed, one after the other. None: one may.
+    """Return why the next run must wait, after consecutive failed runs; None if it may start.
 
-    `now` is a wall clock, seconds since 1970.
+    `now` is the time in seconds since 1970.
     """
     runs_filter = dg.RunsFilter(job_name=job_name, tags={RunTag.INGESTION: ingest.name})
     newest_runs = instance.get_run_records(runs_filter, limit=len(_PAUSES_S) + 1)
@@ -75,7 +73,7 @@ def _has_failed_soon(run_record: dg.RunRecord) -> bool:
 
 
 def _has_failed_by_itself(run: dg.DagsterRun) -> bool:
-    """Whether it has failed by what it did, or by what its publication found."""
+    """Whether the run failed because of its work, or because its publication was refused."""
     return (
         run.tags.get(FAILURE_REASON_TAG) in PERMANENT_FAILURES
         or run.tags.get(RunTag.STATUS) in FAILING_STATUSES
@@ -94,16 +92,16 @@ _log = logging.getLogger(__name__)
 
 
 def list_active_runs(instance: dg.DagsterInstance, ingest: Ingest) -> list[dg.DagsterRun]:
-    """The runs of an ingestion that have not ended."""
+    """Return the runs of an ingestion that have not ended."""
     runs_filter = dg.RunsFilter(tags={RunTag.INGESTION: ingest.name}, statuses=_ACTIVE)
     return list(instance.get_runs(runs_filter))
 
 
 def find_unpublished_run(instance: dg.DagsterInstance, ingest: Ingest, job_name: str) -> dg.DagsterRun | None:
-    """The newest run of an ingestion's job, if it has succeeded and is yet to be published.
+    """Return the newest run of an ingestion's job if it has succeeded and waits for publication, else None.
 
-    Another one would read the same records, and be refused. Not one that waits for somebody's word: the
-    records are published without it, and it is refused when it is taken up again.
+    Another run would read the same records and be refused. A parked run does not count: its records are
+    published without it, and it is refused when it is resumed.
     """
     runs_filter = dg.RunsFilter(job_name=job_name, tags={RunTag.INGESTION: ingest.name})
     for run in instance.get_runs(runs_filter, limit=1):
@@ -118,7 +116,7 @@ def find_unpublished_run(instance: dg.DagsterInstance, ingest: Ingest, job_name:
 
 
 def plan_batch_on_main(ingest: Ingest, lake: Lakehouse) -> PlannedBatch:
-    """What waits, by `main`. Raises as `plan_next_batch`."""
+    """Plan the next batch from the progress on `main`. Raises the errors of `plan_next_batch`."""
     topics, default_namespace = (
         open_topic_source(ingest, lake.settings).topics,
         lake.settings.default_namespace,
@@ -129,9 +127,10 @@ def plan_batch_on_main(ingest: Ingest, lake: Lakehouse) -> PlannedBatch:
 def observe_topics(
     ingest: Ingest, lake: Lakehouse, last_observed: float, now: float
 ) -> tuple[float, list[dg.AssetObservation]]:
-    """How the topics are, if it was told a minute ago or longer, and when it was told last.
+    """Observe the topics if the last observation is at least a minute old.
 
-    Of topics that cannot be looked at only what receivers count is told: the batches say why.
+    Returns the time of the last observation and the new observations. If the topics cannot be read, the
+    observations have only the counts of receivers; batches report the cause.
     """
     if now - last_observed < _OBSERVED_EVERY_S:
         return last_observed, []
@@ -140,13 +139,13 @@ def observe_topics(
         monitors = scrape_monitors(lake.settings.receiver_monitors)
         topics = open_topic_source(ingest, lake.settings).topics
         planned_batch = plan_batch_on_main(ingest, lake)
-        # Runs of one batch each end before they are published: what the group has is what `main` has.
+        # A run ends before its batch is published, so the group gets the offsets that `main` has.
         topics.report_offsets(ingest.group, planned_batch.current_offsets)
         return now, build_observations(ingest, planned_batch, topics, monitors)
-    except Exception as error:  # noqa: BLE001 - what cannot be told holds up no batch, which says why itself
+    except Exception as error:  # noqa: BLE001 - a failed observation must not delay the batches
         is_unexpected = not isinstance(error, BranchlakeError)
         _log.warning(
-            "The topics of %s could not be looked at: %s", ingest.name, error, exc_info=is_unexpected
+            "The topics of ingestion %s could not be observed: %s", ingest.name, error, exc_info=is_unexpected
         )
         return now, build_offline_observations(ingest, monitors)
 
@@ -161,10 +160,11 @@ def build_batch_sensor(
     interval_s: int = 5,
     clock: Callable[[], float] = time.time,
 ) -> dg.SensorDefinition:
-    """A sensor that starts the job for a batch, one at a time.
+    """Build the sensor that starts the job for each batch, one run at a time.
 
-    When `least_records` wait, or some have waited for `most_age_s` seconds; ever later while its runs fail
-    one after the other. How the topics are is told on their assets each minute, also while a run is at it.
+    It starts a run when `least_records` records wait, or when some have waited for `most_age_s` seconds. It
+    waits longer while runs keep failing. Every minute it reports observations of the topics on their assets,
+    also while a run is active.
     """
 
     @dg.sensor(
@@ -172,8 +172,8 @@ def build_batch_sensor(
         job_name=job_name,
         minimum_interval_seconds=interval_s,
         required_resource_keys={lakehouse_key},
-        description=f"Starts a batch of {ingest.name} when {least_records:,} records wait, or some for"
-        f" {most_age_s:g} s.",
+        description=f"Starts a batch of {ingest.name} when {least_records:,} records wait, or when some"
+        f" have waited for {most_age_s:g} s.",
     )
     def sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
@@ -183,9 +183,9 @@ def build_batch_sensor(
             ingest, resource.lakehouse, stored_cursor.get("told", 0.0), now
         )
         if active := list_active_runs(context.instance, ingest):
-            reason = f"Run {active[0].run_id[:8]} is at it."
+            reason = f"Run {active[0].run_id[:8]} is active."
         elif ended_run := find_unpublished_run(context.instance, ingest, job_name):
-            reason = f"Run {ended_run.run_id[:8]} is to be published first."
+            reason = f"Run {ended_run.run_id[:8]} must be published first."
         else:
             reason = None
         if reason is not None:
@@ -210,7 +210,7 @@ def build_batch_sensor(
             cursor = json.dumps({"told": last_observed})
             request = dg.RunRequest(tags={RunTag.INGESTION: ingest.name})
             return dg.SensorResult([request], cursor=cursor, asset_events=events)
-        reason = f"{format_count(count, 'record')} waiting." if count else "Nothing waits."
+        reason = f"{format_count(count, 'record')} waiting." if count else "No records are waiting."
         return dg.SensorResult(skip_reason=reason, cursor=cursor, asset_events=events)
 
     return sensor

@@ -105,7 +105,7 @@ def test_records_go_to_the_tables_of_their_route(driving: Driving, kafka: Broker
             [
                 (one, 1, f"{namespace}.a", "required", "id is null."),
                 (one, 2, f"{namespace}.ab", "contract", drive.dead()[-2 if one < other else -1]["error"]),
-                (other, 0, f"{namespace}.every", "conversion", "id is no int."),
+                (other, 0, f"{namespace}.every", "conversion", "id is not a valid int."),
             ]
         )
     )
@@ -170,7 +170,7 @@ def test_a_record_without_a_route_is_a_dead_letter_or_is_left_out(
         (row["topic"], row["offset"], row["error"], row["table"]) for row in drive.dead()
     ) == sorted(
         [
-            (topics[0], 1, "id is no int.", f"{namespace}.t"),
+            (topics[0], 1, "id is not a valid int.", f"{namespace}.t"),
             (topics[1], 0, f"No table takes the route {topics[1]}", None),
             (topics[1], 1, f"No table takes the route {topics[1]}", None),
         ],
@@ -324,7 +324,7 @@ def test_values_that_nobody_can_write_are_dead_letters(
         (2, "conversion", "u is no uuid."),
         (3, "conversion", "f is no fixed[2]."),
         (4, "conversion", "part is no number, and its table is partitioned by it."),
-        (5, "conversion", "day is no date."),
+        (5, "conversion", "day is not a valid date."),
         (6, "conversion", "The key is no text for k."),
         (7, "required", "id is null."),
         (8, "conversion", "u is no uuid."),
@@ -426,7 +426,7 @@ def test_a_table_is_widened_and_relaxed_where_that_is_wanted(
     ]
     assert 1e300 in [row["r"] for row in rows]
     assert [row["id"] for row in rows if row["must"] is None] == [5]
-    assert [(row["offset"], row["error"]) for row in drive.dead()[4:]] == [(12, "n is no bigint.")]
+    assert [(row["offset"], row["error"]) for row in drive.dead()[4:]] == [(12, "n is not a valid bigint.")]
 
 
 def test_fields_are_found_by_the_name_mapping(driving: Driving, kafka: Broker, namespace: str) -> None:

@@ -239,8 +239,8 @@ def test_protobuf_and_functions_of_batches(driving: Driving, kafka: Broker, name
     # A time of the year 14645, and one before the first, which Spark has and nobody writes.
     assert [(row["offset"], row["error"]) for row in drive.dead()] == [
         (1, "It has not 6 bytes."),
-        (3, "at is no timestamp."),
-        (4, "at is no timestamp."),
+        (3, "at is not a valid timestamp."),
+        (4, "at is not a valid timestamp."),
     ]
 
 

@@ -31,8 +31,11 @@ COLUMNS = {
 }
 _COST = "cost is no struct<`of`: decimal(10,2)>."
 _AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-_SYNTAX, _OBJECT = ("syntax", "The value is no JSON."), ("syntax", "The value is JSON, but no object.")
-_TEXT = ("encoding", "The value is no UTF-8.")
+_SYNTAX, _OBJECT = (
+    ("syntax", "The value is not valid JSON."),
+    ("syntax", "The value is JSON, but not an object."),
+)
+_TEXT = ("encoding", "The value is not valid UTF-8.")
 Row = dict[str, Any]
 _WHOLE = (
     b'{"n":2,"price":10.25,"f":1.5,"r":2.5,"ok":true,"at":"2026-01-02T03:04:05Z","day":"2026-01-02",'
@@ -57,7 +60,7 @@ CASES: list[tuple[bytes | None, Row | tuple[str, str]]] = [
     (_WHOLE, _WHOLE_ROW),
     # one field of another type: the others are what they are without it
     (_WHOLE[:-1] + b',"id":"7"}', {**_WHOLE_ROW, "id": 7}),
-    (_WHOLE[:-1] + b',"id":"x"}', ("conversion", "id is no bigint.")),
+    (_WHOLE[:-1] + b',"id":"x"}', ("conversion", "id is not a valid bigint.")),
     (b'{"id":1,"id":"2"}', _SYNTAX),
     (b"{}", {}),
     (b'{"id":null,"in-side":null}', {}),
@@ -67,20 +70,20 @@ CASES: list[tuple[bytes | None, Row | tuple[str, str]]] = [
     (b' \n{"id":1}\n ', {"id": 1}),
     # numbers
     (b'{"id":9223372036854775807}', {"id": 9223372036854775807}),
-    (b'{"id":9223372036854775808}', ("conversion", "id is no bigint.")),
-    (b'{"n":3000000000}', ("conversion", "n is no int.")),
+    (b'{"id":9223372036854775808}', ("conversion", "id is not a valid bigint.")),
+    (b'{"n":3000000000}', ("conversion", "n is not a valid int.")),
     (b'{"id":"2","n":"-3"}', {"id": 2, "n": -3}),
     (b'{"id":4.0}', {"id": 4}),
-    (b'{"n":1.5}', ("conversion", "n is no int.")),
-    (b'{"n":"1.5"}', ("conversion", "n is no int.")),
-    (b'{"id":9007199254740992.25}', ("conversion", "id is no bigint.")),
-    (b'{"id":1e-20}', ("conversion", "id is no bigint.")),
+    (b'{"n":1.5}', ("conversion", "n is not a valid int.")),
+    (b'{"n":"1.5"}', ("conversion", "n is not a valid int.")),
+    (b'{"id":9007199254740992.25}', ("conversion", "id is not a valid bigint.")),
+    (b'{"id":1e-20}', ("conversion", "id is not a valid bigint.")),
     (b'{"id":038}', _SYNTAX),
     (b'{"price":"10.25"}', {"price": Decimal("10.25")}),
     (b'{"price":1.005}', {"price": Decimal("1.01")}),
     (b'{"price":12345678901.00}', ("conversion", "price is no decimal(10,2).")),
     (b'{"f":"1.5"}', {"f": 1.5}),
-    (b'{"f":"abc"}', ("conversion", "f is no double.")),
+    (b'{"f":"abc"}', ("conversion", "f is not a valid double.")),
     (b'{"f":NaN}', {"f": math.nan}),
     (b'{"f":"NaN"}', {"f": math.nan}),
     (b'{"f":-Infinity}', {"f": -math.inf}),
@@ -94,23 +97,23 @@ CASES: list[tuple[bytes | None, Row | tuple[str, str]]] = [
     (b'{"at":"2026-01-02"}', {"at": datetime(2026, 1, 2, tzinfo=UTC)}),
     (b'{"at":1767323045}', {"at": _AT}),
     (b'{"at":1767}', {"at": datetime(1970, 1, 1, 0, 29, 27, tzinfo=UTC)}),
-    (b'{"at":1767323045000}', ("conversion", "at is no timestamp.")),
-    (b'{"at":1767323045000000}', ("conversion", "at is no timestamp.")),
-    (b'{"at":"nonsense"}', ("conversion", "at is no timestamp.")),
-    (b'{"at":"2026-02-30T00:00:00Z"}', ("conversion", "at is no timestamp.")),
+    (b'{"at":1767323045000}', ("conversion", "at is not a valid timestamp.")),
+    (b'{"at":1767323045000000}', ("conversion", "at is not a valid timestamp.")),
+    (b'{"at":"nonsense"}', ("conversion", "at is not a valid timestamp.")),
+    (b'{"at":"2026-02-30T00:00:00Z"}', ("conversion", "at is not a valid timestamp.")),
     (b'{"local":"2026-01-02 03:04:05"}', {"local": _AT.replace(tzinfo=None)}),
     (b'{"local":"2026-01-02T05:04:05+02:00"}', {"local": _AT.replace(tzinfo=None)}),
-    (b'{"day":"2026-02-30"}', ("conversion", "day is no date.")),
-    (b'{"day":20000}', ("conversion", "day is no date.")),
+    (b'{"day":"2026-02-30"}', ("conversion", "day is not a valid date.")),
+    (b'{"day":20000}', ("conversion", "day is not a valid date.")),
     # what Spark has and nobody can write, or what it takes for another day
-    (b'{"day":"20260102"}', ("conversion", "day is no date.")),
-    (b'{"day":"12"}', ("conversion", "day is no date.")),
-    (b'{"day":"45000"}', ("conversion", "day is no date.")),
-    (b'{"day":"+45000-01-01"}', ("conversion", "day is no date.")),
-    (b'{"day":"0000-01-01"}', ("conversion", "day is no date.")),
-    (b'{"at":"9999-12-31T23:59:59-05:00"}', ("conversion", "at is no timestamp.")),
-    (b'{"at":"+45000-01-01T00:00:00Z"}', ("conversion", "at is no timestamp.")),
-    (b'{"local":"9999-12-31T23:59:59-05:00"}', ("conversion", "local is no timestamp_ntz.")),
+    (b'{"day":"20260102"}', ("conversion", "day is not a valid date.")),
+    (b'{"day":"12"}', ("conversion", "day is not a valid date.")),
+    (b'{"day":"45000"}', ("conversion", "day is not a valid date.")),
+    (b'{"day":"+45000-01-01"}', ("conversion", "day is not a valid date.")),
+    (b'{"day":"0000-01-01"}', ("conversion", "day is not a valid date.")),
+    (b'{"at":"9999-12-31T23:59:59-05:00"}', ("conversion", "at is not a valid timestamp.")),
+    (b'{"at":"+45000-01-01T00:00:00Z"}', ("conversion", "at is not a valid timestamp.")),
+    (b'{"local":"9999-12-31T23:59:59-05:00"}', ("conversion", "local is not a valid timestamp_ntz.")),
     # numbers that would be written out for minutes
     (b'{"price":1e2}', {"price": Decimal("100.00")}),
     (b'{"price":1e30000000}', ("conversion", "price is no decimal(10,2).")),

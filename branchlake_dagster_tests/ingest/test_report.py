@@ -58,7 +58,7 @@ def test_of_dead_letters_that_are_put_back_the_others_are_judged_again() -> None
     assert (converted.passed, converted.severity) == (False, dg.AssetCheckSeverity.WARN)
     assert (tolerated.passed, tolerated.description) == (
         True,
-        "Of 5 dead letters that were put back 2 failed again.",
+        "5 dead letters reprocessed; 2 failed again.",
     )
     counts |= {"dead/contract": 1, "dead/conversion": 1}
     blocking = replace(ingest, on_contract="block")

@@ -280,7 +280,7 @@ def test_a_second_attempt_to_put_letters_back_is_judged_by_them_too(
         for each in result.all_events
         if each.event_type_value == "ASSET_CHECK_EVALUATION"
     ]
-    assert [one for one in told if one and one.endswith("put back 1 failed again.")]
+    assert [one for one in told if one and one.endswith("reprocessed; 1 failed again.")]
     assert p.publish(result).published
     assert p.dead() == [b"no", b"no"]  # the first is marked, the second is why
 
@@ -318,7 +318,7 @@ def test_the_sensor_waits_for_records_or_their_age(project: Opened, kafka: Broke
         return told
 
     first = tick()
-    assert first.skip_message == "Nothing waits."
+    assert first.skip_message == "No records are waiting."
     (lag,) = first.asset_events
     assert (lag.asset_key, lag.metadata["branchlake/lag"].value) == (topic_key(p.ingest, topic), 0)
     kafka.send(topic, [record(1), record(2)])
@@ -334,7 +334,7 @@ def test_the_sensor_waits_for_records_or_their_age(project: Opened, kafka: Broke
         p.definitions.resolve_job_def(f"ingest_{p.ingest.name}_job"), tags=dict(request.tags)
     )
     told = tick()
-    assert told.skip_message == f"Run {run.run_id[:8]} is at it."
+    assert told.skip_message == f"Run {run.run_id[:8]} is active."
     p.instance.report_run_failed(run)
     assert len(tick().run_requests) == 1
 
@@ -355,12 +355,12 @@ def test_no_run_is_started_while_the_one_before_waits_for_its_publication(
     kafka.send(topic, [record(1)])
     (request,) = tick().run_requests
     done = p.run(tags=request.tags)
-    assert tick().skip_message == f"Run {done.run_id[:8]} is to be published first."
+    assert tick().skip_message == f"Run {done.run_id[:8]} must be published first."
     p.instance.add_run_tags(done.run_id, {RunTag.NEXT_ATTEMPT: PARKED})
     assert len(tick().run_requests) == 1  # nobody knows when somebody takes it up again
     p.instance.add_run_tags(done.run_id, {RunTag.NEXT_ATTEMPT: NO_VALUE})
     assert p.publish(done).published
-    assert tick().skip_message == "Nothing waits."
+    assert tick().skip_message == "No records are waiting."
 
 
 def test_the_group_has_committed_what_a_published_run_has_read(project: Opened, kafka: Broker) -> None:

@@ -73,7 +73,7 @@ def _record(offset: int, kind: str, moment: int = 1_767_323_045_000_000) -> dict
         "__unknown": '["x", "text"]' if kind == "both" else None,
         "__mine_0": {"first": 1, "second": 2, "both": 3, "bad": 3}.get(kind, 0),
         "__row0": None if bad else {"id": offset, "text": f"t{offset}"},
-        "__row0_why": {"kind": "conversion", "detail": "id is no int."} if bad else None,
+        "__row0_why": {"kind": "conversion", "detail": "id is not a valid int."} if bad else None,
     }
 
 
