@@ -1,4 +1,4 @@
-"""Receivers of live sources: what comes in over UDP, TCP and HTTP, as records of a topic.
+"""Receivers of live sources: they write messages from UDP, TCP and HTTP as records of a topic.
 
-A topic is one of Kafka's, or a folder of files that stands for it (`landing`).
+The topic is a Kafka topic, or a folder of files in its place (`landing`).
 """

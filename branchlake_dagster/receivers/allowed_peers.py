@@ -1,4 +1,4 @@
-"""Which network addresses may send to a receiver. An address proves nothing: UDP's can be forged."""
+"""The networks that may send to a receiver. This is not authentication: UDP addresses can be forged."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from branchlake_dagster.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class AllowedPeers:
-    """The networks from which records are accepted; all addresses if there are none."""
+    """The networks from which messages are accepted. Without networks all addresses are accepted."""
 
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
 
     @classmethod
     def from_cidr(cls, cidrs: Iterable[str]) -> AllowedPeers:
-        """From CIDR notation, such as 10.1.0.0/16 or 2001:db8::/32. Raises ConfigurationError."""
+        """Parse CIDR notation, such as 10.1.0.0/16 or 2001:db8::/32. Raises ConfigurationError."""
         parsed_networks = []
         for cidr in cidrs:
             try:
@@ -30,14 +30,14 @@ class AllowedPeers:
         return cls(tuple(parsed_networks))
 
     def permits(self, host: str) -> bool:
-        """Whether a numeric address may send."""
+        """Return whether a numeric address may send."""
         if not self.networks:
             return True
         address = ip_address(host.partition("%")[0])
         if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-            address = address.ipv4_mapped  # as a socket for both versions names it
+            address = address.ipv4_mapped  # sockets for both IP versions use this form
         return any(address in network for network in self.networks)
 
 
 ALL_PEERS = AllowedPeers()
-"""Everybody may send."""
+"""Accepts all addresses."""

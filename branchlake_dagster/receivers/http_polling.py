@@ -1,16 +1,16 @@
-"""Pages of JSON over HTTP, asked for again and again from a cursor that is kept with the records.
+"""The HTTP source: it polls pages of JSON, starting from a cursor that is stored with the records.
 
-A page is a JSON array of objects, asked for as ``GET url?since=<cursor>&limit=<n>&wait_ms=<ms>``: those
-whose cursor field, an integer, lies after ``since``, in its order. Nobody promises whether *after* includes
-``since``, nor that nothing comes late; so
+A page is a JSON array of objects, requested as ``GET url?since=<cursor>&limit=<n>&wait_ms=<ms>``. It has the
+items whose cursor field, an integer, is after ``since``, in the order of that field. Servers differ in
+whether ``since`` itself is included, and items may appear late. Therefore
 
-- a page with nothing new is followed by a pause, whatever the server did with ``wait_ms``;
-- now and then a look back asks again for what lies up to ``look_back`` before the cursor;
-- what was handed over lately is known, byte by byte, and not handed over again.
+- a pause follows each page without new items, even if the server ignores ``wait_ms``;
+- a look back regularly requests the items up to ``look_back`` before the cursor again;
+- recent items are remembered by a digest of their bytes and are not handed over again.
 
-Each record carries the cursor from which everything after it would be had again: that of the request, and
-only the last one of a page the new one. So wherever the sink's records end, asking from the last cursor
-loses nothing; what comes twice has the same key.
+Each record carries a cursor from which all later items can be requested again. It is the cursor of the
+request, and only for the last record of a page the new cursor. So a restart from the cursor of the sink's
+last record loses nothing, and items that arrive twice have the same key.
 """
 
 from __future__ import annotations
@@ -42,27 +42,28 @@ _URL_SCHEMES = ("http://", "https://")
 
 @dataclass(frozen=True)
 class HttpConfig:
-    """Where pages come from.
+    """The options of an HTTP source.
 
     Args:
-        url: without ``since``, ``limit`` and ``wait_ms``, which are added.
-        key_field: the field of an item that names it.
-        cursor_field: the integer field that ``since`` means.
-        start: the first cursor, where the sink has none.
-        limit: how many items a page may have.
-        wait_ms: how long the server may wait for something new; 0: it answers at once.
-        pause_s: between a page with nothing new and the next request.
-        look_back: how far before the cursor late items are looked for, in its unit; 0: never. More than they
-            may be late, by `look_back_every_s` and what a request may take.
-        look_back_every_s: how often.
-        most_ahead_ns: an item whose cursor field is that far ahead of the clock (nanoseconds) does not move
-        the cursor: one bad item must not hide all later ones. None: the field is no time.
-        timeout_s: for an answer, beyond ``wait_ms``.
-        most_page_bytes: a larger page is no page.
-        most_pause_s: between two attempts, however often they fail.
-        most_retry_after_s: a longer ``Retry-After`` is not believed.
-        remembered_items: how many items are remembered.
-        headers: sent with each request; may hold a token.
+        url: The URL without ``since``, ``limit`` and ``wait_ms``, which are added.
+        key_field: The field of an item that becomes the record's key.
+        cursor_field: The integer field to which ``since`` refers.
+        start: The first cursor, used if the sink has no cursor yet.
+        limit: The maximum number of items on a page.
+        wait_ms: The time that the server may wait for a new item; with 0 it answers at once.
+        pause_s: The pause between a page without new items and the next request.
+        look_back: The distance before the cursor in which late items are requested again, in the unit of the
+            cursor; 0 turns it off. It must be larger than the greatest delay of an item, plus
+            `look_back_every_s`, plus the time of a request.
+        look_back_every_s: The interval between two look backs.
+        most_ahead_ns: An item whose cursor field is further ahead of the clock (nanoseconds) does not move
+            the cursor, because one bad item would hide all later ones. None if the field is not a time.
+        timeout_s: The timeout of an answer, in addition to ``wait_ms``.
+        most_page_bytes: A larger page is rejected.
+        most_pause_s: The longest pause between two attempts, however often they fail.
+        most_retry_after_s: The longest ``Retry-After`` that is obeyed.
+        remembered_items: The number of items that are remembered, to recognize duplicates.
+        headers: Headers of each request. They may contain a token.
 
     """
 
@@ -85,7 +86,7 @@ class HttpConfig:
 
 
 class _InvalidPageError(Exception):
-    """The answer is no page; the text says why, `after_s` when to ask again if the server said so."""
+    """The answer is not a valid page. `after_s` are the seconds to wait, None for the usual pause."""
 
     def __init__(self, kind: str, message: str, after_s: float | None = None) -> None:
         super().__init__(message)
@@ -93,7 +94,7 @@ class _InvalidPageError(Exception):
 
 
 class HttpSource:
-    """One server's pages."""
+    """The source that polls one server."""
 
     protocol = "http"
     resumes = True
@@ -111,8 +112,8 @@ class HttpSource:
         require_modules("receive", "aiohttp", needed_by="A receiver over HTTP")
         if not config.url.startswith(_URL_SCHEMES):
             raise ConfigurationError(
-                f"{without_credentials(config.url)!r} is no URL.",
-                hint="It begins with http:// or https://.",
+                f"{without_credentials(config.url)!r} is not an HTTP URL.",
+                hint="Use a URL that begins with http:// or https://.",
                 reason="url",
                 subject=config.url,
             )
@@ -120,7 +121,7 @@ class HttpSource:
         self.cursor = config.start
         self._look_back_range: tuple[int, int] | None = None
         self._buffer, self._counts, self._now_ns, self._sleep = buffer, counts, now_ns, sleep
-        self._rng = rng or random.Random()  # noqa: S311 - it spreads attempts
+        self._rng = rng or random.Random()  # noqa: S311 - only spreads attempts over time
         self._remembered_values: OrderedDict[bytes, None] = OrderedDict()
         self.task: asyncio.Task[None] | None = None
         self._is_filling_buffer = False
@@ -128,18 +129,18 @@ class HttpSource:
 
     @property
     def address(self) -> str:
-        """The server."""
+        """The URL of the server, without credentials."""
         return self._source.decode()
 
     def resume(self, resume_state: ResumeState) -> None:
-        """Continue from what the sink has. Raises ConfigurationError for a cursor of another kind."""
+        """Continue from the sink's last cursor. Raises ConfigurationError if it is not an integer."""
         if resume_state.cursor is not None:
             try:
                 self.cursor = int(resume_state.cursor)
             except ValueError:
                 raise ConfigurationError(
-                    f"The last record has the cursor {resume_state.cursor!r}, which is no integer.",
-                    hint="The topic belongs to another receiver; take another one.",
+                    f"The last record has the cursor {resume_state.cursor!r}, which is not an integer.",
+                    hint="The topic belongs to another kind of receiver. Use another topic.",
                     reason="cursor",
                     subject=repr(resume_state.cursor),
                 ) from None
@@ -147,14 +148,14 @@ class HttpSource:
             self._remember(value_digest)
 
     async def start(self) -> None:
-        """Begin to ask."""
+        """Start polling in a task."""
         self.task = asyncio.get_running_loop().create_task(self._poll_forever())
 
     async def stop(self) -> None:
-        """Ask no more. A page that is being read is left to the next receiver."""
+        """Stop polling. A page that is being read is dropped; the next receiver requests it again."""
         if self.task is None:
             return
-        # A page on its way into the buffer is finished if there is room soon.
+        # Records that are entering the buffer may finish if the buffer has capacity within half a second.
         for _ in range(10):
             if not self._is_filling_buffer:
                 break
@@ -164,7 +165,7 @@ class HttpSource:
         self.task = None
 
     def update_counts(self) -> None:
-        """Nothing to ask for."""
+        """Does nothing: there are no counts outside this process."""
 
     async def _poll_forever(self) -> None:
         import aiohttp
@@ -175,8 +176,8 @@ class HttpSource:
             while True:
                 due = asyncio.get_running_loop().time() - looked_back >= self.config.look_back_every_s
                 try:
-                    # After a failure the same is asked for again: an interrupted look back goes on, and new
-                    # items are had before the next one. Begun anew each time, it would let nothing through.
+                    # After a failure the interrupted look back continues, and new items are read before the
+                    # next look back. If it restarted each time, new items might never be read.
                     if self.config.look_back and due and not failures and self._look_back_range is None:
                         self._look_back_range = (self.cursor - self.config.look_back, self.cursor)
                         self._counts.events["looks_back"] += 1
@@ -187,7 +188,7 @@ class HttpSource:
                     failures += 1
                     self._counts.events[f"requests_{error.kind}"] += 1
                     self.trouble = f"{error} ({failures} in a row)" if failures >= _ALARMING_FAILURES else ""
-                    # Decorrelated jitter: attempts of many receivers spread.
+                    # Decorrelated jitter spreads the attempts of many receivers.
                     pause_s = min(self.config.most_pause_s, self._rng.uniform(_FIRST_PAUSE_S, 3 * pause_s))
                     await self._sleep(pause_s if error.after_s is None else error.after_s)
                     continue
@@ -196,9 +197,9 @@ class HttpSource:
                     await self._sleep(self.config.pause_s)
 
     async def _look_back(self, session: aiohttp.ClientSession) -> None:
-        """Ask again for what lies before the cursor; what is late comes in without moving it.
+        """Request the items before the cursor again, to receive late ones. The cursor does not move.
 
-        A failure on the way is no reason to begin anew.
+        After a failure the next call continues where this one stopped.
         """
         while self._look_back_range is not None:
             since, end = self._look_back_range
@@ -209,7 +210,7 @@ class HttpSource:
     async def _read_page(
         self, session: aiohttp.ClientSession, since: int, wait_ms: int
     ) -> tuple[int, int | None]:
-        """Ask once and hand on what is new: how much, and the highest cursor field on the page."""
+        """Read one page and buffer its new items. Return their number and the highest cursor on the page."""
         body = await self._get(session, since, wait_ms)
         items = list(self._parse_items(body))
         self._counts.events["requests_ok"] += 1
@@ -245,8 +246,8 @@ class HttpSource:
         elif len(items) >= self.config.limit and wait_ms == self.config.wait_ms and cursor == self.cursor:
             self._counts.events["stuck_pages"] += 1
             self._stuck_message = (
-                f"{self.address} has more than {self.config.limit} items with one {self.config.cursor_field}:"
-                " nothing after them is had. Raise the limit."
+                f"{self.address} has more than {self.config.limit} items with the same"
+                f" {self.config.cursor_field}, so later items cannot be read. Raise the limit."
             )
         self.cursor = cursor
         return len(records), highest
@@ -278,7 +279,7 @@ class HttpSource:
     def _to_page_error(self, answer: aiohttp.ClientResponse) -> _InvalidPageError:
         kind = "throttled" if answer.status == 429 else "server_error" if answer.status >= 500 else "refused"
         retry_after_s = self._parse_retry_after(answer.headers.get("Retry-After"))
-        # Asking again at once helps nobody where the request itself is refused.
+        # A request that was refused will be refused again, so wait longer.
         default_wait_s = self.config.most_pause_s if kind == "refused" else None
         return _InvalidPageError(
             kind,
@@ -287,7 +288,7 @@ class HttpSource:
         )
 
     def _parse_retry_after(self, header: str | None) -> float | None:
-        """Seconds that a server asks for, as a number or as a time (RFC 9110)."""
+        """Parse a ``Retry-After`` header, a number of seconds or a date (RFC 9110). Return seconds."""
         if header is None:
             return None
         try:
@@ -304,12 +305,12 @@ class HttpSource:
         return min(seconds, self.config.most_retry_after_s)
 
     def _parse_items(self, body: bytes) -> Iterator[tuple[bytes, Any]]:
-        """The elements of a page as they were sent, and as values. Raises _NoPageError for no page."""
+        """Yield the items of a page, each as the original bytes and as a value. Raises _InvalidPageError."""
         try:
             page_text = body.decode()
             position = _skip_whitespace(page_text, 0)
             if page_text[position : position + 1] != "[":
-                raise ValueError("it is no array")
+                raise ValueError("it is not an array")
             position = _skip_whitespace(page_text, position + 1)
             while page_text[position : position + 1] != "]":
                 item, end = _DECODER.raw_decode(page_text, position)
@@ -324,7 +325,7 @@ class HttpSource:
             if _skip_whitespace(page_text, position + 1) != len(page_text):
                 raise ValueError("something follows the array")
         except (ValueError, RecursionError) as error:
-            raise _InvalidPageError("malformed", f"{self.address} sent no page: {error}") from error
+            raise _InvalidPageError("malformed", f"{self.address} sent an invalid page: {error}") from error
 
     def _find_cursor(self, item: Any) -> int | None:
         value = item.get(self.config.cursor_field) if isinstance(item, dict) else None
@@ -333,7 +334,7 @@ class HttpSource:
     def _record_key(self, item: Any, raw: bytes) -> bytes:
         value = item.get(self.config.key_field) if isinstance(item, dict) else None
         if isinstance(value, str) and value:
-            # Lone surrogates are legal in JSON and not in UTF-8.
+            # JSON may contain lone surrogates, which UTF-8 cannot encode.
             return value.encode(errors="replace")
         return b"sha256:" + hashlib.sha256(raw).hexdigest().encode()
 
@@ -344,7 +345,7 @@ class HttpSource:
 
 
 def _parse_integer(digits: str) -> int | float:
-    # Python refuses very long integers; a page must not be refused for one.
+    # Python refuses to parse very long integers; that must not make the whole page invalid.
     return int(digits) if len(digits) <= _LONGEST_NUMBER else float("inf")
 
 

@@ -1,4 +1,4 @@
-"""One source, its buffer and its sink: what moves records from the one to the other."""
+"""The intake: it moves records from one source through a buffer into one sink."""
 
 from __future__ import annotations
 
@@ -28,52 +28,52 @@ _T = TypeVar("_T")
 
 
 class ReceiverSource(Protocol):
-    """A protocol's side of a receiver. All of it runs in the event loop."""
+    """The side of a receiver that speaks its protocol. All methods run in the event loop."""
 
     @property
     def protocol(self) -> str:
-        """Its name."""
+        """The name of the protocol."""
 
     @property
     def resumes(self) -> bool:
-        """Whether it wants to know what the sink has."""
+        """Whether the source continues from the records that the sink already has."""
 
     @property
     def address(self) -> str:
-        """Where it listens or asks."""
+        """The address where the source listens, or that it requests."""
 
     @property
     def trouble(self) -> str:
-        """What is wrong at the moment; empty if nothing is."""
+        """The current problem of the source; empty if there is none."""
 
     @property
     def task(self) -> asyncio.Task[None] | None:
-        """What must never end by itself."""
+        """The task of the source, None if it has none. It must not end before `stop`."""
 
     def resume(self, resume_state: ResumeState) -> None:
-        """Continue from there."""
+        """Continue from this state. Called once, before `start`, after the sink was opened."""
 
     async def start(self) -> None:
-        """Begin to take records."""
+        """Start to receive records into the buffer."""
 
     async def stop(self) -> None:
-        """Take no new ones; what has come already goes into the buffer. Within two seconds."""
+        """Stop receiving within two seconds. Messages that have already arrived go into the buffer."""
 
     def update_counts(self) -> None:
-        """Ask the system for what it counts itself."""
+        """Update the counts that the operating system keeps. Called once a second."""
 
 
 class Intake:
-    """A source on its way into a partition of a topic.
+    """Moves the records of a source into a partition of a topic.
 
     Args:
-        topic: the topic's name.
-        partition: the partition, None for several.
-        source: where records come from.
-        buffer: what it fills.
-        sink: where they go.
-        counts: what the source and this count.
-        now_ns: the wall clock.
+        topic: The name of the topic.
+        partition: The partition, None for several.
+        source: The source of the records.
+        buffer: The buffer that the source fills.
+        sink: The sink that the records are written to.
+        counts: The counts that the source and the intake update.
+        now_ns: The wall clock, in nanoseconds since 1970.
 
     """
 
@@ -100,14 +100,14 @@ class Intake:
 
     @property
     def waiting(self) -> int:
-        """Records that are received and not yet handed over."""
+        """The number of records that are received and not yet handed over."""
         return len(self.buffer) + len(self._current_batch)
 
     async def run(self) -> None:
-        """Open the sink, start the source, and hand over until the buffer is closed and empty.
+        """Open the sink, start the source, and hand records over until the buffer is closed and empty.
 
         Raises:
-            Terminal: the sink or the source can never be opened.
+            Terminal: The sink or the source cannot be opened, and trying again would not help.
 
         """
         pause_s = _FIRST_PAUSE_S
@@ -163,12 +163,12 @@ class Intake:
             pass
 
     def give_up(self) -> None:
-        """Let a hand-over that waits return soon."""
+        """Let a waiting hand-over return soon."""
         self._given_up.set()
         self.sink.stop_waiting()
 
     def count_remaining(self) -> None:
-        """Count what is left, after the end; say of what is being written that nobody knows."""
+        """Count the records that are left at the end. Records in a running write count as not confirmed."""
         is_writing = not self._thread_is_free()
         if is_writing:
             self.counts.not_confirmed += len(self._current_batch)
@@ -178,7 +178,7 @@ class Intake:
         self._current_batch = []
 
     def close(self) -> bool:
-        """Close the sink; False when its thread still writes, which then holds it."""
+        """Close the sink. Return False if its thread still writes; the sink then stays open."""
         is_free = self._thread_is_free()
         if is_free:
             self.sink.close()
@@ -186,7 +186,7 @@ class Intake:
         return is_free
 
     def _thread_is_free(self) -> bool:
-        """Whether the sink is left alone; a call that is about to return has a moment to do so."""
+        """Whether the thread has finished its call of the sink. Waits a moment for the call to return."""
         return self._sink_call is None or not wait([self._sink_call], timeout=_RETURN_S).not_done
 
     def _run_in_thread(self, call: Callable[[], _T]) -> asyncio.Future[_T]:

@@ -1,6 +1,6 @@
-"""What librdkafka says of brokers that it cannot use.
+"""The causes for which librdkafka cannot use brokers.
 
-A request to them only times out. Why is told beside it, through the callback `error_cb`.
+The request itself only times out. librdkafka reports the cause separately, through the callback `error_cb`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ if TYPE_CHECKING:
     from confluent_kafka import KafkaError
 
 _ERROR_TEXT = re.compile(r"(?:\w+://)?([^\s/]+)/\w+: (.*?)(?: \(after .*)?", re.DOTALL)
-"""`sasl_ssl://host:9092/bootstrap: what is wrong (after 5ms in state …)`."""
+"""The form of an error: `sasl_ssl://host:9092/bootstrap: what is wrong (after 5ms in state …)`."""
 _TLS_ALERT = "SSL alert"
-"""The broker has refused us over TLS. Since TLS 1.3 it may do so when the connection stands, and librdkafka
-takes that for one that broke."""
+"""The text with which a broker refuses a client over TLS.
+
+Since TLS 1.3 it may come after the connection was established, so librdkafka reports a broken connection.
+"""
 _ADVICE = ", verify that ssl.ca.location"
-"""It names an option of librdkafka; our hints say what to set."""
+"""librdkafka's advice, which is removed: our hints name the right option."""
 
 
 class Cause(Enum):
-    """Why brokers cannot be used. The value goes between the broker and what was asked."""
+    """Why brokers cannot be used. In messages the value stands between the broker and the request."""
 
     CREDENTIALS = "refused the credentials"
     TRUST = "could not be trusted"
@@ -33,28 +35,28 @@ class Cause(Enum):
 
     @property
     def code(self) -> str:
-        """The `reason` of the error that reports it."""
+        """The `reason` of the error with this cause."""
         return self.name.lower()
 
     @property
     def is_transient(self) -> bool:
-        """Whether it may pass by itself."""
+        """Whether the cause may go away by itself."""
         return self in (Cause.ADDRESS, Cause.PROTOCOL)
 
 
 @dataclass(frozen=True)
 class BrokerFailure:
-    """One of them: the cause, and a sentence that names the broker."""
+    """A failure of brokers: its cause, and a message that names the broker."""
 
     cause: Cause
     message: str
 
 
 class BrokerErrors:
-    """The latest ones of one client of the brokers `bootstrap`, since a request was answered.
+    """Collects the latest errors of one client of the brokers `bootstrap` since the last answered request.
 
-    librdkafka repeats itself once in ten seconds, or more seldom: what it told before a request may be all
-    that is told of it.
+    librdkafka repeats an error at most every ten seconds, so the error of a request may have been reported
+    before the request began.
     """
 
     def __init__(self, bootstrap: str) -> None:
@@ -64,19 +66,19 @@ class BrokerErrors:
         self._answered = False
 
     def __call__(self, error: KafkaError) -> None:
-        """The client's `error_cb`."""
+        """Record an error. Pass the object as the client's `error_cb`."""
         self._current_errors[error.code()] = error.str()
 
     def begin_request(self) -> None:
-        """A request begins. What was told before counts where nothing is told of this one.
+        """Begin a request. Earlier errors count if none are reported during this request.
 
-        Not if the last one was answered: then it is over, or of a broker that was not needed.
+        They do not count if the last request was answered: then they are over, or concern another broker.
         """
         self._earlier_errors = {} if self._answered else self._earlier_errors | self._current_errors
         self._current_errors, self._answered = {}, False
 
     def end_request(self) -> None:
-        """All of a request was answered, with an error maybe."""
+        """End a request that was answered, even if the answer is an error."""
         self._answered = True
 
     @property
@@ -87,7 +89,7 @@ class BrokerErrors:
 
     @property
     def is_final(self) -> bool:
-        """Whether all brokers are lost, and since the request one of them for a reason that does not pass."""
+        """Whether all brokers are down, and one of them refused this request for good."""
         from confluent_kafka import KafkaError
 
         refusals = self._current_errors.keys() & {KafkaError._AUTHENTICATION, KafkaError._SSL}
@@ -95,7 +97,10 @@ class BrokerErrors:
         return (bool(refusals) or has_tls_alert) and self._are_all_down
 
     def worst_failure(self, request: str, default_detail: str) -> BrokerFailure:
-        """Why nobody has answered for `request`; `default_detail` is said where nothing was complained of."""
+        """Return the failure that explains why `request` was not answered.
+
+        `default_detail` is the detail of the message if librdkafka reported no error.
+        """
         from confluent_kafka import KafkaError
 
         causes = {

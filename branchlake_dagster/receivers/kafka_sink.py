@@ -1,4 +1,4 @@
-"""The sink that produces to Kafka. A record is handed over when the broker's report says so."""
+"""The Kafka sink. A record is handed over once the broker has confirmed it."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ from branchlake_dagster.receivers.records import (
 
 DEFAULT_ROLL = Roll(records=10_000, size_bytes=4 * 1024 * 1024, age_s=0.02)
 PRODUCER_OPTIONS = {"enable.idempotence": True, "acks": "all", "message.timeout.ms": 0, "linger.ms": 5}
-"""What a producer of ours always has; ``linger.ms`` may be set otherwise.
+"""Options of every producer. Users may only change ``linger.ms``.
 
-There is no message timeout: after it librdkafka reports a record as failed that the broker may have got.
+There is no message timeout: after one, librdkafka reports records as failed that the broker may have stored.
 """
 _REQUIRED_VALUES = {
     "enable.idempotence": ("true",),
     "acks": ("all", "-1"),
     "request.required.acks": ("all", "-1"),
     **dict.fromkeys(("message.timeout.ms", "delivery.timeout.ms"), ("0",)),
-    # With few attempts, too, a record is given up whose last one has arrived.
+    # With few retries a record can be reported as failed although its last attempt reached the broker.
     **dict.fromkeys(("message.send.max.retries", "retries"), (str(2**31 - 1),)),
 }
-"""Options that may not have other values: records would be lost or doubled."""
+"""Required values of options. With other values records would be lost or duplicated."""
 
 _FIRST_TAIL, _REMEMBERED_VALUES = 10_000, 50_000
 _ANSWER_TIMEOUT_S, _METADATA_TIMEOUT_S, _POLL_S = 10.0, 2.5, 0.05
 _PATIENCE_S = 60.0
 _HINTS = {
-    Cause.CREDENTIALS: "Look at sasl.username, sasl.password and sasl.mechanism in the options for Kafka.",
-    Cause.TRUST: "The option ssl.ca.location is the PEM file of the authority that signed the broker's"
-    " certificate, which must be for the host that is named.",
-    Cause.CERTIFICATE: "A broker that knows its clients by certificates wants the options"
-    " ssl.certificate.location and ssl.key.location, from an authority that it trusts.",
-    Cause.ADDRESS: "See whether the broker runs and its address is right; it is tried again.",
-    Cause.PROTOCOL: "Set the option security.protocol to what the listener expects; it is tried again.",
+    Cause.CREDENTIALS: "Check sasl.username, sasl.password and sasl.mechanism in the options for Kafka.",
+    Cause.TRUST: "Set the option ssl.ca.location to the PEM file of the authority that signed the broker's"
+    " certificate. The certificate must be for the host name in the address.",
+    Cause.CERTIFICATE: "If the broker requires client certificates, set the options"
+    " ssl.certificate.location and ssl.key.location, from an authority that the broker trusts.",
+    Cause.ADDRESS: "Check that the broker runs and that its address is right. The receiver tries again.",
+    Cause.PROTOCOL: "Set the option security.protocol to that of the listener. The receiver tries again.",
 }
 _PRODUCER_ONLY_OPTIONS = frozenset({*PRODUCER_OPTIONS, *_REQUIRED_VALUES, "compression.type"})
 
 
 @dataclass(eq=False)
 class _SentRecord:
-    """A record that librdkafka has, and what its report says."""
+    """A record that was passed to librdkafka, with its delivery report."""
 
     record: Record
     is_reported: bool = False
@@ -69,26 +69,28 @@ class _SentRecord:
 
 
 class BrokerUnreachable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """No broker answers; nothing was changed."""
+    """No broker answers. Nothing was changed."""
 
 
 class BrokerRefused(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The brokers refused the credentials, or their certificate is not trusted; nothing was changed."""
+    """The brokers refused the credentials, or their certificate is not trusted. Nothing was changed."""
 
 
 class KafkaSink:
-    """Records of one receiver in one topic.
+    """Writes the records of one receiver to one Kafka topic.
 
     Args:
-        topic: the topic's name; made by the broker if that is allowed to.
-        partition: where all of it goes; None spreads it by key. What has a cursor needs one.
-        origin: what the headers say of the receiver.
-        options: librdkafka's (``bootstrap.servers``, ``security.protocol``, ``sasl.*``, ``ssl.*`` …).
-        roll: how much is sent before its reports are awaited.
-        patience_s: after so many seconds without a report a call of `write` fails. The records stay with the
-            producer; the next call with them waits on, and sends none of them again.
-        make_producer: makes a producer of such options; librdkafka's by default.
-        clock: monotonic seconds.
+        topic: The name of the topic. The broker creates it if it is configured to do so.
+        partition: The partition for all records; None distributes them by key. Records with a cursor need
+            one.
+        origin: The receiver, as written to the headers.
+        options: Options of librdkafka (``bootstrap.servers``, ``security.protocol``, ``sasl.*``, ``ssl.*``
+            …).
+        roll: The number and size of records that are sent before the sink waits for their reports.
+        patience_s: The seconds without a report after which `write` fails. The records stay with the
+            producer: the next call with them continues to wait and does not send them again.
+        make_producer: Creates a producer from the options. (default: librdkafka's)
+        clock: Monotonic seconds.
 
     """
 
@@ -108,7 +110,7 @@ class KafkaSink:
         for name, allowed_values in _REQUIRED_VALUES.items():
             if name in options and str(options[name]).lower() not in allowed_values:
                 raise ConfigurationError(
-                    f"{name}={options[name]} would lose or double records.", hint="Leave the option out."
+                    f"{name}={options[name]} would lose or duplicate records.", hint="Remove the option."
                 )
         self.topic, self.partition, self.origin, self.roll = topic, partition, origin, roll
         self._options = {
@@ -125,20 +127,20 @@ class KafkaSink:
         self._stop_requested = threading.Event()
 
     def open(self, *, resume: bool) -> ResumeState:
-        """Reach the broker; with ``resume`` read the end of the partition.
+        """Connect to the broker; with ``resume`` read the end of the partition.
 
         Raises:
-            BrokerUnreachable: nobody answers, or the topic has no leader yet.
-            BrokerRefused: the brokers do not take the credentials, or their certificate is not trusted.
-            ConfigurationError: an option is wrong.
+            BrokerUnreachable: No broker answers, or the topic has no leader yet.
+            BrokerRefused: The brokers refuse the credentials, or their certificate is not trusted.
+            ConfigurationError: An option is wrong.
 
         """
         import confluent_kafka as ck
 
         if resume and self.partition is None:
             raise ConfigurationError(
-                f"Topic {self.topic} takes a cursor, so its records need one partition.",
-                hint="Name the partition.",
+                f"The records for topic {self.topic} have a cursor, so they need one partition.",
+                hint="Set the partition.",
                 reason="partition_not_named",
                 subject=self.topic,
             )
@@ -162,7 +164,7 @@ class KafkaSink:
             ) from error
 
     def write(self, records: Sequence[Record], dropped: int = 0) -> None:  # noqa: ARG002 - the log's
-        """Produce, and wait for every report."""
+        """Produce the records and wait for the delivery report of each."""
         for number, part in enumerate(parts := list(_split_at_cursors(records))):
             try:
                 self._produce_part(part)
@@ -174,18 +176,18 @@ class KafkaSink:
                 raise NotConfirmed(error.message, remaining) from error
 
     def stop_waiting(self) -> None:
-        """Let `write` return without the reports that are missing."""
+        """Let a running `write` return without the missing reports."""
         self._stop_requested.set()
 
     def close(self) -> None:
-        """Drop what is not sent, and the connections."""
+        """Drop unsent records and close the connections."""
         if self._producer is not None:
             self._producer.purge()
             self._producer.poll(0)
             self._producer = None
 
     def _await_broker(self) -> None:
-        """Ask for the topic, until the time is over or the brokers have refused us."""
+        """Request the topic's metadata until a broker answers, the brokers refuse, or the time is over."""
         import confluent_kafka as ck
 
         until = self._clock() + _ANSWER_TIMEOUT_S
@@ -224,7 +226,7 @@ class KafkaSink:
                 )
                 if next_sent is not None:
                     sent_records.append(next_sent)
-                # Reports come in polls; a full queue waits for them.
+                # Delivery reports arrive during polls. A full queue waits for them.
                 self._producer.poll(0 if self._unreported else _POLL_S)
         except ck.KafkaException as error:
             queue_errors.append(error.args[0])
@@ -243,11 +245,11 @@ class KafkaSink:
         if self._unreported and self._stop_requested.is_set():
             raise NotConfirmed(
                 f"{len(self._unreported)} records were sent to topic {self.topic}, "
-                "and no broker has confirmed them.",
+                "but no broker has confirmed them.",
                 remaining,
             )
         if any(error.fatal() or error.code() == ck.KafkaError._FATAL for error in errors):
-            # A producer that cannot keep its promise of order takes nothing more; a new one does.
+            # After a fatal error a producer accepts no more records, so create a new one.
             self._producer.purge()
             self._producer = self._new_producer()
             self._unconfirmed, self._unreported = [], set()
@@ -257,14 +259,14 @@ class KafkaSink:
             )
             reason = errors[0].str() if errors else reason
             raise NotHandedOver(
-                f"{len(remaining)} records were not taken by topic {self.topic}: {reason}.",
+                f"Topic {self.topic} did not accept {len(remaining)} records: {reason}.",
                 remaining,
-                hint="See the broker's log; it is tried again.",
+                hint="Look at the broker's log. The receiver tries again.",
             )
         self._broker_errors.end_request()
 
     def _queue_record(self, record: Record) -> _SentRecord | None:
-        """Give it to librdkafka; None when its queue is full."""
+        """Pass a record to librdkafka. Return None if its queue is full."""
         sent_record = _SentRecord(record)
 
         def report(error: Any, _: Any) -> None:
@@ -299,12 +301,12 @@ class KafkaSink:
         return headers if record.cursor is None else [*headers, (CURSOR_HEADER, record.cursor)]
 
     def _read_resume_state(self) -> ResumeState:
-        """The last cursor and the last values of this receiver, read backwards in growing steps."""
+        """Read this receiver's last cursor and digests of its last values from the end of the partition."""
         import confluent_kafka as ck
 
         consumer_options = {k: v for k, v in self._options.items() if k not in _PRODUCER_ONLY_OPTIONS}
         if "test.mock.num.brokers" in consumer_options:
-            # Such a cluster lives in the producer; others reach it by its address.
+            # A mock cluster lives in the producer; other clients reach it by its address.
             del consumer_options["test.mock.num.brokers"]
             (broker,) = self._producer.list_topics(timeout=_ANSWER_TIMEOUT_S).brokers.values()
             consumer_options["bootstrap.servers"] = f"{broker.host}:{broker.port}"
@@ -364,10 +366,10 @@ def _create_producer(options: dict[str, Any]) -> Any:
 
 
 def _split_at_cursors(records: Sequence[Record]) -> Iterator[list[Record]]:
-    """Parts that must be there before the next one is sent.
+    """Split records into parts. Each part must be confirmed before the next one is sent.
 
-    Where a cursor moves, everything before it must be there first: a crash between two reports would
-    otherwise leave a cursor that is ahead of its records.
+    All records before a new cursor must be stored first. Otherwise a crash between two reports could leave a
+    cursor that is ahead of its records, and these would be lost.
     """
     part: list[Record] = []
     for record in records:

@@ -1,11 +1,11 @@
-"""A topic as a folder of files: what lies in it, and which offsets it has.
+"""The landing folder: topics as folders of files, and their offsets.
 
 ::
 
-    <landing>/<topic>/topic-id                                     a UUID, made once: the incarnation
-    <landing>/<topic>/ingest.log                                   a JSON line for each file, a report
+    <landing>/<topic>/topic-id                                     the incarnation, a UUID that never changes
+    <landing>/<topic>/ingest.log                                   the report: a JSON line for each file
     <landing>/<topic>/<partition>/<first offset>-<last offset>.parquet
-    <landing>/<topic>/<partition>/next-offset                      no offset below it is given again
+    <landing>/<topic>/<partition>/next-offset                      offsets below it are never used again
 
 Offsets of a partition's files are contiguous, so the listing alone says what there is. A file has the
 columns of a Kafka record in Spark (`LANDING_SCHEMA`) and appears whole or not at all.
@@ -36,11 +36,14 @@ LANDING_SCHEMA = pa.schema(
         ("headers", pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))),
     ]
 )
-"""Columns of a file, as Spark's Kafka source has them. ``timestamp`` is the receipt."""
+"""Columns of a file, as in Spark's Kafka source. ``timestamp`` is the time of receipt."""
 
 TOPIC_ID_FILE, LOG_FILE, LOCK_FILE, UNFINISHED_SUFFIX = "topic-id", "ingest.log", ".lock", ".tmp"
 NEXT_OFFSET_FILE = "next-offset"
-"""In a partition's folder: the offset after its newest file, in 20 digits. It outlives a lost file."""
+"""The file in a partition's folder with the offset after its newest file, in 20 digits.
+
+It reveals that the newest file was lost.
+"""
 _LISTINGS = 3
 _DIGITS = 20
 _FILE = re.compile(rf"(\d{{{_DIGITS}}})-(\d{{{_DIGITS}}})\.parquet")
@@ -48,16 +51,16 @@ _TOPIC = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
 
 
 class LandingDamaged(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Files of a partition are missing, overlap or are not what the log says."""
+    """Files of a partition are missing, overlap, or contradict the log."""
 
 
 class OffsetsGone(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Offsets were asked for whose files have been removed, or which are not there yet."""
+    """The files of the requested offsets were removed, or do not exist yet."""
 
 
 @dataclass(frozen=True)
 class LandingFile:
-    """A file of a partition, with its first and last offset, both inclusive."""
+    """A file of a partition, with its first and last offset (both inclusive)."""
 
     path: Path
     topic: str
@@ -67,28 +70,28 @@ class LandingFile:
 
     @property
     def rows(self) -> int:
-        """How many records."""
+        """The number of records in the file."""
         return self.last - self.first + 1
 
 
 class Landing:
-    """The topics of a landing folder."""
+    """Access to the topics of a landing folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def topics(self) -> list[str]:
-        """Names of the topics that have an id, sorted."""
+        """Return the sorted names of the topics that have an id."""
         if not self.folder.is_dir():
             return []
         return sorted(path.name for path in self.folder.iterdir() if (path / TOPIC_ID_FILE).is_file())
 
     def topic_id(self, topic: str) -> str:
-        """The incarnation: a UUID that another folder of the same name would not have.
+        """Return the topic's incarnation: a UUID that a new folder of the same name would not have.
 
         Raises:
-            ConfigurationError: no such topic.
-            LandingDamaged: what the file says is no UUID.
+            ConfigurationError: The folder does not have the topic.
+            LandingDamaged: The file does not contain a UUID.
 
         """
         path = self.topic_folder(topic) / TOPIC_ID_FILE
@@ -97,20 +100,20 @@ class Landing:
         except FileNotFoundError:
             raise ConfigurationError(
                 f"Landing folder {self.folder} has no topic {topic}.",
-                hint=f"It has: {', '.join(self.topics()) or 'none'}.",
+                hint=f"Its topics are: {', '.join(self.topics()) or 'none'}.",
                 reason="unknown_topic",
                 subject=topic,
             ) from None
         except ValueError as error:
             raise LandingDamaged(
-                f"{path} is no UUID.",
+                f"{path} does not contain a UUID.",
                 hint="Restore it from a backup.",
                 reason="topic_id_unreadable",
                 subject=topic,
             ) from error
 
     def make_topic(self, topic: str) -> str:
-        """The topic's id; made now if it has none."""
+        """Return the topic's id. Create the topic's folder and id if they do not exist."""
         folder = self.topic_folder(topic)
         folder.mkdir(parents=True, exist_ok=True)
         unfinished_path = folder / f".{uuid.uuid4()}{UNFINISHED_SUFFIX}"
@@ -119,7 +122,7 @@ class Landing:
                 file.write(f"{uuid.uuid4()}\n")
                 file.flush()
                 os.fsync(file.fileno())
-            # A link is refused where the name is taken: of two receivers one makes the id.
+            # A link fails if the name exists, so of two receivers only one creates the id.
             with contextlib.suppress(FileExistsError):
                 (folder / TOPIC_ID_FILE).hardlink_to(unfinished_path)
         finally:
@@ -129,45 +132,45 @@ class Landing:
         return self.topic_id(topic)
 
     def topic_folder(self, topic: str) -> Path:
-        """Where a topic lies. Raises ConfigurationError for what Kafka would not take as a name."""
+        """Return the folder of a topic. Raises ConfigurationError for a name that Kafka would not accept."""
         if not _TOPIC.fullmatch(topic):
             raise ConfigurationError(
-                f"{topic!r} is no name of a topic.",
-                hint="Up to 249 letters, digits, dots, underscores and hyphens.",
+                f"{topic!r} is not a valid name of a topic.",
+                hint="Use up to 249 letters, digits, dots, underscores and hyphens.",
                 reason="topic_name",
                 subject=topic,
             )
         return self.folder / topic
 
     def partition_folder(self, topic: str, partition: int) -> Path:
-        """Where a partition lies."""
+        """Return the folder of a partition."""
         return self.topic_folder(topic) / str(partition)
 
     def partitions(self, topic: str) -> list[int]:
-        """Numbers of the partitions that exist, in order."""
+        """Return the numbers of the existing partitions, in order."""
         self.topic_id(topic)
         names = (path.name for path in self.topic_folder(topic).iterdir() if path.is_dir())
         return sorted(int(name) for name in names if name.isdecimal())
 
     def files(self, topic: str, partition: int) -> list[LandingFile]:
-        """The finished files of a partition by offset.
+        """Return the finished files of a partition, ordered by offset.
 
         Raises:
-            LandingDamaged: there is a gap between two of them, or they overlap.
+            LandingDamaged: Files overlap, or there is a gap between two of them.
 
         """
         return [self._landing_file(topic, partition, span) for span in self._spans(topic, partition)]
 
     def offsets(self, topic: str, partition: int) -> tuple[int, int]:
-        """The first offset that is there and the one that comes next; equal when there is none."""
+        """Return the first existing offset and the next offset. They are equal if there are no files."""
         spans = self._spans(topic, partition)
         return (spans[0][0], spans[-1][1] + 1) if spans else (0, 0)
 
     def files_with_offsets(self, topic: str, partition: int, start: int, end: int) -> list[LandingFile]:
-        """The files that hold the offsets from `start` to before `end`; the outer ones may hold more.
+        """Return the files with the offsets from `start` to before `end`. They may have more offsets.
 
         Raises:
-            OffsetsGone: some of these offsets are not there.
+            OffsetsGone: Some of these offsets do not exist.
 
         """
         if start >= end:
@@ -177,8 +180,8 @@ class Landing:
         if start < available[0] or end > available[1]:
             raise OffsetsGone(
                 f"Partition {partition} of topic {topic} in {self.folder} has the offsets {available[0]} to"
-                f" before {available[1]}; asked for were {start} to before {end}.",
-                hint="Files were removed too early, or the topic was made anew (compare its topic-id).",
+                f" before {available[1]}, but {start} to before {end} were requested.",
+                hint="Files were removed too early, or the topic was created again (compare its topic-id).",
                 subject=f"{topic}[{partition}]",
             )
         wanted = [span for span in spans if span[1] >= start and span[0] < end]
@@ -189,9 +192,9 @@ class Landing:
         return LandingFile(path, topic, partition, *span)
 
     def _spans(self, topic: str, partition: int) -> list[tuple[int, int]]:
-        """First and last offset of each finished file, in order. Raises LandingDamaged."""
+        """Return first and last offset of each finished file, in order. Raises LandingDamaged."""
         for _ in range(_LISTINGS - 1):
-            # A folder's listing is no snapshot: what comes or goes meanwhile may look like a gap.
+            # A listing is not atomic: files that appear or disappear meanwhile can look like a gap.
             with contextlib.suppress(LandingDamaged):
                 return self._list_spans(topic, partition)
         return self._list_spans(topic, partition)
@@ -200,40 +203,40 @@ class Landing:
         folder = self.partition_folder(topic, partition)
         if not folder.is_dir():
             return []
-        # Names alone: a day has 86,400 of them, and a batch lists them each time.
+        # Read only names: a day can have 86,400 files, and each batch lists them.
         names = os.listdir(folder)  # noqa: PTH208
         spans = sorted((int(match[1]), int(match[2])) for match in map(_FILE.fullmatch, names) if match)
         for earlier, later in pairwise(spans):
             if later[0] != earlier[1] + 1:
-                damage = "missing" if later[0] > earlier[1] else "there twice"
+                damage = "missing" if later[0] > earlier[1] else "duplicated"
                 raise LandingDamaged(
                     f"Partition {partition} of topic {topic} in {self.folder} is damaged: between"
                     f" {file_name(*earlier)} and {file_name(*later)} offsets are {damage}.",
-                    hint="Restore the missing files, or remove what is there twice.",
+                    hint="Restore the missing files, or remove the duplicates.",
                     reason="offsets_missing" if later[0] > earlier[1] else "offsets_twice",
                     subject=f"{topic}[{partition}]",
                 )
         return spans
 
     def remove_before(self, topic: str, partition: int, offset: int) -> list[LandingFile]:
-        """Remove the files all of whose offsets are below `offset`, and say which.
+        """Remove the files whose offsets are all below `offset`. Return the removed files.
 
-        The newest file always stays: without it the next receiver could not continue the offsets.
+        The newest file always stays, because the next receiver continues from its offsets.
         """
         removed = [file for file in self.files(topic, partition)[:-1] if file.last < offset]
-        # From the oldest on, so that what is left has no gap whenever this ends.
+        # Start with the oldest file, so that an interruption leaves no gap.
         for file in removed:
             file.path.unlink()
         return removed
 
 
 def file_name(first: int, last: int) -> str:
-    """The name of the file with these offsets."""
+    """Return the name of the file with these offsets."""
     return f"{first:0{_DIGITS}}-{last:0{_DIGITS}}.parquet"
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the file names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The sink that writes a topic's files; the only writer of its partition."""
+"""The landing sink: it writes the files of a topic, as the only writer of its partition."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ _REMEMBERED_VALUES = 50_000
 
 
 class LandingSink:
-    """Files of one partition of a topic, each written whole, synced, and given its name last.
+    """Writes the files of one partition of a topic. A file appears only after it is complete and synced.
 
     Args:
-        folder: the landing folder; made if it is not there.
-        topic: the topic's name.
-        partition: the partition's number.
-        origin: what the headers say of the receiver.
-        roll: when a file is finished.
-        now_ns: the wall clock, nanoseconds since 1970.
+        folder: The landing folder. It is created if it does not exist.
+        topic: The name of the topic.
+        partition: The number of the partition.
+        origin: The receiver, as written to the headers.
+        roll: The number, size and age of records at which a file is finished.
+        now_ns: The wall clock, in nanoseconds since 1970.
 
     """
 
@@ -81,7 +81,7 @@ class LandingSink:
 
     @property
     def folder(self) -> Path:
-        """Where the files lie."""
+        """The folder of the partition."""
         return self.landing.partition_folder(self.topic, self.partition)
 
     @property
@@ -90,11 +90,11 @@ class LandingSink:
         return self._next_offset
 
     def open(self, *, resume: bool) -> ResumeState:
-        """Lock the partition, remove what a crash left unfinished, and continue its offsets.
+        """Lock the partition, remove unfinished files of a crash, and continue the offsets.
 
         Raises:
-            PartitionTaken: another receiver has it.
-            LandingDamaged: files that were there are gone, so offsets would be given twice.
+            PartitionTaken: Another receiver writes to the partition.
+            LandingDamaged: The newest files are gone, so their offsets would be used twice.
 
         """
         self.landing.make_topic(self.topic)
@@ -118,8 +118,8 @@ class LandingSink:
         """Write one file. Its records are durable when this returns.
 
         Raises:
-            NotHandedOver: nothing of it is there; the disk is full, for one.
-            NotConfirmed: it is there, and may not survive a loss of power.
+            NotHandedOver: Nothing was written, for example because the disk is full.
+            NotConfirmed: The file was written, but may not survive a power cut.
 
         """
         first, last = self._next_offset, self._next_offset + len(records) - 1
@@ -136,7 +136,7 @@ class LandingSink:
             raise NotHandedOver(
                 f"{len(records)} records could not be written to {self.folder / name}: {error}.",
                 records,
-                hint="Make room on the disk, or see to its permissions; it is tried again.",
+                hint="Free space on the disk, or correct its permissions. The receiver tries again.",
             ) from error
         self._next_offset = last + 1
         try:
@@ -144,8 +144,8 @@ class LandingSink:
             self._write_mark()
         except OSError as error:
             raise NotConfirmed(
-                f"{len(records)} records are in {self.folder / name}, but the disk does not say that they"
-                f" will stay there: {error}.",
+                f"{len(records)} records were written to {self.folder / name}, but they may not survive a"
+                f" power cut: {error}.",
                 records,
             ) from error
         self._append_log_line(
@@ -158,17 +158,17 @@ class LandingSink:
         )
 
     def stop_waiting(self) -> None:
-        """A file is written without waiting for anybody."""
+        """Does nothing: writing a file waits for no other process."""
 
     def close(self) -> None:
-        """Unlock the partition."""
+        """Close the files and unlock the partition."""
         for descriptor in (self._mark_descriptor, self._lock_descriptor):
             if descriptor is not None:
                 os.close(descriptor)
         self._mark_descriptor = self._lock_descriptor = None
 
     def as_table(self, records: Sequence[Record], first: int) -> pa.Table:
-        """The rows of `records`, the first of which has the offset `first`."""
+        """Convert records to the rows of a file. The first record gets the offset `first`."""
         rows = len(records)
         values, keys, received, sources, cursors = zip(*records, strict=True)
         received_ns = np.array(received, dtype=np.int64)
@@ -195,7 +195,7 @@ class LandingSink:
             (SOURCE_HEADER, pa.array(sources, pa.binary())),
             (CURSOR_HEADER, pa.array(cursors, pa.binary())),
         ]
-        # One column after the other, then taken row by row; a header without a value is left out.
+        # Concatenate the columns, then take their values row by row. A header without a value is left out.
         names = pa.concat_arrays([pa.repeat(pa.scalar(name), rows) for name, _ in header_columns])
         contents = pa.concat_arrays([values for _, values in header_columns])
         order = np.arange(len(header_columns) * rows).reshape(len(header_columns), rows).T
@@ -209,9 +209,9 @@ class LandingSink:
         return pa.ListArray.from_arrays(pa.array(ends), pairs)
 
     def _warm_up_parquet(self) -> None:
-        """Make a file in memory: PyArrow imports Pandas for its first one, a second of CPU.
+        """Write a file to memory, because PyArrow imports Pandas for its first file: a second of CPU time.
 
-        On a machine that was taken that second was most of what an end may take.
+        On a busy machine that second took most of the time in which a receiver must end.
         """
         record = Record(b"", b"", 0, b"", None)
         pq.write_table(self.as_table([record], 0), pa.BufferOutputStream(), compression="zstd")
@@ -221,15 +221,15 @@ class LandingSink:
         if not try_file_lock(descriptor):
             os.close(descriptor)
             raise PartitionTaken(
-                f"Partition {self.partition} of topic {self.topic} in {self.landing.folder} has a receiver"
-                f" already.",
-                hint="End that one, or take another partition.",
+                f"Another receiver writes to partition {self.partition} of topic {self.topic} in"
+                f" {self.landing.folder}.",
+                hint="Stop that receiver, or use another partition.",
                 subject=f"{self.topic}[{self.partition}]",
             )
         self._lock_descriptor = descriptor
 
     def _read_mark(self) -> int:
-        """The offset that the partition's mark names; 0 if it has none, as folders of older releases."""
+        """Read the next offset from the partition's mark; 0 if an older release wrote the folder."""
         path = self.folder / NEXT_OFFSET_FILE
         try:
             return int(path.read_bytes())
@@ -237,14 +237,14 @@ class LandingSink:
             return 0
         except ValueError as error:
             raise LandingDamaged(
-                f"{path} is not an offset.",
-                hint="If no newest file of the partition is missing, remove it: it is made again.",
+                f"{path} does not contain an offset.",
+                hint="If the newest files of the partition exist, remove this file. It is created again.",
                 reason="mark_unreadable",
                 subject=f"{self.topic}[{self.partition}]",
             ) from error
 
     def _read_logged_offset(self) -> int:
-        """The offset after the partition's last file in the log's end, where other partitions write too."""
+        """Read the next offset from the end of the log, which all partitions of the topic share."""
         next_offset = 0
         log = self.landing.topic_folder(self.topic) / LOG_FILE
         for entry in (*_read_last_entries(earlier_log(log)), *_read_last_entries(log)):
@@ -255,13 +255,13 @@ class LandingSink:
         return next_offset
 
     def _require_unused(self, recorded_offset: int, source: str) -> None:
-        """Raise LandingDamaged where offsets would be given a second time."""
+        """Raise LandingDamaged if offsets would be used a second time."""
         if recorded_offset > self._next_offset:
             raise LandingDamaged(
                 f"Partition {self.partition} of topic {self.topic} in {self.landing.folder} ends before"
-                f" offset {self._next_offset}, but {source} says {recorded_offset}: its newest files are"
-                " gone.",
-                hint="Restore them, or remove the topic's folder: another incarnation begins anew.",
+                f" offset {self._next_offset}, but {source} has offset {recorded_offset}: its newest files"
+                " are gone.",
+                hint="Restore the files, or remove the topic's folder: then a new incarnation begins.",
             )
 
     def _open_mark(self) -> None:
@@ -272,13 +272,13 @@ class LandingSink:
         sync_folder(self.folder)
 
     def _write_mark(self) -> None:
-        """Make the next offset durable. After the files before it, so a crash never leaves it too high."""
+        """Make the next offset durable, after its file, so that a crash never leaves it too high."""
         assert self._mark_descriptor is not None  # noqa: S101 - the sink is open
         os.pwrite(self._mark_descriptor, b"%020d\n" % self._next_offset, 0)
         os.fdatasync(self._mark_descriptor)
 
     def _append_log_line(self, **fields: Any) -> None:
-        """Add a line. One write in append mode: lines of several partitions do not mix."""
+        """Append a line to the log. It is a single write, so that lines of several partitions do not mix."""
         entry = {
             "partition": self.partition,
             "receiver": self.origin.receiver,
@@ -287,7 +287,7 @@ class LandingSink:
         }
         path = self.landing.topic_folder(self.topic) / LOG_FILE
         rotate_by_rename(path)
-        # The files are the truth: a report may lack a line, when the disk is full for one.
+        # The files are the truth. The log may lack a line, for example if the disk is full.
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -296,7 +296,7 @@ class LandingSink:
                 os.close(descriptor)
 
     def _read_resume_state(self) -> ResumeState:
-        """The last cursor of this receiver, and its last values."""
+        """Read this receiver's last cursor and the digests of its last values."""
         cursor: bytes | None = None
         value_digests: list[bytes] = []
         for file in reversed(self.landing.files(self.topic, self.partition)):
@@ -314,7 +314,7 @@ class LandingSink:
 
 
 def _read_last_entries(path: Path) -> list[dict[str, Any]]:
-    """The last lines of a log that can be read."""
+    """Return the entries at the end of a log, without lines that cannot be parsed."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -324,7 +324,7 @@ def _read_last_entries(path: Path) -> list[dict[str, Any]]:
     for line in log_tail.splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:  # the first may be cut, and the last one of a crash
+        except ValueError:  # the first line may be cut, and the last one after a crash
             continue
         if isinstance(entry, dict):
             entries.append(entry)

@@ -1,4 +1,4 @@
-"""How receivers are: their `/metrics` and `/health`, read."""
+"""The client for `/metrics` and `/health` of receivers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_THREADS = 32
 
 @dataclass
 class TopicCounts:
-    """What receivers have counted of a topic since they started; `waiting` and `buffer_capacity` are of now."""
+    """Counts of a topic since its receivers started; `waiting` and `buffer_capacity` are current values."""
 
     received: int = 0
     handed_over: int = 0
@@ -27,7 +27,7 @@ class TopicCounts:
     dropped: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: TopicCounts) -> None:
-        """Count what another one has counted too."""
+        """Add the counts of another receiver."""
         self.received += other.received
         self.handed_over += other.handed_over
         self.waiting += other.waiting
@@ -37,9 +37,9 @@ class TopicCounts:
 
 @dataclass(frozen=True)
 class MonitorReport:
-    """What the monitor of one process of receivers told; `counts` are by topic.
+    """The report of the monitor of one receiver process; `counts` are by topic.
 
-    `state` and `reasons` are those of its `/health`, `unknown` where that says none; `silent` when it did
+    `state` and `reasons` come from its `/health`: `unknown` if that has none, and `silent` if the monitor did
     not answer at all.
     """
 
@@ -50,12 +50,12 @@ class MonitorReport:
 
     @property
     def silent(self) -> bool:
-        """Whether it did not answer."""
+        """Whether the monitor did not answer."""
         return self.state == "silent"
 
 
 def parse_topic_counts(metrics_text: str) -> dict[str, TopicCounts]:
-    """By topic, of the text of a `/metrics`. What is no sample of ours is passed over."""
+    """Parse the text of `/metrics` to counts by topic. Other samples are ignored."""
     counts_by_topic: dict[str, TopicCounts] = {}
     for line in metrics_text.splitlines():
         sample = _SAMPLE.fullmatch(line)
@@ -80,9 +80,10 @@ def parse_topic_counts(metrics_text: str) -> dict[str, TopicCounts]:
 
 
 def scrape_monitors(monitors: Iterable[str]) -> list[MonitorReport]:
-    """What each monitor (`http://host:9464`) tells, in their sequence. Never raises.
+    """Return the report of each monitor (`http://host:9464`), in the same order. Never raises.
 
-    All are asked at once: each that is away takes two seconds, and whoever asks starts runs.
+    The requests are concurrent: each unreachable monitor takes two seconds, and the caller is a sensor that
+    starts runs.
     """
     monitor_list = list(monitors)
     if not monitor_list:
@@ -92,7 +93,7 @@ def scrape_monitors(monitors: Iterable[str]) -> list[MonitorReport]:
 
 
 def sum_by_topic(reports: Iterable[MonitorReport]) -> dict[str, TopicCounts]:
-    """By topic the sums over monitors."""
+    """Sum the counts of all monitors by topic."""
     sums: dict[str, TopicCounts] = {}
     for report in reports:
         for topic, counts in report.counts.items():
@@ -108,7 +109,7 @@ def _scrape_monitor(monitor: str) -> MonitorReport:
     except requests.RequestException:
         return MonitorReport(monitor)
     try:
-        health = requests.get(f"{address}/health", timeout=_TIMEOUT_S).json()  # 503 is an answer too
+        health = requests.get(f"{address}/health", timeout=_TIMEOUT_S).json()  # a 503 has a body too
         state, reasons = str(health["state"]), tuple(map(str, health.get("reasons", ())))
     except (requests.RequestException, KeyError, TypeError, AttributeError):
         state, reasons = "unknown", ()

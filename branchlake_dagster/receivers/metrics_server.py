@@ -1,4 +1,4 @@
-"""`/health` and `/metrics` of a process of receivers, on loopback unless told otherwise."""
+"""The server of `/health` and `/metrics` of a receiver process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _METRIC_PREFIX = "branchlake_receiver"
 
 
 class _MetricsCollector:
-    """The counts of the moment, as Prometheus takes them; nothing is kept between two calls."""
+    """Collects the current counts for Prometheus. It keeps no state between two calls."""
 
     def __init__(self, receivers: Receivers) -> None:
         self._receivers = receivers
 
     def collect(self) -> Iterator[Any]:
-        """The families of metrics."""
+        """Yield the metric families."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         labels = ("topic", "partition", "protocol")
@@ -67,18 +67,16 @@ class _MetricsCollector:
             buckets = list(zip(bounds, accumulate(intake.counts.delays.classes), strict=True))
             delays.add_metric(label_values, buckets, intake.counts.delays.total_s)
         yield from (*counters.values(), dropped, events, waiting, buffer_capacity, connections, delays)
-        degraded = GaugeMetricFamily(
-            f"{_METRIC_PREFIX}_degraded", "1 while something is wrong; /health says what."
-        )
+        degraded = GaugeMetricFamily(f"{_METRIC_PREFIX}_degraded", "1 while something is wrong; see /health.")
         degraded.add_metric((), int(bool(self._receivers.health().reasons)))
         yield degraded
 
 
 @asynccontextmanager
 async def serve_metrics(receivers: Receivers, host: str, port: int) -> AsyncIterator[str]:
-    """Answer at `host`:`port` (0: a free one) while the block runs; the address, as a URL.
+    """Serve at `host`:`port` while the block runs; port 0 uses a free one. Yields the URL.
 
-    ``/health`` is 200 when ready or degraded (a restart would not help, and lose what is in the buffers),
+    ``/health`` is 200 when ready or degraded (a restart would not help, and would lose the buffered records),
     503 while starting or draining; its JSON has ``state`` and ``reasons``. ``/metrics`` is Prometheus' text
     format.
     """
@@ -108,8 +106,8 @@ async def serve_metrics(receivers: Receivers, host: str, port: int) -> AsyncIter
             await site.start()
         except OSError as error:
             raise ConfigurationError(
-                f"{host}:{port} cannot be listened at for /health and /metrics: {error}.",
-                hint="Take another port.",
+                f"Cannot listen at {host}:{port} for /health and /metrics: {error}.",
+                hint="Use another port.",
                 reason="address_in_use",
                 subject=f"{host}:{port}",
             ) from error

@@ -1,6 +1,6 @@
-"""The records of a receiver: the protocol of its sinks, its counters, and the buffer before a sink.
+"""The records of a receiver: the interface of its sinks, its counts, and the buffer in front of a sink.
 
-Only the event loop's thread changes the counters and the buffer.
+Only the thread of the event loop changes the counts and the buffer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ RECEIVER_HEADER, PROTOCOL_HEADER, RECEIVED_NS_HEADER, SOURCE_HEADER, CURSOR_HEAD
     *(RecordHeader.RECEIVER, RecordHeader.PROTOCOL, RecordHeader.RECEIVED_NS),
     *(RecordHeader.SOURCE, RecordHeader.CURSOR),
 )
-"""Names of a record's headers. Values are UTF-8 text; numbers are decimal."""
+"""Names of the headers of a record. Values are UTF-8 text, numbers in decimal."""
 
 
 class Record(NamedTuple):
-    """One message as it was received.
+    """One received message.
 
-    ``cursor`` (HTTP only) is where to ask again when this is the last record that is known.
+    ``cursor`` (HTTP only) is the cursor to continue from if this is the last record of the sink.
     """
 
     value: bytes
@@ -39,7 +39,7 @@ class Record(NamedTuple):
 
 
 class Roll(NamedTuple):
-    """How much a sink takes at once: whichever is reached first."""
+    """The limits of one write of a sink: number, size or age of records, whichever is reached first."""
 
     records: int
     size_bytes: int
@@ -47,7 +47,7 @@ class Roll(NamedTuple):
 
 
 class ReceiverOrigin(NamedTuple):
-    """Which receiver a topic's records come from, and by which protocol."""
+    """The name of a receiver and its protocol, as written to the headers of its records."""
 
     receiver: str
     protocol: str
@@ -55,19 +55,19 @@ class ReceiverOrigin(NamedTuple):
 
 @dataclass(frozen=True)
 class ResumeState:
-    """What a sink already has of a receiver: its last cursor, and `digest_value` of its last records' values."""
+    """The last cursor of a receiver in its sink, and the digests of its last values (`digest_value`)."""
 
     cursor: bytes | None = None
     value_digests: tuple[bytes, ...] = ()
 
 
 def digest_value(value: bytes) -> bytes:
-    """What a value is known by, for as long as it is remembered."""
+    """Return the digest by which a value is remembered."""
     return hashlib.blake2b(value, digest_size=16).digest()
 
 
 class NotHandedOver(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """A sink did not take these records; the same call with them may be repeated."""
+    """A sink did not accept these records. The same call with them may be repeated."""
 
     def __init__(self, message: str, records: Sequence[Record], *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -75,7 +75,7 @@ class NotHandedOver(BranchlakeError, Transient):  # noqa: N818 - named like the 
 
 
 class NotConfirmed(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
-    """A sink was told to stop before it knew of these records; they may or may not be there."""
+    """A sink had to stop before these records were confirmed. They may or may not be stored."""
 
     def __init__(self, message: str, records: Sequence[Record]) -> None:
         super().__init__(message)
@@ -87,53 +87,55 @@ class PartitionTaken(BranchlakeError, Terminal):  # noqa: N818 - named like the 
 
 
 class Sink(Protocol):
-    """Takes records in order, one call after the other, from one thread; its calls block."""
+    """Stores records in order. One thread calls it, one call at a time; calls block."""
 
     @property
     def roll(self) -> Roll:
-        """How much to collect before a call of `write`."""
+        """The limits up to which records are collected for a call of `write`."""
 
     def open(self, *, resume: bool) -> ResumeState:
-        """Make it ready; with ``resume`` say what it has of this receiver.
+        """Open the sink; with ``resume`` return the state of this receiver's stored records.
 
         Raises:
-            Transient: not reachable now.
-            Terminal: it never will be.
+            Transient: The sink is not reachable now.
+            Terminal: Trying again would not help.
 
         """
 
     def write(self, records: Sequence[Record], dropped: int = 0) -> None:
-        """Hand over; when this returns they are durable. ``dropped`` is how many never got here so far.
+        """Store records. They are durable when this returns.
+
+        ``dropped`` is the number of records that were dropped so far, for the sink's log.
 
         Raises:
-            NotHandedOver: with those that are not there; the others are.
-            NotConfirmed: `stop_waiting` was called meanwhile.
+            NotHandedOver: Its records are not stored; the other ones are.
+            NotConfirmed: Its records may or may not be stored; for example, `stop_waiting` was called.
 
         """
 
     def stop_waiting(self) -> None:
-        """Let a call of `write` that waits return soon. Any thread may call it."""
+        """Let a waiting call of `write` return soon. Any thread may call it."""
 
     def close(self) -> None:
-        """Let go of files, locks and connections."""
+        """Close files and connections, and release locks."""
 
 
 _BEFORE_RECEIPT = frozenset({"kernel", "too_large"})
-"""Drops of what this process never had, or refused to take."""
+"""Reasons of drops that do not count as received: the kernel dropped them, or they were too large."""
 
 DELAYS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds of the classes of a delay; above the last there is one more."""
+"""Upper bounds of the delay classes in seconds. One more class is above the last bound."""
 
 
 @dataclass
 class DelayHistogram:
-    """How many records took how long from receipt to durable, by class."""
+    """The number of records by their delay from receipt until they are durable, in classes."""
 
     classes: list[int] = field(default_factory=lambda: [0] * (len(DELAYS_S) + 1))
     total_s: float = 0.0
 
     def add(self, seconds: npt.NDArray[np.float64]) -> None:
-        """Count them."""
+        """Count delays."""
         class_counts = np.bincount(np.searchsorted(DELAYS_S, seconds), minlength=len(self.classes))
         self.classes = [
             old_count + int(new_count)
@@ -144,11 +146,12 @@ class DelayHistogram:
 
 @dataclass
 class Counts:
-    """Records of one source.
+    """The counts of one source's records.
 
-    Always ``received == handed_over + lost() + not_confirmed + not_handed_over + waiting``, where *waiting*
-    is in the buffer or being written. ``not_confirmed`` and ``not_handed_over`` are what an end left: the
-    sink's answer is missing, or it was never asked. ``events`` are the protocol's own.
+    It always holds that ``received == handed_over + total_lost() + not_confirmed + not_handed_over +
+    waiting``, where *waiting* records are in the buffer or being written. At the end of a receiver,
+    ``not_confirmed`` are records without an answer of the sink, and ``not_handed_over`` are records that the
+    sink has not stored. ``events`` are counts of the protocol.
     """
 
     received: int = 0
@@ -161,11 +164,11 @@ class Counts:
     delays: DelayHistogram = field(default_factory=DelayHistogram)
 
     def total_dropped(self) -> int:
-        """Drops of all reasons."""
+        """Return the number of dropped records, for all reasons."""
         return self.dropped.total()
 
     def total_lost(self) -> int:
-        """Received and then dropped."""
+        """Return the number of records that were received and then dropped."""
         return sum(n for reason, n in self.dropped.items() if reason not in _BEFORE_RECEIPT)
 
 
@@ -173,17 +176,17 @@ DropPolicy = Literal["oldest", "newest"]
 
 
 def record_size(record: Record) -> int:
-    """Bytes that a record counts for: value and key, and 200 for Python's objects around them."""
+    """Return the size of a record in bytes: its value and key, and 200 bytes for the Python objects."""
     return len(record.value) + len(record.key or b"") + 200
 
 
 class Buffer:
-    """Records in the order of their arrival; one taker.
+    """Holds records in order of arrival, for one consumer.
 
     Args:
-        most_records: capacity in records.
-        most_bytes: capacity in bytes, as `record_size` counts them.
-        counts: where received and dropped records are counted.
+        most_records: The capacity in records.
+        most_bytes: The capacity in bytes, as measured by `record_size`.
+        counts: The counts of received and dropped records, which the buffer updates.
 
     """
 
@@ -203,11 +206,11 @@ class Buffer:
 
     @property
     def is_full(self) -> bool:
-        """No room for one more."""
+        """Whether the buffer has no capacity for one more record."""
         return len(self._records) >= self.most_records or self._bytes >= self.most_bytes
 
     def offer(self, records: Sequence[Record], drop: DropPolicy) -> None:
-        """Take them without waiting; what there is no room for is dropped and counted, never refused."""
+        """Add records without waiting. Records beyond the capacity are dropped and counted."""
         self._count(records)
         for record in records:
             if self.is_full and drop == "newest":
@@ -220,7 +223,7 @@ class Buffer:
         self._wake_taker()
 
     async def put(self, records: Sequence[Record]) -> None:
-        """Take them as room comes: back-pressure. Cancelled meanwhile, the rest is counted as dropped."""
+        """Add records and wait for capacity (back-pressure). If canceled, the rest counts as dropped."""
         self._count(records)
         for done, record in enumerate(records):
             while self.is_full:
@@ -235,7 +238,10 @@ class Buffer:
         self._wake_taker()
 
     async def take(self, roll: Roll) -> list[Record]:
-        """The next records, as many as `roll` says or has waited for; none when it is closed and empty."""
+        """Remove and return the next records, up to the limits of `roll`.
+
+        Waits until a limit is reached. Returns an empty list if the buffer is closed and empty.
+        """
         loop = asyncio.get_running_loop()
         self._wanted_roll = roll
         while not self.closed and not self._has_enough(roll):
@@ -265,12 +271,12 @@ class Buffer:
         return batch
 
     def close(self) -> None:
-        """Nothing more comes: `take` gives what there is at once."""
+        """Close the buffer: no more records arrive, and `take` returns the remaining ones at once."""
         self.closed = True
         self._arrived.set()
 
     def clear(self) -> int:
-        """Let go of what is left; how many records."""
+        """Remove the remaining records and return their number."""
         left = len(self._records)
         self._records.clear()
         self._bytes = 0
@@ -290,11 +296,11 @@ class Buffer:
         return len(self._records) > self.most_records or self._bytes > self.most_bytes
 
     def _has_enough(self, roll: Roll) -> bool:
-        # A full buffer is taken although the sink would wait for more: nothing else makes room.
+        # Take from a full buffer even if the sink would wait for more: nothing else frees capacity.
         return len(self._records) >= roll.records or self._bytes >= roll.size_bytes or self.is_full
 
     def _wake_taker(self) -> None:
-        # The taker is woken when there is something to do, not for each record.
+        # Wake the consumer only when it has something to do, not for each record.
         if self._records and (
             self._idle or (self._wanted_roll is not None and self._has_enough(self._wanted_roll))
         ):

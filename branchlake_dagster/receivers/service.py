@@ -1,4 +1,4 @@
-"""Receivers of one process: started together, watched, and drained when it is told to end."""
+"""The receivers of one process: they start together, are monitored, and are drained at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from branchlake_dagster.receivers.intake import Intake
 
 DRAIN_S = 4.3
-"""From the signal to the end of all hand-overs; with start and end of the process below five seconds."""
+"""Seconds from the signal to the end of all hand-overs. The process ends within five seconds."""
 
 _STOPPING_S, _LAST_WORD_S, _EVERY_S, _RECENT_S = 2.0, 0.3, 1.0, 60
 _NEARLY_FULL = 0.8
@@ -23,19 +23,19 @@ HealthState = Literal["starting", "ready", "degraded", "draining"]
 
 @dataclass(frozen=True)
 class Health:
-    """How a process of receivers is, and why it is not well."""
+    """The state of a receiver process, and the reasons if it is degraded."""
 
     state: HealthState
     reasons: tuple[str, ...] = ()
 
 
 class Receivers:
-    """Some intakes.
+    """Runs several intakes in one process.
 
     Args:
-        intakes: what to run.
-        drain_s: how long an end may take.
-        clock: monotonic seconds.
+        intakes: The intakes to run.
+        drain_s: The longest time to drain them at the end, in seconds.
+        clock: Monotonic seconds.
 
     """
 
@@ -48,7 +48,7 @@ class Receivers:
     ) -> None:
         self.intakes = list(intakes)
         self.finished = True
-        """False when a sink's thread still writes after the end: only the end of the process ends it."""
+        """False if a thread of a sink still writes after the end. Only the end of the process stops it."""
         self._drain_s, self._clock = drain_s, clock
         self._draining = False
         self._dropped: deque[int] = deque([0], maxlen=_RECENT_S + 1)
@@ -57,7 +57,7 @@ class Receivers:
         """Receive until `stop` is set, then drain.
 
         Raises:
-            BranchlakeError: a source or a sink can never be opened; the others are drained first.
+            BranchlakeError: A source or a sink cannot be opened. The others are drained first.
 
         """
         pumps = [asyncio.create_task(intake.run()) for intake in self.intakes]
@@ -76,7 +76,7 @@ class Receivers:
                 raise broken
 
     def health(self) -> Health:
-        """How it is now. Drops of the last minute degrade it, as a nearly full buffer does."""
+        """Return the current state. Drops in the last minute or a nearly full buffer make it degraded."""
         reasons = []
         for intake in self.intakes:
             for trouble in (intake.source.trouble, intake.sink_trouble):
@@ -94,7 +94,7 @@ class Receivers:
         return Health("degraded" if reasons else "ready", tuple(reasons))
 
     def summary(self) -> list[dict[str, Any]]:
-        """What became of what was received, one entry for each intake."""
+        """Return the final counts, one entry for each intake."""
         return [
             {
                 "topic": intake.topic,
@@ -112,7 +112,7 @@ class Receivers:
         ]
 
     async def _watch(self, stop: asyncio.Event, pumps: Sequence[asyncio.Task[None]]) -> None:
-        """Return when it is to end: told so, or because a part of it has ended."""
+        """Update counts every second. Return when `stop` is set, or when a task has ended."""
         while not stop.is_set():
             for intake in self.intakes:
                 intake.source.update_counts()
@@ -146,7 +146,7 @@ class Receivers:
         await asyncio.gather(*pumps, return_exceptions=True)
         for intake in self.intakes:
             intake.count_remaining()
-            # Every one is closed, whatever the others say.
+            # Close each intake, even if another one is not finished.
             self.finished = intake.close() and self.finished
 
 

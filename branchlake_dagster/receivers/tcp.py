@@ -1,7 +1,7 @@
-"""Frames over TCP, each after its length as an unsigned 32-bit little-endian number.
+"""The TCP source. Each frame follows its length, an unsigned 32-bit little-endian number.
 
-The protocol has back-pressure: where the buffer is full nothing is read, and the sender's window closes. It
-has no acknowledgement above TCP's own: what a sender has written may be lost with this process.
+The protocol has back-pressure: while the buffer is full nothing is read, and the sender's window closes. It
+has no acknowledgment above TCP's own, so frames that a sender has written can be lost with this process.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ _LENGTH = struct.Struct("<I")
 _CHUNK_BYTES = 64 * 1024
 _LAST_READ_S, _ENDING_S = 0.1, 1.5
 _STALLED_S = 0.5
-"""A timer that is seen so late: the process got no time, or no memory."""
+"""A timer that fires later than this shows that the process did not get CPU time or memory."""
 
 
 @dataclass(frozen=True)
 class TcpConfig:
-    """Where connections come in.
+    """The options of a TCP source.
 
     Args:
-        host: address to listen at.
-        port: 0 takes a free one.
-        key_bytes: first byte and byte after the last of a frame's own key; None: the connection.
-        most_frame_bytes: a longer frame is garbage and ends its connection.
-        most_connections: further ones are closed at once.
-        most_connections_per_peer: the same for one network address, so that one sender cannot take all.
-        allowed: connections from other networks are closed at once.
-        idle_s: a connection without any byte for so long is half open, and closed.
-        frame_s: a frame that is begun and not complete after so long ends its connection.
+        host: The address to listen at.
+        port: The port to listen at; 0 uses a free one.
+        key_bytes: Position of the key in a frame: its first byte, and the byte after its last. None uses the
+            sender's address and port.
+        most_frame_bytes: The maximum size of a frame. A longer frame is garbage and ends its connection.
+        most_connections: The maximum number of connections. Further ones are closed at once.
+        most_connections_per_peer: The same for one network address, so that one sender cannot use all of
+            them.
+        allowed: The networks that may connect. Other connections are closed at once.
+        idle_s: A connection without any byte for this time counts as half open and is closed.
+        frame_s: A frame that is incomplete after this time ends its connection.
 
     """
 
@@ -55,7 +57,7 @@ class TcpConfig:
 
 
 class TcpSource:
-    """A server and its connections."""
+    """The source that accepts TCP connections and reads their frames."""
 
     protocol = "tcp"
     resumes = False
@@ -72,29 +74,29 @@ class TcpSource:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address where the source listens; empty before the start."""
         if self._server is None or not self._server.sockets:
             return ""
         return "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
 
     def resume(self, resume_state: ResumeState) -> None:
-        """Nothing: what was sent before is not sent again."""
+        """Does nothing: TCP senders do not repeat messages."""
 
     async def start(self) -> None:
-        """Listen. Raises ConfigurationError if the address cannot be had."""
+        """Start to listen. Raises ConfigurationError if the address is not available."""
         host_port = (self.config.host, self.config.port)
         try:
             self._server = await asyncio.start_server(self._serve, *host_port, limit=2 * _CHUNK_BYTES)
         except OSError as error:
             raise ConfigurationError(
-                f"TCP {host_port[0]}:{host_port[1]} cannot be listened at: {error}.",
-                hint="Take another port.",
+                f"Cannot listen at TCP address {host_port[0]}:{host_port[1]}: {error}.",
+                hint="Use another port.",
                 reason="address_in_use",
                 subject=f"{host_port[0]}:{host_port[1]}",
             ) from error
 
     async def stop(self) -> None:
-        """Take no more connections, read what has come, and close them."""
+        """Accept no more connections, read what has already arrived, and close the connections."""
         if self._server is None:
             return
         self._server.close()
@@ -109,7 +111,7 @@ class TcpSource:
         self._server = None
 
     def update_counts(self) -> None:
-        """Nothing to ask for."""
+        """Does nothing: there are no counts outside this process."""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -133,7 +135,7 @@ class TcpSource:
         try:
             reason = await connection.read(self._put_frames)
         except asyncio.CancelledError:
-            # Only `stop` cancels.
+            # Only `stop` cancels this task.
             reason = "ended"
         finally:
             del self.connections[task]
@@ -157,7 +159,7 @@ class TcpSource:
 
 
 class _TcpConnection:
-    """What one sender sends."""
+    """One connection, from which frames are read."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, config: TcpConfig) -> None:
         self._reader, self._config = reader, config
@@ -172,17 +174,17 @@ class _TcpConnection:
 
     @property
     def incomplete_bytes(self) -> int:
-        """Bytes of a frame that is not complete."""
+        """The number of bytes of an incomplete frame."""
         return len(self._data)
 
     def finish(self) -> None:
-        """Read on for as long as something comes at once."""
+        """Let `read` end when no more bytes arrive immediately."""
         self._finishing = True
         if self._waiting is not None:
             self._waiting.reschedule(asyncio.get_running_loop().time() + _LAST_READ_S)
 
     async def read(self, put_frames: Callable[[list[bytes], bytes], Awaitable[None]]) -> str:
-        """Pass frames on until the connection ends; why it did."""
+        """Pass frames to `put_frames` until the connection ends. Return the reason of its end."""
         loop = asyncio.get_running_loop()
         frame_started, is_last_read = 0.0, False
         while True:
@@ -197,11 +199,11 @@ class _TcpConnection:
                     chunk = await self._reader.read(_CHUNK_BYTES)
             except TimeoutError:
                 if not self._finishing and loop.time() - due > _STALLED_S:
-                    # It is we who are late: what came meanwhile has not been looked at yet.
+                    # This process is late: it has not yet read what arrived meanwhile.
                     frame_started = loop.time()
                     continue
                 if self._finishing and not is_last_read:
-                    # What came in the same turn as the end of the patience is in the reader.
+                    # Bytes that arrived together with the timeout are in the reader.
                     is_last_read = True
                     continue
                 return "ended" if self._finishing else "slow" if self._data else "idle"
@@ -223,7 +225,7 @@ class _TcpConnection:
                 return "garbage"
 
     def _take_frames(self) -> tuple[list[bytes], bool]:
-        """The complete frames, which are taken out, and whether garbage follows them."""
+        """Remove the complete frames from the data. Return them, and whether garbage follows them."""
         frames: list[bytes] = []
         position, data_length = 0, len(self._data)
         view = memoryview(self._data)

@@ -1,4 +1,4 @@
-"""Datagrams over UDP. The protocol has no back-pressure: what does not fit is dropped, and counted."""
+"""The UDP source. UDP has no back-pressure: datagrams that do not fit are dropped and counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from branchlake_dagster.receivers.allowed_peers import ALL_PEERS, AllowedPeers
 from branchlake_dagster.receivers.records import Buffer, Counts, DropPolicy, Record, ResumeState
 
 _MAX_READS = 256
-"""Datagrams read before others have their turn."""
+"""The number of datagrams that are read before other tasks run."""
 _MAX_ADDRESSES = 10_000
 _LAST_READ_S = 1.0
 _SO_RCVBUFFORCE = 33
@@ -23,16 +23,17 @@ _SO_RCVBUFFORCE = 33
 
 @dataclass(frozen=True)
 class UdpConfig:
-    """Where datagrams come in.
+    """The options of a UDP source.
 
     Args:
-        host: address to listen at.
-        port: 0 takes a free one.
-        key_bytes: first byte and byte after the last of a datagram's own key; None: the sender's address.
-        most_bytes: a larger datagram is dropped as ``too_large``.
-        socket_buffer_bytes: what the kernel is asked to keep; it may give less (``net.core.rmem_max``).
-        drop: which goes when the buffer is full.
-        allowed: a datagram from another network is ignored and counted as ``peers_not_allowed``.
+        host: The address to listen at.
+        port: The port to listen at; 0 uses a free one.
+        key_bytes: Position of the key in a datagram: its first byte, and the byte after its last. None uses
+            the sender's address.
+        most_bytes: The maximum size of a datagram. A larger one is dropped as ``too_large``.
+        socket_buffer_bytes: The receive buffer to request. The kernel may give less (``net.core.rmem_max``).
+        drop: The records to drop when the buffer is full.
+        allowed: The networks that may send. Other datagrams are ignored and counted as ``peers_not_allowed``.
 
     """
 
@@ -46,7 +47,7 @@ class UdpConfig:
 
 
 class UdpSource:
-    """One socket."""
+    """The source that reads datagrams from one socket."""
 
     protocol = "udp"
     resumes = False
@@ -62,14 +63,14 @@ class UdpSource:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address where the source listens; empty before the start."""
         return "" if self._socket is None else "{}:{}".format(*self._socket.getsockname()[:2])
 
     def resume(self, resume_state: ResumeState) -> None:
-        """Nothing: what was sent before is not sent again."""
+        """Does nothing: UDP senders do not repeat messages."""
 
     async def start(self) -> None:
-        """Listen. Raises ConfigurationError if the address cannot be had."""
+        """Start to listen. Raises ConfigurationError if the address is not available."""
         host_port = (self.config.host, self.config.port)
         try:
             ((family, kind, _, _, address), *_) = await asyncio.get_running_loop().getaddrinfo(
@@ -77,7 +78,7 @@ class UdpSource:
             )
             udp_socket = socket.socket(family, kind)
         except OSError as error:
-            raise ConfigurationError(f"No UDP at {host_port[0]}:{host_port[1]}: {error}.") from error
+            raise ConfigurationError(f"Cannot open UDP {host_port[0]}:{host_port[1]}: {error}.") from error
         try:
             udp_socket.setblocking(False)
             _request_buffer(udp_socket, self.config.socket_buffer_bytes)
@@ -85,8 +86,8 @@ class UdpSource:
         except OSError as error:
             udp_socket.close()
             raise ConfigurationError(
-                f"UDP {host_port[0]}:{host_port[1]} cannot be listened at: {error}.",
-                hint="Take another port.",
+                f"Cannot listen at UDP address {host_port[0]}:{host_port[1]}: {error}.",
+                hint="Use another port.",
                 reason="address_in_use",
                 subject=f"{host_port[0]}:{host_port[1]}",
             ) from error
@@ -97,7 +98,7 @@ class UdpSource:
         asyncio.get_running_loop().add_reader(udp_socket, self._read)
 
     async def stop(self) -> None:
-        """Take what the kernel has, and close. A flood that does not cease is left after a second."""
+        """Read what the kernel has buffered, for at most a second, and close the socket."""
         if self._socket is None:
             return
         loop = asyncio.get_running_loop()
@@ -105,7 +106,7 @@ class UdpSource:
         until = loop.time() + _LAST_READ_S
         while self._read():
             if loop.time() >= until:
-                # How many are left in the kernel it does not tell.
+                # The kernel does not report how many datagrams are left.
                 self._counts.events["left_unread"] = 1
                 break
             await asyncio.sleep(0)
@@ -114,12 +115,12 @@ class UdpSource:
         self._socket = None
 
     def update_counts(self) -> None:
-        """Ask the kernel what it has dropped of this socket so far."""
+        """Read the number of datagrams that the kernel has dropped from this socket."""
         if self._socket is not None:
             self._counts.dropped["kernel"] = count_kernel_drops(os.fstat(self._socket.fileno()).st_ino)
 
     def _read(self) -> int:
-        """Read what is there, up to a limit; how many."""
+        """Read available datagrams, up to a limit. Return their number."""
         if self._socket is None:
             return 0
         records: list[Record] = []
@@ -130,7 +131,7 @@ class UdpSource:
                 data, peer = self._socket.recvfrom(most_bytes + 1)
             except (BlockingIOError, InterruptedError):
                 break
-            except OSError:  # an answer to something that was never sent; the socket goes on
+            except OSError:  # an ICMP error for a forged address; the socket stays usable
                 self._counts.events["socket_errors"] += 1
                 break
             read += 1
@@ -150,7 +151,7 @@ class UdpSource:
         return read
 
     def _remember(self, peer: tuple[str, int]) -> bytes:
-        # Addresses can be forged: no more are remembered than this.
+        # Addresses can be forged, so limit how many are remembered.
         if len(self._addresses) >= _MAX_ADDRESSES:
             self._addresses.clear()
         self._addresses[peer] = f"{peer[0]}:{peer[1]}".encode()
@@ -158,7 +159,7 @@ class UdpSource:
 
 
 def _request_buffer(udp_socket: socket.socket, size: int) -> None:
-    """As large a receive buffer as the kernel gives; beyond its limit only to the privileged."""
+    """Request a receive buffer. Only a privileged process gets more than the kernel's limit."""
     try:
         udp_socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, size)
     except OSError:
@@ -166,7 +167,7 @@ def _request_buffer(udp_socket: socket.socket, size: int) -> None:
 
 
 def count_kernel_drops(inode: int, tables: tuple[str, ...] = ("/proc/net/udp", "/proc/net/udp6")) -> int:
-    """Datagrams that the kernel dropped of the socket with this inode; 0 where it does not tell."""
+    """Return how many datagrams of the socket with this inode the kernel dropped; 0 if it is unknown."""
     for table in tables:
         try:
             lines = Path(table).read_text().splitlines()[1:]
