@@ -167,7 +167,7 @@ def build_asset_specs(ingest: Ingest, *, live: bool = True) -> Iterator[dg.Asset
     yield dg.AssetSpec(
         ingest.dead_letters_asset,
         deps=topics,
-        description=f"Records that ingestion {ingest.name} could not write into a table, unchanged.",
+        description=f"The unchanged records that ingestion {ingest.name} could not write into any table.",
         metadata=table_metadata(write_mode="append") | filled_live,
         skippable=True,
         kinds={"iceberg", _KINDS[ingest.source], "spark"},

@@ -1,4 +1,4 @@
-"""The commit of a batch: files with offsets, and merges by keys."""
+"""The commits of a batch: data files with offsets, and merges of rows by their keys."""
 
 from __future__ import annotations
 

@@ -198,8 +198,8 @@ def with_route_names(
     )
 
 
-def _is_needed(declared: object, table: Table | None) -> bool:
-    return table is not None or not isinstance(declared, FamilyTable)
+def _is_needed(declaration: object, table: Table | None) -> bool:
+    return table is not None or not isinstance(declaration, FamilyTable)
 
 
 def _recorded_route_names(ingestion_tables: IngestionTables) -> RouteNames | None:
@@ -230,10 +230,10 @@ def _find_route_names(
     whose name matches.
     """
     route_names: dict[str, list[str]] = {}
-    for family, declared in ingest.families.items():
-        (*key_namespace, name_pattern), has_namespace = declared.asset.path, len(declared.asset.path) > 1
+    for family, declaration in ingest.families.items():
+        *key_namespace, name_pattern = declaration.asset.path
         prefix, suffix = name_pattern.split(ROUTE)
-        family_namespace = tuple(key_namespace) if has_namespace else (namespace,)
+        family_namespace = tuple(key_namespace) or (namespace,)
         for entry in client.entries(
             catalog.ref, filter=f"size(entry.keyElements) == {len(family_namespace) + 1}"
         ):
@@ -362,7 +362,7 @@ def with_new_route_names(
     """
     ingest = ingestion_tables.ingest
     all_names: dict[str, list[str]] = {
-        family: list(found) for family, found in ingestion_tables.route_names.items()
+        family: list(names) for family, names in ingestion_tables.route_names.items()
     }
     for family, new_names in route_names.items():
         family_names = all_names.setdefault(family, [])

@@ -127,14 +127,24 @@ def exclude_records(ranges: Ranges, positions: Iterable[RecordPosition]) -> list
 
     A list is needed because ranges hold only one span for each partition.
     """
-    spans: dict[TopicPartition, list[OffsetRange]] = {one: [span] for one, span in ranges.items()}
+    ranges_by_partition = {partition: [offset_range] for partition, offset_range in ranges.items()}
     for partition, offset in sorted(positions):
-        last_range = spans[partition].pop()
+        last_range = ranges_by_partition[partition].pop()
         cut_ranges = [OffsetRange(last_range.start, offset), OffsetRange(offset + 1, last_range.end)]
-        spans[partition] += cut_ranges
-    remaining = {one: [span for span in found if len(span)] for one, found in spans.items()}
+        ranges_by_partition[partition] += cut_ranges
+    remaining = {
+        partition: [offset_range for offset_range in partition_ranges if len(offset_range)]
+        for partition, partition_ranges in ranges_by_partition.items()
+    }
     depth = max(map(len, remaining.values()), default=0)
-    return [{one: found[at] for one, found in remaining.items() if at < len(found)} for at in range(depth)]
+    return [
+        {
+            partition: partition_ranges[number]
+            for partition, partition_ranges in remaining.items()
+            if number < len(partition_ranges)
+        }
+        for number in range(depth)
+    ]
 
 
 def _single_record(part: Ranges) -> RecordPosition:

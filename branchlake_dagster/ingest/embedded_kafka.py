@@ -134,8 +134,8 @@ appender.console.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n
 class EmbeddedKafka:
     """The broker of one state folder. Several processes may use it at the same time.
 
-    `more` are properties of the broker beside ours; further listeners come after ours, which asks for the
-    password.
+    `extra_properties` are further properties of the broker. Further listeners are appended to our own, which
+    require the password.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class EmbeddedKafka:
 def new_cluster_id(draw: Callable[[], uuid.UUID] = uuid.uuid4) -> str:
     """Draw a cluster id as Kafka's own tools do: URL-safe base64 that does not begin with a dash.
 
-    They take one that does for an option of theirs: one first start in 64 failed by it.
+    The tools read an id with a leading dash as an option, so one first start in 64 would fail.
     """
     while True:
         cluster_id = base64.urlsafe_b64encode(draw().bytes).decode().rstrip("=")
@@ -295,8 +295,8 @@ def configured_cluster(settings: Settings) -> KafkaCluster:
 def cluster_at_address(settings: Settings, bootstrap: str) -> KafkaCluster:
     """Return the cluster at `bootstrap` (`host:port,…`), with the credentials of the settings.
 
-    The embedded broker gets its own login if the settings name no security, so that whoever has its address
-    need not know its password. Raises ConfigurationError.
+    If the settings name no security and the address is that of the embedded broker, its own login is used, so
+    callers need not know its password. Raises ConfigurationError.
     """
     if settings.kafka_security == "PLAINTEXT":
         embedded = EmbeddedKafka(settings).running_cluster()

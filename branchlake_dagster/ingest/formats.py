@@ -264,8 +264,8 @@ def _reader_type(kind: str) -> str:
 def _is_slow_decimal(json: Expression) -> Expression:
     """Whether the JSON has a number that Spark's reader would take minutes to expand to a decimal.
 
-    Nothing can interrupt the reader. Only whole numbers count, bare or in quotes: a longer text, such as a
-    hash, often contains something that looks like such a number.
+    Nothing can interrupt the reader. A number counts only by itself, bare or in quotes: a longer text, such
+    as a hash, often contains something that looks like such a number.
     """
     bare = F.regexp_replace(json, JSON_STRING, '""').rlike(_LONG_EXPONENT)
     return F.coalesce(

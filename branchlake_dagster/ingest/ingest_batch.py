@@ -120,7 +120,7 @@ def ingest_batch(
     again.
 
     If records make the batch fail, it is divided until each failing record is alone, in at most `MAX_PASSES`
-    passes. These records become dead letters; it may be that only the first part of the batch is written.
+    passes. These records become dead letters. In some cases only the first part of the batch is written.
 
     Files that no table keeps are deleted: data files of earlier passes, of staged rows after the merge, of
     failed scans, and of a batch that certainly failed, and the metadata of dropped staging tables.
@@ -239,7 +239,7 @@ class _BatchPasses:
         return self._run_on_frame(frame, ingestion_tables)
 
     def run_on_empty_record(self) -> None:
-        """Make a pass over one record without key, value and headers.
+        """Make a pass over one record without timestamp, key, value and headers.
 
         If this pass fails too, the cause is not the records but Spark, the warehouse or a table's
         declaration.

@@ -31,7 +31,7 @@ from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import format_count
 
 _PAUSES_S = (10.0, 30.0, 90.0, 270.0, 600.0)
-"""Pauses after the second consecutive failure (there is none after the first), the third, and so on."""
+"""Pauses after 2, 3, 4, … consecutive failures. The last one repeats. One failure causes no pause."""
 _FAILS_SOON_S = 600.0
 """A run that failed after a longer time failed for a new reason, so it does not count."""
 

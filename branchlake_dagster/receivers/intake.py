@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class ReceiverSource(Protocol):
-    """The side of a receiver that speaks its protocol. All methods run in the event loop."""
+    """The part of a receiver that implements its protocol. All methods run in the event loop."""
 
     @property
     def protocol(self) -> str:

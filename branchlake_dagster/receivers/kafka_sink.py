@@ -52,7 +52,7 @@ _HINTS = {
     Cause.TRUST: "Set the option ssl.ca.location to the PEM file of the authority that signed the broker's"
     " certificate. The certificate must be for the host name in the address.",
     Cause.CERTIFICATE: "If the broker requires client certificates, set the options"
-    " ssl.certificate.location and ssl.key.location, from an authority that the broker trusts.",
+    " ssl.certificate.location and ssl.key.location. The broker must trust the certificate's authority.",
     Cause.ADDRESS: "Check that the broker runs and that its address is right. The receiver tries again.",
     Cause.PROTOCOL: "Set the option security.protocol to that of the listener. The receiver tries again.",
 }
@@ -163,7 +163,7 @@ class KafkaSink:
                 message, hint=_HINTS[failure.cause], reason=failure.cause.code, subject=self.topic
             ) from error
 
-    def write(self, records: Sequence[Record], dropped: int = 0) -> None:  # noqa: ARG002 - the log's
+    def write(self, records: Sequence[Record], dropped: int = 0) -> None:  # noqa: ARG002 - for logs
         """Produce the records and wait for the delivery report of each."""
         for number, part in enumerate(parts := list(_split_at_cursors(records))):
             try:
@@ -187,7 +187,10 @@ class KafkaSink:
             self._producer = None
 
     def _await_broker(self) -> None:
-        """Request the topic's metadata until a broker answers, the brokers refuse, or the time is over."""
+        """Request the topic's metadata until a broker answers.
+
+        Raises KafkaException after the timeout, or as soon as the brokers have refused.
+        """
         import confluent_kafka as ck
 
         until = self._clock() + _ANSWER_TIMEOUT_S
@@ -220,7 +223,7 @@ class KafkaSink:
                 and self._clock() < until
             ):
                 record = records[len(sent_records)]
-                # What an earlier call has sent may be there already: its report is awaited.
+                # An earlier call may have sent this record. Then wait for its report, and do not resend it.
                 next_sent = (
                     earlier[id(record)].popleft() if earlier.get(id(record)) else self._queue_record(record)
                 )

@@ -7,7 +7,7 @@
     <landing>/<topic>/<partition>/<first offset>-<last offset>.parquet
     <landing>/<topic>/<partition>/next-offset                      offsets below it are never used again
 
-Offsets of a partition's files are contiguous, so the listing alone says what there is. A file has the
+Offsets of a partition's files are contiguous, so the listing alone shows which offsets exist. A file has the
 columns of a Kafka record in Spark (`LANDING_SCHEMA`) and appears whole or not at all.
 """
 

@@ -39,7 +39,7 @@ class _MetricsCollector:
 
         counters = {
             "received": counter("records_received", "Records received."),
-            "received_bytes": counter("bytes_received", "Bytes of their values."),
+            "received_bytes": counter("bytes_received", "Bytes of the received values."),
             "handed_over": counter("records_handed_over", "Records durable in the sink."),
             "not_confirmed": counter("records_not_confirmed", "Sent to the sink, outcome unknown."),
         }

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from branchlake_dagster.receivers.intake import Intake
 
 DRAIN_S = 4.3
-"""Seconds from the signal to the end of all hand-overs. The process ends within five seconds."""
+"""Seconds from the signal to the end of all hand-overs, so that the process ends within five seconds."""
 
 _STOPPING_S, _LAST_WORD_S, _EVERY_S, _RECENT_S = 2.0, 0.3, 1.0, 60
 _NEARLY_FULL = 0.8

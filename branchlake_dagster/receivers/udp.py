@@ -131,7 +131,7 @@ class UdpSource:
                 data, peer = self._socket.recvfrom(most_bytes + 1)
             except (BlockingIOError, InterruptedError):
                 break
-            except OSError:  # an ICMP error for a forged address; the socket stays usable
+            except OSError:  # an ICMP answer to a packet of another sender; the socket stays usable
                 self._counts.events["socket_errors"] += 1
                 break
             read += 1
