@@ -225,7 +225,7 @@ def test_a_table_that_a_failed_attempt_made_is_taken_back(
     assert (p.ids("a"), p.ids("b"), p.dead()) == ([1], [2], [])
 
 
-def _fails_once(monkeypatch: pytest.MonkeyPatch, told_by: str = "_materialised") -> None:
+def _fails_once(monkeypatch: pytest.MonkeyPatch, told_by: str = "_iter_materializations") -> None:
     """The step fails after its commit, before anybody is told."""
     tell, failures = getattr(batch_assets, told_by), iter([True])
 
@@ -273,7 +273,7 @@ def test_a_second_attempt_to_put_letters_back_is_judged_by_them_too(
     p = project(two_tables(topic))
     kafka.send(topic, [record(1), Message(b"no")])
     assert p.publish(p.run()).published
-    _fails_once(monkeypatch, "_changed")
+    _fails_once(monkeypatch, "_iter_changed_assets")
     result = p.run(tags={RunTag.REPROCESS: DeadLetterSelection().to_tag()})
     told = [
         each.asset_check_evaluation_data.description
