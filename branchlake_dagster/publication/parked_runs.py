@@ -1,7 +1,8 @@
-"""Runs that cannot be judged or published because something breaks: tried later and later, then set aside.
+"""Failed attempts to judge or publish a run: retried after growing pauses, then parked.
 
-One run's error is its own: an empty metadata file on one branch once ended every pass, for other tables too.
-How often it was tried and when it is again stands in the run's tags; nothing else remembers it.
+An error that concerns one run must not stop the others. An empty metadata file on one branch once ended every
+pass, also for other tables. The run's tags hold the number of attempts and the time of the next one; no other
+state exists.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from branchlake_dagster.runs.run_tags import (
 from branchlake_dagster.stored_names import RunTag
 
 MAX_ATTEMPTS = 8
-"""Passes after which a run is set aside: at twice the pause each time, ten minutes."""
+"""A run is parked after this many failed passes. The pause doubles each time, so that takes ten minutes."""
 
 _FIRST_PAUSE = timedelta(seconds=5)
 _RETRY_PAUSE = timedelta(minutes=1)
@@ -49,12 +50,15 @@ _log = logging.getLogger(__name__)
 
 
 def format_error(error: BaseException) -> str:
-    """The error in a sentence; of one that is not ours, its class too."""
+    """Format an error as a sentence; errors of other libraries include their class."""
     return str(error) if isinstance(error, BranchlakeError) else f"{type(error).__name__}: {error}"
 
 
 class FailedAttempts:
-    """Notes what breaks in the run that it concerns. `now` is the wall clock."""
+    """Records failed attempts in the tags of the run that they concern.
+
+    `now` is the wall clock.
+    """
 
     def __init__(
         self, instance: DagsterInstance, *, now: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -63,7 +67,7 @@ class FailedAttempts:
         self._now = now
 
     def waiting_outcome(self, branch: str, run: DagsterRun) -> Outcome | None:
-        """Why the run is not tried in this pass; None: it is its turn."""
+        """Return why this pass skips the run, or None if the pass may try it."""
         next_attempt = (
             run.tags.get(RunTag.NEXT_ATTEMPT, NO_VALUE) if is_opened_by(run.tags, run.run_id) else NO_VALUE
         )
@@ -76,17 +80,17 @@ class FailedAttempts:
             if self._now() >= datetime.fromisoformat(next_attempt):
                 return None
         except (ValueError, TypeError):
-            return None  # somebody wrote the tag by hand
+            return None  # the tag was edited outside branchlake
         return Outcome(
-            branch, run.run_id, PublicationAction.WAITING, f"tried again at {next_attempt}: {reason}"
+            branch, run.run_id, PublicationAction.WAITING, f"next attempt at {next_attempt}: {reason}"
         )
 
     def record(self, branch: str, run: DagsterRun, error: Exception) -> Outcome:
-        """The outcome of an attempt that broke. Counted is only what does not pass by itself.
+        """Record a failed attempt and return its outcome. Only errors that persist count as attempts.
 
-        What concerns everybody (Nessie or its token, Dagster's database, a race) is not even noted. Other
-        trouble that may pass (a store that refuses) is, and takes a pause: old runs that broke slowly at
-        every tick left no time for the others.
+        Errors that concern all runs (Nessie or its token, Dagster's database, a race) are not recorded. Other
+        errors that may pass, such as a store that refuses, delay the next attempt by a minute. Without that
+        pause, old runs that failed slowly at every tick left no time for the others.
         """
         message = format_error(error)
         if _affects_all_runs(error):
@@ -109,11 +113,13 @@ class FailedAttempts:
         }
         branch_note = f" Its branch {branch} is kept." if run.is_success and branch != MAIN else ""
         event = (
-            f"Set aside after {attempts} attempts to judge, publish or tell it: {message}{branch_note}"
-            f" `branchlake set-aside retry {run.run_id}` tries again, `end` gives it up."
+            f"Parked after {attempts} failed attempts to judge, publish or report the run: {message}"
+            f"{branch_note}"
+            f" `branchlake set-aside retry {run.run_id}` tries again; `branchlake set-aside end {run.run_id}`"
+            " discards the run."
         )
         self._write_tags(run, tags, event if is_parked else None)
-        detail = f"set aside after {attempts} attempts: {message}" if is_parked else message
+        detail = f"parked after {attempts} attempts: {message}" if is_parked else message
         return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, detail)
 
     def _write_tags(self, run: DagsterRun, tags: Mapping[str, str], event: str | None = None) -> None:
@@ -121,8 +127,9 @@ class FailedAttempts:
             if event:
                 report_engine_event(self._instance, event, run)
             self._instance.add_run_tags(run.run_id, dict(tags))
-        except Exception as failure:  # noqa: BLE001 - it is tried again either way; the other runs go on
-            _log.warning("Run %s could not be told of its trouble: %s", run.run_id, format_error(failure))
+        except Exception as failure:  # noqa: BLE001 - the next pass retries anyway, and other runs must go on
+            reason = format_error(failure)
+            _log.warning("The failed attempt could not be recorded on run %s: %s", run.run_id, reason)
 
 
 def _affects_all_runs(error: Exception) -> bool:
@@ -132,31 +139,32 @@ def _affects_all_runs(error: Exception) -> bool:
 
 
 def iter_parked_runs(instance: DagsterInstance) -> Iterator[DagsterRun]:
-    """The runs that wait for somebody to look at them, the newest first."""
+    """Iterate over the parked runs, newest first. They wait for an operator."""
     for run in instance.get_runs(RunsFilter(tags={RunTag.NEXT_ATTEMPT: PARKED})):
         if is_opened_by(run.tags, run.run_id):
             yield run
 
 
 def discard_parked_run(client: NessieClient, instance: DagsterInstance, run: DagsterRun) -> str:
-    """Discard the branch of a run that is set aside, and tell the run; what was done, in a sentence.
+    """Discard the branch of a parked run, record that on the run, and return a sentence for the operator.
 
-    A run that is on `main` all the same (the attempt that broke may have come that far) is left to the next
-    pass, which tells it as that. What an unbranched run wrote to `main` stays there.
+    If `main` holds the run already (the failed attempt may have published it), the next pass reports it as
+    published. Rows that an unbranched run wrote to `main` stay there.
     """
     branch = run.tags[RunTag.BRANCH]
-    message = "Given up by hand: nothing of it was published, and its branch was discarded."
+    message = "Discarded by an operator: nothing was published, and the branch was deleted."
     if branch == MAIN:
-        message = "Given up by hand: it wrote to main directly, and what it wrote stays."
+        message = "Discarded by an operator: the run wrote to main directly, and its rows stay there."
     else:
         if (publication := _find_publication(client, run, branch)) is not None:
             retry_parked_run(instance, run)
             return (
-                f"Run {run.run_id} is on main, as {publication.hash}: the next tick of the sensor tells it."
+                f"Run {run.run_id} is on main, as {publication.hash}."
+                " The next tick of the publication sensor reports it."
             )
         with contextlib.suppress(ReferenceNotFound):
             if not end_judged_branch(client, client.reference(branch), keep_data=False):
-                return f"Run {run.run_id}: its branch is being written to. Try it once more."
+                return f"Run {run.run_id}: a writer still changes its branch. Run the command again."
     reason = f"{message} {run.tags.get(RunTag.REASON, '')}".rstrip()
     report_engine_event(instance, message, run)
     status = Status.UNBRANCHED if branch == MAIN else Status.BLOCKED
@@ -186,5 +194,5 @@ def _find_publication(client: NessieClient, run: DagsterRun, branch: str) -> Pub
 
 
 def retry_parked_run(instance: DagsterInstance, run: DagsterRun) -> None:
-    """Let the next pass try the run again, from the first attempt."""
+    """Reset the attempts of a run, so that the next pass tries it again."""
     instance.add_run_tags(run.run_id, {RunTag.ATTEMPTS: "0", RunTag.NEXT_ATTEMPT: NO_VALUE})

@@ -1,11 +1,12 @@
-"""One pass over a lake at a time, on one machine; a pass that stands still does not stop the others.
+"""A lock that allows one pass over a lake at a time on one machine, but never waits for a stuck pass.
 
-Dagster gives a tick 60 s, then starts the next one and lets the old one run on beside it. Passes may meet:
-what they do to the lake is exactly once. But they do it all twice, and four publications were told twice.
+Dagster gives a tick 60 s, then starts the next one while the old one goes on. Passes may overlap: each change
+of the lake happens exactly once. But overlapping passes do the work twice, and once reported four
+publications twice.
 
-The lock is held through calls to Nessie, the storage and Dagster's database. A process that is stopped, or
-waits for a disk, holds it for as long as it lives. So it records its holder and the time, and a later pass
-goes on beside a holder that is older than any pass should be.
+A pass holds the lock during calls to Nessie, the storage and Dagster's database. A process that is stopped,
+or waits for a disk, would hold it as long as it lives. Therefore the lock file records its holder and the
+start time. A later pass ignores a holder that is older than any pass should be.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PassHolder:
-    """The process whose pass holds the lock, and since when (Unix seconds)."""
+    """The process whose pass holds the lock. `since` is the start of the pass in Unix seconds."""
 
     pid: int
     since: float
 
 
 def longest_pass_s(settings: Settings) -> float:
-    """Seconds after which a pass is taken to stand still: its budget, and Dagster's minute for a tick."""
+    """Return the seconds after which a pass counts as stuck.
+
+    That is the time budget of a pass plus the minute that Dagster gives a tick.
+    """
     return settings.publish_budget_s + 60.0
 
 
@@ -49,11 +53,11 @@ def acquire_pass_lock(
     now: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[bool]:
-    """Whether the pass is ours; another one of this machine may be at work, in this process or elsewhere.
+    """Acquire the lock for one pass; the context value is False if another pass of this machine holds it.
 
-    It waits `patience_s` seconds for that other one, and not at all for one that began `longest_pass_s`
-    ago. The lock is the kernel's, so it ends with its process, however that ends. `clock` counts seconds,
-    `now` is the wall clock.
+    The call waits up to `patience_s` seconds for the other pass. It does not wait for a pass that began more
+    than `longest_pass_s` ago. The kernel releases the lock when the process ends, however it ends. `clock`
+    counts seconds, `now` is the wall clock.
     """
     folder = settings.state_dir / "run"
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +70,7 @@ def acquire_pass_lock(
                     _write_holder(handle, PassHolder(os.getpid(), now()))
                     yield True
                     return
-                continue  # another pass has abandoned this file between its opening and its lock
+                continue  # another pass deleted this file before we locked it
             _abandon_stale(path, handle, now=now(), longest_s=longest_pass_s(settings))
             if _is_current(path, handle):
                 if clock() >= deadline:
@@ -76,7 +80,7 @@ def acquire_pass_lock(
 
 
 def read_pass_holder(settings: Settings) -> PassHolder | None:
-    """The process that has taken the lock last; None if no process has."""
+    """Read which process acquired the lock last; None if there was no pass yet."""
     path = settings.state_dir / "run" / f"publication-{settings.lake_id}.lock"
     try:
         with path.open("rb", buffering=0) as handle:
@@ -86,9 +90,9 @@ def read_pass_holder(settings: Settings) -> PassHolder | None:
 
 
 def _abandon_stale(path: Path, handle: IO[bytes], *, now: float, longest_s: float) -> None:
-    """Leave the lock file to a holder that stands still: later passes make a new one.
+    """Delete the lock file of a stuck holder, so that later passes create a new one.
 
-    Two passes may do so at the same moment, and then work at the same time: they may.
+    Two passes may do so at the same moment and then work at the same time. That is allowed.
     """
     holder = _read_holder(handle)
     since = holder.since if holder else os.fstat(handle.fileno()).st_mtime
@@ -96,14 +100,14 @@ def _abandon_stale(path: Path, handle: IO[bytes], *, now: float, longest_s: floa
         path.unlink(missing_ok=True)
         pid = holder.pid if holder else "an unknown process"
         _log.warning(
-            "The publication pass of process %s began %.0f s ago and stands still; going on beside it.",
+            "The publication pass of process %s began %.0f s ago and is stuck. This pass ignores its lock.",
             pid,
             now - since,
         )
 
 
 def _is_current(path: Path, handle: IO[bytes]) -> bool:
-    """Whether the opened file still is the lock."""
+    """Check whether the opened file is still the lock file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(handle.fileno()))
     except FileNotFoundError:
@@ -116,7 +120,7 @@ def _write_holder(handle: IO[bytes], holder: PassHolder) -> None:
 
 
 def _read_holder(handle: IO[bytes]) -> PassHolder | None:
-    """The record in a lock file; None if the holder has not written it yet."""
+    """Read the record in a lock file; None if the holder has not written it yet."""
     handle.seek(0)
     try:
         return PassHolder(**json.loads(handle.read() or b""))

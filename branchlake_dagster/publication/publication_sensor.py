@@ -1,4 +1,4 @@
-"""The sensor that publishes passing branches and discards the others.
+"""The publication sensor: it publishes run branches that passed their checks and discards the others.
 
 No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
 """
@@ -25,16 +25,17 @@ from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
 
 _PATIENCE_S = 5.0
-"""For runs that publish themselves, one by one. Longer than theirs, so that they do not starve it."""
-_NO_SENSOR_HINT = "add publication_automation_sensor() to the definitions."
+"""Seconds to wait for runs that publish themselves. Longer than their own wait, so that they do not starve
+the sensor."""
+_NO_SENSOR_HINT = "Add publication_automation_sensor() to the definitions."
 
 
 def publication_sensor(
     settings: Settings, lakehouse_key: str = "lakehouse", prefix: str = ""
 ) -> SensorDefinition:
-    """One pass over the lake's run branches per tick.
+    """Build the sensor that makes one pass over the lake's run branches per tick.
 
-    `lakehouse_key` is the key of the lake's resource, `prefix` is put before the sensor's name.
+    `lakehouse_key` is the resource key of the lake. `prefix` is put before the sensor's name.
     """
     backfills = BackfillWatch()
 
@@ -44,16 +45,16 @@ def publication_sensor(
         minimum_interval_seconds=settings.publish_interval_s,
         default_status=DefaultSensorStatus.RUNNING,
         description="Publishes the branches of finished runs whose checks passed; discards the others.",
-        # It launches nothing but checks: those of whole tables that a rebase has changed.
+        # The sensor launches only checks: those of whole tables that a rebase has changed.
         asset_selection=AssetSelection.all_asset_checks(),
     )
     def publication_sensor_(context: SensorEvaluationContext, **_: object) -> SensorResult | SkipReason:
-        # `_`: called like a function, as in tests, Dagster passes the resources by name too.
+        # `_`: when a test calls the sensor like a function, Dagster also passes the resources by name.
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
         with acquire_pass_lock(resource.lakehouse.settings, patience_s=_PATIENCE_S) as is_acquired:
             if not is_acquired:
-                busy = "Another pass over this lake is at work."
-                return SensorResult(skip_reason=SkipReason(busy), cursor="another pass is at work")
+                busy = "Another pass over this lake is running."
+                return SensorResult(skip_reason=SkipReason(busy), cursor="another pass is running")
             return _run_tick(context, resource.lakehouse, backfills)
 
     return publication_sensor_
@@ -62,7 +63,7 @@ def publication_sensor(
 def _run_tick(
     context: SensorEvaluationContext, lake: Lakehouse, backfills: BackfillWatch
 ) -> SensorResult | SkipReason:
-    """One pass, in less time than Dagster gives a tick."""
+    """Make one pass within less time than Dagster gives a tick."""
     repository = context.repository_def
     assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
     origin = context.code_location_origin
@@ -71,7 +72,7 @@ def _run_tick(
     unbranched_outcomes = judge_unbranched_runs(lake, context.instance, graph, location=location)
     for key in never_evaluated(repository):
         context.log.warning(
-            f"{key.to_user_string()} follows publications, but no sensor looks: {_NO_SENSOR_HINT}"
+            f"{key.to_user_string()} follows publications, but no sensor evaluates it: {_NO_SENSOR_HINT}"
         )
     for message in backfills.fail_unpublished(context.instance, graph):
         context.log.warning(message)

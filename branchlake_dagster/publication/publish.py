@@ -1,4 +1,4 @@
-"""Publishing one finished run by hand: the publication sensor's own course, in the caller's process."""
+"""Publish one finished run in the caller's process, by the same steps as the publication sensor."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _ACTIONS_BY_STATUS: Mapping[str, PublicationAction] = {
     Status.REFUSED: PublicationAction.REFUSED,
     Status.UNBRANCHED: PublicationAction.UNBRANCHED,
 }
-"""By the run's tag; whatever else it says, the branch was discarded."""
+"""Outcomes by the status tag of a run. With any other status, the branch was discarded."""
 
 _MAX_PASSES = 20
-"""Each pass but the last one makes the checks that the one before asked for."""
+"""Each pass except the last one runs the checks that the pass before requested."""
 
 
 class RunUnknown(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -45,11 +45,11 @@ class RunOutcome:
 
     Attributes:
         run_id (str): The run.
-        status (str): `published`; `blocked` by the gate; `refused` because its changes collide with what
-            `main` has become; `discarded` because it failed or changed no table; `waiting`, `checking` or
-            `try again` when nothing is decided yet; `unbranched` when it wrote to `main` directly; `set
-            aside` when judging it broke again and again.
-        reasons (tuple[str, ...]): Why it is not published, one sentence each; empty when it is.
+        status (str): `published`; `blocked` by the gate; `refused` because its changes conflict with newer
+            changes of `main`; `discarded` because it failed or changed no table; `waiting`, `checking` or
+            `try again` if there is no decision yet; `unbranched` if it wrote to `main` directly; `set aside`
+            if judging it failed again and again.
+        reasons (tuple[str, ...]): Why it is not published, one sentence each; empty if it is published.
         warnings (tuple[str, ...]): Failed checks that do not block.
         commit (str | None): The commit on `main` that holds its changes.
         tables (tuple[str, ...]): The dotted names of the tables that this call published.
@@ -57,9 +57,7 @@ class RunOutcome:
     Examples:
         .. code-block:: python
 
-            outcome = publish(result, defs, instance=instance)
-            assert outcome.published, outcome
-            assert outcome.commit
+    outcome = publish(result, defs, instance=instance) assert outcome.published, outcome assert outcome.commit
     """
 
     run_id: str
@@ -71,7 +69,7 @@ class RunOutcome:
 
     @property
     def published(self) -> bool:
-        """Whether `main` has it."""
+        """Whether `main` has the run."""
         return self.status == PublicationAction.PUBLISHED
 
     def __str__(self) -> str:
@@ -88,50 +86,49 @@ def publish(
 ) -> RunOutcome:
     """Judges one finished run and publishes it if it passes, in the caller's process.
 
-    It is what the publication sensor does about a run, for tests, scripts and notebooks: the same gate, the
-    same commit, the same tags and observations; its branch is gone afterwards. Sensors may be at work at the
-    same time. Checks of whole tables that have to be made again, because `main` has moved, are made in this
-    process. A run that has been judged is not judged again: what was told then is told again, its reasons
-    as short as its tags hold them (250 characters).
+    The function does for tests, scripts and notebooks what the publication sensor does for a run: the same
+    gate, commit, tags and observations. The run's branch does not exist afterwards. Sensors may work at the
+    same time. If `main` has changed, some checks of whole tables must run again; they run in this process. A
+    judged run is not judged again: the function returns the recorded outcome, with the reasons as its tags
+    hold them (at most 250 characters).
 
     Args:
-        run (str | ExecuteInProcessResult | DagsterRun): The run, its id, or what `execute_in_process` or
-            `materialize` gave back.
-        definitions (Definitions): The assets and all of their checks: the gate blocks a run that left a
-            check out.
+        run (str | ExecuteInProcessResult | DagsterRun): The run, its id, or the result of
+            `execute_in_process` or `materialize`.
+        definitions (Definitions): The assets and all of their checks. The gate blocks a run that left out a
+            check.
         instance (Optional[DagsterInstance]): The instance that has the run. (default: the one of
             `DAGSTER_HOME`)
         lakehouse (Optional[Lakehouse | LakehouseResource]): The lake. (default: the `LakehouseResource`
             among the resources of `definitions`)
 
     Returns:
-        RunOutcome: Its status, the reasons when it is not published, the commit when it is. A run that is
-        blocked or refused is an outcome and no error.
+        RunOutcome: The status, the reasons if the run is not published, and the commit if it is. A blocked
+        or refused run is returned as an outcome, not raised as an error.
 
     Raises:
-        RunUnknown: The instance has no such run. That of `dg.materialize(…)` without an `instance` is
-            forgotten when it ends.
-        ConfigurationError: There is no lake among the resources, and none was given.
+        RunUnknown: The instance does not have this run. A run of `dg.materialize(…)` without an `instance`
+            is forgotten when it ends.
+        ConfigurationError: The definitions have no `LakehouseResource`, and `lakehouse` is None.
 
     Examples:
         .. code-block:: python
 
-            import dagster as dg
+    import dagster as dg
 
-            from branchlake_dagster import publish
+    from branchlake_dagster import publish
 
-            result = defs.resolve_implicit_global_asset_job_def().execute_in_process(instance=instance)
-            outcome = publish(result, defs, instance=instance)
-            assert outcome.published, outcome.reasons
+    result = defs.resolve_implicit_global_asset_job_def().execute_in_process(instance=instance) outcome =
+    publish(result, defs, instance=instance) assert outcome.published, outcome.reasons
     """
     instance = instance or dg.DagsterInstance.get()
     run_id = run if isinstance(run, str) else run.run_id
     dagster_run = instance.get_run_by_id(run_id)
     if dagster_run is None:
         raise RunUnknown(
-            "The Dagster instance knows no such run.",
+            "The Dagster instance does not have this run.",
             run_id=run_id,
-            hint="Give the instance that it ran in: execute_in_process(instance=instance) or"
+            hint="Pass the instance of the run: execute_in_process(instance=instance) or"
             " materialize(…, instance=instance), then publish(…, instance=instance).",
         )
     if not dagster_run.is_finished:
@@ -166,15 +163,15 @@ def _find_lake(definitions: dg.Definitions, lakehouse: Lakehouse | LakehouseReso
     )
     if configured_lake is None:
         raise ConfigurationError(
-            "There is no LakehouseResource among the definitions' resources, so the lake is not known.",
-            hint="Merge branchlake_definitions() into them, or say publish(…, lakehouse=…).",
+            "The definitions have no LakehouseResource among their resources, so the lake is unknown.",
+            hint="Merge branchlake_definitions() into the definitions, or call publish(…, lakehouse=…).",
             reason="lake_unknown",
         )
     return configured_lake.lakehouse if isinstance(configured_lake, LakehouseResource) else configured_lake
 
 
 def _run_checks(definitions: dg.Definitions, instance: dg.DagsterInstance, check_run: CheckRun) -> None:
-    """Make the checks that a rebased state needs, as the daemon would; a check that fails is its answer."""
+    """Run the checks that a rebased state needs, as the daemon would. A failed check raises no error here."""
     request = check_run.to_run_request()
     job = definitions.resolve_implicit_global_asset_job_def().get_subset(
         asset_selection=set(), asset_check_selection=set(request.asset_check_keys or [])
@@ -193,17 +190,17 @@ def _to_run_outcome(run_id: str, outcome: Outcome) -> RunOutcome:
 
 
 def _recorded_outcome(run: dg.DagsterRun, run_location: RunLocation) -> RunOutcome:
-    """The outcome of a run whose branch is gone, from its tags."""
+    """Return the outcome of a run whose branch does not exist any more, from its tags."""
     if commit := find_publication(run.tags, run_location.branch):
         return RunOutcome(run.run_id, PublicationAction.PUBLISHED, commit=commit)
     reason, verdict = run.tags.get(RunTag.REASON, NO_VALUE), run.tags.get(RunTag.VERDICT, PENDING)
     reasons = () if reason == NO_VALUE else (reason,)
     if run_location.unbranched and verdict == PENDING:
-        explanation = "it wrote to main directly; the publication sensor judges it"
+        explanation = "the run wrote to main directly; the publication sensor judges it"
         return RunOutcome(run.run_id, PublicationAction.UNBRANCHED, (explanation,))
     if verdict == PENDING and run.is_success:
         return RunOutcome(
-            run.run_id, PublicationAction.REFUSED, ("its branch is gone, and nobody judged it",)
+            run.run_id, PublicationAction.REFUSED, ("its branch was deleted before the run was judged",)
         )
     action = _ACTIONS_BY_STATUS.get(run.tags.get(RunTag.STATUS, ""), PublicationAction.DISCARDED)
     return RunOutcome(run.run_id, action, reasons)

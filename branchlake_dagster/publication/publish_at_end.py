@@ -1,12 +1,12 @@
-"""The gate and the publication as the last act of a run, instead of waiting for the sensor.
+"""Judge and publish a run as its last step, instead of waiting for the publication sensor.
 
-`branchlake_definitions(settings, definitions)` wraps the code location's executor in it; a job that names an
-executor of its own does the same:
+`branchlake_definitions(settings, definitions)` wraps the executor of the code location with `publish_at_end`.
+A job with its own executor wraps it itself:
 
     dg.define_asset_job("prices_job", selection, executor_def=publish_at_end(dg.multiprocess_executor))
 
-It is the sensor's own publisher, started earlier; if the process dies in the middle, or Nessie is away, the
-sensor finds the branch and goes on from whatever state it is in.
+The run uses the publisher of the sensor. If the process dies, or Nessie does not answer, the sensor finds the
+branch and continues from any state.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from branchlake_dagster.runs.run_tags import is_opened_by
 from branchlake_dagster.stored_names import RunTag
 
 LEFT_TO_SENSOR = "Left to the publication sensor"
-"""How the event begins with which a run says that it could not publish itself."""
+"""Start of the message of the event by which a run reports that it could not publish itself."""
 _SEE_STATUS = "See: branchlake status"
 _PATIENCE_S = 2.0
-"""For the runs that publish themselves at this moment, each in some tenths of a second.
+"""Seconds to wait for other runs that publish themselves at the moment, each within some tenths of a second.
 
-A run that is left to the sensor is judged twice and waits for its tick: of a backfill of fifty runs, ten at a
-time, a third was left with a quarter of a second.
+A run that is left to the sensor is judged twice and waits for the next tick. With a wait of 0.25 s, a third
+of a backfill was left to the sensor (fifty runs, ten at a time).
 """
 
 
 class NotPublished(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
     """A run was blocked or refused at its end; `main` is as it was.
 
-    The run fails with it, after its steps have succeeded. Its text has the reasons and what to do: how to see
-    the rows that failed a check, or to launch the run again. The assets' pages have them too.
+    The run fails with this error after its steps have succeeded. The text has the reasons and what to do
+    next: how to see the rows that failed a check, or to launch the run again. The pages of the assets show
+    the same.
 
     Examples:
         .. code-block:: python
 
-            @dg.run_failure_sensor
-            def alert(context: dg.RunFailureSensorContext):
-                if context.dagster_run.tags.get("branchlake") in ("blocked", "refused"):
-                    context.log.error(context.failure_event.message)
+    @dg.run_failure_sensor def alert(context: dg.RunFailureSensorContext): if
+    context.dagster_run.tags.get("branchlake") in ("blocked", "refused"):
+    context.log.error(context.failure_event.message)
     """
 
 
@@ -66,32 +66,31 @@ def publish_at_end(
 ) -> dg.ExecutorDefinition:
     """An executor that judges the run at its end, and publishes it if all its steps have succeeded.
 
-    A blocked or refused run fails, so that it shows. What cannot be decided in the run (checks to be
-    repeated on a rebased table, Nessie away) or is done better by the publication sensor (another publisher
-    is at work) is left to it. `branchlake_definitions(settings, definitions)` wraps the executor of
-    `definitions`; jobs with an executor of their own need it themselves.
+    A blocked or refused run fails, so that it is visible. The publication sensor handles the other cases:
+    checks must run again on a rebased table, Nessie does not answer, or another publisher is running.
+    `branchlake_definitions(settings, definitions)` wraps the executor of `definitions`. Jobs with their own
+    executor must wrap it themselves.
 
     Args:
         inner (ExecutorDefinition): The executor that runs the steps. (default: `in_process_executor`)
-        lakehouse_key (str): The resource key of the lake, as given to `branchlake_definitions`. (default:
+        lakehouse_key (str): The resource key of the lake, as in `branchlake_definitions`. (default:
             `lakehouse`)
 
     Returns:
-        ExecutorDefinition: Named as `inner` is, with `_publishing` behind it.
+        ExecutorDefinition: Its name is that of `inner` plus `_publishing`.
 
     Raises:
-        NotPublished: In the run: it was blocked or refused.
+        NotPublished: Within the run, if it was blocked or refused.
 
     Examples:
         .. code-block:: python
 
-            import dagster as dg
+    import dagster as dg
 
-            from branchlake_dagster import publish_at_end
+    from branchlake_dagster import publish_at_end
 
-            prices_job = dg.define_asset_job(
-                "prices_job", selection="shop/prices", executor_def=publish_at_end(dg.in_process_executor)
-            )
+    prices_job = dg.define_asset_job( "prices_job", selection="shop/prices",
+    executor_def=publish_at_end(dg.in_process_executor) )
     """
 
     def create(context: Any) -> Executor:
@@ -108,7 +107,7 @@ def publish_at_end(
 
 
 def format_run_outcome(outcome: Outcome) -> str:
-    """What became of a run, in one line, with the command that shows more."""
+    """Format the outcome of a run as one line, with the command that shows more."""
     subject, reasons = f"Run {outcome.run_id}", " ".join(_format_reasons(outcome).split()).rstrip(".")
     if outcome.action is PublicationAction.PUBLISHED:
         return f"{subject} is published as {(outcome.publication or '')[:16]}. {_SEE_STATUS}"
@@ -120,7 +119,7 @@ def format_run_outcome(outcome: Outcome) -> str:
 
 
 def _print_on_command_line(message: str) -> None:
-    """Print the line if a person runs assets by Dagster's own command; run workers print nothing."""
+    """Print the line if a person materializes assets with Dagster's command. Run workers print nothing."""
     command = click.get_current_context(silent=True)
     if command is not None and command.info_name == "materialize":
         click.echo(message, err=True)
@@ -144,12 +143,12 @@ class _PublishingExecutor(Executor):
         for event in self._inner.execute(plan_context, execution_plan):
             failed |= event.is_step_failure
             if event.is_step_success:
-                # Of a step in this process. A branch that is set back during a later step is noticed by it.
+                # For steps in this process: a branch that is reset during a later step is noticed.
                 record_branch_heads(plan_context.run_id)
             yield event
         if failed:
             _print_on_command_line(
-                f"Run {plan_context.run_id} failed. Nothing of it is published. {_SEE_STATUS}"
+                f"Run {plan_context.run_id} failed, so nothing was published. {_SEE_STATUS}"
             )
             return
         outcome = self._publish(plan_context)
@@ -171,34 +170,34 @@ class _PublishingExecutor(Executor):
     def _publish(self, context: Any) -> Outcome | None:
         run = context.instance.get_run_by_id(context.run_id)
         if run is None or not is_opened_by(run.tags, run.run_id):
-            return None  # it has touched no table
+            return None  # the run did not open a branch, so it changed no table
         branch = run.tags.get(RunTag.BRANCH, "")
         try:
             return self._judge_and_publish(context, run, branch)
-        except Exception as error:  # noqa: BLE001 - a run that passes must not fail of it, nor be lost with it
+        except Exception as error:  # noqa: BLE001 - the run passed; the sensor retries the publication
             return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, format_error(error))
 
     def _judge_and_publish(self, context: Any, run: dg.DagsterRun, branch: str) -> Outcome | None:
         lake = self._find_lake(context)
         settings = lake.settings
         if branch == MAIN or run.tags.get(RunTag.LAKE) != settings.lake_id:
-            return None  # it is unbranched, or another lake's
+            return None  # the run is unbranched, or belongs to another lake
         store, interval = HeartbeatStore.from_settings(settings), settings.heartbeat_interval_s
         reconciler = Reconciler.from_lake(lake, context.instance, asset_graph_of(context.job))
 
         def publish() -> Outcome:
-            # The steps' heartbeat has ended with their resources; the reaper must see that this goes on.
+            # The heartbeat of the steps ended with their resources. The reaper must see that the run goes on.
             with send_heartbeats(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
                 if not settings.publish_in_run:
                     return reconciler.publish_now(run, judge_only=True)
-                # What waits longer is published by the sensor, many runs by one commit.
+                # After that wait the sensor publishes the run, together with others in one commit.
                 with acquire_pass_lock(settings, patience_s=_PATIENCE_S) as is_acquired:
                     return reconciler.publish_now(run, judge_only=not is_acquired)
 
         return _publish_within(longest_pass_s(settings), publish, branch, run.run_id)
 
     def _find_lake(self, context: Any) -> Lakehouse:
-        """The lake of the job's own resource; the environment's for a job that has none."""
+        """Return the lake of the job's own resource, or of the environment if the job has none."""
         definition = context.job.get_definition().resource_defs.get(self._lakehouse_key)
         if definition is None:
             return LakehouseResource().lakehouse
@@ -208,10 +207,11 @@ class _PublishingExecutor(Executor):
 
 
 def _publish_within(timeout_s: float, publish: Callable[[], Outcome], branch: str, run_id: str) -> Outcome:
-    """The outcome of `publish`, or that it is left to the sensor because it has not ended after `timeout_s`.
+    """Return the outcome of `publish`, or `try again` if it does not end within `timeout_s` seconds.
 
-    A storage or a database that does not answer must not keep the run from ending. The call goes on in its
-    thread as long as the process does: the sensor may publish beside it, and finishes what it leaves.
+    A storage or database that does not answer must not keep the run from ending. The call continues in its
+    thread as long as the process lives. The sensor may publish at the same time, and completes what the call
+    leaves.
     """
     outcomes: Queue[Outcome | BaseException] = Queue()
 
@@ -225,7 +225,7 @@ def _publish_within(timeout_s: float, publish: Callable[[], Outcome], branch: st
     try:
         outcome = outcomes.get(timeout=timeout_s)
     except Empty:
-        message = f"the publication has not ended within {timeout_s:g} s"
+        message = f"the publication did not end within {timeout_s:g} s"
         return Outcome(branch, run_id, PublicationAction.TRY_AGAIN, message)
     if isinstance(outcome, BaseException):
         raise outcome

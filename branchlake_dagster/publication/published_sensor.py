@@ -1,7 +1,7 @@
 """A sensor that reads `main`'s log and requests a run per publication, in the order of the log.
 
-Where `on_publication()` asks "is there anything new?" and serves several publications with one run, this
-one misses none and merges none. It also follows assets of other code locations, because it reads the lake.
+`on_publication()` serves several publications with one run. This sensor requests one run for each publication
+and misses none. It reads the lake, so it can also follow assets of other code locations.
 
 No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
 """
@@ -38,25 +38,25 @@ from branchlake_dagster.tables.specification import format_table_name, table_ide
 from branchlake_dagster.wording import format_count
 
 COMMITS_PER_TICK = 100
-"""Dagster ends an evaluation after 60 s; the next tick goes on where this one stopped."""
+"""Dagster ends an evaluation after 60 s. The next tick continues after the last commit that was read."""
 
 
 @dataclass(frozen=True)
 class PublishedAssets:
-    """A publication that touched watched assets, as the `request` of a `published_sensor` gets it.
+    """A publication that changed watched assets, as the `request` of a `published_sensor` gets it.
 
     Attributes:
         publication (Publication): Its `hash`, `run_id`, `publication_id` and `tables` (dotted names).
-        partitions (Mapping[AssetKey, Set[str | None]]): By asset the partitions that were published; None
-            stands for an asset without partitions. A set is empty when this Dagster instance does not know
-            the run that was published.
+        partitions (Mapping[AssetKey, Set[str | None]]): The published partitions of each asset; None stands
+            for an asset without partitions. A set is empty if this Dagster instance does not have the
+            published run.
 
     Examples:
         .. code-block:: python
 
-            def request(published: PublishedAssets) -> dg.RunRequest | None:
-                days = published.partitions[dg.AssetKey(["shop", "prices"])]
-                return dg.RunRequest(tags={"days": ",".join(sorted(day for day in days if day))})
+    def request(published: PublishedAssets) -> dg.RunRequest | None: days =
+    published.partitions[dg.AssetKey(["shop", "prices"])] return dg.RunRequest(tags={"days":
+    ",".join(sorted(day for day in days if day))})
     """
 
     publication: Publication
@@ -64,7 +64,7 @@ class PublishedAssets:
 
 
 _RequestBuilder = Callable[[PublishedAssets], Sequence[RunRequest] | str]
-"""The requests for a publication, or why there are none."""
+"""Returns the run requests for a publication, or a message why there are none."""
 
 
 def published_sensor(
@@ -79,54 +79,54 @@ def published_sensor(
     description: str | None = None,
     lakehouse_key: str = "lakehouse",
 ) -> SensorDefinition:
-    """A sensor that launches a job for each publication that touched a table of its assets.
+    """A sensor that launches a job for each publication that changed a table of its assets.
 
-    It reads `main`'s log in order, misses no publication and merges none. A partitioned job gets one run per
-    published partition, if all `assets` have its very partitions; otherwise give `request`. The first tick
-    starts at the present end of the log.
+    The sensor reads `main`'s log in order. It misses no publication and merges none. A partitioned job gets
+    one run per published partition, if all `assets` have exactly the same partitions as the job; otherwise
+    pass `request`. The first tick starts at the current end of the log.
 
     Args:
         name (str): The sensor's name.
-        assets (Sequence[CoercibleToAssetKey] | AssetSelection): Keys, also of other code locations, or a
-            selection of this one's.
-        job (Optional[ExecutableDefinition]): What is launched.
-        jobs (Optional[Sequence[ExecutableDefinition]]): Several, of which `request` chooses one.
+        assets (Sequence[CoercibleToAssetKey] | AssetSelection): Asset keys, also of other code locations, or
+            a selection of this code location.
+        job (Optional[ExecutableDefinition]): The job to launch.
+        jobs (Optional[Sequence[ExecutableDefinition]]): Several jobs, of which `request` chooses one.
         request (Optional[Callable[[PublishedAssets], RunRequest | SkipReason | None]]): Called with each
-            publication, says what to launch. A request without a `run_key` gets the publication's id, so
+            publication; returns what to launch. A request without a `run_key` gets the publication's id, so
             that nothing is launched twice. (default: a run of `job`)
-        minimum_interval_seconds (int): Seconds between two ticks. Dagster looks for due sensors every 5 s, so
-            3 s means at every look. (default: 3)
-        default_status (DefaultSensorStatus): Whether it starts as running. (default: STOPPED)
-        description (Optional[str]): For the UI.
-        lakehouse_key (str): The resource key of the lake whose log it reads. (default: `lakehouse`)
+        minimum_interval_seconds (int): Seconds between two ticks. Dagster looks for due sensors every 5 s,
+            so 3 s means every time. (default: 3)
+        default_status (DefaultSensorStatus): Whether the sensor starts as running. (default: STOPPED)
+        description (Optional[str]): The description in Dagster's UI.
+        lakehouse_key (str): The resource key of the lake whose log is read. (default: `lakehouse`)
 
     Returns:
-        SensorDefinition: With a cursor, the last commit that it has read.
+        SensorDefinition: Its cursor is the last commit that it has read.
 
     Raises:
-        ConfigurationError: Here or in each tick: it cannot know what to launch.
+        ConfigurationError: The sensor cannot know what to launch. Raised here or in each tick.
 
     Examples:
         .. code-block:: python
 
-            import dagster as dg
+    import dagster as dg
 
-            from branchlake_dagster import published_sensor
+    from branchlake_dagster import published_sensor
 
-            report_job = dg.define_asset_job("report_job", selection="report")
-            after_prices = published_sensor("after_prices", assets=[["shop", "prices"]], job=report_job)
+    report_job = dg.define_asset_job("report_job", selection="report") after_prices =
+    published_sensor("after_prices", assets=[["shop", "prices"]], job=report_job)
     """
     if not isinstance(assets, AssetSelection) and not assets:
         raise ConfigurationError(
-            f"The sensor {name} watches no asset.",
-            hint="Name some: assets=[…].",
+            f"The sensor {name} watches no assets.",
+            hint="Pass at least one asset key: assets=[…].",
             reason="no_assets",
             subject=name,
         )
     if request is None and job is None:
         raise ConfigurationError(
-            f"The sensor {name} does not know what to launch.",
-            hint="Give it a job, or request and jobs.",
+            f"The sensor {name} has no job to launch.",
+            hint="Pass job=…, or request=… and jobs=[…].",
             reason="no_job",
             subject=name,
         )
@@ -141,7 +141,7 @@ def published_sensor(
         required_resource_keys={lakehouse_key},
     )
     def follow(context: SensorEvaluationContext, **_: object) -> SensorResult:
-        # `_`: called like a function, as in tests, Dagster passes the resources by name too.
+        # `_`: when a test calls the sensor like a function, Dagster also passes the resources by name.
         repository = context.repository_def
         assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
@@ -185,7 +185,7 @@ def published_sensor(
 
 
 def _format_nothing_new(commits: int) -> str:
-    return f"{format_count(commits, 'commit')} on main since, none for these assets."
+    return f"{format_count(commits, 'commit')} on main since the last tick, none of them for these assets."
 
 
 def _resolve_keys(
@@ -201,7 +201,7 @@ def _resolve_keys(
 
 @dataclass(frozen=True)
 class _LogBatch:
-    """Commits in the order they were made, the cursor after them, and what is odd about it."""
+    """Commits in the order of the log, the cursor after them, and a note if the log was not read as usual."""
 
     entries: Sequence[LogEntry]
     cursor: str
@@ -211,7 +211,7 @@ class _LogBatch:
 def _read_log(client: NessieClient, cursor: str | None) -> _LogBatch:
     head = client.reference(MAIN)
     if cursor is None:
-        return _LogBatch((), head.hash, f"Starts at main's present commit {head.hash[:12]}.")
+        return _LogBatch((), head.hash, f"The sensor starts at main's current commit {head.hash[:12]}.")
     if cursor == head.hash:
         return _LogBatch((), cursor)
     try:
@@ -220,8 +220,8 @@ def _read_log(client: NessieClient, cursor: str | None) -> _LogBatch:
         return _LogBatch(
             (),
             head.hash,
-            f"main's log no longer holds commit {cursor[:12]}: its history was rewritten. What was published "
-            f"meanwhile is not known. Starts anew at {head.hash[:12]}.",
+            f"main's log no longer holds commit {cursor[:12]}: its history was rewritten. Publications "
+            f"in between are unknown. The sensor starts again at {head.hash[:12]}.",
         )
     next_entries = entries[::-1][:COMMITS_PER_TICK]
     return _LogBatch(next_entries, next_entries[-1].commit.hash if next_entries else cursor)
@@ -233,7 +233,7 @@ def _read_log(client: NessieClient, cursor: str | None) -> _LogBatch:
 def _user_request_builder(
     request: Callable[[PublishedAssets], RunRequest | SkipReason | None],
 ) -> _RequestBuilder:
-    """The user's function, its request with a run key."""
+    """Wrap the user's function: its requests get a run key, and its skip reasons become messages."""
 
     def build_requests(published: PublishedAssets) -> Sequence[RunRequest] | str:
         result = request(published)
@@ -242,7 +242,7 @@ def _user_request_builder(
             return [result.with_replaced_attrs(run_key=key)]
         return (
             result.skip_message if result else None
-        ) or f"Nothing after run {published.publication.run_id}."
+        ) or f"No request for the publication of run {published.publication.run_id}."
 
     return build_requests
 
@@ -253,8 +253,11 @@ def _job_request_builder(
     repository: RepositoryDefinition,
     instance: DagsterInstance,
 ) -> _RequestBuilder:
-    """A request for the job; for a partitioned one a request per published partition that still exists."""
-    assert job is not None  # noqa: S101 - a sensor without `request` has one
+    """Build the requests for `job`: one for each publication.
+
+    A partitioned job gets one request for each published partition that still exists.
+    """
+    assert job is not None  # noqa: S101 - a sensor without `request` has a job
     partitions, graph = repository.get_job(job.name).partitions_def, repository.asset_graph
     differing_assets = [
         key.to_user_string()
@@ -263,9 +266,9 @@ def _job_request_builder(
     ]
     if partitions is not None and differing_assets:
         raise ConfigurationError(
-            f"The job {job.name} is partitioned otherwise than {', '.join(differing_assets)}.",
-            hint="Say what to launch with published_sensor(request=…). Of an asset of another code location "
-            "an AssetSpec can tell the partitions.",
+            f"The job {job.name} has other partitions than {', '.join(differing_assets)}.",
+            hint="Choose what to launch with published_sensor(request=…). For an asset of another code "
+            "location, an AssetSpec can declare the partitions.",
             reason="other_partitions",
             subject=", ".join(differing_assets),
         )
@@ -281,6 +284,6 @@ def _job_request_builder(
         return [
             RunRequest(f"{publication.publication_id}:{key}", job_name=job.name, partition_key=key, tags=tags)
             for key in sorted(existing_keys)
-        ] or f"No partition to launch after run {publication.run_id}: not known here, or deleted since."
+        ] or f"No partition to launch after run {publication.run_id}: its partitions are unknown or deleted."
 
     return build_requests

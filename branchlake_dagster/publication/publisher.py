@@ -1,15 +1,16 @@
-"""Publishing: making passed branches visible on `main`, each wholly, exactly once, whatever is lost.
+"""Publish passed run branches on `main`: each branch completely, exactly once, even if replies are lost.
 
-A branch whose keys nobody else touched is merged: one call. Where `main` has moved under a table, or the
-run asked for serializable isolation, or several candidates want the same table, one commit is planned on
-`main`'s present hash and sent expecting that hash. Both can be repeated after a lost reply: Nessie
-recognises a merge that it has, and a commit is looked for in the ledger before it is planned again. Two
-commits of one plan cannot both succeed, because each changes keys that the other expects unchanged.
+A branch whose keys did not change on `main` is merged with one call. Otherwise one commit is planned on the
+current hash of `main` and sent with that hash as the expected one. This is the case if `main` changed one of
+its tables, if the run asked for serializable isolation, or if several candidates change the same table.
 
-Rebased states that wait on a branch of their own for the checks on their whole tables.
+Both ways can be repeated after a lost reply. Nessie recognizes a merge that it has, and the ledger is
+searched for the commit before it is planned again. Two commits of one plan cannot both succeed, because each
+changes keys that the other expects unchanged.
 
-One state carries all runs that wait for the same tables: with a state for each, every publication moved the
-table away under all the others, and nine waiting runs took forty check runs.
+A rebased state that needs checks on whole tables waits on a branch of its own. One state holds all runs that
+wait for the same tables. With one state per run, every publication changed the table under all the others,
+and nine waiting runs took forty check runs.
 """
 
 from __future__ import annotations
@@ -44,20 +45,21 @@ from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
 
 PUBLICATION_BRANCH_FILTER = branch_filter(ReferencePrefix.PUBLICATION)
-"""Nessie's filter for them."""
+"""Nessie's filter for publication branches. They are named `publish-{run_id}`, after the oldest of their
+runs."""
 
 
 def publication_branch_name(run_id: str) -> str:
-    """Where the rebased state of a run, and of those that share it, waits for its checks."""
+    """Return the name of the branch on which the rebased state of a run waits for its checks."""
     return f"{ReferencePrefix.PUBLICATION}{run_id}"
 
 
 @dataclass(frozen=True)
 class PreparedState:
-    """A state on a branch of its own: `main` at `main_hash` plus one commit, for checks to run on.
+    """A state on a branch of its own: `main` at `main_hash` plus one commit, on which checks can run.
 
-    `run_branches` are the run branches whose changes are in it, the oldest first; `tables` those of its
-    tables that were replayed; `changes` what the commit does.
+    `run_branches` are the branches whose changes the state holds, oldest first. `tables` are those of their
+    tables that were replayed. `changes` are the changes of the commit.
     """
 
     branch: str
@@ -69,12 +71,12 @@ class PreparedState:
 
     @property
     def changed_keys(self) -> frozenset[ContentKey]:
-        """What it would change on `main`, but for namespaces."""
+        """The content keys that the state would change on `main`, without namespaces."""
         return frozenset(change.key for change in self.changes if not is_namespace_change(change))
 
 
 class PreparedStates:
-    """Puts states there, finds them again in a later process, and publishes what was checked."""
+    """Creates prepared states, finds them again in a later process, and publishes them after their checks."""
 
     def __init__(self, client: NessieClient, committer: Committer) -> None:
         self._client = client
@@ -83,7 +85,11 @@ class PreparedStates:
     def prepare(
         self, batch: Sequence[Candidate]
     ) -> tuple[PreparedState | None, dict[str, Result | Exception]]:
-        """Put the rebased candidates on a branch, and why some are not in it; None when none is."""
+        """Commit the rebased candidates to a publication branch.
+
+        Returns the state, or None if it would hold no candidate, and the results of the candidates that it
+        does not hold.
+        """
         plan, results = self._committer.plan_for_checks(batch)
         if not plan.accepted:
             return None, results
@@ -99,7 +105,7 @@ class PreparedStates:
         commit_hash = self._committer.send_commit(plan, name, {LakeProperty.REBASED: ",".join(tables)})
         if commit_hash is None:
             raise PublicationContended(
-                "The rebased state could not be stored for its checks.",
+                "The rebased state could not be committed to its branch for the checks.",
                 branch=name,
                 run_id=candidates[0].run_id,
                 hint="Nothing is lost: the next tick of the publication sensor tries again.",
@@ -109,9 +115,9 @@ class PreparedStates:
         return PreparedState(name, commit_hash, plan.main_hash, run_branches, tables, changes), results
 
     def load_all(self, names: Iterable[str] | None = None) -> list[PreparedState]:
-        """What `prepare` of this or an earlier process has put there; a half-made one is left out.
+        """Load the states that this or an earlier process has prepared. Incomplete ones are left out.
 
-        `names` are those of the publication branches, where they are known already.
+        `names` are the names of the publication branches, if the caller has listed them already.
         """
         if names is None:
             names = [ref.name for ref in self._client.references(filter=PUBLICATION_BRANCH_FILTER)]
@@ -123,7 +129,7 @@ class PreparedStates:
         except ReferenceNotFound:
             return None
         if not entries or LakeProperty.REBASED not in (properties := entries[0].commit.properties):
-            return None  # it died between the branch and the commit, or it is somebody else's branch
+            return None  # the process died before the commit, or the branch is not ours
         commit = entries[0].commit
         main_hash = commit.parent_hashes[0]
         run_branches = tuple(publication.branch for publication in parse_publications(entries[0]))
@@ -141,8 +147,8 @@ class PreparedStates:
     ) -> dict[str, Result | Exception] | None:
         """Publish exactly the state that was checked, for all its candidates.
 
-        None when `main` has moved under it since. Otherwise the results of all of them, or of those
-        because of whom the state must be made anew.
+        Returns None if `main` has changed the same keys since. Otherwise returns the results of all
+        candidates, or of those because of which a new state must be prepared.
         """
         plan, results, is_current = self._committer.plan_checked_state(batch, prepared.changes)
         if results:
@@ -150,7 +156,7 @@ class PreparedStates:
         if not is_current:
             return None
         if not self._committer.can_read_files(prepared.changes):
-            # A file of a run stays lost. One of the state itself is written anew with the next state.
+            # A lost file of a run stays lost. A lost file of the state is written again with the next state.
             return dict(self._committer.find_unreadable(batch)) or None
         commit_hash = self._committer.send_commit(plan, MAIN)
         if commit_hash is None:
@@ -164,11 +170,11 @@ class PreparedStates:
         }
 
     def find_outside_merge(self, prepared: PreparedState) -> Published | None:
-        """The merge by somebody who did not wait for the checks; None: there is none."""
+        """Find a merge of the state outside branchlake, before its checks ended; None if there is none."""
         return self._committer.find_outside_merge(prepared.hash, base=prepared.main_hash)
 
     def delete(self, name: str) -> None:
-        """Delete the branch of a prepared state, if there is one."""
+        """Delete the branch of a prepared state, if it exists."""
         try:
             self._client.delete_branch(name, expected_hash=self._client.reference(name).hash)
         except ReferenceNotFound:
@@ -176,28 +182,28 @@ class PreparedStates:
 
 
 MAX_BATCH_SIZE = 32
-"""Most publications in one commit: bounds what is planned again when `main` moves meanwhile."""
+"""Most publications in one commit. It limits how much is planned again when `main` changes meanwhile."""
 
 
 class PublicationUnexplained(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
-    """`main` is said to hold the candidate, and its log does not know it."""
+    """Nessie reports that `main` holds the candidate, but the log of `main` does not show it."""
 
 
 @lru_cache(maxsize=8)
 def _get_shared_readers(uri: str) -> tuple[MainLog, SnapshotFiles]:  # noqa: ARG001 - the key
-    """One reading of a lake's log, and of its tables' snapshots, for all passes of this process."""
+    """Return the log reader and snapshot cache of a lake that all passes of this process share."""
     return MainLog(), SnapshotFiles()
 
 
 def build_publisher(lake: Lakehouse) -> Publisher:
-    """The publisher of a lake's Iceberg tables."""
+    """Build the publisher of a lake's Iceberg tables."""
     client = lake.nessie
     log, files = _get_shared_readers(client.uri)
     return Publisher(client, IcebergTableFormat(lake.catalog(), files), log)
 
 
 class Publisher:
-    """Publishes candidates. Several publishers may run at once, in one process or many."""
+    """Publishes candidates. Several publishers may work at once, in one process or in many."""
 
     def __init__(self, client: NessieClient, tables: TableFormat, log: MainLog | None = None) -> None:
         self._client = client
@@ -208,16 +214,16 @@ class Publisher:
     def publish(
         self, candidates: Sequence[Candidate], *, alive: Callable[[], None] = lambda: None
     ) -> dict[str, Result | Exception]:
-        """The result for each candidate by branch; an error where there is none yet.
+        """Publish candidates; return a result or an error for each branch name.
 
-        `alive` is called right before a commit is sent, and raises when it must not be: a commit needs no
-        run branch, so that of a run which was fenced meanwhile would be accepted.
+        Safe to call again after any failure. An error for which `may_succeed_later` is true means "try
+        again". The failure of one candidate, with an error of any class, does not delay another.
+
+        `alive` is called immediately before a commit is sent, and raises if the commit must not be sent. A
+        commit does not need the run branch, so Nessie would accept it for a run that was fenced meanwhile.
 
         A candidate whose files cannot be read gets TableFilesMissing, TableFilesDamaged or
-        TableFilesUnreadable: Nessie's merge opens no file.
-
-        Safe to call again after any failure. An error that `may_succeed_later` means "again", and what fails
-        of one candidate, by an error of any class, does not hold up another.
+        TableFilesUnreadable, because Nessie's merge does not open files.
         """
         results: dict[str, Result | Exception] = {**self._committer.find_unreadable(candidates)}
         for group in group_by_shared_keys(
@@ -231,10 +237,13 @@ class Publisher:
         publish: Callable[[Sequence[Candidate]], Mapping[str, Result | Exception]],
         batch: Sequence[Candidate],
     ) -> Mapping[str, Result | Exception]:
-        """What `publish` says of a batch; when it fails for a reason that stays, each one is tried alone."""
+        """Return the results of `publish` for a batch.
+
+        If the batch fails with an error that persists, each candidate is tried alone.
+        """
         try:
             return publish(batch)
-        except Exception as error:  # noqa: BLE001 - it becomes the outcome of those whom it concerns
+        except Exception as error:  # noqa: BLE001 - the error becomes the outcome of its candidates
             if len(batch) == 1 or may_succeed_later(error):
                 return dict.fromkeys((one.branch for one in batch), error)
         results: dict[str, Result | Exception] = {}
@@ -243,22 +252,22 @@ class Publisher:
         return results
 
     def is_on_main(self, commit: str) -> bool:
-        """Whether `main`'s history holds this commit now."""
+        """Check whether the history of `main` holds this commit now."""
         return self._log.contains_commit(self._client, commit)
 
     def find_publication(self, branch: str, base_hash: str, head_hash: str | None = None) -> Published | None:
-        """How a branch that was made from `base_hash` is on `main` already; None: it is not.
+        """Find how `main` holds a branch that was created from `base_hash`; None if it does not.
 
-        With `head_hash` a merge by somebody else counts too.
+        With `head_hash`, a merge outside branchlake counts too.
         """
         return self._log.find_on_main(self._client, branch, base_hash=base_hash, head_hash=head_hash)
 
     def _publish_group(
         self, group: Sequence[Candidate], *, alive: Callable[[], None]
     ) -> Mapping[str, Result | Exception]:
-        """Candidates that share keys. One alone is merged if it can be."""
+        """Publish candidates that share keys. A single candidate is merged if possible."""
         first = group[0]
-        # Nessie 0.99 merges a rename as a deletion: the table was lost. A commit of ours carries it over.
+        # Nessie 0.99 merges a rename as a deletion, so the table was lost. A planned commit keeps it.
         is_mergeable = not (first.is_serializable or first.leases or first.has_renames)
         if len(group) == 1 and is_mergeable:
             merged = self._merge(first.branch, first.head_hash, first.to_publication())
@@ -273,26 +282,26 @@ class Publisher:
     # -- one merge -------------------------------------------------------------------------------------
 
     def _merge(self, branch: str, head_hash: str, publication: Publication) -> Published | None:
-        """Merge a branch into `main`; None when `main` changed one of its keys since, or lost its base."""
+        """Merge a branch into `main`; None if `main` changed one of its keys, or no longer has its base."""
         try:
             result = self._client.merge(
                 from_name=branch,
                 from_hash=head_hash,
                 into=MAIN,
-                # Any hash of main will do: Nessie compares from the common ancestor. This one is at hand, and
-                # the server refuses it when main was rolled back below it: a merge would bring back what
-                # was rolled back.
+                # Nessie compares from the common ancestor, so any hash of main would do. With the base hash
+                # the server refuses the merge if main was rolled back below the base. Otherwise the merge
+                # would bring back what was rolled back.
                 expected_hash=publication.base_hash,
                 message=publication_message([publication]),
                 properties=publication_properties([publication]),
             )
         except NessieConflict:
-            # Of a dropped namespace Nessie tells by an error, as it does when it lost a race with itself.
+            # Nessie answers so for a dropped namespace, and if it lost a race with itself.
             return None
         except ReferenceNotFound:
             if not self._log.contains_commit(self._client, publication.base_hash):
-                return None  # the commit says so, in words
-            raise  # the branch itself is gone
+                return None  # the planned commit returns the reason
+            raise  # the branch does not exist any more
         if result.applied:
             return Published(result.target_hash)
         if not result.successful:
@@ -301,20 +310,23 @@ class Publisher:
         earlier_merge = earlier_merge or self._find_later_merge(publication.base_hash, head_hash)
         if earlier_merge is None:
             raise PublicationUnexplained(
-                "Nessie says that main holds this branch, but main's log has no merge of it.",
+                "Nessie reports that main holds this branch, but main's log has no merge of it.",
                 branch=publication.branch,
                 run_id=publication.run_id,
-                hint="Look at main's log for who merged it; if its rows are there, delete the branch.",
+                hint="Look in main's log for who merged it. If main has its rows, delete the branch.",
             )
         return earlier_merge
 
     def _find_later_merge(self, base_hash: str, head_hash: str) -> Published | None:
-        """The merge by hand of a later state: a zombie had written to the branch after it was judged."""
+        """Find a merge outside branchlake of a later head of the branch.
+
+        The head is later if a writer that was taken for dead changed the branch after it was judged.
+        """
         main_hash = self._client.reference(MAIN).hash
         for source, merge in self._log.find_merges(
             self._client, base_hash=base_hash, main_hash=main_hash
         ).items():
-            with contextlib.suppress(ReferenceNotFound):  # made from another commit of main
+            with contextlib.suppress(ReferenceNotFound):  # that branch began at another commit of main
                 later = self._client.log(f"@{source}", since=base_hash)
                 if any(entry.commit.hash == head_hash for entry in later):
                     return Published(merge, is_new=False, merged_outside=True)
@@ -322,10 +334,10 @@ class Publisher:
 
 
 def group_by_shared_keys(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
-    """Candidates that change a common key together, in their order."""
+    """Group the candidates that change a common key, directly or through others, in their order."""
     groups: list[tuple[set[ContentKey], list[Candidate]]] = []
     for candidate in candidates:
-        # Two branches that made one namespace do not collide: a merge takes either.
+        # Two branches that created one namespace do not conflict: a merge takes either.
         keys = {entry.key for entry in candidate.changes if not is_namespace_change(entry)}
         members = [candidate]
         for group in [group for group in groups if group[0] & keys]:

@@ -1,8 +1,8 @@
-"""Planning one commit on `main` for several candidates: what to put, and whom to refuse and why.
+"""Plan one commit on `main` for several candidates: its operations, and why a candidate is refused.
 
-The plan starts from `main` at one hash. Each candidate is added wholly or not at all, on top of those
-before it: what nobody touched is taken as the run's branch has it, tables that `main` changed meanwhile
-get the run's changes replayed.
+The plan starts from `main` at one hash. Each candidate is added completely or not at all, on top of the
+candidates before it. Contents that nobody else changed are taken from the run's branch. If `main` changed a
+table, the run's changes are replayed on the newer state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.wording import CodedReason
 
 PlannedContent = Content | StagedState | None
-"""What a key holds in the plan: as some reference has it, replayed in memory, or nothing."""
+"""What a key holds in the plan: stored content, a state that was replayed in memory, or nothing."""
 
 
 class _CandidateRefused(Exception):  # noqa: N818 - it never leaves this module
@@ -51,26 +51,27 @@ class _CandidateRefused(Exception):  # noqa: N818 - it never leaves this module
 
 @dataclass
 class CommitPlan:
-    """A commit in the making: `main` holds `contents` (of all keys involved) at `main_hash`."""
+    """A commit in preparation. `contents` are the contents of all involved keys on `main` at `main_hash`."""
 
     main_hash: str
     contents: Mapping[ContentKey, Content]
     tables: TableFormat
     accepted: dict[Candidate, tuple[str, ...]] = field(default_factory=dict)
-    """With the tables that were replayed for each."""
+    """The accepted candidates, each with the names of the tables that were replayed for it."""
     new_contents: dict[ContentKey, PlannedContent] = field(default_factory=dict)
-    """The keys that change."""
+    """The keys that change, with their new contents."""
     last_writers: dict[ContentKey, str] = field(default_factory=dict)
-    """The run that changed a key last, within the plan."""
+    """The run that changed a key last within the plan."""
     unchanged_keys: set[ContentKey] = field(default_factory=set)
 
     def add(
         self, candidate: Candidate, reads: Mapping[ContentKey, Content], *, checked: bool = False
     ) -> Published | Refused | NeedsChecks | None:
-        """Add a candidate; None when it is in. `reads` is its read set as it was at its base.
+        """Add a candidate; return None if it was accepted.
 
-        With `checked`, checks on whole tables will be made (or were) on the result. Published is what
-        somebody else has brought to `main` without the publisher and without a merge.
+        `reads` are the contents of its read set at its base. With `checked`, the checks on whole tables run
+        on the result, before or after this call; without it, a candidate that needs them gets NeedsChecks.
+        Published means that the changes came to `main` outside branchlake and without a merge.
         """
         overlay: dict[ContentKey, PlannedContent] = {}
         rebased_tables: list[str] = []
@@ -103,7 +104,10 @@ class CommitPlan:
         return None
 
     def add_reader(self, candidate: Candidate, reads: Mapping[ContentKey, Content]) -> Refused | None:
-        """Accept a candidate whose changes come with `add_state`; refused when what it read has changed."""
+        """Accept a candidate whose changes come with `add_state`.
+
+        Returns Refused if what it read has changed.
+        """
         try:
             self._require_leases(candidate)
             self._require_same_reads(candidate, reads)
@@ -114,21 +118,27 @@ class CommitPlan:
         return None
 
     def add_state(self, changes: Sequence[DiffEntry]) -> bool:
-        """Add a state that was checked as it is; False, and nothing is added, when `main` moved under it."""
+        """Add a checked state as it is.
+
+        Returns False, and adds nothing, if `main` changed one of its keys.
+        """
         moved = [entry for entry in changes if self._current_value(entry.key) != entry.from_content]
         if not all(
             isinstance(entry.to_content, Namespace) and self._current_value(entry.key) for entry in moved
         ):
-            return False  # a namespace that both made stays as it is
+            return False  # a namespace that both sides created stays as it is
         self.new_contents |= {entry.key: entry.to_content for entry in changes if entry not in moved}
         return True
 
     def build_operations(self) -> list[Operation]:
-        """The commit's operations; writes the metadata files of replayed tables, all of them or none."""
+        """Build the commit's operations, and write the metadata files of replayed tables.
+
+        Either all metadata files are written or none.
+        """
         try:
             return self._collect_operations()
         except Exception:
-            self.discard()  # a store that is full would only get fuller, pass by pass
+            self.discard()  # otherwise every pass would leave more files in a full store
             raise
 
     def _collect_operations(self) -> list[Operation]:
@@ -142,7 +152,8 @@ class CommitPlan:
             if isinstance(value, StagedState):
                 operations.append(Put(key, self.tables.write(value, current.content_id if current else None)))
             elif value is not None:
-                # A table made on a branch gets its id on main when it is put there; a renamed one keeps it.
+                # A table that was created on a branch gets its id on main with the commit; a renamed one
+                # keeps its id.
                 content_id = value.content_id if value.content_id in dropped_ids else None
                 operations.append(
                     Put(key, replace(value, content_id=current.content_id if current else content_id))
@@ -155,12 +166,12 @@ class CommitPlan:
         return operations + [Unchanged(key) for key in sorted(unchanged_keys)]
 
     def discard(self) -> None:
-        """Delete the files that were made for a commit that certainly did not happen."""
+        """Delete the files that were written for a commit that certainly did not happen."""
         self._discard_values(self.new_contents)
 
     def _discard_values(self, values: Mapping[ContentKey, PlannedContent]) -> None:
         for key, value in values.items():
-            # A state that others in the plan have built upon shares its files with theirs.
+            # If later candidates built upon this state, their state shares its files.
             if isinstance(value, StagedState):
                 planned_value = self.new_contents.get(key)
                 shared_paths = (
@@ -172,18 +183,19 @@ class CommitPlan:
                 self.tables.discard(value)
 
     def _is_on_main(self, candidate: Candidate) -> bool:
-        """Whether `main` holds the very snapshots of the run, in all its tables: nothing is left to do.
+        """Check whether all tables of the run on `main` contain exactly the run's snapshots.
 
-        Commits that were transplanted by hand leave no other trace; replaying them doubled every row.
+        Commits that were transplanted outside branchlake leave no other trace. Replaying them doubled every
+        row.
         """
         has_tables = False
         for entry in candidate.changes:
             if entry.to_content is None and entry.key in self.contents:
-                return False  # what the run dropped is still there
+                return False  # main still has what the run dropped
             if isinstance(entry.to_content, OtherContent) and not _is_same_content(
                 entry.to_content, self.contents.get(entry.key)
             ):
-                return False  # a view or function of the run has not come with its tables
+                return False  # main has the tables of the run, but not its view or function
         for key, before, after in _iter_written_tables(candidate):
             main_content = self.contents.get(key)
             if main_content == before or not isinstance(main_content, IcebergTable):
@@ -215,31 +227,31 @@ class CommitPlan:
                 raise _CandidateRefused(key, CodedReason("its namespace was dropped", "namespace_dropped"))
 
     def _require_leases(self, candidate: Candidate) -> None:
-        """Refuse a candidate whose lease went to another run: it was silent, and the other one wrote."""
+        """Refuse a candidate whose lease went to another run: it was silent, and the other run wrote."""
         for name in sorted(candidate.leases):
             lease = Lease.from_contents(name, self.contents)
             if lease.holder == candidate.branch:
                 continue
             why = (
-                f"{lease.holder} has taken it over with fencing token {lease.token}"
+                f"{lease.holder} took over the lease with fencing token {lease.token}"
                 if lease.holder
-                else "it was never granted to this run"
+                else "the lease was never granted to this run"
             )
             runs = (run_id_of_branch(lease.holder),) if lease.holder else ()
             reason = CodedReason(
-                f"the run may not write {name!r} alone any more: {why}",
+                f"the run no longer holds the lease {name!r}: {why}",
                 "lease_taken_over" if lease.holder else "lease_not_granted",
             )
             raise _CandidateRefused(lease_key(name), reason, (), runs)
 
     def _require_unchanged(self, candidate: Candidate) -> None:
-        """What Nessie holds still, from the plan's hash to the commit."""
+        """Add the keys that Nessie must find unchanged between the plan's hash and the commit."""
         self.unchanged_keys |= (candidate.read_set or frozenset()) | frozenset(
             map(lease_key, candidate.leases)
         )
 
     def fencing_tokens(self) -> dict[str, str]:
-        """The fencing tokens of the accepted, for the commit's properties: `name=token`, by commas."""
+        """Return the accepted candidates' fencing tokens as a commit property: `name=token,name=token`."""
         names = sorted({name for candidate in self.accepted for name in candidate.leases})
         lease_tokens = [f"{name}={Lease.from_contents(name, self.contents).token}" for name in names]
         return {LakeProperty.FENCING_TOKEN: ",".join(lease_tokens)} if lease_tokens else {}
@@ -248,11 +260,11 @@ class CommitPlan:
         for key in sorted(candidate.read_set or ()):
             if self._current_value(key) != reads.get(key):
                 runs = (self.last_writers[key],) if key in self.last_writers else ()
-                why = "the run has read it, and it has changed since (isolation serializable)"
+                why = "the run read it, and it has changed since (isolation serializable)"
                 raise _CandidateRefused(key, CodedReason(why, "read_and_changed"), (), runs)
 
     def _plan_value(self, entry: DiffEntry) -> PlannedContent:
-        """What the key shall hold after the candidate, in a plan where it may hold something newer."""
+        """Return what the key holds after the candidate, in a plan that may already hold something newer."""
         key, before, after, current_value = (
             entry.key,
             entry.from_content,
@@ -264,7 +276,7 @@ class CommitPlan:
         runs = (self.last_writers[key],) if key in self.last_writers else ()
         if isinstance(after, Namespace) and isinstance(current_value, Namespace):
             if before is None or after.properties == current_value.properties:
-                return current_value  # both made it; the first one's properties stay
+                return current_value  # both created it; the properties of the first one stay
             raise _CandidateRefused(
                 key,
                 CodedReason("both sides changed the namespace's properties", "namespace_properties"),
@@ -279,7 +291,7 @@ class CommitPlan:
         if current_value is None:
             raise _CandidateRefused(key, CodedReason("it was dropped or renamed", "dropped"), (), runs)
         if not isinstance(after, IcebergTable) or not isinstance(current_value, IcebergTable | StagedState):
-            why = "both sides changed it, and it is not a table on both"
+            why = "both sides changed it, and it is not a table on both sides"
             raise _CandidateRefused(key, CodedReason(why, "not_a_table"), (), runs)
         if before is not None and not isinstance(before, IcebergTable):
             raise _CandidateRefused(
@@ -305,7 +317,7 @@ class CommitPlan:
             key, before, current_value, files=not _has_only_appends(run_change)
         )
         if run_change.shared_steps(main_change):
-            why = "a part of the run's changes is on main already: merged by hand"
+            why = "a part of the run's changes is on main already: it was merged outside branchlake"
             raise _CandidateRefused(key, CodedReason(why, "partly_on_main"), (), runs)
         if property_name := _find_same_property(run_change, main_change):
             raise _CandidateRefused(key, _explain_same_property(property_name), (), runs)
@@ -316,7 +328,9 @@ class CommitPlan:
             for name in run_change.properties_set
         )
         if records_progress and not main_change.is_complete:
-            why = "it was rolled back or replaced, and what the run has recorded as read would hide that"
+            why = (
+                "it was rolled back or replaced, and the read positions that the run recorded would hide that"
+            )
             raise _CandidateRefused(key, CodedReason(why, "rolled_back"), (), runs)
         run_change = map_over_compactions(run_change, main_change)
         if conflict := find_overlap(run_change, main_change):
@@ -348,7 +362,7 @@ def _iter_written_tables(
 
 
 def _is_same_content(content: OtherContent, on_main: Content | None) -> bool:
-    """Whether `main` holds the same view or function. It may have another id there."""
+    """Check whether `main` holds the same view or function. Its id on `main` may differ."""
     return isinstance(on_main, OtherContent) and (content.type, content.payload) == (
         on_main.type,
         on_main.payload,
@@ -356,12 +370,12 @@ def _is_same_content(content: OtherContent, on_main: Content | None) -> bool:
 
 
 def _has_only_appends(change: TableChange) -> bool:
-    """Then it does not matter which files `main` changed, and nobody needs to read them."""
+    """Check for appends only: these do not depend on the files that `main` changed, so none are read."""
     return all(step.mode is ChangeMode.APPEND for step in change.steps)
 
 
 def _explain_same_property(name: str) -> CodedReason:
-    """What it means that both sides set a property."""
+    """Return the reason for a refusal because both sides set a property."""
     if name.startswith(LakeProperty.CONSUMED):
         why = "another run of this consumer was published first: both have consumed the same change"
         return CodedReason(why, "run_published_first")
@@ -369,7 +383,7 @@ def _explain_same_property(name: str) -> CodedReason:
         why = "another batch of this ingestion was published first: both have read the same offsets"
         return CodedReason(why, "batch_published_first")
     if name.startswith(LakeProperty.REPROCESSED_PREFIX):
-        why = "another run of this ingestion has put dead letters back meanwhile, maybe the same"
+        why = "another run of this ingestion has reprocessed dead letters meanwhile, possibly the same ones"
         return CodedReason(why, "dead_letters_reprocessed")
     return CodedReason(f"both sides set its property {name}", "same_property")
 

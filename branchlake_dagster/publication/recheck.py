@@ -1,8 +1,8 @@
-"""Checks on whole tables, made again on a rebased state before it may be published.
+"""Run checks on whole tables again, on a rebased state before it is published.
 
-The state waits on a branch `publish-{run_id}` while a Dagster run makes the checks there. Nothing is
-remembered between ticks: the branch and that run's tags say how far it is. A state that fails is divided
-until it is known which of its runs is to blame.
+The state waits on a branch `publish-{run_id}` while a Dagster run executes the checks there. No state is kept
+in memory between ticks: the branch and the tags of that run record the progress. If the checks of a state
+fail, its runs are divided until the failing run is found.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import CodedReason, format_count, pluralize
 
 MAX_CHECK_ATTEMPTS = 3
-"""How often a run that died without a verdict is asked for again."""
+"""A check run that ended without a verdict is requested at most this often."""
 
 
 @dataclass(frozen=True)
 class PendingChecks:
-    """No answer yet: what it waits for, and the run to launch for that."""
+    """The state has no answer yet. `detail` says what it waits for, `check_run` is the run to launch."""
 
     detail: str
     check_run: CheckRun | None = None
@@ -38,9 +38,9 @@ RecheckResult = Published | Refused | NeedsChecks | PendingChecks | Exception
 
 
 class Recheck:
-    """Takes candidates that need checks one step further, from whatever state they are found in.
+    """Advances candidates that need checks by one step, from any state in which they are found.
 
-    `patience`: how long a run may check before it is given up and asked for again. `now` is the wall clock.
+    A check run that takes longer than `patience` is failed and requested again. `now` is the wall clock.
     """
 
     def __init__(
@@ -61,18 +61,24 @@ class Recheck:
         self._now = now
 
     def load_states(self, names: Iterable[str] | None = None) -> list[PreparedState]:
-        """The states that wait for their checks; `names` of their branches, where they are known already."""
+        """Load the states that wait for their checks.
+
+        `names` are the names of their branches, if the caller has listed them already.
+        """
         return self._states.load_all(names)
 
     def prepare(self, members: Mapping[Candidate, RunEvidence]) -> dict[str, RecheckResult]:
-        """Make a state of all `members`, oldest first, and ask for its checks; the answers by branch."""
+        """Prepare a state with all `members`, oldest first, and request its checks.
+
+        Returns the results by branch name.
+        """
         try:
             prepared, results = self._states.prepare(list(members))
         except Exception as error:
             if len(members) == 1 or may_succeed_later(error):
                 raise
             return self._prepare_separately(members)
-        pending = PendingChecks("collides with a run whose state is being checked")
+        pending = PendingChecks("conflicts with a run whose state is being checked")
         answers: dict[str, RecheckResult] = {**_answer_all(members, pending), **results}
         if prepared is not None:
             state_members = {
@@ -84,7 +90,10 @@ class Recheck:
         return answers
 
     def _prepare_separately(self, members: Mapping[Candidate, RunEvidence]) -> dict[str, RecheckResult]:
-        """A state of one of them alone, because one spoils that of all; that one has the error."""
+        """Prepare a state of one member alone, because a member fails the state of all.
+
+        The failing member gets its error as the result.
+        """
         answers: dict[str, RecheckResult] = {}
         for candidate, evidence in members.items():
             if any(isinstance(answer, PendingChecks) for answer in answers.values()):
@@ -92,12 +101,15 @@ class Recheck:
                 continue
             try:
                 answers |= self.prepare({candidate: evidence})
-            except Exception as error:  # noqa: BLE001 - it concerns this run alone
+            except Exception as error:  # noqa: BLE001 - the error concerns this run alone
                 answers[candidate.branch] = error
         return answers
 
     def pending_message(self, prepared: PreparedState) -> str | None:
-        """What a state waits for; None when no run checks it now. A run that takes too long is given up."""
+        """Format what a state waits for; None if no run checks it now.
+
+        A check run that takes too long is marked as failed.
+        """
         unfinished_runs = [
             run_record
             for run_record in self._load_check_runs(prepared)
@@ -116,13 +128,16 @@ class Recheck:
     def advance(
         self, prepared: PreparedState, members: Mapping[Candidate, RunEvidence]
     ) -> dict[str, RecheckResult]:
-        """What becomes of a state that nobody checks now and of its runs, `members`; answers by branch."""
+        """Advance a state that no run checks now: publish it, divide it, or request its checks again.
+
+        `members` are its candidates with their evidence. Returns the results by branch name.
+        """
         if (outside_merge := self._states.find_outside_merge(prepared)) is not None:
             self._states.delete(prepared.branch)
             return _answer_all(members, outside_merge)
         required_checks = _list_checks(members.values(), prepared)
         if not required_checks:
-            return self._publish(prepared, members)  # the code asks for none any more
+            return self._publish(prepared, members)  # the definitions no longer have such checks
         runs = [record.dagster_run for record in self._load_check_runs(prepared)]
         for run in runs:
             evidence = collect_evidence(
@@ -142,22 +157,27 @@ class Recheck:
                 ]
                 if not failures:
                     return self._publish(prepared, members)
-                why = f"with what main has now, its checks fail (run {run.run_id}): {'; '.join(failures)}"
+                why = (
+                    f"its checks fail together with the changes that main has now (run {run.run_id}):"
+                    f" {'; '.join(failures)}"
+                )
                 return self._refuse_or_divide(prepared, members, CodedReason(why, "checks_failed"))
         if unfinished_ids := [run.run_id for run in runs if not run.is_finished]:
-            # Launched since `pending_message` looked. A run that still works has not failed to give a
-            # verdict.
+            # The run was launched after the call of `pending_message`, and may still give a verdict.
             return _answer_all(
                 members,
                 PendingChecks(f"waits for its checks on {prepared.branch} in run {unfinished_ids[0]}"),
             )
         if len(runs) >= MAX_CHECK_ATTEMPTS:
-            why = f"rebased, its checks gave no verdict {MAX_CHECK_ATTEMPTS} times (last in run {runs[0].run_id})"
+            why = (
+                f"{MAX_CHECK_ATTEMPTS} check runs on the rebased table gave no verdict (last: run"
+                f" {runs[0].run_id})"
+            )
             return self._refuse_or_divide(prepared, members, CodedReason(why, "checks_gave_no_verdict"))
         return self._request_checks(prepared, members, attempt=len(runs))
 
     def release(self, prepared: PreparedState) -> None:
-        """Give a state up: some of its runs do not wait any more."""
+        """Delete a state, because some of its runs do not wait any more."""
         self._states.delete(prepared.branch)
 
     def _load_check_runs(self, prepared: PreparedState) -> Sequence[RunRecord]:
@@ -165,7 +185,7 @@ class Recheck:
         return self._instance.get_run_records(RunsFilter(tags=tags))
 
     def _is_overdue(self, record: RunRecord) -> bool:
-        """Whether a run checks for too long. One that still waits in Dagster's queue has not begun."""
+        """Check whether a run exceeds the patience. A run in Dagster's queue has not started yet."""
         start_time = record.start_time
         return (
             start_time is not None and self._now() - datetime.fromtimestamp(start_time, UTC) > self._patience
@@ -178,20 +198,24 @@ class Recheck:
         self._states.delete(prepared.branch)
         if results is None:
             return self.prepare(members)
-        waiting_reason = "the state that it shared with others is made anew"
+        waiting_reason = "the state that it shares with other runs is prepared again"
         return {**_answer_all(members, PendingChecks(waiting_reason)), **results}
 
     def _refuse_or_divide(
         self, prepared: PreparedState, members: Mapping[Candidate, RunEvidence], why: CodedReason
     ) -> dict[str, RecheckResult]:
-        """Refuse the only one; of several, try the older half alone: the others wait and come after it."""
+        """Refuse the only member, or prepare the older half of several members alone.
+
+        The other members wait, and are prepared after them.
+        """
         self._states.delete(prepared.branch)
         if len(members) == 1:
             return _answer_all(members, Refused(dict.fromkeys(prepared.tables, why)))
         older = dict(list(members.items())[: len(members) // 2])
         verb = pluralize(len(older), "is", "are")
         pending = PendingChecks(
-            f"together with others its checks failed; {len(older)} of them {verb} tried without it"
+            f"its checks failed together with other runs; {len(older)} of them {verb} checked without it"
+            " first"
         )
         return {**_answer_all(members, pending), **self.prepare(older)}
 
@@ -211,7 +235,7 @@ def _answer_all(members: Mapping[Candidate, RunEvidence], answer: RecheckResult)
 
 
 def _list_checks(evidence: Iterable[RunEvidence], prepared: PreparedState) -> tuple[tuple[str, str], ...]:
-    """The (asset, check) pairs that see all rows of a table that was rebased."""
+    """List the (asset, check) pairs that read all rows of a rebased table."""
     return tuple(
         sorted(
             {

@@ -1,8 +1,8 @@
-"""One pass over branches x runs: publish, discard or leave alone, and say which and why.
+"""One pass over run branches: publish, discard or leave each one, and report which and why.
 
-It starts from state, not from events: whatever a lost tick, a crash or a backlog left behind is found
-again, because the branch is still there. It is bounded: the oldest runs come first, a few at a time from
-verdict to publication, and what does not fit into the time waits for the next pass.
+A pass starts from stored state, not from events. Whatever a lost tick, a crash or a backlog left behind is
+found again, because the branch still exists. A pass is bounded: the oldest runs come first, in batches from
+verdict to publication. Runs that do not fit into the time budget wait for the next pass.
 """
 
 from __future__ import annotations
@@ -54,22 +54,24 @@ from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster.tables.table_files import TableFiles
 
 RUN_BRANCH_FILTER = branch_filter(ReferencePrefix.RUN)
-"""Nessie's filter for branches that are ours."""
+"""Nessie's filter for the run branches of branchlake."""
 
 _FINAL_ACTIONS: Mapping[str, PublicationAction] = {
     Status.BLOCKED: PublicationAction.BLOCKED,
     Status.REFUSED: PublicationAction.REFUSED,
 }
-_LEFT_TO_SENSOR = "it has passed, and the sensor publishes it"
+_LEFT_TO_SENSOR = "the run passed, and the publication sensor publishes it"
 
 
 class Reconciler:
-    """Brings run branches to their end. Several may run at once: every step can be repeated.
+    """Publishes or discards the branches of finished runs.
 
-    `graph` are the definitions that say which checks an asset has; `view` is what is told of `main` (None:
-    nothing); `location` is the code location they come from (None: judge the runs of all). `clock` counts
-    seconds, `now` is the wall clock, `at_once` the runs that are looked at or told at the same time.
-    `read_metadata` reads a table metadata file, None if it is missing.
+    Idempotent: several reconcilers may work at once, and every step can be repeated. `graph` are the
+    definitions with the checks of each asset. `main_view` supplies row counts and commit links for reports;
+    if it is None, reports omit them. `location` is the code location of the definitions; if it is None, the
+    runs of all code locations are judged. `clock` counts seconds, `now` is the wall clock. `at_once` runs are
+    assessed or reported in parallel. `read_metadata` reads a table metadata file, and returns None if the
+    file is missing.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class Reconciler:
         location: str | None = None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> Reconciler:
-        """The reconciler of a lake and its Iceberg tables."""
+        """Build the reconciler of a lake and its Iceberg tables."""
         publisher = build_publisher(lake)
         return cls(
             lake.nessie,
@@ -151,7 +153,10 @@ class Reconciler:
         )
 
     def reconcile_branches(self, *, budget_s: float = math.inf) -> Iterator[Outcome]:
-        """Every run branch, for `budget_s` seconds; runs that wait for the same tables go together."""
+        """Reconcile all run branches, for at most `budget_s` seconds.
+
+        Runs that wait for the same tables are published together.
+        """
         self._deadline = self._clock() + budget_s
         refs = list(
             self._client.references(filter=branch_filter(ReferencePrefix.RUN, ReferencePrefix.PUBLICATION))
@@ -165,7 +170,7 @@ class Reconciler:
         )
 
     def reconcile_run(self, run_id: str) -> Outcome | None:
-        """The branch of one run; None when it has none (any more)."""
+        """Reconcile the branch of one run; None if the branch does not exist (any more)."""
         branch = self._find_branch(run_branch_name(run_id))
         if branch is None:
             return None
@@ -173,9 +178,10 @@ class Reconciler:
         return next(iter(others), None) or next(self._run_pass(ended))
 
     def publish_now(self, run: DagsterRun, *, judge_only: bool = False) -> Outcome:
-        """Publish a run from inside it, as its last act: it has opened a branch, and all its steps succeeded.
+        """Publish a run from inside it, as its last step.
 
-        The outcome is that of an ended run. `judge_only`: a run that passes is left to the sensor.
+        The run must have opened a branch, and all its steps must have succeeded. The outcome is that of an
+        ended run. With `judge_only`, a run that passes is left to the sensor.
         """
         name = run.tags.get(RunTag.BRANCH) or run_branch_name(run.run_id)
         outcome = next(self._run_pass([EndedRun(name, run)], inside=True, judge_only=judge_only))
@@ -193,9 +199,9 @@ class Reconciler:
         )
 
     def _fenced_outcome(self, run: DagsterRun, name: str) -> Outcome | None:
-        """What is left to say of a run whose branch went while it published itself; None when it did not.
+        """Return the outcome of a run whose branch was deleted while it published itself; None if it was not.
 
-        Its writer was taken for dead and woke up. No later pass will find a branch, so it must fail now.
+        The run was taken for dead, and woke up. No later pass will find a branch, so the run must fail now.
         """
         base_hash = find_recorded_base(run.tags, name)
         if base_hash is None or self._find_branch(name):
@@ -209,7 +215,10 @@ class Reconciler:
         return Outcome(name, run.run_id, PublicationAction.REFUSED, reason)
 
     def _recorded_outcome(self, run: DagsterRun, name: str) -> Outcome | None:
-        """What was told of a run although its clean-up broke: it must fail now, nobody may come again."""
+        """Return the recorded outcome of a run whose clean-up failed; None if none is recorded.
+
+        The run must fail now, because perhaps no later pass will see it.
+        """
         current = self._instance.get_run_by_id(run.run_id)
         action = _FINAL_ACTIONS.get(current.tags.get(RunTag.STATUS, "")) if current else None
         if current is None or action is None or not is_judged(current.tags, name):
@@ -232,10 +241,10 @@ class Reconciler:
         inside: bool = False,
         judge_only: bool = False,
     ) -> Iterator[Outcome]:
-        """The states that wait for checks, then the other runs in batches.
+        """Advance the states that wait for checks, then assess the other runs in batches.
 
-        `states` are the names of their branches, when these are all runs that have ended. `inside`: of one
-        that publishes itself; `judge_only`: not if it passes.
+        `states` are the names of the states' branches, if `ended` are all ended runs. `inside`: the one run
+        publishes itself. `judge_only`: it is not published if it passes.
         """
         if not ended:
             return
@@ -247,7 +256,7 @@ class Reconciler:
                 outcomes = self._advance_state(
                     state, state_runs, reserved, whole=states is not None, inside=inside
                 )
-            except Exception as error:  # noqa: BLE001 - it concerns the runs of this state, not the others
+            except Exception as error:  # noqa: BLE001 - the error concerns the runs of this state alone
                 outcomes = [
                     self._failed_attempts.record(ended_run.branch, ended_run.run, error)
                     for ended_run in state_runs
@@ -260,7 +269,9 @@ class Reconciler:
             while batch := list(islice(rest, MAX_BATCH_SIZE)):
                 if self._clock() >= self._deadline:
                     yield from (
-                        _waiting_outcome(ended_run, "its turn comes with the next tick")
+                        _waiting_outcome(
+                            ended_run, "left to the next tick, because the time budget is used up"
+                        )
                         for ended_run in (*batch, *rest)
                     )
                     return
@@ -275,16 +286,20 @@ class Reconciler:
         whole: bool,
         inside: bool,
     ) -> list[Outcome]:
-        """What becomes of the runs of a state that waits for its checks; none of those that it loses."""
+        """Return the outcomes of the runs of a state that waits for its checks.
+
+        If the state is released, the list is empty, and its runs are assessed like all others.
+        """
         if not state_runs:
-            # Another instance's or code location's. To wait for it could be for ever: it may be gone.
+            # The state belongs to another instance or code location, which may not exist any more. Do not
+            # wait.
             return []
         if whole and len(state_runs) < len(state.run_branches):
             self._recheck.release(state)
             return []
         pending = self._recheck.pending_message(state)
         if len(state_runs) < len(state.run_branches) or pending:
-            # Nobody publishes into its tables meanwhile: a busy table would move away under every check.
+            # Reserve its tables. Otherwise a busy table would change under every check.
             reserved |= dict.fromkeys(state.changed_keys, state.run_branches[0])
             pending = pending or f"waits for the checks on {state.branch}"
             return [
@@ -315,7 +330,10 @@ class Reconciler:
         inside: bool,
         judge_only: bool = False,
     ) -> Iterator[Outcome]:
-        """From verdict to publication, or with `judge_only` to the end of what is not to be published."""
+        """Assess and publish a batch.
+
+        With `judge_only`, finish only the runs that are not to be published.
+        """
 
         def assess(ended_run: EndedRun) -> Outcome | AssessedRun:
             waiting = self._reserved_outcome(ended_run, reserved) if reserved else None
@@ -330,7 +348,7 @@ class Reconciler:
         ready_runs = [item for item in assessed_runs if item.candidate and not item.already_published]
         candidates = [item.candidate for item in ready_runs if item.candidate]
         results = (
-            # The run may have been taken for dead while its process stood still.
+            # The run may have been taken for dead while its process was suspended.
             self._publisher.publish(candidates, alive=lambda: self._require_branches(candidates))
             if inside
             else self._publisher.publish(candidates)
@@ -350,11 +368,11 @@ class Reconciler:
         ask: Callable[[Mapping[Candidate, RunEvidence]], Mapping[str, RecheckResult]],
         reserved: dict[ContentKey, str],
     ) -> list[Outcome]:
-        """The outcomes of runs that share a state for their checks."""
+        """Return the outcomes of runs that share a state for their checks."""
         answers: Mapping[str, RecheckResult]
         try:
             answers = ask({candidate: one.evidence for candidate, one in members.items()})
-        except Exception as error:  # noqa: BLE001 - it concerns these runs, not the others
+        except Exception as error:  # noqa: BLE001 - the error concerns these runs alone
             answers = dict.fromkeys((candidate.branch for candidate in members), error)
         outcomes: list[Outcome] = []
         for candidate, assessed_run in members.items():
@@ -378,11 +396,11 @@ class Reconciler:
             return waiting
         try:
             return self._assessor.assess(ended_run.branch, ended_run.run, all_steps_succeeded=inside)
-        except Exception as error:  # noqa: BLE001 - it becomes this run's outcome
+        except Exception as error:  # noqa: BLE001 - the error becomes the outcome of this run
             return self._failed_attempts.record(ended_run.branch, ended_run.run, error)
 
     def _reserved_outcome(self, ended_run: EndedRun, reserved: Mapping[ContentKey, str]) -> Outcome | None:
-        """Why a run waits: it has changed a table on which an older rebase is being checked."""
+        """Return why a run waits: it changed a table on which an older rebase is being checked."""
         base = find_recorded_base(ended_run.run.tags, ended_run.branch)
         if base is None or not ended_run.run.is_success:
             return None
@@ -401,15 +419,15 @@ class Reconciler:
         try:
             if isinstance(result, Exception):
                 raise result
-            assert result is None or isinstance(result, Published | Refused)  # noqa: S101 - the rest is asked for
+            assert result is None or isinstance(result, Published | Refused)  # noqa: S101 - the caller handles the other results
             return self._finisher.finish(assessed_run, result, deadline=self._deadline)
-        except Exception as error:  # noqa: BLE001 - it becomes this run's outcome
+        except Exception as error:  # noqa: BLE001 - the error becomes the outcome of this run
             return self._failed_attempts.record(assessed_run.branch.name, assessed_run.run, error)
 
 
 @contextmanager
 def _parallel_map(at_once: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """`map`, several at once: most of the time is spent in waiting for Nessie and Dagster's database."""
+    """Yield `map`, or a parallel one. Most time is spent waiting for Nessie and Dagster's database."""
     if at_once == 1:
         yield map
         return

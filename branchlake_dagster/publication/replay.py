@@ -1,7 +1,7 @@
-"""Repeating a run's snapshots on a newer state of their table: new metadata, the run's own data files.
+"""Replay a run's snapshots on a newer state of their table: new metadata, with the run's own data files.
 
-PyIceberg's snapshot producers write the manifests, and have the last word on whether what a step removes is
-still there.
+PyIceberg's snapshot producers write the manifests. They also decide whether the table still has the files
+that a step removes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _METADATA_CACHED = 64
 _FILE_IO_PROPERTIES = ("s3.", "hdfs.", "gcs.", "adls.", "oss.", "client.", "py-io-impl")
 
 TableStates = tuple[ContentKey, IcebergTable | None, IcebergTable]
-"""A table, what it was before a change (None: it is new), and what it is after it."""
+"""A table, its state before a change (None for a new table), and its state after the change."""
 
 
 class ReplayImpossible(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -75,28 +75,29 @@ class ReplayImpossible(BranchlakeError, Terminal):  # noqa: N818 - named like th
 
 @dataclass
 class StagedState:
-    """A table's state in memory: `base` as some reference has it, then what was replayed on it."""
+    """A table's state in memory. `base` is the stored table, `table` the state after the replay."""
 
     base: Table
     table: Table
     written_paths: list[str] = field(default_factory=list)
-    """Files made for it, to be deleted if it is certainly not committed."""
+    """Files that were written for the state. They are deleted if it is certainly not committed."""
 
 
 @dataclass(frozen=True)
 class _AddedFiles:
-    """What a change adds to a table; its metadata files have been read."""
+    """The files that a change adds to a table. Its metadata files have been read."""
 
     unsynchronized: tuple[str, ...] = ()
-    """Files whose writer may have left them to the kernel, the metadata file apart."""
+    """Files that their writer may not have synchronized to disk, without the metadata file."""
     data_files: tuple[StoredFile, ...] = ()
     error: Exception | None = None
 
 
 def _start_synchronizing(pool: Executor | None, locations: Sequence[str]) -> Callable[[], OSError | None]:
-    """Make files durable in the pool. The result waits for that, and returns the error of the disk.
+    """Make files durable in the pool. The returned function waits for that, and returns the disk's error.
 
-    Without a pool it does so when it is called: for one table a thread costs more than it saves.
+    Without a pool, the work happens when the function is called: for one table, a thread costs more than it
+    saves.
     """
     if not any(map(is_local, locations)):
         return lambda: None
@@ -118,9 +119,10 @@ def _to_snapshot_id(snapshot_id: int | None) -> int | None:
 
 
 def _is_written_by_java(snapshot: Snapshot) -> bool:
-    """Whether an engine on Iceberg's Java library (Spark, Flink, Trino) has written the snapshot.
+    """Check whether an engine on Iceberg's Java library (Spark, Flink, Trino) wrote the snapshot.
 
-    It does not synchronize its files, `DurableFileIO` does. The library notes its version in each summary.
+    Such an engine does not synchronize its files; `DurableFileIO` does. The library records its version in
+    each summary.
     """
     return snapshot.summary is not None and "iceberg-version" in snapshot.summary.additional_properties
 
@@ -128,7 +130,10 @@ def _is_written_by_java(snapshot: Snapshot) -> bool:
 def _track_data_files(
     data_files: dict[str, StoredFile], io: FileIO, entries: Iterable[ManifestEntry]
 ) -> None:
-    """Follow in `data_files` what a snapshot did to files. A later snapshot of the run may remove a data file."""
+    """Apply the entries of a snapshot to `data_files`.
+
+    A later snapshot of the run may remove a data file that an earlier one added.
+    """
     for entry in entries:
         file = entry.data_file
         if entry.status == ManifestEntryStatus.ADDED:
@@ -138,10 +143,13 @@ def _track_data_files(
 
 
 class TableFormat(Protocol):
-    """What the publisher needs of a table format. The simulation has another one than Iceberg."""
+    """What the publisher needs of a table format.
+
+    The simulation in the tests implements it without Iceberg.
+    """
 
     def open(self, key: ContentKey, content: IcebergTable) -> StagedState:
-        """The table as `content` has it."""
+        """Open the table in the state that `content` names."""
 
     def load_change(
         self,
@@ -151,28 +159,38 @@ class TableFormat(Protocol):
         *,
         files: bool = True,
     ) -> TableChange:
-        """What was done between two states; `before` None: since it was created."""
+        """Load what was done between two states of a table.
+
+        If `before` is None, the change starts with the creation of the table. Without `files`, only layouts
+        and snapshot ids are loaded.
+        """
 
     def find_read_errors(self, states: Sequence[TableStates]) -> list[Exception | None]:
-        """Open what a change adds to each table; None where everybody will be able to read it.
+        """Open the files that a change adds to each table; None for a table that every reader can read.
 
-        The files are durable then. Nothing that was read before counts: every call asks the storage.
+        Afterwards these files are durable. Caches do not count: every call asks the storage.
         """
 
     def replay(
         self, key: ContentKey, run_change: TableChange, after: IcebergTable, target: StagedState
     ) -> StagedState:
-        """`target` plus the change `run_change`, which led to `after`; raises ReplayImpossible."""
+        """Apply `run_change` to `target` and return the result.
+
+        `after` is the state of the table after `run_change`. Raises ReplayImpossible.
+        """
 
     def write(self, staged: StagedState, content_id: str | None) -> IcebergTable:
-        """Write the metadata file and say what Nessie shall hold."""
+        """Write the metadata file, and return the content for Nessie."""
 
     def discard(self, staged: StagedState) -> None:
-        """Delete the files made for a state that was certainly not committed."""
+        """Delete the files that were written for a state that was certainly not committed."""
 
 
 class IcebergTableFormat:
-    """`TableFormat` for Iceberg through PyIceberg; safe to keep for long, it caches immutable metadata only."""
+    """`TableFormat` for Iceberg, through PyIceberg.
+
+    Instances may live long: they cache only metadata that does not change.
+    """
 
     def __init__(self, catalog: NessieCatalog, files: SnapshotFiles | None = None) -> None:
         self._catalog = catalog
@@ -182,7 +200,7 @@ class IcebergTableFormat:
         self._lock = threading.Lock()
 
     def open(self, key: ContentKey, content: IcebergTable) -> StagedState:
-        """The table as `content` has it."""
+        """Open the table in the state that `content` names."""
         table = self._load_table(key, content)
         return StagedState(table, table)
 
@@ -203,7 +221,7 @@ class IcebergTableFormat:
         *,
         files: bool = True,
     ) -> TableChange:
-        """What was done between two states, from manifests."""
+        """Load what was done between two states, from manifests."""
         table = after.table if isinstance(after, StagedState) else self._load_table(key, after)
         read_files = self._files.reader_for(table) if files else None
         return manifests.load_table_change(
@@ -211,14 +229,15 @@ class IcebergTableFormat:
         )
 
     def find_read_errors(self, states: Sequence[TableStates]) -> list[Exception | None]:
-        """The first error of each table among its metadata, manifests, data and delete files.
+        """Find the first error of each table among its metadata, manifests, data and delete files.
 
-        Reads the metadata file of each table and, for each snapshot that the change adds, the manifest list
-        and the manifests that it added; sends a request for each file of these (see `file_errors`).
+        For each table this reads the metadata file. For each snapshot that the change adds, it reads the
+        manifest list and the added manifests, and sends a request for each file that they name (see
+        `file_errors`).
         """
         several = len(states) > 1
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) if several else nullcontext() as pool:
-            # The disk flushes while files are parsed, and once for requests that come together.
+            # The disk flushes while files are parsed, and combines requests that arrive together.
             metadata_files = [_start_synchronizing(pool, [state[2].metadata_location]) for state in states]
             added_files = map_concurrently(
                 self._read_added_files, states, lambda state: state[2].metadata_location
@@ -238,7 +257,7 @@ class IcebergTableFormat:
             ]
 
     def _read_added_files(self, state: TableStates) -> _AddedFiles:
-        """The files that a change adds to a table; the metadata files among them have been read."""
+        """List the files that a change adds to a table, and read the metadata files among them."""
         key, before, after = state
         unsynchronized, data_files = list[str](), dict[str, StoredFile]()
         java_files: set[str] = set()
@@ -251,7 +270,7 @@ class IcebergTableFormat:
                 if _is_written_by_java(snapshot):
                     unsynchronized += [snapshot.manifest_list, *stored.manifests]
                     java_files |= {entry.data_file.file_path for entry in stored.entries}
-        except Exception as error:  # noqa: BLE001 - it is the answer for this table, not for the others
+        except Exception as error:  # noqa: BLE001 - the error is the answer for this table alone
             return _AddedFiles(error=error)
         unsynchronized += java_files & data_files.keys()
         return _AddedFiles(tuple(filter(None, unsynchronized)), tuple(data_files.values()))
@@ -259,7 +278,10 @@ class IcebergTableFormat:
     def _unpublished_snapshots(
         self, key: ContentKey, before: IcebergTable | None, after: Mapping[str, Any]
     ) -> list[Snapshot]:
-        """The snapshots of `after`, the fields of its metadata file, that the table did not have `before`."""
+        """Return the snapshots that the change added to the table.
+
+        `after` are the fields of the table's metadata file after the change.
+        """
         snapshots: list[dict[str, Any]] = after.get("snapshots") or []
         newest_first = (
             (fields["snapshot-id"], fields.get("parent-snapshot-id"), fields)
@@ -270,13 +292,17 @@ class IcebergTableFormat:
             _to_snapshot_id(start), _to_snapshot_id(current), newest_first
         )
         if not is_complete and before is not None:
-            # It was rolled back, or snapshots have expired: only the older metadata tells which ones are new.
+            # The table was rolled back, or snapshots expired: only the older metadata shows which ones are
+            # new.
             old_ids = {snapshot.snapshot_id for snapshot in self._load_table(key, before).metadata.snapshots}
             new_snapshots = [fields for fields in snapshots if fields["snapshot-id"] not in old_ids]
         return [Snapshot.model_validate(fields) for fields in new_snapshots]
 
     def _file_io_for(self, properties: Mapping[str, str], location: str) -> FileIO:
-        """The catalog's FileIO (one takes 0.4 ms to make), or one with the table's own properties."""
+        """Return the catalog's FileIO, or one with the table's own properties.
+
+        Creating a FileIO takes 0.4 ms.
+        """
         io_properties = {
             name: value for name, value in properties.items() if name.startswith(_FILE_IO_PROPERTIES)
         }
@@ -289,7 +315,7 @@ class IcebergTableFormat:
     def replay(
         self, key: ContentKey, run_change: TableChange, after: IcebergTable, target: StagedState
     ) -> StagedState:
-        """`target` plus the steps of `run_change`, one snapshot each, with their summaries' own entries."""
+        """Append the steps of `run_change` to `target`, one snapshot each, with their summaries."""
         staged = StagedState(target.base, target.table, list(target.written_paths))
         self._apply_updates(
             staged,
@@ -299,7 +325,7 @@ class IcebergTableFormat:
             for step in run_change.steps:
                 self._apply_updates(staged, _snapshot_updates(staged, step))
         except Exception as error:
-            # Nobody else will know of these files: a store that is full would only get fuller, pass by pass.
+            # No other code knows these files. Every pass would leave more of them in a full store.
             _delete_existing_files(staged, staged.written_paths[len(target.written_paths) :])
             if isinstance(error, ValidationException):
                 raise ReplayImpossible(str(error), table=key.name) from error
@@ -328,7 +354,7 @@ class IcebergTableFormat:
             staged.table = Table(table.name(), metadata, table.metadata_location, table.io, table.catalog)
 
     def write(self, staged: StagedState, content_id: str | None) -> IcebergTable:
-        """Write the metadata file and say what Nessie shall hold."""
+        """Write the metadata file, and return the content for Nessie."""
         base = staged.base
         metadata = add_log_entry(staged.table.metadata, base.metadata_location, base.metadata.last_updated_ms)
         version = metadata_version(base.metadata_location) + 1
@@ -341,14 +367,14 @@ class IcebergTableFormat:
         return table_content(content_id, location, metadata)
 
     def discard(self, staged: StagedState) -> None:
-        """Delete the manifests and metadata made for it; the data files are the run's."""
+        """Delete the manifests and metadata files of the state. The data files belong to the run."""
         _delete_existing_files(staged, staged.written_paths)
 
 
 def _schema_updates(target: TableMetadata, new_schema: Schema) -> tuple[TableUpdate, ...]:
-    """Make `new_schema` the current schema: the table's own where it has it, else under an id of its own.
+    """Make `new_schema` current: the table's own equal schema, or else a new one under a free id.
 
-    The id it has on the run's branch may be that of another schema on main.
+    The id of the schema on the run's branch may belong to another schema on `main`.
     """
     for schema in target.schemas:
         if schema == new_schema:
@@ -359,23 +385,25 @@ def _schema_updates(target: TableMetadata, new_schema: Schema) -> tuple[TableUpd
 
 
 def _delete_existing_files(staged: StagedState, paths: Sequence[str]) -> None:
-    """Delete files of which some may never have been written, on a store that may refuse that too."""
+    """Delete files. Some may never have been written, and the store may refuse the deletion too."""
     for path in paths:
         try:
             staged.base.io.delete(path)
         except FileNotFoundError:
             continue
         except OSError as error:
-            _log.warning("%s was made for what is not published, and is still there: %s", path, error)
+            _log.warning(
+                "%s was written for a state that is not published, and could not be deleted: %s", path, error
+            )
 
 
 def _snapshot_updates(staged: StagedState, step: SnapshotChange) -> tuple[TableUpdate, ...]:
     table = staged.table
     removed_files = {file.handle for file in step.removed}
     if removed_files:
-        # Of files that main has lost the producer tells, from manifests that it reads anyhow. PyIceberg's own
-        # validation reads all of the snapshots since the base: of 120 runs that waited with a partition each,
-        # it was 93 % of the pass.
+        # The producer notices files that main has lost, from manifests that it reads anyway. PyIceberg's own
+        # validation reads all snapshots since the base. With 120 waiting runs of one partition each,
+        # it took 93 % of the pass.
         operation = Operation.OVERWRITE if step.added else Operation.DELETE
     else:
         operation = Operation.APPEND if step.mode is ChangeMode.APPEND else Operation.OVERWRITE

@@ -1,4 +1,4 @@
-"""Showing a publication, or why there is none, on the run and the assets in Dagster's UI."""
+"""Report the outcome of a run, on the run and on its assets in Dagster's UI."""
 
 from __future__ import annotations
 
@@ -30,22 +30,25 @@ _CACHED_COUNTS = 200
 
 
 class MainView:
-    """Looks into the lake. A commit never changes, so what was counted at one is remembered."""
+    """Reads row counts of `main`, and links to commits.
+
+    Counts at a commit are cached, as it never changes.
+    """
 
     def __init__(self, lake: Lakehouse) -> None:
         self._lake = lake
         self._row_counts: LRUCache[tuple[object, ...], int | None] = LRUCache(_CACHED_COUNTS)
 
     def count_rows(self, tables: Collection[str], commit: str | None) -> Mapping[str, int | None]:
-        """The rows of each table on `main` at `commit` (None: now), by dotted name.
+        """Count the rows of each table on `main` at `commit` (None: now), by dotted table name.
 
-        0 of a table that is not there, None where it cannot be told from metadata.
+        The count is 0 if the table does not exist, and None if the metadata does not contain it.
         """
         count = self._count if commit is None else partial(self._count_cached, commit=commit)
         return {table: count(table) for table in tables}
 
     def find_commit_url(self, commit: str) -> str | None:
-        """The address of a commit's web page; None where there is none that a browser could open."""
+        """Return the address of a commit's web page; None if a browser could not open it."""
         return commit_page_url(self._lake.endpoints(spark=False), self._lake.settings, commit)
 
     @cachedmethod(lambda self: self._row_counts, key=lambda _, table, commit: hashkey(table, commit))
@@ -58,29 +61,29 @@ class MainView:
             return count_rows(catalog.load_table(ContentKey.from_path(table).elements))
         except NoSuchTableError:
             return 0
-        except Exception as error:  # noqa: BLE001 - what became of the run is told without it
+        except Exception as error:  # noqa: BLE001 - the outcome is reported without counts
             _log.warning("The rows of %s on main could not be counted: %s", table, error)
             return None
 
 
 _MAX_EXAMPLES = 200
 _BATCH_SIZE = 100
+"""Partitions that are reported together: with SQLite in 0.03 s."""
 _UNJUDGED = (Status.FAILED, Status.CANCELED, Status.INTERRUPTED)
-"""Runs that have not come to the gate."""
-"""Partitions that are told together: with SQLite in 0.03 s."""
+"""Runs that ended before the gate could judge them."""
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """What is told of one run.
+    """The report of one run.
 
-    `publication` is the commit on `main`, `merged_outside` when somebody else made it, `rebased` the tables
-    whose changes were replayed for it. Without one, `why` or the verdict's reasons tell the cause, and for
-    `retention_hours` the branch stays for debugging; `message` replaces the sentence that is made of all
-    that.
-    `on_main` says that its rows are there all the same, merged by hand or written directly. `next_step` is
-    what to do about it, as a sentence.
-    `took_s`: seconds from the look at its branch to publication; `at` is the time now, a POSIX time stamp.
+    `publication` is the commit on `main`. `merged_outside` is true if the commit was made outside branchlake.
+    `rebased` are the tables whose changes were replayed for it. Without a publication, `why` or the reasons
+    of the verdict explain it, and the branch stays for `retention_hours` for debugging. `message` replaces
+    the sentence that is built from these fields. `on_main` is true if `main` has the rows nevertheless:
+    merged outside branchlake, or written directly. `next_step` is a sentence that advises what to do.
+    `took_s` are the seconds from reading the branch to the publication. `at` is the current time as a POSIX
+    time stamp.
     """
 
     run: DagsterRun
@@ -101,20 +104,20 @@ class RunReport:
 
     @property
     def is_revoked(self) -> bool:
-        """Whether it materialised what `main` does not have."""
+        """Whether the run materialized something that `main` does not have."""
         is_on_main = self.status in (Status.PUBLISHED, Status.UNCHANGED)
         return not (is_on_main or self.publication or self.on_main)
 
     def format_sentence(self) -> str:
-        """What became of the run."""
+        """Format what became of the run."""
         if self.message:
             return self.message
         if self.publication and self.merged_outside:
-            return f"On main already: somebody merged its branch by hand, as {self.publication}."
+            return f"On main already: its branch was merged outside branchlake, as {self.publication}."
         if self.publication:
             verb = "was" if len(self.rebased) == 1 else "were"
             rebase_note = (
-                f" {_join_words(self.rebased)} {verb} rebased on what main had become."
+                f" {_join_words(self.rebased)} {verb} rebased on newer changes of main."
                 if self.rebased
                 else ""
             )
@@ -128,17 +131,20 @@ class RunReport:
         return f"Not published: {self.reason().rstrip('.')}.{retention_note}{advice}"
 
     def reason(self) -> str:
-        """Why it is not published, without the counts of its checks."""
+        """Return why the run is not published, without the counts of its checks."""
         return self.why or "; ".join(self.verdict.reasons) or self.verdict.format_summary()
 
     def shown_verdict(self) -> str:
-        """The gate's decision; the run's own word if the gate has not decided why it is not published."""
+        """Return the decision of the gate.
+
+        If the gate did not decide why the run is not published, return the status of the run instead.
+        """
         refused = self.status is Status.REFUSED and not self.verdict.blocked
         shows_status = refused or self.status in _UNJUDGED
         return str(self.status if shows_status else self.verdict.decision)
 
     def tags(self) -> Mapping[str, str]:
-        """The run's tags."""
+        """Return the tags to set on the run."""
         tags = {RunTag.STATUS: str(self.status), RunTag.VERDICT: self.shown_verdict()}
         if self.publication:
             return {**tags, RunTag.PUBLICATION: self.publication}
@@ -153,19 +159,20 @@ def report_outcome(
     *,
     has_time: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Tell the run's log, its tags and each written asset; how many partitions are left to be told.
+    """Report an outcome to the run's log, its tags and each written asset.
 
-    Doing it twice tells it once. It stops when there is no time for `has_time`, notes in a tag how far it
-    came,
-    and goes on from there when it is called again. The other tags come last: they mark that all was told.
+    Idempotent: repeated calls report everything once. Returns the number of partitions that are not reported
+    yet. If `has_time` returns False, the call records in a tag how many are reported; the next call continues
+    after them. The other tags are set last, so they mark a complete report.
     """
     tags, run_id = report.tags(), report.run.run_id
-    # Not `get_run_by_id`, which looks at the table's columns besides.
+    # Not `get_run_by_id`, which also inspects the columns of Dagster's table.
     current = next(iter(instance.get_runs(RunsFilter(run_ids=[run_id]))), None)
     current_tags = current.tags if current is not None else {}
     if current is not None and tags.items() <= current_tags.items():
         return 0
-    # Automation follows what is told here, so every published partition is; of the others, examples do.
+    # Automation follows these reports, so every published partition is reported. For others, examples
+    # suffice.
     partitions = list(
         islice(report.evidence.written_partitions.items(), None if report.publication else _MAX_EXAMPLES)
     )
@@ -197,7 +204,7 @@ def report_outcome(
         batch = partitions[number : number + _BATCH_SIZE]
         report_observations(instance, [build_observation(*key, written) for key, written in batch])
     report_engine_event(instance, message, report.run, run_metadata)
-    # What an attempt that broke has left there is true no more, and Dagster has no way to remove a tag.
+    # Tags of a failed attempt are no longer true. Dagster cannot remove a tag, so they get a null value.
     cleared_tags = {
         name: NO_VALUE
         for name in (RunTag.REASON, RunTag.NEXT_ATTEMPT)
@@ -214,7 +221,10 @@ def _table_name(report: RunReport, asset: str) -> str:
 def _load_row_counts(
     report: RunReport, tables: Collection[str], main_view: MainView | None
 ) -> Mapping[str, int | None]:
-    """The rows of each table on `main`: what the run has counted, where its branch became `main`'s."""
+    """Return the rows of each table on `main`, by dotted table name.
+
+    If the branch was merged, the counts of the run are valid; other counts are read from `main`.
+    """
     row_counts: dict[str, int | None] = {}
     if report.publication and not report.merged_outside and not report.on_main:
         for (asset, _), written in sorted(
@@ -235,13 +245,13 @@ def _load_row_counts(
 
 
 def _count_reported(tags: Mapping[str, str], run_id: str) -> int:
-    """How many partitions an earlier call has told."""
+    """Return how many partitions an earlier call has reported."""
     count = tags.get(RunTag.REPORTED, "") if is_opened_by(tags, run_id) else ""
     return int(count) if count.isdigit() else 0
 
 
 def _build_run_metadata(report: RunReport, main_view: MainView | None) -> dict[str, Any]:
-    """What is told of the run, on each of its assets and in its own log."""
+    """Build the metadata that is reported on each asset of the run and in its log."""
     verdict = report.verdict
     metadata: dict[str, Any] = {
         EventMetadata.ON_MAIN: MetadataValue.bool(not report.is_revoked),
@@ -267,7 +277,7 @@ def _build_run_metadata(report: RunReport, main_view: MainView | None) -> dict[s
 def _build_asset_metadata(
     report: RunReport, asset: str, partition: str | None, written: WrittenPartition, rows: int | None
 ) -> dict[str, Any]:
-    """What is told of one partition of one asset: above all, what `main` has of it now."""
+    """Build the metadata of one partition of one asset, mainly what `main` has of it now."""
     metadata: dict[str, Any] = {}
     if rows is not None:
         metadata[EventMetadata.TABLE_ROWS] = MetadataValue.int(rows)
@@ -291,5 +301,5 @@ def _build_asset_metadata(
 
 
 def _join_words(texts: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Join names as `a`, `a and b` or `a, b and c`."""
     return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))

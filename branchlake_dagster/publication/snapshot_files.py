@@ -1,12 +1,11 @@
-"""What snapshots did to files, from their manifests, each read once. No data file is opened.
+"""The data and delete files that snapshots added and removed, from their manifests. No data file is opened.
 
-A plan asks for the snapshots of `main` since the base of each of its candidates, and again when `main` has
-moved: of sixty runs that waited beside a busy writer, all but some seconds of four minutes went into reading
-the same manifest lists.
+Each manifest is read once. A plan needs the snapshots of `main` since the base of each candidate, and needs
+them again when `main` has changed. With sixty runs that waited beside a busy writer, reading the same
+manifest lists took almost all of four minutes.
 
-Whether a file can hold rows of a recorded predicate: by its partition and by the bounds of its columns.
-
-Both answers are inclusive: False is a proof, True is not.
+The module also decides whether a file can hold rows of a recorded predicate, by its partition and the bounds
+of its columns. These answers are inclusive: False is a proof, True is not.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _TYPES: dict[str, tuple[type[IcebergType], ...]] = {
 def partition_filter(
     predicate: ReplacedRows, schema: Schema, spec: PartitionSpec
 ) -> Callable[[DataFile], bool]:
-    """Whether a data file's partition can have rows of the predicate."""
+    """Return a function that checks whether a data file's partition can hold rows of the predicate."""
     values = Schema(*spec.partition_type(schema).fields) if spec.fields else None
     if values is None:
         return lambda _: True
@@ -67,18 +66,21 @@ def partition_filter(
 
 
 def bounds_filter(predicate: ReplacedRows, schema: Schema) -> Callable[[DataFile], bool]:
-    """Whether a data file's bounds leave room for rows of the predicate."""
+    """Return a function that checks whether a data file's bounds allow rows of the predicate."""
     evaluator = ReliableInclusiveEvaluator(schema, to_expression(predicate, schema))
     return lambda file: bool(evaluator.eval(file))
 
 
 def to_expression(predicate: ReplacedRows, schema: Schema) -> BooleanExpression:
-    """The predicate as PyIceberg's; wider where a column is gone or has another type now."""
+    """Convert the predicate to a PyIceberg expression.
+
+    The expression is wider where a column was dropped or has another type now.
+    """
     return _join_balanced([_slice_expression(conditions, schema) for conditions in predicate.slices])
 
 
 def _join_balanced(parts: list[BooleanExpression]) -> BooleanExpression:
-    """Their union as a tree of little depth: visitors recurse."""
+    """Join expressions with OR as a flat tree, because PyIceberg's visitors recurse."""
     if len(parts) < 2:
         return parts[0] if parts else AlwaysFalse()
     middle = len(parts) // 2
@@ -102,10 +104,10 @@ def _condition_expression(condition: ReplacedCondition, schema: Schema) -> Boole
 
 _MAX_LAYOUTS = 64
 _MAX_COLUMNS, _FILE_OVERHEAD = 100_000, 4
-"""Columns of files that are kept, each with its bounds and counts: half a kilobyte, so 50 MB in all. What a
-file has beside them is as much as four."""
+"""Most columns of files in the cache, with bounds and counts: half a kilobyte each, so 50 MB in all. The
+other data of a file is as large as four columns."""
 _MAX_ENTRIES = 10_000
-"""Manifest entries that are kept between the opening of a run's files and its plan: 2 kB each."""
+"""Most manifest entries that are kept between reading a run's files and planning it: 2 kB each."""
 _MAX_ANSWERS = 10_000
 """Most answers of one kind that are kept for a layout."""
 _T = TypeVar("_T")
@@ -113,25 +115,25 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class TouchedFiles:
-    """The files of one snapshot."""
+    """The files that one snapshot added and removed."""
 
     added: tuple[File, ...] = ()
     removed: tuple[File, ...] = ()
     deletes: tuple[DeleteFile, ...] = ()
     mode: ChangeMode | None = None
-    """How it changed the table, where its operation and its files tell."""
+    """How the snapshot changed the table; None if its operation and its files do not show it."""
 
 
 @dataclass(frozen=True)
 class StoredSnapshot:
-    """What the storage holds of one snapshot: its own manifests by location, and what they did to files."""
+    """A stored snapshot: the locations of the manifests that it added, and their entries."""
 
     manifests: tuple[str, ...]
     entries: tuple[ManifestEntry, ...]
 
 
 class SnapshotFiles:
-    """Reads snapshots; keeps what it has read, within a bound. Several threads may ask."""
+    """Reads the files of snapshots, with a bounded cache. Safe for several threads."""
 
     def __init__(self, max_columns: int = _MAX_COLUMNS) -> None:
         self._max_columns = max_columns
@@ -143,7 +145,7 @@ class SnapshotFiles:
         self._stored_snapshots = LRUCache(_MAX_ENTRIES, getsizeof=lambda stored: 1 + len(stored.entries))
 
     def load_stored(self, snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
-        """The snapshot as the storage holds it now, whatever was read before.
+        """Load the snapshot from the storage, without the cache.
 
         A plan that needs the snapshot next does not read it again. Raises as `stored_files.read_metadata`.
         """
@@ -154,7 +156,10 @@ class SnapshotFiles:
         return stored
 
     def reader_for(self, table: Table) -> Callable[[Snapshot], TouchedFiles]:
-        """What tells of a snapshot of the table, in words of its present columns and partition fields."""
+        """Return a function that reads the files of a snapshot of the table.
+
+        Files are described by the table's current columns and partition fields.
+        """
         metadata = table.metadata
         layout = _layout_key(metadata)
         with self._lock:
@@ -163,7 +168,7 @@ class SnapshotFiles:
                 files = self._converters[layout] = _FileConverter(metadata)
 
         def read_files(snapshot: Snapshot) -> TouchedFiles:
-            # Files of Iceberg are never written again under the same name.
+            # Iceberg never writes another file under the same name.
             key = files, snapshot.manifest_list or ""
             with self._lock:
                 cached = self._touched_files.get(key)
@@ -182,7 +187,10 @@ class SnapshotFiles:
 
 
 def _layout_key(metadata: TableMetadata) -> str:
-    """All that tells how a file is looked at. Ids do not: a run's branch has its own schemas under them."""
+    """Return everything that decides how a file is described.
+
+    Schema ids are left out, because a run's branch has its own schemas under them.
+    """
     specs = (spec.model_dump_json() for spec in metadata.partition_specs)
     return "\n".join((metadata.schema().model_dump_json(), str(metadata.default_spec_id), *specs))
 
@@ -201,7 +209,7 @@ def _collect_files(stored: StoredSnapshot, snapshot: Snapshot, files: _FileConve
         if file.content == DataFileContent.DATA:
             (added if is_added else removed).append(files.to_data_file(file))
         elif is_added:
-            # One that is taken out is not kept: where it stays, it has nothing left to delete.
+            # A removed delete file is ignored: if main still has it, it has nothing left to delete.
             deletes.append(files.to_delete_file(file))
             vector = file.file_format == FileFormat.PUFFIN
             mode = mode or (ChangeMode.DELETION_VECTORS if vector else ChangeMode.ROW_DELETES)
@@ -224,19 +232,23 @@ def _load_snapshot(snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
 
 
 class _FileConverter:
-    """The files of one table as plain values; predicates are bound to its columns once, not per file."""
+    """Converts the files of one table to plain values.
+
+    Predicates are bound to its columns once, not per file.
+    """
 
     def __init__(self, metadata: TableMetadata) -> None:
         self._schema = metadata.schema()
         self._specs = metadata.specs()
         self.default_spec = metadata.default_spec_id
-        self.column_count = len(self._schema.field_ids)  # of nested ones too: their leaves have bounds
+        # Nested columns count too, because their leaves have bounds.
+        self.column_count = len(self._schema.field_ids)
         self._bounds_filters: dict[ReplacedRows, Callable[[DataFile], bool]] = {}
         self._partition_filters: dict[tuple[ReplacedRows, int], Callable[[DataFile], bool]] = {}
         self._partition_answers: dict[tuple[ReplacedRows, int, Record], bool] = {}
 
     def to_data_file(self, file: DataFile) -> File:
-        """A data file."""
+        """Convert a data file."""
 
         def may_hold(predicate: ReplacedRows) -> bool:
             return self._may_partition_hold(predicate, file) and self._bounds_filter(predicate)(file)
@@ -252,7 +264,7 @@ class _FileConverter:
         )
 
     def to_delete_file(self, file: DataFile) -> DeleteFile:
-        """A file of row-level deletes."""
+        """Convert a file of row-level deletes."""
 
         def may_hold(predicate: ReplacedRows) -> bool:
             return everywhere or self._may_partition_hold(predicate, file)
@@ -272,11 +284,11 @@ class _FileConverter:
         spec = self._specs[file.spec_id]
         try:
             return unquote_plus(spec.partition_to_path(file.partition, self._schema)) if spec.fields else ""
-        except (ValueError, KeyError):  # an older spec of a column that has been dropped since
+        except (ValueError, KeyError):  # an older spec with a column that was dropped later
             return str(file.partition)
 
     def _may_partition_hold(self, predicate: ReplacedRows, file: DataFile) -> bool:
-        """Asked once per partition: a thousand files of one day are of one day."""
+        """Check a partition once for all of its files."""
 
         def build_filter() -> Callable[[DataFile], bool]:
             return partition_filter(predicate, self._schema, self._specs[file.spec_id])
@@ -291,7 +303,10 @@ class _FileConverter:
 
 
 def _get_or_build(answers: dict[Any, _T], key: Hashable, build: Callable[[], _T]) -> _T:
-    """What is known of `key`. A server asks for days, each time of other partitions."""
+    """Return the cached answer for `key`, or build it.
+
+    The cache is bounded, because a server runs for days and gets other partitions each time.
+    """
     answer = answers.get(key)
     if answer is None:
         if len(answers) >= _MAX_ANSWERS:
@@ -301,7 +316,10 @@ def _get_or_build(answers: dict[Any, _T], key: Hashable, build: Callable[[], _T]
 
 
 def _column_bounds(file: DataFile, schema: Schema, spec: PartitionSpec) -> Callable[[str], FileBounds | None]:
-    """The lowest and highest value of a column by name; None if not known, or if a row may be null or NaN."""
+    """Return a function from a column name to the lowest and highest value of the column in a file.
+
+    The function returns None if a bound is unknown, or if a row may be null or NaN.
+    """
 
     def get_bounds(column: str) -> FileBounds | None:
         try:

@@ -1,7 +1,7 @@
-"""What a run, or `main` meanwhile, did to one table: plain values, judged by `overlap`.
+"""What a run, or `main` meanwhile, did to one table, as plain values. `find_overlap` compares them.
 
-A change is a list of steps, one per snapshot since the common base, with the data files each added and
-removed (from manifests, no data is read) and the layout before and after.
+A change is a list of steps, one per snapshot since the common base, and the layout before and after. Each
+step has the data files that it added and removed. They come from manifests; no data is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from branchlake_dagster.internals.column_metrics import DataPaths
 from branchlake_dagster.tables.replaced_rows import ALL_ROWS, ReplacedRows
 
 FileBounds = tuple[Any, Any]
-"""(lowest, highest) value of a column in a file, both inclusive; possibly wider than the truth."""
+"""The (lowest, highest) value of a column in a file, both inclusive; possibly wider than the real values."""
 
 
 class ChangeMode(StrEnum):
@@ -25,19 +25,21 @@ class ChangeMode(StrEnum):
     REPLACE_PARTITIONS = "replace_partitions"
     UPSERT = "upsert"
     REWRITE = "rewrite"
-    """An UPDATE, DELETE or MERGE of the user's own, copy-on-write: which rows it looked at is not known."""
+    """A copy-on-write UPDATE, DELETE or MERGE of the user. The rows that it read are not known."""
     REPLACE_TABLE = "replace_table"
-    """Replaced or truncated: all rows there were are gone."""
+    """All rows were removed: the table was replaced or truncated."""
     COMPACT = "compact"
-    """The same rows in other files."""
+    """The same rows were written to other files."""
     ROW_DELETES = "row deletes"
     """Merge-on-read: delete files instead of rewritten data files."""
     DELETION_VECTORS = "deletion vectors"
-    """The same in format version 3."""
+    """Merge-on-read in format version 3."""
     OLD_LAYOUT = "old layout"
-    """It touched files of an older partition spec, whose partitions cannot be compared with today's."""
+    """Files of an older partition spec were changed. Their partitions cannot be compared with current
+    ones."""
     UNKNOWN = "unknown"
-    """The history does not lead back to the base: rolled back, or replaced by another engine."""
+    """The history does not lead back to the base: the table was rolled back, or replaced by another
+    engine."""
 
 
 def _no_bounds(_: str) -> FileBounds | None:
@@ -50,35 +52,39 @@ def _may_hold_any(_: ReplacedRows) -> bool:
 
 @dataclass(frozen=True)
 class File:
-    """One data file. `partition` is printable (`day=2026-11-05/kind=radar`; empty: unpartitioned)."""
+    """One data file.
+
+    `partition` is its partition as text, such as `day=2026-11-05/kind=radar`; empty if the table has no
+    partitions.
+    """
 
     path: str
     partition: str = ""
     bounds: Callable[[str], FileBounds | None] = field(default=_no_bounds, compare=False, repr=False)
-    """Of a column by name; None when the manifest does not tell."""
+    """Returns the bounds of a column by its name; None if the manifest does not have them."""
     handle: Any = field(default=None, compare=False, repr=False)
-    """What the table format knows the file as."""
+    """The object of the table format that stands for the file."""
     may_hold: Callable[[ReplacedRows], bool] = field(default=_may_hold_any, compare=False, repr=False)
-    """Whether rows of a predicate may be in it, by its partition and its bounds."""
+    """Checks by partition and bounds whether the file may hold rows of a predicate."""
     rows: int | None = None
-    """How many it has; None when that is not known."""
+    """The number of rows; None if unknown."""
 
 
 @dataclass(frozen=True)
 class DeleteFile:
-    """One file of row-level deletes (merge-on-read), in words of what it may hit."""
+    """One file of row-level deletes (merge-on-read), and the rows that it may delete."""
 
     path: str
     partition: str = ""
     paths: DataPaths | None = None
-    """The data files whose rows it may name; None if its manifest entry does not say."""
+    """The data files whose rows it may delete; None if its manifest entry does not show them."""
     everywhere: bool = False
-    """Whether it speaks of all partitions, as an equality delete without partition does."""
+    """Whether it concerns all partitions, as an equality delete without a partition does."""
     may_hold: Callable[[ReplacedRows], bool] = field(default=_may_hold_any, compare=False, repr=False)
-    """Whether it may delete rows of a predicate."""
+    """Checks whether it may delete rows of a predicate."""
 
     def may_delete_from(self, file: File) -> bool:
-        """Whether rows of a data file that was there before it may be deleted by it."""
+        """Check whether it may delete rows of a data file that is older."""
         if self.paths is not None:
             return self.paths.may_name(file.path)
         return self.everywhere or self.partition == file.partition
@@ -86,47 +92,53 @@ class DeleteFile:
 
 @dataclass(frozen=True)
 class SnapshotChange:
-    """One snapshot. `run_id` is the run that made it, None for a writer that does not say."""
+    """The change by one snapshot.
+
+    `run_id` is the run that wrote it; None if the writer did not record one.
+    """
 
     snapshot_id: int
-    """0: what does not lead back to the base."""
+    """The id of the snapshot; 0 for a history that does not lead back to the base."""
     mode: ChangeMode
     added: tuple[File, ...] = ()
     removed: tuple[File, ...] = ()
     key_columns: tuple[str, ...] = ()
-    """The columns an upsert matched on."""
+    """The columns on which an upsert matched rows."""
     run_id: str | None = None
     properties: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """What the writer put into the snapshot's summary, without the totals."""
+    """The entries that the writer put into the snapshot's summary, without the totals."""
     deletes: tuple[DeleteFile, ...] = ()
-    """The files of row-level deletes it added."""
+    """The files of row-level deletes that the snapshot added."""
     recorded_predicate: ReplacedRows | None = None
-    """What it replaced, as it recorded itself; None when it did not."""
+    """The predicate of the replaced rows as the writer recorded it; None if it did not."""
     partition_names: tuple[str, ...] = ()
-    """The Dagster partitions it was about, for people."""
+    """The Dagster partitions that were written, for messages."""
     original_id: int | None = None
-    """The snapshot on a run's branch that it repeats."""
+    """The id of the snapshot on a run's branch that this snapshot replays."""
 
     @property
     def touched_files(self) -> tuple[File, ...]:
-        """Added and removed files."""
+        """The added and removed files."""
         return (*self.added, *self.removed)
 
     @property
     def partitions(self) -> frozenset[str]:
-        """The partitions whose rows it touched."""
+        """The partitions whose rows the snapshot changed."""
         deleted = {delete_file.partition for delete_file in self.deletes}
         return frozenset({file.partition for file in self.touched_files} | deleted)
 
     @property
     def replaced_predicate(self) -> ReplacedRows | None:
-        """All rows that it replaced, whether there were any or not; None when that is not known."""
+        """The predicate of all replaced rows, whether such rows existed or not.
+
+        None if it is unknown.
+        """
         return ALL_ROWS if self.mode is ChangeMode.REPLACE_TABLE else self.recorded_predicate
 
 
 @dataclass(frozen=True)
 class LayoutColumn:
-    """A column as files see it: by id."""
+    """A column as data files identify it: by id."""
 
     id: int
     name: str
@@ -136,32 +148,35 @@ class LayoutColumn:
 
 @dataclass(frozen=True)
 class Layout:
-    """Columns, and the partition fields as (source column, transform, name)."""
+    """The columns, and the partition fields as (source column, transform, name)."""
 
     columns: tuple[LayoutColumn, ...] = ()
     spec: tuple[tuple[str, str, str], ...] = ()
     highest_column_id: int = 0
     schema: str = ""
-    """All there is to the columns, as text: what `columns` says, and documentation, identifier fields,
-    defaults, fields of nested types."""
+    """The full definition of the columns as text: also documentation, identifier fields, defaults and nested
+    fields."""
     others: tuple[tuple[str, str], ...] = ()
-    """What else the table's metadata holds and a rebase does not carry, by name, as text."""
+    """Other metadata of the table that a rebase does not replay, by name, as text."""
     format_version: int = 2
 
     @property
     def shape(self) -> tuple[tuple[LayoutColumn, ...], str]:
-        """The columns with all there is to them."""
+        """The columns with their full definition."""
         return self.columns, self.schema
 
     @property
     def partition_columns(self) -> frozenset[str]:
-        """The columns the table is partitioned by."""
+        """The columns by which the table is partitioned."""
         return frozenset(source for source, _, _ in self.spec)
 
 
 @dataclass(frozen=True)
 class TableChange:
-    """Everything between `before` (None: the table was created) and `after`. Oldest step first."""
+    """All changes between `before` (None if the table was created) and `after`.
+
+    The oldest step comes first.
+    """
 
     before: Layout | None
     after: Layout
@@ -170,10 +185,13 @@ class TableChange:
     properties_removed: tuple[str, ...] = ()
     base_snapshot_id: int | None = None
     expired_count: int = 0
-    """How many snapshots of before are not in the history any more."""
+    """How many snapshots of `before` are not in the history any more."""
 
     def shared_steps(self, other: TableChange) -> Literal["all", "some"] | None:
-        """How many of these steps another change of the table has too, repeated or as they are."""
+        """Return whether another change has all, some or none (None) of these steps.
+
+        A replayed step counts like the step itself.
+        """
         other_ids = {
             snapshot_id for step in other.steps for snapshot_id in (step.snapshot_id, step.original_id)
         }
@@ -182,9 +200,9 @@ class TableChange:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the steps lead back to the base; otherwise the table was rolled back, or replaced.
+        """Whether the steps lead back to the base; otherwise the table was rolled back or replaced.
 
-        Asked of the numbers: of steps that were read without their files the mode is not known.
+        This uses the snapshot ids. The mode is unknown for steps that were loaded without their files.
         """
         return all(step.snapshot_id for step in self.steps)
 

@@ -1,4 +1,4 @@
-"""What was done to a table between two of its states, from its metadata and its snapshots' files."""
+"""Load what was done to a table between two of its states, from its metadata and its snapshots' files."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _MODES = {
 
 
 _TOTALS = ("added-", "deleted-", "removed-", "total-", "changed-partition-count", "partitions.", "partition-")
-"""Starts of the summary entries that a snapshot computes for itself."""
+"""Prefixes of the summary entries that a snapshot computes for itself."""
 
 
 def build_layout(metadata: TableMetadata) -> Layout:
-    """Columns, partition fields and the rest of the metadata as they are now."""
+    """Build the layout: columns, partition fields and the other current metadata."""
     schema = metadata.schema()
     return Layout(
         columns=tuple(
@@ -70,13 +70,16 @@ def build_layout(metadata: TableMetadata) -> Layout:
 
 
 def _format_references(metadata: TableMetadata) -> str:
-    """The table's own tags and branches; of `main`, which the first commit makes, only how long it keeps."""
+    """Format the table's own tags and branches.
+
+    For the branch `main`, which the first commit creates, only its retention counts.
+    """
     references = {
         name: ref.model_dump(exclude={"snapshot_id"} if name == MAIN_BRANCH else set(), exclude_none=True)
         for name, ref in metadata.refs.items()
     }
     if len(references.get(MAIN_BRANCH, {})) == 1:
-        del references[MAIN_BRANCH]  # it says only that it is a branch
+        del references[MAIN_BRANCH]  # the entry contains only the type, branch
     return json.dumps(references, sort_keys=True, default=str)
 
 
@@ -90,9 +93,10 @@ def _format_statistics(metadata: TableMetadata) -> str:
 def load_table_change(
     before: Table | None, after: Table, files: Callable[[Snapshot], TouchedFiles] | None
 ) -> TableChange:
-    """What was done to a table between two of its states; without `files` only layouts and snapshot ids.
+    """Load what was done to a table between two of its states.
 
-    `before` None: everything since its creation. `files` reads the snapshots of `after`.
+    If `before` is None, the change starts with the creation of the table. `files` reads the files of the
+    snapshots of `after`; without it, only layouts and snapshot ids are loaded.
     """
     old_metadata = before.metadata if before else None
     snapshots, is_complete = snapshots_since(
@@ -122,8 +126,8 @@ def load_table_change(
         properties_set={
             key: value
             for key, value in new_properties.items()
-            # Of a new table only what its makers must not both have done: consumed the same change, or read
-            # the same offsets.
+            # For a new table only the properties that two creators must not share: consumed changes and read
+            # offsets.
             if old_properties.get(key) != value
             and (
                 old_metadata
@@ -139,9 +143,9 @@ def load_table_change(
 
 
 def _count_expired(before: TableMetadata, after: TableMetadata) -> int:
-    """How many of the snapshots of before are gone."""
+    """Count the snapshots of `before` that `after` does not have any more."""
     last = len(before.snapshots) - 1
-    # Snapshots are added at the end: where the last one stands as it stood, none before it was taken out.
+    # Snapshots are added at the end. If the last one has kept its index, no snapshot before it was removed.
     if last < len(after.snapshots) and (
         last < 0 or after.snapshots[last].snapshot_id == before.snapshots[last].snapshot_id
     ):
@@ -153,14 +157,14 @@ def _count_expired(before: TableMetadata, after: TableMetadata) -> int:
 
 
 def _table_properties(metadata: TableMetadata) -> dict[str, str]:
-    """The table's properties without what Iceberg's Java catalogue for Nessie notes there for itself."""
+    """Return the table's properties, without those that Iceberg's Java catalog for Nessie writes."""
     return {key: value for key, value in metadata.properties.items() if not key.startswith("nessie.")}
 
 
 def snapshots_since(start: int | None, after: TableMetadata) -> tuple[list[Snapshot], bool]:
-    """The snapshots after `start`, oldest first, and whether the chain of parents leads back to it.
+    """Return the snapshots after `start`, oldest first, and whether their parents lead back to it.
 
-    `start` None: all snapshots since the table was created.
+    If `start` is None, return all snapshots since the table was created.
     """
     newest_first = (
         (snapshot.snapshot_id, snapshot.parent_snapshot_id, snapshot)
@@ -172,10 +176,10 @@ def snapshots_since(start: int | None, after: TableMetadata) -> tuple[list[Snaps
 def follow_ancestors(
     start: int | None, current: int | None, newest_first: Iterable[tuple[int, int | None, T]]
 ) -> tuple[list[T], bool]:
-    """The items from `start`, which is not among them, to `current`, and whether the parents lead back to it.
+    """Return the items after `start` up to `current`, oldest first, and whether they lead back to `start`.
 
     `newest_first` has the id, the parent's id and the item of each snapshot. It is read only as far as
-    needed: a table with a long history is not gone through for two snapshots.
+    needed, so a long history costs nothing for two snapshots.
     """
     items: list[T] = []
     for snapshot_id, parent, item in newest_first:
@@ -193,7 +197,7 @@ def _original_id(snapshot: Snapshot) -> int | None:
 
 
 def _summary_property(snapshot: Snapshot, name: str) -> str | None:
-    # Whether there is one, not whether it holds anything: that is a look at each of its fields.
+    # Compared with None, because the truth value of a summary checks each of its fields.
     return None if snapshot.summary is None else snapshot.summary.additional_properties.get(name)
 
 
@@ -218,7 +222,10 @@ def _build_step(snapshot: Snapshot, files: TouchedFiles, before: Table | None) -
 
 
 def _infer_mode(snapshot: Snapshot, removed: Sequence[File], before: Table | None) -> ChangeMode:
-    """The recorded write mode; without one, what the operation could have been at worst."""
+    """Return the recorded write mode.
+
+    Without a record, return the mode with the strictest conflict rules that fits the operation.
+    """
     recorded = _summary_property(snapshot, LakeProperty.WRITE_MODE)
     if recorded in _MODES:
         return _MODES[recorded]
@@ -230,7 +237,10 @@ def _infer_mode(snapshot: Snapshot, removed: Sequence[File], before: Table | Non
 
 
 def _adjust_modes(steps: list[SnapshotChange]) -> Iterator[SnapshotChange]:
-    """An append that removes files judged by whose they are: a step's second attempt undoes its first."""
+    """Treat an append that removes files of others as a rewrite.
+
+    An append may remove files of earlier steps: the second attempt of a step undoes the first one.
+    """
     own_paths: set[str] = set()
     for step in steps:
         other_files = [file for file in step.removed if file.path not in own_paths]
@@ -241,7 +251,7 @@ def _adjust_modes(steps: list[SnapshotChange]) -> Iterator[SnapshotChange]:
 
 
 def list_live_paths(table: Table) -> set[str]:
-    """The paths of the data files in the current snapshot."""
+    """List the paths of the data files in the current snapshot."""
     snapshot = table.metadata.current_snapshot()
     if snapshot is None:
         return set()

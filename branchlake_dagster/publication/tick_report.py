@@ -1,10 +1,8 @@
-"""What a tick of the publication sensor reports, and backfills that only seem to have succeeded.
+"""The report of a publication sensor's tick, and backfills that only seem to have succeeded.
 
-Backfills whose runs were not published must not read as successes.
-
-Dagster counts a partition of an asset backfill as done once a run of the backfill has materialised it. When
-it has closed the backfill, what was not published is put where it belongs: among what failed, so that
-"re-execute from failure" takes it.
+Dagster counts a partition of an asset backfill as done once a run of the backfill has materialized it. After
+Dagster has closed the backfill, its unpublished partitions are moved to the failed ones. Then "re-execute
+from failure" includes them.
 """
 
 from __future__ import annotations
@@ -39,19 +37,20 @@ _ONLY_COUNTED = (
     PublicationAction.UNKNOWN_RUN,
     PublicationAction.PARKED,
 )
-"""Said of branches that are left alone, at every tick again: 4,300 of them gave 459,000 characters."""
+"""Actions for branches that are left as they are at every tick. In full, 4,300 branches gave 459,000
+characters."""
 
 
 @dataclass
 class TickReport:
-    """The outcomes of one pass: counted, the first ones in words, and the runs to launch."""
+    """The outcomes of one pass: counts by action, the first outcomes as text, and check runs to launch."""
 
     counts: Counter[PublicationAction] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
     check_runs: list[CheckRun] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> bool:
-        """Whether the outcome is worth a line in the log."""
+        """Add an outcome. Returns whether it is worth a line in the tick's log."""
         self.counts[outcome.action] += 1
         if outcome.check_run:
             self.check_runs.append(outcome.check_run)
@@ -65,17 +64,17 @@ class TickReport:
         return self._count_reported() <= _MAX_LOG_LINES
 
     def format_message(self) -> str:
-        """All of it in at most a few thousand characters."""
+        """Format the report in at most a few thousand characters."""
         phrases = {
-            PublicationAction.WAITING: ("waits or is at work", "wait or are at work"),
+            PublicationAction.WAITING: ("waits or is running", "wait or are running"),
             PublicationAction.KEPT: ("is kept for debugging", "are kept for debugging"),
             PublicationAction.UNKNOWN_RUN: (
                 "belongs to no run of this Dagster",
                 "belong to no run of this Dagster",
             ),
             PublicationAction.PARKED: (
-                "is set aside (`branchlake set-aside`)",
-                "are set aside (`branchlake set-aside`)",
+                "is parked (`branchlake set-aside`)",
+                "are parked (`branchlake set-aside`)",
             ),
         }
         counts = [
@@ -91,7 +90,10 @@ class TickReport:
         return " | ".join([*parts, *([other_branches] if other_branches else [])])
 
     def format_row(self) -> str:
-        """The same in a few words, for the tick's row in Dagster's list: it shows a tick's cursor there."""
+        """Format the report in a few words, for the tick's row in Dagster's list.
+
+        Dagster shows the tick's cursor in that row.
+        """
         reported_counts = {
             action: count for action, count in self.counts.items() if action not in _ONLY_COUNTED
         }
@@ -121,14 +123,17 @@ _UNPUBLISHED_STATUSES = [
 
 
 class BackfillWatch:
-    """Looks at the newest closed backfills, every 30 s: each is read whole. `now` is the wall clock."""
+    """Inspects the newest closed backfills every 30 s, because each is read completely.
+
+    `now` is the wall clock.
+    """
 
     def __init__(self, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
         self._now = now
         self._last_check = datetime.min.replace(tzinfo=UTC)
 
     def fail_unpublished(self, instance: DagsterInstance, graph: AssetGraph) -> Iterator[str]:
-        """A sentence for each backfill that is shown as failed from now on."""
+        """Mark backfills with unpublished partitions as failed, and yield a sentence for each."""
         if self._now() - self._last_check < _CHECK_INTERVAL:
             return
         self._last_check = self._now()
@@ -137,8 +142,8 @@ class BackfillWatch:
         ):
             try:
                 message = _fail_if_unpublished(instance, graph, backfill)
-            except Exception as error:  # noqa: BLE001 - it concerns this backfill, not the publications
-                message = f"Backfill {backfill.backfill_id} could not be looked at: {format_error(error)}"
+            except Exception as error:  # noqa: BLE001 - the error concerns this backfill alone
+                message = f"Backfill {backfill.backfill_id} could not be inspected: {format_error(error)}"
             if message:
                 yield message
 
@@ -146,7 +151,7 @@ class BackfillWatch:
 def _fail_if_unpublished(
     instance: DagsterInstance, graph: AssetGraph, backfill: PartitionBackfill
 ) -> str | None:
-    """None: all that the backfill has materialised is published."""
+    """Return None if everything that the backfill materialized is published."""
     run_tags = {BACKFILL_ID_TAG: backfill.backfill_id, RunTag.STATUS: _UNPUBLISHED_STATUSES}
     runs = instance.get_runs(RunsFilter(tags=run_tags))
     missing = {

@@ -1,7 +1,7 @@
-"""Runs that wrote to `main` directly because their branch could not be made.
+"""Judge runs that wrote to `main` directly, because their branch could not be created.
 
-There is nothing to publish or to take back. Their checks are judged all the same, and a failure is as loud
-as it can be: the run is marked failed and asks for manual validation.
+There is nothing to publish or to revoke. Their checks are judged nevertheless. A failure is reported as
+clearly as possible: the run is marked as failed and asks for manual validation.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from branchlake_dagster.stored_names import RunTag
 
 _FINISHED = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED]
 _MAX_RUNS = 100
-"""In one pass; the newest first, as Dagster lists them."""
+"""Most runs in one pass; the newest first, as Dagster lists them."""
 
 MANUAL_VALIDATION = (
-    "Manual validation needed: the run wrote to main directly, so what it wrote is visible already"
+    "Manual validation needed: the run wrote to main directly, so its rows are visible already"
 )
 
 
@@ -38,7 +38,7 @@ def judge_unbranched_runs(
     location: str | None = None,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> Iterator[Outcome]:
-    """Judge the finished unbranched runs that nobody has judged yet. `now` is the wall clock."""
+    """Judge the finished unbranched runs that were not judged yet. `now` is the wall clock."""
     failed_attempts = FailedAttempts(instance)
     run_filter = RunsFilter(tags={RunTag.UNBRANCHED: "true", RunTag.VERDICT: PENDING}, statuses=_FINISHED)
     for run in instance.get_runs(run_filter, limit=_MAX_RUNS):
@@ -48,7 +48,7 @@ def judge_unbranched_runs(
                 continue
             try:
                 yield _judge_run(lake, instance, run, graph, now())
-            except Exception as error:  # noqa: BLE001 - it concerns this run, not the others
+            except Exception as error:  # noqa: BLE001 - the error concerns this run alone
                 yield failed_attempts.record(MAIN, run, error)
 
 
@@ -71,7 +71,7 @@ def _judge_run(
     verdict = judge_evidence(evidence, strict_tables=False)
     message = "Written to main directly, without a branch, because Nessie was unavailable; its checks passed."
     why = None
-    # Automation goes on from what is told as published; the name is the run's own, for there is no branch.
+    # Automation follows reports of publications. The name is that of the run, because it has no branch.
     publication: str | None = lake.nessie.reference(MAIN).hash
     if verdict.blocked:
         publication = None

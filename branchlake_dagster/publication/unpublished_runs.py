@@ -1,7 +1,7 @@
 """A sensor that alerts people to runs which ended and were not published.
 
-It asks Dagster's run storage for runs by the tag that the publisher writes last, so a run is found whether it
-was judged in its own process or by the publication sensor, and whether the daemon was up at that moment.
+It searches Dagster's run storage by the tag that the publisher writes last. So it finds a run whether the run
+was judged in its own process or by the publication sensor, and whether or not the daemon ran at that moment.
 
 No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
 """
@@ -36,31 +36,31 @@ from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster.wording import format_count
 
 STATES = (str(Status.BLOCKED), str(Status.REFUSED), PARKED)
-"""What a run can be alerted for: a check failed, it met another run's change, or publishing it breaks."""
+"""The states that cause an alert: a check failed, the run met a conflict, or publishing it failed
+repeatedly."""
 
 
 _MAX_ALERT_ATTEMPTS = 5
-"""Attempts to alert for one run. The ticks of a receiver that is away for longer are red anyway."""
+"""Attempts to alert for one run. If a receiver is down for longer, the failed ticks show it anyway."""
 _PAGE = 100
 _CLOCK_SKEW = timedelta(seconds=30)
 """How far the clocks of the processes that write to Dagster's database may differ."""
 _TICK_S = 30.0
-"""Dagster ends an evaluation after 60 s; the next tick goes on with the runs that are left."""
+"""Dagster ends an evaluation after 60 s. The next tick continues with the remaining runs."""
 _MAX_EVENTS = 50
-"""The newest events of a run's log among which the publisher's report is looked for."""
+"""Most of the newest events in a run's log that are searched for the publisher's report."""
 
 
 class AlertFailed(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
     """An alert could not be delivered. The sensor tries the run again at its next ticks, five times in all.
 
-    Its text names the host, never the whole address, which is a secret of many services.
+    The text names only the host: the whole address is a secret for many services.
 
     Examples:
         .. code-block:: python
 
-            def page(run: UnpublishedRun) -> None:
-                if not pager.send(run.text):
-                    raise AlertFailed("The pager did not take the message.", run_id=run.run_id)
+    def page(run: UnpublishedRun) -> None: if not pager.send(run.text): raise AlertFailed("The pager did not
+    take the message.", run_id=run.run_id)
     """
 
 
@@ -70,21 +70,20 @@ class UnpublishedRun:
 
     Attributes:
         run_id (str): The Dagster run.
-        job_name (str): Its job; `__ASSET_JOB` for assets that were materialized without one.
+        job_name (str): Its job; `__ASSET_JOB` for assets that were materialized without a job.
         state (str): `blocked` (a check failed or is missing), `refused` (another run changed the same rows on
-            `main` first), or `set aside` (judging or publishing it failed eight times).
-        message (str): What happened and what to do, as the run's log has it.
-        reasons (Sequence[str]): The same without advice, one for each check or conflict.
+            `main` first), or `set aside` (judging or publishing the run failed eight times).
+        message (str): What happened and what to do, as in the run's log.
+        reasons (Sequence[str]): The reasons without advice, one for each check or conflict.
         partitions (Mapping[AssetKey, Set[str | None]]): What the run had written, by asset; None stands for
             an asset without partitions.
-        url (Optional[str]): The run's page, if the sensor knows the address of Dagster's UI.
+        url (Optional[str]): The page of the run, if the sensor knows the address of Dagster's UI.
 
     Examples:
         .. code-block:: python
 
-            def tell_the_owner(run: UnpublishedRun) -> None:
-                for key in run.partitions:
-                    send_mail(OWNERS[key], subject=f"{key.to_user_string()} {run.state}", body=run.text)
+    def notify_owners(run: UnpublishedRun) -> None: for key in run.partitions: send_mail(OWNERS[key],
+    subject=f"{key.to_user_string()} {run.state}", body=run.text)
     """
 
     run_id: str
@@ -102,7 +101,7 @@ class UnpublishedRun:
         return f"{written or self.job_name}: {self.message} Run {self.url or self.run_id[:8]}"
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain values, for a webhook."""
+        """Convert the run to JSON values for a webhook."""
         return {
             "text": self.text,
             "state": self.state,
@@ -129,32 +128,35 @@ def webhook_alert(
 ) -> Callable[[UnpublishedRun], None]:
     """A function for `on_blocked` that posts JSON to a webhook.
 
-    The body has `text`, which incoming webhooks of Slack, Mattermost and Google Chat show, and beside it
-    `state`, `run_id`, `job`, `reasons`, `assets` and `url` for programs. Redirects are not followed.
+    The body has `text`, which incoming webhooks of Slack, Mattermost and Google Chat show. For programs it
+    also has `state`, `run_id`, `job`, `reasons`, `assets` and `url`. Redirects are not followed.
 
     Args:
         url (str | EnvVar): The address. Many services put a secret into it: use an `EnvVar`, which is read
-            at each alert.
-        headers (Optional[Mapping[str, str]]): More headers, such as `Authorization`.
+            for each alert.
+        headers (Optional[Mapping[str, str]]): Additional headers, such as `Authorization`.
         timeout_s (float): Seconds to wait for a connection and for an answer. (default: 10)
 
     Returns:
-        Callable[[UnpublishedRun], None]: Raises `AlertFailed` when the answer is not 2xx or does not come.
+        Callable[[UnpublishedRun], None]: Raises `AlertFailed` if the answer is not 2xx or does not arrive.
 
     Examples:
         .. code-block:: python
 
-            import dagster as dg
+    import dagster as dg
 
-            from branchlake_dagster import on_blocked, webhook_alert
+    from branchlake_dagster import on_blocked, webhook_alert
 
-            alerts = on_blocked(webhook_alert(dg.EnvVar("SLACK_WEBHOOK_URL")))
+    alerts = on_blocked(webhook_alert(dg.EnvVar("SLACK_WEBHOOK_URL")))
     """
 
     def post(run: UnpublishedRun) -> None:
         address = url.get_value() if isinstance(url, EnvVar) else url
         if not address:
-            raise ConfigurationError("The address of the webhook is empty.", hint="Set its variable.")
+            raise ConfigurationError(
+                "The address of the webhook is empty.",
+                hint="Set the environment variable that webhook_alert(…) reads.",
+            )
         host = urlsplit(address).hostname
         try:
             answer = requests.post(
@@ -165,7 +167,7 @@ def webhook_alert(
                 allow_redirects=False,
             )
         except requests.RequestException as error:
-            # Its text has the address, and with it the secret.
+            # The text of the error has the address, and with it the secret.
             raise AlertFailed(
                 f"The webhook at {host} did not answer: {type(error).__name__}.", run_id=run.run_id
             ) from None
@@ -187,24 +189,24 @@ def on_blocked(
 ) -> SensorDefinition:
     """A sensor that calls `alert` for each run whose steps succeeded and that was not published.
 
-    Each run is alerted once. If the process dies between the alert and its record, the alert is repeated; if
-    `alert` raises, the tick fails, the other runs are alerted, and the run is tried again at the next four
-    ticks. The first tick starts at the present. A run whose *step* failed is an ordinary failure, for
+    Each run is alerted once. If the process dies between the alert and its record, the alert is repeated. If
+    `alert` raises, the tick fails after it has alerted the other runs, and the next four ticks try the run
+    again. The first tick starts at the current time. A run with a failed *step* is an ordinary failure, for
     Dagster's own `run_failure_sensor`.
 
     Args:
         alert (Callable[[UnpublishedRun], object]): Called with each run; its result is ignored.
-        name (str): The sensor's name; several need names of their own. (default: `on_blocked`)
-        states (Sequence[str]): Which of `blocked`, `refused` and `set aside`. (default: all)
-        dagster_url (Optional[str]): The address of Dagster's UI, for links such as
+        name (str): The sensor's name; each sensor needs its own. (default: `on_blocked`)
+        states (Sequence[str]): Some of `blocked`, `refused` and `set aside`. (default: all)
+        dagster_url (Optional[str]): The address of Dagster's UI for links, such as
             `https://dagster.example.org`.
-        all_code_locations (bool): Alert for runs of other code locations of the instance as well.
+        all_code_locations (bool): Whether to alert for runs of other code locations of the instance too.
             (default: False)
         minimum_interval_seconds (int): Seconds between two ticks. (default: 10)
-        default_status (DefaultSensorStatus): Whether it starts as running. (default: RUNNING)
+        default_status (DefaultSensorStatus): Whether the sensor starts as running. (default: RUNNING)
 
     Returns:
-        SensorDefinition: With a cursor, the time up to which runs were looked at. A tick costs two queries
+        SensorDefinition: Its cursor is the time up to which runs were inspected. A tick costs two queries
             for the runs that changed since.
 
     Raises:
@@ -213,12 +215,12 @@ def on_blocked(
     Examples:
         .. code-block:: python
 
-            import dagster as dg
+    import dagster as dg
 
-            from branchlake_dagster import branchlake_definitions, on_blocked
+    from branchlake_dagster import branchlake_definitions, on_blocked
 
-            alerts = on_blocked(lambda run: print(run.text), dagster_url="http://127.0.0.1:3000")
-            defs = branchlake_definitions(definitions=dg.Definitions(sensors=[alerts]))
+    alerts = on_blocked(lambda run: print(run.text), dagster_url="http://127.0.0.1:3000") defs =
+    branchlake_definitions(definitions=dg.Definitions(sensors=[alerts]))
     """
     if unknown := sorted(set(states) - set(STATES)):
         raise ConfigurationError(
@@ -230,14 +232,14 @@ def on_blocked(
         name=name,
         minimum_interval_seconds=minimum_interval_seconds,
         default_status=default_status,
-        description=f"Alerts to runs that were not published: {', '.join(states)}.",
+        description=f"Alerts people to runs that were not published: {', '.join(states)}.",
     )
     def alert_sensor(context: SensorEvaluationContext) -> SkipReason:
         now = datetime.now(UTC)
         cursor = _Cursor.parse(context.cursor)
         if cursor is None:
             context.update_cursor(_Cursor(now, now).format())
-            return SkipReason("Starts with runs that end from now on.")
+            return SkipReason("The sensor starts with runs that end from now on.")
         location = None if all_code_locations else _sensor_location(context)
         tag = f"{RunTag.ALERT_PREFIX}{name}"
         sent_count, failures, deadline = 0, list[tuple[DagsterRun, Exception]](), time.monotonic() + _TICK_S
@@ -248,10 +250,10 @@ def on_blocked(
             if location is not None and _run_location(run) not in (None, location):
                 continue
             if time.monotonic() > deadline:
-                return SkipReason(f"{format_count(sent_count, 'alert')} sent, the next tick goes on.")
+                return SkipReason(f"{format_count(sent_count, 'alert')} sent. The next tick continues.")
             try:
                 alert(_build_unpublished_run(context.instance, run, state, dagster_url))
-            except Exception as error:  # raised below; the other runs are alerted
+            except Exception as error:  # raised below, after the other alerts
                 context.log.exception("No alert for run %s, attempt %d.", run.run_id, attempts + 1)
                 failures.append((run, error))
                 context.instance.add_run_tags(run.run_id, {tag: f"{run.run_id} failed {attempts + 1}"})
@@ -259,15 +261,16 @@ def on_blocked(
                 sent_count += 1
                 context.instance.add_run_tags(run.run_id, {tag: f"{run.run_id} sent"})
         if failures:
-            # The cursor stays, so that the next tick finds these runs again; the tags tell which are done.
+            # The cursor stays, so that the next tick finds these runs again. The tags show which alerts were
+            # sent.
             run_ids = ", ".join(run.run_id[:8] for run, _ in failures)
             raise AlertFailed(
-                f"{format_count(len(failures), 'alert')} failed, for {run_ids}.",
-                hint="The tick's log has each error. A run is tried five times.",
+                f"{format_count(len(failures), 'alert')} failed, for the runs {run_ids}.",
+                hint="The tick's log has each error. Each run is tried five times.",
             ) from failures[0][1]
         context.update_cursor(_Cursor(cursor.start, now).format())
         return SkipReason(
-            f"{format_count(sent_count, 'alert')} sent." if sent_count else "Every ended run was published."
+            f"{format_count(sent_count, 'alert')} sent." if sent_count else "No new unpublished runs."
         )
 
     return alert_sensor
@@ -275,7 +278,7 @@ def on_blocked(
 
 @dataclass(frozen=True)
 class _Cursor:
-    """When the sensor ran first, and the time up to which it has looked at runs."""
+    """The time of the sensor's first tick, and the time up to which it has inspected runs."""
 
     start: datetime
     since: datetime
@@ -291,7 +294,11 @@ class _Cursor:
         return json.dumps({"start": self.start.isoformat(), "since": self.since.isoformat()})
 
     def search_from(self) -> datetime:
-        """Some seconds are looked at twice, since another machine's clock may be behind; the tag knows."""
+        """Return the time from which changed runs are searched.
+
+        Some seconds are searched twice, because another machine's clock may be behind. The run's tag prevents
+        a second alert.
+        """
         return max(self.start, self.since - _CLOCK_SKEW)
 
 
@@ -301,7 +308,7 @@ class _Cursor:
 def _find_unpublished(
     instance: DagsterInstance, states: Sequence[str], since: datetime
 ) -> Iterator[tuple[DagsterRun, str]]:
-    """The runs that have come into one of `states` and were changed after `since`, and the state."""
+    """Find the runs that came into one of `states` and changed after `since`; yield each with its state."""
     statuses = [state for state in states if state != PARKED]
     if statuses:
         for run in _load_changed_runs(instance, {RunTag.STATUS: statuses}, since):
@@ -314,7 +321,11 @@ def _find_unpublished(
 def _load_changed_runs(
     instance: DagsterInstance, tags: Mapping[str, str | list[str]], since: datetime
 ) -> Iterator[DagsterRun]:
-    """All of them are read before the first is given: an alert changes its run, which would come again."""
+    """Load the runs with these tags that changed after `since`.
+
+    All pages are read before the first run is returned: an alert changes its run, which would then appear
+    again.
+    """
     runs: dict[str, DagsterRun] = {}
     while True:
         page = instance.get_run_records(
@@ -332,7 +343,10 @@ def _load_changed_runs(
 
 
 def _parse_attempts(value: str, run_id: str) -> int | None:
-    """How many alerts for this run have failed; None if one was sent. A re-execution inherits the tag."""
+    """Parse the number of failed alerts for this run; None if an alert was sent.
+
+    A re-execution inherits the tag of its parent, which is ignored.
+    """
     owner, _, state = value.partition(" ")
     if owner != run_id:
         return 0
@@ -358,7 +372,7 @@ def _build_unpublished_run(
     if state == PARKED:
         reason = run.tags.get(RunTag.REASON, "")
         command = f"`branchlake set-aside retry {run.run_id[:8]}`"
-        message = f"Set aside: {reason.rstrip('.')}. Correct the cause, then {command}."
+        message = f"Parked: {reason.rstrip('.')}. Correct the cause, then run {command}."
         reasons: Sequence[str] = (reason,)
     else:
         message, reasons = _read_report(instance, run)
@@ -374,7 +388,10 @@ def _build_unpublished_run(
 
 
 def _read_report(instance: DagsterInstance, run: DagsterRun) -> tuple[str, Sequence[str]]:
-    """What the publisher has written into the run's log, and its reasons; the tag's short text otherwise."""
+    """Read the publisher's message and reasons from the run's log.
+
+    If the log has no report, return the short text of the tag.
+    """
     reason = run.tags.get(RunTag.REASON, "")
     records = instance.get_records_for_run(
         run.run_id, of_type=DagsterEventType.ENGINE_EVENT, limit=_MAX_EVENTS, ascending=False

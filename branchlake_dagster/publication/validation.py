@@ -1,4 +1,4 @@
-"""Mistakes in a lake's assets, found when their definitions load instead of when their runs are blocked."""
+"""Find mistakes in a lake's assets when the definitions load, not only when a run is blocked."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ _METADATA_KEYS = frozenset(
         AssetMetadata.LIVE_INGESTION,
     )
 )
-"""The metadata keys of assets that are read."""
+"""The metadata keys of assets that branchlake reads."""
 _ARGUMENTS = frozenset(("write_mode", "partition_by", "require_checks"))
-"""Of `table_metadata`; the others are words that other metadata may use."""
+"""Arguments of `table_metadata`. The others are common words, which other metadata may use."""
 
 
 class DefinitionsWarning(UserWarning):
-    """Something in the definitions is probably not meant so.
+    """Something in the definitions is probably not intended.
 
-    A check of a partitioned asset reads the whole table on every run; or an asset has a metadata key that
-    nobody reads. Python's own filters decide whether it is shown.
+    A check of a partitioned asset reads the whole table on every run, or an asset has a metadata key that
+    branchlake does not read. Python's own filters decide whether the warning is shown.
 
     Examples:
         .. code-block:: python
 
-            import warnings
+    import warnings
 
-            from branchlake_dagster import DefinitionsWarning
+    from branchlake_dagster import DefinitionsWarning
 
-            warnings.simplefilter("error", DefinitionsWarning)  # as in tests
+    warnings.simplefilter("error", DefinitionsWarning) # as in tests
     """
 
 
@@ -79,14 +79,18 @@ def validate_definitions(
     require_checks: bool,
     unpartitioned_checks: Literal["warn", "error", "allow"] = "error",
 ) -> None:
-    """Raise one ConfigurationError that names every asset that could not be written or published.
+    """Raise one ConfigurationError with all assets that could not be written or published.
 
-    Looked at are the assets of the IO manager: the table's name, write mode, keys, partition columns,
-    isolation; two assets of one table; with `require_checks` an asset without any check; checks of a
-    partitioned asset that have no partitions, for which `unpartitioned_checks` may ask for a
-    DefinitionsWarning instead, or nothing. Metadata keys that look like arguments of `table_metadata` are a
-    DefinitionsWarning. And the tables of ingestions that have a live run: checks
-    of the user's on them, which that run would not make.
+    These mistakes of the IO manager's assets are found:
+
+    - an invalid table name, write mode, key, partition column or isolation
+    - two assets of one table
+    - an asset without any check, with `require_checks`
+    - checks without partitions of a partitioned asset; `unpartitioned_checks` can turn them into a
+      DefinitionsWarning, or allow them
+    - user checks on tables of ingestions with a live run, because that run would not execute them
+
+    Metadata keys that look like arguments of `table_metadata` cause a DefinitionsWarning.
     """
     graph = definitions.resolve_asset_graph()
     mistakes = [*_find_mistakes(graph, io_manager_key, default_namespace, require_checks)]
@@ -136,19 +140,22 @@ def _find_mistakes(
             metadata_key for metadata_key in node.metadata if metadata_key.startswith(_PREFIX)
         ):
             if name not in _METADATA_KEYS:
-                yield key, f"its metadata key {name} is read by nobody{_suggest_key(name)}"
+                yield key, f"branchlake does not read its metadata key {name}{_suggest_key(name)}"
         if why := _find_consumer_mistake(graph, key, default_namespace):
             yield key, why
         if (other := tables.setdefault(spec.identifier, key)) != key:
             table = format_table_name(spec.identifier)
-            yield key, f"its table {table} is {other.to_user_string()}'s too; rename one of them."
+            yield (
+                key,
+                f"its table {table} also belongs to {other.to_user_string()}. Rename one of them.",
+            )
         demands_checks = unwrap_metadata(node.metadata.get(AssetMetadata.REQUIRE_CHECKS))
         if key not in checked and (require_checks if demands_checks is None else demands_checks):
             yield key, _NO_CHECK
 
 
 def _find_unscoped_checks(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:
-    """The checks that read all partitions although nobody has said that they should."""
+    """Find the checks that read all partitions without a declaration that they should."""
     for key in sorted(graph.materializable_asset_keys):
         node = graph.get(key)
         if node.partitions_def is None or io_manager_key_of(graph, key) != io_manager_key:
@@ -162,28 +169,34 @@ def _find_unscoped_checks(graph: AssetGraph, io_manager_key: str) -> Iterator[tu
 
 
 def _find_bare_metadata(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:
-    """Metadata keys that are arguments of `table_metadata`, written as they are."""
+    """Find metadata keys that should be arguments of `table_metadata`."""
     for key in sorted(graph.materializable_asset_keys):
         if io_manager_key_of(graph, key) != io_manager_key:
             continue
         for name in sorted(_ARGUMENTS & graph.get(key).metadata.keys()):
-            yield key, f"its metadata key {name} is read by nobody. Write metadata=table_metadata({name}=…)."
+            yield (
+                key,
+                f"branchlake does not read its metadata key {name}. Write metadata=table_metadata({name}=…).",
+            )
 
 
 def _suggest_key(name: str) -> str:
     close = difflib.get_close_matches(name, _METADATA_KEYS, n=1)
-    return f". Did you mean {close[0]}?" if close else ". Its own keys are set by table_metadata(…)."
+    return f". Did you mean {close[0]}?" if close else ". Use table_metadata(…) to set its keys."
 
 
 _NO_PARTITIONS = (
-    "its check {check} has no partitions_def, so it reads the whole table on every run, and one bad row of an"
-    " old partition blocks every new one. Add partitions_def=… to @dg.asset_check, the same as the asset's;"
-    ' or metadata={{"branchlake/scope": "table"}} if the check is about the whole table.'
+    "its check {check} has no partitions_def. It reads the whole table on every run, so one bad row of an old"
+    " partition blocks every new partition. Add the asset's partitions_def=… to @dg.asset_check, or"
+    ' metadata={{"branchlake/scope": "table"}} if the check is about the whole table.'
 )
 
 
 def _find_unchecked(graph: AssetGraph, key: AssetKey) -> str | None:
-    """Which checks of an asset a live ingestion would publish rows without: it runs none but its own."""
+    """Find the checks of an asset that a live ingestion would not execute before it publishes rows.
+
+    A live ingestion executes only its own checks.
+    """
     node = graph.get(key)
     ingestion = unwrap_metadata(node.metadata.get(AssetMetadata.LIVE_INGESTION))
     other_checks = {check_key for check_key in graph.asset_check_keys if check_key.asset_key == key} - {
@@ -194,20 +207,21 @@ def _find_unchecked(graph: AssetGraph, key: AssetKey) -> str | None:
     names = sorted(check_key.name for check_key in other_checks)
     return (
         f"the live run of ingestion {ingestion} would publish its rows without"
-        f" {format_names('check', names)}. Leave"
-        " that run out with ingest_definitions(…, live=False), which leaves one batch a run; or declare the"
-        " promise as the table's contract, which both ways hold."
+        f" {format_names('check', names)}. Omit"
+        " the live run with ingest_definitions(…, live=False): then each run ingests one batch. Or declare"
+        " the"
+        " promise in the table's contract, which both kinds of runs check."
     )
 
 
 _NO_CHECK = (
-    "no check is defined for it, so no run of it would be published. Add one (pandera_checks, sql_check or"
-    " Dagster's own), or say table_metadata(require_checks=False)."
+    "it has no check, so its runs would not be published. Add a check (pandera_checks, sql_check or Dagster's"
+    " own), or declare table_metadata(require_checks=False)."
 )
 
 
 def _find_consumer_mistake(graph: AssetGraph, key: AssetKey, default_namespace: str) -> str | None:
-    """What is wrong with the changes that an asset says it consumes."""
+    """Return what is wrong with the changes that an asset declares to consume; None if nothing is."""
     node = graph.get(key)
     try:
         declaration = parse_declaration(node.metadata, asset=key.to_user_string())
@@ -235,28 +249,29 @@ def _find_consumer_mistake(graph: AssetGraph, key: AssetKey, default_namespace: 
     if consumer.tracks_partitions and untraceable_inputs:
         return (
             f"it consumes changes of {format_first_values(tuple(untraceable_inputs))} by a partition mapping"
-            " that does not tell which of"
-            " its partitions a changed row affects, so results that depend on it would stay as they are."
-            " Leave the mapping out, say widen=… in consumes(), or do not name the input there: then it is"
-            " read as usual."
+            " that does not show which of its partitions a changed row affects. Results that depend on the"
+            " row"
+            " would not be updated. Remove the mapping, declare widen=… in consumes(), or remove the input"
+            " from consumes(); then the whole input is read."
         )
     unrelated_inputs = sorted(
         input_key.to_user_string() for input_key in declaration.inputs.keys() - node.parent_keys
     )
     if unrelated_inputs:
         input_names = format_first_values(tuple(unrelated_inputs))
-        return f"it consumes changes of {input_names}, on which it does not depend; name them in deps."
+        return f"it consumes changes of {input_names}, but does not depend on them. Add them to deps."
     if len(node.assets_def.keys) > 1:
-        return "it consumes changes, and its function makes other assets too; give it a function of its own."
+        return "it consumes changes, and its function creates other assets too. Give it its own function."
     return None
 
 
 def _can_be_inverted(
     mapping: PartitionMapping | None, consumer: Consumer, upstream: PartitionsDefinition[str] | None
 ) -> bool:
-    """Whether the values of a changed row tell which partitions depend on it.
+    """Check whether the values of a changed row determine the partitions that depend on it.
 
-    Offsets count the input's partitions. They can be followed where those are the asset's own windows.
+    Offsets of a mapping count the input's partitions. They can be inverted only if these are the asset's own
+    windows.
     """
     if isinstance(mapping, TimeWindowPartitionMapping):
         return (mapping.start_offset == 0 and mapping.end_offset == 0) or _has_same_windows(
@@ -281,24 +296,26 @@ def _has_same_windows(
 
 
 def _find_dimension_mistake(spec: TableSpec, definition: Any) -> str | None:
-    """What does not fit between the asset's partitions and its columns."""
+    """Return how the asset's partitions and its partition columns contradict each other; None if they fit."""
     if not spec.columns_by_dimension or definition is None:
         return None
     columns = spec.columns_by_dimension.keys()
     if not isinstance(definition, MultiPartitionsDefinition):
         if "" in columns:
             return None
-        return "it names columns by dimension, but its partitions have one dimension; name the column alone."
+        return "it names columns by dimension, but its partitions have one dimension. Name only the column."
     names = {dimension.name for dimension in definition.partitions_defs}
     listed = format_first_values(tuple(sorted(names)))
     if "" in columns:
         return (
-            f"its partitions have the dimensions {listed}, but partition_by names one column alone;"
-            " say partition_by={dimension: column}."
+            f"its partitions have the dimensions {listed}, but partition_by names only a column."
+            " Write partition_by={dimension: column}."
         )
     if unknown := columns - names:
-        return f"its partitions have no dimension {format_first_values(tuple(sorted(unknown)))}; they have {listed}."
+        others = format_first_values(tuple(sorted(unknown)))
+        return f"its partitions have no dimension {others}; they have {listed}."
     if missing := names - columns:
         verb, pronoun = pluralize(len(missing), "has", "have"), pluralize(len(missing), "it", "them")
-        return f"its {format_names('dimension', sorted(missing))} {verb} no column; name {pronoun} in partition_by."
+        dimensions = format_names("dimension", sorted(missing))
+        return f"its {dimensions} {verb} no column. Add {pronoun} to partition_by."
     return None

@@ -1,4 +1,4 @@
-"""The quality gate: from evidence to a verdict, closed wherever evidence is missing. Pure functions."""
+"""The quality gate: derive a verdict from evidence, and block if evidence is missing. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from branchlake_dagster.wording import CodedReason, format_names
 
 
 class Decision(StrEnum):
-    """What the gate says of a run."""
+    """The decision of the gate on a run."""
 
     PASSED = "passed"
     PASSED_WITH_WARNINGS = "passed_with_warnings"
@@ -24,9 +24,9 @@ class Decision(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision, why it blocks, what it warns of, and how many checks passed out of those looked at.
+    """The decision on a run, its reasons and warnings, and how many of the evaluated checks passed.
 
-    `failed_tables` are the tables whose rows failed a check that blocks, by their dotted names.
+    `failed_tables` are the dotted names of the tables whose rows failed a blocking check.
     """
 
     decision: Decision
@@ -43,11 +43,11 @@ class Verdict:
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """The codes of the reasons, each as often as there is such a reason."""
+        """The codes of the reasons, one for each reason."""
         return tuple(reason.code for reason in self.reasons)
 
     def format_summary(self) -> str:
-        """One line: decision, check counts, reasons or warnings."""
+        """Format the verdict as one line: decision, check counts, reasons or warnings."""
         details = "; ".join(self.reasons or self.warnings)
         return f"{self.decision} ({self.checks_passed}/{self.checks_total} checks)" + (
             f": {details}" if details else ""
@@ -55,15 +55,21 @@ class Verdict:
 
 
 def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
-    """The verdict on a run.
+    """Judge a run by its evidence.
 
-    Blocked by: the run did not succeed; a planned check without an evaluation (crashed, skipped); a
-    failed check of severity ERROR; a check older than the data it speaks of; a check that is defined on a
-    written asset and was left out, wholly or for a partition written; a written asset that demands checks
-    and has none; and, with `strict_tables`, a changed table, view or function that is not a materialized
-    asset's (nothing could have checked it); a serializable asset of which nobody can say all that it has
-    read; changed columns of a table whose columns are frozen; and a change table that a step has left on the
-    branch.
+    A run is blocked by each of these:
+
+    - The run did not succeed.
+    - A planned check has no evaluation: it crashed or was skipped.
+    - A check of severity ERROR failed.
+    - A check ran before the data that it checks was written.
+    - A check of a written asset was left out, completely or for a written partition.
+    - A written asset requires checks and has none.
+    - With `strict_tables`: a changed table, view or function belongs to no materialized asset, so no check
+      can cover it.
+    - A serializable asset may have read more than is recorded.
+    - The columns of a table with frozen columns changed.
+    - A step left a change table on the branch.
     """
     if not evidence.succeeded:
         return Verdict(Decision.BLOCKED, (CodedReason("the run did not succeed", "run_failed"),))
@@ -94,10 +100,10 @@ def judge_evidence(evidence: RunEvidence, *, strict_tables: bool) -> Verdict:
 
 def _iter_missing(evidence: RunEvidence) -> Iterator[CodedReason]:
     for name, partition in sorted(evidence.planned_checks, key=repr):
-        # A check over all partitions of a run reports once, without one.
+        # A check over all partitions of a run reports once, without a partition.
         if (name, partition) not in evidence.evaluations and (name, None) not in evidence.evaluations:
             yield CodedReason(
-                f"check {_format_check(name, partition)} was planned and never evaluated",
+                f"check {_format_check(name, partition)} was planned but never evaluated",
                 "check_not_evaluated",
             )
 
@@ -120,14 +126,13 @@ def _iter_stale(evidence: RunEvidence) -> Iterator[CodedReason]:
     for (name, partition), result in sorted(evidence.evaluations.items(), key=repr):
         for (asset, written_partition), written in evidence.written_partitions.items():
             is_same_data = asset == name[0] and (partition is None or written_partition in (None, partition))
-            # Dagster chooses the order of one step's events. A step that ran again in a retry is two steps.
+            # Dagster chooses the order of events within a step. A step that a retry ran again counts as two
+            # steps.
             is_same_step = written.step_key == result.step_key and written.position.is_same_run(
                 result.position
             )
             if is_same_data and not is_same_step and written.position > result.position:
-                why = (
-                    f"check {_format_check(name, partition)} ran before {asset} was written for the last time"
-                )
+                why = f"check {_format_check(name, partition)} ran before the last write of {asset}"
                 yield CodedReason(why, "check_before_write")
 
 
@@ -166,7 +171,7 @@ def _iter_unknown_reads(evidence: RunEvidence) -> Iterator[CodedReason]:
     if evidence.serializable_assets and evidence.unnamed_reads:
         yield CodedReason(
             f"{format_names('serializable asset', sorted(evidence.serializable_assets))} may have read more"
-            " than is known:"
+            " than is recorded:"
             f" {', '.join(sorted(evidence.unnamed_reads))}",
             "reads_unknown",
         )
@@ -184,7 +189,7 @@ def _iter_changed_columns(evidence: RunEvidence) -> Iterator[CodedReason]:
 def _iter_change_tables(evidence: RunEvidence) -> Iterator[CodedReason]:
     for table in sorted(evidence.write_set):
         if CHANGE_TABLE_INFIX in table:
-            why = f"the change table {table} is still there: the step that made it did not come to its end"
+            why = f"the change table {table} is still on the branch: the step that created it did not finish"
             yield CodedReason(why, "change_table_left")
 
 
@@ -192,7 +197,7 @@ def _list_unowned_tables(evidence: RunEvidence) -> list[CodedReason]:
     asset_tables = {rules.table for rules in evidence.rules.values()}
     return [
         CodedReason(
-            f"{table} (a table, view or function) was changed, but no materialized asset is stored there",
+            f"{table} (a table, view or function) was changed, but belongs to no materialized asset",
             "table_of_no_asset",
         )
         for table in sorted(evidence.write_set - asset_tables)
@@ -202,7 +207,7 @@ def _list_unowned_tables(evidence: RunEvidence) -> list[CodedReason]:
 def _format_failure(
     evidence: RunEvidence, name: CheckName, partition: str | None, result: CheckEvaluation
 ) -> CodedReason:
-    # Descriptions end as sentences do; reasons are joined to one.
+    # Descriptions end with a period; reasons are joined into one sentence.
     description = f": {result.description.rstrip('.')}" if result.description else ""
     return CodedReason(
         f"check {_format_check(name, partition)} failed{description}{_format_scope(evidence, name)}",
@@ -211,7 +216,7 @@ def _format_failure(
 
 
 def _format_scope(evidence: RunEvidence, name: CheckName) -> str:
-    """Says of a check on a whole partitioned table that the failing rows may be older than the run."""
+    """Return a note for checks on a whole partitioned table: the failing rows may be older than the run."""
     asset, check = name
     partitioned = any(written == asset and part is not None for written, part in evidence.written_partitions)
     if (
@@ -227,14 +232,14 @@ def _format_check(name: CheckName, partition: str | None) -> str:
     return f"{name[1]} on {name[0]}" + (f" [{partition}]" if partition else "")
 
 
-LAUNCH_AGAIN = "Launch it again: the new run starts from what main is now."
-"""Of a run that passed its checks and met a change of the same rows on `main`."""
+LAUNCH_AGAIN = "Launch it again: the new run starts from the current main."
+"""Advice for a run that passed its checks but met a change of the same rows on `main`."""
 
 
 def format_rows_hint(tables: Sequence[str], run_id: str) -> str:
-    """How to see the rows that failed a check; empty if no table had any.
+    """Format the commands that show the rows which failed a check; empty if `tables` is empty.
 
-    `tables` are dotted names. The command finds the run's rows on its branch, and later on the tag of the
+    `tables` are dotted names. The commands find the run's rows on its branch, and later on the tag of the
     discarded branch.
     """
     commands = [

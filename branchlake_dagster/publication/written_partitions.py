@@ -1,4 +1,4 @@
-"""Which partitions of which assets stand on a run's branch, from the materialisations Dagster recorded."""
+"""The asset partitions on a run's branch, from the materializations that Dagster recorded."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PartitionsByAsset = Mapping[AssetKey, Set[str | None]]
 
 
 def load_branch_partitions(instance: DagsterInstance, branch: str) -> PartitionsByAsset:
-    """What a branch carries: by the run that opened it and by its retries.
+    """Load the partitions on a branch, written by the run that opened it and by its retries.
 
-    Empty for the branch of a run that this instance does not know: another Dagster may write to the lake.
+    The result is empty if this instance does not have the run: another Dagster may write to the lake.
     """
     return _load_partitions(instance, load_runs_on_branch(instance, branch))
 
 
 def load_run_partitions(instance: DagsterInstance, run: DagsterRun) -> PartitionsByAsset:
-    """What the branch of this run carries."""
+    """Load the partitions on the branch of this run."""
     branch_name = _continued_branch(run)
     return load_branch_partitions(instance, branch_name) if branch_name else _load_partitions(instance, [run])
 
@@ -36,16 +36,16 @@ def load_run_partitions(instance: DagsterInstance, run: DagsterRun) -> Partition
 def load_asset_partitions(
     instance: DagsterInstance, branches: Iterable[str], key: AssetKey
 ) -> Mapping[str, Set[str | None]]:
-    """Which partitions of `key` each of these branches carries; those that carry none are left out.
+    """Load the partitions of asset `key` on each branch. Branches without any are left out.
 
-    A query per 500 branches, and one more for each run that may have written the asset.
+    Costs a query per 500 branches, and one for each run that may have written the asset.
     """
     partition_keys: dict[str, Set[str | None]] = {}
     branches_by_run = {run_id_of_branch(branch): branch for branch in branches}
     run_ids = iter(branches_by_run)
     while chunk := list(islice(run_ids, _CHUNK)):
         for run in instance.get_runs(filters=RunsFilter(run_ids=chunk)):
-            # A run of a whole job has no selection, a retry less than what its branch carries.
+            # A run of a whole job has no selection. The selection of a retry is smaller than its branch.
             may_have = not run.asset_selection or key in run.asset_selection or _continued_branch(run)
             if may_have and (run_partitions := load_run_partitions(instance, run).get(key)):
                 partition_keys[branches_by_run[run.run_id]] = run_partitions
@@ -53,7 +53,7 @@ def load_asset_partitions(
 
 
 def _continued_branch(run: DagsterRun) -> str | None:
-    """The branch of a run that took over another's work; None for most runs, which need no search."""
+    """Return the branch that a retry took over from another run; None for most runs, without a search."""
     run_location = find_run_location(run.tags, run.run_id)
     return run_location.branch if run_location and run_location.continues else None
 

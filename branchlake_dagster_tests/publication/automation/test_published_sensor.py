@@ -133,7 +133,7 @@ def test_it_starts_at_the_present_and_requests_one_run_per_publication_in_order(
     shop.publish("before")
     requests, why = shop.tick(sensor)
     assert requests == []
-    assert why.startswith("Starts at main's present commit")
+    assert why.startswith("The sensor starts at main's current commit")
     first, second = shop.publish("a"), shop.publish("b")
     shop.publish("c", tables=("shop.stock",))
     requests, _ = shop.tick(sensor)
@@ -142,7 +142,7 @@ def test_it_starts_at_the_present_and_requests_one_run_per_publication_in_order(
     assert [request.tags["branchlake/after_run"] for request in requests] == ["a", "b"]
     assert {request.job_name for request in requests} == {"report_job"}
     requests, why = shop.tick(sensor)
-    assert (requests, why) == ([], "0 commits on main since, none for these assets.")
+    assert (requests, why) == ([], "0 commits on main since the last tick, none of them for these assets.")
 
 
 def test_the_publications_of_one_commit_are_requests_of_their_own(shop: Shop) -> None:
@@ -157,7 +157,7 @@ def test_a_commit_that_is_no_publication_launches_nothing(shop: Shop) -> None:
     sensor = follow()
     shop.tick(sensor)
     shop.touch()
-    assert shop.tick(sensor) == ([], "1 commit on main since, none for these assets.")
+    assert shop.tick(sensor) == ([], "1 commit on main since the last tick, none of them for these assets.")
 
 
 def test_a_tick_that_is_repeated_asks_for_the_same_runs(shop: Shop) -> None:
@@ -231,7 +231,7 @@ def test_only_partitions_of_watched_assets_count(daily: Shop) -> None:
     daily.publish(run, tables=("shop.prices",))
     requests, why = daily.tick(sensor)
     assert requests == []
-    assert why == f"No partition to launch after run {run}: not known here, or deleted since."
+    assert why == f"No partition to launch after run {run}: its partitions are unknown or deleted."
 
 
 def test_the_runs_of_another_dagster_are_said_to_be_unknown(daily: Shop) -> None:
@@ -294,7 +294,7 @@ def test_a_function_decides(daily: Shop) -> None:
     daily.publish("skipped")
     daily.publish("ignored")
     requests, why = daily.tick(sensor)
-    assert (requests, why) == ([], "not on Sundays Nothing after run ignored.")
+    assert (requests, why) == ([], "not on Sundays No request for the publication of run ignored.")
     daily.publish(run)
     daily.publish("named", tables=("lake.other",))
     requests, _ = daily.tick(sensor)

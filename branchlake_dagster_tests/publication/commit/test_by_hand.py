@@ -142,7 +142,7 @@ def test_it_is_told_as_what_it_is(lakehouse: Lakehouse, namespace: str) -> None:
         assert (outcome.action, outcome.publication) == (PublicationAction.PUBLISHED, done)
         assert "merged outside branchlake" in outcome.detail
         (told,) = p.observations([namespace, "t"])
-        assert told.description == f"On main already: somebody merged its branch by hand, as {done}."
+        assert told.description == f"On main already: its branch was merged outside branchlake, as {done}."
         assert run_branch_name(run_id) not in p.branches()
         assert p.rows(namespace, "t") == [{"n": 1}]
 

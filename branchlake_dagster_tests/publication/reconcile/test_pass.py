@@ -55,7 +55,7 @@ def test_a_thousand_publications_are_ten_and_a_number() -> None:
     assert logged == 500
     assert len(tick.format_message()) < 4000
     assert "and 990 more, in the log" in tick.format_message()
-    assert "7 wait or are at work" in tick.format_message()
+    assert "7 wait or are running" in tick.format_message()
 
 
 def test_nothing_at_all() -> None:
@@ -129,7 +129,9 @@ def test_what_does_not_fit_waits_for_the_next_tick_and_the_oldest_comes_first(
             (run_id, PublicationAction.PUBLISHED if number < 2 else PublicationAction.WAITING)
             for number, run_id in enumerate(ids)
         ]
-        assert {one.detail for one in found[2:]} == {"its turn comes with the next tick"}
+        assert {one.detail for one in found[2:]} == {
+            "left to the next tick, because the time budget is used up"
+        }
         later = ours(p, p.reconciler().reconcile_branches())
         assert [(one.run_id, one.action) for one in later] == [
             (i, PublicationAction.PUBLISHED) for i in ids[2:]

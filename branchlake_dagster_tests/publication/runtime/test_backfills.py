@@ -88,4 +88,4 @@ def test_a_backfill_that_cannot_be_read_holds_nothing_up(
         closed(p, t.key, "broken")
         monkeypatch.setattr(backfills, "_fail_if_unpublished", broken)
         (told,) = BackfillWatch(lambda: NOW).fail_unpublished(p.instance, p.graph)
-        assert told == "Backfill broken could not be looked at: ValueError: its partitions are gone"
+        assert told == "Backfill broken could not be inspected: ValueError: its partitions are gone"
