@@ -57,7 +57,9 @@ class RunOutcome:
     Examples:
         .. code-block:: python
 
-    outcome = publish(result, defs, instance=instance) assert outcome.published, outcome assert outcome.commit
+            outcome = publish(result, defs, instance=instance)
+            assert outcome.published, outcome
+            assert outcome.commit
     """
 
     run_id: str
@@ -114,12 +116,13 @@ def publish(
     Examples:
         .. code-block:: python
 
-    import dagster as dg
+            import dagster as dg
 
-    from branchlake_dagster import publish
+            from branchlake_dagster import publish
 
-    result = defs.resolve_implicit_global_asset_job_def().execute_in_process(instance=instance) outcome =
-    publish(result, defs, instance=instance) assert outcome.published, outcome.reasons
+            result = defs.resolve_implicit_global_asset_job_def().execute_in_process(instance=instance)
+            outcome = publish(result, defs, instance=instance)
+            assert outcome.published, outcome.reasons
     """
     instance = instance or dg.DagsterInstance.get()
     run_id = run if isinstance(run, str) else run.run_id

@@ -55,9 +55,10 @@ class NotPublished(BranchlakeError, Terminal):  # noqa: N818 - named like the ot
     Examples:
         .. code-block:: python
 
-    @dg.run_failure_sensor def alert(context: dg.RunFailureSensorContext): if
-    context.dagster_run.tags.get("branchlake") in ("blocked", "refused"):
-    context.log.error(context.failure_event.message)
+            @dg.run_failure_sensor
+            def alert(context: dg.RunFailureSensorContext):
+                if context.dagster_run.tags.get("branchlake") in ("blocked", "refused"):
+                    context.log.error(context.failure_event.message)
     """
 
 
@@ -85,12 +86,13 @@ def publish_at_end(
     Examples:
         .. code-block:: python
 
-    import dagster as dg
+            import dagster as dg
 
-    from branchlake_dagster import publish_at_end
+            from branchlake_dagster import publish_at_end
 
-    prices_job = dg.define_asset_job( "prices_job", selection="shop/prices",
-    executor_def=publish_at_end(dg.in_process_executor) )
+            prices_job = dg.define_asset_job(
+                "prices_job", selection="shop/prices", executor_def=publish_at_end(dg.in_process_executor)
+            )
     """
 
     def create(context: Any) -> Executor:

@@ -54,9 +54,9 @@ class PublishedAssets:
     Examples:
         .. code-block:: python
 
-    def request(published: PublishedAssets) -> dg.RunRequest | None: days =
-    published.partitions[dg.AssetKey(["shop", "prices"])] return dg.RunRequest(tags={"days":
-    ",".join(sorted(day for day in days if day))})
+            def request(published: PublishedAssets) -> dg.RunRequest | None:
+                days = published.partitions[dg.AssetKey(["shop", "prices"])]
+                return dg.RunRequest(tags={"days": ",".join(sorted(day for day in days if day))})
     """
 
     publication: Publication
@@ -109,12 +109,12 @@ def published_sensor(
     Examples:
         .. code-block:: python
 
-    import dagster as dg
+            import dagster as dg
 
-    from branchlake_dagster import published_sensor
+            from branchlake_dagster import published_sensor
 
-    report_job = dg.define_asset_job("report_job", selection="report") after_prices =
-    published_sensor("after_prices", assets=[["shop", "prices"]], job=report_job)
+            report_job = dg.define_asset_job("report_job", selection="report")
+            after_prices = published_sensor("after_prices", assets=[["shop", "prices"]], job=report_job)
     """
     if not isinstance(assets, AssetSelection) and not assets:
         raise ConfigurationError(

@@ -59,8 +59,9 @@ class AlertFailed(BranchlakeError, Transient):  # noqa: N818 - named like the ot
     Examples:
         .. code-block:: python
 
-    def page(run: UnpublishedRun) -> None: if not pager.send(run.text): raise AlertFailed("The pager did not
-    take the message.", run_id=run.run_id)
+            def page(run: UnpublishedRun) -> None:
+                if not pager.send(run.text):
+                    raise AlertFailed("The pager did not take the message.", run_id=run.run_id)
     """
 
 
@@ -82,8 +83,9 @@ class UnpublishedRun:
     Examples:
         .. code-block:: python
 
-    def notify_owners(run: UnpublishedRun) -> None: for key in run.partitions: send_mail(OWNERS[key],
-    subject=f"{key.to_user_string()} {run.state}", body=run.text)
+            def notify_owners(run: UnpublishedRun) -> None:
+                for key in run.partitions:
+                    send_mail(OWNERS[key], subject=f"{key.to_user_string()} {run.state}", body=run.text)
     """
 
     run_id: str
@@ -143,11 +145,11 @@ def webhook_alert(
     Examples:
         .. code-block:: python
 
-    import dagster as dg
+            import dagster as dg
 
-    from branchlake_dagster import on_blocked, webhook_alert
+            from branchlake_dagster import on_blocked, webhook_alert
 
-    alerts = on_blocked(webhook_alert(dg.EnvVar("SLACK_WEBHOOK_URL")))
+            alerts = on_blocked(webhook_alert(dg.EnvVar("SLACK_WEBHOOK_URL")))
     """
 
     def post(run: UnpublishedRun) -> None:
@@ -215,12 +217,12 @@ def on_blocked(
     Examples:
         .. code-block:: python
 
-    import dagster as dg
+            import dagster as dg
 
-    from branchlake_dagster import branchlake_definitions, on_blocked
+            from branchlake_dagster import branchlake_definitions, on_blocked
 
-    alerts = on_blocked(lambda run: print(run.text), dagster_url="http://127.0.0.1:3000") defs =
-    branchlake_definitions(definitions=dg.Definitions(sensors=[alerts]))
+            alerts = on_blocked(lambda run: print(run.text), dagster_url="http://127.0.0.1:3000")
+            defs = branchlake_definitions(definitions=dg.Definitions(sensors=[alerts]))
     """
     if unknown := sorted(set(states) - set(STATES)):
         raise ConfigurationError(

@@ -63,11 +63,11 @@ class DefinitionsWarning(UserWarning):
     Examples:
         .. code-block:: python
 
-    import warnings
+            import warnings
 
-    from branchlake_dagster import DefinitionsWarning
+            from branchlake_dagster import DefinitionsWarning
 
-    warnings.simplefilter("error", DefinitionsWarning) # as in tests
+            warnings.simplefilter("error", DefinitionsWarning)  # as in tests
     """
 
 
