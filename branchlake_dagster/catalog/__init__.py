@@ -1,4 +1,4 @@
-"""Nessie as a PyIceberg catalogue.
+"""A PyIceberg catalog on Nessie.
 
 `load_catalog("nessie", **{"py-catalog-impl": "branchlake_dagster.catalog.NessieCatalog", …})`
 """

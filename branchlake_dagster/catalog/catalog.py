@@ -65,7 +65,7 @@ _ENDS_PATH = re.compile(r"[?#]")
 
 
 def table_content(content_id: str | None, location: str, metadata: TableMetadata) -> IcebergTable:
-    """What Nessie stores for a table, with the ids as Iceberg's own NessieCatalog sets them."""
+    """Build the content that Nessie stores for a table, with ids as in Iceberg's own NessieCatalog."""
     snapshot = metadata.current_snapshot_id
     return IcebergTable(
         content_id=content_id,
@@ -81,17 +81,17 @@ def _require_table(key: ContentKey, content: Content | None) -> IcebergTable:
     if content is None:
         raise NoSuchTableError(f"Table does not exist: {key}")
     if not isinstance(content, IcebergTable):
-        raise NoSuchIcebergTableError(f"Table does not exist: {key} is something else ({content})")
+        raise NoSuchIcebergTableError(f"Table does not exist: {key} is not a table ({content})")
     return content
 
 
 def _to_folder_name(name: str) -> str:
-    """A name in a location: what ends the path of a URL would cut the location off there."""
+    """Replace the characters that would end the path of a URL, and so would cut off the location."""
     return _ENDS_PATH.sub("_", name)
 
 
 def _format_commit_message(key: ContentKey, updates: Sequence[TableUpdate]) -> str:
-    """A commit message such as "Update table a.b: append"."""
+    """Format a commit message such as "Update table a.b: append"."""
     snapshots = [update.snapshot.summary for update in updates if isinstance(update, AddSnapshotUpdate)]
     actions = [summary.operation.value for summary in snapshots if summary]
     actions = actions or [update.action for update in updates]
@@ -99,12 +99,12 @@ def _format_commit_message(key: ContentKey, updates: Sequence[TableUpdate]) -> s
 
 
 def _parent_keys(key: ContentKey) -> tuple[ContentKey, ...]:
-    """The namespaces that hold a key, the outermost first."""
+    """Return the keys of the namespaces that hold a key, the outermost first."""
     return tuple(ContentKey(key[:depth]) for depth in range(1, len(key)))
 
 
 def _is_same_state(table: Table, content: Content | None) -> bool:
-    """Whether Nessie has the table in the very state of `table`."""
+    """Check whether Nessie holds the table in exactly the state of `table`."""
     return isinstance(content, IcebergTable) and content.metadata_location == table.metadata_location
 
 
@@ -116,16 +116,22 @@ def _build_response(table: Table) -> CommitTableResponse:
 class NessieCatalog(NoViews, NamespaceOperations):
     """The Iceberg tables of one Nessie reference, as a PyIceberg catalog.
 
-    Properties: `uri` (Nessie's API v2), `ref` (branch, tag, `name@hash` or hash; default `main`),
-    `warehouse` (where new tables go), `token`, `ssl.verify` (`true`, `false` or a CA bundle),
-    `commit.author`, `commit.property.<name>` (goes with every commit), `namespace.create` (`true`: a new
-    table brings the namespaces that are missing, in its own commit); all others configure FileIO.
-    Tags and hashes are read-only. Every created table gets a location of its own, because two branches
-    may create the same table, and `gc.enabled=false`, because other references may need its files.
+    Each created table gets a location of its own, because two branches may create the same table. It also
+    gets `gc.enabled=false`, because other references may need its files. Tags and hashes are read-only.
+
+    Properties:
+
+    - `uri`: Nessie's API v2
+    - `ref`: a branch, tag, `name@hash` or hash (default: `main`)
+    - `warehouse`: the folder for new tables
+    - `token`, and `ssl.verify` (`true`, `false` or a CA bundle)
+    - `commit.author`, and `commit.property.<name>`, which are added to every commit
+    - `namespace.create`: with `true`, the commit of a new table also creates the missing namespaces
+    - All other properties configure FileIO.
 
     Args:
-        name (str): The name that PyIceberg gives the catalog.
-        client (Optional[NessieClient]): A client that the caller closes. (default: one made from `uri`)
+        name (str): The name of the catalog in PyIceberg.
+        client (Optional[NessieClient]): A client that the caller closes. (default: a new one for `uri`)
         on_load (Optional[Callable[[Identifier], None]]): Called with the identifier of each loaded table.
         **properties (str): The properties above.
 
@@ -145,7 +151,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         on_load: Callable[[Identifier], None] | None = None,
         **properties: str,
     ) -> None:
-        # FileIO implementations receive these properties: Nessie's token is none of their business.
+        # FileIO implementations receive these properties, and must not receive Nessie's token.
         super().__init__(name, **{key: value for key, value in properties.items() if key != options.TOKEN})
         self._owns_client = client is None
         self._on_load = on_load
@@ -168,16 +174,16 @@ class NessieCatalog(NoViews, NamespaceOperations):
         on_load: Callable[[Identifier], None] | None = None,
         **properties: str,
     ) -> NessieCatalog:
-        """A catalogue on `ref` that shares `client`'s connections and does not close them.
+        """Create a catalog on `ref` that shares the connections of `client`, and does not close them.
 
-        `on_load` is called with each table that `load_table` is about to give away.
+        `on_load` is called with the identifier of each table before `load_table` returns it.
         """
         all_properties = {**properties, options.REF: ref, WAREHOUSE_LOCATION: warehouse}
         return cls(name, client, on_load, **all_properties)
 
     @property
     def ref(self) -> str:
-        """The reference argument this catalogue was opened on."""
+        """The reference argument of this catalog."""
         return self._store.ref
 
     @property
@@ -186,7 +192,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         return self._store.last_hash
 
     def close(self) -> None:
-        """Close the connections, unless they belong to a client that was passed in."""
+        """Close the connections, unless they belong to a client that the caller passed."""
         if self._owns_client:
             self._store.client.close()
 
@@ -207,19 +213,20 @@ class NessieCatalog(NoViews, NamespaceOperations):
         )
 
     def table_of(self, identifier: Identifier, content: IcebergTable) -> Table:
-        """The table as `content` has it, which need not be what this reference holds now.
+        """Load the table in the state of `content`, which may differ from the state on this reference.
 
-        Its `io` and metadata are as usual; a commit through it meets the reference's present state.
+        A commit through the table is checked against the current state of the reference.
         """
         return self._load(ContentKey(identifier), content)
 
     def load_table(self, identifier: str | Identifier) -> Table:
-        """The table; NoSuchTableError, also for a namespace or view of that name.
+        """Load a table.
 
-        A missing reference is ReferenceNotFound, never "no such table".
+        Raises NoSuchTableError, also if the name is a namespace or view. A missing reference raises
+        ReferenceNotFound instead.
         """
         key = self._key(identifier)
-        # In the same request: should the table be missing, its creation asks for them next.
+        # Read in the same request: if the table is missing, the caller usually creates it next.
         parent_keys = _parent_keys(key) if self._creates_namespaces else ()
         content = _require_table(key, self._store.read(key, *parent_keys).contents.get(key))
         if self._on_load is not None:
@@ -227,12 +234,12 @@ class NessieCatalog(NoViews, NamespaceOperations):
         return self._load(key, content)
 
     def table_exists(self, identifier: str | Identifier) -> bool:
-        """Whether the name holds an Iceberg table; reads no file."""
+        """Check whether the name holds an Iceberg table. Reads no file."""
         key = self._key(identifier)
         return isinstance(self._store.read(key).contents.get(key), IcebergTable)
 
     def list_tables(self, namespace: str | Identifier) -> list[Identifier]:
-        """The tables directly in `namespace`."""
+        """List the tables directly in `namespace`."""
         key = namespace_key(namespace)
         require_namespace(self._store.read(key), key)
         return [entry.key.elements for entry in self._store.iter_children(key.elements, "ICEBERG_TABLE")]
@@ -240,7 +247,10 @@ class NessieCatalog(NoViews, NamespaceOperations):
     # -- tables: creating ------------------------------------------------------------------------------
 
     def _new_location(self, key: ContentKey, state: ContentsAt, table_uuid: uuid.UUID) -> str:
-        """`<namespace's location or warehouse/levels>/<table>_<uuid>`, as Iceberg's Java catalogue does."""
+        """Return the location of a new table, as Iceberg's Java catalog does.
+
+        Its form is `<location of the namespace, or warehouse/levels>/<table>_<uuid>`.
+        """
         namespace = state.contents.get(ContentKey(key.parent))
         base = namespace.properties.get(LOCATION) if isinstance(namespace, Namespace) else None
         if not base:
@@ -259,7 +269,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         sort_order: SortOrder = UNSORTED_SORT_ORDER,
         properties: Properties = EMPTY_DICT,
     ) -> StagedTable:
-        """A table that exists in memory only; PyIceberg's create transactions start from it too."""
+        """Create a table in memory only. PyIceberg's create transactions start from it too."""
         key = self._key(identifier)
         namespace_key(key.parent)
         values: dict[str, Any] = {GC_ENABLED: "false", **properties}
@@ -289,9 +299,9 @@ class NessieCatalog(NoViews, NamespaceOperations):
         sort_order: SortOrder = UNSORTED_SORT_ORDER,
         properties: Properties = EMPTY_DICT,
     ) -> CreateTableTransaction:
-        """A table that begins with what is written in the transaction, all in one commit.
+        """Begin a transaction that creates a table and writes to it, all in one commit.
 
-        TableAlreadyExistsError, NoSuchNamespaceError: now, or when it is committed.
+        Raises TableAlreadyExistsError or NoSuchNamespaceError, here or when the transaction is committed.
         """
         staged = self._create_staged_table(
             identifier, schema, location, partition_spec, sort_order, properties
@@ -307,7 +317,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         sort_order: SortOrder = UNSORTED_SORT_ORDER,
         properties: Properties = EMPTY_DICT,
     ) -> Table:
-        """Create an empty table; TableAlreadyExistsError, NoSuchNamespaceError."""
+        """Create an empty table. Raises TableAlreadyExistsError or NoSuchNamespaceError."""
         staged = self._create_staged_table(
             identifier, schema, location, partition_spec, sort_order, properties
         )
@@ -327,7 +337,10 @@ class NessieCatalog(NoViews, NamespaceOperations):
         *,
         overwrite: bool = False,
     ) -> None:
-        """Let `identifier` hold the metadata file at `location`; over an existing table if told so."""
+        """Commit the metadata file at `location` under `identifier`.
+
+        With `overwrite`, it may replace an existing table.
+        """
         key = ContentKey(identifier)
         namespace_key(key.parent)
 
@@ -343,7 +356,10 @@ class NessieCatalog(NoViews, NamespaceOperations):
         )
 
     def _cached_if_creatable(self, key: ContentKey) -> ContentsAt | None:
-        """What is remembered, if a new table can be made by it. That it cannot is never told from memory."""
+        """Return the cached contents if a new table can be created on them, else None.
+
+        The cache can never prove that a table cannot be created.
+        """
         state = self._store.get_cached(key, *_parent_keys(key))
         if state is None or key in state.contents:
             return None
@@ -355,19 +371,22 @@ class NessieCatalog(NoViews, NamespaceOperations):
         return state if is_creatable else None
 
     def _plan_namespaces(self, key: ContentKey, state: ContentsAt) -> list[Operation]:
-        """What makes the namespaces that a new table still needs; NoSuchNamespaceError if it may not."""
+        """Return the operations that create the missing namespaces of a new table.
+
+        Raises NoSuchNamespaceError if a namespace is missing and must not be created.
+        """
         parent_keys = _parent_keys(key)
-        missing = [one for one in parent_keys if self._creates_namespaces and one not in state.contents]
+        missing = [key for key in parent_keys if self._creates_namespaces and key not in state.contents]
         for parent_key in (
             set(parent_keys[-1:]).union(parent_keys if self._creates_namespaces else ()).difference(missing)
         ):
             require_namespace(state, parent_key)
-        return [Put(one, Namespace(None, one.elements)) for one in missing]
+        return [Put(key, Namespace(None, key.elements)) for key in missing]
 
     def register_table(
         self, identifier: str | Identifier, metadata_location: str, overwrite: bool = False
     ) -> Table:
-        """Let a name hold an existing metadata file, instead of what it held when `overwrite`."""
+        """Register an existing metadata file under a name. With `overwrite`, it may replace a table."""
         key = self._key(identifier)
         metadata = read_metadata(self._load_file_io(location=metadata_location), metadata_location)
         self._put_table(key.elements, metadata_location, metadata, "Register table", overwrite=overwrite)
@@ -378,7 +397,8 @@ class NessieCatalog(NoViews, NamespaceOperations):
     def record_prefixes(self, metadata: TableMetadata) -> None:
         """Record in the warehouse where files of a table are written (see `written_prefixes`).
 
-        Who writes files of a table that this catalog has only loaded calls this before. Raises OSError.
+        Code that writes files of a table which this catalog has only loaded must call this before it writes.
+        Raises OSError.
         """
         warehouse = self.properties.get(WAREHOUSE_LOCATION)
         if warehouse:
@@ -391,21 +411,22 @@ class NessieCatalog(NoViews, NamespaceOperations):
     def commit_table(
         self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
     ) -> CommitTableResponse:
-        """Write the next metadata file and swap it in, if the table is still what it was.
+        """Write the next metadata file and commit it, if the table has not changed.
 
-        Raises CommitFailedException when it is not (nothing was changed), CommitStateUnknownException
-        when nobody can say (the files stay), TableAlreadyExistsError and NoSuchTableError.
+        Raises CommitFailedException if the table has changed (nothing was committed),
+        CommitStateUnknownException if the outcome is unknown (the files stay), TableAlreadyExistsError and
+        NoSuchTableError.
         """
         key = ContentKey(table.name())
         self._store.require_branch()
         creates = any(isinstance(requirement, AssertCreate) for requirement in requirements)
-        # What asserts nothing is not tried from memory: it is applied to what is there now.
+        # A commit without requirements skips the cache: it applies to the current state.
         cached_state = self._store.get_cached(key) if requirements else None
         cached_error: Exception | None = None
         if creates and self._cached_if_creatable(key) is not None:
             return self._create_from_updates(key, requirements, updates)
         if cached_state is not None and not creates and _is_same_state(table, cached_state.contents.get(key)):
-            try:  # usually the table still is what was loaded, and Nessie refuses the commit if it is not
+            try:  # usually nothing changed since the load; otherwise Nessie refuses the commit
                 return self._commit_updates(cached_state, table, requirements, updates)
             except (CommitFailedException, ReferenceNotFound) as error:
                 cached_error = error
@@ -436,7 +457,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         requirements: tuple[TableRequirement, ...],
         updates: tuple[TableUpdate, ...],
     ) -> CommitTableResponse:
-        """The next state of a table whose present one, as it was `state`, is `current`."""
+        """Commit the next state of a table. `current` is the table as `state` has it."""
         key = ContentKey(current.name())
         current_content = _require_table(key, state.contents.get(key))
         staged = self._update_and_stage_table(current, key.elements, requirements, updates)
@@ -455,10 +476,10 @@ class NessieCatalog(NoViews, NamespaceOperations):
 
     @staticmethod
     def _delete_old_metadata(io: FileIO, base: TableMetadata, metadata: TableMetadata) -> None:
-        """Never: another branch, a tag or an older hash may still read that metadata file."""
+        """Keep the file: another branch, a tag or an older hash may still read it."""
 
     def drop_table(self, identifier: str | Identifier) -> None:
-        """Remove the name from this branch; no file is touched."""
+        """Remove the name from this branch. No file is deleted."""
         key = self._key(identifier)
 
         def plan(state: ContentsAt) -> Sequence[Operation]:
@@ -468,7 +489,10 @@ class NessieCatalog(NoViews, NamespaceOperations):
         self._store.commit_plan([key], plan, f"Drop table {key}")
 
     def purge_table(self, identifier: str | Identifier) -> None:
-        """Refused: only a collector that knows every reference can tell which files are unused."""
+        """Raise Unsupported.
+
+        Only a collector that reads every reference can decide which files are unused.
+        """
         key = self._key(identifier)
         raise Unsupported(
             f"Purging {key} would delete files that other branches, tags and hashes may still need.",
@@ -478,7 +502,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
         )
 
     def rename_table(self, from_identifier: str | Identifier, to_identifier: str | Identifier) -> Table:
-        """Move a table to another name in one commit; its content id and files stay."""
+        """Rename a table in one commit. Its content id and files stay."""
         source, target = self._key(from_identifier), self._key(to_identifier)
         namespace = namespace_key(target.parent)
 

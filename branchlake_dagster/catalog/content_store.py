@@ -1,4 +1,4 @@
-"""One reference as a place to read contents from and to change them by compare-and-swap."""
+"""Read the contents of one Nessie reference, and change them by compare-and-swap."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from branchlake_dagster.nessie.model import (
 
 _ATTEMPTS = 4
 _CACHE_S = 300.0
-"""A commit that starts from an old hash lets the server walk through all commits since."""
+"""Seconds that contents stay in the cache. From an older hash, the server walks through all later commits."""
 
 
 @dataclass(frozen=True)
 class _CachedContents:
-    """What `keys` held when it was `read_at` on the monotonic clock; those that are not in `state` held nothing."""
+    """The contents of `keys` at `read_at` on the monotonic clock. Keys that `state` lacks held nothing."""
 
     keys: frozenset[ContentKey]
     state: ContentsAt
@@ -47,9 +47,9 @@ class _CachedContents:
 class ReferenceStore:
     """Reads `ref` at its head and commits to it, if it is a branch.
 
-    `author` and `properties` go with every commit. Errors of the client pass through unchanged, but for
-    commits: there they become PyIceberg's *failed* and *state unknown*, because PyIceberg deletes the
-    files of a failed commit and keeps those of an unknown one.
+    `author` and `properties` are added to every commit. Errors of the client pass unchanged, except in
+    commits: there they become PyIceberg's *failed* and *state unknown*. PyIceberg deletes the files of a
+    failed commit and keeps those of an unknown one.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ReferenceStore:
         self._properties = dict(properties)
 
     def read(self, *keys: ContentKey) -> ContentsAt:
-        """The contents of `keys` and the hash they were read at."""
+        """Read the contents of `keys`, and the hash at which they were read."""
         started_at = self._now()
         state = self.client.contents_at(self.ref, keys)
         self._cached = _CachedContents(frozenset(keys), state, started_at)
@@ -78,14 +78,14 @@ class ReferenceStore:
 
     @property
     def last_hash(self) -> str | None:
-        """Hash of the reference at the last read or commit here; None before that, or if a commit failed."""
+        """Hash of the reference at the last read or commit; None before that, or if a commit failed."""
         return self._cached.state.reference.hash if self._cached else None
 
     def get_cached(self, *keys: ContentKey) -> ContentsAt | None:
-        """What the last read or commit here told of `keys`, lately; None: read them.
+        """Return what the last read or commit returned for `keys`; None if it is too old or lacks a key.
 
-        Nothing to decide by, for others may have changed it since; but to commit from: the server refuses
-        the commit then, and what was remembered is forgotten.
+        Never decide by the cache, because other writers may have changed the keys since. But a commit may
+        start from it: the server refuses an outdated one, and then the cache is cleared.
         """
         cached = self._cached
         if cached is None or not cached.keys.issuperset(keys) or self._now() - cached.read_at > _CACHE_S:
@@ -93,33 +93,34 @@ class ReferenceStore:
         return cached.state
 
     def iter_children(self, namespace: tuple[str, ...], content_type: str) -> Iterator[ContentEntry]:
-        """The entries directly under `namespace` (empty: at the top) of one content type."""
+        """Iterate over the entries of one content type directly under `namespace` (empty: at the top)."""
         terms = [f"entry.contentType == '{content_type}'"]
         if not any("." in element for element in namespace):
-            # CEL takes JSON's string escapes. It sees namespaces dotted, so one whose elements have dots
-            # is left to the comparison below, which decides in every case.
+            # CEL accepts JSON's string escapes. Its namespaces are joined by dots, so it cannot filter a
+            # namespace with dots in its elements. The comparison below decides in every case.
             terms.append(f"entry.namespace == {json.dumps('.'.join(namespace), ensure_ascii=False)}")
         for entry in self.client.entries(self.ref, filter=" && ".join(terms)):
             if entry.key.parent == namespace:
                 yield entry
 
     def require_branch(self, reference: Reference | None = None) -> None:
-        """Raise ReadOnlyReference unless `ref` can be committed to.
+        """Raise ReadOnlyReference unless `ref` accepts commits.
 
-        `reference` is what the server said `ref` is; without it only what the argument itself tells.
+        `reference` is the server's description of `ref`. Without it, only the argument `ref` itself is
+        checked.
         """
         if self._is_fixed or (reference and reference.type is not ReferenceType.BRANCH):
             kind = "a fixed hash" if self._is_fixed else "a tag"
             raise ReadOnlyReference(
                 f"{self.ref} is {kind} and cannot be changed.",
                 branch=self.ref,
-                hint="Open the catalogue on a branch.",
+                hint="Open the catalog on a branch.",
             )
 
     def commit(self, base: Reference, operations: Sequence[Operation], message: str) -> None:
         """Commit `operations` if their keys are unchanged since `base`.
 
-        Raises NessieConflict when they are not, CommitStateUnknownException when nobody can say.
+        Raises NessieConflict if they have changed, CommitStateUnknownException if the outcome is unknown.
         """
         self.require_branch(base)
         self._cached = None
@@ -142,10 +143,10 @@ class ReferenceStore:
             raise CommitStateUnknownException(str(outcome_unknown)) from outcome_unknown
 
     def _is_committed(self, operations: Sequence[Operation]) -> bool:
-        """Whether the tables already stand as `operations` would put them.
+        """Check whether the tables are already as `operations` would leave them.
 
-        Metadata files have unique names, so finding ours proves the commit. Not finding it proves
-        nothing: the request may still be on its way, or others may have committed on top of it.
+        Metadata files have unique names, so finding ours proves the commit. Not finding it proves nothing:
+        the request may still be under way, or others may have committed after it.
         """
         locations = {
             operation.key: operation.content.metadata_location
@@ -171,11 +172,11 @@ class ReferenceStore:
         *,
         cached_state: ContentsAt | None = None,
     ) -> None:
-        """Read `keys`, let `plan` answer with operations (or raise), and commit them.
+        """Read `keys`, call `plan` with their contents for the operations, and commit these.
 
-        When one of the keys moved in between, it is done again from the new state, so that a lost race
-        ends in the error that `plan` has for it, such as "already exists". `cached_state` is a state that was
-        `get_cached`: tried first, and for nothing but a commit.
+        If one of the keys changes in between, this is repeated from the new state. So a lost race ends in the
+        error that `plan` raises for it, such as "already exists". `cached_state` is a state from
+        `get_cached`; it is tried first, and used only for a commit.
         """
 
         def states() -> Iterator[ContentsAt]:
@@ -192,17 +193,20 @@ class ReferenceStore:
                 return None
             try:
                 return self.commit(state.reference, operations, message)
-            except (NessieConflict, ReferenceNotFound) as error:  # a reference that is gone is told by `read`
+            except (NessieConflict, ReferenceNotFound) as error:  # `read` reports a missing reference
                 last_error = error
         raise CommitFailedException(
-            f"{message}: others kept changing the same keys. {last_error}"
+            f"{message}: other writers kept changing the same keys. {last_error}"
         ) from last_error
 
 
 def _contents_after_commit(
     operations: Sequence[Operation], result: CommitResult, base: Reference, read_at: float
 ) -> _CachedContents:
-    """What is known of the keys that a commit changed. Of others nothing is: it may not be `base`'s child."""
+    """Return the contents of the keys that a commit changed.
+
+    Other keys are unknown: `base` may not be the parent of the commit.
+    """
     contents = {}
     for operation in operations:
         if isinstance(operation, Put):

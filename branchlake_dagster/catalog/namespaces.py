@@ -1,4 +1,4 @@
-"""Namespaces of the catalog, nested to any depth, with properties; views are refused."""
+"""Namespaces of the catalog, nested to any depth, with properties. Views are refused."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 
 def namespace_key(namespace: str | Identifier) -> ContentKey:
-    """The content key of a namespace; raises NoSuchNamespaceError for an empty or blank one."""
+    """Return the content key of a namespace. Raises NoSuchNamespaceError for an empty or blank name."""
     Catalog.namespace_to_string(namespace, NoSuchNamespaceError)
     return ContentKey(Catalog.identifier_to_tuple(namespace))
 
 
 def require_namespace(state: ContentsAt, key: ContentKey) -> Namespace:
-    """The namespace under `key`; raises NoSuchNamespaceError."""
+    """Return the namespace under `key`. Raises NoSuchNamespaceError."""
     content = state.contents.get(key)
     if not isinstance(content, Namespace):
-        # "exists" is PyIceberg's own wording in its other catalogues, which callers match on.
+        # "exists" is the wording of PyIceberg's other catalogs, which callers match.
         raise NoSuchNamespaceError(
             f"Namespace {key} does not exists at {state.reference.name or 'this hash'}"
         )
@@ -46,28 +46,28 @@ def require_namespace(state: ContentsAt, key: ContentKey) -> Namespace:
 
 
 def _to_string_properties(properties: Properties) -> dict[str, str]:
-    """Properties as texts; ValueError for a missing value or a name that is none."""
+    """Convert property values to strings. Raises ValueError for a missing value or an invalid name."""
     if not all(isinstance(name, str) and name for name in properties):
-        raise ValueError(f"Property names must be non-empty texts, not {list(properties)}")
+        raise ValueError(f"Property names must be non-empty strings, not {list(properties)}")
     return transform_dict_value_to_str(dict(properties))
 
 
 class NamespaceOperations(MetastoreCatalog, ABC):
-    """The namespace half of `NessieCatalog`."""
+    """The namespace operations of `NessieCatalog`."""
 
     _store: ReferenceStore
 
     def namespace_exists(self, namespace: str | Identifier) -> bool:
-        """Whether the namespace exists; NoSuchNamespaceError for an empty name."""
+        """Check whether the namespace exists. Raises NoSuchNamespaceError for an empty name."""
         key = namespace_key(namespace)
         return isinstance(self._store.read(key).contents.get(key), Namespace)
 
     def create_namespace(self, namespace: str | Identifier, properties: Properties = EMPTY_DICT) -> None:
-        """Create a namespace, and in the same commit those of its parents that are missing.
+        """Create a namespace, and its missing parents in the same commit.
 
-        PyIceberg's other catalogues take parents for granted; Nessie wants each to exist.
-        NamespaceAlreadyExistsError, also when a table has that name; NoSuchNamespaceError when a parent
-        is a table.
+        PyIceberg's other catalogs do not require parents; Nessie requires each of them. Raises
+        NamespaceAlreadyExistsError, also if a table has that name, and NoSuchNamespaceError if a parent is a
+        table.
         """
         key = namespace_key(namespace)
         values = _to_string_properties(properties)
@@ -87,7 +87,7 @@ class NamespaceOperations(MetastoreCatalog, ABC):
         self._store.commit_plan([key, *parents], plan, f"Create namespace {key}")
 
     def drop_namespace(self, namespace: str | Identifier) -> None:
-        """Drop an empty namespace; NamespaceNotEmptyError when tables, views or namespaces are in it."""
+        """Drop an empty namespace. Raises NamespaceNotEmptyError if it has tables, views or namespaces."""
         key = namespace_key(namespace)
 
         def plan(state: ContentsAt) -> Sequence[Operation]:
@@ -103,10 +103,10 @@ class NamespaceOperations(MetastoreCatalog, ABC):
             kinds = {item.kind for item in conflict.conflicts}
             if "NAMESPACE_NOT_EMPTY" in kinds:
                 raise NamespaceNotEmptyError(f"Namespace {key} is not empty.") from conflict
-            raise CommitFailedException(f"Namespace {key} changed meanwhile. {conflict}") from conflict
+            raise CommitFailedException(f"Another process changed namespace {key}. {conflict}") from conflict
 
     def list_namespaces(self, namespace: str | Identifier = ()) -> list[Identifier]:
-        """The namespaces directly under `namespace`; those at the top for an empty one."""
+        """List the namespaces directly under `namespace`; an empty one stands for the top."""
         if not namespace:
             return [entry.key.elements for entry in self._store.iter_children((), "NAMESPACE")]
         key = namespace_key(namespace)
@@ -114,7 +114,7 @@ class NamespaceOperations(MetastoreCatalog, ABC):
         return [entry.key.elements for entry in self._store.iter_children(key.elements, "NAMESPACE")]
 
     def load_namespace_properties(self, namespace: str | Identifier) -> Properties:
-        """A copy of the namespace's properties."""
+        """Load a copy of the namespace's properties."""
         key = namespace_key(namespace)
         properties: dict[str, Any] = dict(require_namespace(self._store.read(key), key).properties)
         return properties
@@ -122,7 +122,7 @@ class NamespaceOperations(MetastoreCatalog, ABC):
     def update_namespace_properties(
         self, namespace: str | Identifier, removals: set[str] | None = None, updates: Properties = EMPTY_DICT
     ) -> PropertiesUpdateSummary:
-        """Remove and set properties in one commit; ValueError when a key is in both."""
+        """Remove and set properties in one commit. Raises ValueError if a key is in both."""
         key = namespace_key(namespace)
         values = _to_string_properties(updates)
         summary: list[PropertiesUpdateSummary] = []
@@ -143,35 +143,35 @@ class NamespaceOperations(MetastoreCatalog, ABC):
 def _refuse_view(identifier: str | Identifier) -> NoReturn:
     name = identifier if isinstance(identifier, str) else ".".join(identifier)
     raise Unsupported(
-        f"Views are not supported by this catalogue, so {name!r} cannot be used as one.",
+        f"This catalog does not support views, so {name!r} cannot be used as a view.",
         hint="Create and read views through Spark, on the same branch.",
     )
 
 
 class NoViews(MetastoreCatalog, ABC):
-    """Answers every view operation with Unsupported, which is a NotImplementedError.
+    """Raises Unsupported, which is a NotImplementedError, for every view operation.
 
-    PyIceberg's other catalogues raise a bare NotImplementedError.
+    PyIceberg's other catalogs raise a bare NotImplementedError.
     """
 
     def list_views(self, namespace: str | Identifier) -> list[Identifier]:
-        """Refused."""
+        """Raise Unsupported."""
         _refuse_view(namespace)
 
     def view_exists(self, identifier: str | Identifier) -> bool:
-        """Refused."""
+        """Raise Unsupported."""
         _refuse_view(identifier)
 
     def load_view(self, identifier: str | Identifier) -> NoReturn:
-        """Refused."""
+        """Raise Unsupported."""
         _refuse_view(identifier)
 
     def drop_view(self, identifier: str | Identifier) -> None:
-        """Refused."""
+        """Raise Unsupported."""
         _refuse_view(identifier)
 
     def register_view(self, identifier: str | Identifier, metadata_location: str) -> NoReturn:  # noqa: ARG002
-        """Refused."""
+        """Raise Unsupported."""
         _refuse_view(identifier)
 
     def create_view(
@@ -182,5 +182,5 @@ class NoViews(MetastoreCatalog, ABC):
         location: str | None = None,  # noqa: ARG002
         properties: Properties = EMPTY_DICT,  # noqa: ARG002
     ) -> NoReturn:
-        """Refused."""
+        """Raise Unsupported."""
         _refuse_view(identifier)

@@ -1,4 +1,4 @@
-"""The properties that `NessieCatalog` reads, and the client they describe."""
+"""The properties of `NessieCatalog`, and the client that they configure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_AUTHOR = "branchlake"
 
 
 def commit_properties(properties: Mapping[str, str]) -> dict[str, str]:
-    """The properties that go with every commit: those named `commit.property.<name>`."""
+    """Return the properties for every commit: those named `commit.property.<name>`."""
     return {
         name.removeprefix(COMMIT_PROPERTY): str(value)
         for name, value in properties.items()
@@ -33,11 +33,11 @@ def _parse_verify(value: str) -> bool | str:
 
 
 def build_client(properties: Mapping[str, str]) -> NessieClient:
-    """A client for `uri`, `token` and `ssl.verify` (`true`, `false` or the path of a CA bundle)."""
+    """Build a client from `uri`, `token` and `ssl.verify` (`true`, `false` or the path of a CA bundle)."""
     uri = properties.get(URI)
     if not uri:
         raise ConfigurationError(
-            "The Nessie catalogue has no 'uri' property.", hint="Example: http://127.0.0.1:19120/api/v2"
+            "The Nessie catalog has no 'uri' property.", hint="Example: http://127.0.0.1:19120/api/v2"
         )
     return NessieClient(
         uri, token=properties.get(TOKEN), verify=_parse_verify(str(properties.get(VERIFY, "true")))

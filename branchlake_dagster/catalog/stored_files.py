@@ -1,12 +1,11 @@
-"""Files of Iceberg tables in storage: read whole, compared with their recorded size, synchronized to disk.
+"""Files of Iceberg tables in storage: read completely, checked for their size, synchronized to disk.
 
-PyIceberg keeps what it has read, and reads a table without asking for its data files. The functions here
-answer whether a table can be read: every call goes to the storage.
+PyIceberg caches what it has read, and loads a table without checking its data files. The functions here
+answer whether a table can be read, so every call asks the storage.
 
-A commit in Nessie names files. A file system writes a new file to disk up to half a minute later: after a
-power cut in between, Nessie knew a table whose metadata file was empty. Local files are therefore
-synchronized to disk, file and folder, before a commit names them. Object stores answer a write when the
-object is safe.
+A commit in Nessie names files. A file system writes a new file to disk up to half a minute later. After a
+power cut in between, Nessie had a table whose metadata file was empty. Therefore local files are synchronized
+to disk, with their folder, before a commit names them. Object stores answer a write when the object is safe.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from branchlake_dagster.internals.pyiceberg_manifests import iter_entries, iter_
 
 
 def is_local(location: str) -> bool:
-    """Whether a location is in a file system of this machine (`file:` or a path)."""
+    """Check whether a location is in a file system of this machine (`file:` or a path)."""
     return location.startswith(("file:", "/"))
 
 
 def synchronize_files(locations: Iterable[str]) -> None:
-    """Wait until the disk holds these files and their names; locations that are not local are skipped.
+    """Wait until the disk holds these files and their names. Remote locations are skipped.
 
-    Costs 0.05 ms for a file that the disk holds already. Raises OSError.
+    Costs 0.05 ms for a file that is on disk already. Raises OSError.
     """
     paths = [Path(urlparse(location).path) for location in locations if is_local(location)]
     for path in paths:
         _synchronize_file(path)
-        # Spark's file system refuses a file whose checksum, which it writes beside it, was lost.
+        # Spark's file system writes a checksum file, and refuses a file if the checksum was lost.
         checksum = path.with_name(f".{path.name}.crc")
         if checksum.exists():
             _synchronize_file(checksum)
@@ -68,15 +67,15 @@ def _synchronize_folder(path: Path) -> None:
     try:
         _synchronize_file(path)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # file systems that cannot do that for a folder
+        if error.errno != errno.EINVAL:  # some file systems cannot synchronize a folder
             raise
 
 
 class DurableFileIO(PyArrowFileIO):
-    """PyArrow's FileIO, whose local files are on disk when their streams are closed."""
+    """PyArrow's FileIO, but closing a local file waits until it is on disk."""
 
     def new_output(self, location: str) -> PyArrowFile:
-        """A file to be written."""
+        """Return a file to write."""
         scheme, netloc, path = self.parse_location(location, self.properties)
         if scheme != "file":
             return super().new_output(location)
@@ -91,7 +90,7 @@ class _DurableFile(PyArrowFile):
 
 
 def _missing_folders(folder: Path) -> list[Path]:
-    """The folder and those above it, as far as they do not exist yet."""
+    """List the folder and those of its parents that do not exist yet."""
     missing = []
     while not folder.is_dir():
         missing.append(folder)
@@ -100,7 +99,7 @@ def _missing_folders(folder: Path) -> list[Path]:
 
 
 class _DurableStream:
-    """A stream of PyArrow's; `close` waits for the disk."""
+    """A stream of PyArrow whose `close` waits for the disk."""
 
     def __init__(self, stream: Any, path: Path, new_folders: Iterable[Path]) -> None:
         self._stream = stream
@@ -130,13 +129,14 @@ class _DurableStream:
 
 
 REQUESTS_AT_ONCE = 16
-"""Requests to a remote storage that are under way at the same time."""
+"""Most requests to a remote storage that run at the same time."""
 
 MIN_LISTED_FILES = 300
-"""From this number of remote files on, the folders that hold many of them are listed."""
+"""From this number of remote files on, folders that hold many of them are listed."""
 
 _MIN_FOLDER_FILES = 20
-"""Files to look for in a folder for which listing it takes fewer requests. A page of a listing has 1,000."""
+"""From this number of files in a folder on, listing the folder takes fewer requests. A page of a listing has
+1,000."""
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -151,7 +151,7 @@ class StoredFileDamaged(BranchlakeError, Terminal):  # noqa: N818 - named like t
 
 
 class _Content(InputFile):
-    """The content of a file, for those of PyIceberg's readers that open the file themselves."""
+    """The content of a file, for PyIceberg's readers, which open the file themselves."""
 
     def __init__(self, location: str, content: bytes) -> None:
         super().__init__(location)
@@ -168,23 +168,26 @@ class _Content(InputFile):
 
 
 def read_content(io: FileIO, location: str) -> bytes:
-    """The bytes of a file. Raises FileNotFoundError, with the location as `filename`, or another OSError."""
+    """Read the bytes of a file.
+
+    Raises FileNotFoundError, with the location as `filename`, or another OSError.
+    """
     with _wrap_io_errors(location), io.new_input(location).open() as stream:
         return stream.read()
 
 
 def read_metadata(io: FileIO, location: str) -> TableMetadata:
-    """The table metadata in a file. Raises as `read_content`, and StoredFileDamaged."""
+    """Read the table metadata in a file. Raises as `read_content`, and StoredFileDamaged."""
     content = _Content(location, read_content(io, location))
     with _wrap_parse_errors(location):
         return FromInputFile.table_metadata(content)
 
 
 def read_metadata_fields(io: FileIO, location: str) -> dict[str, Any]:
-    """The fields of table metadata as they are in the file. Raises as `read_metadata`.
+    """Read the fields of table metadata as the file has them. Raises as `read_metadata`.
 
-    PyIceberg makes objects of all snapshots, which takes four times as long. Pydantic's parser takes half the
-    time of Python's.
+    PyIceberg creates objects of all snapshots, which takes four times as long. Pydantic's parser takes half
+    the time of Python's.
     """
     content = read_content(io, location)
     with _wrap_parse_errors(location):
@@ -196,7 +199,7 @@ def read_metadata_fields(io: FileIO, location: str) -> dict[str, Any]:
 
 
 def read_manifests(io: FileIO, snapshot: Snapshot) -> list[ManifestFile]:
-    """The manifests of a snapshot, from its manifest list. Raises as `read_metadata`."""
+    """Read the manifests of a snapshot from its manifest list. Raises as `read_metadata`."""
     location = snapshot.manifest_list
     if not location:
         return []
@@ -206,7 +209,7 @@ def read_manifests(io: FileIO, snapshot: Snapshot) -> list[ManifestFile]:
 
 
 def read_entries(io: FileIO, manifest: ManifestFile) -> list[ManifestEntry]:
-    """All entries of a manifest, those of deleted files among them. Raises as `read_metadata`."""
+    """Read all entries of a manifest, including those of deleted files. Raises as `read_metadata`."""
     location = manifest.manifest_path
     content = read_content(io, location)
     if len(content) < manifest.manifest_length:
@@ -230,7 +233,8 @@ def _wrap_parse_errors(location: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Whatever JSON, gzip, Avro and pydantic raise for a file that is empty, truncated or something else.
+        # JSON, gzip, Avro and pydantic raise many classes for a file that is empty, truncated or of another
+        # kind.
         raise StoredFileDamaged(
             f"{location} cannot be parsed: {type(error).__name__}.", file=location
         ) from error
@@ -246,10 +250,11 @@ class StoredFile:
 
 
 def file_errors(files: Sequence[StoredFile]) -> list[FileNotFoundError | StoredFileDamaged | OSError | None]:
-    """What is wrong with each file, in the order of `files`; None if it exists and is long enough.
+    """Find what is wrong with each file, in the order of `files`; None if it exists and is long enough.
 
-    A FileNotFoundError or StoredFileDamaged is the storage's answer, any other OSError the lack of one. No
-    file is opened: one request a file, or a listing of its folder where many files are asked for.
+    FileNotFoundError and StoredFileDamaged are answers of the storage; any other OSError means that it did
+    not answer. No file is opened. Costs one request per file, or one listing per folder if many files are
+    requested.
     """
     sizes = _list_sizes([file for file in files if not is_local(file.location)])
     return map_concurrently(lambda file: _file_error(file, sizes.get(file.location)), files, _get_location)
@@ -272,13 +277,13 @@ def _file_error(file: StoredFile, size: int | None) -> FileNotFoundError | Store
 
 
 def _truncation_error(location: str, size: int, recorded: int) -> StoredFileDamaged:
-    # A file system that lost its power keeps the name of a file and not all of its content.
-    message = f"{location} has {size:,} of the {recorded:,} bytes that are recorded for it."
+    # After a power cut, a file system may have the name of a file but not all of its content.
+    message = f"{location} has {size:,} of the {recorded:,} bytes that its table records."
     return StoredFileDamaged(message, file=location)
 
 
 def _list_sizes(files: Sequence[StoredFile]) -> dict[str, int]:
-    """The sizes of those files that listings of their folders show; the others need a request each."""
+    """Return the sizes of files in folders that are worth a listing. Other files need a request each."""
     if len(files) < MIN_LISTED_FILES:
         return {}
     folders: dict[str, list[StoredFile]] = {}
@@ -303,16 +308,17 @@ def _list_folder(files: Sequence[StoredFile]) -> dict[str, int]:
     try:
         listing = io.fs_by_scheme(scheme, netloc).get_file_info(selector)
     except OSError:
-        return {}  # whoever may not list may still ask for a file
+        return {}  # without the permission to list, single requests may still work
     return {locations[info.path]: info.size for info in listing if info.path in locations and info.is_file}
 
 
 def map_concurrently(
     call: Callable[[Item], Answer], items: Sequence[Item], location: Callable[[Item], str]
 ) -> list[Answer]:
-    """The answer for each item, in their order. Those at a remote `location` are asked for concurrently.
+    """Call `call` for each item and return the answers in order.
 
-    For local files a thread costs more than the answer.
+    Items with a remote `location` are called concurrently. For local files a thread costs more than the
+    answer.
     """
     remote_count = sum(not is_local(location(item)) for item in items)
     if remote_count < 2:

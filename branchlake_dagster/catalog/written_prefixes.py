@@ -1,8 +1,8 @@
-"""The prefixes under which writers put files: recorded in the warehouse before the first file is written.
+"""The prefixes under which writers create files, recorded in the warehouse before the first file.
 
-A search for orphaned files must list what was written for tables that no reference names any more, and must
-not list what others keep in the same bucket. So each prefix is a small file in the warehouse, which outlives
-dropped tables, deleted branches and a restored Nessie.
+A search for orphaned files must list the files of tables that no reference names any more. It must not list
+other files in the same bucket. Therefore each prefix is recorded as a small file in the warehouse, which
+outlives dropped tables, deleted branches and a restored Nessie.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from branchlake_dagster.stored_names import LakeFolder
 
 _PATHS = ("write.data.path", "write.metadata.path", "write.object-storage.path", "write.folder-storage.path")
 _UNIQUE = re.compile(r"(?<=_)(?:[0-9a-f]{16}_)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
-"""The end of a location that the catalog chose: the UUID of the table, after the batch of a staging table."""
+"""The end of a location that the catalog chose: the table's UUID, after the batch id of a staging table."""
 _recorded_prefixes: set[tuple[str, str]] = set()
-"""Warehouses and prefixes that this process has recorded. They are few: each is a table's name."""
+"""Warehouses and prefixes that this process has recorded. They are few: one for each table name."""
 
 
 def list_prefixes(location: str, properties: Mapping[str, str]) -> tuple[str, ...]:
-    """The prefixes of all files that writers of a table create.
+    """List the prefixes of all files that writers of a table create.
 
     Args:
         location: The location of the table.
-        properties: Its properties, of which those with paths count.
+        properties: The table's properties; those with paths are read.
 
     Returns:
-        The location, then the paths that are not within it. Each ends with a slash, except that of a location
-        which the catalog chose: there the UUID is left out, so that all tables of one name share a prefix.
+        The prefix of the location, then the paths outside it. Each ends with a slash, except for a location
+        that the catalog chose: there the UUID is left out, so all tables of one name share a prefix.
     """
     table_folder = f"{location.rstrip('/')}/"
     paths = [f"{properties[name].rstrip('/')}/" for name in _PATHS if properties.get(name)]
@@ -47,7 +47,7 @@ def list_prefixes(location: str, properties: Mapping[str, str]) -> tuple[str, ..
 
 
 def record_prefixes(io: FileIO, warehouse: str, metadata: TableMetadata) -> None:
-    """Record the prefixes of a table, if they are not yet. Writers call this before they write a file.
+    """Record the prefixes of a table, if they are not recorded yet. Writers call this before they write.
 
     Costs one request to the storage for each prefix that is new to this process, and another one if it is new
     to the warehouse. Raises OSError.
@@ -65,9 +65,9 @@ def record_prefixes(io: FileIO, warehouse: str, metadata: TableMetadata) -> None
 
 
 def load_prefixes(io: FileIO, warehouse: str) -> frozenset[str]:
-    """All prefixes that writers have recorded in a warehouse. One listing, and one request for each prefix.
+    """Load all prefixes that writers have recorded in a warehouse.
 
-    Raises OSError.
+    Costs one listing, and one request for each prefix. Raises OSError.
     """
     if not isinstance(io, PyArrowFileIO):
         return frozenset()
