@@ -1,18 +1,18 @@
-"""What branchlake uses of libraries beyond what they export: one module per library, each use with its reason.
+"""Uses of names that libraries do not export: one module per library, each use with its reason.
 
-No other part of the package names a private module or attribute of a library. These replacements hold for a
-whole process; `docs/upstream.md` has the reports for the libraries' authors:
+No other part of the package names a private module or attribute of a library. Some modules replace names of a
+library for the whole process. `docs/upstream.md` has the reports for the libraries' authors.
 
-| what is replaced | where | when | why |
-|---|---|---|---|
-| PyIceberg's metrics evaluators, file statistics, `write_file` | `column_metrics` | at import | its bounds
-hide rows |
-| `ExecutorFactory` in PyIceberg's `snapshot_producers` | `pyiceberg` | at import | a failed commit leaves
-writers running |
-| `create_engine` in Dagster's SQLite storages | `dagster_sqlite` | in warm run processes | an engine per
-database, not per call |
-| `SparkSession.__del__` of Spark Connect | `pyspark` | when a session starts | it may wait for itself for
-ever |
-| a filter on the logger of Spark Connect | `pyspark` | when a session starts | Dagster switches the logger on
-|
+- `column_metrics`, at import: PyIceberg's metrics evaluators, file statistics and `write_file`, because its
+  bounds hide rows
+- `pyiceberg`, at import: `ExecutorFactory` in PyIceberg's `snapshot_producers`, because a failed commit
+  leaves writers running
+- `dagster_sqlite`, in warm run processes: `create_engine` in Dagster's SQLite storages, to create one engine
+  per database instead of one per call
+- `dagster_sqlite`, in warm run processes: `ScriptDirectory.from_config` of Alembic, to read the revisions
+  once
+- `pyspark`, when a session starts: `SparkSession.__del__` of Spark Connect, because it may wait for itself
+  forever
+- `pyspark`, when a session starts: a filter on the logger of Spark Connect, because Dagster switches the
+  logger on
 """

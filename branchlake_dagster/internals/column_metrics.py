@@ -1,8 +1,8 @@
-"""PyIceberg 0.12: the column metrics of a manifest entry that may be relied upon, and nothing else evaluated.
+"""Column metrics of PyIceberg 0.12: use only the metrics of a manifest entry that are reliable.
 
-Its writer leaves row groups without statistics out of a file's bounds, and its evaluators take a missing
-count of nulls or NaN for zero. Scans skipped files with matching rows, deletes dropped rows without a match.
-Importing this module corrects both for the whole process. The findings are in `docs/upstream.md`.
+PyIceberg's writer leaves row groups without statistics out of a file's bounds. Its evaluators read a missing
+count of nulls or NaN as zero. So scans skipped files with matching rows, and deletes dropped rows that did
+not match. Importing this module corrects both for the whole process. `docs/upstream.md` has the findings.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ _VARIABLE_LENGTH = (
     ice.GeometryType,
     ice.GeographyType,
 )
-"""Types with values of over 4 kB: Arrow and parquet-java write no bounds for a row group that has one."""
+"""Types with values of over 4 kB: Arrow and parquet-java write no bounds for a row group with such a
+value."""
 
 _WIDTHS: dict[type[ice.IcebergType], tuple[int, ...]] = {
     ice.BooleanType: (1,),
@@ -70,15 +71,16 @@ _WIDTHS: dict[type[ice.IcebergType], tuple[int, ...]] = {
     ice.TimestamptzNanoType: (8,),
     ice.UUIDType: (16,),
 }
-"""The bytes that a bound may have, by the column's present type. Four for eight-byte types: promoted ones."""
+"""The possible sizes of a bound in bytes, by the column's current type. Four-byte bounds of eight-byte types
+were written before a type promotion."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReliableMetrics:
-    """The metrics of some columns of one file, by field id. What is absent is not known.
+    """The reliable metrics of some columns of one file, by field id. An absent value is unknown.
 
-    Every value that is neither null nor NaN is within the bounds. Bounds of text may be truncated, so wider.
-    The attributes are named as `DataFile`'s, because PyIceberg's evaluators read them from here.
+    Each value that is neither null nor NaN is within the bounds. Text bounds may be truncated, and are then
+    wider. PyIceberg's evaluators read these attributes, so they are named as in `DataFile`.
     """
 
     record_count: int
@@ -89,7 +91,10 @@ class ReliableMetrics:
     upper_bounds: Mapping[int, bytes] = field(default_factory=dict)
 
     def for_every_row(self, fields: Iterable[ice.NestedField]) -> ReliableMetrics:
-        """Without the bounds of columns that may hold nulls or NaN: those rows are within no bounds."""
+        """Remove the bounds of columns that may hold nulls or NaN.
+
+        Such rows are outside any bounds.
+        """
         complete_ids = {column.field_id for column in fields if self._has_values_only(column)}
         return replace(
             self,
@@ -112,10 +117,10 @@ def reliable_metrics(
     fields: Iterable[ice.NestedField],
     is_complete: Callable[[DataFile, int], bool] = lambda *_: False,
 ) -> ReliableMetrics:
-    """The metrics of `fields` in `file` that may be relied upon, from the manifest entry alone.
+    """Select the reliable metrics of `fields` in `file`, from its manifest entry alone.
 
-    `is_complete` is asked about a column of variable length, by field id, when the entry does not show that
-    its bounds are of all row groups. Cost: a few microseconds per column.
+    `is_complete(file, field_id)` is called for a column of variable length if the entry does not show that
+    its bounds cover all row groups. Costs a few microseconds per column.
     """
     values: dict[int, int] = {}
     nulls: dict[int, int] = {}
@@ -126,7 +131,7 @@ def reliable_metrics(
         field_id, column_type = column.field_id, column.field_type
         if not isinstance(column_type, ice.PrimitiveType):
             continue
-        # A list's elements are counted, not its rows; other writers count otherwise.
+        # For lists, PyIceberg counts elements instead of rows; other writers count in other ways.
         if (file.value_counts or {}).get(field_id) == file.record_count:
             values[field_id] = file.record_count
             _copy_count(file.null_value_counts, field_id, nulls)
@@ -150,21 +155,21 @@ def _copy_count(source: Mapping[int, int] | None, field_id: int, target: dict[in
 
 
 def _covers_all_row_groups(file: DataFile, column: ice.NestedField) -> bool:
-    """Whether the manifest entry shows that bounds are of all row groups of the file.
+    """Check whether the manifest entry shows that bounds cover all row groups of the file.
 
-    PyIceberg 0.12 writes no sort order id. Iceberg's Java library and this package write one, and both leave
-    out the bounds of a column that a row group has none for.
+    PyIceberg 0.12 writes no sort order id. Iceberg's Java library and this package write one, and both omit
+    the bounds of a column if a row group has none.
     """
     return (
         not isinstance(column.field_type, _VARIABLE_LENGTH)
         or len(file.split_offsets or ()) == 1
         or file.sort_order_id is not None
-        or column.field_id == DATA_PATH  # no store takes a path of over 4 kB
+        or column.field_id == DATA_PATH  # no store accepts a path of over 4 kB
     )
 
 
 def bound_value(stored: bytes, column_type: ice.PrimitiveType) -> Any:
-    """A bound as a value; None if it was written in a type that cannot be read as `column_type`, or is NaN."""
+    """Convert a bound to a value; None if it is NaN, or its type cannot be read as `column_type`."""
     widths = _WIDTHS.get(type(column_type))
     if widths is not None and len(stored) not in widths:
         return None
@@ -181,22 +186,22 @@ def _is_nan(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DataPaths:
-    """The data files whose rows a file of position deletes may name: a range of paths in UTF-8.
+    """The range of data file paths (UTF-8) whose rows a file of position deletes may delete.
 
-    Bounds may be truncated, also within a character, so only their beginning is compared.
+    Bounds may be truncated, even within a character, so only the beginning of a path is compared.
     """
 
     low: bytes
     high: bytes
 
     def may_name(self, path: str) -> bool:
-        """Whether rows of the data file at `path` may be deleted."""
+        """Check whether rows of the data file at `path` may be deleted."""
         encoded = path.encode()
         return self.low <= encoded and encoded[: len(self.high)] <= self.high
 
 
 def data_paths(file: DataFile) -> DataPaths | None:
-    """The paths that a file of position deletes may name; None if its manifest entry does not say."""
+    """Return the paths that a file of position deletes may name; None if its manifest entry has no bounds."""
     low = (file.lower_bounds or {}).get(DATA_PATH)
     high = (file.upper_bounds or {}).get(DATA_PATH)
     return None if low is None or high is None else DataPaths(low, high)
@@ -206,7 +211,7 @@ def data_paths(file: DataFile) -> DataPaths | None:
 
 
 class ReliableInclusiveEvaluator(_InclusiveMetricsEvaluator):  # type: ignore[misc]  # untyped
-    """Whether a file may hold rows that match: scans skip files by it."""
+    """Checks whether a file may hold matching rows. Scans use it to skip files."""
 
     def __init__(
         self,
@@ -224,7 +229,7 @@ class ReliableInclusiveEvaluator(_InclusiveMetricsEvaluator):  # type: ignore[mi
 
 
 class ReliableStrictEvaluator(_StrictMetricsEvaluator):  # type: ignore[misc]  # untyped
-    """Whether all rows of a file match: deletes and overwrites drop whole files by it."""
+    """Checks whether all rows of a file match. Deletes and overwrites use it to drop whole files."""
 
     def __init__(
         self,
@@ -259,20 +264,20 @@ _plain_upper_bound = arrow_files.truncate_upper_bound_text_string  # type: ignor
 
 
 class _NoBounds:
-    """Stands in for the aggregate of a column whose bounds are not those of the whole file."""
+    """Replaces the aggregate of a column whose bounds do not cover the whole file."""
 
     def __init__(self, column: str) -> None:
         self._column = column
 
     def min_as_bytes(self) -> None:
-        """No lower bound."""
+        """Return no lower bound."""
 
     def max_as_bytes(self) -> None:
-        """No upper bound."""
+        """Return no upper bound."""
 
     @property
     def current_min(self) -> Any:
-        """`add_files` derives a partition value from the lowest and highest value."""
+        """Raise ValueError: `add_files` must not derive a partition value from incomplete bounds."""
         raise ValueError(
             f"Cannot infer a partition value from column {self._column}: "
             "a row group of the file has no bounds for it."
@@ -286,7 +291,7 @@ def _safe_statistics(
     stats_columns: dict[int, StatisticsCollector],
     parquet_column_mapping: dict[str, int],
 ) -> DataFileStatistics:
-    """As PyIceberg's, without the bounds and null counts that leave row groups out."""
+    """Compute PyIceberg's file statistics, without bounds and null counts that leave out row groups."""
     statistics = _plain_statistics(parquet_metadata, stats_columns, parquet_column_mapping)
     if parquet_metadata.num_row_groups > 1:
         without_bounds, without_nulls = _find_partial_columns(parquet_metadata)
@@ -300,7 +305,10 @@ def _safe_statistics(
 
 
 def _find_partial_columns(parquet_metadata: pq.FileMetaData) -> tuple[Set[str], Set[str]]:
-    """The columns that a row group has no bounds for, and those that it has no null count for, by path."""
+    """Find the columns without bounds in some row group, and those without a null count in some row group.
+
+    Columns are named by their path.
+    """
     without_bounds, without_nulls = set(), set()
     for group in map(parquet_metadata.row_group, range(parquet_metadata.num_row_groups)):
         for column in map(group.column, range(parquet_metadata.num_columns)):
@@ -319,7 +327,10 @@ _SORT_ORDER_ID = [one.name for one in DATA_FILE_TYPE[2].fields].index("sort_orde
 def _write_with_sort_order(
     io: FileIO, table_metadata: TableMetadata, tasks: Iterator[WriteTask]
 ) -> Iterator[DataFile]:
-    """As PyIceberg's, with the sort order id of unsorted rows, as Iceberg's Java library writes it."""
+    """Write files as PyIceberg does, with the sort order id of unsorted rows.
+
+    Iceberg's Java library writes that id too.
+    """
     return map(_with_sort_order, _plain_write_file(io, table_metadata, tasks))
 
 
@@ -329,7 +340,10 @@ def _with_sort_order(file: DataFile) -> DataFile:
 
 
 def _safe_upper_bound(value: str, trunc_length: int | None) -> str | None:
-    """As PyIceberg's; None where its result is not a text: the successor of U+D7FF is a surrogate."""
+    """Truncate an upper bound as PyIceberg does; None if the result is not valid text.
+
+    The successor of U+D7FF is a surrogate, which has no UTF-8.
+    """
     bound = _plain_upper_bound(value, trunc_length)
     try:
         (bound or "").encode()

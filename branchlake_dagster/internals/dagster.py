@@ -1,8 +1,8 @@
-"""Dagster 1.13 beyond what `import dagster` exports.
+"""The names that branchlake uses of Dagster 1.13 but that `import dagster` does not export.
 
-`report_observations` stores many events that belong to no run. Dagster's public call stores them one by one,
-each in transactions of its own: the observations of ten thousand partitions took a minute, and take 3 s here.
-`CopiedByFields` makes the copies of a resource, which Dagster asks for at each run, without validation.
+`report_observations` stores many events that belong to no run. Dagster's public call stores each in its own
+transactions. With it, the observations of ten thousand partitions took a minute; here they take 3 s.
+`CopiedByFields` copies a resource without validation. Dagster requests such copies for each run.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ __all__ = [
 ]
 
 AssetGraph = BaseAssetGraph[Any]
-"""What a repository's `asset_graph` is. A repository gives it; only its class has no public name."""
+"""The type of a repository's `asset_graph`. Only this class has no public name."""
 
 
 def report_engine_event(
@@ -134,7 +134,7 @@ def report_engine_event(
     *,
     step_key: str | None = None,
 ) -> None:
-    """A line with metadata in a run's log. Its method is public, the class of its data is not."""
+    """Write a message with metadata to a run's log. The class of the event data is not public."""
     data = EngineEventData(metadata=dict(metadata or {}))
     instance.report_engine_event(message, run, data, step_key=step_key)
 
@@ -142,10 +142,10 @@ def report_engine_event(
 def report_planned_again(
     instance: DagsterInstance, run: DagsterRun, key: AssetKey, partition: str | None, step_key: str | None
 ) -> None:
-    """Say once more that a run intends to materialise an asset, which takes its materialisation back.
+    """Report again that a run intends to materialize an asset, which revokes its materialization.
 
-    Dagster counts a partition as failed when its newest planned materialisation has none after it and that
-    run failed. No public call logs that event.
+    Dagster counts a partition as failed if its newest planned materialization has no materialization after
+    it, and its run failed. No public call logs that event.
     """
     data = AssetMaterializationPlannedData(key, partition=partition)
     event = DagsterEvent.build_asset_materialization_planned_event(run.job_name, step_key or "", data)
@@ -153,19 +153,19 @@ def report_planned_again(
 
 
 def load_planned_assets(instance: DagsterInstance, run_id: str) -> set[AssetKey]:
-    """The assets that a run intends to materialise, from its log."""
+    """Load the assets that a run intends to materialize, from its log."""
     logged = instance.all_logs(run_id, of_type=DagsterEventType.ASSET_MATERIALIZATION_PLANNED)
     events = (entry.dagster_event for entry in logged)
     return {event.asset_key for event in events if event is not None and event.asset_key is not None}
 
 
 def build_engine_event(plan_context: Any, message: str) -> DagsterEvent:
-    """The same from inside an executor, which yields it."""
+    """Build the event of `report_engine_event` inside an executor, which must yield it."""
     return DagsterEvent.engine_event(plan_context, message, EngineEventData({}))
 
 
 def asset_graph_of(job: Any) -> AssetGraph:
-    """The assets and checks that a run's job stands among, as its executor is given it."""
+    """Return the asset graph of a run's job, from the job as its executor gets it."""
     if isinstance(job, ReconstructableJob):
         return job.repository.get_definition().asset_graph
     graph: AssetGraph = job.get_definition().asset_layer.asset_graph
@@ -175,7 +175,7 @@ def asset_graph_of(job: Any) -> AssetGraph:
 def load_closed_backfills(
     instance: DagsterInstance, *, after: datetime, limit: int
 ) -> Sequence[PartitionBackfill]:
-    """The newest asset backfills made `after` a time that are closed as successes."""
+    """Load the newest asset backfills that were created after `after` and closed as successful."""
     backfill_filter = BulkActionsFilter(statuses=[BulkActionStatus.COMPLETED_SUCCESS], created_after=after)
     return [
         backfill
@@ -190,7 +190,7 @@ def fail_backfill(
     graph: AssetGraph,
     missing: Iterable[tuple[AssetKey, str | None]],
 ) -> None:
-    """Move partitions of a closed asset backfill from what it has done to what has failed."""
+    """Move partitions of a closed asset backfill from the materialized ones to the failed ones."""
     data = backfill.get_asset_backfill_data(graph)
     failed = AssetGraphSubset.from_asset_partition_set(
         {AssetKeyPartitionKey(*asset_partition) for asset_partition in missing}, graph
@@ -205,7 +205,7 @@ def fail_backfill(
 
 
 def with_executor(definitions: Definitions, executor: ExecutorDefinition) -> Definitions:
-    """The same definitions with another default executor. `Definitions.merge` refuses two of them."""
+    """Return the definitions with another default executor, because `Definitions.merge` refuses two."""
     return Definitions(
         assets=definitions.assets,
         asset_checks=definitions.asset_checks,
@@ -221,21 +221,24 @@ def with_executor(definitions: Definitions, executor: ExecutorDefinition) -> Def
 
 
 def io_manager_key_of(graph: AssetGraph, key: AssetKey) -> str | None:
-    """The resource key of the IO manager that writes an asset."""
+    """Return the resource key of the IO manager that writes an asset."""
     resource_key: str | None = graph.get(key).assets_def.get_io_manager_key_for_asset_key(key)
     return resource_key
 
 
 def get_running_context() -> Any:
-    """The context of what executes in this thread, else None. `OpExecutionContext.get()` raises instead."""
+    """Return the context of the step that executes in this thread, or None.
+
+    `OpExecutionContext.get()` raises instead.
+    """
     return current_execution_context.get()
 
 
 def add_loaded_input_metadata(context: InputContext, metadata: Mapping[str, Any]) -> None:
-    """Put metadata on the input's LOADED_INPUT event, and nothing else.
+    """Add metadata to the LOADED_INPUT event of an input, without other effects.
 
-    `add_input_metadata` also reports an observation of the upstream asset, which Dagster takes for an update
-    of an external asset, and it raises for an input of several partitions.
+    `add_input_metadata` also reports an observation of the upstream asset, which Dagster treats as an update
+    of an external asset. It raises for an input of several partitions.
     """
     context._user_generated_metadata = {**context._user_generated_metadata, **metadata}
 
@@ -251,7 +254,7 @@ def add_asset_backfill(
     description: str,
     requested_at: float,
 ) -> str:
-    """Request a backfill of one asset, as the launch dialogue of Dagster's page does; returns its id."""
+    """Request a backfill of one asset, as the launch dialog of Dagster's page does. Returns its id."""
     names: Sequence[str | None] = [None] if partitions is None else partitions
     asset_partitions = {AssetKeyPartitionKey(key, name) for name in names}
     backfill = PartitionBackfill.from_asset_graph_subset(
@@ -269,7 +272,7 @@ def add_asset_backfill(
 
 
 def load_backfill(instance: DagsterInstance, backfill_id: str, graph: AssetGraph) -> BackfillState | None:
-    """What has become of a backfill of one asset; None: there is none of this id."""
+    """Load the state of a backfill of one asset; None if the id does not exist."""
     backfill = instance.get_backfill(backfill_id)
     if backfill is None or not backfill.asset_selection:
         return None
@@ -280,7 +283,7 @@ def load_backfill(instance: DagsterInstance, backfill_id: str, graph: AssetGraph
 def load_tagged_backfills(
     instance: DagsterInstance, graph: AssetGraph, tags: Mapping[str, str]
 ) -> list[BackfillState]:
-    """What has become of the backfills of one asset each that have these tags, the oldest first."""
+    """Load the states of the backfills with these tags, each by its first asset, oldest first."""
     backfills = instance.get_backfills(BulkActionsFilter(tags=tags))
     return [
         _build_backfill_state(backfill, backfill.asset_selection[0], graph)
@@ -311,7 +314,10 @@ def _build_backfill_state(backfill: PartitionBackfill, key: AssetKey, graph: Ass
 
 @dataclass(frozen=True)
 class BackfillState:
-    """A backfill of one asset; `partitions` None: it has none. `requested_at` is a POSIX time stamp."""
+    """The state of a backfill of one asset.
+
+    `partitions` is None if the asset has no partitions. `requested_at` is a POSIX time stamp.
+    """
 
     key: AssetKey
     status: str
@@ -325,16 +331,19 @@ class BackfillState:
 
 @dataclass(frozen=True)
 class SensorTicks:
-    """Whether somebody started (True) or stopped (False) a sensor, or None, and whether it has ticked."""
+    """Whether a sensor was started or stopped, and whether it has ticked.
+
+    `started` is True or False if a user switched the sensor on or off, else None.
+    """
 
     started: bool | None
     ticked: bool
 
 
 def load_sensor_ticks(instance: DagsterInstance, name: str) -> SensorTicks | None:
-    """What Dagster knows of a sensor of this name in any code location; None: nothing.
+    """Load what Dagster has recorded of a sensor of this name in any code location; None if nothing.
 
-    Of several sensors of that name the one counts that is most alive.
+    If several sensors have the name, the most active one counts.
     """
     ticks: list[SensorTicks] = []
     for state in instance.all_instigator_state(instigator_type=InstigatorType.SENSOR):
@@ -348,21 +357,21 @@ def load_sensor_ticks(instance: DagsterInstance, name: str) -> SensorTicks | Non
 
 @dataclass(frozen=True)
 class NamedLocation:
-    """A code location as a project's file names it; `target` is None if a gRPC server loads it."""
+    """A code location as a project's file names it. `target` is None if a gRPC server loads it."""
 
     name: str
     target: LoadableTargetOrigin | None
 
 
 def module_location(module: str) -> NamedLocation:
-    """The code location in a module, as `dagster dev -m` takes it."""
+    """Return the code location of a module, as `dagster dev -m` reads it."""
     return NamedLocation(module, LoadableTargetOrigin(module_name=module))
 
 
 def read_named_locations(path: Path) -> list[NamedLocation]:
-    """The code locations that `dg.toml`, `pyproject.toml` or `workspace.yaml` names, by Dagster's own reader.
+    """Read the code locations that `dg.toml`, `pyproject.toml` or `workspace.yaml` names.
 
-    Raises whatever Dagster raises for a file that it cannot read.
+    This uses Dagster's own reader, and raises what Dagster raises for a file that it cannot read.
     """
     if path.suffix in (".yaml", ".yml"):
         origins = location_origins_from_yaml_paths([str(path)])
@@ -392,13 +401,13 @@ def _to_named_location(origin: CodeLocationOrigin) -> NamedLocation:
 def import_repository(location: NamedLocation) -> RepositoryDefinition:
     """Load a code location into this process, from the working folder, as Dagster's code server does.
 
-    Raises ImportError, ValueError, and whatever the code of the location raises.
+    Raises ImportError, ValueError, and what the code of the location raises.
     """
     target = location.target
     if target is None:
-        raise ValueError("a gRPC server loads it")
+        raise ValueError("a gRPC server loads the code location")
     if target.executable_path not in (None, sys.executable):
-        raise ValueError(f"it has a Python of its own, {target.executable_path}")
+        raise ValueError(f"the code location has its own Python, {target.executable_path}")
     try:
         targets = get_loadable_targets(
             python_file=target.python_file,
@@ -418,7 +427,7 @@ def import_repository(location: NamedLocation) -> RepositoryDefinition:
 
 
 def read_env_variables(folder: str) -> dict[str, str]:
-    """The variables of the `.env` file in a folder, which Dagster's own commands put into the environment."""
+    """Read the `.env` file in a folder, which Dagster's own commands load into the environment."""
     variables: dict[str, str] = get_env_var_dict(folder)
     return variables
 
@@ -427,11 +436,11 @@ _log = logging.getLogger(__name__)
 
 
 def report_observations(instance: DagsterInstance, observations: Sequence[AssetObservation]) -> None:
-    """As `instance.report_runless_asset_event` for each of them, in their order.
+    """Report observations like `instance.report_runless_asset_event`, in their order, but in batches.
 
-    Those of an asset that follow each other are one statement in Postgres, and one transaction for each of
-    the two databases in SQLite. One that fails may have been stored all the same, as with Dagster's own
-    batches: it is told twice then, and never not at all.
+    Consecutive observations of one asset are one statement in Postgres, and one transaction for each of the
+    two databases in SQLite. After an error, a batch may have been stored nevertheless, as with Dagster's own
+    batches. Then its observations are reported twice; none is lost.
     """
     storage = instance.event_log_storage
     for _, asset_observations in groupby(observations, key=_get_asset_key):
@@ -441,8 +450,12 @@ def report_observations(instance: DagsterInstance, observations: Sequence[AssetO
         else:
             try:
                 storage.store_event_batch(entries)
-            except Exception as error:  # noqa: BLE001 - as Dagster does: a batch may be too large, one is not
-                _log.warning("%d observations are stored one by one, not together: %s", len(entries), error)
+            except Exception as error:  # noqa: BLE001 - as in Dagster: a batch may be too large
+                _log.warning(
+                    "%d observations are now stored one by one, because storing them together failed: %s",
+                    len(entries),
+                    error,
+                )
                 for entry in entries:
                     storage.store_event(entry)
 
@@ -469,7 +482,10 @@ def _build_entry(observation: AssetObservation) -> EventLogEntry:
 
 
 def _store_in_sqlite(storage: SqliteEventLogStorage, entries: Sequence[EventLogEntry]) -> None:
-    """What its `store_event` does for each: into the database of no run, and into that across runs."""
+    """Store events like `store_event`, but in one transaction per database.
+
+    The databases are that of runless events and the index of all runs.
+    """
     statements = [storage.prepare_insert_event(entry) for entry in entries]
     with storage.run_connection(RUNLESS_RUN_ID) as conn:
         for statement in statements:
@@ -484,12 +500,12 @@ def _store_in_sqlite(storage: SqliteEventLogStorage, entries: Sequence[EventLogE
 
 
 class CopiedByFields(ConfigurableResourceFactory[Any]):
-    """A resource whose copies with no other values are not configured and validated anew.
+    """A resource whose copies with unchanged values are not configured and validated again.
 
-    For each run Dagster copies a resource three times, and each resource in it as often for each that holds
-    it: twelve times for an IO manager, its session and their lake. A copy infers the configuration's schema
-    from all fields, which for the lake's forty took 3 ms. Nothing but a resolved `dg.EnvVar` and the nested
-    resources differ.
+    For each run, Dagster copies a resource three times, and copies a nested resource once more for each
+    resource that holds it: twelve times for an IO manager, its session and their lake. Each copy derives the
+    configuration schema from all fields, which took 3 ms for the forty fields of the lake. Only a resolved
+    `dg.EnvVar` and the nested resources can differ.
     """
 
     def _with_updated_values(self, values: Mapping[str, Any] | None) -> ConfigurableResourceFactory[Any]:
@@ -505,5 +521,8 @@ class CopiedByFields(ConfigurableResourceFactory[Any]):
 
 
 def _is_same_value(current: Any, value: Any) -> bool:
-    """Variables are text of a type of their own; equal text is not yet their value."""
+    """Check whether a field keeps its value.
+
+    A `dg.EnvVar` is a subclass of str, so a string that equals it is another value.
+    """
     return current is value or (type(current) is type(value) and bool(current == value))

@@ -1,7 +1,7 @@
-"""What launching a run takes of Dagster 1.13 beyond what `import dagster` exports.
+"""The parts of Dagster 1.13 for launching runs that `import dagster` does not export.
 
-The public interface of a run launcher is its base class alone: what it is given, which code location it came
-from, and how a run's process executes the run have no public names.
+Only the base class of a run launcher is public. Its arguments, the code location of a run, and how a run's
+process executes the run have no public names.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 
 def find_code_location(context: LaunchRunContext) -> GrpcServerCodeLocation | None:
-    """The code location that a run comes from; None when it is not served by a process of its own."""
+    """Return the code location of a run; None if no process of its own serves it."""
     from dagster._core.remote_representation.code_location import GrpcServerCodeLocation
 
     run = context.dagster_run
@@ -61,11 +61,11 @@ def find_code_location(context: LaunchRunContext) -> GrpcServerCodeLocation | No
 
 
 def shares_our_environment(location: GrpcServerCodeLocation) -> bool:
-    """Whether Dagster itself started the code server, here and with the environment of this process.
+    """Check whether Dagster itself started the code server, here and with this process's environment.
 
-    It does so for a location that a workspace names by module or file, and `dagster dev` does it for its
-    daemon and web server, to whom it passes the socket together with what was loaded. A server that
-    somebody else started may have another environment, file system or machine.
+    Dagster does so for a location that a workspace names by module or file. `dagster dev` does it for its
+    daemon and web server, and passes them the socket together with what was loaded. Any other server may have
+    another environment, file system or machine.
     """
     from dagster._core.remote_origin import (
         GrpcServerCodeLocationOrigin,
@@ -85,17 +85,17 @@ def shares_our_environment(location: GrpcServerCodeLocation) -> bool:
 
 
 def load_server_id(location: GrpcServerCodeLocation) -> str:
-    """The name of the code server's present load: another one after each reload. Asks the server."""
+    """Request the id of the code server's current load. It changes with each reload."""
     from dagster._api.get_server_id import sync_get_server_id
 
     return str(sync_get_server_id(location.client))
 
 
 def load_repository_data(instance: DagsterInstance, run: DagsterRun) -> str | None:
-    """With what the code server tells the run's process to load the definitions, serialised.
+    """Load the serialized data that a run's process needs to load the definitions; None if it needs none.
 
-    The location's name, and for definitions that are computed while they load (assets of integrations,
-    components with state) what was computed.
+    The data has the name of the code location, and what definitions computed while they loaded: assets of
+    integrations, or components with state.
     """
     if not run.has_repository_load_data or run.execution_plan_snapshot_id is None:
         return None
@@ -111,7 +111,7 @@ def inject_secrets(instance_ref: InstanceRef, location_name: str | None) -> None
 
 
 def load_repository(origin: RepositoryPythonOrigin, load_data: str | None) -> RepositoryDefinition:
-    """Import the code and build all its definitions; `execute_launched_run` then finds them built."""
+    """Import the code and build all its definitions, so that `execute_launched_run` finds them built."""
     data = None if load_data is None else deserialize_value(load_data, RepositoryLoadData)
     repository = recon_repository_from_origin(origin).with_repository_load_data(data).get_definition()
     repository.load_all_definitions()
@@ -135,19 +135,22 @@ _LATE_IMPORTS = (
 
 
 def preload_execution(instance_ref: InstanceRef) -> None:
-    """Import what Dagster itself imports late, with a run's first calls, and the classes of the instance."""
+    """Import the modules that Dagster imports only during a run, and the classes of the instance."""
     instance_modules = [data.module_name for data in instance_ref if isinstance(data, ConfigurableClassData)]
     for module in (*_LATE_IMPORTS, *instance_modules):
         import_module(module)
 
 
 def execute_launched_run(instance: DagsterInstance, run_id: str) -> None:
-    """Execute a launched run in this process, as `dagster api execute_run` does; what fails is in its log."""
+    """Execute a launched run in this process, as `dagster api execute_run` does.
+
+    Errors of the run are in its log.
+    """
     from dagster._cli.api import _execute_run_command_body
 
     _execute_run_command_body(run_id, instance, lambda _: None, set_exit_code_on_failure=False)
 
 
 def format_crash(run_id: str, exit_code: int) -> str:
-    """How the process of a run ended, in Dagster's words; a negative code is a signal."""
+    """Format how the process of a run ended, in Dagster's words. A negative code is a signal."""
     return get_run_crash_explanation(f"Run execution process for {run_id}", exit_code)

@@ -1,11 +1,11 @@
-"""Dagster's SQLite databases in a process that executes one run: what Dagster makes anew each time is kept.
+"""Caches for Dagster's SQLite databases, in a process that executes one run.
 
-It has a database for each run, and opens one for each event that it stores. Each time it makes SQLAlchemy's
-engine, which compiles every statement anew; and it asks twice in a run for the newest revision of the
-databases, for which Alembic reads and orders ninety scripts. Together that was a fifth of what a small run
-computed.
+Dagster has a database for each run, and opens one for each event that it stores. Each time it creates an
+SQLAlchemy engine, which compiles every statement again. Twice per run it also requests the newest revision of
+the databases, for which Alembic reads and orders ninety scripts. Together that was a fifth of the computing
+time of a small run.
 
-Dagster offers no place for either, so names of its modules are replaced, in processes of ours alone.
+Dagster has no setting for either. So names of its modules are replaced, only in branchlake's own processes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ STORAGES = (
     "dagster._core.storage.runs.sqlite.sqlite_run_storage",
     "dagster._core.storage.schedules.sqlite.sqlite_schedule_storage",
 )
-"""The modules of Dagster that make engines for SQLite, in its default storage."""
+"""The modules of Dagster's default storage that create SQLite engines."""
 
 _ENGINES = 32
-"""As many as may be in use at once; a run uses four."""
+"""Most engines that may be in use at once; a run uses four."""
 
 
 def install_engine_cache(prepare: Callable[[Engine], None] = lambda _: None) -> None:
-    """Let this process make the engine of each of Dagster's SQLite databases once, and `prepare` it.
+    """Create the engine of each of Dagster's SQLite databases once per process, and `prepare` it.
 
-    None holds a connection: all are opened and closed as before.
+    Cached engines hold no connection: all connections are opened and closed as before.
     """
     for name in STORAGES:
         storage = import_module(name)
@@ -44,7 +44,7 @@ def install_engine_cache(prepare: Callable[[Engine], None] = lambda _: None) -> 
 def cache_engines(
     create: Callable[..., Engine], prepare: Callable[[Engine], None] = lambda _: None
 ) -> Callable[..., Engine]:
-    """As `create`, for engines that close each connection after use."""
+    """Wrap `create` so that it caches engines which close each connection after use."""
 
     @lru_cache(maxsize=_ENGINES)
     def get_engine(url: str, timeout: float | None) -> Engine:
@@ -66,11 +66,11 @@ def cache_engines(
 
 
 def install_revision_cache() -> None:
-    """Let this process, and those that it forks, read the revisions of Dagster's databases once: now."""
+    """Read the revisions of Dagster's databases now, once for this process and its forks."""
     directory = ScriptDirectory.from_config
-    # Those of one are those of all; what else their configurations say does not differ.
+    # All databases have the same revisions, and their configurations are equal otherwise.
     cached_directory = directory(get_alembic_config(import_module(STORAGES[0]).__file__ or ""))
-    cached_directory.as_revision_number("head")  # orders them
+    cached_directory.as_revision_number("head")  # orders the scripts
 
     def from_config(config: Config) -> ScriptDirectory:
         script_location = config.get_main_option("script_location")

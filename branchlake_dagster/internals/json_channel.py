@@ -1,4 +1,4 @@
-"""One line of JSON at a time over a socket between two processes of one user, and open files with it."""
+"""A channel between two processes of one user: JSON lines, and open files, over a socket."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _MOST_FILES = 8
 
 
 class ChannelClosed(EOFError):  # noqa: N818 - named like the other outcomes
-    """The other end is gone, so nothing that was asked of it will be done."""
+    """The other end has closed, so it will not do what was requested of it."""
 
 
 def send_message(peer: socket.socket, message: dict[str, Any], *, descriptors: Sequence[int] = ()) -> None:
-    """Send one message, and with it copies of the file descriptors `descriptors`. Raises OSError."""
+    """Send one message, with copies of the file descriptors `descriptors`. Raises OSError."""
     data = json.dumps(message).encode() + b"\n"
     if descriptors:
         # One byte carries the descriptors, so that they cannot be lost in a partial write of the message.
@@ -26,7 +26,10 @@ def send_message(peer: socket.socket, message: dict[str, Any], *, descriptors: S
 
 
 def receive_message(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next message and the file descriptors that came with it. Raises ChannelClosed, or TimeoutError."""
+    """Receive the next message and its file descriptors.
+
+    Raises ChannelClosed or TimeoutError.
+    """
     received: list[int] = []
     data = b""
     try:
@@ -36,13 +39,13 @@ def receive_message(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 os.set_inheritable(descriptor, False)  # a program started by a run must not keep it open
             received += descriptors
             if not chunk:
-                raise ChannelClosed("The process at the other end is gone.")
+                raise ChannelClosed("The process at the other end has closed the channel.")
             data += chunk.removeprefix(b"@") if descriptors else chunk
     except (OSError, ChannelClosed) as error:
         for descriptor in received:
             os.close(descriptor)
         if isinstance(error, ConnectionError):
-            raise ChannelClosed("The process at the other end is gone.") from error
+            raise ChannelClosed("The process at the other end has closed the channel.") from error
         raise
     message: dict[str, Any] = json.loads(data)
     return message, received

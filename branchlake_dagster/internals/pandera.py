@@ -1,4 +1,4 @@
-"""pandera 0.35 beyond what it exports: which function a check runs, and with what arguments."""
+"""The function and arguments of a check in pandera 0.35, which pandera does not export."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["find_check_method", "get_builtin_check"]
 
 
 def get_builtin_check(check: Check) -> tuple[str, Mapping[str, Any]] | None:
-    """The name and arguments of one of pandera's own checks; None for a check of the user's."""
+    """Return the name and arguments of one of pandera's own checks; None for a check of the user."""
     function: Any = check._check_fn
     return (str(function), check._check_kwargs) if isinstance(function, Dispatcher) else None
 
 
 def find_check_method(check: Check) -> tuple[Callable[..., Any], Any] | None:
-    """The user's function behind a `@pandera.check` method, and its model; None where there is none.
+    """Find the user's function behind a `@pandera.check` method, and its model; None if there is none.
 
-    pandera wraps the method in a closure over the model class and its own record of the check. A pandera
-    that wraps otherwise loses us the fast way only: the check then runs through pandera.
+    pandera wraps the method in a closure over the model class and its own record of the check. If another
+    version of pandera wraps it in another way, only the fast path is lost: the check then runs in pandera.
     """
     function: Any = check._check_fn
     if not inspect.isfunction(function):

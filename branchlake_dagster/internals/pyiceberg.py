@@ -1,4 +1,4 @@
-"""PyIceberg 0.12 beyond what it exports: snapshots made of given files, and metadata written by itself."""
+"""Parts of PyIceberg 0.12 that it does not export: snapshots of given files, and writing metadata."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ __all__ = [
 
 
 class _FixedTransaction(Transaction):
-    """A transaction whose metadata is the table's.
+    """A transaction whose metadata is always that of the table.
 
-    The producers ask for it at every turn, and PyIceberg's own copies all of it each time.
+    The producers read it often, and PyIceberg's own transaction copies all of it each time.
     """
 
     @property
@@ -69,10 +69,10 @@ class _FixedTransaction(Transaction):
 
 
 class _CachingTransaction(Transaction):
-    """A transaction that works its metadata out once for each change.
+    """A transaction that computes its metadata once for each change.
 
-    PyIceberg's own does so whenever its producers ask, forty times for one overwrite, and copies all
-    snapshots of the table each time: half of what a small write costs, and more with each write.
+    PyIceberg's own computes it whenever its producers read it, forty times for one overwrite, and copies all
+    snapshots of the table each time. That was half the cost of a small write, and grew with each write.
     """
 
     _cached_metadata: tuple[TableMetadata, tuple[TableUpdate, ...], TableMetadata] | None = None
@@ -86,7 +86,7 @@ class _CachingTransaction(Transaction):
 
 
 class _CachingCreate(_CachingTransaction, CreateTableTransaction):
-    """The same for a table that the transaction makes. Committed, it gives away one that can be read."""
+    """A caching transaction that creates a table. The table that its commit returns can be read."""
 
     def commit_transaction(self) -> Table:
         table = super().commit_transaction()
@@ -94,12 +94,12 @@ class _CachingCreate(_CachingTransaction, CreateTableTransaction):
 
 
 def open_transaction(table: Table) -> Transaction:
-    """As `table.transaction()`."""
+    """Open a transaction like `table.transaction()`, but with cached metadata."""
     return _CachingTransaction(table)
 
 
 def open_creation(table: StagedTable) -> CreateTableTransaction:
-    """The transaction that creates a table, as `Catalog.create_table_transaction` gives it away."""
+    """Open the transaction that creates a table, like `Catalog.create_table_transaction`."""
     return _CachingCreate(table)
 
 
@@ -112,11 +112,11 @@ def build_snapshot(
     properties: dict[str, str],
     written_paths: list[str],
 ) -> tuple[TableUpdate, ...]:
-    """A snapshot on `table` of files that exist, as updates; nothing is committed.
+    """Build a snapshot on `table` from existing files, as updates. Nothing is committed.
 
-    The producers are what PyIceberg's own `append` and `overwrite` end in; it exports none that takes data
-    files of two kinds. The manifests that it makes are added to `written_paths`, also when it fails. Raises
-    ValidationException when `table` has lost one of the files that are removed.
+    This uses the producers of PyIceberg's own `append` and `overwrite`; PyIceberg exports none that takes
+    both added and removed files. The manifests that it writes are added to `written_paths`, also after an
+    error. Raises ValidationException if `table` no longer has one of the removed files.
     """
     removed_files = list(removed)
     producer_class = _OverwriteFiles if removed_files else _FastAppendFiles
@@ -134,9 +134,9 @@ def build_snapshot(
 
 
 class _TrackingExecutors(ExecutorFactory):
-    """Notes what is begun within `_wait_for_tasks`.
+    """Tracks tasks that start within `_wait_for_tasks`.
 
-    PyIceberg writes a snapshot's manifests side by side and leaves at the first that fails: another one was
+    PyIceberg writes a snapshot's manifests concurrently and returns at the first error. Once, a manifest was
     written after all of them had been deleted.
     """
 
@@ -160,12 +160,12 @@ class _TrackingExecutor(Executor):
 
 
 _current_tasks: ContextVar[list[Future[Any]] | None] = ContextVar("begun", default=None)
-snapshot_producers.ExecutorFactory = _TrackingExecutors  # type: ignore[attr-defined]  # its one way to threads
+snapshot_producers.ExecutorFactory = _TrackingExecutors  # type: ignore[attr-defined]  # its only access to threads
 
 
 @contextmanager
 def _wait_for_tasks() -> Iterator[None]:
-    """At the end, however it comes, nothing that was begun inside is under way any more."""
+    """Wait at the end, also after an error, for all tasks that started within the context."""
     tasks: list[Future[Any]] = []
     token = _current_tasks.set(tasks)
     try:
@@ -184,10 +184,10 @@ def commit_files(
 ) -> Table:
     """Remove data files and add others in one snapshot, if the table has not changed meanwhile.
 
-    PyIceberg's own producers repeat a commit when the table has moved, and an append then is not compared
-    with what came; this one is not repeated. Manifests are merged as by Iceberg's Java library: once there
-    are `commit.manifest.min-count-to-merge` of them, unless `commit.manifest-merge.enabled` is false.
-    Raises CommitFailedException.
+    PyIceberg's own producers repeat a commit if the table has changed, and do not compare an append with the
+    new changes. This function does not repeat the commit. Manifests are merged as by Iceberg's Java library:
+    if there are at least `commit.manifest.min-count-to-merge`, unless `commit.manifest-merge.enabled` is
+    false. Raises CommitFailedException.
     """
     transaction, removed_files = open_transaction(table), list(removed)
     operation = Operation.OVERWRITE if removed_files else Operation.APPEND
@@ -204,7 +204,7 @@ def commit_files(
 
 
 class _MergingOverwrite(_OverwriteFiles):
-    """An overwrite that merges manifests; PyIceberg's own leaves two more behind each time."""
+    """An overwrite that merges manifests. PyIceberg's own adds two more each time."""
 
     def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
         metadata = self._transaction.table_metadata
@@ -231,7 +231,7 @@ class _MergingOverwrite(_OverwriteFiles):
         return [*merge_manager.merge_manifests(data_manifests), *delete_manifests]
 
     def _is_needed(self, manifest: ManifestFile) -> bool:
-        """Whether it names a file that is there, or one that this snapshot removes."""
+        """Check whether the manifest names an existing file, or a file that this snapshot removes."""
         counts = (manifest.added_files_count, manifest.existing_files_count)
         return manifest.added_snapshot_id == self._snapshot_id or any(count != 0 for count in counts)
 
@@ -246,14 +246,17 @@ def _is_merging_enabled(metadata: TableMetadata) -> bool:
 
 
 def commit_compaction(transaction: Transaction, producer: Any) -> Table:
-    """Commit what a public producer has collected, as a compaction."""
+    """Commit the files that a public producer has collected, as a compaction."""
     updates, requirements = producer._commit()
     transaction._apply(tuple(map(as_compaction, updates)), requirements)
     return transaction.commit_transaction()
 
 
 def as_compaction(update: TableUpdate) -> TableUpdate:
-    """PyIceberg's producers know no `replace` operation; readers of change sets rely on it."""
+    """Change an update to the operation `replace`, which readers of change sets need.
+
+    PyIceberg's producers do not support that operation.
+    """
     if not isinstance(update, AddSnapshotUpdate) or update.snapshot.summary is None:
         return update
     summary = Summary(Operation.REPLACE, **update.snapshot.summary.additional_properties)
@@ -261,10 +264,10 @@ def as_compaction(update: TableUpdate) -> TableUpdate:
 
 
 def apply_updates(metadata: TableMetadata, updates: Iterable[TableUpdate]) -> TableMetadata:
-    """The metadata after these updates.
+    """Apply updates to table metadata.
 
-    As PyIceberg's `update_table_metadata`, but for its deep copy of all snapshots at the end: with that,
-    replaying took time in proportion to the table's history.
+    It works as PyIceberg's `update_table_metadata`, but does not copy all snapshots at the end. With that
+    copy, a replay took time in proportion to the table's history.
     """
     context = _TableMetadataUpdateContext()
     for update in updates:
@@ -273,12 +276,12 @@ def apply_updates(metadata: TableMetadata, updates: Iterable[TableUpdate]) -> Ta
 
 
 def add_log_entry(metadata: TableMetadata, before: str, updated_ms: int) -> TableMetadata:
-    """The metadata with the file `before` it in its log, as every commit leaves it."""
+    """Add the previous metadata file `before` to the metadata log, as every commit does."""
     return _update_table_metadata_log(metadata, before, updated_ms)
 
 
 def metadata_version(location: str) -> int:
-    """The number that a metadata file's name begins with; -1 when it has none."""
+    """Return the number at the beginning of a metadata file's name; -1 if it has none."""
     return MetastoreCatalog._parse_metadata_version(location)
 
 
@@ -288,26 +291,29 @@ def write_metadata(catalog: MetastoreCatalog, metadata: TableMetadata, io: FileI
 
 
 def to_iceberg_schema(schema: pa.Schema, format_version: int) -> Schema:
-    """An Arrow schema as an Iceberg one, by the rules of `create_table`."""
+    """Convert an Arrow schema to an Iceberg schema, by the rules of `create_table`."""
     converted = MetastoreCatalog._convert_schema_if_needed(schema, format_version)  # type: ignore[arg-type]
-    assert isinstance(converted, Schema)  # noqa: S101 - an Arrow schema always gives one
+    assert isinstance(converted, Schema)  # noqa: S101 - an Arrow schema always converts to one
     return converted
 
 
 def rows_all_match(schema: Schema, row_filter: BooleanExpression, file: DataFile) -> bool:
-    """Whether every row of a file certainly matches, by its statistics: what deletes by file go by."""
+    """Check by its statistics whether every row of a file certainly matches.
+
+    Deletes of whole files use the same check.
+    """
     return bool(ReliableStrictEvaluator(schema, row_filter).eval(file))
 
 
 def write_data_files(
     metadata: TableMetadata, rows: pa.Table, io: FileIO, *, commit: uuid.UUID, numbers: itertools.count[int]
 ) -> Iterator[DataFile]:
-    """Write rows as data files of a table, with their statistics. `Table.append` also commits."""
+    """Write rows as data files of a table, with statistics, without a commit. `Table.append` also commits."""
     yield from _dataframe_to_data_files(
         table_metadata=metadata, df=rows, io=io, write_uuid=commit, counter=numbers
     )
 
 
 def read_deleted_positions(io: FileIO, file: DataFile) -> dict[str, pa.ChunkedArray]:
-    """The positions that a position delete file or deletion vector names, by data file."""
+    """Read the deleted positions in a position delete file or deletion vector, by data file."""
     return _read_deletes(io, file)

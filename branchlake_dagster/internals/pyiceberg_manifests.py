@@ -1,7 +1,7 @@
-"""PyIceberg 0.12 beyond what it exports: manifests and manifest lists from their bytes.
+"""Read manifests and manifest lists from their bytes, with parts of PyIceberg 0.12 that it does not export.
 
-`ManifestFile.fetch_manifest_entry` makes an object of every entry, which takes 40 µs, and resolves the file's
-schema again for each file, which takes half a millisecond. `read_manifest_list` takes two for that.
+`ManifestFile.fetch_manifest_entry` creates an object for every entry, which takes 40 µs. It also resolves the
+schema of each file again, which takes half a millisecond, or two in `read_manifest_list`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ _HEADER_READER = construct_reader(META_SCHEMA, {-1: AvroFileHeader})
 def iter_entries(
     manifest: ManifestFile, content: bytes, positions: Collection[int] | None = None
 ) -> Iterator[ManifestEntry]:
-    """The entries of a manifest file in its sequence, deleted ones among them; `positions`: only those, from 0.
+    """Iterate over the entries of a manifest file in their order, including those of deleted files.
 
-    Blocks of the file without one of the places are not even unpacked.
+    If `positions` is given, only the entries at these positions (from 0) are returned. Blocks of the file
+    without one of these positions are not decompressed.
     """
     decoder = new_decoder(content)
     header = _read_header(decoder)
@@ -68,7 +69,7 @@ def iter_entries(
 
 
 def iter_manifests(content: bytes) -> Iterator[ManifestFile]:
-    """The manifests in a manifest list, in their order."""
+    """Iterate over the manifests in a manifest list, in their order."""
     decoder = new_decoder(content)
     header = _read_header(decoder)
     reader = _manifest_reader(header.meta[_SCHEMA])
@@ -87,7 +88,10 @@ def _read_header(decoder: BinaryDecoder) -> AvroFileHeader:
 
 
 def _read_block(decoder: BinaryDecoder, size: int, header: AvroFileHeader) -> BinaryDecoder:
-    """The records of the block that begins here. A truncated file lacks the marker behind its last block."""
+    """Read the records of the block that begins here.
+
+    Raises ValueError if the marker after the block is missing, as in a truncated file.
+    """
     block = decoder.read(size)
     if decoder.read(SYNC_SIZE) != header.sync:
         raise ValueError("A block of the Avro file does not end with the file's marker.")
@@ -102,7 +106,7 @@ def _read_entry(reader: Reader, records: BinaryDecoder) -> ManifestEntry:
 
 @lru_cache(maxsize=64)
 def _manifest_reader(schema: str) -> Reader:
-    """What reads manifest lists with this schema; it keeps nothing of a file."""
+    """Return the reader for manifest lists with this schema. It keeps no data of a file."""
     return resolve_reader(
         AvroSchemaConversion().avro_to_iceberg(json.loads(schema)),
         MANIFEST_LIST_FILE_SCHEMAS[DEFAULT_READ_VERSION],
@@ -113,7 +117,7 @@ def _manifest_reader(schema: str) -> Reader:
 
 @lru_cache(maxsize=64)
 def _entry_reader(schema: str) -> Reader:
-    """What reads entries of files with this schema; it keeps nothing of a file."""
+    """Return the reader for entries of files with this schema. It keeps no data of a file."""
     return resolve_reader(
         AvroSchemaConversion().avro_to_iceberg(json.loads(schema)),
         MANIFEST_ENTRY_SCHEMAS[DEFAULT_READ_VERSION],

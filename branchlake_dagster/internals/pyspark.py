@@ -1,4 +1,4 @@
-"""pyspark 4.1 beyond what it exports: its Spark Connect client, and the daemon of its workers."""
+"""Parts of pyspark 4.1 that it does not export: its Spark Connect client, and the daemon of its workers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ __all__ = [
 
 
 def add_session_hook(client: Any, hook: Any) -> None:
-    """Let a client pass each execution through `hook` (`SparkSession.Hook`) too.
+    """Add `hook` (`SparkSession.Hook`) to a client. It is called for each execution.
 
-    Hooks are part of `SparkSession.Builder`, but only for sessions that it makes anew.
+    `SparkSession.Builder` accepts hooks too, but only for sessions that it creates.
     """
     client._session_hooks = [*client._session_hooks, hook]
 
 
 def translate_errors(client: Any, translate: Callable[[Exception], Exception | None]) -> None:
-    """Let a client raise what `translate` makes of an error of a call; None leaves the error to pyspark.
+    """Let a client raise the error that `translate` returns; None leaves the error to pyspark.
 
-    Before pyspark handles the error: it logs its text first, which would end in the step's log.
+    `translate` is called before pyspark handles the error, because pyspark logs the error's text, which would
+    appear in the step's log.
     """
     handle = cast("Callable[[Exception], NoReturn]", client._handle_error)
 
@@ -43,9 +44,9 @@ def translate_errors(client: Any, translate: Callable[[Exception], Exception | N
 
 
 def limit_retry_time(client: Any, seconds: float) -> None:
-    """Let a client repeat calls to a server that does not answer for about so long, and not for ten minutes.
+    """Let a client repeat calls to a silent server for about `seconds`, instead of ten minutes.
 
-    Retry policies can be set on a client, but pyspark exports neither it nor them.
+    A client accepts retry policies, but pyspark exports neither the client nor the policies.
     """
     from pyspark.sql.connect.client.retries import DefaultPolicy
 
@@ -63,19 +64,19 @@ def limit_retry_time(client: Any, seconds: float) -> None:
 
 
 def silence_connect_log() -> None:
-    """Let pyspark's log of Spark Connect say nothing unless SPARK_CONNECT_LOG_LEVEL is set, as it means to.
+    """Silence pyspark's log of Spark Connect unless SPARK_CONNECT_LOG_LEVEL is set, as pyspark intends.
 
-    It switches the log off, and Dagster's configuration of logging switches each one on that there is: a
-    warning of three lines stood in the demo's output, of results that were released after their session.
+    pyspark switches the log off, but Dagster's logging configuration switches every existing logger on. So
+    the demo's output had a warning of three lines, about results that were released after their session.
     """
     logging.getLogger("pyspark.sql.connect.logging").addFilter(_is_log_enabled)
 
 
 def disable_session_finalizer() -> None:
-    """Let the garbage collector close no session of Spark Connect: all of ours are stopped.
+    """Let the garbage collector close no session of Spark Connect. branchlake stops all its sessions itself.
 
-    It may come to one in a thread that pyspark is starting and waits for, with its lock held, which closing
-    waits for: a step stood still for ten minutes, until it was killed.
+    The collector may run in a thread that pyspark is starting, and that pyspark waits for while it holds a
+    lock. Closing the session waits for the same lock. A step hung for ten minutes until it was killed.
     """
     from pyspark.sql.connect.session import SparkSession
 
@@ -88,7 +89,10 @@ def _is_log_enabled(_: logging.LogRecord) -> bool:
 
 
 def load_daemon_manager(worker_module: str) -> Callable[[], None]:
-    """What `python -m pyspark.daemon WORKER_MODULE` does, in a process that has pyspark imported."""
+    """Return the function that `python -m pyspark.daemon WORKER_MODULE` runs.
+
+    It works in a process that has imported pyspark already.
+    """
     import pyspark.daemon as daemon
 
     daemon.worker_main = import_module(worker_module).main

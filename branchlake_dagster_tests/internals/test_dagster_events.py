@@ -102,4 +102,4 @@ def test_a_batch_that_the_storage_refuses_is_stored_one_by_one(
         monkeypatch.setattr(type(instance.event_log_storage), "store_event_batch", refuse)
         _together(instance)
         assert len(instance.fetch_observations(ONE, limit=100).records) == 5
-    assert "stored one by one, not together: too large" in caplog.text
+    assert "now stored one by one, because storing them together failed: too large" in caplog.text
