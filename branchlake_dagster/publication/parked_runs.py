@@ -152,7 +152,7 @@ def discard_parked_run(client: NessieClient, instance: DagsterInstance, run: Dag
     published. Rows that an unbranched run wrote to `main` stay there.
     """
     branch = run.tags[RunTag.BRANCH]
-    message = "Discarded by an operator: nothing was published, and the branch was deleted."
+    message = "Discarded by an operator: nothing was published, and its branch was discarded."
     if branch == MAIN:
         message = "Discarded by an operator: the run wrote to main directly, and its rows stay there."
     else:

@@ -427,7 +427,7 @@ class Reconciler:
 
 @contextmanager
 def _parallel_map(at_once: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """Yield `map`, or a parallel one. Most time is spent waiting for Nessie and Dagster's database."""
+    """Yield `map` or its parallel version. Most time is spent waiting for Nessie and Dagster's database."""
     if at_once == 1:
         yield map
         return
