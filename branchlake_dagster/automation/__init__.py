@@ -1,1 +1,1 @@
-"""Runs for partitions with new input: backlog, sensor, condition, and backfills of consumers."""
+"""Launch runs for partitions with new input: backlogs, the sensor, the condition, and backfills."""

@@ -1,6 +1,6 @@
-"""Approving what a backfill has published, so that the stages after it go on: by command, or as a job.
+"""Approve the published results of a backfill, so that its next stages launch: by command or as a job.
 
-No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
+This module has no postponed annotations: Dagster compares the annotation of `context` with the class itself.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,16 +22,23 @@ _MAY_BE_PUBLISHED = (LaunchOutcome.UNFINISHED, LaunchOutcome.AWAITS_VERDICT)
 
 @dataclass(frozen=True)
 class Approval:
-    """Runs whose results are approved, and runs that may still be published and then wait for approval."""
+    """The runs that an approval covers.
+
+    `approved_runs` are published, and their results are approved. `unpublished_runs` may still be published;
+    their results then need another approval.
+    """
 
     approved_runs: tuple[dg.DagsterRun, ...]
     unpublished_runs: tuple[dg.DagsterRun, ...]
 
     def format_summary(self) -> str:
-        """For people: each asset with its partitions."""
+        """Return a summary for people: each asset with its partitions."""
         summary = "Nothing on main waits for this approval."
         if self.approved_runs:
-            summary = f"Approved {format_count(len(self.approved_runs), 'run')}: {'; '.join(_format_by_asset(self.approved_runs))}."
+            summary = (
+                f"Approved {format_count(len(self.approved_runs), 'run')}:"
+                f" {'; '.join(_format_by_asset(self.approved_runs))}."
+            )
         if self.unpublished_runs:
             count = len(self.unpublished_runs)
             runs = f"{format_count(count, 'run')} {pluralize(count, 'is', 'are')} not published yet"
@@ -43,7 +50,7 @@ class Approval:
 def plan_approval(
     runs: Iterable[dg.DagsterRun], approval_id: str, assets: Sequence[dg.AssetKey] = ()
 ) -> Approval:
-    """Decide which of the runs an approval is about: those under its id, with `assets` only runs of these."""
+    """Select the runs that are approved under `approval_id`; with `assets`, only runs of these assets."""
     requested_runs = [
         run
         for run in runs
@@ -51,7 +58,7 @@ def plan_approval(
         and (not assets or run.asset_selection is None or {*assets} & run.asset_selection)
     ]
     published_runs = tuple(run for run in requested_runs if is_on_main(run))
-    # What failed or was blocked has no result that could be approved; a run in its place waits by itself.
+    # A failed or blocked run has no result to approve. A run that replaces it waits for its own approval.
     unpublished_runs = tuple(
         run
         for run in requested_runs
@@ -63,15 +70,15 @@ def plan_approval(
 def approve_results(
     instance: dg.DagsterInstance, approval_id: str, assets: Sequence[dg.AssetKey] = ()
 ) -> Approval:
-    """Approve what is on `main` of a backfill, or of a run outside of backfills that waits for approval.
+    """Approve the published results of a backfill, or of one run outside of backfills.
 
-    What is published later waits for another approval, because nobody has seen it. Safe to repeat. Raises
-    ConfigurationError for an id that Dagster does not know.
+    Safe to repeat. A result that is published later needs another approval, because nobody has seen it yet.
+    Raises ConfigurationError for an id that Dagster does not know.
     """
     if instance.get_backfill(approval_id) is None and instance.get_run_by_id(approval_id) is None:
         raise ConfigurationError(
             f"There is no backfill or run {approval_id} in this Dagster instance.",
-            hint="`branchlake backfill status` and the sensor's last tick name the id to approve.",
+            hint="`branchlake backfill status` and the last tick of the sensor show the id to approve.",
         )
     runs = instance.get_runs(dg.RunsFilter(tags={RunTag.APPROVAL: APPROVAL_REQUIRED}))
     approval = plan_approval(runs, approval_id, assets)
@@ -91,7 +98,7 @@ def _format_by_asset(runs: Iterable[dg.DagsterRun]) -> list[str]:
 
 
 class ApproveBackfill(dg.Config):
-    """The backfill to approve, as its page or `branchlake backfill status` names it."""
+    """The backfill to approve. Its page and `branchlake backfill status` show its id."""
 
     backfill: str = Field(description="The id of the backfill, or of a run outside of backfills.")
     assets: list[str] = Field(
@@ -100,19 +107,19 @@ class ApproveBackfill(dg.Config):
 
 
 def approve_backfill_job(name: str = "approve_backfill") -> dg.JobDefinition:
-    """A job that approves what a backfill has published, to be launched on Dagster's page.
+    """Return a job that approves the published results of a backfill. Launch it on Dagster's page.
 
-    The job is what `branchlake backfill approve` is on the command line. Its runs show who approved what. It
-    needs neither the lake nor Spark.
+    The job does the same as the command `branchlake backfill approve`. Its runs show who approved which
+    results. It needs neither the lake nor Spark.
 
     Args:
         name (str): The job's name. (default: `approve_backfill`)
 
     Returns:
-        JobDefinition: One op, whose configuration has the backfill's id and, optionally, assets.
+        JobDefinition: A job with one op. Its configuration takes the backfill's id and, optionally, assets.
 
     Raises:
-        ConfigurationError: In the run: there is no such backfill or run.
+        ConfigurationError: In the run, if Dagster does not know the id.
 
     Examples:
         .. code-block:: python
@@ -128,9 +135,12 @@ def approve_backfill_job(name: str = "approve_backfill") -> dg.JobDefinition:
             )
     """
 
-    @dg.op(name=f"{name}_op", description="Lets the stages after a backfill's published results go on.")
+    @dg.op(
+        name=f"{name}_op",
+        description="Approves published results of a backfill, so that its next stages launch.",
+    )
     def approve_op(context: dg.OpExecutionContext, config: ApproveBackfill) -> None:
-        assets = [dg.AssetKey.from_user_string(one) for one in config.assets]
+        assets = [dg.AssetKey.from_user_string(name) for name in config.assets]
         approval = approve_results(context.instance, config.backfill, assets)
         context.log.info(approval.format_summary())
         context.add_output_metadata(
@@ -141,7 +151,7 @@ def approve_backfill_job(name: str = "approve_backfill") -> dg.JobDefinition:
             }
         )
 
-    @dg.job(name=name, description="Approve what a backfill has published; the stages after it then launch.")
+    @dg.job(name=name, description="Approve published results of a backfill; its next stages then launch.")
     def approve_job() -> None:
         approve_op()
 

@@ -1,4 +1,4 @@
-"""The runs that were launched for a state of a consumer's inputs, found by their run keys."""
+"""Find the runs that were launched for a state of a consumer's inputs, by their run keys."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from branchlake_dagster.runs.run_tags import NO_VALUE, find_publication, find_ru
 from branchlake_dagster.stored_names import RunTag
 
 _CHUNK = 200
-"""Run keys in one query."""
+"""The largest number of run keys in one query."""
 
 
 def iter_histories(instance: DagsterInstance, keys: Iterable[str], retries: int) -> Iterator[AttemptHistory]:
-    """The attempts for each state, by its key and in the order of `keys`; reads runs as it is asked on.
+    """Yield the attempts for each state key, in the order of `keys`. Runs are read lazily, in chunks.
 
-    A published run has changed the state. Where the state is the same, `main` was set back since: the runs
-    before that count for nothing, and the state goes on under a key of its own. At most `retries` retries of
-    each state are looked at.
+    A published run changes the state of its consumer. If a run with this state key was published and the
+    state is the same again, `main` was set back: earlier attempts are ignored, and the state continues under
+    a new key. At most `retries` retries of each state are read.
     """
     key_iterator = iter(keys)
     while chunk := [*islice(key_iterator, max(1, _CHUNK // (retries + 1)))]:
@@ -36,7 +36,7 @@ def iter_histories(instance: DagsterInstance, keys: Iterable[str], retries: int)
         run_keys = {key: key for key in chunk}
         while run_keys:
             records = _load_newest_runs(
-                instance, [one for key in run_keys.values() for one in _attempt_keys(key, retries)]
+                instance, [name for key in run_keys.values() for name in _attempt_keys(key, retries)]
             )
             next_run_keys: dict[str, str] = {}
             for key, run_key in run_keys.items():
@@ -53,7 +53,7 @@ def iter_histories(instance: DagsterInstance, keys: Iterable[str], retries: int)
                     next_run_keys[key] = f"{run_key}-{publication_hash[:16]}"
                 else:
                     histories_by_key[key] = AttemptHistory(
-                        run_key, tuple(to_attempt(*one) for one in attempts)
+                        run_key, tuple(to_attempt(*attempt) for attempt in attempts)
                     )
             run_keys = next_run_keys
         yield from (histories_by_key[key] for key in chunk)
@@ -64,7 +64,10 @@ def _attempt_keys(key: str, retries: int) -> list[str]:
 
 
 def _load_newest_runs(instance: DagsterInstance, keys: Sequence[str]) -> dict[str, RunRecord]:
-    """By run key the newest run, or one that was published: a re-execution has the key of its parent."""
+    """Return the newest run of each run key. A published run wins over newer ones that were not published.
+
+    A key can have several runs, because a re-execution has the run key of its parent.
+    """
     newest_records: dict[str, RunRecord] = {}
     for start in range(0, len(keys), _CHUNK):
         run_filter = RunsFilter(tags={RUN_KEY_TAG: [*keys[start : start + _CHUNK]]})
@@ -78,14 +81,14 @@ def _load_newest_runs(instance: DagsterInstance, keys: Sequence[str]) -> dict[st
 
 
 def _find_publication(record: RunRecord) -> str | None:
-    """The commit on `main` as which the run was published; None if it was not."""
+    """Return the commit on `main` that published the run; None if it was not published."""
     run = record.dagster_run
     location = find_run_location(run.tags, run.run_id)
     return find_publication(run.tags, location.branch) if location is not None else None
 
 
 def to_attempt(number: int, record: RunRecord) -> Attempt:
-    """What became of a run that was launched as attempt `number`, counted from 0."""
+    """Return the outcome of a run that was launched as attempt `number`, counted from 0."""
     outcome = launch_outcome(record.dagster_run)
     ended_at = record.update_timestamp
     if record.end_time is not None and outcome is not LaunchOutcome.UNFINISHED:

@@ -1,4 +1,4 @@
-"""Comparing the tables of a backfill's stages with what they were before it."""
+"""Compare the tables of a backfill's stages with their state before the backfill."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from branchlake_dagster.tables.specification import TableSpec
 Number = int | float | Decimal
 
 KEY, ROW = "key", "row"
-"""The columns of fingerprints."""
+"""The columns of a frame of fingerprints: the hash of a row's key and the hash of the row."""
 _NO_SUMS: Mapping[str, Number | None] = {}
 
 
 @dataclass(frozen=True)
 class Measures:
-    """Rows and sums of one state of some rows. `sums` has each numeric column; None: it has no values."""
+    """The number of rows and the sum of each numeric column; None is the sum of a column without values."""
 
     rows: int = 0
     sums: Mapping[str, Number | None] = field(default_factory=dict)
@@ -42,14 +42,12 @@ class Measures:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Some rows before a backfill and now.
+    """The difference between some rows before a backfill and the same rows now.
 
-    With keys, `changed_count` counts the keys that came, went or have other rows, of `compared_count` keys in
-    either
-    state. Without keys, an updated row counts once: `changed_count` is the larger of the rows that came and
-    the
-    rows that went, and `compared_count` the larger of the two row counts. A column that only one state has is
-    not compared row by row, and has None for its sum in the other one.
+    With keys, `changed_count` counts the keys that were added, removed or have other rows, and
+    `compared_count` counts all keys of both states. Without keys, an updated row counts once: `changed_count`
+    is the larger of the numbers of added and of removed rows, and `compared_count` the larger of the two row
+    counts. A column that only one state has is not compared; its sum in the other state is None.
     """
 
     before: Measures = Measures()
@@ -64,7 +62,7 @@ class Comparison:
 
     @property
     def row_difference(self) -> int:
-        """How many rows more there are now."""
+        """The number of rows now minus the number of rows before the backfill."""
         return self.after.rows - self.before.rows
 
     @property
@@ -76,7 +74,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class StageComparison:
-    """The comparison of a stage, by partition and in total; None stands for an asset without partitions."""
+    """The comparison of a stage by partition. The partition None means an asset without partitions."""
 
     number: int
     asset: AssetKey
@@ -86,12 +84,12 @@ class StageComparison:
 
     @property
     def total(self) -> Comparison:
-        """All partitions together. A key that moved from one partition to another counts in both."""
+        """The sum over all partitions. A key that moved to another partition counts in both."""
         return sum_comparisons(self.partitions.values())
 
 
 def sum_comparisons(parts: Iterable[Comparison]) -> Comparison:
-    """Comparisons of different rows as one."""
+    """Add up comparisons of different rows."""
     return reduce(_add_comparisons, parts, Comparison())
 
 
@@ -111,7 +109,7 @@ def _add_measures(left: Measures, right: Measures) -> Measures:
 def add_sums(
     left: Mapping[str, Number | None], right: Mapping[str, Number | None] = _NO_SUMS
 ) -> dict[str, Number | None]:
-    """Sums by column, added; None is a column without values."""
+    """Add sums column by column; None is the sum of a column without values."""
     sums = dict(left)
     for name, value in right.items():
         previous = sums.get(name)
@@ -128,9 +126,9 @@ def _add_numbers(left: Number, right: Number) -> Number:
 
 
 def column_sums(frame: pl.DataFrame) -> dict[str, Number | None]:
-    """The sum of each numeric column, without NaN; None for a column without values."""
+    """Return the sum of each numeric column, without NaN; None for a column without values."""
     columns = frame.select(cs.numeric())
-    # In 128 bits: Polars lets a sum of 64 bits overflow silently.
+    # The sums use 128 bits, because a sum of 64 bits overflows silently in Polars.
     numbers = columns.select(cs.float().fill_nan(None), cs.integer().cast(pl.Int128), cs.decimal())
     if not columns.width:
         return {}
@@ -139,13 +137,13 @@ def column_sums(frame: pl.DataFrame) -> dict[str, Number | None]:
 
 
 def fingerprint_rows(frame: pl.DataFrame, columns: Sequence[str], keys: Sequence[str]) -> pl.DataFrame:
-    """A hash of 64 bits for each row, and with `keys` one of its key: all that is kept of the rows."""
+    """Return a 64-bit hash of each row and, if `keys` are given, of its key. No other data is kept."""
     rows = [frame.select(columns).hash_rows().alias(ROW)]
     return pl.DataFrame([frame.select(keys).hash_rows().alias(KEY), *rows] if keys else rows)
 
 
 def count_changes(before: pl.DataFrame, after: pl.DataFrame) -> tuple[int, int]:
-    """How many rows or keys changed, and of how many, as `Comparison` counts them."""
+    """Return the counts of changed and of compared rows or keys, as `Comparison` defines them."""
     columns = before.columns
     sides = [
         frame.group_by(columns).agg(pl.len().cast(pl.Int64).alias(side))
@@ -165,14 +163,14 @@ def count_changes(before: pl.DataFrame, after: pl.DataFrame) -> tuple[int, int]:
 
 
 class EarlierStateLost(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The state of a table before a backfill cannot be read any more."""
+    """The state of a table before a backfill can no longer be read."""
 
 
 def find_base_hash(lake: Lakehouse, backfill: BackfillState) -> str | None:
-    """The commit of `main` at which a backfill was requested; None if `main` had none.
+    """Return the hash of `main` when a backfill was requested; None if `main` had no commit.
 
-    `branchlake backfill run` records it. For a backfill that was requested on Dagster's page, it is the
-    newest commit that is older than the request by the clocks of Nessie and Dagster.
+    `branchlake backfill run` records this hash. For a backfill from Dagster's page, it is the newest commit
+    before the request, by the clocks of Nessie and Dagster.
     """
     if base_hash := backfill.tags.get(RunTag.BACKFILL_BASE):
         return base_hash
@@ -187,9 +185,9 @@ def find_base_hash(lake: Lakehouse, backfill: BackfillState) -> str | None:
 def compare_stage(graph: AssetGraph, lake: Lakehouse, stage: Stage, base_hash: str | None) -> StageComparison:
     """Compare the rows of the stage's partitions on `main` now with those at commit `base_hash` of `main`.
 
-    Reads both states of one partition after the other, in batches, and keeps 16 bytes for each row. A
-    partition whose data files are the same is read once. Raises EarlierStateLost if the commit or files of
-    the earlier state are gone.
+    Reads the partitions one after the other, both states in batches, and keeps at most 16 bytes for each
+    row. A partition whose data files and schema are unchanged is read once. Raises EarlierStateLost if the
+    commit or the files of the earlier state no longer exist.
     """
     spec = asset_table_spec(graph, stage.asset, lake.settings.default_namespace)
     table_name = spec.name
@@ -207,9 +205,9 @@ def compare_stage(graph: AssetGraph, lake: Lakehouse, stage: Stage, base_hash: s
         )
     except (NessieNotFound, FileNotFoundError) as error:
         raise EarlierStateLost(
-            f"The state of table {table_name} before the backfill cannot be read any more: {error}",
+            f"The state of table {table_name} before the backfill can no longer be read: {error}",
             table=table_name,
-            hint="Its commit was collected by Nessie, or its snapshots expired and their files were deleted.",
+            hint="Nessie's GC removed its commit, or its snapshots expired and their files were deleted.",
         ) from error
 
 
@@ -221,7 +219,7 @@ def _load_existing_table(lake: Lakehouse, spec: TableSpec, ref: str) -> Table | 
 
 
 def _have_columns(columns: Sequence[str], *tables: Table | None) -> bool:
-    """Whether each of the tables has all of the columns."""
+    """Return whether each of the existing tables has all of the columns."""
     return all(set(columns) <= set(table.schema().column_names) for table in tables if table is not None)
 
 
@@ -233,7 +231,7 @@ class _PartitionRows:
     row_filter: BooleanExpression
 
     def plan_files(self) -> frozenset[tuple[str, frozenset[str]]]:
-        """The data files that may hold these rows, each with its delete files."""
+        """Return the data files that may contain these rows, each with its delete files."""
         tasks = self.table.scan(row_filter=self.row_filter).plan_files()
         return frozenset(
             (task.file.file_path, frozenset(delete_file.file_path for delete_file in task.delete_files))
@@ -241,7 +239,7 @@ class _PartitionRows:
         )
 
     def iter_frames(self) -> Iterator[pl.DataFrame]:
-        """The rows in batches."""
+        """Yield the rows in batches."""
         for batch in self.table.scan(row_filter=self.row_filter).to_arrow_batch_reader():
             frame = pl.from_arrow(batch)
             assert isinstance(frame, pl.DataFrame)  # noqa: S101 - a batch has columns
@@ -249,7 +247,7 @@ class _PartitionRows:
 
 
 class _TablePair:
-    """Two states of a stage's table."""
+    """The state of a stage's table before the backfill and its state now; None where no table exists."""
 
     def __init__(
         self,
@@ -303,14 +301,14 @@ class _TablePair:
         return measures
 
     def _read_row_hashes(self, rows: _PartitionRows) -> tuple[Measures, pl.DataFrame]:
-        """The measures of the rows, and their fingerprints in the columns that both states have."""
+        """Return the measures of the rows, and fingerprints over the columns that both states have."""
         measures = Measures()
         names = [KEY, ROW] if self._keys else [ROW]
         hash_frames = [pl.DataFrame(schema=dict.fromkeys(names, pl.UInt64))]
         types = pl.Schema({name: self._column_types[name] for name in self._common_columns})
         for frame in rows.iter_frames():
             measures = _add_frame(measures, frame)
-            # A column may have been widened since: the same value has another hash in another type.
+            # A column may have been widened since. The same value has another hash in another type.
             hash_frames.append(
                 fingerprint_rows(
                     frame.select(self._common_columns).cast(types, strict=False),
@@ -326,7 +324,7 @@ def _add_frame(measures: Measures, frame: pl.DataFrame) -> Measures:
 
 
 def _polars_types(table: Table | None) -> dict[str, pl.DataType]:
-    """The columns of a table with Polars' types."""
+    """Return the Polars type of each column; no columns if the table does not exist."""
     if table is None:
         return {}
     empty = pl.from_arrow(schema_to_pyarrow(table.schema(), include_field_ids=False).empty_table())

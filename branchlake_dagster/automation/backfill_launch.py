@@ -1,4 +1,4 @@
-"""Launching a backfill's first stage through Dagster's daemon; what follows launches itself."""
+"""Launch the first stage of a backfill through Dagster's daemon. The later stages launch themselves."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def launch_backfill(
     approval: bool = False,
     requested_at: float,
 ) -> str:
-    """Request the backfill and return its id, by which Dagster's page shows it.
+    """Request a Dagster backfill of `root` and return its id.
 
-    Its runs compute everything anew in their partitions, whatever was consumed for them. `base_hash` is the
-    commit of `main` now. With `approval`, each stage waits until the results before it are approved.
+    Its runs compute their partitions again from all rows, whatever was consumed for them before. `base_hash`
+    is the hash of `main` now. With `approval`, each stage waits until the results of the stage before it are
+    approved. `requested_at` is a POSIX time in seconds.
     """
     return add_asset_backfill(
         graph,
@@ -51,10 +52,11 @@ def launch_again(
     approval: bool = False,
     requested_at: float,
 ) -> str:
-    """Request a backfill of partitions of a stage of backfill `backfill_id`, and return its own id.
+    """Request a new Dagster backfill for partitions of a stage of backfill `backfill_id`; return its own id.
 
-    Its runs consume what is left; with `rebuild` they compute everything anew in their partitions.
-    With `approval`, the stages after them wait until their results are approved.
+    Its runs consume the remaining changes. With `rebuild`, they compute their partitions again from all rows.
+    With `approval`, the later stages wait until their results are approved. `requested_at` is a POSIX time in
+    seconds.
     """
     reason = f"Retry of backfill {backfill_id}"
     return add_asset_backfill(

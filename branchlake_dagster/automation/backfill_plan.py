@@ -1,4 +1,4 @@
-"""What would be computed again: the partitions asked for, and all that is computed from them by changes."""
+"""Plan a backfill: the requested partitions, and all partitions that are computed from them by changes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ from branchlake_dagster.wording import format_count
 
 @dataclass(frozen=True)
 class Stage:
-    """An asset that would be computed again: which partitions (None: it has none), after what, and why.
+    """An asset of a backfill, with its position in the order of stages and the reason why it is computed.
 
-    `rows`, `files` and `bytes` are what `main` holds of these partitions now. `launches_itself`: the
-    incremental sensor launches it when the stage before it is published; otherwise somebody has to.
+    `partitions` is None for an asset without partitions, and for an asset that takes whole inputs. `rows`,
+    `files` and `bytes` are the sizes of these partitions on `main` now. If `launches_itself` is True, the
+    incremental sensor launches the stage after the stage before it is published. Otherwise a person has to.
     """
 
     number: int
@@ -58,11 +59,12 @@ def plan_stages(
     reason: str,
     instance: DagsterInstance | None = None,
 ) -> list[Stage]:
-    """The stages of a backfill of `root`: itself, then what follows from it.
+    """Return the stages of a backfill of `root`: the root itself, then the assets that depend on it.
 
-    `partitions` of the root; None where it has none. A consumer is affected in the partitions that rows of
-    the recomputed ones may belong to; an asset that takes whole inputs is named, and left to its own
-    launches. Raises ConfigurationError for partitions that the root does not have.
+    `partitions` are partitions of the root; None means all of them, or that the root has no partitions. A
+    consumer is computed in each partition that rows of the recomputed input partitions may belong to. An
+    asset that takes whole inputs becomes a stage that does not launch itself. Raises ConfigurationError if
+    the root is unknown or does not have these partitions.
     """
     return list(_StagePlanner(graph, lake, instance).iter_stages(root, partitions, reason))
 
@@ -91,14 +93,17 @@ class _StagePlanner:
                 recomputed_parents = sorted(self._graph.get(key).parent_keys & recomputed_keys.keys())
                 consumer = self._consumers.get(key)
                 consumed_inputs = [
-                    key for key in recomputed_parents if consumer and key in consumer.consumer.inputs
+                    parent for parent in recomputed_parents if consumer and parent in consumer.consumer.inputs
                 ]
                 if consumer is None or not consumed_inputs:
-                    stage_reason = f"takes all of {_format_keys(recomputed_parents)}: launch it, or let it follow publications"
+                    stage_reason = (
+                        f"takes all of {_format_keys(recomputed_parents)}:"
+                        " launch it, or let it follow publications"
+                    )
                     yield self._build_stage(number, key, None, stage_reason, launches_itself=False)
                     continue
                 affected_keys = self._affected_partitions(
-                    consumer, {key: recomputed_keys[key] for key in consumed_inputs}
+                    consumer, {parent: recomputed_keys[parent] for parent in consumed_inputs}
                 )
                 recomputed_keys[key] = affected_keys
                 if affected_keys is None or affected_keys:
@@ -108,7 +113,7 @@ class _StagePlanner:
     def _resolve_partitions(self, root: AssetKey, partitions: Sequence[str] | None) -> tuple[str, ...] | None:
         if not self._graph.has(root) or root not in self._graph.materializable_asset_keys:
             raise ConfigurationError(
-                f"There is no asset {root.to_user_string()} to compute.",
+                f"This code location has no asset {root.to_user_string()} that can be materialized.",
                 reason="unknown_asset",
                 subject=root.to_user_string(),
             )
@@ -123,11 +128,11 @@ class _StagePlanner:
         unknown_keys = sorted(set(partitions) - set(all_keys))
         if unknown_keys:
             raise ConfigurationError(
-                f"Asset {root.to_user_string()} has no such partitions.",
+                f"Asset {root.to_user_string()} does not have these partitions.",
                 partitions=unknown_keys,
-                hint=f"It has {len(all_keys)}: {all_keys[0]} to {all_keys[-1]}."
+                hint=f"It has {len(all_keys)} partitions: {all_keys[0]} to {all_keys[-1]}."
                 if all_keys
-                else "It has none yet.",
+                else "It has no partitions yet.",
                 reason="unknown_partitions",
                 subject=root.to_user_string(),
             )
@@ -135,7 +140,7 @@ class _StagePlanner:
         return tuple(key for key in all_keys if key in requested_keys)
 
     def _later_partitions(self, root: AssetKey, root_partitions: tuple[str, ...] | None) -> tuple[str, ...]:
-        """The partitions of the root that are computed again because each is computed from the one before."""
+        """Return the root's partitions after the requested ones, if each is computed from the one before."""
         consumer = self._consumers.get(root)
         if root_partitions is None or consumer is None or not consumer.consumer.computes_in_order:
             return ()
@@ -144,7 +149,7 @@ class _StagePlanner:
         )
 
     def _add_following(self, asset: ConsumingAsset, partition_keys: set[str]) -> tuple[str, ...]:
-        """The partitions with those that are computed from them, in the order of the definition."""
+        """Return the partitions and those that are computed from them, in the order of the definition."""
         definition = asset.consumer.definition
         if definition is None:
             return ()
@@ -157,7 +162,7 @@ class _StagePlanner:
         return tuple(key for key in all_keys if key in affected_keys)
 
     def _iter_levels_below(self, root: AssetKey) -> Iterator[list[AssetKey]]:
-        """The assets below, level by level, each after all that it depends on."""
+        """Yield the descendants of `root` level by level: each asset comes after all its parents."""
         descendants: set[AssetKey] = set()
         frontier = {root}
         while frontier:
@@ -168,7 +173,7 @@ class _StagePlanner:
             if level_keys := sorted(descendants & level):
                 yield level_keys
 
-    # -- what is affected --------------------------------------------------------------------------
+    # -- affected partitions -----------------------------------------------------------------------
 
     def _affected_partitions(
         self, asset: ConsumingAsset, changed_inputs: Mapping[AssetKey, tuple[str, ...] | None]
@@ -195,12 +200,12 @@ class _StagePlanner:
     def _column_ranges(
         self, column: str, table: Table, files: Sequence[ChangedFile], selection: Selection | None
     ) -> Ranges:
-        """The values of a column in the recomputed rows: as the partitions say, else as the files do."""
+        """Return the ranges of a column in the recomputed rows, from the partitions or from file bounds."""
         selected_ranges = _find_selected_ranges(selection, column)
         bounds = ColumnRanges(table.metadata, column, table=".".join(table.name()))
         return selected_ranges or union_ranges(bounds.ranges_of(file) for file in files)
 
-    # -- how large it is ---------------------------------------------------------------------------
+    # -- sizes -------------------------------------------------------------------------------------
 
     def _build_stage(
         self,
@@ -246,7 +251,7 @@ class _StagePlanner:
 
 
 def asset_table_spec(graph: AssetGraph, key: AssetKey, default_namespace: str) -> TableSpec:
-    """The table that an asset declares."""
+    """Return the specification of the table that an asset declares."""
     node = graph.get(key)
     return parse_table_spec(
         key,
@@ -263,7 +268,7 @@ def partition_selection(
     partitions: Sequence[str] | None,
     table: Table | None,
 ) -> Selection | None:
-    """The rows of partitions of an asset in a state of its table; None selects the whole table."""
+    """Return the selection of an asset's partitions in its table; None selects the whole table."""
     definition: PartitionsDefinition[str] | None = graph.get(key).partitions_def
     if partitions is None or definition is None or not spec.columns_by_dimension or table is None:
         return None
@@ -273,7 +278,7 @@ def partition_selection(
 
 
 def _find_selected_ranges(selection: Selection | None, column: str) -> Ranges | None:
-    """The values that a selection allows of a column; None: it does not look at it."""
+    """Return the values of a column that a selection allows; None if it does not restrict the column."""
     if selection is None:
         return None
     ranges: list[Range] = []
@@ -300,7 +305,7 @@ def _format_keys(keys: Sequence[AssetKey]) -> str:
 
 
 def format_stage_size(stage: Stage) -> str:
-    """For people."""
+    """Return the number of rows and files of a stage for people."""
     return (
         f"{format_count(stage.rows, 'row')} in {format_count(stage.files, 'file')}"
         if stage.files

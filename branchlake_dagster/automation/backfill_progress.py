@@ -1,4 +1,4 @@
-"""How far a backfill has come, stage by stage: what is published, what is under way, what is still to do."""
+"""Report the progress of a backfill, stage by stage: done, running, remaining, failed and lost partitions."""
 
 from __future__ import annotations
 
@@ -28,26 +28,25 @@ from branchlake_dagster.tables.errors import TableMissing
 from branchlake_dagster.wording import format_count
 
 _SHOWN_RUNS = 3
-"""Failed runs that are named."""
+"""The largest number of failed runs in a message."""
 _UNDER_WAY = ("requested", "canceling")
-"""The states of a backfill whose runs may still be made."""
+"""The states of a backfill that may still create runs."""
 _BROKEN = ("failed", "failing")
-"""The states of a backfill that Dagster itself could not go on with."""
+"""The states of a backfill that Dagster itself could not continue."""
 
 Partition = str | None
-"""A partition's key; None stands for an asset without partitions."""
+"""A partition key; None means an asset without partitions."""
 
 
 @dataclass(frozen=True)
 class StageProgress:
-    """A stage and what has become of it. Counts are of partitions; of an asset without any they are 0 or 1.
+    """The progress of a stage in partitions. For an asset without partitions each count is 0 or 1.
 
-    `left_count` have something to consume and no run. `failed_count` have had a run for what they have to
-    consume, which
-    was not published; `failed_partitions` are these. `lost_count` cannot be told: their change is no longer
-    known.
-    `held_partitions` are among those that are left: their change waits for approval, which is given under the
-    ids `approval_ids`. `message` is the whole of it in words.
+    `left_count` partitions have something to consume and no run. `failed_count` partitions had a run for what
+    they have to consume, and it was not published; `failed_partitions` lists them. For `lost_count`
+    partitions the remaining work is unknown, because their change is no longer known. `held_partitions` are
+    those remaining partitions whose change waits for approval under `approval_ids`. `message` describes the
+    progress for people.
     """
 
     stage: Stage
@@ -72,10 +71,10 @@ def load_stage_progress(
     *,
     retries: Mapping[AssetKey, int] | None = None,
 ) -> list[StageProgress]:
-    """Each stage of a backfill that was launched, together with what was launched again of it.
+    """Return the progress of each stage of a launched backfill. Its retries count, too.
 
-    `retries` is how often an asset's sensor launches a failed run again (0 if it is not named). Raises
-    ConfigurationError for an id that nobody knows.
+    `retries` maps an asset to the number of times its sensor retries a failed run; the default is 0. Raises
+    ConfigurationError for an id that Dagster does not know.
     """
     state = require_backfill(instance, graph, backfill_id)
     retry_backfills = load_tagged_backfills(instance, graph, {RunTag.RETRY_OF: backfill_id})
@@ -84,15 +83,15 @@ def load_stage_progress(
     )
     in_flight = InFlightRuns(instance, now)
     stage_progress = [
-        _root_progress(stages[0], [state, *(one for one in retry_backfills if one.key == state.key)])
+        _root_progress(stages[0], [state, *(retry for retry in retry_backfills if retry.key == state.key)])
     ]
     for stage in stages[1:]:
         must_wait = any(
-            one.running_count or one.left_count or one.failed_count or one.lost_count
-            for one in stage_progress
-            if one.stage.number < stage.number
+            earlier.running_count or earlier.left_count or earlier.failed_count or earlier.lost_count
+            for earlier in stage_progress
+            if earlier.stage.number < stage.number
         )
-        states = [one for one in retry_backfills if one.key == stage.asset]
+        states = [retry for retry in retry_backfills if retry.key == stage.asset]
         stage_progress.append(
             load_consumer_progress(
                 stage,
@@ -112,12 +111,12 @@ def load_stage_progress(
 
 
 def require_backfill(instance: DagsterInstance, graph: AssetGraph, backfill_id: str) -> BackfillState:
-    """What has become of a backfill. Raises ConfigurationError for an id that Dagster does not know."""
+    """Return the state of a backfill. Raises ConfigurationError for an id that Dagster does not know."""
     state = load_backfill(instance, backfill_id, graph)
     if state is None:
         raise ConfigurationError(
             f"There is no asset backfill {backfill_id} in this Dagster instance.",
-            hint="Dagster's page lists them: Runs, Backfills.",
+            hint="Dagster's page lists all backfills under Runs, Backfills.",
             reason="unknown_backfill",
             subject=backfill_id,
         )
@@ -125,10 +124,10 @@ def require_backfill(instance: DagsterInstance, graph: AssetGraph, backfill_id: 
 
 
 def partition_states(states: Iterable[BackfillState]) -> dict[Partition, str]:
-    """What has become of each partition of some backfills of one asset, which come oldest first.
+    """Return the state of each partition in backfills of one asset: done, failed, running or canceled.
 
-    The value is "done", "failed", "running", or "canceled"; the newest backfill of a partition counts, unless
-    it was canceled before the partition had its turn.
+    `states` come oldest first. The newest backfill of a partition counts, unless it was canceled before it
+    reached the partition.
     """
     state_by_partition: dict[Partition, str] = {}
     for state in states:
@@ -154,12 +153,15 @@ def partition_states(states: Iterable[BackfillState]) -> dict[Partition, str]:
 
 
 def requested_partitions(states: Iterable[BackfillState]) -> set[Partition]:
-    """The partitions that some backfills of one asset have still to compute."""
+    """Return the partitions that backfills of one asset still have to compute."""
     return {partition for partition, state in partition_states(states).items() if state == "running"}
 
 
 def _root_progress(stage: Stage, states: Sequence[BackfillState]) -> StageProgress:
-    """The stage that Dagster's own backfills compute, as they count: materialised, and not taken back."""
+    """Return the progress of the first stage as Dagster's backfills count it.
+
+    A partition is done if it was materialized and the materialization was not revoked.
+    """
     state_by_partition = partition_states(states)
     planned_count = len(states[0].partitions) if states[0].partitions is not None else 1
     failed_partitions = tuple(
@@ -194,12 +196,12 @@ def load_consumer_progress(
     newest_retries: Mapping[Partition, Attempt] | None = None,
     retries: int = 0,
 ) -> StageProgress:
-    """A stage that launches itself: done is what has nothing left to consume, once those before it are.
+    """Return the progress of a stage that launches itself.
 
-    `must_wait`: a stage before it is not done yet. `requested_keys` are partitions that were launched again
-    and may
-    not have a run yet, `newest_retries` the newest run of each that has one. `retries` is how often the
-    sensor launches a failed run again.
+    A partition is done if it has nothing left to consume and all earlier stages are done. `must_wait` is True
+    if an earlier stage is not done yet. `requested_keys` are partitions that were launched again and may not
+    have a run yet; `newest_retries` has the newest run of each that has one. `retries` is the number of times
+    that the sensor retries a failed run.
     """
     planned_count = len(stage.partitions) if stage.partitions is not None else 1
     if not stage.launches_itself:
@@ -229,7 +231,7 @@ def load_consumer_progress(
         partition: key for partition, key in launch_keys.items() if partition not in running_partitions
     }
     failed_attempts = _find_failed_attempts(instance, waiting_keys, retries, newest_retries or {})
-    # A person may have launched a partition that waits, and that run may have failed.
+    # A person may have launched a partition that waits for approval, and that run may have failed.
     ids_by_partition = {
         partition: names
         for partition, names in ids_by_partition.items()
@@ -244,7 +246,9 @@ def load_consumer_progress(
         message = f"{message}, {len(failed_attempts)} failed: {_format_reasons(failed_attempts.values())}"
     approval_ids = tuple(sorted({name for names in ids_by_partition.values() for name in names}))
     if ids_by_partition:
-        message = f"{message}; {format_count(len(ids_by_partition), 'partition')} {format_approval(approval_ids, plural=len(ids_by_partition) > 1)}"
+        held_count = len(ids_by_partition)
+        approval = format_approval(approval_ids, plural=held_count > 1)
+        message = f"{message}; {format_count(held_count, 'partition')} {approval}"
     return StageProgress(
         stage,
         planned_count,
@@ -264,9 +268,10 @@ def _sort_partitions(partitions: Iterable[Partition]) -> tuple[Partition, ...]:
 
 
 def _pending_partitions(stage: Stage, backlog: ConsumerBacklog) -> set[Partition]:
-    """The partitions of the stage that have something left; None stands for an asset without partitions.
+    """Return the partitions of the stage that have something left to consume.
 
-    Raises ChangeLost, PositionUnreadable, InputColumnGone or TableMissing.
+    The set contains None if an asset without partitions has something left. Raises ChangeLost,
+    PositionUnreadable, InputColumnGone or TableMissing.
     """
     if stage.partitions is not None:
         return {partition for partition in backlog.pending_partitions if partition in stage.partitions}
@@ -276,12 +281,11 @@ def _pending_partitions(stage: Stage, backlog: ConsumerBacklog) -> set[Partition
 def _load_newest_retries(
     instance: DagsterInstance, graph: AssetGraph, backfill_id: str, asset: AssetKey
 ) -> dict[Partition, Attempt]:
-    """By partition the newest run of the retries of a backfill; one query."""
+    """Return the newest run of each partition in the retries of a backfill. Costs one query."""
     attempt_by_partition: dict[Partition, Attempt] = {}
     definition = graph.get(asset).partitions_def
-    for record in instance.get_run_records(
-        RunsFilter(tags={RunTag.RETRY_OF: backfill_id})
-    ):  # the newest first
+    run_filter = RunsFilter(tags={RunTag.RETRY_OF: backfill_id})
+    for record in instance.get_run_records(run_filter):  # the newest first
         run = record.dagster_run
         if asset in (run.asset_selection or ()):
             attempt = to_attempt(0, record)
@@ -296,9 +300,9 @@ def _find_failed_attempts(
     retries: int,
     newest_retries: Mapping[Partition, Attempt],
 ) -> dict[Partition, Attempt]:
-    """The newest attempt for what each partition has to consume, where it ended without a publication.
+    """Return the newest attempt of each partition whose newest attempt ended without a publication.
 
-    `launch_keys` are those of the runs, by partition; a run can be that of several partitions.
+    `launch_keys` maps a partition to the run key for its present state. Partitions of one run share a key.
     """
     failed_attempts: dict[Partition, Attempt] = {}
     for partition, history in zip(
@@ -309,17 +313,16 @@ def _find_failed_attempts(
         attempts = [history.attempts[-1]]
         if partition in newest_retries:
             attempts.append(newest_retries[partition])
-        newest = max(attempts, key=lambda one: one.ended_at)
+        newest = max(attempts, key=lambda attempt: attempt.ended_at)
         if newest.outcome not in (LaunchOutcome.UNFINISHED, LaunchOutcome.AWAITS_VERDICT):
             failed_attempts[partition] = newest
     return failed_attempts
 
 
 def _format_reasons(attempts: Iterable[Attempt]) -> str:
-    """The first of the runs with the reason that it shows, and what to do."""
-    distinct_attempts = [
-        *{attempt.run_id: attempt for attempt in attempts}.values()
-    ]  # one run may be that of several partitions
+    """Return the first failed runs with their reasons, and what to do."""
+    # One run may have computed several partitions.
+    distinct_attempts = [*{attempt.run_id: attempt for attempt in attempts}.values()]
     lines = [
         f"run {attempt.run_id[:8]} {attempt.reason}".rstrip() for attempt in distinct_attempts[:_SHOWN_RUNS]
     ]

@@ -1,4 +1,4 @@
-"""Launching again what has failed of a backfill, and what its stages no longer know the change of."""
+"""Launch the failed partitions of a backfill again, and rebuild stages whose change is no longer known."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from branchlake_dagster.stored_names import RunTag
 
 @dataclass(frozen=True)
 class StageRetry:
-    """Partitions of a stage to be launched again; `partitions` is (None,) for an asset without partitions.
+    """Partitions of a stage to launch again; `partitions` is (None,) for an asset without partitions.
 
-    `rebuild`: their runs compute everything anew rather than consume what is left. `backfill_id` is the id of
-    the Dagster backfill that computes them, None before it was requested.
+    With `rebuild`, their runs compute the partitions again from all rows instead of consuming the remaining
+    changes. `backfill_id` is the id of the new Dagster backfill, None before it is requested.
     """
 
     number: int
@@ -34,9 +34,9 @@ class StageRetry:
 
 @dataclass(frozen=True)
 class LostStage:
-    """A stage whose change is no longer known, and why. It is only computed again as a rebuild.
+    """A stage whose change is no longer known, with the reason. Only a rebuild can compute it again.
 
-    `partitions` are those that a rebuild has to compute; it is empty if a rebuild does not help.
+    `partitions` are the partitions that a rebuild has to compute; empty if a rebuild does not help.
     """
 
     number: int
@@ -47,7 +47,7 @@ class LostStage:
 
 @dataclass(frozen=True)
 class RetryPlan:
-    """What is launched again, stage by stage, and the stages that stay lost."""
+    """The partitions to launch again, stage by stage, and the stages that stay lost."""
 
     launches: tuple[StageRetry, ...] = ()
     lost_stages: tuple[LostStage, ...] = ()
@@ -59,20 +59,19 @@ def plan_retry(
     *,
     rebuild_lost: bool,
 ) -> RetryPlan:
-    """Decide what to launch again of the stages of a backfill.
+    """Decide which partitions of a backfill to launch again.
 
-    Only what has failed is launched: what is done, under way or still to do is left alone, and what follows
-    from a retried stage launches itself as it does after the first attempt. `partitions_to_rebuild` are the
-    partitions that a
-    rebuild has to compute, by asset; they are launched with `rebuild_lost`, and named otherwise. A lost
-    stage that is not among them is being rebuilt.
+    Only failed partitions are launched. Stages after a retried stage launch themselves, as after the first
+    attempt. `partitions_to_rebuild` maps an asset to the partitions that a rebuild has to compute. With
+    `rebuild_lost` they are launched, otherwise they become `lost_stages`. A lost stage that is not among them
+    is being rebuilt already.
     """
     launches: list[StageRetry] = []
     lost_stages: list[LostStage] = []
     for progress in stage_progress:
         number, asset = progress.stage.number, progress.stage.asset
         if progress.failed_partitions:
-            # The first stage computes its partitions anew, as its first attempt does.
+            # The first stage computes its partitions from all rows, as in its first attempt.
             launches.append(StageRetry(number, asset, progress.failed_partitions, rebuild=number == 0))
         if progress.lost_count and asset in partitions_to_rebuild:
             partitions = tuple(partitions_to_rebuild[asset])
@@ -90,10 +89,10 @@ def find_lost_partitions(
     stage_progress: Sequence[StageProgress],
     requested_by_asset: Mapping[AssetKey, set[Partition]],
 ) -> dict[AssetKey, list[Partition]]:
-    """The partitions that a rebuild has to compute until the change of a lost stage is known again.
+    """Return the partitions that a rebuild has to compute, for each asset whose change is no longer known.
 
-    `requested_by_asset` are partitions that were launched again and are not computed yet. A stage of which
-    nothing else has to be computed is left out; one that a rebuild does not help has no partitions.
+    `requested_by_asset` has the partitions that were launched again and are not computed yet. An asset is
+    omitted if no other partition has to be computed. Its list is empty if a rebuild does not help.
     """
     lost_by_asset: dict[AssetKey, list[Partition]] = {}
     for progress in stage_progress:
@@ -106,7 +105,7 @@ def find_lost_partitions(
             partition_keys: list[Partition] = [None]
             if consumer.consumer.tracks_partitions:
                 partition_keys = [*sorted(consumption.partitions_to_rebuild())]
-        except BranchlakeError:  # an input without its column, say, which the stage's text names
+        except BranchlakeError:  # for example a missing input column, which the stage's message names
             partition_keys = []
         missing_keys = [key for key in partition_keys if key not in requested_by_asset.get(asset, ())]
         if missing_keys or not partition_keys:
@@ -117,7 +116,7 @@ def find_lost_partitions(
 def launch_retry(
     graph: AssetGraph, instance: DagsterInstance, backfill_id: str, plan: RetryPlan, requested_at: float
 ) -> tuple[StageRetry, ...]:
-    """Request a Dagster backfill for each stage of the plan; returns the stages with their backfills."""
+    """Request a Dagster backfill for each stage of the plan; return the stages with their backfill ids."""
     original = load_backfill(instance, backfill_id, graph)
     approval = original is not None and RunTag.APPROVAL in original.tags
     launched_stages: list[StageRetry] = []

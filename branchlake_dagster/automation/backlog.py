@@ -1,4 +1,4 @@
-"""What a consumer has left to consume of what is on `main`."""
+"""Compute which published changes a consumer has not consumed yet."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from branchlake_dagster.wording import format_count
 
 @dataclass(frozen=True)
 class Unconsumed:
-    """The change that a consumer has not consumed: `rows` came or went in `files`, since `oldest`.
+    """The published change that a consumer has not consumed: `rows` in `files` changed since `oldest`.
 
-    `whole`: it has not consumed anything yet, or must begin anew, so nothing is counted. `new`: it is of
-    partitions alone that came later than what was consumed, whose rows may be older, or that are computed
-    from one that was computed again. `trouble` is why it cannot be told; `missing_input` an input that is not
-    there. Rows that belong to no partition are not left.
+    `whole` means that the consumer has consumed nothing yet or must start again; then nothing is counted.
+    `new` means that no file changed, but partitions are left that were defined later than their rows, or that
+    are computed from a recomputed partition. `trouble` is the reason why the change is unknown.
+    `missing_input` is a message about an input that does not exist. Rows outside all partitions do not count.
     """
 
     files: int = 0
@@ -48,17 +48,17 @@ class Unconsumed:
         return self.whole or self.new or self.files > 0
 
     def age_s(self, now: datetime) -> float:
-        """Seconds since the oldest of it was written; 0 without any."""
+        """Return the seconds since the oldest unconsumed change was written; 0 if nothing is left."""
         return max(0.0, (now - self.oldest).total_seconds()) if self.oldest else 0.0
 
     def text(self) -> str:
-        """For people."""
+        """Return a description for people."""
         if self.trouble or self.missing_input:
             return str(self.trouble or self.missing_input)
         if self.whole:
-            return "everything, for the first time or anew"
+            return "everything, for the first time or again"
         if self.new:
-            return "all rows of partitions that are new, defined anew, or computed from a recomputed one"
+            return "all rows of partitions that are new, redefined, or computed from a recomputed partition"
         return (
             f"{format_count(self.rows, 'row')} in {format_count(self.files, 'file')}"
             if self.files
@@ -67,9 +67,9 @@ class Unconsumed:
 
 
 class ConsumerBacklog:
-    """Where one consumer stands on `main` now. Each question is answered once.
+    """The unconsumed changes of one consumer on `main`. Results are computed once and kept.
 
-    `per_run` is how many partitions one run can compute; None: any number.
+    `per_run` is the number of partitions that one run can compute; None means any number.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ConsumerBacklog:
 
     @cached_property
     def unconsumed(self) -> Unconsumed:
-        """What is left for the consumer as a whole; why it cannot be told is in it."""
+        """The unconsumed change of the whole consumer, or the reason why it is unknown."""
         try:
             return self.require_unconsumed()
         except TableMissing as error:
@@ -95,7 +95,10 @@ class ConsumerBacklog:
             return Unconsumed(trouble=str(error))
 
     def require_unconsumed(self) -> Unconsumed:
-        """The same. Raises ChangeLost, InputColumnGone, PositionUnreadable or TableMissing."""
+        """Return the unconsumed change of the whole consumer.
+
+        Raises ChangeLost, InputColumnGone, PositionUnreadable or TableMissing if it is unknown.
+        """
         if self._consumer.tracks_partitions and not self.pending_partitions:
             return Unconsumed()
         if self._consumer.tracks_partitions and self._consumption.positions.common_position is None:
@@ -109,16 +112,19 @@ class ConsumerBacklog:
 
     @cached_property
     def pending_partitions(self) -> tuple[str, ...]:
-        """The partitions that have something left. Raises ChangeLost, PositionUnreadable, TableMissing."""
+        """The partitions with unconsumed change. Raises ChangeLost, PositionUnreadable or TableMissing."""
         return tuple(sorted(self._consumption.pending_partitions()))
 
     @cached_property
     def batches(self) -> list[PartitionBatch]:
-        """The same by runs that can be launched beside each other, with those that wait for them."""
+        """The pending partitions as batches for runs that can be launched at the same time.
+
+        Each batch names the partitions that wait until its run is published.
+        """
         return self._consumption.plan_batches(self.pending_partitions, self._per_run)
 
     def batch_of(self, partition: str) -> PartitionBatch:
-        """The batch that a partition with something left is in, or waits for."""
+        """Return the batch that a pending partition belongs to or waits for."""
         return self._batch_by_partition[partition]
 
     @cached_property
@@ -132,7 +138,7 @@ class ConsumerBacklog:
 
     @property
     def common_position(self) -> ConsumptionRecord | None:
-        """The position of the table as a whole; None before its first run.
+        """The common position of all partitions; None before the first run.
 
         Raises ChangeLost or PositionUnreadable.
         """
@@ -141,9 +147,9 @@ class ConsumerBacklog:
     def changes_by_partition(
         self, partitions: Sequence[str]
     ) -> dict[str, tuple[ConsumptionRecord | None, Unconsumed]]:
-        """The position of each of these partitions and what it has left. Raises ChangeLost.
+        """Return the position and the unconsumed change of each of these partitions. Raises ChangeLost.
 
-        A partition for which nothing was consumed has everything left, of which nothing is counted.
+        If a partition has consumed nothing yet, everything is left and nothing is counted.
         """
         changes = self._consumption.changes_by_partition(partitions) if partitions else {}
         return {
@@ -163,9 +169,9 @@ class ConsumerBacklog:
     def held_partitions(
         self, partitions: Sequence[str | None], approvals: Approvals
     ) -> dict[str | None, tuple[str, ...]]:
-        """Those of the partitions whose change waits for approval, with the ids under which it is approved.
+        """Return the partitions whose change waits for approval, with the ids under which to approve it.
 
-        None stands for the asset as a whole. Raises ChangeLost, PositionUnreadable, TableMissing.
+        The partition None means the whole asset. Raises ChangeLost, PositionUnreadable or TableMissing.
         """
         if not approvals.has_any:
             return {}
@@ -177,7 +183,7 @@ class ConsumerBacklog:
         return {partition: approvals.approval_names(runs) for partition, runs in run_ids.items()}
 
     def state_key(self, partition: str | None = None) -> str:
-        """The same for the same state of the inputs and of what was consumed: what is launched once for."""
+        """Return a key of the present state of the inputs and positions. One run is launched for each key."""
         parts = [partition or "", self._consumer.asset]
         for consumer_input in self._inputs():
             parts += [consumer_input.name, position_to_json(consumer_input.up_to)]
@@ -189,7 +195,7 @@ class ConsumerBacklog:
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:32]
 
     def launch_key(self, partition: str | None) -> str:
-        """The key of the run that computes a partition with something left: that of the run's first one."""
+        """Return the key of the run that computes a pending partition: that of the run's first partition."""
         if partition is None:
             return self.state_key()
         batch_partitions = self.batch_of(partition).partitions
@@ -203,18 +209,18 @@ class ConsumerBacklog:
 
 
 def consumer_backlog(asset: AssetsDefinition, lakehouse: LakehouseResource) -> Unconsumed:
-    """What an asset with `consumes(…)` has left of what is on `main`, for schedules and sensors of one's own.
+    """Return the published change that an asset with `consumes(…)` has not consumed yet.
 
-    Nothing is launched, and no row is read. Runs under way count for nothing: what they consume is left until
-    they are published.
+    For your own schedules and sensors. Launches nothing and reads no row. The changes that running runs
+    consume still count until these runs are published.
 
     Args:
         asset (AssetsDefinition): The asset.
         lakehouse (LakehouseResource): The lake.
 
     Returns:
-        Unconsumed: `any` says whether there is something, `rows`, `files` and `age_s(now)` how much and
-            since when, `text()` all of it in words, also why it cannot be told.
+        Unconsumed: `any` is True if something is left. `rows`, `files` and `age_s(now)` are its size and age.
+            `text()` describes it for people, and gives the reason if it is unknown.
 
     Raises:
         ConfigurationError: The asset consumes no changes.
@@ -224,11 +230,11 @@ def consumer_backlog(asset: AssetsDefinition, lakehouse: LakehouseResource) -> U
 
             import dagster as dg
 
-            from branchlake_dagster import LakehouseResource, unconsumed
+            from branchlake_dagster import LakehouseResource, consumer_backlog
 
             @dg.schedule(cron_schedule="*/5 * * * *", target=[spent])
             def every_five_minutes(lakehouse: LakehouseResource):
-                left = unconsumed(spent, lakehouse)
+                left = consumer_backlog(spent, lakehouse)
                 return dg.RunRequest() if left.any else dg.SkipReason(left.text())
     """
     namespace = lakehouse.lakehouse.settings.default_namespace
@@ -240,7 +246,7 @@ def consumer_backlog(asset: AssetsDefinition, lakehouse: LakehouseResource) -> U
             )
             return ConsumerBacklog(lakehouse, consumer).unconsumed
     raise ConfigurationError(
-        f"{', '.join(key.to_user_string() for key in asset.keys)} does not say what it consumes.",
+        f"Asset {', '.join(key.to_user_string() for key in asset.keys)} does not declare what it consumes.",
         hint="Add consumes({…}) to its metadata.",
         reason="consumes_nothing",
     )

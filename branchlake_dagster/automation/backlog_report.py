@@ -1,4 +1,4 @@
-"""What a consumer has left, as metadata that Dagster shows and plots."""
+"""Describe the backlog of a consumer as metadata that Dagster shows and plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from branchlake_dagster.incremental.positions import ConsumptionRecord
 from branchlake_dagster.stored_names import EventMetadata
 
 SHOWN_PARTITIONS = 20
-"""Partitions in the table on an asset's page."""
+"""The largest number of partitions in the table on an asset's page."""
 
 _SCHEMA = TableSchema(
     [
@@ -37,11 +37,11 @@ def backlog_metadata(
     partition_count: int | None = None,
     policy: LaunchPolicy | None = None,
 ) -> Mapping[str, Any]:
-    """Of an observation: rows and files as numbers, the age of the oldest in seconds, all of it in words.
+    """Return the metadata of an observation: counts of rows and files, the age in seconds, a description.
 
-    `partitions` are the first ones with something left, each a row of a table that also says why it is not
-    launched; `partition_count` is how many there are, None for an asset without partitions. `policy` is the
-    sensor's.
+    `partitions` are the first partitions with a backlog. Each becomes a row of a table, with the reason why
+    it is not launched. `partition_count` is the number of all partitions with a backlog; None for an asset
+    without partitions. `policy` is the launch policy of the sensor.
     """
     table = [
         _to_table_record(backlog, now, policy or LaunchPolicy()) for backlog in partitions[:SHOWN_PARTITIONS]
@@ -61,7 +61,7 @@ def backlog_metadata(
 
 
 def format_consumed_position(position: ConsumptionRecord | None) -> str:
-    """A position for people: the snapshot of each input, and the run that consumed it."""
+    """Return a position for people: the snapshot of each input, and the run that consumed it."""
     if position is None:
         return "none"
     inputs = ", ".join(

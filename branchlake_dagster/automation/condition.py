@@ -1,7 +1,7 @@
 """An automation condition that is true while a consumer has something left to consume.
 
-Like the conditions that follow publications it is a class of this package, which only a sensor that evaluates
-in the code server sees: `publication_automation_sensor()`.
+It is a class of this package, like the conditions on publications. So only a sensor that evaluates in the
+code server can use it: `publication_automation_sensor()`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from branchlake_dagster.settings import Settings
 
 
 def unconsumed_change(settings: Settings | None = None) -> UnconsumedChange:
-    """True for the partitions of an asset with `consumes(…)` that have published change left to consume.
+    """A condition that is true for partitions with published change that the asset has not consumed.
 
-    With `from_start=True` these are the first ones alone, as many as the asset's backfill policy lets one
-    run compute; the others follow once they are published. What waits for approval is left out.
-    It is about the asset itself and stays true until a run that has consumed the change is published, so
-    combine it: `unconsumed_change() & ~AutomationCondition.in_progress() & ~awaiting_verdict()`. Only
+    With `from_start=True` it is true for the first of these partitions only, as many as the backfill policy
+    of the asset allows in one run. The others follow after these are published. Partitions whose change
+    waits for approval are excluded. The condition stays true until a run that consumed the change is
+    published, so combine it:
+    `unconsumed_change() & ~AutomationCondition.in_progress() & ~awaiting_verdict()`. Only
     `publication_automation_sensor()` evaluates it; `incremental_sensor()` needs no condition.
 
     Args:
         settings (Optional[Settings]): The lake. (default: the environment's `BRANCHLAKE_…`)
 
     Returns:
-        AutomationCondition: Of an asset that consumes changes; on any other it is a ConfigurationError.
+        AutomationCondition: For assets with `consumes(…)`. On other assets the evaluation raises
+            ConfigurationError.
 
     Examples:
         .. code-block:: python
@@ -58,27 +60,27 @@ def unconsumed_change(settings: Settings | None = None) -> UnconsumedChange:
 
 @dataclass(frozen=True)
 class UnconsumedChange(AutomationCondition[AssetKey]):
-    """See `unconsumed_change()`. It needs no cursor: everything stands in the lake."""
+    """The condition of `unconsumed_change()`. It needs no cursor, because all positions are in the lake."""
 
     lake: LakehouseResource = field(compare=False, repr=False)
 
     @property
     def name(self) -> str:
-        """Shown in the UI."""
+        """The name in Dagster's UI."""
         return "unconsumed_change"
 
     @property
     def description(self) -> str:
-        """For the UI."""
+        """The description in Dagster's UI."""
         return "Has published change that it has not consumed"
 
     @property
     def requires_cursor(self) -> bool:
-        """Nothing is remembered between evaluations."""
+        """Always False: the condition stores nothing between evaluations."""
         return False
 
     def evaluate(self, context: AutomationContext[AssetKey]) -> AutomationResult[AssetKey]:
-        """The partitions with something left that does not wait for approval. Raises ConfigurationError."""
+        """Return the partitions with a backlog that does not wait for approval. Raises ConfigurationError."""
         consumer = self._consumer(context)
         instance = context.asset_graph_view.instance
         per_run = partitions_per_run(context.asset_graph.get(context.key).backfill_policy)
@@ -105,8 +107,8 @@ class UnconsumedChange(AutomationCondition[AssetKey]):
         declaration = parse_declaration(node.metadata, asset=key.to_user_string()) if node else None
         if node is None or declaration is None:
             raise ConfigurationError(
-                "unconsumed_change() is about assets that consume changes, and"
-                f" {key.to_user_string()} does not say what it consumes.",
+                f"Asset {key.to_user_string()} has the condition unconsumed_change(), but it does not declare"
+                " what it consumes.",
                 hint="Add consumes({…}) to its metadata.",
             )
         namespace = self.lake.lakehouse.settings.default_namespace

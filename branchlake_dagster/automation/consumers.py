@@ -15,18 +15,22 @@ from branchlake_dagster.internals.dagster import AssetGraph
 
 @dataclass(frozen=True)
 class ConsumingAsset:
-    """An asset and what it declares."""
+    """An asset that consumes changes, with its declaration."""
 
     key: AssetKey
     consumer: Consumer
     per_run: int | None = 1
-    """How many partitions one run of it can compute, as its backfill policy says; None: any number."""
+    """The number of partitions that one run can compute, by its backfill policy; None means any number."""
 
 
 def iter_consumers(
     graph: AssetGraph, default_namespace: str, selected_keys: Iterable[AssetKey] | None = None
 ) -> Iterator[ConsumingAsset]:
-    """Those that consume changes, by key. Raises ConfigurationError for one that contradicts itself."""
+    """Yield the assets that consume changes, in the order of their keys.
+
+    `selected_keys` restricts them; None means all assets. Raises ConfigurationError for an asset whose
+    declaration is contradictory.
+    """
     asset_keys = graph.materializable_asset_keys if selected_keys is None else set(selected_keys)
     for key in sorted(asset_keys & graph.materializable_asset_keys):
         node = graph.get(key)
@@ -39,5 +43,5 @@ def iter_consumers(
 
 
 def partitions_per_run(policy: BackfillPolicy | None) -> int | None:
-    """How many partitions of an asset with this backfill policy one run can compute; None: any number."""
+    """Return the number of partitions that a backfill policy allows in one run; None means any number."""
     return policy.max_partitions_per_run if policy is not None else 1

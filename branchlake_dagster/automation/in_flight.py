@@ -1,4 +1,4 @@
-"""What is being computed already: a second run of it would be refused."""
+"""Find the partitions that unfinished or unjudged runs compute. A second run would be refused."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _UNFINISHED = [
 def computed_partitions(
     run: DagsterRun, definition: PartitionsDefinition[str] | None, instance: DagsterInstance
 ) -> tuple[str | None, ...]:
-    """The partitions that a run computes: one, or all of a range.
+    """Return the partitions that a run computes: one partition, or all of a range.
 
-    (None,) stands for a run without partitions. A range is empty if one of its ends is no partition any more.
+    Returns (None,) for a run without partitions, and () for a range if one of its ends no longer exists.
     """
     start, end = run.tags.get(RANGE_START_TAG), run.tags.get(RANGE_END_TAG)
     if definition is None or start is None or end is None:
@@ -53,7 +53,7 @@ def computed_partitions(
 
 
 class InFlightRuns:
-    """The runs that are not finished or not judged, as they were at `now`."""
+    """The runs of a Dagster instance that are not finished or not judged at `now`."""
 
     def __init__(self, instance: DagsterInstance, now: datetime) -> None:
         verdict_filter = RunsFilter(tags={RunTag.VERDICT: PENDING}, updated_after=now - ABANDONED_AFTER)
@@ -66,15 +66,15 @@ class InFlightRuns:
         self._assets_by_run: dict[str, Collection[AssetKey]] = {}
 
     def has_whole_run(self, key: AssetKey) -> bool:
-        """Whether a run computes an asset that has no partitions, or a range of its partitions."""
+        """Return whether a run computes the whole asset, or a range of its partitions."""
         return self.find_whole_run(key) is not None
 
     def single_partitions(self, key: AssetKey) -> set[str]:
-        """The single partitions of an asset that runs compute."""
+        """Return the partitions of an asset that runs of one partition compute."""
         return {*self.runs_by_partition(key)}
 
     def find_whole_run(self, key: AssetKey) -> RunUnderWay | None:
-        """The run that computes an asset without partitions, or a range of an asset's partitions."""
+        """Return a run that computes the whole asset or a range of its partitions, or None."""
         for run in self._runs:
             is_whole = PARTITION_TAG not in run.tags or RANGE_START_TAG in run.tags
             if is_whole and self._computes(run, key):
@@ -82,7 +82,7 @@ class InFlightRuns:
         return None
 
     def runs_by_partition(self, key: AssetKey) -> dict[str, RunUnderWay]:
-        """The runs that compute single partitions of an asset, by partition; one of each."""
+        """Return one run for each partition of an asset that a run of one partition computes."""
         return {
             run.tags[PARTITION_TAG]: RunUnderWay(run.run_id, is_finished=run.is_finished)
             for run in self._runs
@@ -92,7 +92,10 @@ class InFlightRuns:
     def partitions_in_flight(
         self, key: AssetKey, definition: PartitionsDefinition[str] | None
     ) -> set[str | None]:
-        """The partitions of an asset that runs compute, with those of ranges; None for runs without any."""
+        """Return all partitions of an asset that runs compute, ranges included.
+
+        The set contains None if a run without partitions computes the asset.
+        """
         return {
             partition
             for run in self._runs
@@ -103,7 +106,7 @@ class InFlightRuns:
     def _computes(self, run: DagsterRun, key: AssetKey) -> bool:
         if run.asset_selection:
             return key in run.asset_selection
-        # All of a job: what that is stands in its log, from its creation on.
+        # A run without a selection computes all assets of its job. Its event log lists them from the start.
         if run.run_id not in self._assets_by_run:
             self._assets_by_run[run.run_id] = load_planned_assets(self._instance, run.run_id)
         return key in self._assets_by_run[run.run_id]

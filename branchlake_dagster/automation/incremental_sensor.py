@@ -1,6 +1,6 @@
-"""The sensor that launches consumers when there is published change that they have not consumed.
+"""The sensor that launches consumers when `main` has changes that they have not consumed.
 
-No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
+This module has no postponed annotations: Dagster compares the annotation of `context` with the class itself.
 """
 
 import hashlib
@@ -69,34 +69,34 @@ def incremental_sensor(
 ) -> SensorDefinition:
     """A sensor that launches assets with `consumes(…)` when `main` has changes they have not consumed.
 
-    An asset without partitions gets one run, a partitioned one a run for each partition that the change
-    affects. With `from_start=True` a partition is launched when the one before it is published, or a run
-    computes as many of them as the asset's backfill policy allows. What is being computed, or waits for its
-    verdict, is not launched again. Without `retries` nothing is launched twice for the same state of its
-    inputs, so a failed run waits for the next change or for somebody. What each consumer has left is shown
-    on its page, as an observation whenever it has changed, with the first 20 partitions and why each of them
-    is not launched.
+    An asset without partitions gets one run. A partitioned asset gets one run for each partition that the
+    change affects. With `from_start=True`, a partition is launched after the partition before it is
+    published, or one run computes as many partitions as the asset's backfill policy allows. Partitions that
+    a run computes, or that wait for their verdict, are not launched again. Without `retries`, the sensor
+    launches one run for each state of the inputs, so a failed run waits for the next change or for a person.
+    Each consumer's page shows what it has left: an observation at every change, with the first 20 partitions
+    and why each of them is not launched.
 
     Args:
         name (str): The sensor's name. (default: `incremental_sensor`)
-        target (Optional[CoercibleToAssetSelection]): Which assets. (default: all that consume changes)
-        min_rows (int): Rows that must have come or gone. (default: 1)
-        min_files (int): Files that they must be in. (default: 1)
-        max_age_s (float): Seconds after which less is enough, too. (default: an hour)
-        max_runs (int): The most runs that a tick launches; the next one goes on. (default: 25)
-        retries (int): How often a run that failed is launched again for the same state of its inputs. A run
-            whose step or check crashed counts, and one that was refused because `main` had an overlapping
-            change. One that its checks blocked does not, as the same data would fail again, nor one that
-            somebody canceled. (default: 0)
-        retry_delay_seconds (float): Seconds from the end of a failed run to its first retry; each later retry
+        target (Optional[CoercibleToAssetSelection]): The assets. (default: all that consume changes)
+        min_rows (int): The smallest number of changed rows that is worth a run. (default: 1)
+        min_files (int): The smallest number of changed files that is worth a run. (default: 1)
+        max_age_s (float): Age in seconds at which a smaller change is launched, too. (default: an hour)
+        max_runs (int): The largest number of runs per tick. The next tick continues. (default: 25)
+        retries (int): How often a failed run is launched again for the same state of its inputs. Runs count
+            as failed if a step or check crashed, or if `main` had an overlapping change. Runs that their
+            checks blocked are not retried, because the same data would fail again. Nor are canceled runs.
+            (default: 0)
+        retry_delay_seconds (float): Seconds from the end of a failed run to its first retry. Each later retry
             waits twice as long as the one before it, up to a day. (default: 60)
         minimum_interval_seconds (int): Seconds between two ticks. Dagster looks for due sensors every 5 s.
             (default: 5)
-        default_status (DefaultSensorStatus): Whether it starts as running. (default: RUNNING)
+        default_status (DefaultSensorStatus): The sensor's status when it is first loaded. (default: RUNNING)
         lakehouse_key (str): The resource key of the lake. (default: `lakehouse`)
 
     Returns:
-        SensorDefinition: Its ticks say what they have found.
+        SensorDefinition: The sensor. The skip reason and the cursor of each tick describe what it found.
 
     Raises:
         ConfigurationError: `retries` or `retry_delay_seconds` is negative.
@@ -124,21 +124,23 @@ def incremental_sensor(
         asset_selection=selection,
         minimum_interval_seconds=minimum_interval_seconds,
         default_status=default_status,
-        description="Launches assets that consume changes, for the changes they have not consumed.",
+        description="Launches assets that consume changes when main has changes they have not consumed.",
         metadata={AssetMetadata.LAUNCH_POLICY: MetadataValue.json(asdict(policy))},
     )
     def incremental_sensor_(context: SensorEvaluationContext, **_: object) -> SensorResult:
-        # `_`: called like a function, as in tests, Dagster passes the resources by name too.
+        # When the sensor is called like a function, as in tests, Dagster also passes resources by name.
         repository = context.repository_def
-        assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
+        assert repository is not None  # noqa: S101 - the daemon always evaluates in a code location
         lake: LakehouseResource = getattr(context.resources, lakehouse_key)
         graph, namespace = repository.asset_graph, lake.lakehouse.settings.default_namespace
         assets = list(iter_consumers(graph, namespace, selection.resolve(graph, allow_missing=True)))
         main_hash = lake.lakehouse.nessie.reference(MAIN).hash
-        # Dagster shows the cursor as what the tick did.
+        # Dagster's page shows the cursor, so it is a sentence.
         quiet_cursor = f"all is consumed at {main_hash}, {_fingerprint_consumers(assets, context.instance)}"
         if context.cursor == quiet_cursor:
-            return SensorResult(skip_reason=SkipReason("Nothing was published since."), cursor=context.cursor)
+            return SensorResult(
+                skip_reason=SkipReason("Nothing was published since the last tick."), cursor=context.cursor
+            )
         now = datetime.now(UTC)
         tick = _SensorTick(lake, context.instance, policy, now, max_runs)
         for asset in assets:
@@ -157,7 +159,7 @@ def incremental_sensor(
 
 
 def _fingerprint_consumers(assets: Iterable[ConsumingAsset], instance: DagsterInstance) -> str:
-    """Another one when a consumer comes, or changes what it says, or gets a new partition."""
+    """Return a hash that changes when a consumer is added, its declaration changes or it gets a partition."""
     consumer_states = [
         (
             asset.key.to_user_string(),
@@ -172,7 +174,7 @@ def _fingerprint_consumers(assets: Iterable[ConsumingAsset], instance: DagsterIn
 
 
 class _SensorTick:
-    """One tick: what each consumer has left, and the runs for it."""
+    """One tick of the sensor: the backlog of each consumer, and the runs to launch."""
 
     def __init__(
         self,
@@ -190,18 +192,18 @@ class _SensorTick:
         self._in_flight = InFlightRuns(instance, now)
         self._approvals = Approvals(instance)
         self._approval_ids: set[str] = set()
-        """The ids under which changes that wait for approval are approved."""
+        """The ids under which to approve the changes that wait for approval."""
         self.run_requests: list[RunRequest] = []
         self.log_lines: list[str] = []
         self.unconsumed_by_asset: dict[AssetKey, Unconsumed] = {}
         self._backlogs: dict[AssetKey, ConsumerBacklog] = {}
         self._decisions: dict[AssetKey, Sequence[tuple[str | None, LaunchDecision]]] = {}
-        """About the first partitions of each consumer that have something left."""
+        """The decisions about the first partitions of each consumer that have a backlog."""
         self.is_quiet = True
-        """Whether no consumer has anything left."""
+        """Whether no consumer has a backlog or a problem."""
 
     def evaluate_consumer(self, asset: ConsumingAsset) -> None:
-        """Look at one consumer. What is wrong with it is told and stops no other."""
+        """Plan the runs of one consumer. An error is logged and does not affect other consumers."""
         backlog = ConsumerBacklog(self._lake, asset.consumer, instance=self._instance, per_run=asset.per_run)
         name = asset.key.to_user_string()
         try:
@@ -220,7 +222,7 @@ class _SensorTick:
                 approvals=self._approvals,
                 max_partitions=SHOWN_PARTITIONS,
             )
-        except Exception as error:  # noqa: BLE001 - whatever a store or a table's metadata comes up with
+        except Exception as error:  # noqa: BLE001 - a store or a table's metadata may raise anything
             self._record_failure(name, error)
             return
         if unconsumed.any or unconsumed.trouble or unconsumed.missing_input:
@@ -233,10 +235,11 @@ class _SensorTick:
         self.log_lines.append(f"{name}: {message}")
 
     def iter_observations(self, last_shown: dict[AssetKey, object]) -> Iterator[AssetObservation]:
-        """What the pages of the consumers show anew; `last_shown` is what they were told last, and is updated.
+        """Yield an observation for each consumer whose backlog changed. Updates `last_shown`.
 
-        Only what is left and where runs have failed counts as new, so that a run that starts or ends well
-        adds no event. What each partition has left is counted for these observations alone.
+        A consumer gets an observation if its unconsumed change or its failed runs differ from `last_shown`.
+        So a run that starts or succeeds adds no event. Only these observations count the backlog of each
+        partition.
         """
         for key, unconsumed in self.unconsumed_by_asset.items():
             decisions = self._decisions.get(key, ())
@@ -255,7 +258,7 @@ class _SensorTick:
                     partitions = partition_backlogs(backlog, decisions)
                     if backlog.by_partition and not (unconsumed.trouble or unconsumed.missing_input):
                         partition_count = len(backlog.pending_partitions)
-            except Exception as error:  # noqa: BLE001 - its page says so; other assets go on
+            except Exception as error:  # noqa: BLE001 - the error is logged, and the other assets continue
                 self._record_failure(key.to_user_string(), error)
             metadata = backlog_metadata(unconsumed, self._now, partitions, partition_count, self._policy)
             yield AssetObservation(key, metadata=metadata)
@@ -263,9 +266,10 @@ class _SensorTick:
     def _iter_due_requests(
         self, asset: ConsumingAsset, backlog: ConsumerBacklog, unconsumed: Unconsumed
     ) -> Iterator[RunRequest]:
-        """The runs that are due, by partition. One that is not holds up those that are computed from it.
+        """Yield the run requests that are due.
 
-        What waits for approval is launched once that is given.
+        A partition that is not published yet holds back the partitions that are computed from it. A change
+        that waits for approval is launched after its approval.
         """
         if not self._policy.is_reached(unconsumed, self._now) or self._in_flight.has_whole_run(asset.key):
             return
@@ -298,12 +302,12 @@ class _SensorTick:
                 )
 
     def format_summary(self) -> str:
-        """The tick in a line."""
+        """Return a one-line summary of the tick."""
         asset_names = [
             key.to_user_string() for key, unconsumed in self.unconsumed_by_asset.items() if unconsumed.any
         ]
         if not asset_names:
-            return f"{format_count(len(self.unconsumed_by_asset), 'consumer')} looked at, nothing to consume"
+            return f"{format_count(len(self.unconsumed_by_asset), 'consumer')} checked, nothing to consume"
         launched_clause = (
             f", {format_count(len(self.run_requests), 'run')} launched" if self.run_requests else ""
         )
@@ -315,7 +319,7 @@ class _SensorTick:
 
 @dataclass(frozen=True)
 class DeclaredSensor:
-    """An incremental sensor of a code location, and when it launches."""
+    """An incremental sensor of a code location, with its launch policy."""
 
     name: str
     policy: LaunchPolicy
@@ -323,7 +327,7 @@ class DeclaredSensor:
 
 
 def declared_sensors(repository: RepositoryDefinition) -> dict[AssetKey, DeclaredSensor]:
-    """The incremental sensor of each asset that has one; with several of them, the first by name."""
+    """Return the incremental sensor of each asset that has one; of several sensors, the first by name."""
     graph = repository.asset_graph
     sensor_by_asset: dict[AssetKey, DeclaredSensor] = {}
     for definition in sorted(repository.sensor_defs, key=lambda sensor: sensor.name):

@@ -1,4 +1,4 @@
-"""Whether a consumer is launched now, launched again, or why it is not: decided from plain values."""
+"""Decide from plain values whether to launch a consumer now, to retry it, or why not to launch it."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _LONGEST_DELAY_S = 86_400.0
 
 
 class LaunchOutcome(StrEnum):
-    """What became of a run that was launched for a state of a consumer's inputs."""
+    """The outcome of a run that was launched for a state of a consumer's inputs."""
 
     UNFINISHED = "unfinished"
     AWAITS_VERDICT = "awaits its verdict"
     PUBLISHED = "published"
     FAILED = "failed"
-    """A step or a check crashed, its process died, or its branch was discarded unjudged."""
+    """A step or a check crashed, the run's process died, or its branch was discarded without a verdict."""
     REFUSED = "refused"
-    """It passed its checks, and `main` had an overlapping change meanwhile."""
+    """The run passed its checks, but `main` had an overlapping change meanwhile."""
     BLOCKED = "blocked"
-    """Its checks failed; with the same data they would fail again."""
+    """The run's checks failed. With the same data they would fail again."""
     CANCELED = "canceled"
     ENDED = "ended without a publication"
-    """It changed no table, wrote to `main` without a branch, or its work was taken over by a re-execution."""
+    """The run changed no table, wrote to `main` without a branch, or a re-execution continued its work."""
 
 
 RETRYABLE_OUTCOMES = frozenset({LaunchOutcome.FAILED, LaunchOutcome.REFUSED})
-"""The outcomes that another attempt with the same data may change."""
+"""The outcomes after which another attempt with the same data may succeed."""
 
 
 class LaunchState(StrEnum):
-    """Why a run is launched for a consumer's partition, or why none is."""
+    """The reason why a run is launched for a consumer's partition, or why it is not launched."""
 
     DUE = "due"
     NOTHING_LEFT = "nothing left"
@@ -59,17 +59,17 @@ class LaunchState(StrEnum):
 
 
 STUCK_STATES = frozenset({LaunchState.WAITS_FOR_RETRY, LaunchState.NOT_RETRIED, LaunchState.UNKNOWN})
-"""The states in which something went wrong."""
+"""The states after a failure."""
 
 
 @dataclass(frozen=True)
 class LaunchPolicy:
-    """When a change is worth a run, and how often a run that failed is launched again.
+    """The sizes at which a change is launched, and the number and delay of retries.
 
-    A change is worth a run with at least `min_rows` rows and `min_files` files, or when it is `max_age_s`
-    seconds old. `retries` is the number of further runs for one state of the inputs; the first comes
-    `retry_delay_s` seconds after the failed run ended, and each later one after twice the delay of the one
-    before it, up to a day. Raises ConfigurationError for a negative number of retries or seconds.
+    A change is worth a run if it has at least `min_rows` rows and `min_files` files, or if it is `max_age_s`
+    seconds old. `retries` is the number of further runs for one state of the inputs. The first retry comes
+    `retry_delay_s` seconds after the failed run ended. The delay doubles with each retry, up to a day. Raises
+    ConfigurationError for a negative number of retries or seconds.
     """
 
     min_rows: int = 1
@@ -82,39 +82,39 @@ class LaunchPolicy:
         if self.retries < 0 or self.retry_delay_s < 0:
             raise ConfigurationError(
                 f"An incremental sensor was declared with retries={self.retries} and"
-                f" retry_delay_seconds={self.retry_delay_s:g}; both must be 0 or more.",
-                hint="Leave retries out to launch each change once.",
+                f" retry_delay_seconds={self.retry_delay_s:g}. Both must be 0 or more.",
+                hint="Omit retries to launch each change once.",
             )
 
     def is_reached(self, unconsumed: Unconsumed, now: datetime) -> bool:
-        """Whether the change is worth a run."""
+        """Return whether the change is worth a run."""
         if not unconsumed.any:
             return False
         enough = unconsumed.rows >= self.min_rows and unconsumed.files >= self.min_files
         return unconsumed.whole or unconsumed.new or enough or unconsumed.age_s(now) >= self.max_age_s
 
     def delay_before_retry(self, retry_number: int) -> timedelta:
-        """The time between the end of an attempt and retry `retry_number`, counted from 1."""
+        """Return the delay from the end of an attempt to retry `retry_number`, counted from 1."""
         doubled = self.retry_delay_s * 2.0 ** min(retry_number - 1, 60)
         return timedelta(seconds=min(doubled, max(_LONGEST_DELAY_S, self.retry_delay_s)))
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A run for one state of a consumer's inputs: number 0 is the first, the others are its retries."""
+    """A run for one state of a consumer's inputs. Number 0 is the first run; higher numbers are retries."""
 
     number: int
     run_id: str
     outcome: LaunchOutcome
     ended_at: datetime
-    """When it ended; of an unfinished run, when it last changed."""
+    """The time when the run ended. For an unfinished run, the time of its last update."""
     reason: str = ""
-    """Why it was not published, as the run shows it."""
+    """The reason why the run was not published, from its tags."""
 
 
 @dataclass(frozen=True)
 class AttemptHistory:
-    """The attempts for one state of a consumer's inputs, by number. `run_key` is the run key of the first."""
+    """The attempts for one state of a consumer's inputs. `run_key` is the run key of the first attempt."""
 
     run_key: str
     attempts: tuple[Attempt, ...] = ()
@@ -122,7 +122,7 @@ class AttemptHistory:
 
 @dataclass(frozen=True)
 class RunUnderWay:
-    """A run that computes a partition. `is_finished`: it has ended, and nobody has judged it yet."""
+    """A run that computes a partition. If `is_finished` is True, it has ended and waits for its verdict."""
 
     run_id: str
     is_finished: bool
@@ -130,14 +130,13 @@ class RunUnderWay:
 
 @dataclass(frozen=True)
 class LaunchDecision:
-    """The state of a consumer's partition. `run_key` is set if a run is due, and is that run's key.
+    """The decision about a consumer's partition. `run_key` is set only if a run is due.
 
-    `run_id` is the run that the state is about, `outcome` what became of it, `due_at` the time of the next
-    retry, `retry_number` its number, counted from 1, and `retries_left` how many there are, this one
-    included.
-    `reason` is why the run was not published, or why it is unknown what is left; for a change that waits for
-    approval it is the ids under which that is given. `earlier_partition` is the partition that has to be
-    published first.
+    `run_id` is the run that caused the state, and `outcome` is its outcome. `due_at` is the time of the next
+    retry, `retry_number` its number from 1, and `retries_left` the number of remaining retries, including
+    this one. `reason` is why the run was not published, or why the remaining change is unknown. For a change
+    that waits for approval, `reason` has the approval ids, separated by commas. `earlier_partition` is the
+    partition that has to be published first.
     """
 
     state: LaunchState
@@ -151,7 +150,7 @@ class LaunchDecision:
     earlier_partition: str = ""
 
     def format_state(self, policy: LaunchPolicy) -> str:
-        """The state as a clause for people."""
+        """Return the state as a clause for people."""
         run = f"run {(self.run_id or '')[:8]}"
         cause = f" ({self.reason})" if self.reason else ""
         if self.state is LaunchState.WAITS_FOR_MORE:
@@ -167,7 +166,7 @@ class LaunchDecision:
         if self.state is LaunchState.NOT_RETRIED:
             return f"{run} {self.outcome}; no retries left: correct the cause, then launch it{cause}"
         if self.state is LaunchState.WAITS_FOR_EARLIER:
-            return f"waits until partition {self.earlier_partition} is published, from which it is computed"
+            return f"waits until the partition before it, {self.earlier_partition}, is published"
         if self.state is LaunchState.WAITS_FOR_APPROVAL:
             return format_approval(self.reason.split(","))
         if self.state is LaunchState.DUE:
@@ -182,7 +181,7 @@ class LaunchDecision:
 
 
 def format_approval(approval_ids: Sequence[str], *, plural: bool = False) -> str:
-    """A clause for what waits for approval, with the command; `approval_ids` are the ids to approve."""
+    """Return a clause for a change that waits for approval, with the command that approves it."""
     waits = pluralize(2 if plural else 1, "waits", "wait")
     command = (
         f"branchlake backfill approve {approval_ids[0]}" if approval_ids else "branchlake backfill approve"
@@ -192,18 +191,21 @@ def format_approval(approval_ids: Sequence[str], *, plural: bool = False) -> str
 
 
 def apply_sensor_state(decision: LaunchDecision, sensor_state: LaunchState | None) -> LaunchDecision:
-    """The decision, or `sensor_state` where only a tick of the sensor is missing; None if the sensor ticks."""
+    """Replace the decision's state by `sensor_state` if only a tick of the sensor is missing.
+
+    `sensor_state` is the reason why the sensor does not tick; None if it does.
+    """
     needs_tick = decision.state in (LaunchState.DUE, LaunchState.WAITS_FOR_RETRY, LaunchState.WAITS_FOR_MORE)
     return replace(decision, state=sensor_state, run_key=None) if sensor_state and needs_tick else decision
 
 
 def attempt_key(first_key: str, attempt_number: int) -> str:
-    """The run key of an attempt; `first_key` is that of the first one, number 0."""
+    """Return the run key of an attempt. `first_key` is the key of attempt 0."""
     return f"{first_key}-retry{attempt_number}" if attempt_number else first_key
 
 
 def launch_outcome(run: DagsterRun) -> LaunchOutcome:
-    """What became of a run, from its status and the tags that it wrote itself."""
+    """Return the outcome of a run from its status and its own tags."""
     if not run.is_finished:
         return LaunchOutcome.UNFINISHED
     location = find_run_location(run.tags, run.run_id)
@@ -232,13 +234,14 @@ def decide_launch(
     earlier_partition: str = "",
     approval_ids: Sequence[str] = (),
 ) -> LaunchDecision:
-    """Decide about one partition, or about an asset without partitions.
+    """Decide whether to launch one partition, or an asset without partitions.
 
-    `unconsumed` is what the consumer as a whole has left, `history` the attempts for the partition's present
-    state, `under_way` a run that computes the partition, `earlier_partition` a partition that has to be
-    published
-    before it, `approval_ids` the ids under which its change has to be approved first. The same arguments give
-    the same run key, and each attempt has a key of its own, so a repeated tick launches nothing twice.
+    Idempotent: the same arguments give the same run key, and each attempt has its own key. So a repeated tick
+    launches nothing twice.
+
+    `unconsumed` is the unconsumed change of the whole consumer. `history` has the attempts for the present
+    state of the partition. `under_way` is a run that computes the partition. `earlier_partition` has to be
+    published before it. `approval_ids` are the ids under which its change has to be approved first.
     """
     if unconsumed.trouble:
         return LaunchDecision(LaunchState.UNKNOWN, reason=unconsumed.trouble)
@@ -258,14 +261,14 @@ def decide_launch(
     if not history.attempts:
         return LaunchDecision(LaunchState.DUE, history.run_key, retries_left=policy.retries)
     return _decide_after_attempt(
-        max(history.attempts, key=lambda one: one.number), history.run_key, policy, now
+        max(history.attempts, key=lambda attempt: attempt.number), history.run_key, policy, now
     )
 
 
 def _decide_after_attempt(
     last_attempt: Attempt, run_key: str, policy: LaunchPolicy, now: datetime
 ) -> LaunchDecision:
-    """Decide after the newest attempt for the present state."""
+    """Decide what follows the newest attempt for the present state."""
     state_by_outcome = {
         LaunchOutcome.UNFINISHED: LaunchState.BEING_COMPUTED,
         LaunchOutcome.AWAITS_VERDICT: LaunchState.AWAITS_VERDICT,

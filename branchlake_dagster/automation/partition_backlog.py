@@ -1,4 +1,4 @@
-"""What each partition of a consumer has left, and why no run is launched for it."""
+"""Report the backlog of each partition of a consumer, and why no run is launched for it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from branchlake_dagster.runs.approval import Approvals
 
 @dataclass(frozen=True)
 class PartitionBacklog:
-    """A partition with something left, or an asset without partitions, for which `partition` is None.
+    """The backlog of a partition. `partition` is None for an asset without partitions.
 
-    `position` is its position, None if nothing was consumed for it. `unconsumed` is what it has left; a file
-    that has rows of several partitions counts in each of them.
+    `position` is None if the partition has consumed nothing yet. `unconsumed` is its remaining change; a file
+    with rows of several partitions counts in each of them.
     """
 
     partition: str | None
@@ -47,12 +47,11 @@ def launch_decisions(
     approvals: Approvals,
     max_partitions: int | None = None,
 ) -> list[tuple[str | None, LaunchDecision]]:
-    """The first `max_partitions` partitions that have something left, by key, with the decision about each.
+    """Return the launch decision for each of the first `max_partitions` pending partitions, in key order.
 
-    None for `max_partitions`: all of them. An asset without partitions gives one entry, also when nothing is
-    left, and
-    so does one of which it is not known what is left. Reads Dagster's runs, and of the lake only what
-    `backlog` has read.
+    None for `max_partitions` means all of them. The result has one entry, with the partition None, for an
+    asset without partitions and for an asset whose backlog is unknown. Reads Dagster's runs. Reads nothing
+    from the lake that `backlog` has read already.
     """
     unconsumed = backlog.unconsumed
     is_unknown = bool(unconsumed.trouble or unconsumed.missing_input)
@@ -60,20 +59,16 @@ def launch_decisions(
     if backlog.by_partition and not is_unknown:
         partitions = backlog.pending_partitions[:max_partitions]
     if not unconsumed.any or is_unknown:
-        return [(one, decide_launch(unconsumed, AttemptHistory(""), None, policy, now)) for one in partitions]
+        decision = decide_launch(unconsumed, AttemptHistory(""), None, policy, now)
+        return [(partition, decision) for partition in partitions]
     whole_run, single_runs = in_flight.find_whole_run(asset), in_flight.runs_by_partition(asset)
-    batch_by_partition = {one: backlog.batch_of(one) for one in partitions if one is not None}
-    keys = [backlog.launch_key(one) for one in partitions]
-    ids_by_partition = backlog.held_partitions(
-        [
-            *dict.fromkeys(
-                (*partitions, *(key for one in batch_by_partition.values() for key in one.partitions))
-            )
-        ],
-        approvals,
-    )
+    batch_by_partition = {key: backlog.batch_of(key) for key in partitions if key is not None}
+    launch_keys = [backlog.launch_key(key) for key in partitions]
+    batch_partitions = (key for batch in batch_by_partition.values() for key in batch.partitions)
+    ids_by_partition = backlog.held_partitions([*dict.fromkeys((*partitions, *batch_partitions))], approvals)
     decisions: list[tuple[str | None, LaunchDecision]] = []
-    for partition, history in zip(partitions, iter_histories(instance, keys, policy.retries), strict=True):
+    histories = iter_histories(instance, launch_keys, policy.retries)
+    for partition, history in zip(partitions, histories, strict=True):
         batch = batch_by_partition[partition] if partition is not None else PartitionBatch(())
         earlier = batch.partitions[-1] if partition in batch.waiting else ""
         computed_with: tuple[str | None, ...] = (
@@ -93,16 +88,16 @@ def launch_decisions(
 def partition_backlogs(
     backlog: ConsumerBacklog, decisions: Sequence[tuple[str | None, LaunchDecision]]
 ) -> list[PartitionBacklog]:
-    """What each of these partitions has left, with the decision about it.
+    """Return the backlog of each partition in `decisions`. Raises ChangeLost.
 
-    The cost grows with the files of the change, as that of finding the partitions does: bounds in manifests
-    are compared, and no data file is opened. Raises ChangeLost.
+    The cost grows with the number of files in the change: bounds in manifests are compared, and no data file
+    is opened.
     """
     unconsumed = backlog.unconsumed
-    partition_keys = [one for one, _ in decisions if one is not None]
+    partition_keys = [partition for partition, _ in decisions if partition is not None]
     changes: dict[str | None, tuple[ConsumptionRecord | None, Unconsumed]] = {}
     changes.update(backlog.changes_by_partition(partition_keys))
-    if None in {one for one, _ in decisions}:
+    if None in {partition for partition, _ in decisions}:
         is_unknown = unconsumed.trouble or unconsumed.missing_input
         changes[None] = (None if is_unknown else backlog.common_position, unconsumed)
-    return [PartitionBacklog(one, *changes[one], decision) for one, decision in decisions]
+    return [PartitionBacklog(partition, *changes[partition], decision) for partition, decision in decisions]

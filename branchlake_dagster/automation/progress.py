@@ -1,6 +1,6 @@
-"""Every table on `main` that says it was computed from changes, and what it has left of them.
+"""Report the backlog of every table on `main` that recorded positions in its inputs.
 
-It needs no definitions, only the lake, so also consumers of other code locations are seen.
+Only the lake is read, not definitions. So consumers of all code locations are included.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from branchlake_dagster.tables.errors import PositionUnreadable
 
 @dataclass(frozen=True)
 class InputBacklog:
-    """How far a table has consumed one input, as a whole; `partitions_ahead` are the partitions that are further.
+    """The position of a table in one input, and the change that it has not consumed.
 
-    `change` is what it has left, None when that cannot be told, for which `trouble` says why.
+    `position` counts for the whole table; `partitions_ahead` is the number of partitions that have consumed
+    more. `change` is None if the remaining change is unknown; `trouble` is the reason.
     """
 
     table: str
@@ -43,17 +44,17 @@ class InputBacklog:
     change: ChangeSet | None
     trouble: str | None = None
     valid_through: datetime | None = None
-    """Up to which time the table has all records, as its runs recorded it; None if that is not known."""
+    """The time up to which the table has all records, as its runs recorded it; None if it is unknown."""
 
     def oldest_age_s(self, now: datetime) -> float | None:
-        """The age of the oldest change that is left, in seconds; None without any."""
+        """Return the age of the oldest unconsumed change in seconds; None if nothing is left or known."""
         oldest = self.change.oldest if self.change is not None and not self.change.empty else None
         return None if oldest is None else max(0.0, (now - oldest).total_seconds())
 
 
 @dataclass(frozen=True)
 class UnreadableTable:
-    """A table of which not even its properties can be read, and why; it may be a consumer or not."""
+    """A table whose properties cannot be read, with the reason. It may or may not be a consumer."""
 
     table: str
     trouble: str
@@ -61,7 +62,7 @@ class UnreadableTable:
 
 @dataclass(frozen=True)
 class TablePositions:
-    """A table on `main` with the positions recorded in it; they are empty if it consumes no changes."""
+    """A table on `main` with its recorded positions; they are empty if it consumes no changes."""
 
     name: str
     metadata: TableMetadata
@@ -69,7 +70,7 @@ class TablePositions:
 
 
 def iter_recorded_positions(lake: Lakehouse) -> Iterator[TablePositions | UnreadableTable]:
-    """The recorded positions of every table on `main`; of a table that cannot be read, the reason.
+    """Yield the recorded positions of every table on `main`, or the reason why a table cannot be read.
 
     Reads the metadata of each table. Raises NessieError if Nessie does not answer.
     """
@@ -92,7 +93,11 @@ def iter_recorded_positions(lake: Lakehouse) -> Iterator[TablePositions | Unread
 
 
 def iter_input_backlogs(lake: Lakehouse) -> Iterator[InputBacklog | UnreadableTable]:
-    """By table and input. What is wrong with one table is told and stops no other."""
+    """Yield the backlog of each consumer table and input on `main`.
+
+    An unreadable table is yielded with the reason and does not affect other tables. Raises NessieError if
+    Nessie does not answer.
+    """
     catalog = lake.catalog(MAIN)
     for table in iter_recorded_positions(lake):
         if isinstance(table, UnreadableTable):
@@ -119,7 +124,7 @@ def iter_input_backlogs(lake: Lakehouse) -> Iterator[InputBacklog | UnreadableTa
 
 
 def _table_position(positions: Positions) -> ConsumptionRecord | None:
-    """What counts for the table as a whole; before its first, what the first partition says."""
+    """Return the common position of a table. Without one, return the position of its first partition."""
     if positions.common_position is not None:
         return positions.common_position
     return next((positions.partitions[name] for name in sorted(positions.partitions)), None)
@@ -139,13 +144,13 @@ def _load_input_backlog(
             catalog.load_table(tuple(ContentKey.from_path(input_name))), position, name=input_name
         )
     except NoSuchTableError:
-        trouble = "The input has no table any more."
+        trouble = "The table of the input no longer exists."
     except ChangeLost as lost:
         trouble = str(lost)
     except Exception as error:
         if isinstance(error, Transient | NessieUnauthorized):
-            raise  # it is Nessie that does not answer
-        trouble = f"Of the input: {_format_metadata_error(error)}"
+            raise  # Nessie does not answer or refuses the token
+        trouble = f"Input {input_name}: {_format_metadata_error(error)}"
     return InputBacklog(
         table, input_name, position_record.run_id, position, partitions_ahead, change, trouble
     )

@@ -1,4 +1,4 @@
-"""Partitions on `main` that an older version of the asset's code has computed."""
+"""Find the partitions on `main` that another code version of the asset has computed."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.specification import table_identifier
 
 _ELLIPSIS = "…"
-"""In place of the rest of a long list of partitions."""
+"""Stands for the omitted part of a long list of partitions."""
 
 
 def find_stale_partitions(
     graph: AssetGraph, lake: Lakehouse, key: AssetKey, *, instance: DagsterInstance | None = None
 ) -> tuple[str, ...] | None:
-    """The partitions whose newest snapshot on `main` tells another code version than the asset's.
+    """Return the partitions whose newest snapshot on `main` has another code version than the asset.
 
-    None for an asset without partitions that is stale; empty when nothing is. What snapshots do not tell,
-    because they have expired or somebody else wrote them, is not stale. Raises ConfigurationError for an
-    asset that has no code version.
+    Returns None for a stale asset without partitions, and an empty tuple if nothing is stale. Partitions
+    without a recorded code version are not stale: their snapshots expired, or another writer wrote them.
+    Raises ConfigurationError for an asset without a code version.
     """
     node = graph.get(key)
     code_version = node.code_version
     if code_version is None:
         raise ConfigurationError(
-            f"Asset {key.to_user_string()} has no code version, so nobody knows what is stale.",
-            hint="Give it a code_version, or name the partitions: --partition, or --all.",
+            f"Asset {key.to_user_string()} has no code version, so stale partitions cannot be found.",
+            hint="Give the asset a code_version, or select partitions with --partition or --all.",
             reason="no_code_version",
             subject=key.to_user_string(),
         )
@@ -49,7 +49,7 @@ def find_stale_partitions(
 
 
 def _iter_writes(table: Table, key: AssetKey) -> Iterator[tuple[list[str], str]]:
-    """The partitions and the code version of each write of the asset, newest first."""
+    """Yield the partitions and the code version of each write of the asset, newest first."""
     snapshots, _ = history.ancestors_after(table.metadata)
     for snapshot in reversed(snapshots):
         code_version = history.summary_value(snapshot, LakeProperty.CODE_VERSION)
@@ -62,7 +62,7 @@ def _iter_writes(table: Table, key: AssetKey) -> Iterator[tuple[list[str], str]]
 
 
 def _find_code_version(partition: str, writes: list[tuple[list[str], str]]) -> str | None:
-    """Of the newest write that names the partition, or whose list is cut and may."""
+    """Return the code version of the newest write whose list names the partition or is truncated."""
     for names, version in writes:
         if partition in names or any(name.startswith(_ELLIPSIS) for name in names):
             return version

@@ -115,7 +115,7 @@ def test_a_change_is_launched_once(lakehouse: Lakehouse, namespace: str, orders:
         assert ticks.tick() == []
         assert "nothing to consume" in ticks.why
         assert ticks.tick() == []
-        assert ticks.why == "Nothing was published since."
+        assert ticks.why == "Nothing was published since the last tick."
         orders.publish(p, ("b", 2))
         (second,) = ticks.tick()
         assert second.run_key != first.run_key
@@ -258,7 +258,7 @@ def test_a_consumer_that_comes_later_is_looked_at(
         ticks = Ticks(p, target=[orders.key, spent.key])
         ticks.tick()
         assert ticks.tick() == []
-        assert ticks.why == "Nothing was published since."
+        assert ticks.why == "Nothing was published since the last tick."
         with project(lakehouse, orders.asset, spent) as again:
             ticks._p = again
             assert len(ticks.tick()) == 1
