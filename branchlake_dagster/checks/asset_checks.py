@@ -1,4 +1,4 @@
-"""Asset checks from pandera models and from SQL, and several of them in one step."""
+"""Build asset checks from pandera models and from SQL, and join several of them into one step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from branchlake_dagster.checks.judge import ConstraintGroup
 from branchlake_dagster.stored_names import AssetMetadata
 
 CheckedAsset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition
-"""What a check may be attached to: an asset's key in any form, or its definition."""
+"""The asset of a check: its key in any form that Dagster accepts, or its definition."""
 
 
 def asset_key(asset: CheckedAsset) -> dg.AssetKey:
-    """The key of `asset`; a definition must have exactly one. In text a slash parts the key, as in the UI."""
+    """Return the key of `asset`. A definition must have exactly one; in text, a slash separates the parts."""
     if isinstance(asset, dg.AssetsDefinition):
         return asset.key
     if isinstance(asset, str):
@@ -35,15 +35,15 @@ def asset_key(asset: CheckedAsset) -> dg.AssetKey:
 def check_partitions_def(
     asset: CheckedAsset, partitions_def: dg.PartitionsDefinition[str] | None, *, whole_table: bool
 ) -> dg.PartitionsDefinition[str] | None:
-    """The partitioning of a check on `asset`, None when it is to see the whole table.
+    """Return the partitions definition of a check on `asset`; None for a check of the whole table.
 
-    A definition brings its own partitioning; with a bare key `partitions_def` has to say it. Without
-    either, Dagster hands every partition of the asset to the check, whatever the run wrote.
+    An asset definition has its own partitions definition. For a bare key, pass `partitions_def`. Without
+    either, Dagster loads every partition of the asset for the check, whatever the run wrote.
     """
     if whole_table and partitions_def is not None:
         raise ContractError(
-            "A check on the whole table has no partitions.",
-            hint="Pass whole_table or partitions_def.",
+            "A check has both whole_table=True and a partitions_def.",
+            hint="Pass either whole_table or partitions_def.",
             reason="whole_table_with_partitions",
         )
     if whole_table:
@@ -57,7 +57,10 @@ _CONSEQUENCES = {
     False: "Blocks the publication when it fails; non-blocking means that the run's other steps go on.",
     True: "A failure is published with a warning.",
 }
-"""The begin of a description: Dagster's page says "This is a non-blocking asset check" just above it."""
+"""The start of a check's description, by whether the check only warns.
+
+Dagster's page shows "This is a non-blocking asset check" just above it.
+"""
 
 
 def build_check_specs(
@@ -67,13 +70,14 @@ def build_check_specs(
     *,
     warn_names: Collection[str],
 ) -> list[dg.AssetCheckSpec]:
-    """One non-blocking spec per name in `promises`, which says the promise and what its failure does.
+    """Return one non-blocking spec for each name in `promises`. Its description says what a failure does.
 
-    Never `blocking`: the gate is at publication, and a failed check must not keep the other steps of a
-    run from giving their evidence. Dagster's page calls such a check non-blocking, and means the steps.
+    The specs are never `blocking`: the gate is at publication, and a failed check must not stop the other
+    steps of the run, whose results the gate needs. Dagster's page calls such a check non-blocking, which
+    refers to the steps.
     """
     with warnings.catch_warnings():
-        # Partitioned checks are a preview in Dagster 1.13; our tests hold what we need of them.
+        # Partitioned checks are a preview in Dagster 1.13. The tests cover the behavior that is used here.
         warnings.simplefilter("ignore", dg.PreviewWarning)
         return [
             dg.AssetCheckSpec(
@@ -95,11 +99,12 @@ class _CheckGroup:
 
 
 def join_checks(checks: Iterable[dg.AssetChecksDefinition]) -> list[dg.AssetChecksDefinition]:
-    """Put the contracts and SQL checks of each asset into one step: opened once, counted in one Spark job.
+    """Put the contracts and SQL checks of each asset into one step: read once, counted in one Spark job.
 
-    Each check keeps its name, severity, scope and verdict: it can be run alone, and one that fails or cannot
-    be evaluated leaves the others theirs. Joined are checks of `pandera_checks` and `sql_check` on the same
-    asset and the same rows (those of the run's partitions, or the whole table); others stay as they are.
+    Each check keeps its name, severity, scope and verdict, and can still be run alone. A check that fails or
+    cannot be evaluated does not change the verdicts of the others. Only checks of `pandera_checks` and
+    `sql_check` on the same asset and the same rows are joined: the rows of the run's partitions, or of the
+    whole table. Other checks stay as they are.
 
     Args:
         checks (Iterable[AssetChecksDefinition]): Checks of any kind, on any assets.
@@ -108,7 +113,7 @@ def join_checks(checks: Iterable[dg.AssetChecksDefinition]) -> list[dg.AssetChec
         List[AssetChecksDefinition]: The same checks in fewer steps, for `Definitions(asset_checks=…)`.
 
     Raises:
-        ContractError: Two checks on the same rows have one name.
+        ContractError: Two checks on the same rows have the same name.
 
     Examples:
         .. code-block:: python
@@ -150,8 +155,8 @@ def _join_group(group: _CheckGroup) -> dg.AssetChecksDefinition:
     duplicates = sorted(name for name, times in Counter(spec.name for spec in specs).items() if times > 1)
     if duplicates:
         raise ContractError(
-            f"Asset {group.key.to_user_string()} has two checks called {', '.join(duplicates)}.",
-            hint="Name them apart; a second contract takes name_prefix.",
+            f"Asset {group.key.to_user_string()} has several checks with the name {', '.join(duplicates)}.",
+            hint="Give each check its own name. For a second contract, pass name_prefix.",
             reason="same_name",
             subject=", ".join(duplicates),
         )
@@ -180,26 +185,26 @@ def pandera_checks(
 ) -> dg.AssetChecksDefinition:
     """Asset checks for every promise of a pandera model, evaluated in one Spark job on the asset's rows.
 
-    The rows come through the asset's IO manager, so they are those of the run's branch and, for a
-    partitioned asset, of the run's partitions. A breach has severity ERROR and blocks the publication.
+    The asset's IO manager loads the rows: those of the run's branch and, for a partitioned asset, of the
+    run's partitions. A failure has severity ERROR and blocks the publication.
 
     Args:
-        asset (AssetKey | str | Sequence[str] | AssetsDefinition): The asset; a definition brings its
-            partitioning.
+        asset (AssetKey | str | Sequence[str] | AssetsDefinition): The asset. A definition includes its
+            partitions.
         model (type[DataFrameModel]): A model of `pandera.pyspark`.
-        partitions_def (Optional[PartitionsDefinition]): The asset's, when `asset` is a key.
-        warn (Collection[str]): Checks (by their name in Dagster) whose breach has severity WARN and is
-            published; those of pandera fields with `raise_warning=True` are as well. (default: none)
-        examples (int): Failing rows that are shown per check, 1 to 100. (default: 5)
-        name_prefix (Optional[str]): Tells the checks of two models on one asset apart.
-        whole_table (bool): Check all of the table, not the run's partitions alone. (default: False)
+        partitions_def (Optional[PartitionsDefinition]): The partitions of the asset, if `asset` is a key.
+        warn (Collection[str]): Names of Dagster checks whose failure has severity WARN and is published.
+            Checks of pandera fields with `raise_warning=True` warn as well. (default: none)
+        examples (int): The number of failing rows that each check shows, 1 to 100. (default: 5)
+        name_prefix (Optional[str]): A prefix for the check names, for a second model on the same asset.
+        whole_table (bool): Check the whole table instead of the run's partitions. (default: False)
 
     Returns:
         AssetChecksDefinition: One step with a check for each promise.
 
     Raises:
-        ContractError: The model cannot be a check, or has no check that `warn` names.
-        CheckFailedToRun: In the run: Spark could not evaluate it, so there is no verdict.
+        ContractError: The model cannot be compiled to checks, or `warn` names a check that it does not have.
+        CheckFailedToRun: In the run: Spark could not evaluate a check, so there is no verdict.
 
     Examples:
         .. code-block:: python
@@ -217,8 +222,9 @@ def pandera_checks(
     require_examples(examples)
     if not (isinstance(model, type) and issubclass(model, DataFrameModel)):
         raise ContractError(
-            f"The contract of {asset_key(asset).to_user_string()} is {model!r}: no pandera model for Spark.",
-            hint="Derive it from pandera.pyspark.DataFrameModel; rows are checked where they are, in Spark.",
+            f"The contract of asset {asset_key(asset).to_user_string()} is {model!r},"
+            " which is not a pandera model for Spark.",
+            hint="Derive the model from pandera.pyspark.DataFrameModel.",
             reason="not_a_spark_model",
             subject=asset_key(asset).to_user_string(),
         )
@@ -231,8 +237,8 @@ def pandera_checks(
     unknown_names = sorted(set(warn) - set(names))
     if unknown_names:
         raise ContractError(
-            f"warn names {', '.join(unknown_names)}, which {model.__name__} does not have.",
-            hint=f"It has {', '.join(names)}.",
+            f"warn names checks that contract {model.__name__} does not have: {', '.join(unknown_names)}.",
+            hint=f"The contract has {', '.join(names)}.",
             reason="unknown_constraint",
             subject=", ".join(unknown_names),
         )
@@ -275,21 +281,21 @@ def sql_check(
 ) -> dg.AssetChecksDefinition:
     """An asset check that passes when a query returns no row.
 
-    In the query, `{this}` is the asset's rows (on the run's branch, of the run's partitions), and any other
-    table is `nessie.<namespace>.<table>`, read on the same branch. It must be one query; a statement that
-    changes something does not parse here. A query Spark refuses leaves no verdict: the step fails and the
-    run is not published. To check the whole table, address it by name.
+    In the query, `{this}` stands for the asset's rows on the run's branch, in the run's partitions. Any other
+    table is `nessie.<namespace>.<table>`, read on the same branch. To check the whole table, use its name.
+    The text must be one query; a statement that changes data does not parse here. If Spark refuses the query,
+    there is no verdict: the step fails and the run is not published.
 
     Args:
-        asset (AssetKey | str | Sequence[str] | AssetsDefinition): The asset; a definition brings its
-            partitioning.
+        asset (AssetKey | str | Sequence[str] | AssetsDefinition): The asset. A definition includes its
+            partitions.
         name (str): The check's name: letters, digits and `_`.
-        sql (str): A query in Spark's SQL; the rows that it returns are the failures.
+        sql (str): A query in Spark SQL. The rows that it returns are the failures.
         severity (Literal["error", "warn"]): `error` blocks the publication, `warn` publishes with a
             warning. (default: `error`)
-        partitions_def (Optional[PartitionsDefinition]): The asset's, when `asset` is a key.
-        description (Optional[str]): For the UI. (default: the query)
-        examples (int): Failing rows that are shown, 1 to 100. (default: 5)
+        partitions_def (Optional[PartitionsDefinition]): The partitions of the asset, if `asset` is a key.
+        description (Optional[str]): The promise in Dagster's UI. (default: the query)
+        examples (int): The number of failing rows to show, 1 to 100. (default: 5)
 
     Returns:
         AssetChecksDefinition: One step with one check.
@@ -312,12 +318,14 @@ def sql_check(
     require_examples(examples)
     if not re.fullmatch(r"\w+", name, flags=re.ASCII):
         raise ContractError(
-            f"SQL check name {name!r} may have letters, digits and _ only.", reason="check_name", subject=name
+            f"The SQL check name {name!r} contains other characters than letters, digits and _.",
+            reason="check_name",
+            subject=name,
         )
     if severity not in ("error", "warn"):
         raise ContractError(
-            f"SQL check {name} has severity {severity!r}.",
-            hint="Say 'error' or 'warn'.",
+            f"SQL check {name} has the unknown severity {severity!r}.",
+            hint="Use 'error' or 'warn'.",
             reason="severity",
             subject=name,
         )
@@ -326,14 +334,14 @@ def sql_check(
     if not _QUERY.match(sql):
         beginning = " ".join(sql.split())[:40]
         raise ContractError(
-            f"{label} is no query: it begins with {beginning!r}.",
-            hint="The rows that a SELECT returns are failures.",
+            f"{label} is not a query: it begins with {beginning!r}.",
+            hint="Write a SELECT; the rows that it returns are the failures.",
             reason="not_a_query",
             subject=name,
         )
     if ROWS_PLACEHOLDER not in sql and "nessie." not in sql.lower():
         raise ContractError(
-            f"{label} does not say which rows it checks.",
+            f"{label} does not name the rows that it checks.",
             hint="Write {this} for the rows of the run, or nessie.<namespace>.<table> for a whole table.",
             reason="no_rows_named",
             subject=name,

@@ -1,4 +1,4 @@
-"""One Dagster step for several declarations on the same rows, and their results as Dagster shows them."""
+"""Run several check declarations on the same rows in one Dagster step, and build their results."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute function.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,12 +35,12 @@ _BRANCH_CONF = "spark.sql.catalog.nessie.ref"
 
 
 def find_session_ref(rows: DataFrame) -> str | None:
-    """The Nessie reference the session of `rows` reads, None where no such catalogue is configured."""
+    """Return the Nessie reference that the session of `rows` reads; None if it has no catalog `nessie`."""
     return rows.sparkSession.conf.get(_BRANCH_CONF, None)
 
 
 def format_spark_error(error: PySparkException) -> str:
-    """What Spark says in `error`, without the server's stack: a Connect error carries 40 lines of it."""
+    """Return Spark's message without the server's stack trace, which has 40 lines in a Connect error."""
     lines = str(error).strip().splitlines()
     stack = (n for n, line in enumerate(lines) if line.startswith(("JVM stacktrace", "org.apache.", "\tat ")))
     return "\n".join(lines[: next(stack, None)]).strip()
@@ -49,12 +49,12 @@ def format_spark_error(error: PySparkException) -> str:
 def build_check_result(
     name: str, description: str, outcome: CheckOutcome, *, warn: bool, evaluation: str, branch: str | None
 ) -> dg.AssetCheckResult:
-    """The result of check `name`, whose promise is `description`.
+    """Return the result of check `name`, whose promise is `description`.
 
-    Severity is WARN for `warn`, else ERROR. Metadata: `constraint`, `evaluation`, and where known
-    `branch`, `failing_rows` and `total_rows` (counts), `failing_ratio` (0..1), `examples` (a table of at
-    most 12 columns), `note`, `branchlake/failing_partitions` (a table of at most 5 partitions); with a proof
-    `branchlake/proved_by` and the files and rows that were looked at.
+    The severity is WARN with `warn`, otherwise ERROR. The metadata always has `constraint` and `evaluation`.
+    If known, it has `branch`, `failing_rows` and `total_rows` (counts), `failing_ratio` (0 to 1), `examples`
+    (a table of at most 12 columns), `note`, and `branchlake/failing_partitions` (a table of at most 5
+    partitions). With a proof it has `branchlake/proved_by` and the numbers of inspected files and rows.
     """
     metadata: dict[str, dg.MetadataValue] = {
         "constraint": dg.MetadataValue.text(description),
@@ -118,25 +118,25 @@ def _examples_table(examples: Sequence[Mapping[str, str | None]]) -> dg.TableMet
 
 @dataclass(frozen=True)
 class CheckDeclaration:
-    """One declaration: `label` it is called in errors, what it asks, and which names only warn."""
+    """One declaration of checks: its name in errors, its constraints, and the names that only warn."""
 
     label: str
     group: ConstraintGroup
     warn_names: frozenset[str]
 
     def only(self, names: Iterable[str]) -> "CheckDeclaration":
-        """The same for some of its checks."""
+        """Return the same declaration with only the checks of these names."""
         wanted = set(names)
         constraints = [constraint for constraint in self.group.constraints if constraint.name in wanted]
         return replace(self, group=replace(self.group, constraints=constraints))
 
 
 _declarations: WeakKeyDictionary[Any, tuple[CheckDeclaration, ...]] = WeakKeyDictionary()
-"""What each of our steps asks, by its op: Dagster copies definitions, and keeps the op."""
+"""The declarations of each step by its op. Dagster copies check definitions, but keeps their op."""
 
 
 def declarations_in(checks: dg.AssetChecksDefinition) -> tuple[CheckDeclaration, ...]:
-    """What `checks` ask; nothing where they are not made here."""
+    """Return the declarations of `checks`; empty if this package did not build them."""
     names = [spec.name for spec in checks.check_specs]
     return tuple(declaration.only(names) for declaration in _declarations.get(checks.node_def, ()))
 
@@ -150,9 +150,9 @@ def build_check_step(
     description: str,
     kind: str,
 ) -> dg.AssetChecksDefinition:
-    """The step `name` that gives every check in `specs` its verdict.
+    """Return a step `name` that gives each check in `specs` its verdict.
 
-    What cannot be evaluated is told at the end, when all others have theirs: CheckFailedToRun.
+    Checks that cannot be evaluated raise CheckFailedToRun at the end, after all others have their verdict.
     """
 
     @dg.multi_asset_check(
@@ -165,12 +165,13 @@ def build_check_step(
     )
     def checks(context: dg.AssetCheckExecutionContext, rows: StoredRows) -> Iterator[dg.AssetCheckResult]:
         selected_names = {check.name for check in context.selected_asset_check_keys}
-        parts = [
+        selected = [
             part
             for declaration in declarations
             if (part := declaration.only(selected_names)).group.constraints
         ]
-        yield from _iter_results(rows, parts, key, view=f"branchlake_this_{name}", run_id=context.run.run_id)
+        view = f"branchlake_this_{name}"
+        yield from _iter_results(rows, selected, key, view=view, run_id=context.run.run_id)
 
     _declarations[checks.node_def] = tuple(declarations)
     return checks
@@ -185,7 +186,10 @@ def _iter_results(
     run_id: str,
 ) -> Iterator[dg.AssetCheckResult]:
     column_names = {
-        column for part in declarations for one in part.group.constraints for column in one.columns
+        column
+        for declaration in declarations
+        for constraint in declaration.group.constraints
+        for column in constraint.columns
     }
     rows: CheckedRows = (
         TableRows(source_rows, column_names)
@@ -216,7 +220,7 @@ def _iter_results(
 def _build_failure(
     verdicts: Verdicts, declarations: Sequence[CheckDeclaration], key: dg.AssetKey, run_id: str
 ) -> CheckFailedToRun:
-    """One error that tells what could not be evaluated; a cause that several share is told once."""
+    """Return one error about all checks that could not be evaluated; each cause appears once."""
     labels_by_message: dict[str, list[str]] = {}
     for declaration in declarations:
         for constraint in declaration.group.constraints:
@@ -233,15 +237,15 @@ def _build_failure(
                 labels_by_message.setdefault(message, []).append(label)
     asset_name = key.to_user_string()
     messages = [
-        f"{', '.join(what)} on {asset_name} could not be evaluated: {words}"
-        for words, what in labels_by_message.items()
+        f"{', '.join(labels)} on {asset_name} could not be evaluated: {message}"
+        for message, labels in labels_by_message.items()
     ]
     failure = CheckFailedToRun("\n".join(messages), run_id=run_id, hint=_HINT)
     failure.__cause__ = next(iter(verdicts.errors.values()))
     return failure
 
 
-_HINT = "Nothing is known about them, so the run will not be published. All other checks have their verdict."
+_HINT = "These checks have no verdict, so the run will not be published. All other checks have their verdict."
 
 
 def _format_error(error: Exception) -> str:
@@ -252,13 +256,13 @@ def _build_step_failure(label: str, error: PySparkException, run_id: str) -> Che
     return CheckFailedToRun(
         f"{label} could not be evaluated: {format_spark_error(error)}",
         run_id=run_id,
-        hint="Nothing is known about these rows, so the run will not be published.",
+        hint="The checks have no verdict, so the run will not be published.",
     )
 
 
 _PROOFS = {
     "metadata": "from the metadata of the data files, no rows read",
-    "rows": "on the few rows there are, read without Spark",
+    "rows": "on the rows themselves, read without Spark",
 }
 
 

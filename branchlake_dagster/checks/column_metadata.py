@@ -1,4 +1,4 @@
-"""What a contract says of its columns, for the asset's page in Dagster: words, units, types, constraints."""
+"""Describe the columns of a contract for the asset's page in Dagster: text, unit, type and constraints."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ UNIT = "unit"
 def column_metadata(model: type[DataFrameModel[Any]]) -> dict[str, Any]:
     """Asset metadata for `@dg.asset(metadata=…)`: the columns of a pandera model as Dagster shows them.
 
-    A column has the field's `description` (else its `title`) with its unit in brackets, the type that the
-    lake stores, and the promises of the contract in words; promises on several columns are the table's.
-    The unit is `"unit"` in the field's `metadata`, and a tag of the column as well. After a materialisation
-    Dagster shows the stored table's columns and types, and of this the descriptions and tags.
+    Each column shows the field's `description` (or its `title`) with the unit in brackets, the type that the
+    lake stores, and the promises of the contract. Promises on several columns belong to the table. The unit
+    is `"unit"` in the field's `metadata`; it also becomes a tag of the column. After a materialization,
+    Dagster shows the columns and types of the stored table, and the descriptions and tags from here.
 
     Args:
-        model (type[DataFrameModel]): A model of `pandera.pyspark`. Fields with `regex=True` name no column
-            and are left out.
+        model (type[DataFrameModel]): A model of `pandera.pyspark`. Fields with `regex=True` do not name a
+            column and are omitted.
 
     Returns:
-        Dict[str, Any]: Metadata; combine it with that of `table_metadata`.
+        Dict[str, Any]: Metadata. Combine it with the result of `table_metadata`.
 
     Raises:
-        ContractError: It is no such model, or one that cannot be a check.
+        ContractError: The object is not such a model, or the model cannot be compiled to checks.
 
     Examples:
         .. code-block:: python
@@ -67,8 +67,8 @@ def column_metadata(model: type[DataFrameModel[Any]]) -> dict[str, Any]:
     """
     if not (isinstance(model, type) and issubclass(model, DataFrameModel)):
         raise ContractError(
-            f"{model!r} describes no columns: it is no pandera model for Spark.",
-            hint="Derive it from pandera.pyspark.DataFrameModel.",
+            f"{model!r} does not describe columns: it is not a pandera model for Spark.",
+            hint="Derive the model from pandera.pyspark.DataFrameModel.",
             reason="not_a_spark_model",
         )
     schema = model.to_schema()
@@ -110,7 +110,7 @@ def _build_table_column(
 
 
 def _add_unit(description: str, unit: str) -> str:
-    """`Inclination.` and `deg` as `Inclination [deg].`, the way CCSDS messages write units."""
+    """Add a unit to a description: `Inclination.` with `deg` gives `Inclination [deg].` as in CCSDS."""
     if not unit:
         return description
     stop = "." if description.endswith(".") else ""
@@ -118,7 +118,7 @@ def _add_unit(description: str, unit: str) -> str:
 
 
 def _other_promises(name: str, constraints: list[Constraint]) -> list[str]:
-    """The promises that a column has beside nullable and unique, without its name in front."""
+    """Return a column's promises other than nullable and unique, without the leading column name."""
     descriptions = [
         constraint.description for constraint in constraints if not isinstance(constraint, UniqueConstraint)
     ]
@@ -127,7 +127,7 @@ def _other_promises(name: str, constraints: list[Constraint]) -> list[str]:
 
 
 def _column_type(name: str, dtype: DataType) -> str:
-    """As the page names the stored column's type; what the lake cannot store, as Spark names it."""
+    """Return the type name of the stored column; Spark's type name if the lake cannot store the type."""
     try:
         return format_type(stored_type(to_arrow_type(dtype), name, name), table_name=name)
     except (PySparkException, ColumnUnsupported):

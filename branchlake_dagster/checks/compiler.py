@@ -1,17 +1,15 @@
-"""From a pandera PySpark schema to constraints, and its built-in checks as Spark conditions.
+"""Compile a pandera PySpark schema to constraints, and pandera's built-in checks to Spark conditions.
 
-Pure: no session, no rows.
+Pure: this module needs no session and reads no rows.
 
-Names are built from what is promised and where (`not_null__norad_id`, `in_range__ra_deg`,
-`unique__norad_id__epoch`), never from positions, so that adding a promise renames no other and the
-history of a check in Dagster stays one history.
+A constraint's name consists of the kind of promise and its columns (`not_null__norad_id`, `in_range__ra_deg`,
+`unique__norad_id__epoch`), never of a position. So a new promise does not rename others, and the history of
+each check in Dagster continues.
 
-pandera's built-in checks as Spark conditions.
-
-Each builder answers with the condition a good value satisfies, in the semantics of pandera's PySpark
-backend (pandera 0.35, `pandera.backends.pyspark.builtin_checks`): a null value satisfies every one, NaN
-compares as Spark compares it (equal to itself, greater than any number), `str_matches` anchors at the
-start and `str_contains` does not.
+Each builder of a built-in check returns the condition that a good value satisfies. Its semantics are those of
+pandera's PySpark backend (pandera 0.35, `pandera.backends.pyspark.builtin_checks`). A null value satisfies
+every condition. NaN compares as in Spark: equal to itself and greater than any number. `str_matches` matches
+from the start of the text, `str_contains` anywhere.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ _TEXT_TYPES = (pst.StringType,)
 Arguments = Mapping[str, Any]
 ColumnCondition = Callable[[Column], Column]
 BuiltCondition = tuple[str, ColumnCondition, Promise | None]
-"""The text, the Spark condition, and what it promises where that has a form of its own."""
+"""The description, the Spark condition, and the promise that file metadata can prove, if there is one."""
 
 
 def _build_in_range(args: Arguments) -> BuiltCondition:
@@ -76,7 +74,7 @@ def _build_in_range(args: Arguments) -> BuiltCondition:
 
 
 def _sort_members(values: Any) -> list[Any]:
-    # pandera keeps a frozenset; sorted, the text and the query plan are the same in every process.
+    # pandera keeps a frozenset. Sorting makes the text and the query plan equal in every process.
     return sorted(values, key=lambda value: (type(value).__name__, str(value)))
 
 
@@ -194,11 +192,10 @@ _BUILDERS: dict[str, tuple[str, tuple[type[pst.DataType], ...], Callable[[Argume
 def build_builtin_condition(
     check: str, arguments: Arguments, column: str, dtype: pst.DataType | None
 ) -> tuple[str, BuiltCondition] | None:
-    """Short name, text, condition and promise of pandera's built-in `check` on `column`; None for others.
+    """Return the short name and the condition of pandera's built-in `check` on `column`; None for others.
 
-    `dtype` is the contract's type of the column, None when it names no type. Raises `ContractError` when
-    the check means nothing for that type: pandera raises a bare TypeError at run time instead, which
-    costs a run to find.
+    `dtype` is the column's type in the contract, None if the contract names no type. Raises `ContractError`
+    if the check cannot apply to this type. pandera itself would raise a TypeError only in the run.
     """
     if check not in _BUILDERS:
         return None
@@ -219,10 +216,10 @@ if TYPE_CHECKING:
 
 
 def compile_schema(schema: DataFrameSchema) -> tuple[Constraint, ...]:
-    """All promises of `schema` as constraints, the schema's shape first, then column by column.
+    """Return all promises of `schema` as constraints: columns and types first, then column by column.
 
     Raises `ContractError` for a contract that would change rows (`coerce`, `strict="filter"`), and for a
-    check that means nothing for its column's type.
+    check that cannot apply to its column's type.
     """
     _refuse_parsing(schema)
     constraints: list[Constraint] = [_schema_constraint(schema)]
@@ -247,7 +244,7 @@ def compile_schema(schema: DataFrameSchema) -> tuple[Constraint, ...]:
 
 
 def quote_column(column: str) -> Column:
-    """The column called exactly `column`, whatever characters it has."""
+    """Return the column with exactly this name, whatever characters it contains."""
     return F.col("`" + column.replace("`", "``") + "`")
 
 
@@ -256,15 +253,15 @@ def _refuse_parsing(schema: DataFrameSchema) -> None:
     if schema.coerce or coerced_columns:
         column_list = ", ".join(coerced_columns) or "all columns"
         raise ContractError(
-            f"Contract {schema.name} coerces {column_list}; a check reads stored rows and changes none.",
-            hint="Cast in the asset and drop coerce from the contract.",
+            f"Contract {schema.name} coerces {column_list}, but a check cannot change stored rows.",
+            hint="Cast the columns in the asset and remove coerce from the contract.",
             reason="coerce",
             subject=column_list,
         )
     if schema.strict == "filter":
         raise ContractError(
-            f"Contract {schema.name} filters columns; a check reads stored rows.",
-            hint="Drop the columns in the asset, or say strict=True to refuse them.",
+            f"Contract {schema.name} filters columns, but a check cannot change stored rows.",
+            hint="Drop the columns in the asset, or use strict=True to refuse them.",
             reason="filter",
         )
 
@@ -370,7 +367,7 @@ def _pandera_constraint(
 
 
 def _without_warning(check: Check) -> Check:
-    # With raise_warning pandera reports a breach as passed; the severity is ours to tell.
+    # With raise_warning pandera reports a failure as passed. The severity is set in this package.
     check_copy = copy.copy(check)
     check_copy.raise_warning = False
     return check_copy
@@ -382,7 +379,7 @@ def _format_check(check: Check, subject: str) -> str:
 
 
 def _with_unique_names(constraints: list[Constraint]) -> Iterator[Constraint]:
-    """The constraints with names that Dagster accepts (letters, digits, `_`), each name once."""
+    """Yield the constraints with unique names that Dagster accepts (letters, digits, `_`)."""
     used_names: set[str] = set()
     for constraint in constraints:
         base = name = re.sub(r"\W", "_", constraint.name, flags=re.ASCII)

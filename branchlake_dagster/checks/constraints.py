@@ -1,16 +1,12 @@
-"""Constraints and their outcomes as values, what file metadata can promise, and row predicates of users.
+"""Constraints and their outcomes as values, promises that file metadata can prove, and row predicates.
 
-What a condition promises, as a value: what file metadata can be held against.
+A promise describes a condition as a value. Only conditions with a promise can be proved without reading rows.
+The Spark condition stays authoritative: every row that keeps the promise satisfies the condition.
 
-Only what is said here can be proved without reading. The Spark condition remains the meaning; a promise
-is never wider than it.
-
-Row-wise rules of one's own that pandera can run and that our compiler can see through.
-
-A `@pandera.pyspark.check` or `@dataframe_check` method answers with True or False for a whole frame, so
-all that can be done with it is to call it: one Spark job each, no counts. Under `@row_predicate` the
-method answers with a Spark condition instead. pandera still gets the boolean it wants; the compiler takes
-the condition and puts it into the contract's one job.
+A `@pandera.pyspark.check` or `@dataframe_check` method returns True or False for a whole frame. It can only
+be called, which costs one Spark job and gives no counts. With `@row_predicate` the method returns a Spark
+condition instead. pandera still gets a boolean, and the compiler puts the condition into the contract's one
+Spark job.
 """
 
 from __future__ import annotations
@@ -35,12 +31,12 @@ Sign = Literal["=", "!=", ">", ">=", "<", "<="]
 
 @dataclass(frozen=True)
 class NotNull:
-    """The value is there."""
+    """The value is not null."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """`value sign bound`."""
+    """The value compares to `bound` by `sign`, for example `value >= bound`."""
 
     sign: Sign
     bound: Any
@@ -48,7 +44,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Both:
-    """Two comparisons, both of which hold: a range."""
+    """The value satisfies both comparisons: a range."""
 
     low: Compared
     high: Compared
@@ -56,35 +52,35 @@ class Both:
 
 @dataclass(frozen=True)
 class Among:
-    """The value is one of these."""
+    """The value is one of `values`."""
 
     values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class NotAmong:
-    """The value is none of these."""
+    """The value is none of `values`."""
 
     values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class StartsWith:
-    """The text starts with this one."""
+    """The text starts with `prefix`."""
 
     prefix: str
 
 
 @dataclass(frozen=True)
 class EndsWith:
-    """The text ends with this one."""
+    """The text ends with `suffix`."""
 
     suffix: str
 
 
 @dataclass(frozen=True)
 class Length:
-    """The text has `low` to `high` characters; None: no limit."""
+    """The text has `low` to `high` characters; None means no limit."""
 
     low: int | None
     high: int | None
@@ -99,17 +95,18 @@ Predicate = Callable[[Any, DataFrame], Column]
 def row_predicate(method: Predicate) -> Callable[[Any, Any], bool]:
     """Let a pandera check method return the Spark condition that every good row satisfies.
 
-    It goes below pandera's decorator and `@classmethod`. The condition is evaluated in the contract's one
-    Spark job, with counts and examples; pandera itself would call the method in a job of its own.
+    Put this decorator below pandera's decorator and `@classmethod`. The condition is evaluated in the
+    contract's one Spark job, with counts and examples. pandera itself would call the method in its own job.
 
     Args:
-        method (Callable[[type, DataFrame], Column]): Gets the model and the whole frame, and answers with a
-            condition; null counts as satisfied. It is the whole frame under `@check("a")` as well: pandera
-            0.35 hands a column check without arguments the frame and not, as its documents say, an object
-            with the column's name.
+        method (Callable[[type, DataFrame], Column]): Takes the model and the whole frame and returns a
+            condition; null counts as satisfied. With `@check("a")` the argument is also the whole frame:
+            pandera 0.35 passes the frame to a column check without arguments, although its documentation
+            describes an object with the column's name.
 
     Returns:
-        Callable[[type, DataFrame], bool]: What pandera wants: whether all rows satisfy it.
+        Callable[[type, DataFrame], bool]: A method for pandera that returns whether all rows satisfy the
+            condition.
 
     Examples:
         .. code-block:: python
@@ -137,7 +134,7 @@ def row_predicate(method: Predicate) -> Callable[[Any, Any], bool]:
 
 
 def find_predicate(check: Check) -> Callable[[DataFrame], Column] | None:
-    """The condition builder behind `check` when its method is a `row_predicate`, else None."""
+    """Return the condition builder of `check` if its method is a `row_predicate`, else None."""
     check_method = find_check_method(check)
     if check_method is None:
         return None
@@ -147,24 +144,24 @@ def find_predicate(check: Check) -> Callable[[DataFrame], Column] | None:
 
 
 MAX_EXAMPLES = 100
-"""Most example rows a check may show; they are kept in Dagster's event log, which is not a table store."""
+"""The largest number of example rows per check. Dagster's event log stores them; it must stay small."""
 
 
 class ContractError(BranchlakeError, Terminal):
-    """A contract or check cannot be declared as written; the text says which part and what would do."""
+    """A contract or check cannot be declared as written. The message names the part and a correction."""
 
 
 class CheckFailedToRun(BranchlakeError, Terminal):  # noqa: N818 - worded as the errors of the package are
-    """A check could not be evaluated at all: there is no verdict, and the gate blocks for want of one."""
+    """A check could not be evaluated. It has no verdict, so the gate blocks the publication."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
     """One promise of a contract, and one asset check in the UI.
 
-    `name` is unique within the contract and stable; `columns` are the table columns it speaks of (empty
-    when it may read any); `description` says the promise to a reader; `warn` is True when a breach publishes
-    with a warning; `optional` is True when the promise is void while the column is absent.
+    `name` is stable and unique within the contract. `columns` are the table columns of the promise; empty if
+    it may read any column. `description` is the promise for people. `warn` is True if a failure is published
+    with a warning. `optional` is True if the promise does not apply while the column is absent.
     """
 
     name: str
@@ -176,20 +173,19 @@ class Constraint:
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaConstraint(Constraint):
-    """Columns and types, judged from the frame's schema without reading a row."""
+    """A promise on columns and types, judged from the schema without reading a row."""
 
     schema: DataFrameSchema
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowConstraint(Constraint):
-    """A condition on each row by itself.
+    """A promise on each single row.
 
-    `build_condition` builds the Spark condition that a good row satisfies. A null condition counts as
-    satisfied,
-    as in SQL `CHECK` and in pandera's PySpark backend. `needs_types` is True when the condition only makes
-    sense while its columns have the contract's types. `promise` says the same about its one column where it
-    has a form that file metadata can be held against.
+    `build_condition` returns the Spark condition that a good row satisfies. A null condition counts as
+    satisfied, as in SQL `CHECK` and in pandera's PySpark backend. `needs_types` is True if the condition is
+    only meaningful while its columns have the contract's types. `promise` is the same condition on its one
+    column as a value that file metadata can prove; None if there is no such value.
     """
 
     build_condition: Callable[[DataFrame], Column]
@@ -199,33 +195,33 @@ class RowConstraint(Constraint):
 
 @dataclass(frozen=True, kw_only=True)
 class UniqueConstraint(Constraint):
-    """No two rows agree on `columns`; nulls are equal to each other here, as in pandera and GROUP BY."""
+    """A promise that no two rows agree on `columns`. Nulls are equal, as in pandera and GROUP BY."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PanderaConstraint(Constraint):
-    """A promise only pandera can judge; `schema` holds nothing but this one promise."""
+    """A promise that only pandera can judge. `schema` contains only this promise."""
 
     schema: DataFrameSchema
 
 
 @dataclass(frozen=True, kw_only=True)
 class SqlConstraint(Constraint):
-    """No row comes back from `sql`, a query in which `{this}` stands for the rows under judgement."""
+    """A promise that the query `sql` returns no row. In it, `{this}` stands for the checked rows."""
 
     sql: str
 
 
 Example = Mapping[str, str | None]
-"""A failing row: column name to printed value; None is null."""
+"""A failing row: column name -> printed value; None is null."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was looked at without Spark: data files, and rows.
+    """The data files and rows that proved a constraint without Spark.
 
-    By `metadata`: the rows that the files hold, those of the selection among them, others and deleted ones
-    perhaps too. By `rows`: those of the selection, which were read.
+    With source `metadata`, `rows` counts all rows of the files, which may include rows outside the selection
+    and deleted rows. With source `rows`, it counts the rows of the selection, which were read.
     """
 
     source: Literal["metadata", "rows"]
@@ -235,10 +231,10 @@ class Proof:
 
 @dataclass(frozen=True)
 class FailingPartitions:
-    """The partitions that failing rows belong to, with the number of failing rows, the largest first.
+    """The partitions of failing rows with their numbers of failing rows, the largest number first.
 
-    `more_count` counts the partitions that are not listed; `more_at_least` is True if there may be further
-    ones.
+    `more_count` is the number of partitions that are not listed. `more_at_least` is True if it is a lower
+    bound.
     """
 
     rows_by_partition: Mapping[str, int]
@@ -247,7 +243,7 @@ class FailingPartitions:
 
     @property
     def summary(self) -> str:
-        """For a sentence: `2026-11-02 (12 rows), 2026-11-05 (3 rows) and 4 more`."""
+        """The list for a sentence: `2026-11-02 (12 rows), 2026-11-05 (3 rows) and 4 more`."""
         partition_list = ", ".join(
             f"{name} ({format_count(rows, 'row')})" for name, rows in self.rows_by_partition.items()
         )
@@ -260,11 +256,11 @@ class FailingPartitions:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOutcome:
-    """What the evaluation of one constraint found.
+    """The result of the evaluation of one constraint.
 
-    `failing` and `total` are row counts, None where they are not known; `examples` are failing rows;
-    `note` says what a count cannot; `proof` says that Spark was not needed; `partitions` are those of the
-    failing rows, None if the rows belong to one partition or theirs are not known.
+    `failing` and `total` are row counts, None if unknown. `examples` are failing rows. `note` explains the
+    result where counts cannot. `proof` is set if Spark was not needed. `partitions` are the partitions of the
+    failing rows, None if the check read one partition or their partitions are unknown.
     """
 
     passed: bool
@@ -277,7 +273,7 @@ class CheckOutcome:
 
 
 def require_examples(examples: int) -> int:
-    """`examples` when it is within 1..MAX_EXAMPLES; raises `ContractError` otherwise."""
+    """Return `examples`. Raises `ContractError` unless it is between 1 and MAX_EXAMPLES."""
     if not 1 <= examples <= MAX_EXAMPLES:
-        raise ContractError(f"examples={examples} is outside 1..{MAX_EXAMPLES}.", reason="examples")
+        raise ContractError(f"examples={examples} is not between 1 and {MAX_EXAMPLES}.", reason="examples")
     return examples

@@ -1,25 +1,19 @@
-"""Failing rows: counted in one Spark job, with examples and the partitions they are in.
+"""Count failing rows in one Spark job, and load examples and partitions of failing rows.
 
-How many rows fail, for all constraints and SQL checks of an asset in one Spark job.
+Counting: one Spark job counts the failing rows of all constraints and SQL checks of an asset. It reads only
+the columns of the constraints, once. A query without examples is planned in a third of the time (ADR 23), so
+examples are loaded afterwards, for failed constraints only.
 
-Counting alone reads the columns that are judged, once, and makes a plan of a third of the time that
-one with examples takes (ADR 23). Examples are fetched afterwards, for what failed.
+Examples: one Spark job with two branches under a `UNION ALL`. An aggregation finds one failing row for each
+constraint, and a sample of failing rows is cut off by `LIMIT`. Each uniqueness constraint adds a grouping.
+Memory is bounded: the aggregation holds one row per constraint, the sample `examples` rows per constraint.
+The obvious alternatives are worse (1,000,000 rows, 20 constraints, 2 cores, 2026-11-21): `collect_list`
+keeps every failing row of a bad table in memory, `max_by(x, y, k)` does not exist in Spark 4.1, and five
+minima per constraint took 11-14 s instead of 3-5 s when all rows failed.
 
-A few failing rows of each constraint that is known to fail, in one Spark job.
-
-Two one-pass branches under one `UNION ALL`: one failing row per constraint by an aggregation, and a sample
-of failing rows cut off by `LIMIT`. Keys that repeat add a grouping to the same query. Memory is bounded
-everywhere: the aggregation holds one row per constraint, the sample `examples` rows per constraint.
-
-Why not the obvious forms (1,000,000 rows, 20 constraints, 2 cores, 2026-11-21): `collect_list` keeps every
-failing row of a bad table in memory; `max_by(x, y, k)` is not in Spark 4.1; five minima per constraint
-instead of one took 11-14 s where this takes 3-5 s, when all rows fail.
-
-The partitions of failing rows, for checks that read several partitions: one Spark job after a failure.
-
-Spark counts failing rows by the partition columns. Time stamps are counted by minutes or quarters of an hour,
-in which every window of the partitions begins, and Python finds the partition of each. Memory is bounded by
-`MAX_GROUPS`.
+Partitions: after a failure, if a check reads several partitions, one Spark job counts the failing rows by
+the partition columns. Timestamps are counted by minutes or quarters of an hour, because every partition
+window starts at one. Python then finds the partition of each. Memory is bounded by `MAX_GROUPS`.
 """
 
 from __future__ import annotations
@@ -55,30 +49,30 @@ if TYPE_CHECKING:
     from branchlake_dagster.io_manager.loading import RowPartitions
 
 ROWS_PLACEHOLDER = "{this}"
-"""Stands for the checked rows in the text of a SQL check."""
+"""The placeholder for the checked rows in the text of a SQL check."""
 
 
 def failures_from_clause(check: SqlConstraint, view: str) -> str:
-    """The FROM clause of the rows that `check` returns, `view` standing for the checked rows.
+    """Return the FROM clause of a SQL check. `view` is the view of the checked rows.
 
-    As a subquery the text can only be a query: Spark's grammar has no INSERT or DROP there.
+    The text becomes a subquery, so it can only be a query: Spark's grammar allows no INSERT or DROP there.
     """
     return f"FROM (\n{check.sql.strip().rstrip(';').replace(ROWS_PLACEHOLDER, view)}\n) AS failures"
 
 
 def select_failures(rows: DataFrame, check: SqlConstraint, view: str) -> DataFrame:
-    """The rows that `check` returns; columns of one name are numbered."""
+    """Return the rows that `check` returns. Columns with the same name are numbered."""
     frame = rows.sparkSession.sql(f"SELECT * {failures_from_clause(check, view)}")
     return frame.toDF(*_number_duplicates(frame.columns))
 
 
 def _number_duplicates(columns: Sequence[str]) -> list[str]:
-    """The column names, numbered where one repeats: `a.*, b.*` is a natural way to show a failure."""
+    """Return unique column names: repeated names are numbered. `SELECT a.*, b.*` repeats names."""
     names: list[str] = []
     used_names: set[str] = set()
     for column in columns:
         name, count = column, 1
-        while name.lower() in used_names:  # Spark resolves names without regard to case
+        while name.lower() in used_names:  # Spark ignores the case of names
             count += 1
             name = f"{column}_{count}"
         used_names.add(name.lower())
@@ -95,17 +89,17 @@ _COUNT = "branchlake_count"
 
 @dataclass(frozen=True)
 class FailureCount:
-    """Rows that fail; `total` is None where the rows judged are not those of the frame."""
+    """The number of failing rows. `total` is the number of checked rows; None for a SQL check."""
 
     failing: int
     total: int | None
 
 
 def collect_rows(frame: DataFrame) -> list[Row]:
-    """Fetch `frame` as one Spark job: the only place where an evaluation makes Spark work.
+    """Collect `frame` in one Spark job. Every counting query runs through this function.
 
-    Adaptive execution is off meanwhile. It would submit each shuffle of the query as a job of its own
-    (counted: 3 jobs, more with a uniqueness constraint, instead of 1) to replan what ends in a few rows.
+    Adaptive execution is switched off meanwhile. It would submit each shuffle as a separate job (3 jobs
+    instead of 1, and more with a uniqueness constraint), only to replan a query that returns a few rows.
     """
     conf = frame.sparkSession.conf
     previous = conf.get(_ADAPTIVE) or "true"
@@ -119,13 +113,14 @@ def collect_rows(frame: DataFrame) -> list[Row]:
 def count_failures(
     rows: DataFrame, constraints: Sequence[Countable], *, view: str, collect: Collect = collect_rows
 ) -> dict[str, FailureCount]:
-    """The counts of each of `constraints` by name, with exactly one call of `collect`.
+    """Return the counts of each constraint by name, with exactly one call of `collect`.
 
-    All columns of the constraints must exist in `rows`, and `view` must be what SQL checks call `{this}`.
+    All columns of the constraints must exist in `rows`. `view` must be a view of `rows` if a SQL check uses
+    `{this}`.
     """
-    rules = [one for one in constraints if isinstance(one, RowConstraint)]
+    rules = [constraint for constraint in constraints if isinstance(constraint, RowConstraint)]
     parts = [_count_rule_failures(rows, rules)] if rules else []
-    others = [one for one in constraints if not isinstance(one, RowConstraint)]
+    others = [constraint for constraint in constraints if not isinstance(constraint, RowConstraint)]
     for number, constraint in enumerate(others, start=1):
         count_frame = (
             _count_repeated_keys(rows, constraint)
@@ -149,10 +144,10 @@ def count_failures(
 
 
 def failure_flag(rows: DataFrame, rule: RowConstraint) -> Column:
-    """1 for a row that breaks `rule`, else 0."""
-    # A null condition is not a failure: ~null is null, and null counts as satisfied. Through `bit_count`,
-    # which Spark offers to no data source: its translation of some conditions for them fails with an
-    # internal error (4.1: a float column against 0.1, a time stamp in an empty range).
+    """Return a column that is 1 for a row that breaks `rule`, else 0."""
+    # A null condition counts as satisfied: ~null is null. `bit_count` keeps Spark from pushing the condition
+    # down to the data source: Spark 4.1 fails with an internal error when it translates some conditions (a
+    # float column against 0.1, a timestamp in an empty range).
     return F.bit_count(F.coalesce(~rule.build_condition(rows), F.lit(False)))
 
 
@@ -189,10 +184,10 @@ def _number_part(count_frame: DataFrame, number: int) -> DataFrame:
 
 
 VALUE_CHARS = 80
-"""Longest printed value in an example row, in characters; longer ones are cut."""
+"""The longest value in an example row, in characters. Longer values are truncated."""
 
 EXAMPLE_COLUMNS = 32
-"""Most columns carried per example row: those the contract speaks of first."""
+"""The largest number of columns in an example row. Columns of the constraints come first."""
 
 _FLAG = "branchlake_flag_"
 _CELLS = "branchlake_cells"
@@ -201,7 +196,7 @@ _WEIGHT = "branchlake_weight"
 ANY_ROW = RowConstraint(
     name="returned", columns=(), description="", build_condition=lambda _: F.lit(False), needs_types=False
 )
-"""What every row fails: for rows that are failures already."""
+"""A rule that every row breaks, to load examples of rows that a SQL check returned."""
 
 
 def collect_examples(
@@ -211,9 +206,9 @@ def collect_examples(
     examples: int,
     collect: Collect = collect_rows,
 ) -> dict[str, tuple[Example, ...]]:
-    """Failing rows of each constraint by name, at most `examples`, with exactly one call of `collect`.
+    """Return at most `examples` failing rows of each constraint, with exactly one call of `collect`.
 
-    At least one row for each that any row fails. For a uniqueness constraint an example is a key with its
+    Each failed constraint gets at least one row. An example of a uniqueness constraint is a key with its
     number of rows.
     """
     require_examples(examples)
@@ -234,22 +229,22 @@ def collect_examples(
     examples_by_name: dict[str, tuple[Example, ...]] = {}
     for index, rule in enumerate(rules):
         column_order = [
-            *(c for c in shown_columns if c in rule.columns),
-            *(c for c in shown_columns if c not in rule.columns),
+            *(column for column in shown_columns if column in rule.columns),
+            *(column for column in shown_columns if column not in rule.columns),
         ]
         cells = [first_examples[0][index]] if first_examples[0][index] is not None else []
         cells += [row["cells"] for row in result_rows if row["flags"] is not None and row["flags"][index]]
         examples_by_name[rule.name] = tuple(_label_examples(cells, shown_columns, column_order)[:examples])
     for number, key in enumerate(keys, start=1):
         labels = [*key.columns, "rows"]
-        cells = [one for one in first_examples[number] if one is not None]
+        cells = [example for example in first_examples[number] if example is not None]
         examples_by_name[key.name] = tuple(_label_examples(cells, labels, labels))
     return examples_by_name
 
 
 def _example_columns(rows: DataFrame, rules: Sequence[RowConstraint]) -> list[str]:
     rule_columns = dict.fromkeys(column for rule in rules for column in rule.columns)
-    # A frame may have two columns of one name; neither can be addressed, so neither is shown.
+    # If a frame has two columns of the same name, neither can be addressed, so neither is shown.
     occurrences = Counter(name.lower() for name in rows.columns)
     unique_names = [name for name in rows.columns if occurrences[name.lower()] == 1]
     return [*rule_columns, *(name for name in unique_names if name not in rule_columns)][:EXAMPLE_COLUMNS]
@@ -264,7 +259,7 @@ def _format_cell(column: str, dtype: pst.DataType) -> Column:
 def _flag_failures(
     rows: DataFrame, rules: Sequence[RowConstraint], shown_columns: Sequence[str]
 ) -> DataFrame:
-    """One boolean per rule (True: the row fails it), and the row's printed values if it fails any."""
+    """Return one boolean per rule (True if the row breaks it), and the printed values of a failing row."""
     flags = [failure_flag(rows, rule) == 1 for rule in rules]
     any_fails = F.lit(False)
     for flag in flags:
@@ -278,10 +273,10 @@ def _flag_failures(
 
 
 def _repeated_key_examples(rows: DataFrame, key: UniqueConstraint, examples: int, *, part: int) -> DataFrame:
-    """One row in the form of `_failing_examples`: up to `examples` keys that repeat.
+    """Return one row in the form of `_failing_examples`, with up to `examples` repeated keys.
 
-    They are the smallest of each of `examples` hash buckets: bounded, the same every time, and the
-    grouping, which costs a shuffle of the key columns, is read once.
+    These keys are the smallest of each of `examples` hash buckets. So memory is bounded, the result is the
+    same every time, and the grouping, which shuffles the key columns, runs once.
     """
     schema = rows.schema
     groups = rows.groupBy(*[quote_column(column) for column in key.columns]).agg(
@@ -301,11 +296,11 @@ def _repeated_key_examples(rows: DataFrame, key: UniqueConstraint, examples: int
 
 
 def _failing_examples(flagged: DataFrame, rules: int, examples: int) -> list[DataFrame]:
-    """Rows `(part, first, flags, cells)`: one with a failing row per rule, then the sample."""
+    """Return rows `(part, first, flags, cells)`: one row with a failing row per rule, then the sample."""
     flags = [F.col(f"{_FLAG}{index}") for index in range(rules)]
     first = flagged.agg(
         F.lit(0).alias("part"),
-        # The smallest failing row: one is certain to be shown, and it is the same one every time.
+        # The smallest failing row: each failed rule has an example, and the same one every time.
         F.array(*[F.min(F.when(flag, F.col(_CELLS))) for flag in flags])
         .cast("array<array<string>>")
         .alias("first"),
@@ -327,15 +322,15 @@ def _failing_examples(flagged: DataFrame, rules: int, examples: int) -> list[Dat
 def _label_examples(
     cells: Sequence[Sequence[str | None]], labels: Sequence[str], order: Sequence[str]
 ) -> list[Example]:
-    """Each of `cells` once, under its labels: the smallest failing row is often in the sample too."""
+    """Return distinct rows of `cells` under their labels: the sample may repeat the smallest failing row."""
     records = [dict(zip(labels, values, strict=True)) for values in dict.fromkeys(map(tuple, cells))]
     return [{name: record[name] for name in order} for record in records]
 
 
 MAX_LISTED = 5
-"""Partitions of one check that are named."""
+"""The largest number of failing partitions that a check lists."""
 MAX_GROUPS = 10_000
-"""Most groups of failing rows of one check that Spark returns."""
+"""The largest number of groups of failing rows that Spark returns for one check."""
 
 _QUARTER_S, _MINUTE_S = 900, 60
 _NOON = 12
@@ -357,18 +352,21 @@ def find_failing_partitions(
     *,
     collect: Collect = collect_rows,
 ) -> dict[str, FailingPartitions]:
-    """The partitions of the rows that fail each of `constraints`, by name, with one call of `collect`.
+    """Return the partitions of the failing rows of each constraint, with at most one call of `collect`.
 
-    At most `MAX_LISTED` are named for each. A constraint is left out if `rows` lack a partition column, or
-    if none of its failing rows belongs to a partition.
+    At most `MAX_LISTED` partitions are listed for each constraint. A constraint is omitted if `rows` do not
+    have each partition column once, or if none of its failing rows belongs to a partition.
     """
     dimensions = _partition_dimensions(partitions)
-    if not constraints or any(rows.columns.count(one.column) != 1 for one in dimensions):
+    if not constraints or any(rows.columns.count(dimension.column) != 1 for dimension in dimensions):
         return {}
-    bucketed_rows = rows.withColumn(_BUCKETS, F.array(*[_bucket_column(rows, one) for one in dimensions]))
+    buckets = F.array(*[_bucket_column(rows, dimension) for dimension in dimensions])
+    bucketed_rows = rows.withColumn(_BUCKETS, buckets)
     parts = [
-        _count_by_buckets(rows, bucketed_rows, one).select(F.lit(number).alias("part"), _BUCKETS, _ROWS)
-        for number, one in enumerate(constraints)
+        _count_by_buckets(rows, bucketed_rows, constraint).select(
+            F.lit(number).alias("part"), _BUCKETS, _ROWS
+        )
+        for number, constraint in enumerate(constraints)
     ]
     group_rows = collect(reduce(lambda left, right: left.unionByName(right), parts))
     partitions_by_name: dict[str, FailingPartitions] = {}
@@ -391,7 +389,10 @@ def _partition_dimensions(partitions: RowPartitions) -> list[_PartitionDimension
 
 
 def _bucket_column(rows: DataFrame, dimension: _PartitionDimension) -> Column:
-    """Which value or interval of the partition column a row has, as text; null if the column is null."""
+    """Return the value of the partition column as text; for a timestamp, the start of its interval.
+
+    The start is in seconds since 1970. The result is null if the column is null.
+    """
     column, data_type = quote_column(dimension.column), rows.schema[dimension.column].dataType
     if not isinstance(data_type, pst.TimestampType | pst.TimestampNTZType):
         return column.cast("string")
@@ -403,7 +404,10 @@ def _bucket_column(rows: DataFrame, dimension: _PartitionDimension) -> Column:
 
 
 def _interval_s(definition: PartitionsDefinition[str]) -> int:
-    """Seconds of an interval that lies in one window: zones differ from UTC by quarters of an hour."""
+    """Return the length in seconds of intervals that never cross the border of a partition window.
+
+    Time zones differ from UTC by multiples of a quarter of an hour.
+    """
     if not isinstance(definition, TimeWindowPartitionsDefinition):
         return _MINUTE_S
     minutes: list[Any] = croniter.expand(definition.cron_schedule)[0][0]
@@ -414,7 +418,7 @@ def _interval_s(definition: PartitionsDefinition[str]) -> int:
 def _count_by_buckets(
     rows: DataFrame, bucketed_rows: DataFrame, constraint: RowConstraint | UniqueConstraint
 ) -> DataFrame:
-    """Rows `(place, rows)`: how many rows of a place fail, the largest first."""
+    """Return rows `(buckets, rows)`: the number of failing rows in each bucket, the largest first."""
     if isinstance(constraint, RowConstraint):
         bucket_counts = (
             bucketed_rows.where(failure_flag(rows, constraint) == 1)
@@ -453,7 +457,7 @@ def _find_partition_key(
     dimensions: Sequence[_PartitionDimension],
     definition: PartitionsDefinition[str],
 ) -> str | None:
-    """The partition of a place; None if a column is null, before the first window, or no time at all."""
+    """Return the partition of a bucket; None if a column is null, before the first window, or not a time."""
     keys: dict[str, str] = {}
     for value, dimension in zip(buckets, dimensions, strict=True):
         key = value if value is None else _find_dimension_key(value, dimension.definition)
@@ -471,14 +475,14 @@ def _find_dimension_key(value: str, definition: PartitionsDefinition[str]) -> st
     try:
         timestamp = _to_timestamp(value, definition.timezone)
     except ValueError:
-        return None  # a column of another type, in a table that another writer made
+        return None  # the column has another type, in a table that another writer created
     if timestamp < definition.start.timestamp():
         return None
     return definition.get_partition_key_for_timestamp(timestamp)
 
 
 def _to_timestamp(value: str, timezone: str) -> float:
-    """A POSIX time stamp of an interval's begin, or of a date's noon: windows of dates are whole days."""
+    """Return the POSIX time of an interval's start, or of a date's noon: windows of dates are whole days."""
     if value.lstrip("-").isdigit():
         return float(value)
     return datetime.fromisoformat(value).replace(hour=_NOON, tzinfo=ZoneInfo(timezone)).timestamp()

@@ -1,11 +1,10 @@
-"""All constraints and SQL checks of an asset: what needs no rows, the one job, the fallbacks.
+"""Judge all constraints and SQL checks of an asset: without rows, in one Spark job, or through pandera.
 
-Each gets its own verdict: what cannot be evaluated is found by dividing the one job, and leaves the others
-theirs.
+Each check gets its own verdict. If the one job fails, it is divided until the checks that cannot be evaluated
+are found; the others keep their verdicts.
 
-What cannot be compiled is judged by pandera's own PySpark backend: same verdict, no counts.
-
-One Spark job or more per constraint (0.5-2 s each on a small table), which is why it is the fallback.
+Checks that cannot be compiled are judged by pandera's own PySpark backend. The verdict is the same, but
+without counts, and each check costs at least one Spark job (0.5-2 s on a small table).
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ if TYPE_CHECKING:
 
 
 class CheckedRows(Protocol):
-    """What a contract is held against. `frame` may start Spark; nothing else does where it can be avoided."""
+    """The rows that are checked. Only `frame` may start Spark, as far as this can be avoided."""
 
     @property
     def schema(self) -> StructType:
-        """Columns and types as Spark has them."""
+        """The columns and their types in Spark."""
 
     @property
     def frame(self) -> DataFrame:
@@ -65,49 +64,49 @@ class CheckedRows(Protocol):
 
     @property
     def partitions(self) -> RowPartitions | None:
-        """How the rows belong to several partitions of their asset; None if that is not known."""
+        """The partitions that the rows belong to; None for one partition, or if they are unknown."""
 
     def prove(self, constraint: Constraint) -> CheckOutcome | None:
-        """The outcome of a constraint that holds and that no row need be read for; None: read the rows."""
+        """Return a passed outcome if the constraint is proved without Spark; None if Spark has to decide."""
 
 
 class FrameRows:
-    """Rows that are known as a Spark frame and as nothing else."""
+    """Rows of which only a Spark frame is known."""
 
     def __init__(self, frame: DataFrame) -> None:
         self._frame = frame
 
     @property
     def schema(self) -> StructType:
-        """Asked of the server, which analyses the frame."""
+        """The schema of the frame. The Spark server analyzes the frame for it."""
         return self._frame.schema
 
     @property
     def frame(self) -> DataFrame:
-        """The frame."""
+        """The Spark frame."""
         return self._frame
 
     @property
     def partitions(self) -> RowPartitions | None:
-        """A frame does not say of which partitions it is."""
+        """Always None: a frame does not know its partitions."""
         return None
 
     def prove(self, constraint: Constraint) -> CheckOutcome | None:  # noqa: ARG002 - the protocol's
-        """Nothing is known without reading."""
+        """Return None: a frame proves nothing without Spark."""
         return None
 
 
 def schema_outcome(schema: DataFrameSchema, actual: StructType) -> CheckOutcome:
-    """Passed when `actual` has the contract's columns in the contract's types; the note lists breaches.
+    """Compare a schema with the contract. The outcome's note lists all differences.
 
-    Covers what pandera calls column presence, dtype, `strict`, `ordered` and `unique_column_names`.
+    Covers pandera's column presence, dtype, `strict`, `ordered` and `unique_column_names`.
     """
     problems = [*_column_problems(schema, actual.names), *find_wrong_types(schema, actual).values()]
     return CheckOutcome(passed=not problems, note="; ".join(problems) or None)
 
 
 def find_wrong_types(schema: DataFrameSchema, actual: StructType) -> dict[str, str]:
-    """By column name, what is wrong with the type of each present column."""
+    """Return a message for each existing column whose type differs from the contract, by column name."""
     problems = {}
     for name, column in schema.columns.items():
         expected_dtype = schema.dtype or column.dtype
@@ -125,7 +124,7 @@ def find_wrong_types(schema: DataFrameSchema, actual: StructType) -> dict[str, s
 def _is_same_type(expected_dtype: object, actual_type: DataType) -> bool:
     try:
         return bool(expected_dtype.check(Engine.dtype(actual_type)))  # type: ignore[attr-defined]
-    except TypeError:  # a type pandera has no word for: equal only to itself
+    except TypeError:  # pandera does not know the type, so it only equals itself
         return getattr(expected_dtype, "type", None) == actual_type
 
 
@@ -156,12 +155,12 @@ _NOTE_CHARS = 500
 
 
 def validate_with_pandera(rows: DataFrame, constraint: PanderaConstraint) -> CheckOutcome:
-    """Pandera's verdict on `constraint` alone, without counts or examples.
+    """Return pandera's verdict on `constraint` alone, without counts or examples.
 
-    A check that raises is a failed check, as pandera has it for most exceptions; its words are the note.
+    A check that raises an exception fails, as in pandera for most exceptions. The note has the message.
     """
-    # PANDERA_VALIDATION_ENABLED=False makes pandera return at once with no errors. That would read as
-    # "passed", so the answer may not depend on the environment.
+    # With PANDERA_VALIDATION_ENABLED=False pandera returns at once without errors, which would mean "passed".
+    # So the verdict must not depend on the environment.
     with config_context(
         validation_enabled=True, validation_depth=ValidationDepth.SCHEMA_AND_DATA, cache_dataframe=False
     ):
@@ -174,7 +173,7 @@ def validate_with_pandera(rows: DataFrame, constraint: PanderaConstraint) -> Che
 
 
 def _iter_messages(errors: Mapping[str, Any]) -> Iterator[str]:
-    """The texts in pandera's report: category to reason to a list of records with `error`."""
+    """Yield the messages of pandera's report, which maps category -> reason -> records with `error`."""
     for reasons in errors.values():
         for records in reasons.values():
             for record in records:
@@ -189,14 +188,14 @@ if TYPE_CHECKING:
     from branchlake_dagster.checks.constraints import Example, FailingPartitions
 
 _CONNECTION_ERRORS = frozenset({"SparkConnectGrpcException", "SparkConnectException", "RetriesExceeded"})
-"""Errors of the connection, by their very class: what is asked has no part in them."""
+"""Class names of connection errors. They do not depend on the query, so dividing it would not help."""
 
 
 @dataclass(frozen=True)
 class ConstraintGroup:
-    """Constraints that are judged together, by the contract they come from, and `examples` to show of each.
+    """Constraints of one contract, with the number of `examples` to show for each.
 
-    `schema` None: SQL checks, which belong to no contract.
+    `schema` is None for SQL checks, which do not belong to a contract.
     """
 
     schema: DataFrameSchema | None
@@ -209,7 +208,10 @@ class ConstraintGroup:
 
 @dataclass
 class Verdicts:
-    """By name: what was found, and why nothing could be. What was asked is in one of them."""
+    """The outcomes of constraints, and the errors of those that could not be evaluated, by name.
+
+    Each judged constraint is in exactly one of them.
+    """
 
     outcomes: dict[str, CheckOutcome] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
@@ -218,13 +220,13 @@ class Verdicts:
 def judge_constraints(
     rows: CheckedRows, groups: Sequence[ConstraintGroup], *, view: str, collect: Collect = collect_rows
 ) -> Verdicts:
-    """The verdicts on all that is asked; names occur once.
+    """Return the verdicts on all constraints of `groups`. Constraint names must be unique.
 
-    In this order: the schema, what `rows` know without being read, one call of `collect` for all that can
-    be counted (none when nothing is left, then Spark is not even opened), one more for examples where
-    something fails, another for the partitions of failing rows if `rows` are of several, and pandera for the
-    rest. `view` is what `{this}` is called in the session meanwhile. A constraint on a missing or wrongly
-    typed column fails and says so.
+    The steps are: judge the schema; prove constraints without Spark; count failing rows of the others with
+    one call of `collect` (if none is left, Spark is not opened); load examples for failures; find the
+    partitions of failing rows if `rows` have several; judge the rest with pandera. `view` is the name of the
+    temporary view for `{this}`. A constraint on a missing or wrongly typed column fails, and its note says
+    so.
     """
     verdicts = Verdicts()
     countable: dict[str, Countable] = {}
@@ -239,7 +241,7 @@ def judge_constraints(
             if isinstance(constraint, PanderaConstraint):
                 try:
                     verdicts.outcomes[constraint.name] = validate_with_pandera(rows.frame, constraint)
-                except Exception as error:  # noqa: BLE001 - it is the check's own code that raised it
+                except Exception as error:  # noqa: BLE001 - the check's own code may raise anything
                     verdicts.errors[constraint.name] = error
     return verdicts
 
@@ -247,7 +249,7 @@ def judge_constraints(
 def _judge_without_reading(
     rows: CheckedRows, group: ConstraintGroup, verdicts: Verdicts
 ) -> dict[str, Countable]:
-    """Judge what needs no rows; the rest by name."""
+    """Judge the constraints that need no Spark; return the others by name."""
     remaining: dict[str, Countable] = {}
     type_problems = find_wrong_types(group.schema, rows.schema) if group.schema is not None else {}
     for constraint in group.constraints:
@@ -276,7 +278,7 @@ def _outcome_from_schema(
     schema: StructType,
     type_problems: Mapping[str, str],
 ) -> CheckOutcome | None:
-    """The outcome when it can be told from the schema, else None."""
+    """Return the outcome if the schema determines it, else None."""
     names = schema.names
     missing_columns = [column for column in constraint.columns if column not in names]
     if missing_columns and constraint.optional:
@@ -292,8 +294,8 @@ def _outcome_from_schema(
     if constraint.needs_types and problems:
         return _not_evaluated("; ".join(problems))
     if not constraint.columns:
-        # Nobody knows which columns a rule on whole rows reads. Its analysis (some ms, no job) tells
-        # whether it can run, before it fails the one job for every other constraint.
+        # It is unknown which columns a rule on whole rows reads. Analyzing it (some ms, no job) shows whether
+        # it can run, before it makes the one job fail for all other constraints.
         try:
             _ = rows.frame.select(constraint.build_condition(rows.frame)).schema
         except AnalysisException as error:
@@ -314,7 +316,7 @@ def _count_in_one_job(
     view: str,
     collect: Collect,
 ) -> None:
-    """Count all of `countable`, then show rows of what fails, and their partitions."""
+    """Count failures of all `countable`; load examples and partitions of those that fail."""
     frame = rows.frame
     uses_view = any(
         isinstance(constraint, SqlConstraint) and ROWS_PLACEHOLDER in constraint.sql
@@ -325,7 +327,7 @@ def _count_in_one_job(
     try:
         counts = _count_by_halves(
             list(countable.values()),
-            lambda some: count_failures(frame, some, view=view, collect=collect),
+            lambda constraints: count_failures(frame, constraints, view=view, collect=collect),
             verdicts.errors,
         )
         failing = [
@@ -358,9 +360,9 @@ def _count_by_halves(
     count_together: Callable[[Sequence[Countable]], dict[str, FailureCount]],
     errors: dict[str, Exception],
 ) -> dict[str, FailureCount]:
-    """The counts of all that can be counted; the others are `errors`, each with its own error.
+    """Return the counts of all constraints that can be counted; add the errors of the others to `errors`.
 
-    One that Spark refuses, or that fails on some row, is found by halves: a few queries more.
+    A constraint that Spark refuses, or that fails on a row, is found by halving, which costs a few queries.
     """
     try:
         return count_together(constraints)
@@ -382,17 +384,21 @@ def _load_examples(
     view: str,
     collect: Collect,
 ) -> tuple[dict[str, tuple[Example, ...]], dict[str, str]]:
-    """Rows of each of `failing`, and where there are none why. The verdicts stand whatever happens here."""
+    """Return example rows of failing constraints, and a note where they cannot be loaded.
+
+    An error here does not change the verdicts.
+    """
     examples_by_name: dict[str, tuple[Example, ...]] = {}
     notes: dict[str, str] = {}
-    row_constraints = [one for one in failing if not isinstance(one, SqlConstraint)]
+    row_constraints = [constraint for constraint in failing if not isinstance(constraint, SqlConstraint)]
     if row_constraints:
-        limit = max(example_limits[one.name] for one in row_constraints)
+        limit = max(example_limits[constraint.name] for constraint in row_constraints)
         try:
             new_examples = collect_examples(frame, row_constraints, examples=limit, collect=collect)
             examples_by_name |= {name: rows[: example_limits[name]] for name, rows in new_examples.items()}
         except PySparkException as error:
-            notes |= dict.fromkeys((one.name for one in row_constraints), _no_examples_note(error))
+            names = (constraint.name for constraint in row_constraints)
+            notes |= dict.fromkeys(names, _no_examples_note(error))
     for constraint in failing:
         if isinstance(constraint, SqlConstraint):
             try:
@@ -409,11 +415,11 @@ def _load_examples(
 def _load_failing_partitions(
     rows: CheckedRows, failing: Sequence[Countable], *, view: str, collect: Collect
 ) -> dict[str, FailingPartitions]:
-    """The partitions of the failing rows, by constraint. The verdicts stand whatever happens here."""
+    """Return the partitions of the failing rows by constraint. An error here does not change the verdicts."""
     if rows.partitions is None:
         return {}
     partitions_by_name: dict[str, FailingPartitions] = {}
-    row_constraints = [one for one in failing if not isinstance(one, SqlConstraint)]
+    row_constraints = [constraint for constraint in failing if not isinstance(constraint, SqlConstraint)]
     with contextlib.suppress(PySparkException):
         partitions_by_name |= find_failing_partitions(
             rows.frame, row_constraints, rows.partitions, collect=collect

@@ -1,15 +1,12 @@
-"""Whether facts on a column, or a few rows that are read here, prove a promise. False means unknown.
+"""Prove promises from facts on a column, or from rows that were read without Spark. False means unknown.
 
-Whether facts on a column prove a promise. False means that it is not known.
+A promise has Spark's meaning: null keeps every promise except `NotNull`, NaN is greater than any number, and
+both sides of a comparison are cast to a common type. A bound proves nothing if this cast could round or could
+depend on the session: a text against a date, a naive timestamp, a float against a decimal.
 
-A promise is meant as Spark evaluates it: null satisfies every one but `NotNull`, NaN is greater than any
-number, and both sides are brought to a common type. A bound of a type for which that could round or depend
-on the session (a text against a date, a naive time stamp, a float against a decimal) proves nothing.
-
-Promises held against rows that are read in this process, where they are few: no Spark, no query plan.
-
-It answers as Spark would or not at all: comparisons keep to what `prove` knows to be the same in both, and
-what is left (patterns, rules of one's own, keys with floating point numbers) is Spark's.
+Rows that were read in this process are compared by the same rules, without Spark and without a query plan.
+The result is the same as Spark's, or unknown. Patterns, users' own rules and keys with floating point numbers
+are always left to Spark.
 """
 
 from __future__ import annotations
@@ -40,14 +37,17 @@ from branchlake_dagster.history.file_facts import ColumnFacts
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LONG = 2**63
 _EXACT_UP_TO = {ice.FloatType: 2**24, ice.DoubleType: 2**53}
-"""Up to here every integer is a number of the type: no rounding, whichever side is cast."""
+"""Up to this value the type represents every integer exactly, so no cast rounds."""
 _DECIMAL_SCALE = 18
 _DECIMAL_DIGITS = 20
-"""Spark compares with a literal as decimal(38, 18); more digits than these would be rounded or overflow."""
+"""Spark casts a decimal literal to decimal(38, 18). More digits would be rounded or overflow."""
 
 
 def can_prove(facts: ColumnFacts, promise: Promise, kind: ice.IcebergType) -> bool:
-    """Whether every row of a file with these facts, in a column of type `kind`, keeps the promise."""
+    """Return whether every row of a file with these facts on a column of type `kind` keeps the promise.
+
+    False means unknown.
+    """
     if isinstance(promise, NotNull):
         return facts.no_null
     if isinstance(promise, Both):
@@ -59,7 +59,7 @@ def can_prove(facts: ColumnFacts, promise: Promise, kind: ice.IcebergType) -> bo
     if isinstance(promise, Among):
         return _can_prove_one_of(facts, promise, kind)
     if isinstance(promise, NotAmong):
-        # Spark's answer for an empty list depends on a setting.
+        # Spark's result for an empty list depends on a setting.
         return bool(promise.values) and all(
             _can_prove_comparison(facts, Compared("!=", value), kind) for value in promise.values
         )
@@ -94,21 +94,21 @@ def _can_prove_comparison(facts: ColumnFacts, promise: Compared, kind: ice.Icebe
 
 def _can_prove_one_of(facts: ColumnFacts, promise: Among, kind: ice.IcebergType) -> bool:
     values = promise.values
-    # Spark brings a list to one type: values of several are its own affair.
+    # Spark casts a list to one type. Lists of several types are left to Spark.
     if not values or len({type(value) for value in values}) > 1:
         return False
     if any(_find_limit(value, kind) is None for value in values):
         return False
     if facts.all_null:
         return True
-    # In a long list Spark tells 0.0 and -0.0 apart.
+    # In a long list Spark distinguishes 0.0 and -0.0.
     if isinstance(facts.low, float) and facts.low == 0.0:
         return False
     return any(_can_prove_comparison(facts, Compared("=", value), kind) for value in values)
 
 
 def _can_prove_prefix(facts: ColumnFacts, promise: StartsWith) -> bool:
-    """What begins with a text is an unbroken piece of the order, so both ends tell about all between."""
+    """Texts with the same prefix are contiguous in sorted order, so both bounds prove it for all values."""
     if facts.all_null:
         return True
     ends = (facts.low, facts.high)
@@ -116,7 +116,7 @@ def _can_prove_prefix(facts: ColumnFacts, promise: StartsWith) -> bool:
 
 
 def _can_prove_constant_text(facts: ColumnFacts, promise: EndsWith | Length) -> bool:
-    """Of the middle of a text nothing is known, unless there is only one."""
+    """Prove a length or suffix, which is only possible if all values are equal."""
     if facts.all_null:
         return True
     if facts.low is None or facts.low != facts.high:
@@ -128,11 +128,11 @@ def _can_prove_constant_text(facts: ColumnFacts, promise: EndsWith | Length) -> 
 
 
 Limit = tuple[Any, Callable[[Any], Any]]
-"""A contract's value, and how to bring a fact's to the same type. The latter keeps the order."""
+"""A value of a contract, and a function that converts facts to the same type and keeps their order."""
 
 
 def _find_limit(value: Any, kind: ice.IcebergType) -> Limit | None:
-    """`value` for comparison with facts on a column of type `kind`; None when that is Spark's own affair."""
+    """Return `value` for comparisons with facts on a column of type `kind`; None if only Spark compares."""
     build_limit = _LIMIT_BUILDERS.get(type(kind))
     return None if build_limit is None else build_limit(value, kind)
 
@@ -144,7 +144,7 @@ def _unchanged_value(value: Any) -> Any:
 def _integer_limit(value: Any, _: Any) -> Limit | None:
     if type(value) is int and -_LONG <= value < _LONG:
         return value, _unchanged_value
-    # Spark casts the column to double here: rounded, and in the same order.
+    # Spark casts the column to double here, which rounds but keeps the order.
     return (value, float) if type(value) is float and not math.isnan(value) else None
 
 
@@ -200,7 +200,7 @@ _LIMIT_BUILDERS: dict[type[ice.IcebergType], Callable[[Any, Any], Limit | None]]
 
 
 MAX_VALUES = 1_000
-"""Of more different values Spark decides whether they are in a list."""
+"""The largest number of distinct values that are compared with a list here. Beyond it, Spark compares."""
 
 _AS_NUMBERS: dict[type[ice.IcebergType], pa.DataType] = {
     ice.DateType: pa.int32(),
@@ -216,11 +216,12 @@ _KEY_TYPES = (
     ice.StringType,
     ice.DecimalType,
 )
-"""Types whose equal values are those with equal bytes, in both engines: not so 0.0, -0.0 and NaN."""
+"""Types whose values are equal exactly if their bytes are, in Arrow and in Spark. Floating point types are
+omitted because of 0.0, -0.0 and NaN."""
 
 
 def values_keep_promise(values: pa.ChunkedArray, promise: Promise, kind: ice.IcebergType) -> bool:
-    """Whether all of a column's values keep the promise; False where that is Spark's to say."""
+    """Return whether all values of a column keep the promise; False also if only Spark can decide."""
     if isinstance(promise, EndsWith | Length):
         return isinstance(kind, ice.StringType) and _texts_keep_promise(values, promise)
     is_value_by_value = isinstance(promise, Among | NotAmong) or (
@@ -238,14 +239,14 @@ def values_keep_promise(values: pa.ChunkedArray, promise: Promise, kind: ice.Ice
 
 
 def has_unique_keys(rows: pa.Table, columns: Sequence[str], kinds: Sequence[ice.IcebergType]) -> bool:
-    """Whether no two rows agree on `columns`, nulls being equal; False where that is Spark's to say."""
+    """Return whether no two rows agree on `columns`; nulls are equal. False also if only Spark can decide."""
     if not all(isinstance(kind, _KEY_TYPES) for kind in kinds):
         return False
     return bool(rows.group_by(list(columns)).aggregate([]).num_rows == rows.num_rows)
 
 
 def _compute_facts(values: pa.ChunkedArray, kind: ice.IcebergType) -> ColumnFacts:
-    """Exact facts on the values; those that are no numbers or texts to compare have no bounds."""
+    """Return exact facts on the values. Values of types without an order have no bounds."""
     null_count = values.null_count
     present_values = values.drop_null()
     nan_count = 0
@@ -267,7 +268,7 @@ def _find_bounds(present_values: pa.ChunkedArray, kind: ice.IcebergType) -> tupl
         present_values = present_values.cast(number_type)
     try:
         bounds = pc.min_max(present_values).as_py()
-    except pa.ArrowNotImplementedError:  # of a type that nothing is promised about but to be there
+    except pa.ArrowNotImplementedError:  # a type without an order; only NotNull applies to it
         return None, None
     return bounds["min"], bounds["max"]
 
@@ -278,7 +279,7 @@ def _texts_keep_promise(values: pa.ChunkedArray, promise: EndsWith | Length) -> 
         return True
     if isinstance(promise, EndsWith):
         return bool(pc.all(pc.ends_with(present_values, promise.suffix)).as_py())
-    # Characters are code points in both.
+    # Characters are code points in Arrow and in Spark.
     lengths = pc.min_max(pc.utf8_length(present_values)).as_py()
     return (promise.low is None or lengths["min"] >= promise.low) and (
         promise.high is None or lengths["max"] <= promise.high

@@ -1,6 +1,6 @@
-"""What a run puts in the place of rows of `main`, compared with them before it is published.
+"""Compare the rows of a run with the rows of `main` that they replace, before the publication.
 
-No postponed annotations here: Dagster compares those of `context` with the class itself.
+This module has no postponed annotations: Dagster compares the annotation of `context` with the class itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from branchlake_dagster.tables.selection import to_iceberg_filter
 _ROWS = "rows"
 
 MeasureValues = Mapping[str, Any]
-"""Rows and sums, by name."""
+"""The number of rows and the sums of columns, by measure name: `rows`, `sum(price)`."""
 
 
 def replaced_check(
@@ -42,19 +42,19 @@ def replaced_check(
 ) -> dg.AssetChecksDefinition:
     """An asset check that compares a run's rows with those of `main` that they replace.
 
-    Compared are the rows of the run's partitions, their number and the sums of some columns, as the run's
-    branch has them and as `main` had them where it began. Partitions that are new have nothing to be
-    compared with. Needs no Spark.
+    The check compares the number of rows and the sums of columns in the run's partitions: on the run's branch
+    and on `main` at the start of the run. If `main` has none of these rows, the check passes. Needs no Spark.
 
     Args:
-        asset (AssetKey | str | Sequence[str] | AssetsDefinition): The asset; a definition brings its
-            partitioning.
+        asset (AssetKey | str | Sequence[str] | AssetsDefinition): The asset. A definition includes its
+            partitions.
         name (str): The check's name. (default: `compared_with_main`)
-        sums (Sequence[str]): Columns of numbers whose sums are compared.
-        most_change (Optional[float]): The check fails when a measure has changed by a larger part than this,
-            0.1 for a tenth. (default: it only reports)
-        severity (Literal["error", "warn"]): Whether a failure blocks the publication. (default: `warn`)
-        partitions_def (Optional[PartitionsDefinition]): The asset's, when `asset` is a key.
+        sums (Sequence[str]): Numeric columns whose sums are compared.
+        most_change (Optional[float]): The largest allowed relative change of a measure, such as 0.1 for 10 %.
+            (default: the check only reports)
+        severity (Literal["error", "warn"]): `error` blocks the publication if the check fails.
+            (default: `warn`)
+        partitions_def (Optional[PartitionsDefinition]): The partitions of the asset, if `asset` is a key.
         lakehouse_key (str): The resource key of the lake. (default: `lakehouse`)
 
     Returns:
@@ -62,7 +62,7 @@ def replaced_check(
 
     Raises:
         ContractError: `most_change` is negative, or the severity is not allowed.
-        CheckFailedToRun: In the run: a column to sum up is missing.
+        CheckFailedToRun: In the run: a column of `sums` is missing, or another IO manager loaded the rows.
 
     Examples:
         .. code-block:: python
@@ -73,12 +73,12 @@ def replaced_check(
     """
     if most_change is not None and most_change < 0:
         raise ContractError(
-            f"most_change is {most_change}, and a change has no sign here.", reason="most_change"
+            f"Check {name} has most_change={most_change}, which must not be negative.", reason="most_change"
         )
     if severity not in ("error", "warn"):
         raise ContractError(
-            f"Check {name} has severity {severity!r}.",
-            hint="Say 'error' or 'warn'.",
+            f"Check {name} has the unknown severity {severity!r}.",
+            hint="Use 'error' or 'warn'.",
             reason="severity",
             subject=name,
         )
@@ -90,7 +90,7 @@ def replaced_check(
 
     @dg.multi_asset_check(
         name=f"{key.to_python_identifier()}__{name}",
-        description=f"What a run replaces in {key.to_user_string()}, before and after.",
+        description=f"Compares the rows of a run of {key.to_user_string()} with the rows they replace.",
         specs=build_check_specs(asset, {name: promise}, partitions, warn_names=warn_names),
         ins={"rows": dg.AssetIn(key)},
         required_resource_keys={lakehouse_key},
@@ -100,9 +100,9 @@ def replaced_check(
         lake: LakehouseResource = getattr(context.resources, lakehouse_key)
         if not isinstance(rows, StoredRows):
             raise CheckFailedToRun(
-                f"{name} on {key.to_user_string()} needs the table itself.",
+                f"Check {name} on {key.to_user_string()} needs the stored table, but got other rows.",
                 run_id=context.run.run_id,
-                hint="Let the asset use NessieBranchIOManager.",
+                hint="Use NessieBranchIOManager as the IO manager of the asset.",
             )
         before = _measure_rows(_load_replaced_table(lake, rows), rows, sums, context.run.run_id)
         after = _measure_rows(rows.table, rows, sums, context.run.run_id)
@@ -112,7 +112,7 @@ def replaced_check(
 
 
 def _load_replaced_table(lake: LakehouseResource, rows: StoredRows) -> Table | None:
-    """The table as `main` had it where the run began."""
+    """Return the table on `main` at the start of the run; None if it did not exist."""
     branch = lake.run_branch
     base_hash = branch.open().base_hash if branch is not None else ""
     try:
@@ -129,7 +129,9 @@ def _measure_rows(table: Table | None, rows: StoredRows, sums: Sequence[str], ru
     schema = table.schema()
     missing_columns = [column for column in sums if column not in {field.name for field in schema.fields}]
     if missing_columns and table is rows.table:
-        raise CheckFailedToRun(f"There is no column {missing_columns[0]} to sum up.", run_id=run_id)
+        raise CheckFailedToRun(
+            f"Table {'.'.join(table.name())} has no column {missing_columns[0]} to sum up.", run_id=run_id
+        )
     row_filter: BooleanExpression = (
         AlwaysTrue() if rows.selection is None else to_iceberg_filter(rows.selection, schema)
     )

@@ -1,9 +1,8 @@
-"""Rows of a table in the lake: what its manifests and footers prove; Spark is for the rest.
+"""Rows of a table in the lake. Manifests, footers and small reads prove constraints; Spark does the rest.
 
-Whether the bounds that a manifest entry has for a text column are of all row groups, by the file's footer.
-
-The footer is read where the manifest entry does not show it: for files of several row groups that PyIceberg
-wrote outside this package.
+A manifest entry may have bounds of a column that do not cover all row groups of the file. If the entry does
+not show whether they do, the file's footer is read: for files with several row groups that PyIceberg wrote
+outside this package.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class Footers:
-    """The footers of a table's data files, each read once, and at most `most` of them."""
+    """The footers of a table's data files. Each is read once, and at most `max_files` of them are read."""
 
     def __init__(self, io: FileIO, *, max_files: int) -> None:
         self._io = io
@@ -58,7 +57,7 @@ class Footers:
         self._footers_by_path: dict[str, pq.FileMetaData | None] = {}
 
     def has_all_bounds(self, file: DataFile, field_id: int) -> bool:
-        """Whether every row group of `file` has bounds for the column, or only nulls in it."""
+        """Return whether the column has bounds or only nulls in every row group of `file`."""
         footer = self._load_footer(file)
         if footer is None:
             return False
@@ -79,8 +78,8 @@ class Footers:
             try:
                 with self._io.new_input(path).open() as source:
                     self._footers_by_path[path] = pq.read_metadata(source)
-            except Exception as error:  # noqa: BLE001 - what is wrong is said when the rows are read
-                _log.info("No footer of %s: %s: %s", path, type(error).__name__, error)
+            except Exception as error:  # noqa: BLE001 - reading the rows will raise the error again
+                _log.info("The footer of %s cannot be read: %s: %s", path, type(error).__name__, error)
                 self._footers_by_path[path] = None
         return self._footers_by_path[path]
 
@@ -114,7 +113,7 @@ _PLAIN_TYPES: dict[type[ice.IcebergType], pst.DataType] = {
 
 
 def to_spark_schema(schema: Schema) -> pst.StructType | None:
-    """`schema` in Spark's types; None when it has a type that is not known here to be one of Spark's."""
+    """Convert an Iceberg schema to Spark's types; None if a type has no known counterpart in Spark."""
     fields = _to_spark_fields(schema.fields)
     return None if fields is None else pst.StructType(fields)
 
@@ -147,24 +146,24 @@ def _to_spark_type(iceberg_type: ice.IcebergType) -> pst.DataType | None:
 
 
 MAX_FILES = 10_000
-"""Of more data files Spark counts the rows sooner than their metadata is gone through here."""
+"""The largest number of data files whose metadata is read here. With more files Spark counts faster."""
 
 SMALL_ROWS = 100_000
 SMALL_BYTES = 64 * 1024**2
 SMALL_FILES = 100
-"""Up to these the rows are read here before Spark is asked: 7 to 40 ms against 300 to 800 (ADR 23)."""
+"""Up to these sizes all rows are read here instead of in Spark: 7 to 40 ms instead of 300 to 800 (ADR 23)."""
 
 COLUMN_ROWS = 2_000_000
 COLUMN_BYTES = 32 * 1024**2
-"""Of more rows the columns of one promise are read alone, where they are up to this in the files: a column of
-few different values is a few kB, and Spark takes as long to plan its query as it takes to read it here."""
+"""Up to these sizes, larger tables are read here as well, but only the columns of one promise. A column with
+few distinct values has a few kB; reading it takes as long as Spark needs to plan its query."""
 
 
 class TableRows:
-    """The rows of one selection of a table, as `Rows`.
+    """The rows of one selection of a table, as `CheckedRows`.
 
-    The files looked at hold every row of the selection, and may hold others, and rows that delete files take
-    out: what is true of all their rows is true of those.
+    The planned files contain every row of the selection. They may also contain other rows and deleted rows.
+    So a condition that holds for all rows of the files holds for the selection.
     """
 
     def __init__(self, stored: StoredRows, columns: Iterable[str] = ()) -> None:
@@ -176,7 +175,7 @@ class TableRows:
 
     @cached_property
     def schema(self) -> StructType:
-        """From the table's schema; asked of Spark where that has a type that Spark may show otherwise."""
+        """The columns and types, from the table's schema; from Spark if the schema has an unknown type."""
         return to_spark_schema(self._stored.table.schema()) or self.frame.schema
 
     @cached_property
@@ -186,13 +185,13 @@ class TableRows:
 
     @property
     def partitions(self) -> RowPartitions | None:
-        """As the IO manager knows them."""
+        """The partitions of the rows, from the IO manager."""
         return self._stored.partitions
 
     def prove(self, constraint: Constraint) -> CheckOutcome | None:
-        """Passed, when metadata proves `constraint` or the rows are few and keep it here; else None.
+        """Return a passed outcome if metadata or a small read proves `constraint`; else None.
 
-        Its columns exist, and in their types where that matters to it.
+        The columns of the constraint must exist, with the contract's types if it needs them.
         """
         if self._files is None or not isinstance(constraint, RowConstraint | UniqueConstraint):
             return None
@@ -226,7 +225,7 @@ class TableRows:
         )
 
     def _load_rows_for(self, constraint: RowConstraint | UniqueConstraint) -> pa.Table | None:
-        """The columns of a constraint; None when they are not to be read here."""
+        """Return the columns of a constraint; None if they are too large or cannot be read here."""
         if self._is_small:
             return self._rows
         columns = tuple(sorted(constraint.columns))
@@ -243,7 +242,7 @@ class TableRows:
         return self._record_count <= SMALL_ROWS and size <= SMALL_BYTES and len(files) <= SMALL_FILES
 
     def _are_columns_small(self, columns: Iterable[str]) -> bool:
-        """Whether columns are few bytes in all files; one whose size a file does not tell is not."""
+        """Return whether columns are small in all files; False if a file does not record a column's size."""
         files = self._files or []
         if self._record_count > COLUMN_ROWS or len(files) > SMALL_FILES:
             return False
@@ -253,7 +252,7 @@ class TableRows:
 
     @cached_property
     def _rows(self) -> pa.Table | None:
-        """The columns that are spoken of; None when they cannot be read here."""
+        """The columns of all constraints; None if they cannot be read here."""
         names = self._stored.table.schema().column_names
         return self._load_columns(name for name in names if name in self._columns)
 
@@ -261,8 +260,8 @@ class TableRows:
         scan = self._stored.table.scan(row_filter=self._row_filter, selected_fields=tuple(columns))
         try:
             return scan.to_arrow()
-        except Exception as error:  # noqa: BLE001 - what is wrong is said when Spark reads the rows
-            _log.info("Rows are left to Spark: %s: %s", type(error).__name__, error)
+        except Exception as error:  # noqa: BLE001 - Spark will read the rows and raise the error again
+            _log.info("The rows are left to Spark: %s: %s", type(error).__name__, error)
             return None
 
     @property
@@ -274,23 +273,23 @@ class TableRows:
 
     @cached_property
     def _files(self) -> list[DataFile] | None:
-        """The data files that may hold rows of the selection; None when that cannot be told here."""
+        """The data files that may contain rows of the selection; None after an error or if too many."""
         try:
             tasks = list(self._stored.table.scan(row_filter=self._row_filter).plan_files())
-        except Exception as error:  # noqa: BLE001 - what is wrong is said when the rows are read
-            _log.info("Nothing is proved from metadata: %s: %s", type(error).__name__, error)
+        except Exception as error:  # noqa: BLE001 - reading the rows will raise the error again
+            _log.info("The metadata proves nothing: %s: %s", type(error).__name__, error)
             return None
         self._has_deletes = any(task.delete_files for task in tasks)
         return [task.file for task in tasks] if len(tasks) <= MAX_FILES else None
 
     @cached_property
     def _record_count(self) -> int:
-        """The rows of the files, deleted ones and those of other partitions included."""
+        """The number of rows in the files, including deleted rows and rows outside the selection."""
         return sum(file.record_count for file in self._files or ())
 
     @cached_property
     def _row_count(self) -> int | None:
-        """The rows of the selection; None when some of the files' may be deleted or of other partitions."""
+        """The number of rows in the selection; None if the files may have deleted rows or other rows."""
         is_whole = all(self._is_within_selection(index) for index in range(len(self._files or ())))
         return self._record_count if is_whole and not self._has_deletes else None
 
@@ -308,7 +307,7 @@ class TableRows:
         return self._facts_by_field[field.field_id]
 
     def _is_within_selection(self, index: int) -> bool:
-        """Whether all rows of a file are of the selection."""
+        """Return whether all rows of a file belong to the selection."""
         selection = self._stored.selection
         return selection is None or any(
             all(self._file_keeps_condition(index, condition) for condition in conditions)
