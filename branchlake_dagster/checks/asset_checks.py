@@ -54,7 +54,7 @@ def check_partitions_def(
 
 
 _CONSEQUENCES = {
-    False: "Blocks the publication when it fails; non-blocking means that the run's other steps go on.",
+    False: "Blocks the publication when it fails; non-blocking means that the run's other steps continue.",
     True: "A failure is published with a warning.",
 }
 """The start of a check's description, by whether the check only warns.

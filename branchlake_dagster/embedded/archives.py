@@ -1,8 +1,8 @@
-"""What a server's JVM has loaded and checked once, kept in a file that the next one maps: half of its start.
+"""Archives of loaded classes, which halve the start time of a server's JVM.
 
-A JVM writes such an archive itself when it ends. When it starts, it leaves one of another JVM or of other
-jars aside, with a line in the server's log, and takes the classes from the jars. But Java 17 ends at once
-with one that was cut off or damaged; so the checksum of an archive is in its name, and is compared.
+A JVM writes such an archive when it ends; the next JVM maps the file. A JVM ignores an archive of another JVM
+or of other jars: it logs a line and loads the classes from the jars. But Java 17 exits at once if an archive
+is truncated or damaged. So the name of an archive contains its checksum, which is verified before use.
 """
 
 from __future__ import annotations
@@ -20,48 +20,50 @@ from branchlake_dagster.embedded.state_folder import make_private_folder
 from branchlake_dagster.file_lock import file_lock
 
 _AOT_SINCE = 25
-"""The first Java that makes a cache for that in one go. It needs no archive of the JDK's own below it."""
+"""The first Java version with an AOT cache, which does not build on an archive of the JDK itself."""
 _UNUSED_DAYS = 30
 _SUFFIX = ".jsa"
 
 
 @dataclass(frozen=True)
 class Archive:
-    """The archive of one server as it is started with one JVM and certain jars, be it there or not.
+    """The archive of one server with one JVM and certain jars. Its file may not exist yet.
 
-    `stem` is what its name begins with, in the folder of the archives.
+    `stem` is the path of the file without checksum and suffix. `ahead_of_time` is True for the AOT cache of
+    newer Java versions, False for a class data sharing archive.
     """
 
     stem: Path
     ahead_of_time: bool
 
     def find_file(self) -> Path | None:
-        """Its file, when there is one and it is whole: 0.2 s of reading."""
+        """Return the file of the archive if it exists and is undamaged. Reads the whole file (0.2 s)."""
         for path in self._list_files():
-            with contextlib.suppress(OSError):  # it is gone since, or not for us to read
+            with contextlib.suppress(OSError):  # the file was deleted meanwhile, or is not readable
                 if path.stem == f"{self.stem.name}-{_file_checksum(path)}":
                     return path
         return None
 
     def use_options(self) -> list[str]:
-        """Options of a JVM that is to use it; none while there is no archive."""
+        """Return the JVM options that use the archive; empty if it does not exist."""
         path = self.find_file()
         if path is None:
             return []
-        with contextlib.suppress(OSError):  # not ours
-            os.utime(path)  # what is in use is not cleared away
+        with contextlib.suppress(OSError):  # the file belongs to another user
+            os.utime(path)  # so that an archive in use is not deleted as old
         return [f"-XX:{'AOTCache' if self.ahead_of_time else 'SharedArchiveFile'}={path}"]
 
     def record_options(self) -> list[str]:
-        """Options of a JVM that is to write it when it ends, under another name until `store_recording`.
+        """Return the JVM options that write the archive when the JVM ends.
 
-        It ends later for it, by ten seconds and more. It needs no second compiler, as nothing is repeated.
+        The file has a temporary name until `store_recording`. The JVM ends ten or more seconds later. It runs
+        without the second compiler, because a recording repeats no work.
         """
         name = "AOTCacheOutput" if self.ahead_of_time else "ArchiveClassesAtExit"
         return ["-XX:TieredStopAtLevel=1", f"-XX:{name}={self._scratch}"]
 
     def store_recording(self) -> Path | None:
-        """Give what this process's JVM has recorded its name. None when it has written nothing."""
+        """Rename the archive that a JVM of this process has recorded; return None if it wrote nothing."""
         try:
             path = self.stem.with_name(f"{self.stem.name}-{_file_checksum(self._scratch)}{_SUFFIX}")
         except FileNotFoundError:
@@ -85,15 +87,15 @@ def _file_checksum(path: Path) -> str:
 
 
 def archives_folder() -> Path:
-    """Where they are: in the user's cache, as the jars are. Whoever has several lakes makes them once."""
+    """Return the folder of the archives in the user's cache. All lakes of the user share it."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "branchlake"
 
 
 def find_archive(name: str, java: Path, jars: Sequence[Path]) -> Archive | None:
-    """The archive of server `name`, run by `java` with `jars`. None for a Java that does not say what it is.
+    """Return the archive of server `name`, run by `java` with `jars`; None for an unknown Java.
 
-    Another version of the JVM, or another jar or place of one, is another archive.
+    Another version of Java, other jars, or another path of a jar make another archive.
     """
     home = java.resolve().parent.parent
     try:
@@ -110,12 +112,15 @@ def find_archive(name: str, java: Path, jars: Sequence[Path]) -> Archive | None:
 
 @contextlib.contextmanager
 def lock_archives() -> Iterator[None]:
-    """One process at a time makes archives; what nobody has used for a month goes. Raises OSError."""
+    """Hold the lock for making archives, and delete archives unused for a month. Raises OSError.
+
+    Only one process at a time makes archives.
+    """
     folder = make_private_folder(archives_folder())
     with file_lock(folder / "lock"):
         oldest = time.time() - _UNUSED_DAYS * 24 * 3600
         for path in folder.iterdir():
-            # With the lock held, a scratch file is that of a process that died.
+            # This process holds the lock, so a temporary file belongs to a process that died.
             if path.suffix == ".tmp" or (path.suffix == _SUFFIX and path.stat().st_mtime < oldest):
                 path.unlink(missing_ok=True)
         yield

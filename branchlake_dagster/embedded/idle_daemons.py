@@ -1,13 +1,13 @@
-"""Which Python daemons of Spark may be ended."""
+"""Decide which Python daemons of Spark may be terminated."""
 
 from __future__ import annotations
 
 import psutil
 
 IDLE_S = 180.0
-"""As old is a daemon before it is ended. Spark itself ends workers that did nothing for a minute."""
+"""The age in seconds from which an idle daemon is terminated. Spark terminates workers idle for a minute."""
 
 
 def is_idle(daemon: psutil.Process) -> bool:
-    """Whether it has no worker: Spark starts another daemon when it needs one."""
+    """Return whether a daemon has no workers. Spark starts a new daemon when it needs one."""
     return not daemon.children()

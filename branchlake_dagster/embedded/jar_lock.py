@@ -93,13 +93,13 @@ class JarRefused(BranchlakeError, Terminal):  # noqa: N818 - named like the othe
             message = f"The jar {file} is not in the lock file. Its SHA-256 is {actual}."
             hint = (
                 "Only jars of the lock file are loaded. If BRANCHLAKE_IVY_SETTINGS resolves other versions or"
-                " file names, correct it. If a version in branchlake itself was changed: make lock-jars."
+                " file names, correct it. If you changed a version in branchlake itself, run: make lock-jars."
             )
         else:
             message = f"The jar {file} has the SHA-256 {actual}, but the lock file expects {expected}."
             hint = (
-                "Delete the file and run the command again, which downloads it anew. If the digest differs"
-                " again, the repository or mirror delivers another artifact: do not use it."
+                "Delete the file and run the command again to download it. If the digest still differs,"
+                " the repository or mirror delivers another artifact: do not use it."
             )
         super().__init__(message, hint=hint)
         self.file, self.expected, self.actual = file, expected, actual
@@ -108,9 +108,8 @@ class JarRefused(BranchlakeError, Terminal):  # noqa: N818 - named like the othe
 def verify_jars(paths: Iterable[Path], lock: Mapping[str, str], *, digest_cache: Path | None = None) -> None:
     """Raise JarRefused unless each jar is in `lock` with its digest.
 
-    `lock` maps file names to SHA-256 digests. `digest_cache` is a file that keeps digests from one call to
-    the next; without it, and where it cannot be read or written, all jars are hashed. Raises OSError for a
-    missing jar.
+    `lock` maps file names to SHA-256 digests. `digest_cache` is a file that keeps digests between calls.
+    Without it, or if it cannot be read or written, all jars are hashed. Raises OSError for a missing jar.
     """
     stored_digests = _load_digests(digest_cache)
     digests: dict[str, tuple[Identity, str]] = {}
@@ -147,7 +146,7 @@ def _as_identity(numbers: Iterable[Any]) -> Identity:
 
 
 def _save_digests(digest_cache: Path, entries: Mapping[str, tuple[Identity, str]]) -> None:
-    """Write the entries of jars that still exist. A cache that cannot be written costs time, nothing else."""
+    """Write the entries of jars that still exist. An error is ignored; it only costs time later."""
     existing = {name: entry for name, entry in entries.items() if Path(name).exists()}
     scratch = digest_cache.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""The jars of the embedded servers, by coordinates, through the Ivy that ships inside pyspark.
+"""Download the jars of the embedded servers through the Ivy that ships inside pyspark.
 
-Ivy checks the repository's checksums, keeps one copy in its own cache for all projects and obeys the
-user's `ivysettings.xml`: a downloader of our own would do none of it. Versions are locked here. SHA-256
-digests are locked in `jars.sha256`: each jar is compared with its digest before its path is returned.
+Ivy verifies the repository's checksums, keeps one copy in its cache for all projects, and follows the user's
+`ivysettings.xml`. Versions are locked in this module, SHA-256 digests in `jars.sha256`. Each jar is compared
+with its digest before its path is returned.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from branchlake_dagster.file_lock import file_lock
 
 _FREE_BYTES_NEEDED = 1 << 30
 _DIGEST_CACHE = "verified-jars.json"
-"""In the folder of the archives: the digests of jars that were hashed before."""
+"""The file in the folder of the archives with the digests of jars that were hashed before."""
 
 
 class DownloadFailed(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """Ivy could not bring a jar; the text holds its reason."""
+    """Ivy could not download a jar. The message contains Ivy's reason."""
 
 
 @dataclass(frozen=True)
 class Jar:
-    """One artifact in Maven's terms. `megabytes` is how much there is to download."""
+    """One Maven artifact. `megabytes` is the approximate size of its download."""
 
     org: str
     name: str
@@ -44,11 +44,11 @@ class Jar:
 
     @property
     def short_name(self) -> str:
-        """The name without the versions of Spark and Scala that some have: `iceberg-spark-runtime`."""
+        """The name without versions of Spark and Scala, such as `iceberg-spark-runtime`."""
         return re.sub(r"-[\d.]+(_[\d.]+)?$", "", self.name)
 
     def matches(self, path: Path) -> bool:
-        """Whether a file of Ivy's cache is this artifact."""
+        """Return whether a file of Ivy's cache is this artifact."""
         return path.name.startswith(f"{self.name}-{self.rev}") and self.org in path.parts
 
 
@@ -56,13 +56,13 @@ ICEBERG_SPARK = Jar("org.apache.iceberg", "iceberg-spark-runtime-4.1_2.13", "1.1
 ICEBERG_AWS = Jar("org.apache.iceberg", "iceberg-aws-bundle", "1.12.0", megabytes=69)
 SPARK_KAFKA = (
     Jar("org.apache.spark", "spark-sql-kafka-0-10_2.13", "4.1.3", megabytes=1),
-    # Maven Central has no 4.1.2 or 4.1.3 of these two; nothing in them changed since.
+    # Maven Central has no version 4.1.2 or 4.1.3 of these two. Nothing in them has changed since 4.1.1.
     Jar("org.apache.spark", "spark-token-provider-kafka-0-10_2.13", "4.1.1"),
     Jar("org.apache.spark", "spark-avro_2.13", "4.1.1"),
     Jar("org.apache.kafka", "kafka-clients", "3.9.1", megabytes=10),
     Jar("org.apache.commons", "commons-pool2", "2.12.1"),
 )
-"""What Spark reads Kafka and Avro messages with: always there, so that nobody starts it anew for that."""
+"""The jars with which Spark reads Kafka and Avro. Always loaded, so that Spark needs no restart for them."""
 NESSIE_SERVER = Jar("org.projectnessie.nessie", "nessie-quarkus", "0.99.0", "runner", megabytes=245)
 
 
@@ -75,7 +75,7 @@ def require_locked(paths: Iterable[Path]) -> None:
 
 
 def ivy_module(jars: Sequence[Jar], *, conf: str = "default->master") -> str:
-    """An ivy.xml that asks for exactly `jars`; with another `conf` also for what they need."""
+    """Return an ivy.xml that requests exactly `jars`; another `conf` may add their dependencies."""
     rows = []
     for jar in jars:
         classifier = f' m:classifier="{jar.classifier}"' if jar.classifier else ""
@@ -99,7 +99,10 @@ def resolve_class_path(
     notify: Callable[[str], None],
     verify: Callable[[Iterable[Path]], None] = require_locked,
 ) -> list[Path]:
-    """A jar and all that it needs, as a class path. `folder` keeps the answer. Raises as `resolve_jars`."""
+    """Return the paths of a jar and all its dependencies, downloaded if necessary.
+
+    `folder` keeps the result. Raises the same errors as `resolve_jars`.
+    """
     listing = folder / f"{jar.short_name}-{jar.rev}.classpath"
     stored_paths = _read_paths(listing)
     if stored_paths and all(path.exists() for path in stored_paths):
@@ -107,7 +110,7 @@ def resolve_class_path(
         return stored_paths
     folder.mkdir(parents=True, exist_ok=True)
     if ivy_settings or not _is_cached(jar):
-        notify(f"Bringing {jar.name} {jar.rev} (about {jar.megabytes} MB) …")
+        notify(f"Downloading {jar.name} {jar.rev} (about {jar.megabytes} MB) …")
     _require_free_space(Path.home())
     module = folder / f"{jar.short_name}-ivy.xml"
     module.write_text(ivy_module([jar], conf="default->default,runtime"))
@@ -125,11 +128,11 @@ def resolve_jars(
     notify: Callable[[str], None],
     verify: Callable[[Iterable[Path]], None] = require_locked,
 ) -> dict[Jar, Path]:
-    """Paths of `jars` in Ivy's cache, downloaded if they are not there yet.
+    """Return the paths of `jars` in Ivy's cache, downloaded if necessary.
 
-    `folder` keeps the answer, so a second call costs no JVM. `notify` is told before a download starts.
-    `verify` compares the files with the lock file, downloaded or not. Raises DownloadFailed, JarRefused or
-    ConfigurationError (no Java, no room on the disk).
+    `folder` keeps the result, so a second call starts no JVM. `notify` gets a message before a download.
+    `verify` compares all files with the lock file. Raises DownloadFailed, JarRefused, or ConfigurationError
+    if Java is missing or the disk is full.
     """
     listing = folder / "jars.classpath"
     stored_jars = _find_listed_jars(listing, jars)
@@ -140,8 +143,8 @@ def resolve_jars(
     if ivy_settings or (missing_jars := [jar for jar in jars if not _is_cached(jar)]):
         jars_to_download = jars if ivy_settings else missing_jars
         size = f"about {sum(jar.megabytes for jar in jars_to_download)} MB"
-        size += ", unless your Ivy has them" if ivy_settings else ""
-        notify(f"Bringing {', '.join(f'{jar.name} {jar.rev}' for jar in jars_to_download)} ({size}) …")
+        size += ", unless your Ivy cache has them" if ivy_settings else ""
+        notify(f"Downloading {', '.join(f'{jar.name} {jar.rev}' for jar in jars_to_download)} ({size}) …")
     _require_free_space(Path.home())
     module = folder / "ivy.xml"
     module.write_text(ivy_module(jars))
@@ -168,7 +171,7 @@ def _run_ivy(module: Path, listing: Path, folder: Path, ivy_settings: Path | Non
 
 @contextmanager
 def _lock_ivy() -> Iterator[None]:
-    """One Ivy of ours at a time: two that write their report into its cache leave one that none can read."""
+    """Hold a lock, because two Ivy processes would damage each other's report in the cache."""
     home = Path.home() / ".ivy2"
     home.mkdir(exist_ok=True)
     with file_lock(home / "branchlake.lock"):
@@ -177,14 +180,14 @@ def _lock_ivy() -> Iterator[None]:
 
 def _download_failed(output: str) -> DownloadFailed:
     return DownloadFailed(
-        f"Ivy could not bring the jars: {_format_ivy_error(output)}",
+        f"Ivy could not download the jars: {_format_ivy_error(output)}",
         hint="Check the connection to Maven Central or name a mirror in BRANCHLAKE_IVY_SETTINGS "
         "(an ivysettings.xml), then run the command again.",
     )
 
 
 def copy_jars(jars: Mapping[Jar, Path], folder: Path) -> list[Path]:
-    """Copies of `jars` in `folder`, under names without versions, which a deployment's files can hold."""
+    """Copy `jars` to `folder` under names without versions, so that deployment files need no version."""
     folder.mkdir(parents=True, exist_ok=True)
     copies = []
     for jar, path in jars.items():
@@ -195,7 +198,7 @@ def copy_jars(jars: Mapping[Jar, Path], folder: Path) -> list[Path]:
 
 
 def spark_home() -> Path:
-    """The Spark that lies in the installed pyspark, which is not imported for that."""
+    """Return the Spark home inside the installed pyspark, without importing pyspark."""
     spec = find_spec("pyspark")
     if spec is None or spec.origin is None:
         raise ConfigurationError(
@@ -205,7 +208,7 @@ def spark_home() -> Path:
 
 
 def _is_cached(jar: Jar) -> bool:
-    """Whether Ivy's own cache holds it. Settings of the user's may name another one: not asked then."""
+    """Return whether Ivy's default cache has a jar. Not used with the user's own Ivy settings."""
     folder = Path.home() / ".ivy2" / "cache" / jar.org / jar.name / "jars"
     return any(jar.matches(path) for path in folder.glob("*.jar"))
 
@@ -231,8 +234,8 @@ def _require_free_space(folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < _FREE_BYTES_NEEDED:
         raise ConfigurationError(
-            f"Only {free >> 20} MiB are free on the disk of {folder}; the jars and the lake need 1 GiB.",
-            hint="Make room, then run the command again.",
+            f"The disk of {folder} has only {free >> 20} MiB free. The jars and the lake need 1 GiB.",
+            hint="Free some space, then run the command again.",
             reason="disk_full",
             subject=str(folder),
         )

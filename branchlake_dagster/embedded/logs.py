@@ -1,12 +1,12 @@
-"""Log files of the embedded servers: what Spark logs, and their rotation.
+"""Configure and rotate the log files of the embedded servers.
 
-Spark logs as it does by default, but no bearer token: its Nessie client puts the text of an error answer into
-its exceptions, and some gateways echo the header that they refused.
+Spark's log format is the default, except that bearer tokens are replaced. Spark's Nessie client puts the text
+of an error response into its exceptions, and some gateways repeat the refused header in it.
 
-`spark.log` becomes `spark.log.1`, that `spark.log.2`, and the oldest is deleted. A server writes to its log
-through a descriptor that it keeps for life, so its log is copied and then emptied. The descriptor is in
-append mode: the server's next line begins the emptied file. A log whose writers open it for each
-line is renamed instead, which loses nothing.
+Rotation renames `spark.log.1` to `spark.log.2` and so on, and deletes the oldest file. A server keeps its log
+open, so its log is copied to `spark.log.1` and then emptied. The server's descriptor is in append mode, so
+its next line starts the emptied file. A log whose writers open it for each line is renamed instead, which
+loses nothing.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import BinaryIO
 from branchlake_dagster.file_lock import try_file_lock
 
 LIMIT_BYTES = 16 << 20
-"""A log that is larger is rotated."""
+"""The size in bytes above which a log is rotated."""
 EARLIER_FILES = 3
-"""How many earlier files are kept: at most 64 MiB for each log, and what is written between two looks."""
+"""The number of earlier files: a log takes at most 64 MiB, plus the lines between two rotations."""
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def rotate_folder(folder: Path) -> None:
     """Rotate each `*.log` of a folder whose writers keep it open. Never raises.
 
-    Costs 0.02 ms while no log is too large. Called by whoever uses the servers.
+    Costs 0.02 ms while no log is too large. Each use of the servers calls it.
     """
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         logs = [Path(entry.path) for entry in entries if entry.name.endswith(".log")]
@@ -42,9 +42,9 @@ def rotate_folder(folder: Path) -> None:
 def rotate_by_copy(log: Path) -> bool:
     """Copy a log that is larger than `LIMIT_BYTES` to `<log>.1` and empty it; return whether that was done.
 
-    For writers in append mode that keep the file open. A line that is written between the end of the copy and
-    the emptying, a few microseconds later, is lost. Where the copy finds no room on the disk, the log is
-    emptied all the same. Of several processes one rotates. Never raises.
+    For writers in append mode that keep the file open. A line that is written in the few microseconds between
+    copying and emptying is lost. If the disk has no space for the copy, the log is emptied anyway. Of several
+    processes only one rotates. Never raises.
     """
     with contextlib.suppress(OSError), _lock_large_log(log) as descriptor:
         if descriptor is None:
@@ -68,8 +68,8 @@ def rotate_by_copy(log: Path) -> bool:
 def rotate_by_rename(log: Path) -> bool:
     """Rename a log that is larger than `LIMIT_BYTES` to `<log>.1`; return whether that was done.
 
-    For writers that open the file for each line; they begin a new one. Of several processes one rotates.
-    Never raises.
+    For writers that open the file for each line, so that they create a new file. Of several processes only
+    one rotates. Never raises.
     """
     with contextlib.suppress(OSError), _lock_large_log(log) as descriptor:
         if descriptor is None:
@@ -87,7 +87,7 @@ def earlier_log(log: Path) -> Path:
 
 @contextlib.contextmanager
 def _lock_large_log(log: Path) -> Iterator[int | None]:
-    """Lock a log that is too large and yield its descriptor; None if it is not, or if it is locked already.
+    """Lock a log that is too large and yield its descriptor; None if it is small or already locked.
 
     Raises OSError, also if the log does not exist.
     """
@@ -104,13 +104,13 @@ def _lock_large_log(log: Path) -> Iterator[int | None]:
 def _try_lock_log(log: Path, descriptor: int) -> bool:
     if not try_file_lock(descriptor):
         return False
-    # While this process opened and locked it, another one may have rotated it.
+    # Another process may have rotated the log while this one opened and locked it.
     opened_stat = os.fstat(descriptor)
     return opened_stat.st_size > LIMIT_BYTES and os.path.samestat(opened_stat, log.stat())
 
 
 def _shift_earlier_logs(log: Path) -> None:
-    """Rename each earlier file to the next number, from the oldest on, which is replaced."""
+    """Rename each earlier file to the next number, starting with the oldest, which is replaced."""
     for number in range(EARLIER_FILES - 1, 0, -1):
         with contextlib.suppress(FileNotFoundError):
             _numbered_log(log, number).replace(_numbered_log(log, number + 1))
@@ -121,7 +121,7 @@ def _numbered_log(log: Path, number: int) -> Path:
 
 
 def _open_private(path: Path) -> BinaryIO:
-    """Open a file for writing that only its owner may read."""
+    """Open a file for writing. Only its owner may read it."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
 
 

@@ -1,10 +1,10 @@
-"""A background server process and its port: started detached, recorded in a file, stopped.
+"""Start, find and stop detached server processes, and choose their ports.
 
-A pid alone proves nothing after a reboot or an unclean stop. The record holds the process's start time too,
-and only both together mean that the process is ours and still runs. The start time is counted from the
-machine's boot, because the wall clock may be set while a server runs.
+A process id alone proves nothing after a reboot or an unclean stop, because the id may be reused. So a record
+also has the start time of the process. The start time counts from the machine's boot, because the wall clock
+may be set while a server runs.
 
-A port is one that is given, else the one that the server had before, else a free one.
+A server's port is the configured one, else its previous one, else a free one.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ _PORT_TIMEOUT_S = 1.0
 
 
 def choose_port(wanted: int, *, setting: str) -> int:
-    """`wanted` when it is free, any free port for 0. Raises ConfigurationError when it is taken."""
+    """Return port `wanted`, or any free port if it is 0. Raises ConfigurationError if `wanted` is in use.
+
+    `setting` is the setting of the port, for the error message.
+    """
     if not wanted:
-        # Not one that the kernel gives away by itself: until a JVM listens, somebody's client had taken it.
+        # Not from the kernel's range for clients: a client could take the port before the JVM listens.
         candidates = (_FIRST_PORT + secrets.randbelow(_PORTS) for _ in range(_TRIES))
         return next((port for port in candidates if _is_free(port)), 0) or _any_port()
     if not _is_free(wanted):
         raise ConfigurationError(
             f"Port {wanted} on {LOOPBACK} is in use by another program.",
-            hint=f"Stop that program, or set {setting} to another port (0 takes any free one).",
+            hint=f"Stop that program, or set {setting} to another port (0 means any free port).",
             reason="port_in_use",
             subject=setting,
         )
@@ -49,13 +52,13 @@ def choose_port(wanted: int, *, setting: str) -> int:
 
 
 def keep_port(wanted: int, path: Path, *, setting: str) -> int:
-    """The port of a server whose last port is stored at `path`; addresses that were copied stay right.
+    """Choose a server's port like `choose_port`, but prefer the port that is stored at `path`.
 
-    `wanted` if it is not 0, as `choose_port`. Otherwise the stored port if it is free within a second, and
-    any free port if it is not or none is stored. The port is stored. Raises ConfigurationError and OSError.
+    So addresses that users have copied stay valid. If `wanted` is 0, the stored port is used if it becomes
+    free within a second. The chosen port is stored. Raises ConfigurationError and OSError.
     """
     stored_port = 0 if wanted else _load_port(path)
-    # The kernel takes some milliseconds to close what a killed process listened on.
+    # The kernel needs some milliseconds to close the socket of a killed process.
     if stored_port and holds_within(_PORT_TIMEOUT_S, lambda: _is_free(stored_port), every_s=0.02):
         wanted = stored_port
     port = choose_port(wanted, setting=setting)
@@ -88,18 +91,18 @@ def _any_port() -> int:
 
 
 _MARK = "==== started"
-"""Separates the runs of a server in its log, so that an error of an earlier one is not quoted."""
+"""Separates the runs of a server in its log, so that messages do not quote errors of an earlier run."""
 _SAME_START_S = 0.005
 """Half of the kernel's clock tick, the unit in which Linux keeps start times."""
 
 
 class ServerDidNotStart(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """An embedded server ended or did not answer in time; the text quotes its log."""
+    """An embedded server ended or did not answer in time. The message quotes its log."""
 
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """What we know of a server we started. `started_s` is when, in seconds since the machine's boot."""
+    """The record of a started server. `started_s` is its start time in seconds since the machine's boot."""
 
     name: str
     pid: int
@@ -107,19 +110,19 @@ class ProcessRecord:
     port: int
 
     def is_alive(self) -> bool:
-        """Whether this very process still runs."""
+        """Return whether this process still runs. Another process with the same id does not count."""
         start_s = find_start_s(self.pid)
         return start_s is not None and is_same_start(start_s, self.started_s)
 
     def save(self, path: Path) -> None:
-        """Write the record in one step, so that a reader never sees half of it."""
+        """Atomic: write the record to a file. A reader never sees a part of it."""
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
         scratch.write_text(json.dumps(asdict(self)))
         scratch.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> ProcessRecord | None:
-        """The record at `path`; None when there is none or it is damaged (an unclean stop)."""
+        """Return the record at `path`; None if it does not exist or is damaged, as after an unclean stop."""
         try:
             return cls(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
@@ -127,18 +130,18 @@ class ProcessRecord:
 
 
 def is_same_start(first: float, second: float) -> bool:
-    """Whether two times of `find_start_s` are the start of one process."""
+    """Return whether two times from `find_start_s` mean the start of the same process."""
     return abs(first - second) < _SAME_START_S
 
 
 def find_start_s(pid: int) -> float | None:
-    """When `pid` started, in seconds since boot; None when it does not run, a zombie included."""
+    """Return the start time of a process in seconds since boot; None if it does not run or is a zombie."""
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
             return None
         while True:
-            # Both are told as wall clock times; somebody may set the clock between the two questions.
+            # Both values are wall clock times, and the clock may be set between the two calls.
             boot = psutil.boot_time()
             since = process.create_time() - boot
             if psutil.boot_time() == boot:
@@ -151,10 +154,11 @@ def find_start_s(pid: int) -> float | None:
 def launch_server(
     name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str], port: int
 ) -> ProcessRecord:
-    """Start `command` in a session of its own (Ctrl-C in the caller's terminal does not reach it).
+    """Start `command` in its own session, so that Ctrl-C in the caller's terminal does not reach it.
 
-    Not through subprocess: the server outlives us on purpose, and a Popen object warns about that. The log is
-    opened in append mode, which its rotation needs.
+    Does not use subprocess: the server outlives this process on purpose, and a Popen object would warn about
+    that. The log is opened in append mode, because its rotation needs that. Raises ServerDidNotStart if the
+    process ends at once.
     """
     make_private_folder(log.parent)
     rotate_by_copy(log)
@@ -173,20 +177,24 @@ def launch_server(
     )
     start_s = find_start_s(pid)
     if start_s is None:
-        raise ServerDidNotStart(f"{name} ended at once.", hint=f"Its log: {log}")
+        raise ServerDidNotStart(f"The server {name} ended at once.", hint=f"Read its log: {log}")
     return ProcessRecord(name, pid, start_s, port)
 
 
 def wait_until(ready: Callable[[], bool], record: ProcessRecord, *, log: Path, timeout_s: float) -> None:
-    """Return when `ready()`; raise ServerDidNotStart with the end of `log` when it ends or takes too long."""
+    """Wait until `ready()` is True.
+
+    Raises ServerDidNotStart with the end of `log` if the process ends or `timeout_s` seconds pass. After the
+    timeout the process is stopped.
+    """
 
     def check_ready() -> bool:
         if ready():
             return True
         if not record.is_alive():
             raise ServerDidNotStart(
-                f"{record.name} ended: {_format_log_tail(log)}",
-                hint=f"Its log: {log}",
+                f"The server {record.name} ended: {_format_log_tail(log)}",
+                hint=f"Read its log: {log}",
                 reason="ended",
                 subject=record.name,
             )
@@ -195,21 +203,24 @@ def wait_until(ready: Callable[[], bool], record: ProcessRecord, *, log: Path, t
     if not holds_within(timeout_s, check_ready, every_s=0.1):
         stop_process(record)
         raise ServerDidNotStart(
-            f"{record.name} did not answer within {timeout_s:.0f} s: {_format_log_tail(log)}",
-            hint=f"Its log: {log}. A slow machine may need BRANCHLAKE_STARTUP_TIMEOUT_S.",
+            f"The server {record.name} did not answer within {timeout_s:.0f} s: {_format_log_tail(log)}",
+            hint=f"Read its log: {log}. On a slow machine, increase BRANCHLAKE_STARTUP_TIMEOUT_S.",
             reason="no_answer",
             subject=record.name,
         )
 
 
 def stop_process(record: ProcessRecord, *, grace_s: float = 15.0) -> bool:
-    """Ask the process to end, then insist; it is gone on return. True when it was running."""
+    """Terminate the process, and kill it after `grace_s` seconds. Return True if it was running.
+
+    Returns after the process has ended, at the latest `grace_s` seconds after the kill.
+    """
     if not record.is_alive():
         return False
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):  # it ended since we looked
+        with contextlib.suppress(ProcessLookupError):  # the process ended meanwhile
             os.kill(record.pid, signal_number)
-        # Also after the kill: until it is gone, its successor would meet its port and its store's lock.
+        # Wait after the kill, too: until the process ends, it holds its port and the lock of its store.
         if holds_within(grace_s, lambda: _has_ended(record), every_s=0.05):
             break
     return True
@@ -221,7 +232,7 @@ def _has_ended(record: ProcessRecord) -> bool:
 
 
 def _reap_child(pid: int) -> None:
-    """Collect the exit status when the server is our own child, as in one-process tests."""
+    """Collect the exit status if the server is a child of this process, as in tests."""
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -229,7 +240,7 @@ def _reap_child(pid: int) -> None:
 
 
 def is_listening(port: int) -> bool:
-    """Whether something accepts connections on the loopback port."""
+    """Return whether a process accepts connections on the loopback port."""
     with socket.socket() as probe:
         probe.settimeout(0.5)
         return probe.connect_ex((LOOPBACK, port)) == 0

@@ -1,7 +1,7 @@
-"""What lets the embedded Nessie answer as an Iceberg REST catalogue, for Trino, DuckDB and other engines.
+"""Configure the embedded Nessie as an Iceberg REST catalog for Trino, DuckDB and other engines.
 
-Nessie reads and writes table metadata itself for that, so it must reach the warehouse; it can do so in S3 and
-not in local folders. Its settings: https://projectnessie.org/nessie-0-99-0/configuration/
+As a REST catalog, Nessie reads and writes table metadata itself. So it must reach the warehouse, which works
+in S3 but not in local folders. Its settings: https://projectnessie.org/nessie-0-99-0/configuration/
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from branchlake_dagster.settings import Settings
 
 WAREHOUSE = "lake"
-"""The name under which clients ask for the warehouse."""
+"""The name of the warehouse for clients."""
 _SECRET = "lakestore"  # noqa: S105 - the name of a secret, not the secret
-"""One lower-case word: Quarkus makes `lakestore.name` of LAKESTORE_NAME, and looks for no other spelling."""
+"""One lower-case word: Quarkus maps LAKESTORE_NAME to `lakestore.name` and to no other spelling."""
 
 
 def serves_rest(settings: Settings) -> bool:
-    """Whether the embedded Nessie can be an Iceberg REST catalogue of this warehouse."""
+    """Return whether the embedded Nessie can be an Iceberg REST catalog of this warehouse."""
     return settings.embedded_nessie and settings.warehouse_uri.startswith("s3:")
 
 
 def catalog_flags(settings: Settings) -> Mapping[str, str]:
-    """Nessie's properties for it; no secret in them. Empty for a warehouse that it cannot reach."""
+    """Return Nessie's properties for the REST catalog, without secrets; empty for a local warehouse."""
     if not serves_rest(settings):
         return {}
     store = "nessie.catalog.service.s3.default-options"
@@ -41,7 +41,7 @@ def catalog_flags(settings: Settings) -> Mapping[str, str]:
 
 
 def catalog_environment(settings: Settings) -> Mapping[str, str]:
-    """The store's keys, as the variables in which Quarkus finds the secret: a command line shows too much."""
+    """Return the S3 keys as environment variables for Quarkus: a command line would expose them."""
     if not serves_rest(settings):
         return {}
     prefix = _SECRET.upper()

@@ -1,6 +1,6 @@
-"""Starting, finding and stopping the embedded Nessie and Spark Connect servers.
+"""Start, find and stop the embedded Nessie and Spark Connect servers.
 
-Everything lives under one state folder:
+All their files are in one state folder:
 
     nessie/      RocksDB store            warehouse/   Iceberg data and metadata
     logs/        one file per server      run/         process records, lock, tokens
@@ -55,19 +55,19 @@ from branchlake_dagster.waiting import holds_within
 NESSIE = "nessie"
 SPARK = "spark"
 _BUSY_S = 10.0
-"""How long a living server may take to accept a connection before it is stopped and started again."""
+"""The seconds that a running server may take to accept a connection before it is restarted."""
 AVRO_LIMITS = {
     "org.apache.avro.limits.bytes.maxLength": str(64 << 20),
     "org.apache.avro.limits.string.maxLength": str(64 << 20),
     "org.apache.avro.limits.collectionItems.maxLength": "10000000",
 }
 """Java system properties of Spark's driver and executors. Avro allocates as many bytes and items as a value
-claims to have: by default, six bytes that claim two billion items exhaust the heap and end Spark."""
+declares. Without limits, six bytes that declare two billion items exhaust the heap and end Spark."""
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where the lake answers: Nessie's REST v2 URI and token; for Connect sessions, Spark's URL and token."""
+    """The addresses of a lake: Nessie's REST v2 URI and token, and Spark Connect's URL and token."""
 
     nessie_uri: str
     spark_remote: str | None
@@ -81,8 +81,8 @@ class Endpoints:
 class EmbeddedServers:
     """The two servers of one state folder. Safe to use from several processes at once.
 
-    `volatile`: a Nessie that is to be started keeps its store in memory. `recording`: servers that are
-    started write their archives when they end, which takes long.
+    `notify` gets messages about starts and downloads. With `volatile`, a newly started Nessie keeps its store
+    in memory. With `recording`, newly started servers write their archives when they end, which takes long.
     """
 
     def __init__(
@@ -100,15 +100,16 @@ class EmbeddedServers:
         self._notify = notify
 
     def server_names(self) -> tuple[str, ...]:
-        """Which servers the settings leave to us."""
+        """Return the names of the servers that are embedded according to the settings."""
         servers = ((NESSIE, self._settings.embedded_nessie), (SPARK, self._settings.embedded_spark))
         return tuple(name for name, ours in servers if ours)
 
     def endpoints(self, *, spark: bool = True, start: bool = True) -> Endpoints:
-        """Addresses of running servers; those that do not run are started first. Rotates large logs.
+        """Return the addresses of the servers. Starts servers that do not run. Rotates large logs.
 
-        Costs two loopback connections when they run. `spark=False` neither needs nor starts Spark. Without
-        `start` LakeNotRunning is raised instead, and no folder is made. Raises LakeMoved.
+        Costs two loopback connections if the servers run. `spark=False` neither needs nor starts Spark. With
+        `start=False` it raises LakeNotRunning instead of starting a server, and creates no folder. Raises
+        LakeMoved if the state folder was moved or copied.
         """
         names = tuple(name for name in self.server_names() if spark or name == NESSIE)
         records = self._find_running(names)
@@ -125,13 +126,13 @@ class EmbeddedServers:
         return self._to_endpoints(records)
 
     def find_endpoints(self, *, spark: bool = True) -> Endpoints | None:
-        """As `endpoints`, if all the servers that are ours to start run; else None. Starts nothing."""
+        """Return the addresses if all embedded servers run, else None. Starts nothing."""
         names = tuple(name for name in self.server_names() if spark or name == NESSIE)
         records = self._find_running(names)
         return self._to_endpoints(records) if set(records) == set(names) else None
 
     def fetch_jars(self, *, s3: bool = False) -> dict[Jar, Path]:
-        """All jars the wanted servers need, downloaded if necessary; `s3`: also those for an S3 warehouse."""
+        """Return the jars of the servers, downloaded if necessary; with `s3`, also those for S3."""
         jars = [ICEBERG_SPARK, *SPARK_KAFKA, NESSIE_SERVER]
         if s3 or self._settings.warehouse_uri.startswith("s3"):
             jars.append(ICEBERG_AWS)
@@ -143,19 +144,22 @@ class EmbeddedServers:
         )
 
     def archives(self) -> dict[str, Archive]:
-        """The archives of the wanted servers, there or not; those left out that cannot have one."""
+        """Return the archive of each embedded server, whether its file exists or not.
+
+        A server whose Java does not support archives is omitted.
+        """
         jars = self.fetch_jars()
         make = {NESSIE: _nessie_archive, SPARK: _spark_archive}
         return {name: archive for name in self.server_names() if (archive := make[name](jars))}
 
     def status(self) -> dict[str, ProcessRecord | None]:
-        """The record of each server that runs, None for one that does not."""
+        """Return the record of each server; None if it does not run."""
         records = self._find_running((NESSIE, SPARK))
         return {name: records.get(name) for name in (NESSIE, SPARK)}
 
     def stop_all(self) -> tuple[str, ...]:
-        """Stop what runs, Spark before the catalogue it talks to; the names of what was stopped."""
-        self._require_location()  # the processes of a copy's records are the original's
+        """Stop the running servers, Spark before Nessie, and return the names of the stopped servers."""
+        self._require_location()  # the records in a copied folder name the processes of the original
         if not self._root.exists():
             return ()
         stopped_names = []
@@ -168,7 +172,7 @@ class EmbeddedServers:
         return tuple(stopped_names)
 
     def log_path(self, name: str) -> Path:
-        """The log file of a server."""
+        """Return the path of a server's log."""
         return self._root / "logs" / f"{name}.log"
 
     # -- internals -------------------------------------------------------------------------------------
@@ -178,13 +182,13 @@ class EmbeddedServers:
         nessie_uri = settings.nessie_uri or f"http://{LOOPBACK}:{records[NESSIE].port}/api/v2"
         remote, token, nessie_token = settings.spark_remote, settings.spark_token, self._find_nessie_token()
         if SPARK in records:
-            # pyspark's client takes a token without TLS for the name localhost only.
+            # Without TLS, pyspark's client accepts a token only for the host name localhost.
             local = f"sc://localhost:{records[SPARK].port}"
             return Endpoints(nessie_uri, local, self._load_spark_token(), nessie_token)
         return Endpoints(nessie_uri, remote, token.get_secret_value() if token else None, nessie_token)
 
     def _find_nessie_token(self) -> str | None:
-        """The setting's; without one the embedded server's own, if the one that runs asks for one."""
+        """Return the token of the settings, else the stored token of the embedded Nessie, if it has one."""
         if self._settings.nessie_token is not None:
             return self._settings.nessie_token.get_secret_value()
         stored_credentials = (
@@ -201,7 +205,7 @@ class EmbeddedServers:
 
     def _find_running(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
         self._require_location()
-        # Every use of the lake comes here, the sensors' every few seconds: no process only watches the logs.
+        # Every use of the lake calls this function, sensors every few seconds. So nothing else watches logs.
         rotate_folder(self._root / "logs")
         records = ((name, ProcessRecord.load(self._record_path(name))) for name in names)
         return {
@@ -211,10 +215,10 @@ class EmbeddedServers:
         }
 
     def _find_late_servers(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
-        """Servers of `names` whose process lives and that accept a connection within `_BUSY_S`.
+        """Return the servers whose process runs and that accept a connection within `_BUSY_S` seconds.
 
-        On a busy machine the kernel sends the first packet of a connection again after a second. A server
-        that others use must not be stopped for that.
+        On a busy machine the kernel repeats the first packet of a connection after a second. A server that
+        other processes use must not be stopped because of this.
         """
         late_records = {}
         for name in names:
@@ -225,7 +229,7 @@ class EmbeddedServers:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """One process at a time starts or stops servers; the kernel frees the lock of a dead one."""
+        """Hold the lock for starting and stopping servers. The kernel releases the lock of a dead process."""
         with file_lock(make_private_folder(self._root / "run") / "lock"):
             yield
 
@@ -236,7 +240,7 @@ class EmbeddedServers:
 
     def _start_servers(self, names: tuple[str, ...]) -> dict[str, ProcessRecord]:
         if NESSIE in names:
-            bundled_java()  # told before 300 MB are brought for nothing
+            bundled_java()  # raises before 300 MB are downloaded for nothing
             record_location(self._root)
         jars = self.fetch_jars()
         for name in names:
@@ -245,19 +249,19 @@ class EmbeddedServers:
                 self._notify(f"Stopped a {name} server that did not answer (pid {stale_record.pid}).")
         nessie_port = self._choose_port(NESSIE, self._settings.nessie_port, names)
         started_records = {}
-        # Both start at once: Spark needs Nessie's address, not Nessie itself, until its first query.
+        # Both start at the same time: until its first query, Spark needs only Nessie's address.
         if NESSIE in names:
             started_records[NESSIE] = self._launch_nessie(jars, nessie_port)
         if SPARK in names:
             started_records[SPARK] = self._launch_spark(jars, nessie_port)
         for record in started_records.values():
-            # Before it answers: should we be killed now, the next caller finds and stops it, instead of
-            # meeting an unknown process that holds the store's lock.
+            # Save the record before the server answers. If this process is killed now, the next caller finds
+            # and stops the server. Otherwise an unknown process would hold the lock of the store.
             record.save(self._record_path(record.name))
         return {name: self._wait_until_ready(record) for name, record in started_records.items()}
 
     def _choose_port(self, name: str, wanted: int, starting_names: tuple[str, ...]) -> int:
-        """The port `name` has or will have: the setting, else the last one if still free, else any."""
+        """Return the port of a server: the configured one, else its last one, else any free port."""
         if name not in starting_names:
             last_record = ProcessRecord.load(self._record_path(name))
             return last_record.port if last_record else wanted
@@ -285,7 +289,7 @@ class EmbeddedServers:
             }
         else:
             self._credentials_path.unlink(missing_ok=True)
-        # The second compiler takes half of the start's time, and a call is no faster for it.
+        # The second compiler takes half of the start time and does not make calls faster.
         command = [str(bundled_java()), "-Xms64m", "-Xmx768m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
         command += [self._scratch_option(NESSIE), *self._archive_options(_nessie_archive(jars))]
         command += [f"-D{key}={value}" for key, value in flags.items()]
@@ -305,9 +309,12 @@ class EmbeddedServers:
         }
 
     def _scratch_option(self, name: str) -> str:
-        """Where a JVM unpacks its native libraries: 15 MB at each start, and a killed one leaves them."""
+        """Return the JVM option for an empty temporary folder.
+
+        A JVM unpacks 15 MB of native libraries there at each start, and a killed JVM leaves them behind.
+        """
         folder = self._root / "tmp" / name
-        shutil.rmtree(folder, ignore_errors=True)  # of the one before, which has ended
+        shutil.rmtree(folder, ignore_errors=True)  # the previous JVM, which used it, has ended
         return f"-Djava.io.tmpdir={make_private_folder(folder)}"
 
     def _launch_spark(self, jars: dict[Jar, Path], nessie_port: int) -> ProcessRecord:
@@ -329,12 +336,12 @@ class EmbeddedServers:
             **catalog_conf(settings, nessie_uri),
         }
         if settings.spark_master.startswith("local"):
-            # Other accounts reach the loopback address too. Spark makes the ports' secret itself.
+            # Other accounts can reach the loopback address. Spark generates the secret of its ports itself.
             conf["spark.authenticate"] = "true"
         paths = [str(path) for path in _spark_jars(jars)]
         command = [str(home / "bin" / "spark-submit"), "--master", settings.spark_master]
         command += ["--driver-memory", settings.spark_driver_memory]
-        # On the class path, as what `--jars` brings is in no archive; executors of their own need that.
+        # Class archives cover the class path, but not the jars of `--jars`, which separate executors need.
         command += ["--driver-class-path", os.pathsep.join(paths)]
         if not settings.spark_master.startswith("local"):
             command += ["--jars", ",".join(paths)]
@@ -346,7 +353,7 @@ class EmbeddedServers:
             options += self._archive_options(_spark_archive(jars, java))
             if not settings.spark_master.startswith("local"):
                 conf["spark.executor.extraJavaOptions"] = " ".join(avro_options())
-            # Its workers are on this machine, and what has imported libraries can be forked.
+            # The workers run on this machine, so they can be forked from a process with imported libraries.
             if settings.spark_master.startswith("local") and sys.platform == "linux":
                 conf["spark.python.daemon.module"] = daemon.__name__
             command += ["--driver-java-options", " ".join(f'"{option}"' for option in options)]
@@ -357,13 +364,13 @@ class EmbeddedServers:
             "SPARK_HOME": str(home),
             "JAVA_HOME": str(java.resolve().parent.parent),
             "SPARK_LOCAL_IP": LOOPBACK,
-            # The server starts its Python workers with this; spark.pyspark.python has no effect there.
+            # The server starts its Python workers with this Python. spark.pyspark.python has no effect here.
             "PYSPARK_PYTHON": sys.executable,
             daemon.FOLDER_VARIABLE: str(self._root / "tmp" / SPARK),
             "SPARK_CONNECT_AUTHENTICATE_TOKEN": self._load_spark_token(),
-            # Of the JVM that only works the command out; it ends before its second compiler pays.
+            # Options of the short-lived JVM that only builds the command: its second compiler never pays off.
             "SPARK_LAUNCHER_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-            # A folder on the class path with anything in it, and there is no archive: this one is not there.
+            # A folder with files on the class path prevents an archive. This folder does not exist.
             "SPARK_CONF_DIR": conf_folder or str(home / "no-conf"),
             **s3_environment(settings),
         }
@@ -395,7 +402,7 @@ class EmbeddedServers:
 
 
 def avro_options() -> list[str]:
-    """`AVRO_LIMITS` as options of a JVM."""
+    """Return `AVRO_LIMITS` as JVM options."""
     return [f"-D{name}={limit}" for name, limit in AVRO_LIMITS.items()]
 
 
@@ -413,9 +420,10 @@ def _spark_archive(jars: dict[Jar, Path], java: Path | None = None) -> Archive |
 
 
 def catalog_conf(settings: Settings, nessie_uri: str, *, ref: str = "main") -> dict[str, str]:
-    """Spark settings of the catalog `nessie`, without secrets. At `name@hash` the catalog is read-only.
+    """Return the Spark settings of the catalog `nessie` at `ref`, without secrets.
 
-    The catalogue cache is off because it hides other commits on Nessie (projectnessie/nessie#2165).
+    At `name@hash` the catalog is read-only. The catalog's cache is off, because it hides commits of other
+    writers (projectnessie/nessie#2165).
     """
     prefix = "spark.sql.catalog.nessie"
     name, _, hash_ = ref.partition("@")
@@ -442,7 +450,7 @@ def catalog_conf(settings: Settings, nessie_uri: str, *, ref: str = "main") -> d
 
 
 def s3_environment(settings: Settings) -> dict[str, str]:
-    """Credentials for the Spark server's S3 client, through its environment so that no log shows them."""
+    """Return the S3 credentials as environment variables of the Spark server, so that no log shows them."""
     if not (settings.s3_access_key_id and settings.s3_secret_access_key):
         return {}
     return {
@@ -461,6 +469,6 @@ def _nessie_answers(port: int) -> bool:
 
 
 def _listens_within(record: ProcessRecord, timeout_s: float) -> bool:
-    """Whether a process accepts connections within some seconds; False at once when it ends."""
+    """Return whether a process accepts connections within `timeout_s`; False at once if it ends."""
     holds_within(timeout_s, lambda: process.is_listening(record.port) or not record.is_alive(), every_s=0.1)
     return record.is_alive() and process.is_listening(record.port)

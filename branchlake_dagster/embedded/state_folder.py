@@ -1,11 +1,11 @@
-"""The state folder of an embedded lake: whose lake is in it, and who may read it.
+"""The state folder of an embedded lake: its recorded location and its permissions.
 
-Iceberg's metadata name their files by absolute paths. In a copy of a state folder they point to the original:
-reads return the original's rows, and clean-up would delete the original's files. In a folder that was moved
-they point to nothing. The folder is therefore recorded in itself at the first start.
+Iceberg metadata contains absolute paths. In a copy of a state folder these paths point to the original: reads
+return the original's rows, and a cleanup would delete the original's files. In a moved folder they point to
+files that no longer exist. So the first start records the location in the folder.
 
-Subfolders with secrets are readable for their owner alone: the Spark token, the logs (which quote data and
-paths) and the store. Whoever can write to the store can change `main`.
+Only the owner can read the subfolders with secrets: the tokens, the logs (which quote data and paths) and the
+store. A user who can write to the store can change `main`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _OTHER_FOLDER_HINT = "Name another folder in BRANCHLAKE_STATE_DIR."
 
 
 def make_state_folder(root: Path) -> Path:
-    """The state folder, made for its owner alone.
+    """Create the state folder for its owner alone, if it does not exist, and return it.
 
-    One that exists keeps its permissions: somebody may have opened it to a group on purpose. What is secret
-    is in subfolders made by `make_private_folder`. Raises ConfigurationError for a file, and for a folder
-    that cannot be made or written to.
+    An existing folder keeps its permissions, because a user may have opened it to a group on purpose. Secrets
+    are in subfolders from `make_private_folder`. Raises ConfigurationError if the path is a file, or if the
+    folder cannot be created or written.
     """
     require_no_file(root)
     try:
@@ -36,7 +36,7 @@ def make_state_folder(root: Path) -> Path:
         if error.errno == errno.ENOSPC:
             raise
         raise ConfigurationError(
-            f"The state folder {root} cannot be made: {error.strerror}.",
+            f"The state folder {root} cannot be created: {error.strerror}.",
             hint=_OTHER_FOLDER_HINT,
             reason="not_made",
             subject=str(root),
@@ -52,7 +52,7 @@ def make_state_folder(root: Path) -> Path:
 
 
 def require_no_file(root: Path) -> None:
-    """Raise ConfigurationError when the state folder, or a folder that it would be in, is a file."""
+    """Raise ConfigurationError if the state folder or one of its parents is a file."""
     file = next((path for path in (root, *root.parents) if path.is_file()), None)
     if file is not None:
         raise ConfigurationError(
@@ -64,7 +64,7 @@ def require_no_file(root: Path) -> None:
 
 
 def make_private_folder(folder: Path) -> Path:
-    """A folder for its owner alone, also if an older version has made it for everybody."""
+    """Create a folder for its owner alone and return it. Restricts an existing folder, too."""
     make_state_folder(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_mode & _OTHERS_MASK:
@@ -73,7 +73,7 @@ def make_private_folder(folder: Path) -> Path:
 
 
 def write_secret(path: Path, secret: str) -> None:
-    """A file that was never readable by others, not even before it was complete."""
+    """Atomic: write a file that other users can never read, not even while it is incomplete."""
     make_private_folder(path.parent)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
@@ -85,48 +85,49 @@ _LOCATION_FILE = "lake.json"
 
 
 class LakeNotRunning(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The lake's embedded Nessie does not run, and whoever asks only wants to read."""
+    """The lake's embedded Nessie does not run, and a read-only command does not start it."""
 
 
 class LakeMoved(ConfigurationError):  # noqa: N818
-    """The state folder was moved or copied; its tables point to where it was."""
+    """The state folder was moved or copied, and its tables point to files in the old location."""
 
 
 def has_lake(root: Path) -> bool:
-    """Whether an embedded Nessie has ever kept its data in the state folder."""
+    """Return whether an embedded Nessie has ever stored data in the state folder."""
     return (root / "nessie").is_dir()
 
 
 def build_not_running(root: Path) -> LakeNotRunning:
-    """Why nothing can be read, with the command that helps."""
+    """Return the error for a lake that does not run or does not exist, with the command that helps."""
     if has_lake(root):
         return LakeNotRunning(
             f"The lake in {root} is not running.",
-            hint=f"Start it: BRANCHLAKE_STATE_DIR={root} branchlake up",
+            hint=f"Start the lake: BRANCHLAKE_STATE_DIR={root} branchlake up",
             reason="stopped",
             subject=str(root),
         )
     return LakeNotRunning(
         f"There is no lake in {root}.",
-        hint="Name the lake's folder in BRANCHLAKE_STATE_DIR or its server in BRANCHLAKE_NESSIE_URI. "
-        "`branchlake up` makes a new lake.",
+        hint="Set BRANCHLAKE_STATE_DIR to the lake's folder, or BRANCHLAKE_NESSIE_URI to its server. "
+        "`branchlake up` creates a new lake.",
         reason="no_lake",
         subject=str(root),
     )
 
 
 def require_location(root: Path, *, tables_elsewhere: bool) -> None:
-    """Raise LakeMoved when the lake in `root` was made in another folder; nothing is written.
+    """Raise LakeMoved if the lake in `root` was created in another folder. Writes nothing.
 
-    With `tables_elsewhere`, in a warehouse of their own, it may be moved. A copy is refused all the same: its
-    clean-up would delete the original's files.
+    With `tables_elsewhere` the tables are in a separate warehouse, and a moved lake is accepted. A copy is
+    always refused, because its cleanup would delete the original's files.
     """
     recorded_root = _load_location(root)
     if recorded_root is None or recorded_root == root or _is_same_folder(recorded_root, root):
         return
     if recorded_root.exists():
         raise LakeMoved(
-            f"{root} is a copy of the lake in {recorded_root}: its tables point to files there.",
+            f"The state folder {root} is a copy of the lake in {recorded_root}."
+            " Its tables point to files of the original.",
             hint=f"Use the original: BRANCHLAKE_STATE_DIR={recorded_root}",
             reason="copied",
             subject=str(root),
@@ -134,8 +135,8 @@ def require_location(root: Path, *, tables_elsewhere: bool) -> None:
     if tables_elsewhere:
         return
     raise LakeMoved(
-        f"The lake in {root} was moved from {recorded_root}: its tables point to files there.",
-        hint=f"Let the old name lead to it and use that: ln -s {root} {recorded_root};"
+        f"The lake in {root} was moved from {recorded_root}. Its tables point to files in the old folder.",
+        hint=f"Link the old path to the new folder and use the old path: ln -s {root} {recorded_root};"
         f" BRANCHLAKE_STATE_DIR={recorded_root}",
         reason="moved",
         subject=str(root),
@@ -143,7 +144,7 @@ def require_location(root: Path, *, tables_elsewhere: bool) -> None:
 
 
 def record_location(root: Path) -> None:
-    """Remember that the lake is in `root`."""
+    """Record `root` as the location of the lake."""
     if _load_location(root) != root:
         scratch = make_state_folder(root) / f"{_LOCATION_FILE}.{os.getpid()}.tmp"
         scratch.write_text(json.dumps({"state_dir": str(root)}))

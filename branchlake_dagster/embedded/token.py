@@ -1,8 +1,9 @@
-"""A bearer token for the embedded Nessie, so that other accounts of the machine cannot use its port.
+"""Create a bearer token for the embedded Nessie, so that other accounts of the machine cannot use its port.
 
-Nessie 0.99 takes signed tokens only (its build has switched users with passwords off for good), and checks
-them without an identity provider when it is told a public key. So a key is made, signs one token and is
-forgotten: nobody can make a second one. Plain integers do for that: nothing is signed for others.
+Nessie 0.99 accepts only signed tokens, because its build disables users with passwords. With a public key in
+its settings, it verifies tokens without an identity provider. So a new private key signs one token and is
+discarded: a second token for this public key cannot be created. Plain integer arithmetic is enough, because
+nothing is signed for others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _BITS = 2048
 _EXPONENT = 65537
 _ROUNDS = 40
 _SHA256 = bytes.fromhex("3031300d060960864801650304020105000420")
-"""What PKCS #1 puts before a SHA-256 digest."""
+"""The PKCS #1 prefix of a SHA-256 digest."""
 _RSA = bytes.fromhex("300d06092a864886f70d0101010500")
 """The algorithm identifier of an RSA public key."""
 _SMALL_PRIMES = [n for n in range(3, 2000, 2) if all(n % d for d in range(3, int(n**0.5) + 1, 2))]
@@ -29,7 +30,7 @@ _FOREVER = 4102444800  # 2100-01-01: the token lives as long as the state folder
 
 @dataclass(frozen=True)
 class Credentials:
-    """A token and the public key it is checked with (base64 of the DER form, as Quarkus takes it)."""
+    """A token and the public key that verifies it (base64 of the DER form, as Quarkus expects it)."""
 
     token: str
     public_key: str
@@ -39,7 +40,7 @@ class Credentials:
 
 
 def ensure_credentials(path: Path) -> Credentials:
-    """Those at `path`, made if there are none (0.5 s)."""
+    """Return the credentials at `path`. Creates them if they do not exist, which takes 0.5 s."""
     credentials = find_credentials(path)
     if credentials is None:
         credentials = create_credentials()
@@ -48,7 +49,7 @@ def ensure_credentials(path: Path) -> Credentials:
 
 
 def find_credentials(path: Path) -> Credentials | None:
-    """Those at `path`; None when there are none, or not whole."""
+    """Return the credentials at `path`; None if the file does not exist or is damaged."""
     try:
         return Credentials(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -56,7 +57,7 @@ def find_credentials(path: Path) -> Credentials | None:
 
 
 def create_credentials() -> Credentials:
-    """A token under a key that is new and forgotten."""
+    """Create a token that is signed with a new private key, and discard the private key."""
     p = _random_prime(_BITS // 2)
     q = _random_prime(_BITS // 2)
     modulus, private_exponent = p * q, pow(_EXPONENT, -1, (p - 1) * (q - 1))
@@ -78,7 +79,7 @@ def _encode_base64url(data: bytes) -> str:
 
 
 def _random_prime(bits: int) -> int:
-    """A random prime whose two highest bits are set, so that two of them multiply to twice as many bits."""
+    """Return a random prime whose two highest bits are set: the product of two has exactly twice the bits."""
     while True:
         candidate = secrets.randbits(bits) | (3 << (bits - 2)) | 1
         if (
@@ -90,7 +91,7 @@ def _random_prime(bits: int) -> int:
 
 
 def _is_probably_prime(number: int) -> bool:
-    """Miller and Rabin's test."""
+    """Return whether a number passes the Miller-Rabin primality test."""
     odd, twos = number - 1, 0
     while odd % 2 == 0:
         odd, twos = odd // 2, twos + 1
@@ -109,7 +110,7 @@ def _passes_round(number: int, odd: int, twos: int, base: int) -> bool:
 
 
 def _encode_public_key(modulus: int) -> bytes:
-    """The DER form of a SubjectPublicKeyInfo."""
+    """Return a public key as the DER form of a SubjectPublicKeyInfo."""
     key = _encode_der(0x30, _encode_integer(modulus) + _encode_integer(_EXPONENT))
     return _encode_der(0x30, _RSA + _encode_der(0x03, b"\x00" + key))
 

@@ -1,8 +1,8 @@
-"""A warm process: it has imported what workers import first, and forks a Python daemon for Spark on request.
+"""A warm process has imported the libraries of workers, and forks a Python daemon for Spark on request.
 
-Started by the first daemon of an embedded Spark server as `python -m … LISTENER SERVER_PID`; it ends with
-that server. It runs no thread and opens no connection, since forks would share them. Modules of users are
-not imported here: a session's workers import those anew, as they stand.
+The first daemon of an embedded Spark server starts it as `python -m … LISTENER SERVER_PID`. It ends with that
+server. It runs no thread and opens no connection, because forks would share them. It does not import users'
+modules: the workers of each session import their present version.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ _IMPORTED_MODULES = (
 _SWEEP_EVERY_S = 60.0
 _REQUEST_TIMEOUT_S = 10.0
 _IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS")
-"""What counts on import: who has it otherwise needs a process of its own."""
+"""Variables that affect imports. A daemon with other values cannot be forked from this process."""
 
 
 class WarmProcess:
-    """Forks daemons, and ends those whose sessions do nothing any more."""
+    """Forks daemons on request, and terminates daemons of idle sessions."""
 
     def __init__(self, listener: socket.socket, server: psutil.Process) -> None:
         self._listener = listener
         self._server = server
-        # Not epoll: its list lies in the kernel and would be shared with the forks.
+        # Not epoll: its list is in the kernel, and the forks would share it.
         self._selector = selectors.PollSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._environment = {name: os.environ.get(name) for name in _IMPORT_VARIABLES}
         self._swept_s = time.monotonic()
-        with contextlib.suppress(AttributeError, OSError):  # Linux tells when a process ends
+        with contextlib.suppress(AttributeError, OSError):  # only Linux signals the end of a process
             self._selector.register(os.pidfd_open(server.pid), selectors.EVENT_READ)
 
     def serve(self) -> Callable[[], None] | None:
-        """Until Spark has ended: then None. In a fork: what that has to do."""
+        """Serve requests until Spark's server ends, then return None. In a fork, return the fork's task."""
         while _is_running(self._server):
             for key, _ in self._selector.select(_SWEEP_EVERY_S):
                 if key.fileobj is not self._listener:
@@ -82,19 +82,19 @@ class WarmProcess:
                 ):
                     send_message(connection, {"declined": "another environment"})
                 elif not os.fork():
-                    # Whatever it raises: a fork must not go on as another warm process.
+                    # The fork returns at once: even after an error it must not continue as a warm process.
                     return partial(
                         _run_daemon, request, descriptors, socket.socket(fileno=connection.detach())
                     )
         except (OSError, ChannelClosed):
-            traceback.print_exc()  # who asked becomes an ordinary daemon
+            traceback.print_exc()  # the requesting process becomes an ordinary daemon
         for descriptor in descriptors:
             os.close(descriptor)
         return None
 
     def _end_idle_daemons(self) -> None:
         for daemon in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            with contextlib.suppress(psutil.Error):  # the daemon ended meanwhile
                 if time.time() - daemon.create_time() > IDLE_S and is_idle(daemon):
                     daemon.terminate()
 
@@ -106,7 +106,7 @@ def _is_running(server: psutil.Process) -> bool:
 
 
 def _run_daemon(request: dict[str, Any], descriptors: list[int], connection: socket.socket) -> None:
-    """The life of a daemon."""
+    """Run a forked process as Spark's daemon, with the pipes and the environment of the request."""
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -120,15 +120,15 @@ def _run_daemon(request: dict[str, Any], descriptors: list[int], connection: soc
     os.register_at_fork(after_in_child=lambda: _reset_worker(connection))
     manager = load_daemon_manager(request["arguments"][0])
     send_message(connection, {"daemon": os.getpid()})
-    receive_message(
-        connection
-    )  # who has given up has closed its end, and become a daemon with the same pipes
+    # If the requesting process gave up, it closed the connection and became a daemon with the same pipes.
+    # Then this call raises ChannelClosed.
+    receive_message(connection)
     manager()
 
 
 def _reset_worker(connection: socket.socket) -> None:
-    """What a worker must not have in common with others."""
-    connection.close()  # its end tells when the daemon ends
+    """Separate a forked worker from its daemon and from other workers."""
+    connection.close()  # only the daemon may hold it: its end signals the end of the daemon
     numpy.random.seed()
 
 
@@ -138,15 +138,16 @@ def _import_modules() -> None:
 
 
 def main(listener_fd: int, server_pid: int) -> int:
-    """The exit status, of the warm process and of each of its forks."""
+    """Run the warm process, and each of its forks. Return the exit status."""
     try:
         spark = psutil.Process(server_pid)
     except psutil.NoSuchProcess:
         return 0
     os.chdir("/")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a daemon ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: the exit status of daemons is not needed
     _import_modules()
-    # What is there now stays for ever; the collector of a fork would otherwise touch, and so copy, all of it.
+    # The present objects are never freed. Otherwise the garbage collector of a fork would touch, and so copy,
+    # all of them.
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=listener_fd) as listener:

@@ -1,9 +1,8 @@
-"""What the embedded Spark server starts for a session's Python: it has a daemon forked, and stands for it.
+"""The process that the embedded Spark server starts as the Python daemon of a session.
 
-Started by Spark as `python -m … pyspark.worker`, with the pipes through which Spark speaks with a daemon.
-Those go to the warm process, whose fork speaks for itself from then on. This process lives as long as that
-fork, because Spark watches it; it imports nothing that takes time. Where there is no warm process to be had,
-it becomes the ordinary daemon.
+Spark starts it as `python -m … pyspark.worker`, with the pipes for messages to a daemon. It passes these
+pipes to the warm process, which forks the real daemon. Spark watches this process, so it lives as long as the
+fork. It imports nothing slow. If there is no warm process, it becomes an ordinary daemon.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from branchlake_dagster.file_lock import file_lock
 from branchlake_dagster.internals.json_channel import ChannelClosed, receive_message, send_message
 
 FOLDER_VARIABLE = "SPARK_WARM_PYTHON"
-"""The environment variable with the folder of the warm process's socket, of this user alone."""
+"""The environment variable with the folder of the warm process's socket, which only this user can read."""
 _ANSWER_TIMEOUT_S = 60.0
-"""Until a warm process that imports has answered."""
+"""The time for an answer in seconds. A new warm process first imports its libraries."""
 _SOCKET, _LOCK = "warm-python.sock", "warm-python.lock"
 _MAX_PENDING = 64
 
 
 def main() -> int:
-    """The exit status: 0 when the daemon has ended."""
+    """Act as the daemon of a session. Return exit status 0 after the forked daemon has ended."""
     try:
         connection = _connect_warm(Path(os.environ[FOLDER_VARIABLE]))
     except OSError as error:
@@ -37,14 +36,17 @@ def main() -> int:
         try:
             _request_fork(connection)
         except (OSError, ChannelClosed) as error:
-            connection.close()  # a fork that comes later must not begin
+            connection.close()  # so that a late fork does not start to work
             return _become_ordinary(error)
         _wait_for_fork(connection)
     return 0
 
 
 def _request_fork(connection: socket.socket) -> None:
-    """Let a fork begin, and pass SIGTERM on to it. Raises OSError or ChannelClosed, and then none does."""
+    """Request a forked daemon, and forward SIGTERM to it.
+
+    Raises OSError or ChannelClosed; then no forked daemon starts to work.
+    """
     connection.settimeout(_ANSWER_TIMEOUT_S)
     request = {"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": str(Path.cwd())}
     send_message(connection, request, descriptors=[0, 1, 2])
@@ -61,14 +63,14 @@ def _request_fork(connection: socket.socket) -> None:
         if not has_begun:
             sys.exit(128 + number)
 
-    # Before it begins: one that works must not outlive who stands for it.
+    # Set the handler before the daemon starts to work: the daemon must not outlive this process.
     signal.signal(signal.SIGTERM, forward_signal)
     send_message(connection, {"go": True})
     has_begun = True
 
 
 def _wait_for_fork(connection: socket.socket) -> None:
-    """Until the fork has ended: then its end of the socket is closed."""
+    """Wait until the fork ends, which closes its end of the socket."""
     connection.settimeout(None)
     with contextlib.suppress(ConnectionError):
         while connection.recv(1):
@@ -76,12 +78,12 @@ def _wait_for_fork(connection: socket.socket) -> None:
 
 
 def _become_ordinary(error: Exception) -> NoReturn:
-    sys.stderr.write(f"No warm Python process, so an ordinary daemon: {error!r}\n")
+    sys.stderr.write(f"The warm Python process is not available, so an ordinary daemon starts: {error!r}\n")
     os.execv(sys.executable, [sys.executable, "-m", "pyspark.daemon", *sys.argv[1:]])  # noqa: S606 - our own
 
 
 def _connect_warm(folder: Path) -> socket.socket:
-    """A connection to the warm process, which is started where there is none. Raises OSError."""
+    """Connect to the warm process; start it if it does not run. Raises OSError."""
     with file_lock(folder / _LOCK):
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             return _connect_socket(folder)
@@ -92,7 +94,7 @@ def _connect_warm(folder: Path) -> socket.socket:
 def _connect_socket(folder: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
-        with contextlib.chdir(folder):  # a socket's path has a hundred characters at most
+        with contextlib.chdir(folder):  # the path of a socket may have about a hundred characters
             connection.connect(_SOCKET)
     except OSError:
         connection.close()
@@ -101,7 +103,7 @@ def _connect_socket(folder: Path) -> socket.socket:
 
 
 def _start_warm(folder: Path) -> None:
-    """It listens when this returns: its socket is made here, and it answers as soon as it has imported."""
+    """Start the warm process. Its socket listens on return; it answers after its imports."""
     (folder / _SOCKET).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listener:
         with contextlib.chdir(folder):
@@ -109,7 +111,7 @@ def _start_warm(folder: Path) -> None:
         listener.listen(_MAX_PENDING)
         listener.set_inheritable(True)
         module = "branchlake_dagster.embedded.warm_worker"
-        # Of our errors, Spark's log is told; its pipes are not for the warm process.
+        # Errors of the warm process go to Spark's log. It must not inherit Spark's pipes.
         os.posix_spawn(
             sys.executable,
             [sys.executable, "-m", module, str(listener.fileno()), str(os.getppid())],

@@ -241,7 +241,7 @@ def test_descriptions_say_what_is_promised_and_what_a_failure_does() -> None:
         for spec in checks.check_specs
     }
     assert told["not_null__v"] == (
-        "Blocks the publication when it fails; non-blocking means that the run's other steps go on."
+        "Blocks the publication when it fails; non-blocking means that the run's other steps continue."
         " Promise: v is not null."
     )
     assert told["ge__v"] == "A failure is published with a warning. Promise: v >= 0."

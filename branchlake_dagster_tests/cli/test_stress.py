@@ -147,7 +147,7 @@ def test_a_download_is_announced_only_when_there_is_one(
             resolve_jars([ICEBERG_SPARK], tmp_path / "jars", ivy_settings=None, notify=lines.append)
         return lines
 
-    assert told() == ["Bringing iceberg-spark-runtime-4.1_2.13 1.12.0 (about 48 MB) …"]
+    assert told() == ["Downloading iceberg-spark-runtime-4.1_2.13 1.12.0 (about 48 MB) …"]
     folder.mkdir(parents=True)
     (folder / "iceberg-spark-runtime-4.1_2.13-1.12.0.jar").touch()
     assert told() == []

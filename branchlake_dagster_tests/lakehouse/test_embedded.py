@@ -95,11 +95,11 @@ def test_a_java_that_will_do(text: str, major: int) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (ORACLE_8, "/usr/bin/java is Java 8; it takes Java 17 to 24."),
-        (TOO_NEW_25, "/usr/bin/java is Java 25; it takes Java 17 to 24."),
-        (JAVA_11, "/usr/bin/java is Java 11; it takes Java 17 to 24."),
-        ("command not understood", "/usr/bin/java is Java of an unknown version;"),
-        ("", "/usr/bin/java is Java of an unknown version;"),
+        (ORACLE_8, "/usr/bin/java is Java 8, but Java 17 to 24 is required."),
+        (TOO_NEW_25, "/usr/bin/java is Java 25, but Java 17 to 24 is required."),
+        (JAVA_11, "/usr/bin/java is Java 11, but Java 17 to 24 is required."),
+        ("command not understood", "/usr/bin/java is Java of an unknown version,"),
+        ("", "/usr/bin/java is Java of an unknown version,"),
     ],
 )
 def test_a_java_too_old_or_too_new_is_one_sentence_that_says_what_to_do(text: str, told: str) -> None:
