@@ -107,7 +107,7 @@ class ApproveBackfill(dg.Config):
 
 
 def approve_backfill_job(name: str = "approve_backfill") -> dg.JobDefinition:
-    """Return a job that approves the published results of a backfill. Launch it on Dagster's page.
+    """A job that approves the published results of a backfill, to launch on Dagster's page.
 
     The job does the same as the command `branchlake backfill approve`. Its runs show who approved which
     results. It needs neither the lake nor Spark.
