@@ -151,7 +151,7 @@ class ContractError(BranchlakeError, Terminal):
     """A contract or check cannot be declared as written. The message names the part and a correction."""
 
 
-class CheckFailedToRun(BranchlakeError, Terminal):  # noqa: N818 - worded as the errors of the package are
+class CheckFailedToRun(BranchlakeError, Terminal):  # noqa: N818 - named like the other errors
     """A check could not be evaluated. It has no verdict, so the gate blocks the publication."""
 
 

@@ -396,7 +396,7 @@ def _bucket_column(rows: DataFrame, dimension: _PartitionDimension) -> Column:
     column, data_type = quote_column(dimension.column), rows.schema[dimension.column].dataType
     if not isinstance(data_type, pst.TimestampType | pst.TimestampNTZType):
         return column.cast("string")
-    is_local = isinstance(data_type, pst.TimestampNTZType)  # the wall clock of UTC
+    is_local = isinstance(data_type, pst.TimestampNTZType)  # a wall clock time in UTC
     epoch = F.expr("TIMESTAMP_NTZ '1970-01-01'" if is_local else "TIMESTAMP '1970-01-01T00:00:00Z'")
     seconds = _interval_s(dimension.definition)
     intervals = F.timestamp_diff("MICROSECOND", epoch, column) / F.lit(seconds * 1_000_000)

@@ -91,7 +91,7 @@ class FrameRows:
         """Always None: a frame does not know its partitions."""
         return None
 
-    def prove(self, constraint: Constraint) -> CheckOutcome | None:  # noqa: ARG002 - the protocol's
+    def prove(self, constraint: Constraint) -> CheckOutcome | None:  # noqa: ARG002 - the protocol has it
         """Return None: a frame proves nothing without Spark."""
         return None
 

@@ -155,7 +155,7 @@ def _float_limit(value: Any, kind: ice.IcebergType) -> Limit | None:
 
 
 def _decimal_limit(value: Any, kind: ice.IcebergType) -> Limit | None:
-    assert isinstance(kind, ice.DecimalType)  # noqa: S101 - the table below
+    assert isinstance(kind, ice.DecimalType)  # noqa: S101 - only called for decimals
     if kind.scale > _DECIMAL_SCALE or kind.precision - kind.scale > _DECIMAL_DIGITS:
         return None
     if type(value) is int and -_LONG <= value < _LONG:

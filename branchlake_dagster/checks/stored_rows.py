@@ -219,7 +219,7 @@ class TableRows:
         fields = [self._stored.table.schema().find_field(column) for column in constraint.columns]
         if isinstance(constraint, UniqueConstraint):
             return has_unique_keys(rows, constraint.columns, [field.field_type for field in fields])
-        assert constraint.promise is not None  # noqa: S101 - it is readable
+        assert constraint.promise is not None  # noqa: S101 - `_can_read` requires it
         return values_keep_promise(
             rows.column(constraint.columns[0]), constraint.promise, fields[0].field_type
         )
@@ -323,5 +323,5 @@ class TableRows:
 def _to_promise(condition: Condition) -> Promise:
     if isinstance(condition, Values):
         return Among(condition.values)
-    assert isinstance(condition, TimeRange | DateRange)  # noqa: S101 - there is no other
+    assert isinstance(condition, TimeRange | DateRange)  # noqa: S101 - no other condition exists
     return Both(Compared(">=", condition.start), Compared("<", condition.end))

@@ -20,7 +20,7 @@ from branchlake_dagster.extras import require_modules
 SPARK_RUNS_ON = range(17, 25)
 NESSIE_RUNS_ON = range(21, 1_000)
 """The bundled JRE may have any version from 21 on."""
-_VERSION = re.compile(r'version "(?:1\.)?(\d+)')  # Java 8 calls itself 1.8
+_VERSION = re.compile(r'version "(?:1\.)?(\d+)')  # Java 8 reports version 1.8
 
 
 def user_java() -> Path:
