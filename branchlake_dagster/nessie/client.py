@@ -1,4 +1,4 @@
-"""The Nessie client: references, contents, listings, commits and merges over REST API v2."""
+"""A client for Nessie's REST API v2: references, contents, listings, commits and merges."""
 
 from __future__ import annotations
 
@@ -34,18 +34,20 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 3.0, 30.0
 MergeMode = Literal["NORMAL", "DROP", "FORCE"]
 _NO_ANCESTOR_HINT = (
-    "If both references exist they share no commit: a branch made from an empty main cannot be merged, "
-    "so give main its first commit before branching."
+    "If both references exist, they have no common commit. A branch that was created from an empty main "
+    "cannot be merged. Commit to main before you create branches."
 )
 
 
 class NessieClient:
-    """Typed access to one Nessie server; safe to share between threads.
+    """Typed access to one Nessie server. Threads may share a client.
 
-    A *ref* argument is a branch or tag name, `name@hash`, `@hash` or a full hash. Every method raises the
-    NessieError that fits and retries by `retry`; a change is repeated after an unknown outcome only where
-    that is the same as doing it once (merge, creation, deletion; not commit). Timeouts are in seconds.
-    A `transport` takes the place of HTTP to `uri`, and of its token, verification and timeouts.
+    A *ref* argument is a branch or tag name, `name@hash`, `@hash` or a full hash. Timeouts are in seconds.
+    `transport` replaces HTTP to `uri` together with its token, certificate verification and timeouts.
+
+    Every method retries by the policy `retry` and raises the NessieError that describes the failure. After an
+    unknown outcome, a merge, creation or deletion is repeated, because repeating it has the same effect as
+    doing it once. A commit is not repeated.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class NessieClient:
 
     @property
     def uri(self) -> str:
-        """The base address, without a trailing slash."""
+        """Return the base address, without a trailing slash."""
         return self._transport.uri
 
     def __repr__(self) -> str:
@@ -85,22 +87,22 @@ class NessieClient:
         self.close()
 
     def close(self) -> None:
-        """Close the kept connections."""
+        """Close the pooled connections."""
         self._transport.close()
 
     # -- references ------------------------------------------------------------------------------------
 
     def config(self) -> ServerConfig:
-        """The server's default branch, versions and the hash before any commit."""
+        """Return the server's default branch, its versions and the hash that precedes every commit."""
         return self._read("config", codec.parse_server_config, action="read its configuration")
 
     @cached_property
     def no_ancestor_hash(self) -> str:
-        """The hash before any commit; a server's constant, asked for once."""
+        """Return the hash that precedes every commit. It is constant, so the server is asked once."""
         return self.config().no_ancestor_hash
 
     def reference(self, name: str, *, fetch_metadata: bool = False) -> Reference:
-        """A branch or tag by name; metadata compares it with the default branch."""
+        """Return a branch or tag by name. `fetch_metadata` adds a comparison with the default branch."""
         return self._read(
             f"trees/{parse_ref(parse_name(name)).path}",
             lambda data: codec.parse_reference(data["reference"]),
@@ -109,7 +111,7 @@ class NessieClient:
         )
 
     def has_reference(self, name: str) -> bool:
-        """Whether a branch or tag of this name exists. One request."""
+        """Return whether a branch or tag of this name exists. Sends one request."""
         try:
             self.reference(name)
         except ReferenceNotFound:
@@ -123,30 +125,33 @@ class NessieClient:
         fetch_metadata: bool = False,
         page_size: int = 500,
     ) -> Iterator[Reference]:
-        """All branches and tags by name; `filter` is a CEL expression on `ref` and `refMeta`."""
+        """Iterate over all branches and tags in order of name.
+
+        `filter` is a CEL expression on `ref` and `refMeta`.
+        """
         params = _drop_none(filter=filter, fetch="ALL" if fetch_metadata else None)
         return paging.iter_items(
             self._pages("trees", "references", codec.parse_reference, params, page_size, "list references")
         )
 
     def create_branch(self, name: str, *, from_ref: str, from_hash: str) -> Reference:
-        """Make a branch at `from_hash`. `from_ref` is any branch or tag that exists.
+        """Create a branch at `from_hash`. `from_ref` is any existing branch or tag.
 
-        The server does not check that the hash is on `from_ref`, so a deleted branch can be made again.
-        Raises NessieAlreadyExists for a taken name, also when it is at that hash already.
+        The server does not check that `from_ref` contains the hash, so a deleted branch can be created again.
+        Raises NessieAlreadyExists if the name is in use, even if that reference is already at the hash.
         """
         return self._create(ReferenceType.BRANCH, name, from_ref, from_hash)
 
     def create_tag(self, name: str, *, from_ref: str, from_hash: str) -> Reference:
-        """Make a tag at `from_hash`; otherwise as `create_branch`."""
+        """Create a tag at `from_hash`, under the same rules as `create_branch`."""
         return self._create(ReferenceType.TAG, name, from_ref, from_hash)
 
     def delete_branch(self, name: str, *, expected_hash: str) -> None:
-        """Delete a branch that is still at `expected_hash`; NessieConflict when it moved."""
+        """Delete a branch that is still at `expected_hash`. Raises NessieConflict if the branch has moved."""
         self._delete(ReferenceType.BRANCH, name, expected_hash)
 
     def delete_tag(self, name: str, *, expected_hash: str) -> None:
-        """Delete a tag that is still at `expected_hash`."""
+        """Delete a tag that is still at `expected_hash`. Raises NessieConflict if the tag has moved."""
         self._delete(ReferenceType.TAG, name, expected_hash)
 
     def _create(self, kind: ReferenceType, name: str, from_ref: str, from_hash: str) -> Reference:
@@ -162,13 +167,13 @@ class NessieClient:
                     action=f"create {kind.lower()} {name} at {source}@{from_hash}",
                     changes=True,
                     params={"name": target, "type": kind},
-                    # The source's type is not compared by the server: a tag passes as a branch here.
+                    # The server does not check the type of the source, so `BRANCH` also works for a tag.
                     body={"type": "BRANCH", "name": source, "hash": source_hash},
                 )
             except NessieAlreadyExists:
                 if not doubt:
                     raise
-                # An earlier attempt of ours may have made it: then it stands where we wanted it.
+                # An earlier attempt of this call may have created the reference, at the wanted hash.
                 existing = self.reference(target)
                 if existing.type is kind and existing.hash == source_hash:
                     return existing
@@ -198,19 +203,24 @@ class NessieClient:
     # -- contents --------------------------------------------------------------------------------------
 
     def content(self, ref: str, key: ContentKey) -> Content:
-        """What `key` holds at `ref`; raises ContentNotFound or ReferenceNotFound."""
+        """Return the content of `key` at `ref`. Raises ContentNotFound or ReferenceNotFound."""
         contents = self.contents(ref, [key])
         if key not in contents:
-            raise ContentNotFound(f"There is no {key} at {ref}.", table=key.name, branch=ref, status=404)
+            raise ContentNotFound(
+                f"Nessie has no content {key} at {ref}.", table=key.name, branch=ref, status=404
+            )
         return contents[key]
 
     def contents(self, ref: str, keys: Iterable[ContentKey]) -> Mapping[ContentKey, Content]:
-        """What `keys` hold at `ref`, read at one hash; keys that do not exist are left out."""
+        """Return the contents of `keys` at `ref`, read at one hash.
+
+        The result omits keys that do not exist.
+        """
         return self.contents_at(ref, keys).contents
 
     def contents_at(self, ref: str, keys: Iterable[ContentKey]) -> ContentsAt:
-        """`contents` together with the hash it was read at: what a compare-and-swap starts from."""
-        # Keys travel in a body, not in the path: elements may then hold dots and slashes.
+        """Return `contents` together with the hash at which they were read, for a later compare-and-swap."""
+        # The keys are in the body, not in the path, so that their elements may contain dots and slashes.
         return self._read(
             f"trees/{parse_ref(ref).path}/contents",
             codec.parse_contents_at,
@@ -227,7 +237,7 @@ class NessieClient:
         fetch_content: bool = False,
         page_size: int = 500,
     ) -> Iterator[ContentEntry]:
-        """All keys at `ref`, all of one hash; `filter` is a CEL expression on `entry`."""
+        """Iterate over all keys at `ref`, read at one hash. `filter` is a CEL expression on `entry`."""
         params = _drop_none(filter=filter, content="true" if fetch_content else None)
 
         def path(page: Mapping[str, Any] | None) -> str:
@@ -248,12 +258,14 @@ class NessieClient:
         fetch_operations: bool = False,
         page_size: int = 200,
     ) -> Iterator[LogEntry]:
-        """Commits of `ref`, newest first, at most `limit`; `filter` is a CEL expression on `commit`.
+        """Iterate over the commits of `ref`, newest first. `filter` is a CEL expression on `commit`.
 
-        `since` is the hash of a commit in the history of `ref`: only commits after it are read. Raises
-        ReferenceNotFound, when the end of the history is reached, for a hash that is not in it. Without
-        it a filter walks the whole history: bound it by `limit` only where matches are sure. An
-        expression that fails on one commit (a property that it lacks) fails the whole call.
+        `limit` is the largest number of commits. `since` is the hash of a commit in the history of `ref`:
+        only later commits are read. If that history does not contain `since`, the iterator raises
+        ReferenceNotFound when it reaches the end of the history.
+
+        Without `since`, a filter walks the whole history, even with `limit`, unless enough commits match. The
+        whole call fails if the filter fails on one commit, for example because that commit lacks a property.
         """
         fetch = "ALL" if fetch_operations else None
         size = page_size if limit is None else max(1, min(page_size, limit))
@@ -278,9 +290,13 @@ class NessieClient:
         params: Mapping[str, str],
         page_size: int,
     ) -> Iterator[LogEntry]:
-        """The commits after `since`; its own entry is asked for as the proof that it was reached."""
+        """Iterate over the commits after `since`.
+
+        The entry of `since` itself proves that the listing reached it.
+        """
         since_filter = f"commit.hash == '{since}'"
-        # The server filters first and looks for its limit in what is left, so let the limit through.
+        # The server applies the filter first and searches for `limit-hash` in the remaining commits. So the
+        # filter must also accept the commit `since`.
         limit_params = {"limit-hash": since} | _drop_none(
             filter=f"({filter}) || {since_filter}" if filter else None
         )
@@ -288,17 +304,21 @@ class NessieClient:
             if entry.commit.hash == since:
                 return
             yield entry
-        # It also leaves the limit itself out when a page ends just before it. Look for it alone.
+        # The server also omits the limit commit if a page ends just before it. So read that commit
+        # separately.
         since_entries = self._history(ref, {"limit-hash": since, "filter": since_filter}, 1)
         if next(since_entries, None) is None and since != self.config().no_ancestor_hash:
             raise ReferenceNotFound(f"The history of {ref} has no commit {since}.", branch=ref, status=404)
 
     def diff(self, from_ref: str, to_ref: str, *, page_size: int = 500) -> Iterator[DiffEntry]:
-        """Keys whose content differs between two references, each at one hash."""
+        """Iterate over the keys whose content differs between two references.
+
+        Each reference is read at one hash.
+        """
         return paging.iter_items(self._diff(from_ref, to_ref, page_size))
 
     def diff_at(self, from_ref: str, to_ref: str, *, page_size: int = 500) -> DiffAt:
-        """All of `diff` together with the hash at which `to_ref` was read."""
+        """Return all entries of `diff`, together with the hash at which `to_ref` was read."""
         pages = list(self._diff(from_ref, to_ref, page_size))
         head = codec.parse_reference(pages[0].data["effectiveToReference"])
         return DiffAt(head, tuple(paging.iter_items(pages)))
@@ -329,9 +349,10 @@ class NessieClient:
     ) -> CommitResult:
         """Apply `operations` as one commit, if none of their keys changed since `expected_hash`.
 
-        Raises NessieConflict with the keys otherwise, NessieRefused for a put whose content id does not
-        fit what the key held at `expected_hash`. After an unknown outcome it is not repeated: it would
-        conflict with itself. Put an id of the caller's own into `properties` and look it up in the log.
+        Raises NessieConflict, with the keys, if some keys changed. Raises NessieRefused if the content id of
+        a put differs from the content id at `expected_hash`. The call is not repeated after an unknown
+        outcome, because the second attempt would conflict with the first. To find out what happened, put a
+        unique id into `properties` and search the log for it.
         """
         path = parse_ref(f"{parse_name(branch)}@{expected_hash}").path
         return self._retry.run_attempts(
@@ -363,10 +384,10 @@ class NessieClient:
     ) -> MergeResult:
         """Merge the commits of branch `from_name` up to `from_hash` into branch `into`, as one commit.
 
-        Key conflicts come as a result, not as an error. Repeating the same merge answers "successful, not
-        applied", hence it is repeated after an unknown outcome; the same answer comes when
-        `key_merge_modes` drops every changed key. A merge never looks at what the source only read.
-        There is no dry run on purpose: the server takes a misspelt flag for a real merge.
+        Key conflicts are returned in the result, not raised. The merge is repeated after an unknown outcome:
+        a repeated merge returns "successful, not applied". The result is the same if `key_merge_modes` drops
+        every changed key. A merge does not check keys that the source only read. There is deliberately no dry
+        run: the server treats a misspelled flag as a real merge.
         """
         path = parse_ref(f"{parse_name(into)}@{expected_hash}").path
         modes = [
@@ -396,7 +417,7 @@ class NessieClient:
 
         return self._retry.run_attempts(attempt, sleep=self._sleep, repeatable=True)
 
-    # -- plumbing --------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------
 
     def _read(
         self,

@@ -1,6 +1,6 @@
 """The errors of calls to Nessie."""
 
-# The class names are the words of the design ("refused", "conflict", "outcome unknown"), not ...Error.
+# The class names are terms of the design ("refused", "conflict", "outcome unknown") without the suffix Error.
 # ruff: noqa: N818
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class NessieError(BranchlakeError):
-    """A call to Nessie did not succeed.
+    """A call to Nessie failed.
 
-    `status` is the HTTP status (None when no answer came), `code` the server's `errorCode`.
+    `status` is the HTTP status, or None if no answer came. `code` is the server's `errorCode`.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class NessieError(BranchlakeError):
 
 
 class NessieRefused(NessieError, Terminal):
-    """The server understood the request and will not do it (4xx without a class of its own)."""
+    """The server understood the request and refused it (a 4xx status without a more specific class)."""
 
 
 class NotNessie(NessieRefused):
-    """A whole answer that no Nessie gives, such as a proxy's page. Asked again first: such pages pass."""
+    """The answer is complete, but not from Nessie: a proxy's page, for example. The call is retried first."""
 
 
 class NessieUnauthorized(NessieError, Terminal):
-    """The token is missing, expired or not allowed to do this (401, 403)."""
+    """The token is missing, expired or lacks the permission (401, 403)."""
 
 
 class NessieNotFound(NessieError, Terminal):
-    """Something named in the request does not exist (404)."""
+    """Something that the request names does not exist (404)."""
 
 
 class ReferenceNotFound(NessieNotFound):
@@ -60,7 +60,7 @@ class ReferenceNotFound(NessieNotFound):
 
 
 class ContentNotFound(NessieNotFound):
-    """The reference exists and holds nothing under that key."""
+    """The reference exists, but it has no content under that key."""
 
 
 class NessieAlreadyExists(NessieError, Terminal):
@@ -68,10 +68,10 @@ class NessieAlreadyExists(NessieError, Terminal):
 
 
 class NessieConflict(NessieError, Terminal):
-    """The change contradicts what happened since its expected hash (409).
+    """The change conflicts with other changes since its expected hash (409).
 
-    `conflicts` says which keys and why. A conflict without a key is about the reference itself
-    (`UNEXPECTED_HASH`: it moved).
+    `conflicts` lists the keys and the reasons. A conflict without a key concerns the reference itself
+    (`UNEXPECTED_HASH`: the reference has moved).
     """
 
     def __init__(
@@ -98,14 +98,15 @@ class NessieUnavailable(NessieError, Transient):
 
 
 class NessieOutcomeUnknown(NessieError, OutcomeUnknown):
-    """A change was sent and its answer was lost, late or a 5xx."""
+    """A change was sent, but its answer was lost, came too late or was a 5xx status."""
 
 
 def may_succeed_later(error: BaseException) -> bool:
-    """Whether the same work may succeed later without anybody's help.
+    """Return whether the same work may succeed later without a change of code or settings.
 
-    A lost answer is among them: whoever repeats looks first. So is whatever Nessie says of a state that
-    others have changed meanwhile, and a refused token, which is the operator's to renew.
+    True for lost answers, because callers read the present state before they repeat a change. True as well
+    for answers about a state that other writers changed meanwhile, and for a refused token, which an operator
+    can renew.
     """
     if isinstance(error, NessieError):
         return not isinstance(error, NessieRefused)

@@ -1,4 +1,4 @@
-"""From an HTTP answer or a broken connection to the error that says what may be done next."""
+"""Convert an HTTP answer or a broken connection into the NessieError that shows whether to retry."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from branchlake_dagster.nessie.errors import (
 )
 from branchlake_dagster.nessie.model import KeyConflict
 
-_READ_FIRST_HINT = "Look at the reference before repeating it."
+_READ_FIRST_HINT = "Read the reference's log before you repeat the change."
 TOKEN_HINT = "Set BRANCHLAKE_NESSIE_TOKEN to a token that permits this."  # noqa: S105 - a hint, not a token
-_NOT_NESSIE_HINT = "Is this the address of Nessie's API v2 (…/api/v2)?"
+_NOT_NESSIE_HINT = "Check that BRANCHLAKE_NESSIE_URI is the address of Nessie's API v2 (…/api/v2)."
 
 
 def _parse_conflicts(payload: Mapping[str, Any]) -> tuple[KeyConflict, ...]:
-    """The conflicts in `errorDetails`; servers older than spec 2.0 send none."""
+    """Parse the conflicts in `errorDetails`. Servers older than spec 2.0 send none."""
     details = payload.get("errorDetails") or {}
     try:
         return tuple(codec.parse_conflict(item) for item in details.get("conflicts") or ())
     except (KeyError, TypeError, ValueError):
-        # A detail we cannot read must not hide the conflict itself.
+        # An unreadable detail must not hide the conflict itself.
         return ()
 
 
 def error_from_answer(
     status: int, payload: object, *, action: str, changes: bool, server: str
 ) -> NessieError:
-    """The error for an answer that is no 2xx.
+    """Return the error for an answer whose status is not 2xx.
 
-    `action` says in words what was asked ("delete branch x"), `changes` whether it changes something.
-    Of the payload only `message`, `errorCode` and `errorDetails` are used, never `serverStackTrace`.
+    `action` is the request as text ("delete branch x"). `changes` is whether the request changes something.
+    Only `message`, `errorCode` and `errorDetails` of the payload are used, never `serverStackTrace`.
     """
     data: Mapping[str, Any] = payload if isinstance(payload, dict) else {}
     code = str(data["errorCode"]) if data.get("errorCode") else None
@@ -73,12 +73,12 @@ def error_from_answer(
 
 
 def error_from_unreadable(status: int, body: str, *, action: str, changes: bool, server: str) -> NessieError:
-    """The error for a 2xx whose body is not what the API promises.
+    """Return the error for a 2xx answer whose body is not what the API promises.
 
-    A read that was cut off on its way may simply be made again: nine of 21 failures of runs behind a lossy
-    network were that. A page of HTML, or whole JSON of another shape, is not Nessie's.
+    A truncated read may be repeated: nine of 21 failed runs behind a lossy network failed by one. A page of
+    HTML, or complete JSON of another shape, does not come from Nessie.
     """
-    message = f"Nessie at {server} was asked to {action} and gave an unreadable answer (HTTP {status})."
+    message = f"Nessie at {server} was asked to {action}, and its answer is unreadable (HTTP {status})."
     if changes:
         return NessieOutcomeUnknown(message, status=status, hint=_READ_FIRST_HINT, reason="unreadable_answer")
     if _is_complete_answer(body):
@@ -97,7 +97,7 @@ def _is_complete_answer(body: str) -> bool:
 
 
 def _error_chain(error: BaseException) -> list[BaseException]:
-    """`error` and everything wrapped in it: requests and urllib3 nest by args, `reason` and cause."""
+    """List `error` and the errors inside it: requests and urllib3 nest them in args, `reason` and causes."""
     chain: list[BaseException] = []
     pending: list[object] = [error]
     while pending:
@@ -112,23 +112,27 @@ def _error_chain(error: BaseException) -> list[BaseException]:
 def error_from_exception(
     error: requests.RequestException, *, action: str, changes: bool, server: str
 ) -> NessieError:
-    """The error for a request that got no answer.
+    """Return the error for a request without an answer.
 
-    Only a connection that was never made proves that a change was not applied. The exception itself is
-    not kept: its `request` attribute holds the headers with the token.
+    Only a connection that was never opened proves that a change was not applied. The exception itself is not
+    kept: its `request` attribute contains the headers with the token.
     """
     chain = _error_chain(error)
     kinds = " / ".join(dict.fromkeys(type(item).__name__ for item in chain[:3]))
     message = f"Nessie at {server} could not be asked to {action}: {kinds}."
     if any(isinstance(item, ssl.SSLCertVerificationError) for item in chain):
         return NessieRefused(
-            message, hint="The server's certificate is not trusted: set the CA bundle.", reason="certificate"
+            message,
+            hint="The server's certificate is not trusted. Set BRANCHLAKE_NESSIE_VERIFY_TLS to a CA bundle.",
+            reason="certificate",
         )
     if any(isinstance(item, NewConnectionError | ConnectTimeoutError) for item in chain):
         return NessieUnavailable(
-            message, hint="Is the server running and the address right?", reason="no_connection"
+            message,
+            hint="Check that the server runs and that BRANCHLAKE_NESSIE_URI is its address.",
+            reason="no_connection",
         )
     if changes:
-        lost_message = f"Nessie at {server} was asked to {action} and the answer was lost: {kinds}."
+        lost_message = f"Nessie at {server} was asked to {action}, and its answer was lost: {kinds}."
         return NessieOutcomeUnknown(lost_message, hint=_READ_FIRST_HINT)
     return NessieUnavailable(message)

@@ -1,7 +1,7 @@
-"""Nessie's JSON as values and back, and its paged listings.
+"""Conversion between Nessie's JSON and the classes of `model`, and its paged listings.
 
-Malformed JSON raises KeyError, TypeError or ValueError. Field names: Nessie REST API v2, spec 2.2.0. Unknown
-fields are ignored, because servers add some.
+Malformed JSON raises KeyError, TypeError or ValueError. The field names are those of Nessie's REST API v2,
+spec 2.2.0. Unknown fields are ignored, because some servers add fields.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ JsonObject = Mapping[str, Any]
 
 
 def parse_key(data: JsonObject) -> ContentKey:
-    """A `ContentKey` object."""
+    """Parse a `ContentKey` object."""
     return ContentKey(data["elements"])
 
 
@@ -50,7 +50,7 @@ def _parse_time(timestamp: str | None) -> datetime | None:
 
 
 def parse_commit_meta(data: JsonObject) -> CommitMeta:
-    """A `CommitMeta` object; the first author and the first value of each property count."""
+    """Parse a `CommitMeta` object. Keeps the first author and the first value of each property."""
     properties = {name: values[0] for name, values in (data.get("allProperties") or {}).items() if values}
     authors = data.get("authors") or []
     return CommitMeta(
@@ -75,7 +75,7 @@ def _parse_ref_metadata(data: JsonObject) -> ReferenceMetadata:
 
 
 def parse_reference(data: JsonObject) -> Reference:
-    """A `Branch`, `Tag` or `Detached` object."""
+    """Parse a `Branch`, `Tag` or `Detached` object."""
     metadata = data.get("metadata")
     return Reference(
         type=ReferenceType(data["type"]),
@@ -86,7 +86,7 @@ def parse_reference(data: JsonObject) -> Reference:
 
 
 def parse_content(data: JsonObject) -> Content:
-    """A `Content` object of any type."""
+    """Parse a `Content` object of any type."""
     if data["type"] == "ICEBERG_TABLE":
         return IcebergTable(
             content_id=data.get("id"),
@@ -103,7 +103,7 @@ def parse_content(data: JsonObject) -> Content:
 
 
 def content_to_json(value: Content) -> dict[str, Any]:
-    """The JSON of a content to be put; without an id it is a creation."""
+    """Build the JSON of a content for a put operation. Without a content id, the put creates the content."""
     body: dict[str, Any]
     if isinstance(value, IcebergTable):
         body = {
@@ -126,7 +126,7 @@ def content_to_json(value: Content) -> dict[str, Any]:
 
 
 def operation_to_json(operation: Operation) -> dict[str, Any]:
-    """The JSON of one commit operation."""
+    """Build the JSON of one commit operation."""
     key_json = {"key": {"elements": list(operation.key)}}
     match operation:
         case Put(content=value):
@@ -138,7 +138,7 @@ def operation_to_json(operation: Operation) -> dict[str, Any]:
 
 
 def commit_meta_to_json(message: str, properties: Mapping[str, str], author: str | None) -> dict[str, Any]:
-    """The `CommitMeta` a client sends."""
+    """Build the `CommitMeta` object that a client sends."""
     return {"message": message, "properties": dict(properties)} | ({"authors": [author]} if author else {})
 
 
@@ -151,14 +151,14 @@ def _parse_operations(items: Iterable[JsonObject]) -> Iterable[Operation]:
 
 
 def parse_log_entry(data: JsonObject) -> LogEntry:
-    """One entry of `history`."""
+    """Parse one entry of a `history` answer."""
     return LogEntry(
         parse_commit_meta(data["commitMeta"]), tuple(_parse_operations(data.get("operations") or ()))
     )
 
 
 def parse_entry(data: JsonObject) -> ContentEntry:
-    """One entry of `entries`."""
+    """Parse one entry of an `entries` answer."""
     value = data.get("content")
     return ContentEntry(
         parse_key(data["name"]), data["type"], data["contentId"], parse_content(value) if value else None
@@ -166,7 +166,7 @@ def parse_entry(data: JsonObject) -> ContentEntry:
 
 
 def parse_diff_entry(data: JsonObject) -> DiffEntry:
-    """One entry of `diff`."""
+    """Parse one entry of a `diff` answer."""
     before, after = data.get("from"), data.get("to")
     return DiffEntry(
         parse_key(data["key"]),
@@ -176,13 +176,13 @@ def parse_diff_entry(data: JsonObject) -> DiffEntry:
 
 
 def parse_contents_at(data: JsonObject) -> ContentsAt:
-    """The answer of `contents`; keys that do not exist are absent."""
+    """Parse a `contents` answer. The result omits keys that do not exist."""
     contents = {parse_key(item["key"]): parse_content(item["content"]) for item in data["contents"]}
     return ContentsAt(parse_reference(data["effectiveReference"]), contents)
 
 
 def parse_conflict(data: JsonObject) -> KeyConflict:
-    """One conflict of an error's details or of a merge result."""
+    """Parse one conflict of an error's details or of a merge result."""
     key_json = data.get("key")
     return KeyConflict(
         parse_key(key_json) if key_json else None, data["conflictType"], data.get("message") or ""
@@ -190,7 +190,7 @@ def parse_conflict(data: JsonObject) -> KeyConflict:
 
 
 def parse_merge_result(data: JsonObject) -> MergeResult:
-    """The answer of `merge`."""
+    """Parse a `merge` answer."""
     details = data.get("details") or ()
     return MergeResult(
         applied=data["wasApplied"],
@@ -202,13 +202,13 @@ def parse_merge_result(data: JsonObject) -> MergeResult:
 
 
 def parse_commit_result(data: JsonObject) -> CommitResult:
-    """The answer of `commit`."""
+    """Parse a `commit` answer."""
     added = data.get("addedContents") or ()
     return CommitResult(data["targetBranch"]["hash"], {parse_key(i["key"]): i["contentId"] for i in added})
 
 
 def parse_server_config(data: JsonObject) -> ServerConfig:
-    """The answer of `config`."""
+    """Parse a `config` answer."""
     return ServerConfig(
         default_branch=data["defaultBranch"],
         spec_version=data.get("specVersion") or "unknown",
@@ -222,7 +222,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
-    """One answer of a listing: its JSON, for the token and the hash it was read at, and its items."""
+    """One answer of a listing: its items, and its JSON with the page token and the hash of the listing."""
 
     data: Mapping[str, Any]
     items: Sequence[T]
@@ -231,10 +231,10 @@ class Page(Generic[T]):
 def iter_pages(
     fetch: Callable[[str, Mapping[str, str]], Page[T]], path: Callable[[Mapping[str, Any] | None], str]
 ) -> Iterator[Page[T]]:
-    """All pages, fetched as they are consumed.
+    """Iterate over all pages of a listing. Each page is fetched when it is needed.
 
-    `path(None)` addresses the first page, `path(page)` the one after `page`: a listing of a branch goes on
-    at the hash of its first page, else commits made between two pages would mix two states.
+    `path(None)` is the path of the first page, and `path(page)` that of the page after `page`. A listing of a
+    branch continues at the hash of its first page. Otherwise commits between two pages would mix two states.
     """
     page = fetch(path(None), {})
     while True:
@@ -246,10 +246,10 @@ def iter_pages(
 
 
 def iter_items(pages: Iterable[Page[T]]) -> Iterator[T]:
-    """The items of the pages, one after the other."""
+    """Iterate over the items of all pages."""
     return (item for page in pages for item in page.items)
 
 
 def limit_items(values: Iterable[T], limit: int | None) -> Iterator[T]:
-    """At most `limit` values; all of them for None."""
+    """Iterate over at most `limit` values, or over all of them if `limit` is None."""
     return iter(values) if limit is None else islice(values, limit)

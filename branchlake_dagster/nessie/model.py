@@ -1,12 +1,12 @@
-"""Nessie's references and contents as immutable values, and the parsing of reference arguments.
+"""Nessie's references and contents as immutable values, and the parser of reference arguments.
 
-The shapes follow Nessie's REST API v2 (spec 2.2.0, https://projectnessie.org/develop/rest/), reduced to
-what the lake needs. Hashes are lower-case hex strings of 64 characters, times are aware and in UTC.
+The shapes follow Nessie's REST API v2 (spec 2.2.0, https://projectnessie.org/develop/rest/), reduced to what
+the lake needs. Hashes are lower-case hex strings of 64 characters. Times have a time zone and are in UTC.
 
 A reference argument is `name`, `name@hash`, `@hash` or a bare 64-character hash. The rules for names and
-hashes are pynessie's, which took them from Nessie's own `Validation` class. Only the bare hash is stricter
-here: pynessie reads every name of eight or more hex digits as a hash, so that a branch called `feedface`
-could not be reached.
+hashes are pynessie's, which took them from Nessie's own `Validation` class. Only the rule for a bare hash is
+stricter here: pynessie reads every name of eight or more hex digits as a hash, so a branch called `feedface`
+would be out of reach.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PATH = re.compile(r"`((?:[^`]|``)+)`(?:\.|$)|([^.`]+)(?:\.|$)")
 
 
 class ReferenceType(StrEnum):
-    """What kind of pointer a reference is."""
+    """The kind of a reference."""
 
     BRANCH = "BRANCH"
     TAG = "TAG"
@@ -32,15 +32,15 @@ class ReferenceType(StrEnum):
 
 
 class ContentKey(tuple[str, ...]):
-    """Where a content lives: namespace elements and a last name.
+    """The key of a content: namespace elements and a last name.
 
-    It is a tuple of its elements and equals a plain one, so PyIceberg identifiers look up the same entry.
+    A key is a tuple of its elements and equals a plain tuple, so a PyIceberg identifier finds the same entry.
     """
 
     __slots__ = ()
 
     def __new__(cls, elements: Iterable[str]) -> ContentKey:
-        """A key of `elements`; raises ValueError when there is none, or an empty one."""
+        """Create a key of `elements`. Raises ValueError if there are no elements or if one is empty."""
         if isinstance(elements, str):
             raise TypeError(f"ContentKey takes elements; use ContentKey.from_path({elements!r}) for a path")
         key = super().__new__(cls, elements)
@@ -50,7 +50,7 @@ class ContentKey(tuple[str, ...]):
 
     @classmethod
     def from_path(cls, path: str) -> ContentKey:
-        """The key of a dotted path; an element with dots in it stands in backticks, as in Spark SQL."""
+        """Parse a dotted path. An element that contains dots is in backticks, as in Spark SQL."""
         elements: list[str] = []
         position = 0
         while match := _PATH.match(path, position):
@@ -58,22 +58,22 @@ class ContentKey(tuple[str, ...]):
             elements.append(quoted.replace("``", "`") if quoted else plain)
             position = match.end()
         if position != len(path) or path.endswith(".") or not elements:
-            raise ValueError(f"{path!r} is no dotted content key")
+            raise ValueError(f"{path!r} is not a valid dotted content key")
         return cls(elements)
 
     @property
     def elements(self) -> tuple[str, ...]:
-        """The elements as a plain tuple."""
+        """Return the elements as a plain tuple."""
         return tuple(self)
 
     @property
     def name(self) -> str:
-        """The dotted path that `from_path` reads back."""
+        """Return the dotted path that `from_path` parses."""
         return ".".join(f"`{e.replace('`', '``')}`" if "." in e or "`" in e else e for e in self)
 
     @property
     def parent(self) -> tuple[str, ...]:
-        """The elements of the namespace that holds this key; empty at the top."""
+        """Return the elements of the namespace that holds this key. The result is empty at the top level."""
         return tuple(self[:-1])
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class ContentKey(tuple[str, ...]):
 
 @dataclass(frozen=True)
 class CommitMeta:
-    """Who committed what and why. A property with several values shows its first."""
+    """The author, time, message and properties of a commit. Only the first value of each property is kept."""
 
     hash: str
     message: str
@@ -97,7 +97,7 @@ class CommitMeta:
 
 @dataclass(frozen=True)
 class ReferenceMetadata:
-    """A reference compared with the default branch; the counts are commits."""
+    """The comparison of a reference with the default branch. The counts are numbers of commits."""
 
     commits_ahead: int | None
     commits_behind: int | None
@@ -108,7 +108,7 @@ class ReferenceMetadata:
 
 @dataclass(frozen=True)
 class Reference:
-    """A branch, a tag, or a bare hash (then `name` is empty and `type` is `DETACHED`)."""
+    """A branch, a tag or a bare hash. For a bare hash, `name` is empty and `type` is `DETACHED`."""
 
     type: ReferenceType
     name: str
@@ -117,13 +117,16 @@ class Reference:
 
     @property
     def pinned_ref(self) -> str:
-        """The reference argument that will always mean this state: `name@hash`, or `@hash`."""
+        """Return the reference argument that always means this state: `name@hash`, or `@hash`."""
         return f"{self.name}@{self.hash}"
 
 
 @dataclass(frozen=True)
 class IcebergTable:
-    """A table's current Iceberg metadata file and the ids in it. `content_id` is None until committed."""
+    """A table's current Iceberg metadata file and its current ids.
+
+    `content_id` is None until the first commit.
+    """
 
     content_id: str | None
     metadata_location: str
@@ -135,7 +138,7 @@ class IcebergTable:
 
 @dataclass(frozen=True)
 class Namespace:
-    """A namespace with its properties. `content_id` is None until committed."""
+    """A namespace with its properties. `content_id` is None until the first commit."""
 
     content_id: str | None
     elements: tuple[str, ...]
@@ -144,7 +147,7 @@ class Namespace:
 
 @dataclass(frozen=True)
 class OtherContent:
-    """A content we carry but do not read, such as `ICEBERG_VIEW` or `UDF`; `payload` is its JSON."""
+    """A content that the lake keeps but does not interpret: `ICEBERG_VIEW`, `UDF`. `payload` is its JSON."""
 
     content_id: str | None
     type: str
@@ -156,7 +159,7 @@ Content = IcebergTable | Namespace | OtherContent
 
 @dataclass(frozen=True)
 class Put:
-    """Create (`content_id` None) or update (its content id) what is stored under `key`."""
+    """Create or update the content of `key`. Without a content id the operation creates the content."""
 
     key: ContentKey
     content: Content
@@ -171,7 +174,7 @@ class Delete:
 
 @dataclass(frozen=True)
 class Unchanged:
-    """Refuse the commit when `key` changed since the expected hash."""
+    """Refuse the commit if `key` changed since the expected hash."""
 
     key: ContentKey
 
@@ -181,10 +184,10 @@ Operation = Put | Delete | Unchanged
 
 @dataclass(frozen=True)
 class KeyConflict:
-    """Why a key (None: the reference itself) stands against a commit or merge.
+    """The reason why a key blocks a commit or merge. If `key` is None, the reference itself is the reason.
 
-    `kind` is the server's conflict type, for example `VALUE_DIFFERS`, `KEY_EXISTS`,
-    `KEY_DOES_NOT_EXIST`, `NAMESPACE_ABSENT` or `UNEXPECTED_HASH`.
+    `kind` is the server's conflict type, for example `VALUE_DIFFERS`, `KEY_EXISTS`, `KEY_DOES_NOT_EXIST`,
+    `NAMESPACE_ABSENT` or `UNEXPECTED_HASH`.
     """
 
     key: ContentKey | None
@@ -197,10 +200,11 @@ class KeyConflict:
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What a merge did.
+    """The result of a merge.
 
-    `applied` is False and `successful` True when the source was in the target already: a repeated merge.
-    `target_hash` is the target's hash after it. With conflicts nothing was applied.
+    `applied` is False and `successful` True if the target already contained the source, as in a repeated
+    merge. `target_hash` is the hash of the target after the merge. If there are conflicts, nothing was
+    applied.
     """
 
     applied: bool
@@ -212,7 +216,7 @@ class MergeResult:
 
 @dataclass(frozen=True)
 class CommitResult:
-    """The new head of the branch and the content ids the server gave to created keys."""
+    """The new head of the branch, and the content ids that the server gave to created keys."""
 
     hash: str
     content_ids: Mapping[ContentKey, str] = field(hash=False)
@@ -220,7 +224,7 @@ class CommitResult:
 
 @dataclass(frozen=True)
 class DiffEntry:
-    """One key that differs between two references; None on the side that lacks it."""
+    """One key that differs between two references. The content is None on the side that lacks the key."""
 
     key: ContentKey
     from_content: Content | None
@@ -229,7 +233,7 @@ class DiffEntry:
 
 @dataclass(frozen=True)
 class DiffAt:
-    """A whole difference, and the reference on its right pinned to the hash at which it was read."""
+    """A complete difference, and its right reference pinned to the hash at which it was read."""
 
     to_reference: Reference
     entries: tuple[DiffEntry, ...]
@@ -237,7 +241,7 @@ class DiffAt:
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One commit; `operations` is empty unless it was asked for."""
+    """One commit. `operations` is empty unless the caller requested the operations."""
 
     commit: CommitMeta
     operations: tuple[Operation, ...]
@@ -245,7 +249,7 @@ class LogEntry:
 
 @dataclass(frozen=True)
 class ContentEntry:
-    """One key in a listing; `content` is None unless it was asked for."""
+    """One key in a listing. `content` is None unless the caller requested the contents."""
 
     key: ContentKey
     type: str
@@ -255,7 +259,7 @@ class ContentEntry:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What the server says about itself. `no_ancestor_hash` is the hash before any commit."""
+    """The configuration of the server. `no_ancestor_hash` is the hash that precedes every commit."""
 
     default_branch: str
     spec_version: str
@@ -265,7 +269,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ContentsAt:
-    """Contents read together, and the reference pinned to the hash at which they were read."""
+    """Contents that were read together, and the reference pinned to the hash at which they were read."""
 
     reference: Reference
     contents: Mapping[ContentKey, Content] = field(hash=False)
@@ -276,20 +280,23 @@ _FULL_HASH = re.compile(r"[0-9a-fA-F]{64}")
 
 @dataclass(frozen=True)
 class RefArgument:
-    """A parsed reference argument; `name` is empty for a detached hash, `hash` None for "its head"."""
+    """A parsed reference argument.
+
+    `name` is empty for a bare hash; `hash` is None for the head of a reference.
+    """
 
     name: str
     hash: str | None
 
     @property
     def path(self) -> str:
-        """The URL path segment that Nessie's API v2 understands."""
+        """Return the URL path segment of the reference in Nessie's API v2."""
         return quote(self.name, safe="") + (f"@{self.hash}" if self.hash else "")
 
 
 def parse_ref(ref: str) -> RefArgument:
-    """Read a reference argument; raises NessieRefused when it can be none."""
-    # Late: pynessie takes 0.4 s to import, which a process that never speaks to Nessie need not spend.
+    """Parse a reference argument. Raises NessieRefused if it is not valid."""
+    # Late import: pynessie takes 0.4 s to import, which a process without calls to Nessie need not spend.
     from branchlake_dagster.nessie.pynessie_parts import (
         is_valid_hash,
         is_valid_reference_name,
@@ -307,19 +314,19 @@ def parse_ref(ref: str) -> RefArgument:
     elif is_valid_reference_name(ref):
         return RefArgument(ref, None)
     raise NessieRefused(
-        f"{ref!r} is no Nessie reference.",
-        hint="Give a branch or tag name (letters, digits and . / _ -), name@hash or a hash.",
+        f"{ref!r} is not a valid Nessie reference.",
+        hint="Use a branch or tag name (letters, digits and . / _ -), name@hash or a hash.",
         reason="reference_name",
         subject=ref,
     )
 
 
 def parse_name(ref: str) -> str:
-    """A plain branch or tag name; raises NessieRefused for a hash or a name with one."""
+    """Return a plain branch or tag name. Raises NessieRefused if `ref` contains a hash."""
     parsed = parse_ref(ref)
     if parsed.hash or not parsed.name:
         raise NessieRefused(
-            f"{ref!r} carries a hash where a plain branch or tag name is needed.",
+            f"{ref!r} contains a hash where a plain branch or tag name is needed.",
             reason="hash_in_name",
             subject=ref,
         )

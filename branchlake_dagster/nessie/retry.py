@@ -1,8 +1,8 @@
-"""When a call to a service is repeated: the retry policy, the retry budget and the circuit breaker.
+"""Repetition of calls to a service: the retry policy, the retry budget and the circuit breaker.
 
-The policy decides by the marker of the error, never by its text. The budget keeps repeated calls a small
-share of all calls, so that a service in trouble is not flooded. The breaker leaves a service that fails alone
-for a moment, and then lets one call through.
+The policy decides by the marker class of the error, never by its message. The budget keeps repeated calls a
+small share of all calls, so that they do not flood a service in trouble. The breaker blocks all calls to a
+failing service for some seconds and then lets one call through.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from branchlake_dagster.nessie.errors import (
 
 
 class RetryBudget:
-    """Repeats within `window_s` are at most `share` of the calls, and always `reserve`; thread-safe.
+    """A limit on the number of repeated calls within `window_s` seconds.
 
-    `clock` counts seconds.
+    The limit is `share` of the calls in that time, but at least `reserve`. Threads may share a budget.
+    `clock` returns seconds.
     """
 
     def __init__(
@@ -46,13 +47,13 @@ class RetryBudget:
         self._repeats: deque[float] = deque()
 
     def record_call(self) -> None:
-        """A call begins, for the first time."""
+        """Record the first attempt of a call."""
         with self._lock:
             self._calls.append(self._clock())
             self._drop_old_calls()
 
     def try_spend(self) -> bool:
-        """Whether a call may be repeated; it is counted as repeated then."""
+        """Return whether a call may be repeated. If so, count it as repeated."""
         with self._lock:
             self._drop_old_calls()
             if len(self._repeats) >= max(self._reserve, self._share * len(self._calls)):
@@ -69,9 +70,10 @@ class RetryBudget:
 
 @dataclass(frozen=True)
 class BreakerRule:
-    """When it opens: so large a share of at least `min_calls` within `window_s` has failed.
+    """The rule by which a breaker opens and closes. Times are in seconds of the breaker's clock.
 
-    Open, it lets nothing through for `open_s`; then one call, whose end decides. Seconds of the clock.
+    The breaker opens if at least `min_calls` calls ended within `window_s` and at least `share` of them
+    failed. For `open_s` it then blocks every call. Afterwards it lets one call through, whose result decides.
     """
 
     share: float = 0.5
@@ -81,7 +83,7 @@ class BreakerRule:
 
 
 class Breaker:
-    """The calls to one service; safe to share between threads. `clock` counts seconds."""
+    """A circuit breaker for one service. Threads may share it. `clock` returns seconds."""
 
     def __init__(
         self, rule: BreakerRule | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -94,7 +96,10 @@ class Breaker:
         self._probing = False
 
     def seconds_to_wait(self) -> float:
-        """Seconds until the service may be asked; 0: now. Whoever gets 0 asks, and then says how it ended."""
+        """Return the seconds until the next call is allowed, or 0 if it is allowed now.
+
+        A caller that gets 0 must make its call and then call `record_result`.
+        """
         with self._lock:
             if self._open_until is None:
                 return 0.0
@@ -107,7 +112,10 @@ class Breaker:
             return 0.0
 
     def record_result(self, *, failed: bool) -> None:
-        """How a call ended: whether the service gave no answer, or one that says that it is in trouble."""
+        """Record the result of a call.
+
+        `failed`: the service did not answer, or its answer shows a failure.
+        """
         with self._lock:
             now = self._clock()
             if self._probing:
@@ -116,7 +124,7 @@ class Breaker:
                 self._calls.clear()
                 return
             if self._open_until is not None:
-                return  # it was on its way when the breaker opened
+                return  # the call started before the breaker opened
             self._calls.append((now, failed))
             while self._calls and self._calls[0][0] < now - self._rule.window_s:
                 self._calls.popleft()
@@ -128,13 +136,16 @@ class Breaker:
 
 T = TypeVar("T")
 
-# These two come from a server that looked at the present state, so they end the doubt about the past.
+# The server raised these two after it read the present state, so they end the doubt about earlier attempts.
 _DEFINITE_ERRORS = (NessieConflict, NessieAlreadyExists)
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Waits between attempts in seconds; empty: one attempt. A `budget` is that of all calls together."""
+    """The delays between attempts in seconds; without delays there is one attempt.
+
+    All calls together share `budget`. If it is None, repeats are not limited.
+    """
 
     delays_s: tuple[float, ...] = (1.0, 2.0, 4.0)
     budget: RetryBudget | None = None
@@ -142,19 +153,21 @@ class RetryPolicy:
     def run_attempts(
         self, attempt: Callable[[bool], T], *, sleep: Callable[[float], None], repeatable: bool = False
     ) -> T:
-        """Call `attempt(doubt)` until it succeeds or may not be repeated.
+        """Call `attempt(doubt)` until it succeeds or must not be repeated.
 
-        Transient errors are repeated, and answers that are not Nessie's. Unknown outcomes are repeated only
-        when `repeatable`: the caller has proven that doing it twice is the same as once. `doubt` is True as
-        soon as one attempt ended unknown. A repeat that then fails does not make the outcome known, so
-        NessieOutcomeUnknown is raised even when the last failure was a harmless refused connection: telling
-        the caller "certainly nothing happened" would make it publish twice or delete files that are in use.
+        Transient errors are repeated, and so are answers that do not come from Nessie. Unknown outcomes are
+        repeated only if `repeatable`: then repeating the call must have the same effect as one call. `doubt`
+        is True after an attempt with an unknown outcome.
+
+        A failed repeat does not make the first outcome known. So NessieOutcomeUnknown is raised even if the
+        last failure was a refused connection. Otherwise the caller would take the change as not applied, and
+        publish twice or delete files that are in use.
         """
         unknown_outcome: NessieOutcomeUnknown | None = None
         if self.budget is not None:
             self.budget.record_call()
-        # A plain loop: nearly every call succeeds at once, and a retrying library's state costs as much CPU
-        # as the request.
+        # Nearly every call succeeds at once, and the state of a retrying library costs as much CPU as the
+        # request. So this is a plain loop.
         for delay in (*self.delays_s, None):
             try:
                 return attempt(unknown_outcome is not None)

@@ -1,4 +1,4 @@
-"""HTTP to one Nessie server: authentication, TLS, timeouts, one kept connection per thread."""
+"""HTTP to one Nessie server: authentication, TLS, timeouts and one connection pool per thread."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from branchlake_dagster.nessie.retry import Breaker
 
 T = TypeVar("T")
 
-# Without this header the server leaves `errorDetails` out, and a conflict names no keys.
+# Without this header the server omits `errorDetails`, and a conflict names no keys.
 _CLIENT_SPEC = {"Nessie-Client-Spec": "2", "Accept": "application/json"}
 
 
 def validate_uri(uri: str) -> str:
-    """The API v2 base address without a trailing slash; raises ConfigurationError for anything else."""
+    """Return the API v2 base address without a trailing slash. Raises ConfigurationError if it is not one."""
     parts = urlsplit(uri)
     if parts.username is not None or parts.password is not None:
         raise ConfigurationError(
-            "The Nessie URI holds credentials, which would end in logs.",
-            hint="Use the token setting.",
+            "The Nessie URI contains credentials, which would appear in logs.",
+            hint="Remove them, and set BRANCHLAKE_NESSIE_TOKEN.",
             reason="credentials_in_address",
         )
     path = parts.path.rstrip("/")
@@ -39,10 +39,10 @@ def validate_uri(uri: str) -> str:
         or not path.endswith("/v2")
         or not is_plain
     ):
-        # Without its query: some put a token there.
+        # The message omits the query, because the query may contain a token.
         shown_uri = parts._replace(query="", fragment="").geturl()
         raise ConfigurationError(
-            f"{shown_uri!r} is no address of Nessie's API v2.",
+            f"{shown_uri!r} is not an address of Nessie's API v2.",
             hint="Example: http://127.0.0.1:19120/api/v2",
             reason="not_api_v2",
             subject=shown_uri,
@@ -51,27 +51,27 @@ def validate_uri(uri: str) -> str:
 
 
 def validate_token(token: str | None) -> str | None:
-    """The token without surrounding white space.
+    """Return the token without surrounding white space. Raises ConfigurationError if it is not valid.
 
-    A token file usually ends in a newline, and requests then prints the whole header in its error.
+    A token file usually ends in a newline. requests would then print the whole header in its error.
     """
     if token is None:
         return None
     token = token.strip()
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigurationError(
-            "The Nessie token is empty or has characters that no HTTP header can carry.",
-            hint="Give the bare token, without 'Bearer'.",
+            "The Nessie token is empty or contains characters that are not allowed in an HTTP header.",
+            hint="Set BRANCHLAKE_NESSIE_TOKEN to the bare token, without 'Bearer'.",
         )
     return token
 
 
 def validate_verify(verify: bool | str) -> bool | str:
-    """`verify` as requests takes it; raises ConfigurationError for a CA bundle that is not there."""
+    """Return `verify` as requests takes it. Raises ConfigurationError if the CA bundle does not exist."""
     if isinstance(verify, str) and not Path(verify).exists():
         raise ConfigurationError(
-            f"There is no CA bundle at {verify}.",
-            hint="Give a PEM file or a folder.",
+            f"The CA bundle {verify} does not exist.",
+            hint="Set BRANCHLAKE_NESSIE_VERIFY_TLS to a PEM file or a folder of them.",
             reason="ca_bundle_missing",
             subject=verify,
         )
@@ -79,22 +79,22 @@ def validate_verify(verify: bool | str) -> bool | str:
 
 
 def _bearer_auth(token: str) -> requests.auth.AuthBase:
-    from branchlake_dagster.nessie.pynessie_parts import TokenAuth  # late: 0.4 s
+    from branchlake_dagster.nessie.pynessie_parts import TokenAuth  # late import: 0.4 s
 
     auth: requests.auth.AuthBase = TokenAuth(token)
     return auth
 
 
 class Transport(Protocol):
-    """What the client needs of the wire; every failure comes out as a NessieError."""
+    """The interface to the server that the client needs. Every failure is raised as a NessieError."""
 
     @property
     def uri(self) -> str:
-        """The API's base address."""
+        """Return the API's base address."""
         ...
 
     def close(self) -> None:
-        """Release what is kept between calls."""
+        """Close the connections."""
         ...
 
     def send(
@@ -108,14 +108,14 @@ class Transport(Protocol):
         params: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> T:
-        """One request to `uri/path`; the decoded JSON of a 2xx answer."""
+        """Send one request to `uri/path` and return the decoded JSON of a 2xx answer."""
         ...
 
 
 class GuardedTransport:
-    """Another transport behind a breaker: a Nessie that fails is left alone for seconds.
+    """A transport behind a circuit breaker: it sends nothing to a failing Nessie for some seconds.
 
-    Otherwise a hundred waiting runs ask a server that is starting for all it has, each four times.
+    Otherwise a hundred waiting runs would send all their requests, each four times, to a starting server.
     """
 
     def __init__(self, inner: Transport, breaker: Breaker) -> None:
@@ -124,11 +124,11 @@ class GuardedTransport:
 
     @property
     def uri(self) -> str:
-        """The API's base address."""
+        """Return the API's base address."""
         return self._inner.uri
 
     def close(self) -> None:
-        """Release what is kept between calls."""
+        """Close the connections."""
         self._inner.close()
 
     def send(
@@ -142,11 +142,14 @@ class GuardedTransport:
         params: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> T:
-        """As the other one, or NessieUnavailable at once: nothing was sent."""
+        """Send one request by the inner transport.
+
+        Raises NessieUnavailable if the breaker blocks the request.
+        """
         if wait := self._breaker.seconds_to_wait():
             raise NessieUnavailable(
-                f"Nessie at {self.uri} was not asked to {action}: most of its last answers were failures.",
-                hint=f"It is asked again in {wait:.1f} s.",
+                f"Nessie at {self.uri} was not asked to {action}, because most of its last answers failed.",
+                hint=f"Requests are sent again in {wait:.1f} s.",
                 reason="not_asked",
             )
         failed = True
@@ -164,10 +167,12 @@ class GuardedTransport:
 
 
 class HttpTransport:
-    """Sends requests and turns every failure into a NessieError; knows nothing of Nessie's objects.
+    """HTTP requests whose failures are raised as NessieError.
 
-    `verify` is True, False, or the path of a CA bundle. Timeouts are in seconds; the read timeout is the
-    longest silence, not the length of a whole call. Safe to share between threads.
+    This class knows nothing of Nessie's objects.
+
+    `verify` is True, False, or the path of a CA bundle. Timeouts are in seconds. The read timeout limits the
+    time without data, not the duration of the whole call. Threads may share a transport.
     """
 
     def __init__(
@@ -193,7 +198,7 @@ class HttpTransport:
         return f"HttpTransport({self.uri})"
 
     def close(self) -> None:
-        """Close every thread's connections; the next call opens new ones."""
+        """Close the connections of all threads. The next call opens new ones."""
         with self._lock:
             sessions, self._sessions = self._sessions, []
             self._local = threading.local()
@@ -221,15 +226,15 @@ class HttpTransport:
         params: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> T:
-        """One request to `uri/path`; the decoded JSON of a 2xx answer, or the NessieError that fits.
+        """Send one request to `uri/path` and return the decoded JSON of a 2xx answer. Raises NessieError.
 
-        `changes` tells whether the server's state may differ afterwards: it decides between
-        "unavailable" and "outcome unknown". A POST that only reads passes False.
+        `changes` is whether the request may change the server's state. It decides between NessieUnavailable
+        and NessieOutcomeUnknown. A POST that only reads passes False.
         """
         failure: NessieError
         try:
-            # verify goes with each call: REQUESTS_CA_BUNDLE overrides a session's own setting.
-            # Redirects are not followed: requests turns a redirected POST into a GET.
+            # `verify` is passed with each call, because REQUESTS_CA_BUNDLE overrides a session's own setting.
+            # Redirects are not followed, because requests turns a redirected POST into a GET.
             answer = self._session().request(
                 method,
                 f"{self.uri}/{path}",
@@ -258,11 +263,12 @@ class HttpTransport:
                     changes=changes,
                     server=self.uri,
                 )
-        # Raised out here so that no requests exception, whose request carries the token, is its context.
+        # The error is raised outside the except block: its context would otherwise be the requests exception,
+        # whose request contains the token.
         raise failure
 
     def _error_payload(self, answer: requests.Response) -> object:
-        """The JSON of an error answer with our token blotted out, in case the server echoes it."""
+        """Return the JSON of an error answer with the token redacted, in case the server echoes it."""
         try:
             return _redact(json.loads(answer.text), self._secret)
         except ValueError:
@@ -270,7 +276,10 @@ class HttpTransport:
 
 
 def _redact(data: object, secret: str | None) -> object:
-    """JSON data without the secret. Not the text of it: that may hold the secret in escapes."""
+    """Replace the secret in every string of decoded JSON.
+
+    The raw text is not enough: escapes could hide it.
+    """
     if secret is None:
         return data
     if isinstance(data, str):
