@@ -1,6 +1,6 @@
-"""Runs are forked from a process that has imported everything already (docs/adr/0022-warm-launcher.md).
+"""A run launcher that forks runs from processes with all imports done (docs/adr/0022-warm-launcher.md).
 
-`launcher` is what Dagster is given; `templates` are its warm processes, seen from the launcher; `template` is
-such a process, `worker` what a fork of it does. `channel` is how they speak, `process` how a run's process is
-recognised, `sources` whether the imported code is still what the files say.
+`launcher` has the class that Dagster loads. `templates` starts and uses the launcher's warm processes.
+`template` is the program of a warm process, and `worker` what each of its forks does. `process` identifies
+the process of a run.
 """

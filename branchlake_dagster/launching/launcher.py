@@ -1,4 +1,4 @@
-"""`WarmRunLauncher`: Dagster's run launcher that forks runs from warm processes."""
+"""`WarmRunLauncher`, a run launcher for Dagster that forks runs from warm processes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ _log = logging.getLogger(__name__)
 
 
 class WarmRunLauncher(DefaultRunLauncher):
-    """Launches a run by forking a process that has imported the code location already.
+    """Launches a run by forking a process that has already imported the code location.
 
     A code location that Dagster serves from this machine and environment gets a warm process with its first
-    run; it is replaced when the location is reloaded or a source file changes. Runs of any other location,
-    and all runs with `BRANCHLAKE_RUN_LAUNCHER=dagster`, start as with Dagster's own launcher; so does a run
-    for which there is no warm process, with a line in its log.
+    run. The warm process is replaced when the location is reloaded or a source file changes.
+
+    Other runs start as with Dagster's own launcher: runs of any other location, and all runs with
+    `BRANCHLAKE_RUN_LAUNCHER=dagster`. If no warm process can be used, the run starts in the same way, and its
+    event log gets a line with the reason.
 
     Examples:
         .. code-block:: python
@@ -57,16 +59,16 @@ class WarmRunLauncher(DefaultRunLauncher):
 
     @classmethod
     def config_type(cls) -> UserConfigSchema:
-        """No options."""
+        """Return the configuration schema, which has no options."""
         return {}
 
     @classmethod
     def from_config_value(cls, inst_data: ConfigurableClassData, config_value: Mapping[str, Any]) -> Self:
-        """As Dagster makes it."""
+        """Create the launcher as Dagster does."""
         return cls(inst_data, **config_value)
 
     def launch_run(self, context: LaunchRunContext) -> None:
-        """Start the run's process: forked where that is possible, else in Dagster's way."""
+        """Start the run's process by a fork, or by Dagster's own launcher if a fork is not possible."""
         run = context.dagster_run
         load_spec = self._load_spec(context)
         if isinstance(load_spec, str):
@@ -77,15 +79,20 @@ class WarmRunLauncher(DefaultRunLauncher):
                     load_spec, run.run_id, timeout_s=self._instance.code_server_process_startup_timeout
                 )
             except NoWorker as error:
-                _log.warning("%s Run %s starts in Dagster's way.", error, run.run_id)
-                self._instance.report_engine_event(f"{error} The run starts in Dagster's way.", run)
+                _log.warning("%s Run %s starts with Dagster's own launcher.", error, run.run_id)
+                self._instance.report_engine_event(
+                    f"{error} The run starts with Dagster's own launcher.", run
+                )
             else:
                 self._run_ids.add(run.run_id)
                 return
         super().launch_run(context)
 
     def terminate(self, run_id: str) -> bool:
-        """Interrupt the run's process, which then ends the run as canceled; True when that is under way."""
+        """Interrupt the run's process, which then ends the run as canceled.
+
+        Return whether that is under way.
+        """
         run = self._instance.get_run_by_id(run_id)
         worker = WorkerProcess.from_tag(run.tags.get(RunTag.WORKER)) if run else None
         if run is None or run.is_finished or worker is None:
@@ -93,8 +100,8 @@ class WarmRunLauncher(DefaultRunLauncher):
         self._instance.report_run_canceling(run)
         if not worker.is_visible():
             self._instance.report_engine_event(
-                f"Process {worker.pid} of the run is on another machine or in another container; end the run"
-                " from the Dagster daemon that launched it.",
+                f"Process {worker.pid} of the run is on another machine or in another container. Terminate"
+                " the run on the machine of the Dagster daemon that launched it.",
                 run,
             )
             return False
@@ -103,43 +110,46 @@ class WarmRunLauncher(DefaultRunLauncher):
                 os.kill(worker.pid, signal.SIGINT)
                 return True
         except ProcessLookupError:
-            pass  # it has ended since
+            pass  # the process has ended meanwhile
         if not (current_run := self._instance.get_run_by_id(run_id)) or current_run.is_finished:
             return False
-        self._instance.report_run_canceled(run, f"Process {worker.pid} of the run is gone already.")
+        self._instance.report_run_canceled(run, f"Process {worker.pid} of the run has already ended.")
         return True
 
     @property
     def supports_check_run_worker_health(self) -> bool:
-        """Dagster's run monitoring may ask."""
+        """Return True: Dagster's run monitoring may check the runs of this launcher."""
         return True
 
     def check_run_worker_health(self, run: DagsterRun) -> CheckRunHealthResult:
-        """Whether the process of a run that has started still runs."""
+        """Return whether the process of a started run still runs."""
         worker = WorkerProcess.from_tag(run.tags.get(RunTag.WORKER))
         if worker is None or not worker.is_visible():
-            # Launched in Dagster's way, or beyond our sight. Any answer but "running" would fail the run.
-            return CheckRunHealthResult(WorkerStatus.RUNNING, "Its process cannot be seen from here.")
+            # The run was launched by Dagster's own launcher, or its process is on another machine or in
+            # another container. Any status but RUNNING would fail the run.
+            return CheckRunHealthResult(
+                WorkerStatus.RUNNING, "The run's process is not visible from this machine or container."
+            )
         if worker.is_running():
             return CheckRunHealthResult(WorkerStatus.RUNNING, run_worker_id=str(worker.pid))
         return CheckRunHealthResult(
-            WorkerStatus.FAILED, f"Process {worker.pid} of the run is gone.", run_worker_id=str(worker.pid)
+            WorkerStatus.FAILED, f"Process {worker.pid} of the run has ended.", run_worker_id=str(worker.pid)
         )
 
     def warm_processes(self) -> dict[str, int]:
-        """The warm process of each code location that has one, by its process id."""
+        """Return the process id of each warm process, by code location."""
         return self._templates.process_ids()
 
     def dispose(self) -> None:
-        """Let the warm processes end, each with its last run."""
+        """End the warm processes, each after its last run."""
         self._templates.close()
         super().dispose()
 
     def _load_spec(self, context: LaunchRunContext) -> LoadSpec | str:
-        """What a process must have loaded to be forked for this run; or why it cannot be, in words."""
+        """Return what a warm process must load before it can fork this run, or the reason why it cannot."""
         run = context.dagster_run
         if Settings().run_launcher == "dagster":
-            return "BRANCHLAKE_RUN_LAUNCHER asks for it"
+            return "BRANCHLAKE_RUN_LAUNCHER is dagster"
         if sys.platform != "linux":
             return f"on {sys.platform} a process that has imported libraries cannot be forked safely"
         location = find_code_location(context)
@@ -162,4 +172,4 @@ class WarmRunLauncher(DefaultRunLauncher):
         name = run.remote_job_origin.location_name if run.remote_job_origin else run.job_name
         if (name, reason) not in self._logged_reasons:
             self._logged_reasons.add((name, reason))
-            _log.info("Runs of %s start in Dagster's way: %s.", name, reason)
+            _log.info("Runs of %s start with Dagster's own launcher: %s.", name, reason)

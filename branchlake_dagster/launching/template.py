@@ -1,9 +1,9 @@
 """A warm process: it has loaded one code location, and forks a worker for each run.
 
-Started by the launcher as `python -m branchlake_dagster.launching.template DESCRIPTOR`, with one end of a
-socket pair. It opens no storage and no connection and runs no thread, since a fork would share them. It ends
-when the launcher's end is closed (so also when that process dies) and its last worker has ended: it is the
-parent that learns how a worker ended.
+The launcher starts it as `python -m branchlake_dagster.launching.template DESCRIPTOR`, with one end of a
+socket pair. The process opens no storage and no connection and starts no thread, because its forks would
+share them. It ends when the launcher's end is closed, which also happens if the launcher dies, and when its
+last worker has ended. It must wait for its workers: only the parent gets the exit status of a worker.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from branchlake_dagster.launching.worker import (
 )
 
 Stamp = tuple[int, int]
-"""Time of the last change in nanoseconds, and size in bytes."""
+"""The time of the last change in nanoseconds, and the size in bytes."""
 
 _INSTALLED_FOLDERS = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -55,10 +55,10 @@ _INSTALLED_FOLDERS = tuple(
 def imported_sources(
     modules: Iterable[ModuleType], *, began_ns: int, ended_ns: int
 ) -> dict[Path, Stamp | None]:
-    """The files of imported modules that a user may edit: not those of installed packages.
+    """Return the source files of imported modules, except those of installed packages.
 
-    A file that was written while the imports went on (two times of `time.time_ns`) has no stamp: nobody knows
-    which of its versions was read, so it counts as changed.
+    `began_ns` and `ended_ns` are the times of `time.time_ns` around the imports. A file that was written
+    between them has no stamp, because it is unknown which version was imported. It counts as changed.
     """
     stamps: dict[Path, Stamp | None] = {}
     for module in modules:
@@ -71,7 +71,7 @@ def imported_sources(
 
 
 def changed_files(stamps: Mapping[Path, Stamp | None]) -> list[Path]:
-    """Those of the files that were written or deleted since."""
+    """Return the files that were written or deleted after the import."""
     return [path for path, stamp in stamps.items() if stamp is None or _file_stamp(path) != stamp]
 
 
@@ -88,17 +88,21 @@ _LATE_IMPORTS = {
     "pyiceberg": ("pyiceberg.io.pyarrow",),
     "pyspark.sql": ("pyspark.sql.connect.session", "grpc_status.rpc_status"),
 }
-"""By what is imported: what follows late, with the first calls of a run. That is half a second each time."""
+"""Modules that the first calls of a run import late, by the package that needs them. Each costs half a
+second."""
 
 _DESCRIPTORS_FOLDER = Path("/proc/self/fd")
 
 
-class NotForkable(Exception):  # noqa: N818 - says what the code location is
-    """The code location did on import what a fork must not inherit."""
+class NotForkable(Exception):  # noqa: N818 - the name describes the code location
+    """The import of the code location did something that a fork must not inherit."""
 
 
 def load_code_location(message: Mapping[str, Any]) -> dict[Path, Stamp | None]:
-    """Import and build everything; gives the files it came from. Raises what they raise, or NotForkable."""
+    """Import and build everything that a run needs, and return the source files of the imported modules.
+
+    Raises the errors of the imports, or NotForkable.
+    """
     start_ns = time.time_ns()
     sockets_before = _list_sockets()
     instance_ref = deserialize_value(message["instance"], InstanceRef)
@@ -128,7 +132,7 @@ def _preload_late_imports() -> None:
 def _list_sockets() -> set[str]:
     sockets = set()
     for entry in _DESCRIPTORS_FOLDER.iterdir():
-        with contextlib.suppress(OSError):  # the listing's own is gone by now
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is already closed
             target = str(entry.readlink())
             if target.startswith("socket:"):
                 sockets.add(target)
@@ -136,15 +140,15 @@ def _list_sockets() -> set[str]:
 
 
 class Template:
-    """Forks workers on request and watches them."""
+    """Forks workers on request and waits for them."""
 
     def __init__(self, launcher: socket.socket, sources: Mapping[Path, Stamp | None]) -> None:
         self._launcher: socket.socket | None = launcher
         self._sources = sources
         self._asked_to_end = False
         self._children: dict[int, WorkerRun | None] = {}
-        """By process id: the run that it executes, or None of one that reports a crash."""
-        # Not epoll: its list lies in the kernel and would be shared with the forks.
+        """The run that each child executes, by process id. None for a child that only reports a crash."""
+        # Not epoll: its list of descriptors is in the kernel, and the forks would share it.
         self._selector = selectors.PollSelector()
         self._selector.register(launcher, selectors.EVENT_READ)
         self._wake_reader, wake_writer = socket.socketpair()
@@ -157,7 +161,10 @@ class Template:
         signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> Callable[[], int] | None:
-        """Until nobody needs it any more: then None. In a fork: what that has to do."""
+        """Serve until the launcher is gone and all children have ended, then return None.
+
+        In a fork, return the task of that fork instead.
+        """
         while self._launcher is not None or self._children:
             for key, _ in self._selector.select():
                 if key.fileobj is self._wake_reader:
@@ -171,14 +178,14 @@ class Template:
         return None
 
     def _handle_request(self, launcher: socket.socket) -> Callable[[], int] | None:
-        """One request of the launcher; the task of the worker when this is it."""
+        """Answer one request of the launcher. In the new worker, return its task."""
         try:
             request, descriptors = receive_message(launcher)
         except ChannelClosed:
             self._stop_requests()
             return None
         if len(descriptors) != 1:
-            raise ValueError("A request brings the socket for its answer.")
+            raise ValueError("A request must pass exactly one socket, for its answer.")
         reply = socket.socket(fileno=descriptors[0])
         if files := changed_files(self._sources):
             _send_refusal(reply, {"changed": [str(path) for path in files[:3]]})
@@ -195,7 +202,7 @@ class Template:
         return lambda: execute_run(run, reply)
 
     def _collect_children(self) -> Callable[[], int] | None:
-        """Those that have ended; the task of the reporter when this is it."""
+        """Collect the children that have ended. In a fork that reports a crash, return its task."""
         while self._children:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -207,8 +214,11 @@ class Template:
         return None
 
     def _fork(self, run: WorkerRun | None) -> bool:
-        """True in the template, False in its fork, which has nothing of the template's open any more."""
-        # What was printed and not yet written would be written by both.
+        """Fork.
+
+        Return True in the template and False in its fork, which closes everything of the template.
+        """
+        # Both processes would write text that was printed but not yet flushed.
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -231,40 +241,42 @@ class Template:
             self._launcher = None
 
     def _on_term(self, *_: object) -> None:
-        """Asked to end: no new workers, but those that work are watched to their end."""
+        """Stop accepting requests. The template still waits for its workers."""
         self._asked_to_end = True
 
 
 def _send_refusal(reply: socket.socket, answer: dict[str, Any]) -> None:
-    with reply, contextlib.suppress(OSError):  # who asked may have given up
+    with reply, contextlib.suppress(OSError):  # the launcher may have given up
         send_message(reply, answer)
 
 
 def _only_wake_up(*_: object) -> None:
-    """A signal without a handler does not end the wait."""
+    """Do nothing: the signal only has to interrupt the wait."""
 
 
 def main(descriptor: int) -> int:
-    """The exit status of the template; its forks `end_process`."""
+    """Run the template and return its exit status. Its forks end with `end_process`."""
     launcher = socket.socket(fileno=descriptor)
     launcher.set_inheritable(False)
-    # Ctrl-C reaches the whole terminal: workers are interrupted, their parent still has to see them end.
+    # Ctrl-C reaches all processes of the terminal. It interrupts the workers, but the template must still
+    # wait for them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         message, _ = receive_message(launcher)
         sources = load_code_location(message)
     except ChannelClosed:
         return 0
-    except BaseException as error:  # noqa: BLE001 - whatever the code does, the launcher is told
+    except BaseException as error:  # noqa: BLE001 - the launcher gets every failure of the code
         traceback.print_exc()
         send_message(launcher, {"failed": f"{type(error).__name__}: {error}"})
         return 1
-    # What is there now stays for ever; the collector of a fork would otherwise touch, and so copy, all of it.
+    # All present objects stay alive for ever. Without the freeze, the garbage collector of a fork would touch
+    # them all, and so copy their pages.
     gc.collect()
     files = list_open_files()
     for file in files:
-        with contextlib.suppress(Exception):  # not for writing
-            file.flush()  # else each fork would write it
+        with contextlib.suppress(Exception):  # not writable
+            file.flush()  # otherwise each fork would write the buffer
     gc.freeze()
     send_message(launcher, {"ready": os.getpid()})
     task = Template(launcher, sources).serve()

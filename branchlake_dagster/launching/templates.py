@@ -1,4 +1,4 @@
-"""The warm processes of one launcher: one for each code location, started when first needed."""
+"""The warm processes of one launcher. Each code location gets one when its first run starts."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from branchlake_dagster.internals.json_channel import ChannelClosed, receive_mes
 
 _MODULE = "branchlake_dagster.launching.template"
 _FORK_TIMEOUT_S = 30.0
-"""A fork takes milliseconds; a machine that swaps may take longer."""
+"""A fork takes milliseconds, but a machine that swaps may need longer."""
 _RETRY_LOAD_AFTER_S = 60.0
-"""After a load that failed. Trying it again for each run would double the wait."""
+"""Pause after a failed load. Repeating the load for each run would double the wait of each run."""
 
 
 class NoWorker(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """No process executes the run, and none will: it may be launched in another way."""
+    """No process executes the run, and none will. The run may be launched in another way."""
 
 
 class _SourcesChanged(Exception):  # noqa: N818 - an answer, not an error
-    """The template's code is not what the files say any more."""
+    """The source files differ from the code that the template has imported."""
 
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """What a warm process has loaded: equal loads may share one.
+    """What a warm process has loaded. Two runs with equal specs can share a warm process.
 
-    `server` is the code server's name for its present load; the other fields are serialised.
+    `server` identifies the current load of the code server. The other fields except `location` are
+    serialized.
     """
 
     location: str
@@ -45,23 +46,25 @@ class LoadSpec:
     instance: str
 
     def to_message(self) -> dict[str, Any]:
-        """For the template."""
+        """Return the message that makes a template load this spec."""
         return asdict(self)
 
 
 _DESCRIPTOR = 3
-"""Of its end of the socket pair, in a template."""
+"""The descriptor of the template's end of the socket pair."""
 
 _retiring_pids: list[int] = []
-"""Process ids of those that end by themselves; asked about now and then, so that they leave no zombie."""
+"""Process ids of templates that end by themselves. They are polled now and then, so that no zombie remains.
+"""
 
 
 def _spawn_template(child_socket: socket.socket) -> int:
-    """A template with this end; its process id.
+    """Start a template process that inherits `child_socket`, and return its process id.
 
-    Not through subprocess, whose object warns about a process that outlives it, as a template with runs does.
+    Not by subprocess: its object warns about a process that outlives it, as a template with runs does.
     """
-    # A duplicate is what a new program may keep, and a descriptor is none of itself.
+    # Only a duplicated descriptor stays open in the new program, and a descriptor cannot be duplicated onto
+    # itself.
     descriptor = _DESCRIPTOR + (child_socket.fileno() == _DESCRIPTOR)
     return os.posix_spawn(
         sys.executable,
@@ -82,7 +85,7 @@ def _has_ended(pid: int) -> bool:
 
 
 class _TemplateHandle:
-    """One warm process, seen from the launcher. Not to be used by two threads at once."""
+    """The launcher's view of one warm process. Two threads must not use it at the same time."""
 
     def __init__(self, load_spec: LoadSpec, *, timeout_s: float) -> None:
         self.load_spec = load_spec
@@ -96,19 +99,24 @@ class _TemplateHandle:
         except (OSError, ChannelClosed) as error:
             self.kill()
             raise NoWorker(
-                f"The warm process of {load_spec.location} did not get ready: {error}", reason="not_ready"
+                f"The warm process of code location {load_spec.location} did not start: {error}",
+                reason="not_ready",
             ) from error
         if "failed" in answer:
             self.kill()
             raise NoWorker(
-                f"{load_spec.location} could not be loaded into a warm process: {answer['failed']}",
+                f"Code location {load_spec.location} could not be loaded into a warm process:"
+                f" {answer['failed']}",
                 reason="load_failed",
             )
 
     def fork(self, run_id: str) -> int:
-        """A worker that executes the run. Raises NoWorker, when there will be none, or _Changed."""
+        """Fork a worker that executes the run, and return its process id.
+
+        Raises NoWorker if no worker will execute the run, or _SourcesChanged.
+        """
         own_socket, child_socket = socket.socketpair()
-        # Closing our end is how a worker that we have given up learns that it must not begin.
+        # The worker must not begin once the launcher has given up. It learns that from the closed socket.
         with own_socket:
             with child_socket:
                 try:
@@ -116,7 +124,9 @@ class _TemplateHandle:
                     send_message(self._channel, message, descriptors=[child_socket.fileno()])
                 except OSError as error:
                     self.kill()
-                    raise NoWorker(f"The warm process of {self.load_spec.location} is gone.") from error
+                    raise NoWorker(
+                        f"The warm process of code location {self.load_spec.location} has ended."
+                    ) from error
             own_socket.settimeout(_FORK_TIMEOUT_S)
             try:
                 answer, _ = receive_message(own_socket)
@@ -124,36 +134,39 @@ class _TemplateHandle:
                     raise _SourcesChanged
                 if "failed" in answer:
                     self.retire()
-                    raise NoWorker(f"The warm process of {self.load_spec.location}: {answer['failed']}.")
+                    raise NoWorker(
+                        f"The warm process of code location {self.load_spec.location} failed:"
+                        f" {answer['failed']}."
+                    )
                 send_message(own_socket, {"go": True})
             except (ChannelClosed, OSError) as error:
                 self.kill()
                 raise NoWorker(
-                    f"The warm process of {self.load_spec.location} is gone or did not answer within"
-                    f" {_FORK_TIMEOUT_S:.0f} s."
+                    f"The warm process of code location {self.load_spec.location} has ended or did not answer"
+                    f" within {_FORK_TIMEOUT_S:.0f} s."
                 ) from error
         return int(answer["worker"])
 
     def is_running(self) -> bool:
-        """Whether it still runs. One that has ended is collected with the question."""
+        """Return whether the process still runs. If it has ended, its exit status is collected."""
         return not _has_ended(self.pid)
 
     def retire(self) -> None:
-        """Let it end by itself, with its last worker."""
+        """Let the process end by itself, after its last worker."""
         self._channel.close()
         _retiring_pids[:] = [pid for pid in [*_retiring_pids, self.pid] if not _has_ended(pid)]
 
     def kill(self) -> None:
-        """End it now; its workers go on without a parent."""
+        """Kill the process now. Its workers continue without a parent."""
         self._channel.close()
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has ended already
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the process has already ended
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
 
 
 @dataclass
 class _TemplateSlot:
-    """Where the template of one code location is kept."""
+    """The template of one code location, and its last failed load."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     template: _TemplateHandle | None = None
@@ -161,7 +174,7 @@ class _TemplateSlot:
 
 
 class Templates:
-    """Starts, uses, replaces and ends the warm processes of one launcher. Any thread may use it."""
+    """Starts, uses, replaces and ends the warm processes of one launcher. Threads may share it."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -169,10 +182,10 @@ class Templates:
         self._slots: dict[str, _TemplateSlot] = {}
 
     def launch(self, load_spec: LoadSpec, run_id: str, *, timeout_s: float) -> int:
-        """The id of a process that executes the run, forked from a template with this load.
+        """Fork a process that executes the run from a template with this spec, and return its process id.
 
-        `timeout_s` is how long a template may take to load. Raises NoWorker when there is no such process
-        and will be none.
+        `timeout_s` is the largest time that a template may take to load. Raises NoWorker if no process
+        executes the run and none will.
         """
         with self._lock:
             slot = self._slots.setdefault(load_spec.location, _TemplateSlot())
@@ -187,7 +200,9 @@ class Templates:
                     slot.template = None
                     if is_last_attempt:
                         raise
-            raise NoWorker(f"The files of {load_spec.location} change faster than they are loaded.")
+            raise NoWorker(
+                f"The files of code location {load_spec.location} change faster than they can be loaded."
+            )
 
     def _load_template(self, slot: _TemplateSlot, load_spec: LoadSpec, timeout_s: float) -> _TemplateHandle:
         if slot.template is not None and (
@@ -213,11 +228,11 @@ class Templates:
         slot.template = None
 
     def process_ids(self) -> dict[str, int]:
-        """The process id of each location's template."""
+        """Return the process id of each template, by code location."""
         return {name: slot.template.pid for name, slot in self._slots.items() if slot.template}
 
     def close(self) -> None:
-        """Let all of them end, each with its last worker."""
+        """Let all templates end, each after its last worker."""
         for slot in list(self._slots.values()):
             with slot.lock:
                 self._retire(slot)

@@ -1,9 +1,8 @@
-"""What a fork of the template does: execute one run, and end without the template's clean-up.
+"""The work of a template's fork: execute one run, and end without the interpreter's cleanup.
 
-How a fork ends: as the interpreter would, but for taking apart all that it has inherited.
-
-Freeing a quarter of a gigabyte of modules, page by page copied from the template, was a fifth of the CPU time
-of a small run. The kernel does it at once.
+A fork ends as the interpreter would, but it does not free the objects that it has inherited. Freeing a
+quarter of a gigabyte of modules, each page copied from the template, was a fifth of the CPU time of a small
+run. The kernel frees them at once.
 """
 
 from __future__ import annotations
@@ -37,27 +36,27 @@ from branchlake_dagster.launching.process import WorkerProcess
 from branchlake_dagster.stored_names import RunTag
 
 RUN_ENDED_STATUS = 85
-"""The exit status of a worker that leaves its run ended, or untouched. No other way to end has this one: code
-of a step may call `os._exit(0)`."""
+"""The exit status of a worker that leaves its run ended, or untouched. It is not 0, because code of a step
+may call `os._exit(0)`."""
 
 
 @dataclass(frozen=True)
 class WorkerRun:
-    """A run and the instance that knows it, serialised as the launcher sent it."""
+    """A run and its Dagster instance, serialized as the launcher sent it."""
 
     run_id: str
     instance: str
 
     def instance_ref(self) -> InstanceRef:
-        """Which Dagster instance it is."""
+        """Return the reference of the Dagster instance."""
         return deserialize_value(self.instance, InstanceRef)
 
 
 def execute_run(run: WorkerRun, launcher: socket.socket) -> int:
-    """Execute the run in this process, once the launcher has agreed; the exit status.
+    """Execute the run in this process once the launcher agrees, and return the exit status.
 
-    Until then nothing was touched: a launcher that has given up starts the run in another way, and closes
-    its end, so that there are never two.
+    Before the launcher agrees, the run is untouched. A launcher that has given up closes its end of the
+    socket and starts the run in another way. So a run never has two processes.
     """
     process = WorkerProcess.current()
     try:
@@ -70,7 +69,8 @@ def execute_run(run: WorkerRun, launcher: socket.socket) -> int:
     _differ_from_siblings()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with capture_interrupts(), DagsterInstance.from_ref(run.instance_ref()) as instance:
-        # Its own first act, because the launcher may be gone by now, and who ends the run needs it.
+        # The worker writes this tag itself and first, because the launcher may have ended by now. Termination
+        # of the run needs the tag.
         instance.add_run_tags(run.run_id, {RunTag.WORKER: process.to_tag()})
         execute_launched_run(instance, run.run_id)
         dagster_run = instance.get_run_by_id(run.run_id)
@@ -78,7 +78,7 @@ def execute_run(run: WorkerRun, launcher: socket.socket) -> int:
 
 
 def report_crash(run: WorkerRun, exit_code: int) -> int:
-    """Fail the run of a process that has ended without finishing it; the exit status."""
+    """Fail the run of a process that ended without finishing it, and return the exit status."""
     with DagsterInstance.from_ref(run.instance_ref()) as instance:
         dagster_run = instance.get_run_by_id(run.run_id)
         if dagster_run is not None and not dagster_run.is_finished:
@@ -89,27 +89,28 @@ def report_crash(run: WorkerRun, exit_code: int) -> int:
 
 
 def _differ_from_siblings() -> None:
-    """Each fork starts with its parent's random numbers; Python's own are seeded anew by the fork itself."""
+    """Seed numpy's random numbers anew, which each fork has inherited. The fork itself seeds Python's."""
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
 
 
 _FILE_BASE = io.IOBase.__mro__[1]
-"""What all files are made from, those of C too, which only say that they are of the class that has a name."""
+"""The base class of all file objects. Those implemented in C list only this class among their bases, not the
+public one."""
 
 _CLOSING_S = 30.0
 
 
 def end_process(status: int, inherited: Iterable[Any] = ()) -> NoReturn:
-    """End this process with `status`, after what whoever wrote the code of its run may rely on.
+    """End this process with `status`, and do what user code relies on at the end of a process.
 
-    Its threads have ended, except daemons; what is registered with `atexit` was called, the last one first;
-    files that nobody closed are closed, `inherited` ones too. What completes its file only when it is freed,
-    as an archive or a Parquet writer that was left open, does not.
+    Threads other than daemons have ended. Functions that are registered with `atexit` were called, the last
+    one first. Open files are closed, also the `inherited` ones. An object that completes its file only when
+    it is freed, such as an open archive or Parquet writer, does not complete it.
     """
     closing = threading.Event()
-    # A daemon's thread may hold a file's lock for ever, and be waiting for a reader that is gone.
+    # A daemon thread may hold a file's lock for ever, for example while it waits for a reader that has ended.
     threading.Thread(target=_give_up, args=(closing, status), daemon=True).start()
     for last_act in (
         threading._shutdown,  # type: ignore[attr-defined]  # as multiprocessing does for its forks
@@ -124,9 +125,10 @@ def end_process(status: int, inherited: Iterable[Any] = ()) -> NoReturn:
 
 
 def list_open_files() -> Sequence[Any]:
-    """Every file object that the garbage collector lists, but for the process's own three streams."""
+    """List every file object known to the garbage collector, except the three standard streams."""
     objects = gc.get_objects()
-    # By their types, which are few: `isinstance` asks proxies of others too, and they answer as they like.
+    # By type, because there are few types. `isinstance` would also call proxies of other libraries, with any
+    # effect.
     file_types = {kind for kind in set(map(type, objects)) if _FILE_BASE in kind.__mro__}
     return [file for file in objects if type(file) in file_types and not _is_stream(file)]
 
@@ -134,14 +136,14 @@ def list_open_files() -> Sequence[Any]:
 def _is_stream(file: Any) -> bool:
     try:
         return bool(file.fileno() <= 2)
-    except Exception:  # noqa: BLE001 - it is closed, or none of the system's; whatever the class of it says
+    except Exception:  # noqa: BLE001 - closed, or not a file of the system; other classes may raise anything
         return False
 
 
 def _close_files(files: Iterable[Any]) -> None:
-    """Close the files, what is written through others before those."""
+    """Close the files. A file that writes through another file is closed before that file."""
     for file in sorted(files, key=_layer_depth):
-        with contextlib.suppress(Exception):  # its disk is full, or nobody reads it any more
+        with contextlib.suppress(Exception):  # the disk is full, or the reader has ended
             file.close()
 
 
@@ -149,14 +151,14 @@ def _layer_depth(file: Any) -> int:
     if isinstance(file, io.TextIOBase):
         return 0
     if type(file).__module__ != "_io":
-        return 1  # compressed, remote or somebody's own
+        return 1  # compressed, remote or of another library
     return 2 if isinstance(file, io.BufferedIOBase) else 3
 
 
 def _call_safely(act: Callable[[], object]) -> None:
     try:
         act()
-    except BaseException:  # noqa: BLE001 - the interpreter, too, tells of it and goes on
+    except BaseException:  # noqa: BLE001 - the interpreter also prints the error and continues
         with contextlib.suppress(Exception):
             traceback.print_exc()
 

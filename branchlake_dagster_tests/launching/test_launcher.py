@@ -136,7 +136,7 @@ def test_run_monitoring_fails_a_run_whose_whole_family_is_dead(warm: Stack, rele
     assert not warm.run(run_id).is_finished, "nobody was there to tell"
     warm.monitor()
     assert warm.run(run_id).status is DagsterRunStatus.FAILURE
-    assert any(f"Process {worker.pid} of the run is gone." in text for text in warm.messages(run_id))
+    assert any(f"Process {worker.pid} of the run has ended." in text for text in warm.messages(run_id))
 
 
 def test_a_run_that_nobody_can_interrupt_any_more_is_canceled(warm: Stack, release: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_template_that_does_not_answer_gives_no_second_worker(
     assert run.tags["imported_by"] == run.tags["pid"], "it was started in Dagster's way"
     assert RunTag.WORKER not in run.tags
     assert warm.workers(run_id) == 1
-    assert any("The run starts in Dagster's way." in text for text in warm.messages(run_id))
+    assert any("The run starts with Dagster's own launcher." in text for text in warm.messages(run_id))
 
 
 def once_only(ready):  # type: ignore[no-untyped-def]
