@@ -1,4 +1,4 @@
-"""How a Kafka cluster is reached: options for librdkafka and for Spark, and files of certificates."""
+"""The address and credentials of a Kafka cluster, as options for librdkafka and for Spark."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ _KEY_BLOCK = re.compile(r"-----BEGIN PRIVATE KEY-----.+?-----END PRIVATE KEY----
 
 
 def read_ca_bundle(file: Path) -> str:
-    """A bundle of authorities, as it is. Raises ConfigurationError."""
-    hint = "BRANCHLAKE_KAFKA_CA is a file of PEM certificates."
+    """Return the content of a bundle of CA certificates. Raises ConfigurationError if it is not valid."""
+    hint = "Set BRANCHLAKE_KAFKA_CA to a file of PEM certificates."
     pem = _read_pem(file, "certificates", hint)
     if "-----BEGIN CERTIFICATE-----" not in pem:
         raise ConfigurationError(
-            f"{file} holds no certificate.", hint=hint, reason="no_certificate", subject=str(file)
+            f"{file} contains no certificate.", hint=hint, reason="no_certificate", subject=str(file)
         )
     return pem
 
 
 def read_client_certificate(file: Path) -> tuple[str, str]:
-    """The private key, and the chain of certificates. Raises ConfigurationError, which never has the key."""
-    hint = "BRANCHLAKE_KAFKA_CERTIFICATE is a PEM file with a private key (PKCS #8) and its certificates."
-    pem = _read_pem(file, "certificate", hint)
+    """Return the private key and the certificate chain of a client's PEM file.
+
+    Raises ConfigurationError, whose message never contains the key.
+    """
+    hint = "Set BRANCHLAKE_KAFKA_CERTIFICATE to a PEM file with a private key (PKCS #8) and its certificates."
+    pem = _read_pem(file, "the client certificate", hint)
     key, chain = _KEY_BLOCK.search(pem), _CERTIFICATE_BLOCK.findall(pem)
     if not chain:
         raise ConfigurationError(
-            f"{file} holds no certificate.", hint=hint, reason="no_certificate", subject=str(file)
+            f"{file} contains no certificate.", hint=hint, reason="no_certificate", subject=str(file)
         )
     if key is None:
         if "PRIVATE KEY-----" not in pem:
             raise ConfigurationError(
-                f"{file} holds no private key.", hint=hint, reason="no_private_key", subject=str(file)
+                f"{file} contains no private key.", hint=hint, reason="no_private_key", subject=str(file)
             )
         raise ConfigurationError(
-            f"The private key in {file} is encrypted, or in a form that Java does not read.",
-            hint="openssl pkcs8 -topk8 -nocrypt -in key.pem makes one that it does. The certificates come"
-            " behind it.",
+            f"The private key in {file} is encrypted, or in a format that Java cannot read.",
+            hint="Convert it with openssl pkcs8 -topk8 -nocrypt -in key.pem, and append the certificates to"
+            " the output.",
             reason="private_key_form",
             subject=str(file),
         )
@@ -53,9 +56,12 @@ def _read_pem(file: Path, what: str, hint: str) -> str:
     try:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigurationError(
-            f"The {what} {file} cannot be read: {why}.", hint=hint, reason="unreadable", subject=str(file)
+            f"The file of {what} {file} cannot be read: {why}.",
+            hint=hint,
+            reason="unreadable",
+            subject=str(file),
         ) from error
 
 
@@ -70,8 +76,8 @@ _LOGIN_MODULES = {
 class KafkaCluster:
     """Addresses and credentials of a Kafka cluster.
 
-    `bootstrap` is `host:port,…`; `security` is Kafka's `security.protocol`; `ca` is a file of PEM
-    certificates, `certificate` one with a key and the certificates by which we are known.
+    `bootstrap` is `host:port,…`. `security` is Kafka's `security.protocol`. `ca` is a file of PEM
+    certificates. `certificate` is a PEM file with the client's private key and its certificates.
     """
 
     bootstrap: str
@@ -84,7 +90,10 @@ class KafkaCluster:
 
     @classmethod
     def from_settings(cls, settings: Settings, bootstrap: str) -> KafkaCluster:
-        """The cluster at an address, with the credentials of the settings. Raises ConfigurationError."""
+        """Create the cluster at an address with the credentials of the settings.
+
+        Raises ConfigurationError.
+        """
         password = settings.kafka_password.get_secret_value() if settings.kafka_password else None
         return cls(
             bootstrap,
@@ -99,8 +108,9 @@ class KafkaCluster:
     def __post_init__(self) -> None:
         if self.certificate is not None and "SSL" not in self.security:
             raise ConfigurationError(
-                f"A certificate of one's own is shown over TLS only, not with {self.security}.",
-                hint="Set BRANCHLAKE_KAFKA_SECURITY to SSL or SASL_SSL, or no BRANCHLAKE_KAFKA_CERTIFICATE.",
+                f"A client certificate needs TLS, but the security protocol is {self.security}.",
+                hint="Set BRANCHLAKE_KAFKA_SECURITY to SSL or SASL_SSL, or unset"
+                " BRANCHLAKE_KAFKA_CERTIFICATE.",
                 reason="certificate_without_tls",
                 subject="BRANCHLAKE_KAFKA_CERTIFICATE",
             )
@@ -109,16 +119,19 @@ class KafkaCluster:
         if self.mechanism not in _LOGIN_MODULES:
             raise ConfigurationError(
                 f"Unknown SASL mechanism {self.mechanism!r}.",
-                hint=f"BRANCHLAKE_KAFKA_SASL_MECHANISM is one of {', '.join(_LOGIN_MODULES)}.",
+                hint=f"Set BRANCHLAKE_KAFKA_SASL_MECHANISM to one of {', '.join(_LOGIN_MODULES)}.",
             )
         if not self.username or not self.password:
             raise ConfigurationError(
-                f"{self.security} needs a user name and a password.",
+                f"The security protocol {self.security} needs a user name and a password.",
                 hint="Set BRANCHLAKE_KAFKA_USERNAME and BRANCHLAKE_KAFKA_PASSWORD.",
             )
 
     def client_options(self) -> dict[str, str]:
-        """For librdkafka (confluent-kafka). Secrets included: never log them. Raises ConfigurationError."""
+        """Build the options for librdkafka (confluent-kafka). Raises ConfigurationError.
+
+        They contain secrets: never log them.
+        """
         options = {"bootstrap.servers": self.bootstrap, "security.protocol": self.security}
         if self.mechanism and self.username and self.password:
             options |= {
@@ -136,9 +149,9 @@ class KafkaCluster:
         return options
 
     def spark_options(self) -> dict[str, str]:
-        """For Spark's source `kafka`. Secrets included; Spark hides options of this name in its plans.
+        """Build the options for Spark's source `kafka`. Raises ConfigurationError.
 
-        Raises ConfigurationError.
+        They contain secrets. Spark hides options of these names in its plans.
         """
         options: Mapping[str, str] = {
             "bootstrap.servers": self.bootstrap,
@@ -161,7 +174,7 @@ class KafkaCluster:
     def _java_trust(self) -> dict[str, str]:
         if self.ca is None:
             return {}
-        # By value: the executors need not have the file.
+        # The options contain the certificates themselves, so the executors need not have the file.
         return {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": read_ca_bundle(self.ca)}
 
     def _java_certificate(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Topics as the cluster has them now, and Spark's failures to read them as typed errors."""
+"""The present state of Kafka topics, and Spark's failures to read them as typed errors."""
 
 from __future__ import annotations
 
@@ -33,68 +33,77 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 10.0
 _RECORD_TIMEOUT_S = 60.0
-"""For a record, which a consumer of its own fetches: on a machine at its limit that took more than 10 s."""
+"""Timeout for one record, which a separate consumer fetches. On a fully loaded machine a fetch took more than
+10 s."""
 _POLL_S = 0.1
-"""How often it is looked whether the brokers have refused us meanwhile."""
+"""Interval between checks whether the brokers have refused the connection meanwhile."""
 _HINTS = {
-    Cause.CREDENTIALS: "Look at BRANCHLAKE_KAFKA_USERNAME, _PASSWORD and _SASL_MECHANISM, and whether the"
-    " listener expects BRANCHLAKE_KAFKA_SECURITY.",
-    Cause.TRUST: "BRANCHLAKE_KAFKA_CA is the PEM file of the authority that signed the broker's certificate."
-    " That must be for the host that BRANCHLAKE_KAFKA_BOOTSTRAP and the broker's listeners name.",
-    Cause.CERTIFICATE: "A broker that knows its clients by certificates wants BRANCHLAKE_KAFKA_CERTIFICATE,"
-    " from an authority that it trusts.",
-    Cause.ADDRESS: "Does a broker run there, and is BRANCHLAKE_KAFKA_BOOTSTRAP the address of a listener for"
-    " BRANCHLAKE_KAFKA_SECURITY?",
+    Cause.CREDENTIALS: "Check BRANCHLAKE_KAFKA_USERNAME, _PASSWORD and _SASL_MECHANISM, and whether the"
+    " listener expects the protocol of BRANCHLAKE_KAFKA_SECURITY.",
+    Cause.TRUST: "Set BRANCHLAKE_KAFKA_CA to the PEM file of the authority that signed the broker's"
+    " certificate. The certificate must be valid for the host names in BRANCHLAKE_KAFKA_BOOTSTRAP and in the"
+    " broker's listeners.",
+    Cause.CERTIFICATE: "The broker requires a client certificate. Set BRANCHLAKE_KAFKA_CERTIFICATE to one"
+    " from an authority that the broker trusts.",
+    Cause.ADDRESS: "Check that a broker runs there, and that BRANCHLAKE_KAFKA_BOOTSTRAP is the address of a"
+    " listener for BRANCHLAKE_KAFKA_SECURITY.",
     Cause.PROTOCOL: "Set BRANCHLAKE_KAFKA_SECURITY to what the listener expects: PLAINTEXT, SSL,"
     " SASL_PLAINTEXT or SASL_SSL.",
 }
 _NO_ID = "AAAAAAAAAAAAAAAAAAAAAA"
-"""The id of all zeros, as it is printed: brokers that know of none give it to every topic."""
+"""The id of all zeros, as Kafka prints it. Brokers without topic ids return it for every topic."""
 _YEAR_1_MS, _YEAR_10000_MS = -62_135_596_800_000, 253_402_300_800_000
 _log = logging.getLogger(__name__)
 _retired_clients: list[AdminClient] = []
-"""Clients of `KafkaTopics` objects that are gone, to be closed by the next thread that makes a request.
+"""Clients of deleted `KafkaTopics` objects. The next thread that makes a request closes them.
 
-librdkafka aborts the process if a client is closed by the client's own thread, where Python's garbage
-collector may run as well.
+librdkafka aborts the process if a client is closed by the client's own thread, and Python's garbage collector
+may run in that thread.
 """
 
 
 class Topics(Protocol):
-    """Where records come from: Kafka, or a folder that stands for it."""
+    """A source of records: a Kafka cluster, or a landing folder."""
 
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
-        """The topics by name. Raises KafkaRefused for one that is not there, KafkaUnavailable."""
+        """Return the topics by name.
+
+        Raises KafkaRefused for a topic that does not exist, or KafkaUnavailable.
+        """
 
     def offsets_at_time(self, topic: Topic, moment: datetime) -> Offsets:
-        """By partition the first record of that time or later; its end where there is none."""
+        """Return the offset of the first record at `moment` or later, by partition.
+
+        For a partition without such a record it is the end of the partition.
+        """
 
     def committed_offsets(self, group: str, topics: Iterable[str]) -> Mapping[str, Mapping[int, int]]:
-        """By topic and partition number the offsets that a consumer group has committed in these topics.
+        """Return the committed offsets of a consumer group, by topic and partition number.
 
-        Empty if the group does not exist or has committed nothing. Raises ConsumerGroupActive if the group
-        has members or a transaction is about to commit its offsets; ConfigurationError where there are no
-        groups; KafkaUnavailable or KafkaRefused.
+        The result is empty if the group does not exist or has committed nothing. Raises ConsumerGroupActive
+        if the group has members or a transaction is about to commit its offsets. Raises ConfigurationError if
+        the source has no consumer groups, KafkaUnavailable or KafkaRefused.
         """
 
     def earliest_time(self, offsets: Offsets) -> datetime | None:
-        """The earliest time of the records at these offsets, or next after them; None: it is not known.
+        """Return the earliest time of the next records at these offsets, or None if it is not known.
 
-        Times that no calendar has do not count: who sends microseconds as milliseconds says some.
+        Only the first available record of each partition counts. Times outside of the years 1 to 9999 are
+        ignored: some producers send microseconds as milliseconds.
         """
 
     def report_offsets(self, group: str, offsets: Offsets) -> None:
-        """Tell a consumer group how far the tables are, for tools that show lag. Never raises.
+        """Commit the tables' offsets to a consumer group, for tools that show lag. Never raises.
 
-        Of each topic only as it is now: a group knows topics by their names.
+        Kafka knows topics by name only, so `offsets` must be those of the present topics.
         """
 
 
 class KafkaTopics:
-    """`Topics` of a cluster. Keeps its connections while it is there.
+    """The `Topics` of a Kafka cluster. The object keeps its connections open.
 
-    Each request may take ten seconds; one that is refused ends at once. Raises ConfigurationError where a
-    setting cannot be.
+    Each request takes at most ten seconds, and a refused request ends at once. Raises ConfigurationError for
+    a setting that cannot be used.
     """
 
     def __init__(self, cluster: KafkaCluster) -> None:
@@ -107,7 +116,7 @@ class KafkaTopics:
         from confluent_kafka import KafkaException
         from confluent_kafka.admin import AdminClient
 
-        # librdkafka's own log goes to standard error, each reconnect a line.
+        # librdkafka writes its log to standard error, one line for each reconnect.
         options: dict[str, Any] = {"log_level": 2, "error_cb": self._broker_errors}
         options |= self._cluster.client_options()
         try:
@@ -116,7 +125,7 @@ class KafkaTopics:
             raise ConfigurationError(
                 f"A connection to Kafka at {self._cluster.bootstrap} cannot be set up:"
                 f" {exception.args[0].str()}.",
-                hint="Look at BRANCHLAKE_KAFKA_CA and the settings beside it.",
+                hint="Check BRANCHLAKE_KAFKA_CA and the other BRANCHLAKE_KAFKA_… settings.",
                 reason="client_options",
                 subject=self._cluster.bootstrap,
             ) from exception
@@ -124,7 +133,7 @@ class KafkaTopics:
         return client
 
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
-        """See `Topics`. Three requests, whatever the number of topics."""
+        """See `Topics`. Sends three requests, whatever the number of topics."""
         from confluent_kafka import IsolationLevel
         from confluent_kafka import TopicPartition as KafkaPartition
         from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
@@ -149,7 +158,10 @@ class KafkaTopics:
         }
 
     def topic_ids(self, names: Iterable[str]) -> dict[str, str]:
-        """Kafka's ids of the topics by name. One request. Raises as `describe` does."""
+        """Return Kafka's ids of the topics, by name.
+
+        Sends one request. Raises the same errors as `describe`.
+        """
         return {name: str(topic.topic_id) for name, topic in self._describe_topics(names).items()}
 
     def _describe_topics(self, names: Iterable[str]) -> dict[str, Any]:
@@ -163,16 +175,16 @@ class KafkaTopics:
         for name, topic in descriptions.items():
             if str(topic.topic_id) == _NO_ID:
                 raise KafkaRefused(
-                    f"The brokers give no id for topic {name}: one that is deleted and made again could not"
-                    " be told from it, and its records would be lost.",
-                    hint="Use brokers that give topics ids: Kafka 2.8 or newer, or a Redpanda that does.",
+                    f"The brokers have no id for topic {name}. If the topic were deleted and created again,"
+                    " the ingestion could not notice that, and would lose records.",
+                    hint="Use brokers with topic ids: Kafka 2.8 or newer, or a Redpanda that has them.",
                     reason="topic_id_missing",
                     subject=name,
                 )
         return descriptions
 
     def cluster_size(self) -> tuple[int, int]:
-        """How many brokers and topics there are, as far as these credentials may see them.
+        """Return the number of brokers and the number of topics that these credentials may see.
 
         Raises KafkaUnavailable or KafkaRefused.
         """
@@ -207,7 +219,7 @@ class KafkaTopics:
         }
 
     def committed_offsets(self, group: str, topics: Iterable[str]) -> Mapping[str, Mapping[int, int]]:
-        """See `Topics`. Two requests."""
+        """See `Topics`. Sends two requests."""
         from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException
 
         topic_names = {*topics}
@@ -222,11 +234,10 @@ class KafkaTopics:
             return {}
         if members:
             raise ConsumerGroupActive(
-                f"Consumer group {group} has {format_count(len(members), 'member')}: its committed offsets"
-                " are"
-                " about to change.",
-                hint="Stop the sink that reads with this group, then run the ingestion again. To read beside"
-                " it, give the offsets with StartingOffsets.",
+                f"Consumer group {group} has {format_count(len(members), 'member')}, so its committed offsets"
+                " may change.",
+                hint="Stop the sink that reads with this group, then run the ingestion again. To keep the"
+                " sink running, give the offsets with StartingOffsets.",
             )
         offset_futures = self._admin.list_consumer_group_offsets(
             [ConsumerGroupTopicPartitions(group)], require_stable=True, request_timeout=_TIMEOUT_S
@@ -241,7 +252,8 @@ class KafkaTopics:
             ):
                 raise ConsumerGroupActive(
                     f"A transaction that commits offsets of consumer group {group} is still open.",
-                    hint="Kafka ends it when its sink commits it, or after transaction.timeout.ms.",
+                    hint="Wait until the sink commits it, or until Kafka aborts it after"
+                    " transaction.timeout.ms.",
                 )
             if group_offset.error is not None:
                 raise self._to_kafka_error(
@@ -253,7 +265,7 @@ class KafkaTopics:
         return offsets
 
     def earliest_time(self, offsets: Offsets) -> datetime | None:
-        """See `Topics`. Reads one record of each partition, in no group."""
+        """See `Topics`. Reads one record of each partition, without a consumer group."""
         from confluent_kafka import Consumer
         from confluent_kafka import TopicPartition as KafkaPartition
 
@@ -272,7 +284,8 @@ class KafkaTopics:
                     partition_key = (message.topic() or "", message.partition() or 0)
                     if message.error() is None and partition_key not in times_ms:
                         times_ms[partition_key] = message.timestamp()[1]
-                        # The others would wait behind the rest of this one.
+                        # The records of other partitions would otherwise wait behind the rest of this
+                        # partition.
                         consumer.pause([partitions[partition_key]])
         finally:
             consumer.close()
@@ -282,9 +295,9 @@ class KafkaTopics:
     def fetch_record(
         self, partition: TopicPartition, offset: int
     ) -> tuple[int, bytes | None, bytes | None, list[tuple[str, bytes | None]]]:
-        """One record: its time in ms since 1970, key, value and headers. In no group.
+        """Return the time (ms since 1970), key, value and headers of one record, without a consumer group.
 
-        Raises KafkaUnavailable where it does not come within a minute.
+        Raises KafkaUnavailable if the record does not come within a minute.
         """
         from confluent_kafka import Consumer
         from confluent_kafka import TopicPartition as KafkaPartition
@@ -304,9 +317,9 @@ class KafkaTopics:
         finally:
             consumer.close()
         raise KafkaUnavailable(
-            f"Record {offset} of topic {partition.topic} partition {partition.partition} did not come within"
-            f" {_RECORD_TIMEOUT_S:.0f} s.",
-            hint="Nothing of the batch is kept; the next one begins at the same offsets.",
+            f"Record {offset} of topic {partition.topic} partition {partition.partition} was not received"
+            f" within {_RECORD_TIMEOUT_S:.0f} s.",
+            hint="The batch was discarded. The next batch starts at the same offsets.",
         )
 
     def _list_offsets(self, specs: dict[Any, Any], isolation: Any) -> dict[tuple[str, int], int]:
@@ -322,7 +335,7 @@ class KafkaTopics:
         return offsets
 
     def report_offsets(self, group: str, offsets: Offsets) -> None:
-        """See `Topics`: the group `group` has committed what the tables have."""
+        """See `Topics`. Afterwards the group has committed the offsets that the tables have reached."""
         from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException
         from confluent_kafka import TopicPartition as KafkaPartition
 
@@ -336,8 +349,8 @@ class KafkaTopics:
             for future in futures.values():
                 future.result()
         except KafkaException as error:
-            # Nothing goes by it: the tables know.
-            _log.warning("Consumer group %s was not told: %s", group, error)
+            # Ingestion does not depend on the group: the tables record the offsets.
+            _log.warning("The offsets of consumer group %s were not updated: %s", group, error)
 
     def _begin_request(self) -> None:
         _retired_clients.clear()
@@ -356,7 +369,7 @@ class KafkaTopics:
             except TimeoutError as error:
                 self._admin.poll(0)
                 if self._broker_errors.is_final or time.monotonic() > deadline:
-                    raise self._no_answer_error(what, f"nothing came in {_TIMEOUT_S:.0f} s") from error
+                    raise self._no_answer_error(what, f"no answer within {_TIMEOUT_S:.0f} s") from error
 
     def _to_kafka_error(self, exception: KafkaException, what: str) -> KafkaRefused | KafkaUnavailable:
         from confluent_kafka import KafkaError
@@ -366,8 +379,8 @@ class KafkaTopics:
             self._broker_errors.end_request()
         if error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
             return KafkaRefused(
-                f"The cluster has no {what}.",
-                hint="Create it, or correct the ingestion's topics.",
+                f"The Kafka cluster has no {what}.",
+                hint="Create it, or correct the topics of the ingestion.",
                 reason="not_there",
                 subject=what,
             )
@@ -376,14 +389,14 @@ class KafkaTopics:
             return self._no_answer_error(what, error.str())
         if error.retriable() or error.code() in _transient_codes():
             return KafkaUnavailable(
-                f"Kafka did not answer for {what}: {error.str()}.",
-                hint="The brokers are about to choose a leader, or are busy. That passes by itself.",
+                f"Kafka did not answer the request for {what}: {error.str()}.",
+                hint="Wait: the brokers are electing a leader, or are busy.",
                 reason="busy",
                 subject=what,
             )
         return KafkaRefused(
-            f"Kafka refused to tell of {what}: {error.str()}.",
-            hint="Look at the permissions of BRANCHLAKE_KAFKA_USERNAME.",
+            f"Kafka refused the request for {what}: {error.str()}.",
+            hint="Check the permissions of the user BRANCHLAKE_KAFKA_USERNAME.",
             reason="permission",
             subject=what,
         )
@@ -397,7 +410,7 @@ class KafkaTopics:
 
 
 def _no_answer_codes() -> tuple[int, ...]:
-    """No broker was reached. Why is in the complaints."""
+    """Return the error codes that mean that no broker answered. `_broker_errors` has the cause."""
     from confluent_kafka import KafkaError
 
     return (
@@ -411,7 +424,10 @@ def _no_answer_codes() -> tuple[int, ...]:
 
 
 def _is_unknown_group(refused: KafkaRefused) -> bool:
-    """Since Kafka 4 a group that does not exist is an error; before, it was a group without members."""
+    """Return whether Kafka refused the request because the group does not exist.
+
+    Since Kafka 4 that is an error; earlier versions returned a group without members.
+    """
     from confluent_kafka import KafkaError, KafkaException
 
     cause = refused.__cause__
@@ -419,7 +435,7 @@ def _is_unknown_group(refused: KafkaRefused) -> bool:
 
 
 def _transient_codes() -> tuple[int, ...]:
-    """What passes by itself, whatever librdkafka calls it: a leader is about to be found."""
+    """Return the error codes of failures that pass, such as a leader election, even if not `retriable`."""
     from confluent_kafka import KafkaError
 
     return (
@@ -439,7 +455,7 @@ _UNAVAILABLE_NAMES = (
     "BrokerNotAvailableException",
 )
 _CLIENT_FAILURES = ("Failed to create new", "Failed to construct")
-"""Of a `KafkaException`: a host is not known, or a certificate cannot be read."""
+"""Messages of a `KafkaException` for an unknown host or an unreadable certificate."""
 _DATA_LOSS = "KafkaIllegalStateException"
 """Spark's source raises it, with `failOnDataLoss`, for records or partitions that Kafka has deleted."""
 _DELETED_RANGE = re.compile(r"in offset (\[\d+, \d+\)) for topic partition (\S+)-(\d+)")
@@ -447,7 +463,7 @@ _DELETED_RANGE = re.compile(r"in offset (\[\d+, \d+\)) for topic partition (\S+)
 
 @contextmanager
 def translate_spark_errors(cluster: KafkaCluster) -> Iterator[None]:
-    """Raise KafkaUnavailable, KafkaRefused or RecordsDeleted if Spark fails with that inside."""
+    """Raise KafkaUnavailable, KafkaRefused or RecordsDeleted for such a failure of Spark in the block."""
     try:
         yield
     except PySparkException as error:
@@ -461,16 +477,16 @@ def translate_spark_errors(cluster: KafkaCluster) -> Iterator[None]:
         if any(part in name for part in _REFUSED_NAMES):
             raise KafkaRefused(
                 message,
-                hint="The same settings did for Dagster's side. Are they still right, and does Spark reach"
-                " the same brokers under these names?",
+                hint="Dagster's process could connect with the same settings. Check that the credentials are"
+                " still valid, and that Spark reaches the same brokers under these names.",
                 reason=name,
                 subject=cluster.bootstrap,
             ) from error
         if name in _UNAVAILABLE_NAMES or detail.startswith(_CLIENT_FAILURES):
             raise KafkaUnavailable(
                 message,
-                hint="Do the brokers run, and do Spark's driver and workers reach them under the names that"
-                " BRANCHLAKE_KAFKA_BOOTSTRAP and the brokers' advertised listeners have?",
+                hint="Check that the brokers run, and that Spark's driver and workers reach them under the"
+                " names in BRANCHLAKE_KAFKA_BOOTSTRAP and in the brokers' advertised listeners.",
                 reason=name,
                 subject=cluster.bootstrap,
             ) from error
@@ -478,13 +494,13 @@ def translate_spark_errors(cluster: KafkaCluster) -> Iterator[None]:
 
 
 def _records_deleted_error(cluster: KafkaCluster, error_text: str) -> RecordsDeleted:
-    what, subject = f"Records of Kafka at {cluster.bootstrap}", cluster.bootstrap
+    what, subject = f"Some records of Kafka at {cluster.bootstrap}", cluster.bootstrap
     if match := _DELETED_RANGE.search(error_text):
         offsets, subject, partition = match.groups()
-        what = f"Records of topic {subject} partition {partition} in the offsets {offsets}"
+        what = f"Records of topic {subject} partition {partition} with offsets {offsets}"
     return RecordsDeleted(
         f"{what} were deleted while a batch read them.",
-        hint="Nothing of the batch is kept. If the topic's retention is too short for this ingestion, set a"
-        " longer one.",
+        hint="The batch was discarded. If the topic's retention is too short for this ingestion, set a longer"
+        " one.",
         subject=subject,
     )

@@ -1,4 +1,4 @@
-"""A job that removes landing files which `main` has, and its schedule."""
+"""A job that removes landing files whose records are on `main`, and its schedule."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +18,12 @@ from branchlake_dagster.wording import format_count
 def remove_landing_files(
     topic: str, ingests: Sequence[Ingest], lake: Lakehouse, *, clock: Callable[[], float] = time.time
 ) -> list[LandingFile]:
-    """Remove the files of a topic that all `ingests` have on `main` and that are older than `landing_keep_h`.
+    """Remove old files of a topic whose records all `ingests` have on `main`.
 
-    Raises as `look`, before anything is removed.
+    Files that are younger than `landing_keep_h` hours stay. Raises the errors of `plan_next_batch` before
+    anything is removed.
     """
-    # A table that was rolled back and is to be filled again needs what is before the others' position.
+    # A table that is filled again after a rollback needs files before the position of the other tables.
     planned_batches = [plan_batch_on_main(one, lake) for one in ingests]
     read_offsets = common_offsets(one.progress.start for one in planned_batches)
     finished_before = clock() - lake.settings.landing_keep_h * 3600
@@ -35,7 +36,7 @@ def remove_landing_files(
 
 
 def landing_files_job(ingests: Sequence[Ingest], *, lakehouse_key: str) -> dg.JobDefinition:
-    """The job, for all topics of these ingestions."""
+    """Build the job for all topics of these ingestions."""
     topics = sorted({topic for ingest in ingests for topic in ingest.topics})
     name = _job_name(ingests)
 
@@ -43,7 +44,7 @@ def landing_files_job(ingests: Sequence[Ingest], *, lakehouse_key: str) -> dg.Jo
         name=f"{name}_op",
         required_resource_keys={lakehouse_key},
         out=dg.Out(dg.Nothing),
-        description="Removes landing files whose records are all on main, and never a partition's newest.",
+        description="Removes landing files whose records are all on main, except the newest of a partition.",
     )
     def remove(context: dg.OpExecutionContext) -> None:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
@@ -52,7 +53,7 @@ def landing_files_job(ingests: Sequence[Ingest], *, lakehouse_key: str) -> dg.Jo
             removed = remove_landing_files(topic, readers, resource.lakehouse)
             rows = sum(file.rows for file in removed)
             context.log.info(
-                f"{topic}: {format_count(len(removed), 'file')} with {format_count(rows, 'record')} removed."
+                f"{topic}: removed {format_count(len(removed), 'file')} with {format_count(rows, 'record')}."
             )
 
     @dg.job(
@@ -67,7 +68,7 @@ def landing_files_job(ingests: Sequence[Ingest], *, lakehouse_key: str) -> dg.Jo
 
 
 def landing_files_schedule(job: Any) -> dg.ScheduleDefinition:
-    """Each hour; off until somebody turns it on."""
+    """Build the hourly schedule of the job. It is off by default."""
     return dg.ScheduleDefinition(
         name=f"{job.name}_schedule",
         job=job,
@@ -77,5 +78,5 @@ def landing_files_schedule(job: Any) -> dg.ScheduleDefinition:
 
 
 def _job_name(ingests: Sequence[Ingest]) -> str:
-    """A name that another group of ingestions in one code location would not have."""
+    """Return a name that no other group of ingestions in one code location has."""
     return f"landing_files_{min(ingest.name for ingest in ingests)}"

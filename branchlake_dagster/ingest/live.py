@@ -1,8 +1,9 @@
-"""Batch after batch: each on a branch of its own, judged, published, gone. Knows nothing of Dagster.
+"""The live ingestion: batch after batch, each on its own branch, checked and published at once.
 
-A batch that is abandoned at any point, by a signal or by death, leaves a branch that nobody publishes (the
-reaper takes it away, by what its name says), and `main` as it was: the next one begins where `main` says.
-Of two batches for the same offsets, by whomever, the publisher takes one, because both set the same property.
+This module does not depend on Dagster. If a batch is interrupted at any point, by a signal or by the death of
+its process, `main` is unchanged and the next batch starts at the position of `main`. The reaper removes the
+branch that is left, by its name. Of two batches for the same offsets only one is published, because both set
+the same table property.
 """
 
 from __future__ import annotations
@@ -39,21 +40,24 @@ from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.stored_names import LakeProperty
 
 _ATTEMPTS = 5
-"""To publish one batch, while its outcome is unknown or others keep publishing."""
+"""Attempts to publish one batch while its outcome is unknown or other writers keep publishing."""
 _log = logging.getLogger(__name__)
 
 
 def can_continue_after(error: Exception) -> bool:
-    """Whether a live run goes on after it: the batch's branch is thrown away, and `main` says what it has."""
+    """Return whether a live run continues after this error.
+
+    If so, the branch of the batch is discarded, and `main` shows whether the batch was published.
+    """
     commit_errors = (
         CommitFailedException | CommitStateUnknownException
-    )  # PyIceberg's, where a table was being made
+    )  # PyIceberg raises these while it creates a table
     return isinstance(error, Transient | OutcomeUnknown | commit_errors)
 
 
 @dataclass(frozen=True)
 class LiveBatch:
-    """A batch that is on `main`: the commit, and how many seconds it took from its plan on."""
+    """A published batch: its commit on `main`, and the seconds from its plan to its publication."""
 
     result: BatchResult
     publication: str
@@ -96,15 +100,15 @@ class LiveIngestion:
         self._connect(lake.nessie)
 
     def publish_next_batch(self) -> LiveBatch | None:
-        """Ingest and publish what waits; None: nothing waits.
+        """Ingest and publish the waiting records. Return None if no records wait.
 
-        Raises TooManyDeadLetters, Superseded, and what `plan_next_batch` raises. Whatever is raised: nothing
-        of the
-        batch is on `main`, unless the error is an OutcomeUnknown; then the next batch sees whether it is.
+        Raises TooManyDeadLetters, Superseded and the errors of `plan_next_batch`. After an error nothing of
+        the batch is on `main`, except after an OutcomeUnknown: the next batch then reads from `main` whether
+        it is.
         """
         start_time, client = self._clock(), self._lake.nessie
         if client is not self._client:
-            self._connect(client)  # an embedded Nessie that was started again is at another address
+            self._connect(client)  # a restarted embedded Nessie has another address
         base_hash = ensure_main_has_commit(client) if not self._number else client.reference(MAIN).hash
         self._number += 1
         planned_batch = plan_next_batch(
@@ -120,7 +124,7 @@ class LiveIngestion:
         branch_name = self._branch_name()
         sessions: list[SparkSession] = []
         published = False
-        # The run may be interrupted anywhere, also while a branch is being made.
+        # The run may be interrupted anywhere, even while the branch is created.
         try:
             branch = self._lake.nessie.create_branch(branch_name, from_ref=MAIN, from_hash=base_hash)
             batch_context = self._build_batch_context(branch.name, base_hash, sessions)
@@ -138,8 +142,8 @@ class LiveIngestion:
                     f"Ingestion {self._ingest.name}: {reason}.",
                     branch=branch.name,
                     run_id=self._run_id,
-                    hint="Nothing was published, and it goes on from here. Correct what writes the records,"
-                    " or the tables and contracts, or raise the tolerance.",
+                    hint="Nothing was published, and the next batch starts at the same offsets. Correct the"
+                    " producer of the records, the tables or their contracts, or raise the tolerance.",
                 )
             publication = self._publish(base_hash, result)
             published = True
@@ -148,7 +152,7 @@ class LiveIngestion:
         return LiveBatch(result, publication, self._clock() - start_time, self._now())
 
     def _branch_name(self) -> str:
-        """It says whose the branch is and how old: the process may die at any time."""
+        """Return a name that shows the owner and age of the branch, as the process may die at any time."""
         instance, now = self._properties.get(LakeProperty.INSTANCE, ""), self._now()
         return build_batch_branch_name(self._run_id, instance, now=now, random_id=uuid.uuid4())
 
@@ -166,8 +170,8 @@ class LiveIngestion:
 
         def open_session() -> SparkSession:
             if all(table.mode == "append" for table in self._ingest.tables):
-                # It reads topics and writes files: no reference matters to it.
-                # A Spark that was started again is at another address, and its old sessions are gone.
+                # Such a batch only reads topics and writes files, so the reference of the session does not
+                # matter.
                 server = self._lake.endpoints().spark_remote
                 if self._shared_session is None or self._shared_session[0] != server:
                     self._shared_session = server, self._session_at(MAIN)
@@ -217,7 +221,9 @@ class LiveIngestion:
                 raise self._refusal_error(outcome, branch.name)
             if not isinstance(outcome, Exception):
                 raise Superseded(
-                    "It needs checks that a batch has not got.", branch=branch.name, reason="checks_needed"
+                    "The publication needs checks, but a live batch has none.",
+                    branch=branch.name,
+                    reason="checks_needed",
                 )
             if attempt == _ATTEMPTS or not isinstance(outcome, Transient | OutcomeUnknown):
                 raise outcome
@@ -227,33 +233,35 @@ class LiveIngestion:
 
     def _refusal_error(self, refusal: Refused, branch_name: str) -> BranchlakeError:
         if not self._keeps_snapshots and refusal.only_expired:
-            # Somebody else writes into these tables. What is replayed on theirs may take no snapshots out.
+            # Another writer changes these tables. A batch that is replayed onto its snapshots must not expire
+            # any.
             self._keeps_snapshots = True
             return PublicationContended(
-                f"Ingestion {self._ingest.name} meets another writer: {refusal.format_reason()}",
+                f"Ingestion {self._ingest.name} conflicts with another writer: {refusal.format_reason()}",
                 branch=branch_name,
                 run_id=self._run_id,
-                hint="It goes on without taking old snapshots out of the tables.",
+                hint="The ingestion continues, but no longer expires old snapshots of its tables.",
                 reason="expired_snapshots",
             )
         return Superseded(
             f"Ingestion {self._ingest.name}: {refusal.format_reason()}",
             branch=branch_name,
             run_id=self._run_id,
-            hint="Nothing of this batch was published. The next one begins with what main has now.",
+            hint="Nothing of this batch was published. The next batch starts from the present main.",
             reason=refusal.codes[0] if len(refusal.codes) == 1 else "refused",
         )
 
     def _require_branch(self, branch_name: str) -> None:
-        """Raise Superseded when somebody has fenced us: our branch is gone."""
+        """Raise Superseded if the branch is gone: then another process has fenced this run."""
         try:
             self._lake.nessie.reference(branch_name)
         except ReferenceNotFound as gone:
             raise Superseded(
-                f"Ingestion {self._ingest.name} is fenced: the branch of this batch is gone.",
+                f"Ingestion {self._ingest.name} is fenced: the branch of this batch no longer exists.",
                 branch=branch_name,
                 run_id=self._run_id,
-                hint="It was deleted, or reaped while this run slept. A new run goes on from main.",
+                hint="The branch was deleted, or reaped while this run was suspended. A new run continues on"
+                " main.",
                 reason="fenced",
             ) from gone
 
@@ -263,7 +271,7 @@ class LiveIngestion:
                 session.stop()
             self._drop_branch(branch_name, published=published)
         except BaseException:
-            # An interruption comes once: what it broke off is done again.
+            # An interruption comes once, so repeat the cleanup that it may have interrupted.
             self._drop_branch(branch_name, published=published)
             raise
 
@@ -273,12 +281,12 @@ class LiveIngestion:
                 self._lake.nessie, self._lake.nessie.reference(branch_name), keep_data=published
             )
         except ReferenceNotFound:
-            pass  # it was never made, or somebody has fenced us
+            pass  # the branch was never created, or another process has fenced this run
         except NessieError as error:
-            _log.warning("Branch %s is left to the reaper: %s", branch_name, error)
+            _log.warning("Branch %s was not deleted, so the reaper will delete it: %s", branch_name, error)
 
     def close(self) -> None:
-        """End the session that all batches have shared."""
+        """Stop the session that all batches have shared."""
         if self._shared_session is not None:
             self._shared_session[1].stop()
             self._shared_session = None

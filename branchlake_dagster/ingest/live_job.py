@@ -1,4 +1,4 @@
-"""The live mode in Dagster: one run that ingests batch after batch, and the sensor that keeps one going."""
+"""The live mode in Dagster: a run that ingests batch after batch, and the sensor that restarts it."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -24,27 +24,29 @@ from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 
 _REPORT_EVERY_S = 10.0
-"""A batch a second would be 86,400 rows a day for each table in Dagster's database."""
+"""One report for each batch would be 86,400 rows a day for each table in Dagster's database."""
 _GROUP_REPORT_EVERY_S = 5.0
 _MAX_FAILURES = 10
-"""In a row, before the run gives up; each waits twice as long as the one before."""
+"""Failures in a row before the run gives up. The wait after each is twice as long as the wait before."""
 _MAX_WAIT_S = 30.0
 
 
 def live_job(ingest: Ingest, *, lakehouse_key: str, interval_s: float, run_s: float) -> dg.JobDefinition:
-    """A job whose run ingests until it has run for `run_s` seconds, is terminated, or cannot go on."""
+    """Build a job whose run ingests for `run_s` seconds, or until it is terminated or cannot continue."""
 
     @dg.op(
         name=f"ingest_{ingest.name}_batches",
         config_schema={
-            "run_s": dg.Field(float, default_value=run_s, description="Seconds after which it ends."),
+            "run_s": dg.Field(float, default_value=run_s, description="Seconds after which the run ends."),
             "interval_s": dg.Field(
-                float, default_value=interval_s, description="Least time from batch to batch, seconds."
+                float,
+                default_value=interval_s,
+                description="Least time from the start of a batch to the next, in seconds.",
             ),
         },
         required_resource_keys={lakehouse_key},
         out=dg.Out(dg.Nothing),
-        description=f"Ingests {', '.join(ingest.topics)} batch after batch, each published at once.",
+        description=f"Ingests {', '.join(ingest.topics)} batch after batch, and publishes each at once.",
     )
     def batches(context: dg.OpExecutionContext) -> None:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
@@ -54,7 +56,7 @@ def live_job(ingest: Ingest, *, lakehouse_key: str, interval_s: float, run_s: fl
         name=f"ingest_{ingest.name}_live",
         tags={RunTag.INGESTION: ingest.name},
         executor_def=dg.in_process_executor,
-        description=f"{ingest.name}, live: a branch, its checks and a publication for each batch.",
+        description=f"Live ingestion {ingest.name}: each batch has its branch, checks and publication.",
     )
     def live() -> None:
         batches()
@@ -69,9 +71,10 @@ def live_sensor(
     interval_s: int = 5,
     clock: Callable[[], float] = time.time,
 ) -> dg.SensorDefinition:
-    """A sensor that starts the live run when none is there: the first, and after each that has ended.
+    """Build a sensor that starts a live run whenever none is active.
 
-    Ever later while they fail one after the other. How the topics are is told on their assets each minute.
+    If runs fail one after the other, it waits longer after each. Each minute it also reports the state of the
+    topics on their assets.
     """
     job_name = f"ingest_{ingest.name}_live"
 
@@ -80,14 +83,14 @@ def live_sensor(
         job_name=job_name,
         minimum_interval_seconds=interval_s,
         required_resource_keys={lakehouse_key},
-        description=f"Keeps a live run of {ingest.name} going.",
+        description=f"Keeps a live run of {ingest.name} running.",
     )
     def sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         resource: LakehouseResource = getattr(context.resources, lakehouse_key)
         now, last_observed = clock(), float(context.cursor or 0.0)
         last_observed, events = observe_topics(ingest, resource.lakehouse, last_observed, now)
         if live_runs := list_active_runs(context.instance, ingest):
-            reason = f"Run {live_runs[0].run_id[:8]} is at it."
+            reason = f"Run {live_runs[0].run_id[:8]} is active."
             return dg.SensorResult(skip_reason=reason, cursor=str(last_observed), asset_events=events)
         if pause_reason := find_pause_reason(context.instance, ingest, job_name, now):
             return dg.SensorResult(skip_reason=pause_reason, cursor=str(last_observed), asset_events=events)
@@ -134,7 +137,7 @@ def run_batches(
     run_s: float,
     interval_s: float,
 ) -> None:
-    """Batch after batch until the time is over; what is told is told in time also when it is interrupted."""
+    """Ingest batch after batch until the time is over. Reports the published batches even if interrupted."""
     end_time, failures = time.monotonic() + run_s, 0
     with _BatchReporter(context, ingest, topics) as reporter:
         while (start_time := time.monotonic()) < end_time:
@@ -145,7 +148,9 @@ def run_batches(
                 if not can_continue_after(error) or failures > _MAX_FAILURES:
                     raise
                 wait = min(0.5 * 2**failures, _MAX_WAIT_S)
-                context.log.warning(f"{error} Again in {wait:g} s ({failures} of {_MAX_FAILURES}).")
+                context.log.warning(
+                    f"{error} Retrying in {wait:g} s (failure {failures} of at most {_MAX_FAILURES})."
+                )
                 time.sleep(wait)
                 continue
             failures = 0
@@ -156,7 +161,7 @@ def run_batches(
 
 
 class _BatchReporter:
-    """What Dagster and the consumer group are told: of several batches at once, not of each."""
+    """Reports batches to Dagster and to the consumer group, several batches in one report."""
 
     def __init__(self, context: dg.OpExecutionContext, ingest: Ingest, topics: Topics) -> None:
         self._context = context
@@ -174,23 +179,22 @@ class _BatchReporter:
         self._report()
 
     def add(self, batch: LiveBatch) -> None:
-        """A batch that is on `main`."""
+        """Add a batch that is on `main`."""
         if self._unreported and _table_names(self._unreported[-1]) != _table_names(batch):
-            self._report()  # what is told together is of the same tables
+            self._report()  # the batches of one report must have the same tables
         self._batches += 1
         self._unreported.append(batch)
-        # Some are the same with every batch, which may be a second long.
+        # A note may come with every batch, and there may be a batch each second, so log each note once.
         for note in {*batch.result.notes} - self._logged_notes:
             self._logged_notes.add(note)
             self._context.log.warning(note)
         self._context.log.debug(
-            f"Batch {self._batches}: {format_batch_summary(batch.result)} On main as"
-            f" {batch.publication[:12]} after"
-            f" {batch.seconds:.2f} s."
+            f"Batch {self._batches}: {format_batch_summary(batch.result)} Published as"
+            f" {batch.publication[:12]} after {batch.seconds:.2f} s."
         )
 
     def report_if_due(self) -> None:
-        """Tell what has come together, if it is time."""
+        """Report the batches since the last report, if it is time."""
         now = time.monotonic()
         if self._unreported and now - self._group_reported_at >= _GROUP_REPORT_EVERY_S:
             self._group_reported_at = now
@@ -206,8 +210,8 @@ class _BatchReporter:
         last = batches[-1]
         records = sum(batch.result.record_count for batch in batches)
         self._context.log.info(
-            f"{len(batches)} batches, {records:,} records on main, the last after {last.seconds:.2f} s;"
-            f" {last.result.plan.lag:,} left."
+            f"Published {len(batches)} batches with {records:,} records, the last after {last.seconds:.2f} s;"
+            f" lag {last.result.plan.lag:,}."
         )
         self._topics.report_offsets(self._ingest.group, last.result.current_offsets)
         for event in self._events(batches):

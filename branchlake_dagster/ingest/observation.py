@@ -1,4 +1,4 @@
-"""External assets of topics and receivers, and what is reported on them: lag, the oldest record."""
+"""External assets for topics and receivers, and the observations on them: lag and oldest record."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from branchlake_dagster.stored_names import EventMetadata, LakeProperty
 
 
 def receiver_key(monitor: str) -> dg.AssetKey:
-    """The asset of the process whose monitor is at `http://host:9464`."""
+    """Return the asset key of the receiver process whose monitor is at `http://host:9464`."""
     return dg.AssetKey(["receivers", urlsplit(monitor).netloc or monitor])
 
 
 def receiver_spec(monitor: str) -> dg.AssetSpec:
-    """That asset."""
+    """Build the asset of a receiver process."""
     return dg.AssetSpec(
         receiver_key(monitor),
-        description=f"A process of receivers, with its monitor at {monitor}.",
+        description=f"A process of receivers. Its monitor is at {monitor}.",
         kinds={"receiver"},
         group_name="receivers",
     )
@@ -37,7 +37,10 @@ def receiver_spec(monitor: str) -> dg.AssetSpec:
 def receiver_observations(
     monitors: Iterable[MonitorReport], topics: Collection[str]
 ) -> list[dg.AssetObservation]:
-    """How the receivers of one of the topics are, and those that do not answer: nobody knows theirs."""
+    """Build an observation for each receiver of one of the topics, and for each receiver without an answer.
+
+    It is not known which topics a silent receiver has.
+    """
     return [
         dg.AssetObservation(receiver_key(report.address), metadata=_receiver_metadata(report))
         for report in monitors
@@ -46,7 +49,7 @@ def receiver_observations(
 
 
 def counts_metadata(counts: TopicCounts) -> dict[str, Any]:
-    """What was counted since the start, and how full the buffers are."""
+    """Build the metadata of a receiver's counts since its start, and of its buffers."""
     metadata: dict[str, Any] = {
         EventMetadata.RECEIVED: dg.MetadataValue.int(counts.received),
         EventMetadata.HANDED_OVER: dg.MetadataValue.int(counts.handed_over),
@@ -56,7 +59,7 @@ def counts_metadata(counts: TopicCounts) -> dict[str, Any]:
         metadata[f"branchlake/dropped_{reason}"] = dg.MetadataValue.int(number)
     metadata[EventMetadata.RECEIVER_BUFFERED] = dg.MetadataValue.int(counts.waiting)
     if counts.buffer_capacity:
-        # What waits includes what the sink has in hand.
+        # The waiting records include those that the sink is writing.
         used = min(counts.waiting / counts.buffer_capacity, 1.0)
         metadata[EventMetadata.RECEIVER_BUFFER_USED] = dg.MetadataValue.float(round(used, 4))
     return metadata
@@ -76,14 +79,14 @@ def _receiver_metadata(monitor: MonitorReport) -> dict[str, Any]:
 
 
 def topic_key(ingest: Ingest, topic: str) -> dg.AssetKey:
-    """The external asset that stands for a topic. Kafka's names may hold dots, Dagster's parts too."""
+    """Return the asset key of a topic. Both Kafka's names and parts of Dagster's keys may contain dots."""
     return dg.AssetKey([ingest.source, topic])
 
 
 def topic_spec(ingest: Ingest, topic: str) -> dg.AssetSpec:
-    """That asset."""
+    """Build the external asset of a topic."""
     if ingest.source == "landing":
-        description = f"The topic {topic} of the landing folder, as its receiver fills it."
+        description = f"The topic {topic} of the landing folder. A receiver writes its files."
         return dg.AssetSpec(
             topic_key(ingest, topic), description=description, kinds={"parquet"}, group_name="landing"
         )
@@ -103,9 +106,9 @@ def build_observations(
     *,
     clock: Callable[[], float] = time.time,
 ) -> list[dg.AssetObservation]:
-    """One for each topic of an ingestion, on the topic's asset, and for each receiver of one of them.
+    """Build one observation for each topic of an ingestion, and one for each receiver of such a topic.
 
-    `monitors` are what the receivers have told. Raises what `topics` raises.
+    `monitors` are the reports of the receivers. Raises the errors of `topics`.
     """
     counts, silent = sum_by_topic(monitors), [one.address for one in monitors if one.silent]
     topic_observations = []
@@ -128,7 +131,7 @@ def build_observations(
 def build_offline_observations(
     ingest: Ingest, monitors: Sequence[MonitorReport]
 ) -> list[dg.AssetObservation]:
-    """What receivers have counted of the topics, without a look at these: they fill when brokers are away."""
+    """Build observations from the receivers' reports alone. Buffers fill up while brokers are unreachable."""
     counts, silent = sum_by_topic(monitors), [report.address for report in monitors if report.silent]
     metadata_by_topic = {name: _received_metadata(counts.get(name), silent) for name in sorted(ingest.topics)}
     topic_observations = [
@@ -140,7 +143,7 @@ def build_offline_observations(
 
 
 def _waiting_offsets(planned_batch: PlannedBatch, topic: Topic) -> dict[TopicPartition, int]:
-    """Where each partition is gone on with that has records no table has."""
+    """Return the next offset of each partition that has records which the tables do not have yet."""
     next_offsets = {
         partition: planned_batch.progress.position.get(partition, 0) for partition in topic.partitions()
     }
@@ -149,7 +152,7 @@ def _waiting_offsets(planned_batch: PlannedBatch, topic: Topic) -> dict[TopicPar
 
 
 def _oldest_metadata(at: datetime | None, now: float) -> Mapping[str, Any]:
-    """When the oldest record that waits was received, and how long ago; 0 s where none waits."""
+    """Build the metadata of the oldest waiting record: its time, and its age, which is 0 s if none waits."""
     if at is None:
         return {EventMetadata.OLDEST_WAITING_S: dg.MetadataValue.float(0.0)}
     return {
@@ -159,9 +162,9 @@ def _oldest_metadata(at: datetime | None, now: float) -> Mapping[str, Any]:
 
 
 def _valid_through_metadata(ingest: Ingest, planned_batch: PlannedBatch, now: float) -> Mapping[str, Any]:
-    """As the last batch on `main` has it, and how long ago that is, which Dagster plots.
+    """Build the metadata of the valid-through time on `main`, and of its age, which Dagster plots.
 
-    The table of dead letters takes part in each batch.
+    The time is read from the table of dead letters, which takes part in each batch.
     """
     dead_letter_table = planned_batch.ingestion_tables.dead_letter_table
     progress_json = (
@@ -173,7 +176,7 @@ def _valid_through_metadata(ingest: Ingest, planned_batch: PlannedBatch, now: fl
         at = TableProgress.from_json(progress_json).valid_through_ms if progress_json else None
         valid = None if at is None else to_utc_datetime(at)
     except (ValueError, KeyError, TypeError, OverflowError):
-        return {}  # the next batch says so
+        return {}  # the next batch reports the damaged property
     if at is None or valid is None:
         return {}
     return {
@@ -183,7 +186,7 @@ def _valid_through_metadata(ingest: Ingest, planned_batch: PlannedBatch, now: fl
 
 
 def _received_metadata(counts: TopicCounts | None, silent: Sequence[str]) -> Mapping[str, Any]:
-    """What the topic's receivers have counted since they started, and how full their buffers are."""
+    """Build the metadata of the counts and buffers of a topic's receivers, and of silent receivers."""
     metadata: dict[str, Any] = {}
     if silent:
         metadata[EventMetadata.RECEIVERS_SILENT] = dg.MetadataValue.text(", ".join(silent))

@@ -1,10 +1,9 @@
-"""Offsets and ranges of topic partitions, topics as they are now, and the offsets that tables record.
+"""Offsets and ranges of topic partitions, the present state of topics, and the recorded offsets.
 
-What a table says of its offsets: in the summary of each snapshot, and as a property of the table.
-
-The summary is the record that belongs to the rows, and goes back with them when the table is rolled back. It
-is lost when snapshots expire. The property stays, and two batches for the same offsets both set it, to
-different values, so that only one of them can be published (ADR 33).
+A table records its offsets twice: in the summary of each snapshot, and as a table property. A rollback of the
+table takes back the snapshot together with its rows, so the summary always belongs to the rows. But the
+summary is lost when the snapshot expires. The property stays. Two batches for the same offsets set the
+property to different values, so only one of them can be published (ADR 33).
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ class TopicPartition:
 
 
 Offsets = Mapping[TopicPartition, int]
-"""By partition the offset that is read next: all before it were read."""
+"""The next offset to read of each partition: all records before it were read."""
 
 
 @dataclass(frozen=True)
 class OffsetRange:
-    """Offsets from `start` up to and without `end`."""
+    """The offsets from `start` to `end`, without `end`."""
 
     start: int
     end: int
@@ -45,7 +44,7 @@ Ranges = Mapping[TopicPartition, OffsetRange]
 
 
 def merge_offsets(*offset_maps: Offsets) -> dict[TopicPartition, int]:
-    """The greatest of each: an older record never takes a partition back."""
+    """Return the greatest offset of each partition, so an older position never moves a partition back."""
     greatest: dict[TopicPartition, int] = {}
     for offsets in offset_maps:
         for partition, offset in offsets.items():
@@ -54,22 +53,22 @@ def merge_offsets(*offset_maps: Offsets) -> dict[TopicPartition, int]:
 
 
 def has_reached(position: Offsets, target: Offsets) -> bool:
-    """Whether `position` is as far as `target` in all of its partitions."""
+    """Return whether `position` is at or after `target` in all partitions of `target`."""
     return all(position.get(partition, 0) >= offset for partition, offset in target.items())
 
 
 def end_offsets(ranges: Ranges) -> dict[TopicPartition, int]:
-    """The offsets after these ranges."""
+    """Return the offset after the range of each partition."""
     return {partition: offset_range.end for partition, offset_range in ranges.items()}
 
 
 def count_offsets(ranges: Ranges) -> int:
-    """How many offsets they span: as many records, or fewer where a log was compacted."""
+    """Return the number of offsets in the ranges. A compacted topic has fewer records than offsets."""
     return sum(len(offset_range) for offset_range in ranges.values())
 
 
 def format_ranges(ranges: Ranges, *, max_partitions: int = 5) -> str:
-    """`topic[0] 5 to 9, …`, the last offset included."""
+    """Format ranges as `topic[0] 5 to 9, …`. The last offset is included."""
     texts = [
         f"{partition.topic}[{partition.partition}] {offset_range.start} to {offset_range.end - 1}"
         for partition, offset_range in sorted(ranges.items())
@@ -86,13 +85,14 @@ def _join_some(texts: Iterable[str], max_count: int) -> str:
 
 @dataclass(frozen=True)
 class Topic:
-    """One topic now. `incarnation` is Kafka's topic id: another one after it was deleted and made again.
+    """The present state of one topic.
 
-    Behind the id there may be a number, `…~1`: how often its offsets were set back. Offsets of before and
-    after cannot be compared, and the greater one would win.
+    `incarnation` is Kafka's topic id, which changes if the topic is deleted and created again. A suffix `~1`
+    counts how often the topic's offsets were reset: offsets before and after a reset cannot be compared, and
+    the greater one would win.
 
-    `begins` and `ends` are by partition the first offset that is there and the one after the last that a
-    reader of committed records may see.
+    `begins` is the first available offset of each partition. `ends` is the offset after the last record that
+    a reader of committed records may see.
     """
 
     name: str
@@ -101,11 +101,11 @@ class Topic:
     ends: Mapping[int, int]
 
     def partitions(self) -> list[TopicPartition]:
-        """All of its partitions, in order."""
+        """Return all partitions of the topic, in order."""
         return [TopicPartition(self.name, self.incarnation, number) for number in sorted(self.ends)]
 
     def with_recorded_resets(self, partitions: Iterable[TopicPartition]) -> Topic:
-        """The topic with the number of set-backs that tables know of."""
+        """Return the topic with the number of resets that the tables have recorded in `partitions`."""
         incarnations = [
             partition.incarnation
             for partition in partitions
@@ -114,17 +114,17 @@ class Topic:
         return replace(self, incarnation=max(incarnations, key=count_resets)) if incarnations else self
 
     def after_reset(self) -> Topic:
-        """The topic after its offsets were set back once more."""
+        """Return the topic with one more reset of its offsets."""
         return replace(self, incarnation=f"{topic_id(self.incarnation)}~{count_resets(self.incarnation) + 1}")
 
 
 def topic_id(incarnation: str) -> str:
-    """Kafka's id of a topic."""
+    """Return Kafka's topic id of an incarnation."""
     return incarnation.partition("~")[0]
 
 
 def count_resets(incarnation: str) -> int:
-    """How often its offsets were set back."""
+    """Return how often the offsets of the topic were reset."""
     return int(incarnation.partition("~")[2] or 0)
 
 
@@ -134,10 +134,10 @@ def _has_same_id(topic: Topic, partition: TopicPartition) -> bool:
 
 @dataclass(frozen=True)
 class TableProgress:
-    """The offsets up to which a table holds an ingestion's records, and the batch that said so.
+    """The offsets up to which a table has an ingestion's records, and the batch that recorded them.
 
-    `valid_through_ms` is the time up to which all records are in the tables, ms since 1970; None as long as
-    a partition has had no record. `snapshot_id` is the snapshot that the batch made, None when it made none.
+    `valid_through_ms` is the time up to which the tables have all records, in ms since 1970. It is None until
+    every partition has had a record. `snapshot_id` is the snapshot of the batch, or None if it made none.
     """
 
     offsets: Offsets
@@ -146,17 +146,18 @@ class TableProgress:
     valid_through_ms: int | None = None
     snapshot_id: int | None = None
     refill_until: Offsets = field(default_factory=dict)
-    """Not empty: the table was rolled back, and takes records again up to here, which the others have."""
+    """Offsets that the other tables have reached. Not empty if the table was rolled back: then the table
+    takes records again until these offsets."""
     first_offsets: Offsets = field(default_factory=dict)
-    """The first offset that was read of each partition, unless that is 0. A table that is rolled back to
-    before its first batch is filled again from here."""
+    """The first offset that was read of each partition, unless it is 0. A table that is rolled back to before
+    its first batch is filled again from here."""
     latest_ms: Mapping[TopicPartition, int] = field(default_factory=dict)
-    """The latest time of a record that was read of each partition, ms since 1970."""
+    """The latest time of the records that were read, by partition, in ms since 1970."""
     dead_letter_table_name: str | None = None
-    """The dotted name of the ingestion's table of dead letters, which takes part in each of its batches."""
+    """The dotted name of the ingestion's dead letter table, which takes part in each batch."""
 
     def to_json(self) -> str:
-        """As a property's value."""
+        """Return the value of the table property."""
         fields = {
             "topics": _offsets_to_json(self.offsets),
             "commit": self.commit_id,
@@ -172,7 +173,7 @@ class TableProgress:
 
     @classmethod
     def from_json(cls, progress_json: str) -> TableProgress:
-        """Back again. Raises ValueError, KeyError or TypeError."""
+        """Parse the value of the table property. Raises ValueError, KeyError or TypeError."""
         fields = json.loads(progress_json)
         valid, snapshot_id = fields.get("valid_through_ms"), fields.get("at")
         offsets, refill_until = (
@@ -197,13 +198,13 @@ class TableProgress:
         )
 
     def refilled_to(self, offsets: Offsets) -> TableProgress:
-        """What a table says that is filled again, and has come to these offsets."""
+        """Return the progress of a table that is filled again and has reached these offsets."""
         return replace(
             self, offsets=offsets, refill_until={} if has_reached(offsets, self.offsets) else self.offsets
         )
 
     def to_summary(self, ingestion: str) -> dict[str, str]:
-        """The entries of a snapshot's summary: the offsets, without what only the property records."""
+        """Return the entries for a snapshot's summary, without the fields that only the property records."""
         summary_progress = replace(
             self, snapshot_id=None, first_offsets={}, latest_ms={}, dead_letter_table_name=None
         )
@@ -232,7 +233,7 @@ def _offsets_from_json(topics: Any) -> dict[TopicPartition, int]:
     if not isinstance(topics, dict) or not all(
         isinstance(partitions, dict) for partitions in topics.values()
     ):
-        raise ValueError(f"{topics!r} tells no offsets")
+        raise ValueError(f"{topics!r} contains no offsets")
     return {
         TopicPartition(*_parse_topic_key(topic), int(number)): int(offset)
         for topic, partitions in topics.items()
@@ -243,12 +244,12 @@ def _offsets_from_json(topics: Any) -> dict[TopicPartition, int]:
 def _parse_topic_key(topic_key: str) -> tuple[str, str]:
     name, _, incarnation = topic_key.rpartition("@")
     if not name:
-        raise ValueError(f"{topic_key!r} names no topic")
+        raise ValueError(f"{topic_key!r} contains no topic name")
     return name, incarnation
 
 
 def recorded_ingestions(properties: Mapping[str, str]) -> dict[str, str]:
-    """The texts of all ingestions that a table's properties record, by name."""
+    """Return the progress that a table's properties record, as JSON by the name of the ingestion."""
     return {
         name.removeprefix(LakeProperty.OFFSETS_PREFIX): text
         for name, text in properties.items()

@@ -1,14 +1,11 @@
-"""The ranges of the next batch: where a new topic is started, and what the topics have. Pure functions.
+"""Pure functions that plan an ingestion: the ranges of the next batch, start offsets, valid-through time.
 
-Where an ingestion starts a topic that it has never read: declarations and pure functions.
+The configured start counts only until the tables have a position. It continues the position of another sink
+exactly: the first record that is read from a partition is the record at its start offset.
 
-The start counts only until the tables have positions. It takes over the position of another sink exactly: the
-first record that is read from a partition is the one at its offset.
-
-The valid-through time of an ingestion: all records up to it are in the tables. Pure functions.
-
-A partition's records are taken to be in the order of their times. The latest time that was read of each
-partition is recorded with the offsets, so that a batch without records of a partition still knows it.
+All records up to the valid-through time are in the tables, if the records of each partition are in the order
+of their times. The latest time of each partition is recorded with the offsets, so that it is known in batches
+without records of that partition.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from branchlake_dagster.ingest.offsets import (
 
 @dataclass(frozen=True)
 class TopicRules:
-    """What is done when a topic is not what the tables were filled from."""
+    """The reactions to a topic that is no longer the topic from which the tables were filled."""
 
     on_recreated: Literal["stop", "start_over"] = "stop"
     on_reset: Literal["stop", "continue_at_end"] = "stop"
@@ -41,14 +38,14 @@ class TopicRules:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The ranges of a batch, `lag` (records left after it), and what was passed over, in words.
+    """The ranges of a batch, the records that remain after it (`lag`), and notes about skipped records.
 
-    `advanced_offsets` is where partitions stand that have no range in this batch, and that no table has
-    recorded yet:
-    moved on by a rule, or begun at what was their start. `must_record`: it is recorded even if nothing is
-    read.
-    `topics` are they as this batch has them: under another name where their offsets are set back with it.
-    `first_offsets` has the first offset of each partition that starts with this batch, unless that is 0.
+    `advanced_offsets` has the positions of partitions without a range in this batch that no table has
+    recorded yet: a rule moved them forward, or they start elsewhere than at offset 0. If `must_record` is
+    True, the batch records its offsets even if it reads nothing.
+
+    `topics` are the topics by name as this batch records them, with one more reset if their offsets were
+    reset. `first_offsets` has the first offset of each partition that starts with this batch, unless it is 0.
     """
 
     ranges: Ranges
@@ -61,12 +58,15 @@ class BatchPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to read and nothing to tell."""
+        """Return whether there is nothing to read and nothing to record."""
         return not self.ranges and not self.must_record
 
 
 def narrow_plan(plan: BatchPlan, ranges: Ranges) -> BatchPlan:
-    """The plan with the first of its offsets only; the others wait for the next batch."""
+    """Return the plan with only the first offsets of its ranges.
+
+    The other offsets wait for the next batch.
+    """
     behind = count_offsets(plan.ranges) - count_offsets(ranges)
     waiting = {
         partition: offset_range.start
@@ -87,12 +87,11 @@ def plan_batch(
     rules: TopicRules,
     first_offsets: Offsets | None = None,
 ) -> BatchPlan:
-    """The next ranges, at most `max_records` in all, each partition in proportion to its lag.
+    """Plan the next ranges: at most `max_records` records, in proportion to the lag of each partition.
 
-    `start_of_topic` tells where a topic is begun that was never read. A partition that was added later begins
-    at its
-    start. `first_offsets` has the offsets at which partitions were started before, unless that is 0. Raises
-    TopicChanged.
+    `start_of_topic` returns the start offsets of a topic that was never read. A partition that was added
+    later starts at its beginning. `first_offsets` has the first offsets of earlier batches, unless they are
+    0. Raises TopicChanged.
     """
     waiting: dict[TopicPartition, OffsetRange] = {}
     notes: list[str] = []
@@ -105,7 +104,7 @@ def plan_batch(
         notes += topic_notes
         new_partitions = next_offsets.keys() - positions.keys()
         if any(positions.get(number, 0) > topic.ends[number] for number in topic.ends):
-            # Positions are merged by their maximum: what is less than before needs another name.
+            # Positions are merged by their maximum, so a lower offset needs another incarnation.
             starts = {
                 one.partition: earlier_first_offsets[one]
                 for one in topic.partitions()
@@ -122,7 +121,8 @@ def plan_batch(
                 new_first_offsets[partition] = next_offset
             if next_offset != positions.get(number):
                 advanced_offsets[partition] = next_offset
-                # Begun elsewhere than at its start, as with start="latest": that it was is known once only.
+                # The partition starts elsewhere than at its beginning, as with start="latest". Only this
+                # batch knows that, so it must record the offset.
                 must_record = must_record or bool(topic_notes) or next_offset != topic.begins[number]
             if topic.ends[number] > next_offset:
                 waiting[partition] = OffsetRange(next_offset, topic.ends[number])
@@ -141,7 +141,7 @@ def _next_offsets(
     start_of_topic: Callable[[Topic], Offsets],
     rules: TopicRules,
 ) -> tuple[dict[int, int], list[str]]:
-    """Where each partition of a topic is gone on with, and what was passed over, in words."""
+    """Return the next offset of each partition of a topic, and notes about skipped records."""
     notes: list[str] = []
     start_offsets: Offsets = {}
     if not positions and (
@@ -166,13 +166,13 @@ def _is_of_topic(partition: TopicPartition, topic: Topic) -> bool:
 
 def _check_recreated(topic: Topic, earlier_incarnations: set[str], rules: TopicRules) -> str:
     what = (
-        f"Topic {topic.name} was deleted and made again: the tables hold records of"
-        f" {', '.join(sorted(earlier_incarnations))}, and it is now {topic.incarnation}."
+        f"Topic {topic.name} was deleted and created again: the tables have records of"
+        f" {', '.join(sorted(earlier_incarnations))}, and the topic is now {topic.incarnation}."
     )
     if rules.on_recreated == "stop":
         raise TopicChanged(
             what,
-            hint='Choose on_recreated="start_over" to add all records of the new topic to the tables.',
+            hint='Set on_recreated="start_over" to add all records of the new topic to the tables.',
             reason="recreated",
             subject=topic.name,
         )
@@ -180,28 +180,28 @@ def _check_recreated(topic: Topic, earlier_incarnations: set[str], rules: TopicR
 
 
 def _clamp_offset(topic: Topic, number: int, offset: int, rules: TopicRules) -> tuple[int, str | None]:
-    """Where to go on in a partition that may not hold that offset any more, and what was passed over."""
+    """Return where to continue in a partition that may not have `offset` any more, and a note or None."""
     where = f"Topic {topic.name} partition {number}"
     if offset < topic.begins[number]:
-        what = f"{where} begins at {topic.begins[number]} now: records {offset} to {topic.begins[number] - 1}"
+        what = f"{where} now begins at {topic.begins[number]}: records {offset} to {topic.begins[number] - 1}"
         if rules.on_lost == "stop":
             raise TopicChanged(
                 f"{what} were deleted before they were read.",
-                hint='Put them back, or choose on_lost="skip" to go on without them.',
+                hint='Restore them, or set on_lost="skip" to continue without them.',
                 reason="records_deleted",
                 subject=f"{topic.name}[{number}]",
             )
-        return topic.begins[number], f"{what} were deleted before they were read, and were left out."
+        return topic.begins[number], f"{what} were deleted before they were read, and are skipped."
     if offset > topic.ends[number]:
-        what = f"{where} ends at {topic.ends[number]}, before offset {offset} up to which it was read"
+        what = f"{where} ends at {topic.ends[number]}, but it was already read up to offset {offset}"
         if rules.on_reset == "stop":
             raise TopicChanged(
-                f"{what}: it lost records at its end, or its offsets were set back.",
-                hint='Choose on_reset="continue_at_end" to go on with what comes after that end.',
+                f"{what}: the partition lost records at its end, or its offsets were reset.",
+                hint='Set on_reset="continue_at_end" to continue with the records after that end.',
                 reason="end_set_back",
                 subject=f"{topic.name}[{number}]",
             )
-        return topic.ends[number], f"{what}; it is read on from that end."
+        return topic.ends[number], f"{what}; the ingestion continues at that end."
     return offset, None
 
 
@@ -213,7 +213,7 @@ def _limit_ranges(
         return dict(waiting)
     ranges: dict[TopicPartition, OffsetRange] = {}
     remaining = max_records
-    # The smallest first: what they leave of their share goes to the others.
+    # The smallest ranges come first: the unused part of their share goes to the others.
     ordered = sorted(waiting.items(), key=lambda item: (len(item[1]), item[0]))
     for index, (partition, offset_range) in enumerate(ordered):
         share = min(len(offset_range), max(remaining * len(offset_range) // max(total, 1), 1))
@@ -234,16 +234,17 @@ Otherwise = Literal["stop", "earliest", "latest"]
 class CommittedOffsets:
     """Start at the offsets that a Kafka consumer group has committed, as the sink with that group would.
 
-    The first record read from a partition is the one at the committed offset. The group must have no members
-    and no open transaction, else batches fail with `ConsumerGroupActive`: stop the other sink first, so that
-    it has committed all that it has written. The group itself is not changed.
+    The first record that is read from a partition is the record at the committed offset. The group must have
+    no members and no open transaction; otherwise batches fail with `ConsumerGroupActive`. So stop the other
+    sink first: then it has committed all that it has written. The group itself is not changed.
 
     Args:
-        group (str): The consumer group of the sink that is taken over: for Kafka Connect
+        group (str): The consumer group of the sink that is replaced: for Kafka Connect
             `connect-<connector>`, otherwise its `group.id`.
-        otherwise (Literal["stop", "earliest", "latest"]): Where a partition starts that the group has never
-            committed: at its first offset, at its end, or nowhere: the ingestion stops with
-            `StartOffsetsMissing`. A group that has committed nothing at all always stops it.
+        otherwise (Literal["stop", "earliest", "latest"]): The start of a partition for which the group has
+            never committed an offset: its first offset (`earliest`), its end (`latest`), or none: the
+            ingestion stops with `StartOffsetsMissing`. If the group has committed nothing at all, the
+            ingestion always stops.
             (default: `stop`; the other sink could have read such a partition, and its records would then be
             written twice or not at all)
 
@@ -274,17 +275,17 @@ class CommittedOffsets:
 
 @dataclass(frozen=True)
 class StartingOffsets:
-    """Start at given offsets, for example those that another sink has recorded in its own store.
+    """Start at given offsets, for example offsets that another sink has recorded in its own store.
 
-    The first record read from a partition is the one at the given offset. Works for Kafka topics and for the
-    topics of a landing folder.
+    The first record that is read from a partition is the record at the given offset. Works for Kafka topics
+    and for the topics of a landing folder.
 
     Args:
-        offsets (Mapping[str, Mapping[int, int]]): By topic and partition number the offset of the first
-            record that is read: `{"orders": {0: 120, 1: 98}}`. The end of a partition is allowed.
-        otherwise (Literal["stop", "earliest", "latest"]): Where a partition starts that is not given: at its
-            first offset, at its end, or nowhere: the ingestion stops with `StartOffsetsMissing`.
-            (default: `stop`)
+        offsets (Mapping[str, Mapping[int, int]]): The offset of the first record that is read, by topic and
+            partition number: `{"orders": {0: 120, 1: 98}}`. The end of a partition is allowed.
+        otherwise (Literal["stop", "earliest", "latest"]): The start of a partition without an offset: its
+            first offset (`earliest`), its end (`latest`), or none: the ingestion stops with
+            `StartOffsetsMissing`. (default: `stop`)
 
     Raises:
         ConfigurationError: An offset is negative or not an integer, or `otherwise` is unknown.
@@ -310,9 +311,9 @@ class StartingOffsets:
             for partition, offset in partition_offsets.items():
                 if not (_is_count(partition) and _is_count(offset)):
                     raise ConfigurationError(
-                        f"Topic {topic} cannot start partition {partition!r} at offset {offset!r}.",
-                        hint='Both are integers from 0: {"orders": {0: 120}}. To start at an end of the'
-                        " partition, leave it out and set otherwise.",
+                        f"Partition {partition!r} of topic {topic} cannot start at offset {offset!r}.",
+                        hint='Give both as integers from 0: {"orders": {0: 120}}. To start at the beginning'
+                        " or the end of a partition, leave it out and set otherwise.",
                     )
         _require_otherwise(self.otherwise)
 
@@ -323,11 +324,11 @@ Start = Literal["earliest", "latest"] | datetime | CommittedOffsets | StartingOf
 def starting_offsets(
     topic: Topic, offsets: Mapping[int, int], otherwise: Otherwise, *, origin: str
 ) -> dict[TopicPartition, int]:
-    """The offset of the first record that is read, for all partitions of a topic.
+    """Return the offset of the first record that is read, for all partitions of a topic.
 
-    `offsets` maps partition numbers to offsets; `origin` names their source in errors. Raises
+    `offsets` maps partition numbers to offsets. `origin` is their source, for error messages. Raises
     StartOffsetsOutOfRange for offsets outside the retained range and for partitions that the topic does not
-    have, StartOffsetsMissing for partitions without an offset where `otherwise` is `stop`.
+    have. Raises StartOffsetsMissing for partitions without an offset if `otherwise` is `stop`.
     """
     outside = [number for number in sorted(offsets) if not _is_available(topic, number, offsets[number])]
     if outside:
@@ -340,10 +341,10 @@ def starting_offsets(
     missing = [number for number in sorted(topic.ends) if number not in offsets]
     if missing and otherwise == "stop":
         raise StartOffsetsMissing(
-            f"Topic {topic.name} cannot start at {origin}: some partitions have none.",
+            f"Topic {topic.name} cannot start at {origin}: some partitions have no offset there.",
             partitions=[f"{topic.name}[{number}]" for number in missing],
-            hint='Choose otherwise="earliest" to read these partitions from their first offset, or'
-            ' otherwise="latest" to read only what comes from now on.',
+            hint='Set otherwise="earliest" to read these partitions from their first offset, or'
+            ' otherwise="latest" to read only later records.',
         )
     rest = topic.begins if otherwise == "earliest" else topic.ends
     return {
@@ -353,7 +354,7 @@ def starting_offsets(
 
 
 def format_offsets(offsets: Offsets, *, max_partitions: int = 20) -> str:
-    """`orders[0] 120, orders[1] 98`, at most `max_partitions` partitions."""
+    """Format offsets as `orders[0] 120, orders[1] 98`, with at most `max_partitions` partitions."""
     shown = [
         f"{partition.topic}[{partition.partition}] {offset}" for partition, offset in sorted(offsets.items())
     ]
@@ -368,18 +369,18 @@ def _is_available(topic: Topic, number: int, offset: int) -> bool:
 def _format_available_range(topic: Topic, number: int, offset: int) -> str:
     where = f"{topic.name}[{number}]"
     if number not in topic.ends:
-        return f"{where} does not exist, and offset {offset} is given for it"
+        return f"{where} does not exist, but offset {offset} is given for it"
     begin, end = topic.begins[number], topic.ends[number]
     if begin == end:
-        return f"{where} has no records, its next offset is {end}, and offset {offset} is given for it"
-    return f"{where} has offsets {begin} to {end - 1}, and offset {offset} is given for it"
+        return f"{where} has no records and its next offset is {end}, but offset {offset} is given for it"
+    return f"{where} has offsets {begin} to {end - 1}, but offset {offset} is given for it"
 
 
 def _out_of_range_hint(topic: Topic, outside: list[int], offsets: Mapping[int, int]) -> str:
     if any(number in topic.ends and offsets[number] < topic.begins[number] for number in outside):
         return (
-            "Retention has deleted the records before that range. Load them from elsewhere, then start at the"
-            " first retained offset with StartingOffsets."
+            "Retention has deleted the records before that range. Load them from another source, then start"
+            " at the first retained offset with StartingOffsets."
         )
     return (
         "The offsets may belong to another cluster, or to a topic that was deleted and created again. Give"
@@ -393,20 +394,22 @@ def _is_count(value: object) -> bool:
 
 def _require_otherwise(otherwise: str) -> None:
     if otherwise not in ("stop", "earliest", "latest"):
-        raise ConfigurationError(f"Unknown otherwise={otherwise!r}.", hint="stop, earliest, latest")
+        raise ConfigurationError(
+            f"Unknown otherwise={otherwise!r}.", hint="Set it to stop, earliest or latest."
+        )
 
 
 Times = Mapping[TopicPartition, int]
-"""By partition the latest time of a record that was read, ms since 1970."""
+"""The latest time of the records that were read, by partition, in ms since 1970."""
 
 
 def merge_latest_times(
     previous_times: Times, batch: Mapping[str, int], topics: Iterable[Topic], *, now_ms: int
 ) -> dict[TopicPartition, int]:
-    """The latest time of each partition after a batch, for the topics as they are now.
+    """Return the latest time of each partition of the present topics after a batch.
 
-    `batch` has the latest times of the batch's records by `<topic>/<partition>`, ms since 1970. A record's
-    time counts as `now_ms` at most: one wrong time would otherwise stay the latest for ever.
+    `batch` has the latest time of the batch's records by `<topic>/<partition>`, in ms since 1970. A later
+    time than `now_ms` counts as `now_ms`: otherwise one wrong time would stay the latest for ever.
     """
     latest: dict[TopicPartition, int] = {}
     for topic in topics:
@@ -427,12 +430,13 @@ def compute_valid_through_ms(
     now_ms: int,
     idle_after_ms: int | None = None,
 ) -> int | None:
-    """The time up to which the tables have all records, ms since 1970; None if it is not known yet.
+    """Return the time up to which the tables have all records, in ms since 1970, or None if it is unknown.
 
-    It is the least of the partitions' latest times, and never less than `previous_ms`, the time of the batch
-    before. A partition of which no record was read keeps it at `previous_ms`. With `idle_after_ms` a
-    partition is
-    left out that was read to its end (`reached` has the offsets) and whose latest record is at least so old.
+    The result is the least of the partitions' latest times, but at least `previous_ms`, the result of the
+    batch before. As long as one partition has had no record, the result stays `previous_ms`.
+
+    With `idle_after_ms`, a partition does not count if it was read to its end (`reached` has the offsets) and
+    its latest record is at least that old.
     """
     times: list[int | None] = []
     for topic in topics:

@@ -1,4 +1,4 @@
-"""The records of a batch as Spark computes them before its workers divide them among the tables."""
+"""The Spark expressions that prepare the records of a batch, before the workers write them to tables."""
 
 from __future__ import annotations
 
@@ -42,32 +42,35 @@ from branchlake_dagster.spark.session import quote_spark_name
 
 
 def field_text(ingest: Ingest, record_format: Format, name: str) -> Expression:
-    """A field of the record as text, also when Kafka Connect has put schema and payload around it."""
+    """Return a field of the record as text, also from the `payload` in Kafka Connect's schema envelope."""
     text = record_format.field_text(name)
     return text if ingest.envelope is None else F.coalesce(text, record_format.field_text(f"payload.{name}"))
 
 
 def record_route(ingest: Ingest, record_format: Format) -> Expression:
-    """What routes are matched with; null where a record has none."""
+    """Return the expression that routes are matched with. It is null for a record without a route."""
     return (
         F.col("__topic") if ingest.route_by == "topic" else field_text(ingest, record_format, ingest.route_by)
     )
 
 
 def takes_route(declaration: IngestTable, route: Expression) -> Expression:
-    """Whether a table takes records of this route; null where there is none."""
+    """Return whether a table takes records of this route. The expression is null for a null route."""
     if isinstance(declaration, FamilyTable):
         return family_route_name(declaration, route) == declaration.name
     return F.lit(True) if declaration.route is None else _matches_route(route, declaration.route)
 
 
 def family_route_name(family: IngestTable, route: Expression) -> Expression:
-    """What the route puts into the name of a family's table; null where it is not of it, or no name."""
+    """Return the part of the route that names a table of this family.
+
+    The expression is null if the route does not match the family, or gives no valid name.
+    """
     pattern = family.route
     if pattern is None:
         name = route
     elif re.compile(pattern).groups:
-        # Without a match, and where the group took no part, this is empty.
+        # The result is empty if the pattern does not match or the group did not take part.
         name = F.regexp_extract(route, full_match_pattern(pattern), 1)
     else:
         name = F.when(_matches_route(route, pattern), route)
@@ -75,28 +78,31 @@ def family_route_name(family: IngestTable, route: Expression) -> Expression:
 
 
 def _matches_route(route: Expression, pattern: str) -> Expression:
-    """Whether all of a route matches; a pattern without special characters is compared, not searched for."""
+    """Return whether the pattern matches the whole route.
+
+    A pattern without special characters is compared.
+    """
     is_plain = re.escape(pattern) == pattern
     return route == pattern if is_plain else matches_whole(route, pattern)
 
 
 FOR_TABLE = "__for"
-"""The column of dead letters that are read again: the table that could not take them."""
+"""Column of reprocessed dead letters: the table that could not take the record."""
 WAITING_TABLES = "__waits"
-"""The column, while a table is filled again, of the tables for which a dead letter of the record waits."""
+"""Column during a refill: the tables for which a dead letter of the record waits."""
 _RECORD_PARTS = ("offset", "key", "value")
 _UNREADABLE_KINDS = ("empty", "encoding", "syntax", "format", "schema")
-"""Reasons that are about the whole value."""
+"""Kinds of errors that concern the whole value."""
 
 
 def mapped_fields(target: Target) -> set[str]:
-    """The fields of a record that a table has columns for, also those that are filled otherwise."""
+    """Return the fields of a record for which a table has columns, including columns of attributes."""
     attributes = target.declaration.attributes if target.declaration else {}
     return {name for column in target.columns for name in column.fields} | {*attributes}
 
 
 def row_columns(targets: Sequence[Target]) -> list[str]:
-    """The column with each target's rows: tables of the same columns and contract share one."""
+    """Return the name of each target's rows column. Targets with equal columns and contract share one."""
     names: dict[object, str] = {}
     return [names.setdefault(_row_shape(target), f"__row{len(names)}") for target in targets]
 
@@ -115,12 +121,12 @@ def _row_shape(target: Target) -> object:
 
 
 def _identifier_columns(target: Target) -> set[str]:
-    """Columns that Iceberg lets nobody relax."""
+    """Return the columns whose required flag Iceberg does not allow to relax."""
     return set(target.table.schema().identifier_field_names())
 
 
 class PreparedRecords:
-    """The expressions of a pass."""
+    """The expressions of one pass over the records."""
 
     def __init__(
         self,
@@ -136,16 +142,19 @@ class PreparedRecords:
         self._targets = targets
         self._min_offsets = min_offsets
         self._dead_letter_offsets = dead_letter_offsets
-        """Dead letters of before it are there. None: no table is filled again."""
+        """Records before these offsets are already dead letters if they were bad. None if no table is filled
+        again."""
         self._dead_letter_topics = dead_letter_topics
-        """Topics and incarnations of dead letters that are read again; empty: records come from topics."""
+        """Topics and incarnations of the dead letters that are reprocessed. Empty if the records come from
+        topics."""
         self._rows = row_columns(targets)
 
     def select_columns(self, frame: DataFrame) -> DataFrame:
-        """The frame that workers take: of the record what is needed, its rows, and where it goes.
+        """Return the frame for the workers: the needed parts of the records, their rows and their tables.
 
-        What only bad records need is one struct, null for the others: each column costs on its way through
-        Arrow, whatever is in it, and an array more than all others together.
+        The parts that only bad records need are one struct, which is null for good records. The transfer by
+        Arrow has a cost for each column, whatever it contains, and an array costs more than all other columns
+        together.
         """
         frame = frame.withColumn("__op", self._operation())
         shapes = dict(zip(self._rows, self._targets, strict=True))
@@ -200,7 +209,10 @@ class PreparedRecords:
         )
 
     def _table_bits(self, what: str) -> list[Expression]:
-        """The tables of which `what` holds, a bit for each: numbers, of which a batch has few."""
+        """Return integer columns with one bit for each table for which `what` is true.
+
+        A batch has few different integers, so these columns are compact.
+        """
         columns = []
         for group in range(0, len(self._targets), TABLES_PER_SET):
             numbers = range(group, min(group + TABLES_PER_SET, len(self._targets)))
@@ -213,10 +225,10 @@ class PreparedRecords:
         return columns
 
     def _must_not_skip(self, row: str | None) -> Expression:
-        """Of records that no table takes those that are not skipped: nobody knows where they were to go.
+        """Return which unrouted records must become dead letters although `on_unrouted` is "skip".
 
-        What cannot be read has no route. A dead letter that is read again stays one: left out here, it would
-        be marked as put back, and be nowhere.
+        A record that cannot be read has no route, so its table is unknown. A dead letter that is reprocessed
+        stays a dead letter: if it were skipped, it would be marked as reprocessed and be lost.
         """
         if self._dead_letter_topics:
             return F.lit(True)
@@ -227,7 +239,7 @@ class PreparedRecords:
         )
 
     def _lost_reason(self, row: str | None) -> Expression:
-        """Why no table takes a record: it has no route, or it cannot be read at all."""
+        """Return why no table takes a record: it has no route that matches, or it cannot be read at all."""
         named = F.coalesce("__route", F.lit("(none)"))
         reasons = [build_reason("route", F.concat(F.lit("No table takes the route "), named))]
         if row is not None:
@@ -236,7 +248,7 @@ class PreparedRecords:
         return F.coalesce(*reasons)
 
     def _new_route_names(self) -> Iterator[Expression]:
-        """By family what the record puts into the name of a table that is not known; else null."""
+        """Yield for each family the route name of a record whose table does not exist yet, else null."""
         for family, declaration in self._ingest.families.items():
             name = family_route_name(declaration, F.col("__route"))
             known_names = [table.name for table in self._ingest.family_tables if table.family == family]
@@ -246,7 +258,7 @@ class PreparedRecords:
             yield F.when(new, name)
 
     def _topic_number(self) -> Expression:
-        """The topic by its place in the ingestion's list, or in that of the dead letters' topics."""
+        """Return the index of the record's topic in the ingestion's or the dead letters' list of topics."""
         if self._dead_letter_topics:
             conditions = [
                 (F.col("__topic") == topic) & F.col("__incarnation").eqNullSafe(incarnation)
@@ -263,17 +275,23 @@ class PreparedRecords:
         )
 
     def _needs_attribute(self, attribute: str) -> bool:
-        """Whether some table takes it of every record; a merge goes by operation and offset."""
+        """Return whether some table needs this attribute of every record.
+
+        Merges need operation and offset.
+        """
         declarations = [declaration.declaration for declaration in self._targets if declaration.declaration]
         merged = attribute in ("offset", "op") and any(
             declaration.mode != "append" for declaration in declarations
         )
         return merged or any(attribute in declaration.attributes.values() for declaration in declarations)
 
-    # -- what a record says of itself ------------------------------------------------------------------
+    # -- the operation and the fields of a record --------------------------------------------------------
 
     def _operation(self) -> Expression:
-        """insert, update, delete or tombstone; null where the record does not say, or nonsense."""
+        """Return insert, update, delete or tombstone.
+
+        It is null if the record has no operation or an unknown one.
+        """
         operation_text = F.lower(self._operation_text())
         meanings = self._ingest.operations.items()
         tombstone = F.when(F.col("__value").isNull(), F.lit(TOMBSTONE))
@@ -296,13 +314,14 @@ class PreparedRecords:
         topic = name == "topic" or self._ingest.envelope is not None
         if topic or read is None or read.kind != "string":
             return record_route(self._ingest, self._record_format)
-        # It was read as a column already: reading JSON for it once more cost a fifth of ten tables' batch.
+        # The route was already read as a column. Reading it from JSON again took a fifth of the time of a
+        # batch with ten tables.
         row = self._rows[0]
         here = F.col(row).getField(read.name)
         return F.when(F.col(f"{row}{REASON_SUFFIX}").isNull(), here).otherwise(self._field_text(name))
 
     def _unknown_fields(self) -> Expression | None:
-        """The names of fields that some table has no column for, as JSON; None: nobody asks."""
+        """Return the names of fields for which some table has no column, as JSON. None if none is wanted."""
         adds_columns = "add" in self._ingest.evolve
         deleted = F.coalesce(F.col("__op") == "delete", F.lit(False))
         is_deletion = None if self._ingest.envelope is None else deleted
@@ -328,7 +347,7 @@ class PreparedRecords:
     # -- rows ------------------------------------------------------------------------------------------
 
     def _with_rows(self, frame: DataFrame, row: str, target: Target) -> DataFrame:
-        """The frame with a column of rows, and one of why there is none: `__row0`, `__row0_why`."""
+        """Add a column of rows, `__row0`, and the reasons why a record has no row, `__row0_why`."""
         declaration = target.declaration
         assert declaration is not None  # noqa: S101 - dead letters have no rows of this kind
         deleted = F.coalesce(F.col("__op").isin("delete", TOMBSTONE), F.lit(False))
@@ -340,7 +359,7 @@ class PreparedRecords:
             frame = self._with_moved_keys(frame, row, target)
         reason = F.col(f"{row}{REASON_SUFFIX}")
         tombstone = F.coalesce(F.col("__op") == TOMBSTONE, F.lit(False))
-        # What is deleted needs no more than its keys.
+        # A deleted row needs only its keys.
         needs_all_columns = ~deleted if declaration.mode == "changes" else ~tombstone
 
         def value_of(column: str) -> Expression:
@@ -361,9 +380,9 @@ class PreparedRecords:
         has_no_operation = F.col("__op").isNull()
         unknown_operation = (
             has_no_operation & self._operation_text().isNotNull(),
-            build_reason("operation", "Its operation is not known."),
+            build_reason("operation", "The record's operation is not known."),
         )
-        missing_operation = has_no_operation, build_reason("operation", "The record tells no operation.")
+        missing_operation = has_no_operation, build_reason("operation", "The record has no operation.")
         changes, by_record = declaration.mode == "changes", declaration.keyed_by_record
         of_value = [empty, *([unknown_operation] if changes else []), (reason.isNotNull(), reason)]
         reasons = [(~tombstone & reason, text) for reason, text in of_value] if by_record else of_value
@@ -387,12 +406,12 @@ class PreparedRecords:
         )
 
     def _can_move_rows(self, target: Target) -> bool:
-        """Whether a record may say that a row has another key now: an update in Debezium's envelope."""
+        """Return whether a record may give a row another key: by an update in Debezium's envelope."""
         declaration = target.declaration
         return declaration is not None and declaration.mode == "changes" and self._ingest.envelope is not None
 
     def _with_moved_keys(self, frame: DataFrame, row: str, target: Target) -> DataFrame:
-        """The frame with a struct of the keys that a row had before an update; null if they are the same."""
+        """Add a struct of the keys that a row had before an update. It is null if the keys are the same."""
         assert target.declaration is not None  # noqa: S101 - as above
         before, keys = f"{row}_before", {*target.declaration.keys}
         columns = [column for column in target.columns if column.name in keys]
@@ -408,7 +427,7 @@ class PreparedRecords:
     def _with_wanted_changes(
         self, frame: DataFrame, row: str, target: Target, needs_all_columns: Expression
     ) -> DataFrame:
-        """The frame with a column of what the row wants of its table, and the row in the table's types."""
+        """Add a column of the schema changes that the row needs, and convert the row to the table's types."""
         wide_row, wants, narrow = F.col(row), [], []
         relaxed = "relax" in self._ingest.evolve
         keys = {*(target.declaration.keys if target.declaration else ()), *_identifier_columns(target)}
@@ -432,7 +451,7 @@ class PreparedRecords:
     def _check_contract(
         self, frame: DataFrame, row: str, target: Target, needs_all_columns: Expression
     ) -> DataFrame:
-        """Rows that break the contract, with the promises that they break."""
+        """Add the reason "contract", with the names of the broken rules, to rows that break the contract."""
         assert target.declaration is not None  # noqa: S101 - as above
         rules = row_constraints(target.declaration)
         other_columns = [name for name in frame.columns if name != row]
@@ -448,24 +467,28 @@ class PreparedRecords:
         rest = [F.col(name) for name in other_columns if name != f"{row}{REASON_SUFFIX}"]
         return opened.select(*rest, reason.alias(f"{row}{REASON_SUFFIX}"), packed)
 
-    # -- where it goes ---------------------------------------------------------------------------------
+    # -- the tables of a record --------------------------------------------------------------------------
 
     def _is_meant_for(self, target: Target) -> Expression:
-        """Whether a target is to take the record, good or not."""
+        """Return whether the record belongs to a target, whether the record is good or bad."""
         declaration = target.declaration
         assert declaration is not None  # noqa: S101 - dead letters have no rows of this kind
         is_meant = takes_route(declaration, F.col("__route"))
         if declaration.mode != "append" and not declaration.keyed_by_record:
-            # After a deletion Debezium sends a tombstone, for the compaction of the topic: it says no more.
+            # After a deletion Debezium sends a tombstone, for the compaction of the topic. It contains
+            # nothing new.
             is_meant = is_meant & F.col("__value").isNotNull()
         if self._dead_letter_topics:
-            # A record may be in one table, and a dead letter of another one.
+            # The record may already be in one table and a dead letter of another table.
             is_own_table = F.col(FOR_TABLE).isNull() | (F.col(FOR_TABLE) == target.name)
             is_meant = is_meant & is_own_table & F.lit(declaration.mode == "append")
         return F.coalesce(is_meant, F.lit(False))
 
     def _may_write_row(self, target: Target, has_waiting: bool) -> Expression:
-        """Whether no waiting letter of the record may put the row there; into a merged table none may."""
+        """Return whether the row may be written: no waiting dead letter of the record may add the same row.
+
+        Only tables of mode append can get rows from dead letters.
+        """
         if not has_waiting or (target.declaration and target.declaration.mode != "append"):
             return F.lit(True)
         waiting_tables = F.col(WAITING_TABLES)
@@ -474,17 +497,20 @@ class PreparedRecords:
 
     def _is_redundant_tombstone(self) -> Expression:
         if self._dead_letter_topics:
-            return F.lit(False)  # it was kept, so it stays
+            return F.lit(False)  # the record was kept as a dead letter, so it stays one
         merged = any(one.declaration and one.declaration.mode != "append" for one in self._targets)
         return F.col("__value").isNull() if merged else F.lit(False)
 
     def _was_read_before(self) -> Expression:
-        """Whether the record was taken before: if it was to be a dead letter, it is one."""
+        """Return whether an earlier batch has read the record.
+
+        If it was bad, its dead letter exists already.
+        """
         return _is_before(self._dead_letter_offsets or {})
 
 
 def _with_columns(frame: DataFrame, columns: Mapping[str, Expression]) -> DataFrame:
-    """One frame for all columns: the message to Spark may be no deeper than so many frames."""
+    """Add all columns in one step. Spark limits how many frames may be nested in one message."""
     return frame.withColumns(dict(columns)) if columns else frame
 
 
@@ -499,7 +525,10 @@ def _is_before(offsets: Offsets) -> Expression:
 
 
 def row_constraints(declaration: IngestTable) -> list[RowConstraint]:
-    """The promises of a table's contract. Raises ConfigurationError for those that are not about one row."""
+    """Return the row rules of a table's contract.
+
+    Raises ConfigurationError for rules that are not about single rows.
+    """
     if declaration.contract is None:
         return []
     constraints = compile_schema(declaration.contract.to_schema())
@@ -510,8 +539,9 @@ def row_constraints(declaration: IngestTable) -> list[RowConstraint]:
     ]
     if other_names:
         raise ConfigurationError(
-            f"The contract promises {', '.join(other_names)}, which is not about single rows.",
+            f"The contract has rules that are not about single rows: {', '.join(other_names)}.",
             table=declaration.asset.to_user_string(),
-            hint="Leave it out here; pandera_checks or sql_check hold it on an asset that reads the table.",
+            hint="Remove them from this contract. Check them with pandera_checks or sql_check on an asset"
+            " that reads the table.",
         )
     return [constraint for constraint in constraints if isinstance(constraint, RowConstraint)]

@@ -1,9 +1,8 @@
-"""How far an ingestion has come, and which dead letters were reprocessed, as its tables record it.
+"""The progress of an ingestion, and the runs that reprocessed dead letters, as its tables record them.
 
-What a table says of dead letters that were put back into it: by which runs, and in which snapshots.
-
-Their offsets are before those that the table has come to, so these do not tell whether the rows are there.
-As with these, the property says what was done, and the line of snapshots whether it still is so (ADR 33).
+A table records by which runs and in which snapshots dead letters were added to it. Offsets cannot show
+whether these rows are there, because the offsets of dead letters are before the table's position. The
+property lists the runs, and the table's ancestor snapshots show whether the rows are still there (ADR 33).
 """
 
 from __future__ import annotations
@@ -44,25 +43,26 @@ OnRollback = Literal["stop", "replay", "skip"]
 
 @dataclass(frozen=True)
 class IngestionProgress:
-    """How far the tables are.
+    """The progress of all tables of an ingestion.
 
-    `position` is where all of them are that were not rolled back. `replay_offsets` has those that were and
-    are to be filled again, and from where: of a record before the position only they take anything.
+    `position` has the offsets that all tables have reached, except those that were rolled back.
+    `replay_offsets` has the tables that are filled again, and the offsets from which they are. Only these
+    tables take records before the position.
     """
 
     position: Offsets
     replay_offsets: Mapping[str, Offsets]
     first_offsets: Offsets = field(default_factory=dict)
-    """The first offset that was read of each partition, unless that is 0."""
+    """The first offset that was read of each partition, unless it is 0."""
     latest_ms: Mapping[TopicPartition, int] = field(default_factory=dict)
-    """The latest time of a record that was read of each partition, ms since 1970."""
+    """The latest time of the records that were read, by partition, in ms since 1970."""
     valid_through_ms: int | None = None
-    """The latest valid-through time that a table has recorded, ms since 1970. It does not hold for the tables
+    """The latest valid-through time that a table has recorded, in ms since 1970. It does not hold for tables
     that are filled again."""
 
     @property
     def start(self) -> Offsets:
-        """Where the next batch begins: at the position, or before it for tables that are filled again."""
+        """Return where the next batch starts. It is before the position if tables are filled again."""
         start_offsets = dict(self.position)
         for offsets in self.replay_offsets.values():
             for partition, offset in offsets.items():
@@ -70,9 +70,9 @@ class IngestionProgress:
         return start_offsets
 
     def min_offsets(self, tables: Iterable[str], ranges: Ranges) -> dict[str, Offsets]:
-        """By table the offsets before which it takes nothing, while others are filled again; else nothing.
+        """Return the offsets below which each table takes no records. Empty if no table is filled again.
 
-        Of what is read alone: an older incarnation of a topic had offsets of its own.
+        The result only has partitions of `ranges`, because an older incarnation of a topic had other offsets.
         """
         if not self.replay_offsets:
             return {}
@@ -86,7 +86,10 @@ class IngestionProgress:
         }
 
     def table_progress(self, name: str, batch: TableProgress, plan: BatchPlan) -> TableProgress:
-        """What a table says after a batch: as far as all, or as far as one has come that is filled again."""
+        """Return the progress of a table after a batch.
+
+        A table that is filled again may be behind the others.
+        """
         replay_offsets = self.replay_offsets.get(name)
         return (
             batch
@@ -97,14 +100,16 @@ class IngestionProgress:
         )
 
     def position_after(self, plan: BatchPlan) -> Offsets:
-        """Where the tables are after a batch that were not rolled back."""
+        """Return the position after a batch of the tables that were not rolled back."""
         return merge_offsets(self.position, plan.advanced_offsets, end_offsets(plan.ranges))
 
 
 def read_progress(
     ingestion: str, tables: Mapping[str, Table | None], *, on_rollback: OnRollback
 ) -> IngestionProgress:
-    """Where the ingestion stands by its tables as one reference has them; None: not there yet.
+    """Return the progress that the tables at one reference record.
+
+    A table is None if it does not exist yet.
 
     Raises PositionLost.
     """
@@ -123,16 +128,17 @@ def read_progress(
                     rollback_offsets[name] = table_offsets
             elif property_progress.refill_until and on_rollback != "skip":
                 rollback_offsets[name] = property_progress.offsets
-            # One that is filled again has not come as far as the others, who may all be like it.
+            # A table that is filled again is behind the others. If all tables are, only `refill_until` has
+            # the position.
             progress_by_table[name] = replace(
                 property_progress,
                 offsets=merge_offsets(property_progress.offsets, property_progress.refill_until),
             )
         elif (summary_progress := progress_from_snapshots(ingestion, table.metadata)) is not None:
-            # Another engine has put a table of its own making in its place, rows and all.
+            # Another engine has replaced the table with one of its own, including the rows.
             progress_by_table[name] = summary_progress
     position = merge_offsets(*(table_progress.offsets for table_progress in progress_by_table.values()))
-    # Of a partition that a table never told of, nothing was for it.
+    # The table has no records of a partition that it has not recorded.
     replay_offsets = {name: {**position, **offsets} for name, offsets in rollback_offsets.items()}
     times = [
         table_progress.valid_through_ms
@@ -149,7 +155,7 @@ def read_progress(
 
 
 def require_replayable(progress: IngestionProgress, topics: Iterable[Topic]) -> None:
-    """Raise PositionLost where a table is to be filled again with records that no topic has any more."""
+    """Raise PositionLost if a table must be filled again with records of a topic that no longer exists."""
     current_partitions = {one for topic in topics for one in topic.partitions()}
     for name, offsets in progress.replay_offsets.items():
         gone_topics = sorted(
@@ -162,10 +168,10 @@ def require_replayable(progress: IngestionProgress, topics: Iterable[Topic]) -> 
         if gone_topics:
             raise PositionLost(
                 f"The table was rolled back, and its records of topic {', '.join(gone_topics)} cannot be"
-                " read again:"
-                " the topic was deleted or made again since, or is not one of the ingestion's any more.",
+                " read again: the topic was deleted or created again since, or no longer belongs to the"
+                " ingestion.",
                 table=name,
-                hint='Choose on_rollback="skip" to leave them out, or roll the table forward again.',
+                hint='Set on_rollback="skip" to leave the records out, or roll the table forward again.',
                 reason="topic_gone",
                 subject=", ".join(gone_topics),
             )
@@ -174,9 +180,9 @@ def require_replayable(progress: IngestionProgress, topics: Iterable[Topic]) -> 
 def require_single_ingestion(
     ingestion: str, tables: Mapping[str, Table | None], topics: Mapping[str, str]
 ) -> None:
-    """Raise AnotherIngestion when somebody else fills one of the tables from one of the topics.
+    """Raise AnotherIngestion if another ingestion fills one of the tables from one of the topics.
 
-    `topics` are Kafka's ids by name.
+    `topics` are Kafka's topic ids by name.
     """
     for name, table in tables.items():
         if table is None:
@@ -187,7 +193,7 @@ def require_single_ingestion(
             try:
                 offsets = TableProgress.from_json(progress_json).offsets
             except (ValueError, KeyError, TypeError):
-                continue  # its own run says so
+                continue  # the other ingestion's own run reports the damaged property
             shared_topics = sorted(
                 {
                     partition.topic
@@ -197,11 +203,11 @@ def require_single_ingestion(
             )
             if shared_topics:
                 raise AnotherIngestion(
-                    f"Ingestion {other} already fills the table from topic {', '.join(shared_topics)};"
-                    f" {ingestion} would add the same records again.",
+                    f"Ingestion {other} already fills the table from topic {', '.join(shared_topics)}."
+                    f" Ingestion {ingestion} would add the same records again.",
                     table=name,
-                    hint="Use one ingestion, or another table. If the other one is gone for good, remove its"
-                    f" table property {LakeProperty.OFFSETS_PREFIX}{other}.",
+                    hint=f"Use only one of the ingestions, or another table. If ingestion {other} is"
+                    f" retired, remove its table property {LakeProperty.OFFSETS_PREFIX}{other}.",
                     subject=other,
                 )
 
@@ -227,10 +233,11 @@ def _progress_from_property(ingestion: str, table: Table, name: str) -> TablePro
 
 
 def _holds_progress(ingestion: str, metadata: TableMetadata, table_progress: TableProgress) -> bool:
-    """Whether a table still has all that its property says.
+    """Return whether a table still has all records up to the offsets of its property.
 
-    Where the snapshot of that has expired, those that are left say so: had it expired in the line, none from
-    before it could be there. One that is was rolled back to, and then the others expired.
+    If the snapshot of the property is missing, the remaining ancestor snapshots decide. If that snapshot had
+    expired as an ancestor, all older ancestors would have expired too. If an older ancestor remains, the
+    table was rolled back to it, and the newer snapshots expired later.
     """
     if not contains_snapshot(metadata, table_progress.snapshot_id):
         return False
@@ -241,18 +248,18 @@ def _holds_progress(ingestion: str, metadata: TableMetadata, table_progress: Tab
     ):
         return True
     if not any(summary_value(snapshot, LakeProperty.OFFSETS_PREFIX + ingestion) for snapshot in ancestors):
-        # One with which letters were put back says how far the table was when they were taken up. Replayed
-        # onto a newer batch that has expired since, it says too little.
+        # A snapshot of reprocessed dead letters records the table's offsets at the time of their selection.
+        # If it was replayed onto a newer batch that has expired since, these offsets are too low.
         return True
     summary_progress = progress_from_snapshots(ingestion, metadata)
     return summary_progress is None or has_reached(summary_progress.offsets, table_progress.offsets)
 
 
 def progress_from_snapshots(ingestion: str, metadata: TableMetadata) -> TableProgress | None:
-    """What the newest snapshots of a table's line say; None: none says anything.
+    """Return the progress that the newest ancestor snapshots of a table record, or None if none does.
 
-    One with which letters were put back tells how far the table had come, also through batches that had
-    nothing for it. Since it may have been replayed onto newer ones, these count as well.
+    A snapshot of reprocessed dead letters records how far the table had come, including batches without
+    records for it. It may have been replayed onto newer batches, so their offsets are merged as well.
     """
     ancestors, _ = ancestors_after(metadata)
     offset_maps: list[Offsets] = []
@@ -275,15 +282,18 @@ def progress_from_snapshots(ingestion: str, metadata: TableMetadata) -> TablePro
 def _offsets_to_replay(
     ingestion: str, name: str, metadata: TableMetadata, table_progress: TableProgress, on_rollback: OnRollback
 ) -> Offsets | None:
-    """Up to where a table that was rolled back still has the records; None: it is not filled again."""
+    """Return up to which offsets a rolled back table still has the records.
+
+    None if it is not filled again.
+    """
     if on_rollback == "skip":
         return None
     if on_rollback == "stop":
         raise PositionLost(
-            f"The table was rolled back below what ingestion {ingestion} had put into it.",
+            f"The table was rolled back: it has lost records that ingestion {ingestion} had written to it.",
             table=name,
-            hint='Choose with on_rollback="replay" to read the records again into this table alone, or'
-            ' with on_rollback="skip" to leave them out.',
+            hint='Set on_rollback="replay" to read the records again into this table alone, or'
+            ' on_rollback="skip" to leave them out.',
             reason="rolled_back",
         )
     summary_progress = progress_from_snapshots(ingestion, metadata)
@@ -294,28 +304,27 @@ def _offsets_to_replay(
         if reset_partitions:
             raise PositionLost(
                 f"The table was rolled back to before the offsets of topic {min(reset_partitions).topic}"
-                " were set back:"
-                " which of its records it still holds is not known.",
+                " were reset, so it is unknown which records of the topic it still has.",
                 table=name,
-                hint='Choose on_rollback="skip" to leave them out, or roll the table forward again.',
+                hint='Set on_rollback="skip" to leave the records out, or roll the table forward again.',
                 reason="offsets_set_back",
             )
         return _complete_offsets(table_progress, summary_progress.offsets)
     _, is_complete = ancestors_after(metadata)
     if not is_complete:
         raise PositionLost(
-            "The table was rolled back, and the snapshots that tell how far it still is have expired.",
+            "The table was rolled back, and the snapshots that record its remaining offsets have expired.",
             table=name,
-            hint='Choose on_rollback="skip" to leave the records out, or roll the table forward again. Do not'
-            " drop it: the new one gets only later records. docs/operations.md shows how to fill one"
-            " anew.",
+            hint='Set on_rollback="skip" to leave the records out, or roll the table forward again. Do not'
+            " drop the table: a new one would get only later records. docs/operations.md shows how to fill"
+            " a table again.",
             reason="snapshots_expired",
         )
     return _complete_offsets(table_progress, {})
 
 
 def _complete_offsets(table_progress: TableProgress, held_offsets: Offsets) -> Offsets:
-    """Of each partition that the table knew: what it holds of it, or where that partition was started."""
+    """Return the offset of each recorded partition: the offset still held, or the partition's first."""
     offsets: dict[TopicPartition, int] = {
         partition: held_offsets.get(partition, table_progress.first_offsets.get(partition, 0))
         for partition in merge_offsets(table_progress.offsets, table_progress.refill_until)
@@ -325,10 +334,10 @@ def _complete_offsets(table_progress: TableProgress, held_offsets: Offsets) -> O
 
 @dataclass(frozen=True)
 class ReprocessingRun:
-    """One run that put letters back.
+    """A run that reprocessed dead letters.
 
-    `snapshot_id` is the snapshot that had them all, on the run's branch, and `sequence_number` its number in
-    the order of the table's snapshots; None where it is not known: an older release has said so.
+    `snapshot_id` is the snapshot on the run's branch that contained all their rows. It is None if the
+    property was written by an older release. `sequence_number` is that snapshot's sequence number.
     """
 
     run_id: str
@@ -337,7 +346,7 @@ class ReprocessingRun:
 
 
 def reprocessing_runs(ingestion: str, properties: Mapping[str, str]) -> list[ReprocessingRun]:
-    """The runs that a table's properties tell of, oldest first."""
+    """Return the reprocessing runs that a table's properties record, oldest first."""
     runs_json = properties.get(LakeProperty.REPROCESSED_PREFIX + ingestion)
     if not runs_json:
         return []
@@ -346,13 +355,14 @@ def reprocessing_runs(ingestion: str, properties: Mapping[str, str]) -> list[Rep
             ReprocessingRun(entry["run"], entry["at"], entry["sequence"]) for entry in json.loads(runs_json)
         ]
     except (ValueError, KeyError, TypeError):
-        return [ReprocessingRun(runs_json)]  # older releases wrote the run alone
+        return [ReprocessingRun(runs_json)]  # older releases wrote only the run id
 
 
 def add_reprocessing_run(ingestion: str, metadata: TableMetadata, run: ReprocessingRun) -> str:
-    """The property's value after one more run.
+    """Return the value of the property after one more run.
 
-    Of the others it has those whose snapshots are still there: below one that has expired nobody rolls back.
+    Of the earlier runs it keeps those whose snapshots are still ancestors of the table. A rollback cannot go
+    below an expired snapshot.
     """
     ancestor_ids = _ancestor_ids(metadata)
     earlier_runs = [
@@ -374,11 +384,11 @@ def require_reprocessed_rows(
     dead_letter_table_name: str,
     is_reprocessing: bool = False,
 ) -> None:
-    """Raise PositionLost where a table does not have any more what was put back into it.
+    """Raise PositionLost if a table has lost rows or marks of reprocessed dead letters.
 
-    Reading the topics again does not bring it back: that goes by offsets. `is_reprocessing`: letters are
-    about to be
-    put back, which must not be done while the marks of those that were are gone, whatever `on_rollback` is.
+    A replay of the topics does not restore such rows, because it goes by offsets. With `is_reprocessing`, the
+    marks of earlier reprocessing must be intact whatever `on_rollback` is: otherwise the same dead letters
+    would be reprocessed twice.
     """
     for name, table in tables.items():
         is_dead_letters = name == dead_letter_table_name
@@ -399,18 +409,18 @@ def require_reprocessed_rows(
             )
 
 
-_ROLL_FORWARD_HINT = "Roll it forward to there if nothing has come since. Otherwise "
-_MARK_AGAIN_HINT = "mark the letters again, as docs/operations.md shows."
+_ROLL_FORWARD_HINT = "Roll the table forward to that snapshot if nothing was written since. Otherwise "
+_MARK_AGAIN_HINT = "mark the dead letters again, as docs/operations.md shows."
 _WAIT_AGAIN_HINT = (
-    "let these letters wait once more for this table alone, as docs/operations.md shows, or leave the"
-    ' rows out with on_rollback="skip". on_rollback="replay" does not bring them back.'
+    "let these dead letters wait again for this table alone, as docs/operations.md shows, or set"
+    ' on_rollback="skip" to leave the rows out. on_rollback="replay" does not restore them.'
 )
 
 
 def _format_lost_marks(ingestion: str, metadata: TableMetadata, lost_runs: Sequence[ReprocessingRun]) -> str:
     return (
-        f"The dead letters' table was rolled back below what marked those that were put back:"
-        f" {_format_runs(metadata, lost_runs)}. Ingestion {ingestion} would put them back a second time."
+        "The dead letter table was rolled back and has lost the marks of reprocessed dead letters:"
+        f" {_format_runs(metadata, lost_runs)}. Ingestion {ingestion} would reprocess them a second time."
     )
 
 
@@ -419,14 +429,14 @@ def _format_lost_rows(ingestion: str, metadata: TableMetadata, lost_runs: Sequen
     offsets = sorted(summary_progress.offsets.items()) if summary_progress is not None else []
     until = ", ".join(f"{part.topic}[{part.partition}] {offset}" for part, offset in offsets)
     return (
-        f"The table was rolled back below dead letters that ingestion {ingestion} had put back into it:"
-        f" {_format_runs(metadata, lost_runs)}. Of the topics it has what was before"
-        f" {until or 'all that it had read'}."
+        f"The table was rolled back and has lost rows of dead letters that ingestion {ingestion} had"
+        f" reprocessed: {_format_runs(metadata, lost_runs)}. It still has the topics' records before"
+        f" {until or 'all offsets that it had read'}."
     )
 
 
 def _format_runs(metadata: TableMetadata, lost_runs: Sequence[ReprocessingRun]) -> str:
-    """By which run and, as this table calls it, in which snapshot."""
+    """Format the runs, with the snapshot of each run as this table numbers it."""
     snapshot_ids = {
         number: one.snapshot_id
         for one in metadata.snapshots
@@ -442,10 +452,11 @@ def _format_runs(metadata: TableMetadata, lost_runs: Sequence[ReprocessingRun]) 
 
 
 def _holds_run(metadata: TableMetadata, run: ReprocessingRun) -> bool:
-    """Whether what was put back is in the table; also where that is not known any more.
+    """Return whether the rows of a reprocessing run are in the table. True as well if that is not known.
 
-    A snapshot that is missing below older ones has not expired, for the line would end there: the table was
-    rolled back, and then it expired. On `main` a snapshot has never a smaller number than on the branch.
+    If the run's snapshot is missing but older ancestors remain, it did not expire as an ancestor: then all
+    older ancestors would have expired too. So the table was rolled back, and the snapshot expired later. A
+    snapshot never has a smaller sequence number on `main` than on the run's branch.
     """
     if not contains_snapshot(metadata, run.snapshot_id):
         return False

@@ -1,9 +1,7 @@
-"""Up to which time a table is published, and an automation condition that waits for it.
+"""The time through which a table is published, and an automation condition that waits for it.
 
-An automation condition that waits until a table is published through a time.
-
-Like the conditions that follow publications it is a class of this package, which only a sensor that evaluates
-in the code server sees: `publication_automation_sensor()`.
+The condition is a class of this package, like the conditions that follow publications. So only a sensor that
+evaluates in the code server can use it: `publication_automation_sensor()`.
 """
 
 from __future__ import annotations
@@ -59,45 +57,46 @@ from branchlake_dagster.tables.errors import InputColumnGone, PositionUnreadable
 from branchlake_dagster.tables.specification import format_table_name, table_identifier
 
 TableName = str | AssetKey
-"""A dotted table name (`raw.orders`), or the key of its asset, also as text (`raw/orders`)."""
+"""A dotted table name (`raw.orders`), the key of the table's asset, or that key as text (`raw/orders`)."""
 
 
 @dataclass(frozen=True)
 class PublishedTime:
-    """Up to which time a table has all records of its ingestions, or of those of the tables that it consumes.
+    """The time up to which a table has all records of its ingestions, or of the tables that it consumes.
 
-    `at` is None if there is no such time; `reason` says why.
+    `at` is None if there is no such time; `reason` explains why.
     """
 
     at: datetime | None
     reason: str
     ingested: bool = True
-    """Whether any ingestion is known to fill the table, or all inputs of the consumer that computes it."""
+    """Whether an ingestion is known that fills the table, or fills all inputs of the consumer that computes
+    it."""
     sources: frozenset[str] = frozenset()
-    """What its records come from, see `InputTime`; empty if `at` is None."""
+    """The sources of the records, see `InputTime`. Empty if `at` is None."""
 
     @property
     def input_time(self) -> InputTime | None:
-        """The same for a table that consumes this one."""
+        """Return the same time for a table that consumes this table."""
         return None if self.at is None else InputTime(to_epoch_ms(self.at), self.sources)
 
     def reaches(self, wanted: datetime) -> bool:
-        """Whether all records of before `wanted` are in the table."""
+        """Return whether the table has all records before `wanted`."""
         return self.at is not None and self.at >= wanted
 
 
 @dataclass(frozen=True)
 class DeclaredConsumers:
-    """The consumers that a code location declares, by their tables. `instance` knows dynamic partitions."""
+    """The consumers that a code location declares, by table. `instance` knows the dynamic partitions."""
 
     graph: AssetGraph
     default_namespace: str
     instance: DagsterInstance | None = None
 
     def find_consumer(self, identifier: Identifier) -> Consumer | None:
-        """The consumer that computes a table; None if this code location declares none.
+        """Return the consumer that computes a table, or None if this code location declares none.
 
-        Raises ConfigurationError for one that contradicts itself.
+        Raises ConfigurationError if the consumer's declaration contradicts itself.
         """
         keys = [AssetKey(list(identifier))]
         if identifier[:-1] == (self.default_namespace,):
@@ -106,9 +105,9 @@ class DeclaredConsumers:
 
 
 def identifier_of_table(table: TableName, default_namespace: str) -> Identifier:
-    """The parts of a table's name; a name without namespace is in the default one.
+    """Return the parts of a table's name. A name without a namespace is in the default namespace.
 
-    Raises ConfigurationError for what can name no table.
+    Raises ConfigurationError if `table` cannot be the name of a table.
     """
     if isinstance(table, AssetKey):
         return table_identifier(table, default_namespace)
@@ -120,7 +119,7 @@ def identifier_of_table(table: TableName, default_namespace: str) -> Identifier:
 
 
 def format_table(table: TableName) -> str:
-    """The table as it was written, for names and errors."""
+    """Format the table as it was written, for names and errors."""
     return table.to_user_string() if isinstance(table, AssetKey) else table
 
 
@@ -131,16 +130,16 @@ def published_time(
     default_namespace: str,
     declared_consumers: DeclaredConsumers | None = None,
 ) -> PublishedTime:
-    """Up to which time the table is published at the catalog's reference. Reads metadata, no data files.
+    """Return the time through which the table is published at the catalog's reference.
 
-    Several ingestions may fill the table: the earliest of their times counts. The dead letters' table of an
-    ingestion has the newest time, because it takes part in each batch. For a table that is computed from
-    changes the time is that of its inputs, as far as it has consumed them. If `declared_consumers` lacks it,
-    the time that its runs recorded counts.
+    If several ingestions fill the table, the earliest of their times counts. The dead letter table of an
+    ingestion has the newest time, because it takes part in each batch. A table that is computed from changes
+    has the time of its inputs, as far as it has consumed them. If `declared_consumers` does not have its
+    consumer, the time that its runs recorded counts.
 
-    Cost: each table in the chain of consumers is loaded once. What a consumer has left is found as its sensor
-    finds it, from the manifests of the change. Give a catalog at one commit, so that all tables are of the
-    same time. Nessie's errors pass through.
+    Cost: loads each table in the chain of consumers once, and reads metadata but no data files. The backlog
+    of a consumer is computed from manifests, as in its sensor. Pass a catalog at one commit, so that all
+    tables are of the same state. Nessie's errors pass through.
     """
     iceberg_tables = IcebergTableFormat(catalog)
     reader = TimeReader(
@@ -156,8 +155,8 @@ def published_time(
 class TimeReader:
     """Finds the valid-through times of tables at one commit, and reads each table of a chain once.
 
-    `load_tables` loads tables by name, None for one that does not exist. `consumer_of` returns the declared
-    consumer that computes a table.
+    `load_tables` loads tables by name, with None for a table that does not exist. `consumer_of` returns the
+    declared consumer that computes a table.
     """
 
     load_tables: Callable[[Mapping[str, Identifier]], Mapping[str, Table | None]]
@@ -167,10 +166,11 @@ class TimeReader:
     _times: dict[Identifier, PublishedTime] = field(default_factory=dict, init=False)
 
     def published_time(self, identifier: Identifier) -> PublishedTime:
-        """Up to which time a table is published, or why up to none."""
+        """Return the time through which a table is published, or the reason why there is none."""
         if identifier not in self._times:
             name = format_table_name(identifier)
-            # Tables of other code locations might be computed from each other.
+            # Tables of several code locations might be computed from each other. This entry ends the
+            # recursion.
             self._times[identifier] = PublishedTime(None, f"Table {name} is computed from itself")
             self._times[identifier] = self._read(identifier, name)
         return self._times[identifier]
@@ -190,7 +190,7 @@ class TimeReader:
         )
 
     def _ingestion_time(self, identifier: Identifier, name: str, table: Table) -> PublishedTime | None:
-        """The time by the ingestions that fill the table; None if none does."""
+        """Return the time by the ingestions that fill the table, or None if no ingestion fills it."""
         times: list[datetime] = []
         properties = table.metadata.properties
         for ingestion, dead_letter_identifier in _iter_ingestions(
@@ -208,7 +208,7 @@ class TimeReader:
             if progress.replay_offsets:
                 refill_tables = ", ".join(sorted(progress.replay_offsets))
                 return PublishedTime(
-                    None, f"Ingestion {ingestion} has to fill {refill_tables} again after a rollback"
+                    None, f"Ingestion {ingestion} must fill {refill_tables} again after a rollback"
                 )
             if progress.valid_through_ms is None:
                 return PublishedTime(None, f"Ingestion {ingestion} has not recorded a valid-through time yet")
@@ -216,21 +216,24 @@ class TimeReader:
         return _build_published_time(name, min(times), frozenset({name})) if times else None
 
     def _recorded_time(self, name: str, table: Table) -> PublishedTime:
-        """The time that the runs of a consumer of another code location recorded."""
+        """Return the time that the runs of a consumer in another code location recorded."""
         properties = table.metadata.properties
         if not any(
             key == LakeProperty.CONSUMED or key.startswith(f"{LakeProperty.CONSUMED}.") for key in properties
         ):
-            reason = f"No ingestion has recorded a position in table {name}, nor has a consumer"
+            reason = f"Neither an ingestion nor a consumer has recorded a position in table {name}"
             return PublishedTime(None, reason, ingested=False)
         input_time = recorded_time(table.metadata, name)
         if input_time is None:
-            reason = f"The runs of table {name} have not recorded a valid-through time, or it was rolled back"
+            reason = (
+                f"The runs of table {name} have not recorded a valid-through time, or the table was rolled"
+                " back"
+            )
             return PublishedTime(None, reason)
         return _build_published_time(name, to_utc_datetime(input_time.ms), input_time.sources)
 
     def _consumed_time(self, consumer: Consumer, name: str, table: Table) -> PublishedTime:
-        """The time of a consumer that this code location declares."""
+        """Return the time of a consumer that this code location declares."""
         times = {key: self.published_time(identifier) for key, identifier in consumer.inputs.items()}
         for key, time in times.items():
             if time.at is None:
@@ -240,7 +243,7 @@ class TimeReader:
         try:
             input_time = _consumer_time(consumer, table, tables, times, self.instance)
         except (ChangeLost, InputColumnGone, PositionUnreadable) as error:
-            return PublishedTime(None, f"What table {name} has consumed is not known: {error.message}")
+            return PublishedTime(None, f"It is not known what table {name} has consumed: {error.message}")
         if isinstance(input_time, str):
             return PublishedTime(None, f"Table {name} {input_time}")
         return _build_published_time(name, to_utc_datetime(input_time.ms), input_time.sources)
@@ -253,7 +256,7 @@ def _consumer_time(
     times: Mapping[AssetKey, PublishedTime],
     instance: DagsterInstance | None,
 ) -> InputTime | str:
-    """The valid-through time of a consumer, or why it has none, as the rest of a sentence.
+    """Return the valid-through time of a consumer, or why it has none, as the end of a sentence.
 
     Raises ChangeLost, InputColumnGone or PositionUnreadable.
     """
@@ -262,7 +265,7 @@ def _consumer_time(
         lambda at: contains_snapshot(table.metadata, at)
     )
     if positions.restart_reason:
-        return f"has to be computed anew: {positions.restart_reason}"
+        return f"must be computed anew: {positions.restart_reason}"
     if positions.common_position is None and not positions.partitions:
         return "has not recorded yet what it has consumed"
     inputs = [
@@ -281,7 +284,7 @@ def _consumer_time(
     input_times = {key: time.input_time for key, time in times.items()}
     backlog_time = compute_valid_through(backlog, input_times, unconsumed_partitions(backlog), end_ms)
     if backlog_time is None or backlog_time.table_ms is None:
-        return "has not consumed everything yet, and it is not recorded up to which time it has"
+        return "has a backlog, and has not recorded up to which time it has consumed its inputs"
     parts = consumer.definition if consumer.tracks_partitions else None
     covered_partitions = partition_coverage(parts, instance=instance) if parts is not None else {}
     return InputTime(backlog_time.table_ms, backlog_time.sources).with_partitions(
@@ -303,7 +306,7 @@ def _build_published_time(name: str, at: datetime, sources: frozenset[str]) -> P
 
 
 def parse_time(time: datetime | str) -> datetime:
-    """A time with its zone. Raises ConfigurationError for text that is no time, and for one without zone."""
+    """Return a time with its zone. Raises ConfigurationError for invalid text or a time without a zone."""
     try:
         at = datetime.fromisoformat(time) if isinstance(time, str) else time
     except ValueError as error:
@@ -316,9 +319,10 @@ def parse_time(time: datetime | str) -> datetime:
 def _iter_ingestions(
     identifier: Identifier, properties: dict[str, str], default_namespace: str
 ) -> Iterator[tuple[str, Identifier | None]]:
-    """The ingestions that fill a table, each with its table of dead letters, None if that is not known.
+    """Iterate over the ingestions that fill a table, each with the identifier of its dead letter table.
 
-    A table says so itself with its first rows; until then the declarations of this code location count.
+    The identifier is None if it is not known. The table's properties have the ingestions from its first rows
+    on. Before that, the declarations of this code location count.
     """
     recorded = recorded_ingestions(properties)
     for name, progress_json in recorded.items():
@@ -347,28 +351,31 @@ def published_through(
 
     The table is filled by an ingestion, or consumes the changes of such tables, over any number of stages.
     Without `time` each partition of the asset waits for its own end: the partition of a day is true when the
-    ingestion is published through midnight. Compared is the valid-through time that the ingestion records
-    with each batch. A consumer has the earliest one of its inputs, as far as it has consumed them: a time
-    window with something left ends it at the window's start, or where it was last consumed if that is later.
-    No data is read, but for a consumer the manifests of what it has not consumed. False while the table does
-    not exist, has no such time yet, or has to be filled or computed again after a rollback. Combine it with
-    what makes a request happen once, and put it last: it then looks only at the partitions that the
-    conditions before it have left.
+    table is published through midnight.
+
+    The condition compares the valid-through time that the ingestion records with each batch. A consumer has
+    the earliest time of its inputs, as far as it has consumed them. If a time window still has a backlog, the
+    time is the start of that window, or the time up to which it was last consumed if that is later.
+
+    The condition is false while the table does not exist, has no such time yet, or must be filled or computed
+    again after a rollback. It reads no data, but for a consumer the manifests of its backlog. Combine it with
+    a condition that makes the request happen once, and put it last: then it only evaluates the partitions
+    that the other conditions have left.
 
     Only `publication_automation_sensor()` evaluates it.
 
     Args:
-        table (str | AssetKey): The table, `raw.orders`, or its asset, `raw/orders`. A consumer that this code
-            location does not declare is as far as its last run recorded.
+        table (str | AssetKey): The table, `raw.orders`, or its asset, `raw/orders`. For a consumer that this
+            code location does not declare, the time that its last run recorded counts.
         time (datetime | str | None): A time with its zone, also as ISO 8601 text: `2026-11-24T06:00Z`.
             (default: the end of the partition)
-        allowed_lateness (timedelta): Wait until the table is published through so much more than the time,
-            for records that reach their topic after records that are younger. (default: 0)
+        allowed_lateness (timedelta): Wait until the table is published through this much more than the time,
+            for records that reach their topic after younger records. (default: 0)
         settings (Optional[Settings]): The lake. (default: the environment's `BRANCHLAKE_…`)
 
     Returns:
-        AutomationCondition: Of any asset or check with `time`; without it of assets that are partitioned by
-            time, on any other it is a ConfigurationError.
+        AutomationCondition: With `time`, for any asset or check. Without `time`, for assets that are
+            partitioned by time; for any other asset the evaluation raises ConfigurationError.
 
     Raises:
         ConfigurationError: The time is not ISO 8601 or has no zone, or the name cannot be that of a table.
@@ -404,7 +411,10 @@ def published_through(
 
 @dataclass(frozen=True)
 class PublishedThrough(AutomationCondition[Any]):
-    """See `published_through()`. It needs no cursor: the table on `main` has the time."""
+    """The condition of `published_through()`.
+
+    It needs no cursor, because the table on `main` has the time.
+    """
 
     table: TableName
     time: datetime | None
@@ -413,24 +423,27 @@ class PublishedThrough(AutomationCondition[Any]):
 
     @property
     def name(self) -> str:
-        """Shown in the UI, and part of the condition's identity."""
+        """Return the name that the UI shows. It is part of the condition's identity."""
         time = "partition_end" if self.time is None else self.time.isoformat()
         late = f", allowed_lateness={self.allowed_lateness}" if self.allowed_lateness else ""
         return f"published_through({format_table(self.table)}, {time}{late})"
 
     @property
     def description(self) -> str:
-        """For the UI."""
+        """Return the description for the UI."""
         until = "the end of the partition" if self.time is None else self.time.isoformat()
         return f"main has all records of {format_table(self.table)} through {until}"
 
     @property
     def requires_cursor(self) -> bool:
-        """Nothing is remembered between evaluations."""
+        """Return False: nothing is remembered between evaluations."""
         return False
 
     def evaluate(self, context: AutomationContext[Any]) -> AutomationResult[Any]:
-        """The candidates whose time the table has reached. Raises ConfigurationError, Nessie's errors."""
+        """Return the candidates whose time the table has reached.
+
+        Raises ConfigurationError or Nessie's errors.
+        """
         candidates = context.candidate_subset
         if candidates.is_empty:
             return AutomationResult(context, candidates)
@@ -470,13 +483,13 @@ class PublishedThrough(AutomationCondition[Any]):
 
 
 def require_time_partitions(definition: PartitionsDefinition[Any] | None, name: str) -> None:
-    """Raise ConfigurationError for an asset whose partitions have no end, `name`."""
+    """Raise ConfigurationError if the partitions of the asset `name` have no end time."""
     has_time_windows = isinstance(definition, TimeWindowPartitionsDefinition) or (
         isinstance(definition, MultiPartitionsDefinition) and definition.has_time_window_dimension
     )
     if not has_time_windows:
         raise ConfigurationError(
             f"{name} is not partitioned by time, so published_through() has no time to wait for.",
-            hint='Give one: published_through("raw.orders", "2026-11-24T06:00Z").',
+            hint='Pass a time: published_through("raw.orders", "2026-11-24T06:00Z").',
             subject=name,
         )

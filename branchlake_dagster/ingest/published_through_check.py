@@ -1,6 +1,6 @@
-"""An asset check that a table is published through a time, as the run sees it.
+"""An asset check that passes if a table is published through a time.
 
-No postponed annotations here: Dagster compares those of `context` with the class itself.
+This module has no postponed annotations: Dagster compares the annotation of `context` with the class itself.
 """
 
 from datetime import datetime, timedelta
@@ -44,29 +44,30 @@ def published_through_check(
     """An asset check that passes when a table has all records that are older than a time.
 
     The table is filled by an ingestion, or consumes the changes of such tables, over any number of stages.
-    Attach it to an asset that reads the table: a run that read too early is then not published. Without
-    `time` the table must reach the end of the run's partitions. The check reads the table's metadata where
-    the run reads its rows: on the run's branch, which has `main` as it was when the branch was made. No data
-    is read, and Spark is not needed. For a consumer the metadata of the tables before it is read too, and the
-    manifests of what it has not consumed.
+    Attach the check to an asset that reads the table: if its run read too early, the run is not published.
+    Without `time` the table must reach the end of the run's partitions.
+
+    The check reads the table's metadata on the run's branch, where the run also reads its rows. That branch
+    has `main` as it was when the branch was created. The check reads no data and does not need Spark. For a
+    consumer it also reads the metadata of the upstream tables and the manifests of its backlog.
 
     Args:
-        asset (AssetKey | str | Sequence[str] | AssetsDefinition): The asset that is checked; a definition
-            brings its partitioning.
+        asset (AssetKey | str | Sequence[str] | AssetsDefinition): The asset that is checked. A definition
+            also gives its partitioning.
         table (str | AssetKey): The table, `raw.orders`, or its asset, `raw/orders`.
         time (datetime | str | None): A time with its zone, also as ISO 8601 text: `2026-11-24T06:00Z`.
             (default: the end of the run's last partition)
-        allowed_lateness (timedelta): The table must reach so much more than the time. (default: 0)
+        allowed_lateness (timedelta): The table must reach this much more than the time. (default: 0)
         name (str): The check's name. (default: `published_through`)
         severity (Literal["error", "warn"]): `error` blocks the publication, `warn` publishes with a warning.
             (default: `error`)
-        partitions_def (Optional[PartitionsDefinition]): The asset's, when `asset` is a key.
+        partitions_def (Optional[PartitionsDefinition]): The asset's partitions, if `asset` is a key.
         lakehouse_key (str): The resource key of the lake. (default: `lakehouse`)
 
     Returns:
-        AssetChecksDefinition: One step with one check. It fails also while the table does not exist, has no
-            valid-through time, or has to be filled or computed again after a rollback; its description says
-            which.
+        AssetChecksDefinition: One step with one check. The check also fails while the table does not exist,
+            has no valid-through time, or must be filled or computed again after a rollback. Its description
+            gives the reason.
 
     Raises:
         ContractError: The severity is not allowed.
@@ -81,7 +82,7 @@ def published_through_check(
             complete = published_through_check(revenue, "raw.orders")
     """
     if severity not in ("error", "warn"):
-        raise ContractError(f"Check {name} has severity {severity!r}.", hint="Say 'error' or 'warn'.")
+        raise ContractError(f"Check {name} has severity {severity!r}.", hint="Set it to 'error' or 'warn'.")
     key = asset_key(asset)
     fixed_time = None if time is None else parse_time(time)
     identifier_of_table(table, "default")

@@ -1,4 +1,7 @@
-"""The records of a batch as a Spark frame: exactly the planned offsets, nothing by a consumer group."""
+"""The records of a batch as a Spark frame, read from exactly the planned offsets.
+
+No consumer group takes part.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,17 @@ from branchlake_dagster.ingest.spark_expressions import any_of
 from branchlake_dagster.receivers.landing import Landing, LandingDamaged
 
 RECORD_COLUMNS = ("topic", "partition", "offset", "timestamp", "key", "value", "headers")
-"""What a record has, as Spark's source calls it; in a batch's frame with two underscores before it."""
+"""The columns of a record in Spark's Kafka source. In a batch's frame their names begin with `__`."""
 
 RECORD_SCHEMA = (
     "__topic string, __partition int, __offset bigint, __timestamp timestamp, __key binary, __value binary,"
     " __headers array<struct<key: string, value: binary>>"
 )
-"""The same in Spark's DDL."""
+"""The schema of a batch's frame in Spark's DDL."""
 _FETCH_WAIT_MS = "5"
-"""How long a broker holds back its answer at a partition's end. What is asked for is there already, and
-Spark's next question on the same connection waits behind it: by Kafka's default half a second for each
-partition, seventeen seconds for 64 partitions on two cores."""
+"""How long a broker delays its answer at the end of a partition. The planned records already exist, and
+Spark's next request on the same connection waits for that answer. Kafka's default would cost half a second
+for each partition: seventeen seconds for 64 partitions on two cores."""
 _LANDING_DDL = (
     "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp,"
     " headers array<struct<key: string, value: binary>>"
@@ -42,14 +45,14 @@ _LANDING_DDL = (
 
 
 _FIRST_MS, _END_MS = -62_135_596_800_000, 253_402_300_800_000
-"""The years 1 to 9999, which is what Python and PyIceberg have of times."""
+"""The years 1 to 9999, which are all that Python and PyIceberg support."""
 
 
 @dataclass(frozen=True)
 class RawRecord:
-    """One record as its source has it.
+    """One record as its source returns it.
 
-    `timestamp_us` is µs since 1970; None outside of the years 1 to 9999.
+    `timestamp_us` is in µs since 1970, or None outside of the years 1 to 9999.
     """
 
     topic: str
@@ -62,36 +65,36 @@ class RawRecord:
 
 
 class Records(Protocol):
-    """Where a batch's records are read from."""
+    """The source of a batch's records."""
 
     def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
-        """The records of the ranges, with the columns of `RECORD_COLUMNS` behind two underscores."""
+        """Return the records of the ranges. The columns are `RECORD_COLUMNS` with the prefix `__`."""
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        """Around what reads them: its failures as errors of ours, where they are the source's."""
+        """Return a context in which failures of the source are raised as branchlake errors."""
 
     def fetch(self, positions: Iterable[RecordPosition]) -> list[RawRecord]:
-        """Read single records without Spark, for dead letters of what Spark cannot read.
+        """Read single records without Spark, for the dead letters of records that Spark cannot read.
 
-        Raises KafkaUnavailable or LandingUnavailable where one of them does not come.
+        Raises KafkaUnavailable or LandingUnavailable if a record is not available.
         """
 
     def require_complete(self, ranges: Ranges, count: int) -> None:
-        """Look whether so many records may be those of the ranges, after they were read.
+        """Check, after the read, whether `count` records can be those of the ranges.
 
-        Raises TopicReplaced where a topic is not the one any more whose ranges they are.
+        Raises TopicReplaced if a topic has been deleted and created again since the plan.
         """
 
 
 class KafkaRecords:
-    """`Records` of a cluster, read by Spark's source."""
+    """The `Records` of a Kafka cluster, read by Spark's source."""
 
     def __init__(self, cluster: KafkaCluster, topics: KafkaTopics) -> None:
         self._cluster = cluster
         self._topics = topics
 
     def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
-        """See `Records`. A record that is gone meanwhile fails the batch."""
+        """See `Records`. The batch fails if a record was deleted meanwhile."""
         starts, ends = _offsets_by_topic(ranges, "start"), _offsets_by_topic(ranges, "end")
         options = {
             **self._cluster.spark_options(),
@@ -112,11 +115,11 @@ class KafkaRecords:
         return frame.select(*(F.col(name).alias(f"__{name}") for name in RECORD_COLUMNS))
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        """Raises KafkaUnavailable, KafkaRefused or RecordsDeleted."""
+        """See `Records`. The context raises KafkaUnavailable, KafkaRefused or RecordsDeleted."""
         return translate_spark_errors(self._cluster)
 
     def fetch(self, positions: Iterable[RecordPosition]) -> list[RawRecord]:
-        """See `Records`. One request for each record."""
+        """See `Records`. Sends one request for each record."""
         return [
             RawRecord(
                 partition.topic,
@@ -131,29 +134,29 @@ class KafkaRecords:
             for timestamp_ms, key, value, headers in [self._topics.fetch_record(partition, offset)]
         ]
 
-    def require_complete(self, ranges: Ranges, count: int) -> None:  # noqa: ARG002 - see its first sentence
-        """See `Records`. Their number says nothing: transactions and compaction leave out offsets."""
+    def require_complete(self, ranges: Ranges, count: int) -> None:  # noqa: ARG002 - see the docstring
+        """See `Records`. The count is not checked: transactions and compaction leave gaps in the offsets."""
         _require_same_topics(ranges, self._topics.topic_ids({partition.topic for partition in ranges}))
 
 
 class LandingRecords:
-    """`Records` of a landing folder, which Spark's workers must see under the same path."""
+    """The `Records` of a landing folder. Spark's workers must see the folder under the same path."""
 
     def __init__(self, folder: Path) -> None:
         if special_characters := sorted(set(str(folder)) & set("{}[]*?\\")):
             raise ConfigurationError(
-                f"The landing folder {folder} has {' '.join(special_characters)} in it: Spark takes it for a"
-                " pattern.",
-                hint="Choose another one with BRANCHLAKE_LANDING.",
+                f"The landing folder {folder} contains {' '.join(special_characters)}, which Spark takes"
+                " for a pattern.",
+                hint="Set BRANCHLAKE_LANDING to a folder without these characters.",
                 reason="pattern_characters",
                 subject=str(folder),
             )
         self._landing = Landing(folder)
 
     def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
-        """See `Records`. Raises LandingDamaged or OffsetsGone, LandingUnavailable or TopicReplaced.
+        """See `Records`. Raises LandingDamaged, OffsetsGone, LandingUnavailable or TopicReplaced.
 
-        A file that goes meanwhile fails the batch.
+        The batch fails if a file is removed meanwhile.
         """
         _require_same_topics(ranges, self._topic_ids(ranges))
         files = [
@@ -166,8 +169,8 @@ class LandingRecords:
         for file in files:
             if (rows := pq.read_metadata(file.path).num_rows) != file.rows:
                 raise LandingDamaged(
-                    f"{file.path} has {rows} records, and by its name {file.rows}.",
-                    hint="Restore it from a backup.",
+                    f"{file.path} has {rows} records, but its name gives {file.rows}.",
+                    hint="Restore the file from a backup.",
                     reason="record_count",
                     subject=str(file.path),
                 )
@@ -185,19 +188,19 @@ class LandingRecords:
         return frame.select(*(F.col(name).alias(f"__{name}") for name in RECORD_COLUMNS))
 
     def _topic_ids(self, ranges: Ranges) -> dict[str, str]:
-        """Ids by topic. Raises LandingUnavailable for a folder that has gone meanwhile."""
+        """Return topic ids by topic. Raises LandingUnavailable if the folder has disappeared meanwhile."""
         try:
             return {partition.topic: self._landing.topic_id(partition.topic) for partition in ranges}
         except (ConfigurationError, OSError) as error:
             raise LandingUnavailable(
-                f"The landing folder of {format_ranges(ranges)} has gone while a batch read it: {error}",
-                hint="Is it still mounted? Nothing of the batch is kept; the next one looks again.",
+                f"The landing folder of {format_ranges(ranges)} disappeared while a batch read it: {error}",
+                hint="Check that the folder is mounted. The batch was discarded; the next batch tries again.",
                 reason="folder_gone",
                 subject=format_ranges(ranges),
             ) from error
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        """Nothing is told otherwise."""
+        """See `Records`. The context translates no errors."""
         return nullcontext()
 
     def fetch(self, positions: Iterable[RecordPosition]) -> list[RawRecord]:
@@ -228,29 +231,33 @@ class LandingRecords:
         return fetched
 
     def require_complete(self, ranges: Ranges, count: int) -> None:
-        """Each offset is there. Raises LandingDamaged: of files at another place than theirs none is read."""
+        """See `Records`.
+
+        Raises LandingDamaged if an offset is missing, because landing files have no gaps.
+
+        The read ignores records whose topic, partition or offset differs from the location of their file.
+        """
         _require_same_topics(ranges, self._topic_ids(ranges))
         if count != (expected_count := count_offsets(ranges)):
             raise LandingDamaged(
-                f"The files of {format_ranges(ranges)} have {count} of these {expected_count} records: what"
-                " they hold says"
-                " another topic, partition or offset than their place.",
-                hint="Put files and folders back to where their receiver wrote them.",
+                f"The files of {format_ranges(ranges)} have {count} of the {expected_count} expected"
+                " records. The others give a topic, partition or offset that differs from the location of"
+                " their file.",
+                hint="Move files and folders back to where their receiver wrote them.",
                 reason="records_missing",
                 subject=format_ranges(ranges),
             )
 
 
 def _require_same_topics(ranges: Ranges, ids: Mapping[str, str]) -> None:
-    """Raise TopicReplaced: Spark's source and file names know a topic by its name alone."""
+    """Raise TopicReplaced if a topic has another id: Spark and file paths identify it by name only."""
     replaced_topics = sorted(
         {partition.topic for partition in ranges if ids[partition.topic] != topic_id(partition.incarnation)}
     )
     if replaced_topics:
         raise TopicReplaced(
-            f"Topic {', '.join(replaced_topics)} was deleted and made again while a batch read it.",
-            hint="Nothing of the batch is kept. The next one begins with what the rules of the ingestion say"
-            " of a topic that was made again.",
+            f"Topic {', '.join(replaced_topics)} was deleted and created again while a batch read it.",
+            hint="The batch was discarded. The next batch follows the ingestion's on_recreated rule.",
             subject=", ".join(replaced_topics),
         )
 

@@ -1,14 +1,15 @@
-"""Dead letters that are reprocessed, and those that wait while their table is filled again.
+"""Reprocessing of dead letters, and the dead letters that wait while their table is filled again.
 
-Dead letters put back through the input, after whatever kept them out was put right.
+Reprocessing may be repeated safely. Each dead letter is marked with the run that selects it
+(`reprocessed_in`), and only dead letters without a mark are selected. Marks and rows are on one branch, so
+`main` gets both in one commit or neither.
 
-Why it may be done twice: a letter is marked with the batch that takes it up (`reprocessed_in`), and only
-letters without a mark are taken up. Mark and rows are on one branch, and come to `main` in one commit or not
-at all. Of two that take up the same letters at once both rewrite the same data files of the dead letters'
-table, and set its property `branchlake.reprocessed.…` to different values: the second one is not published.
-An attempt of the same run that comes after one which had committed finds its own property, and does nothing.
-Tables that took rows have that property too, with the snapshot: so a roll-back of these, or of the marks, is
-seen, by no offset of theirs.
+If two runs select the same dead letters at once, both rewrite the same data files of the dead letter table
+and set its property `branchlake.reprocessed.…` to different values. So the second run is not published. A
+second attempt of the same run finds its own property and does nothing.
+
+Tables that took rows have that property too, with the snapshot. So a rollback of these tables, or of the
+marks, is noticed, although offsets cannot show it.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ from branchlake_dagster.tables.spark_frames import set_session_properties
 
 @dataclass(frozen=True)
 class DeadLetterSelection:
-    """Which dead letters: of these kinds, of this table, received from `since` on and before `until`.
+    """A selection of dead letters: kinds of errors, a table, and when they were received.
 
-    What is None or empty does not choose. Letters that were taken up before are never chosen.
+    The time is from `since` on and before `until`. A field that is None or empty does not restrict the
+    selection. Dead letters that were reprocessed before are never selected.
     """
 
     kinds: Sequence[str] = ()
@@ -69,13 +71,13 @@ class DeadLetterSelection:
     until: datetime | None = None
 
     def to_tag(self) -> str:
-        """As a tag of a run has it."""
+        """Return the value of the run tag."""
         times = {name: moment and moment.isoformat() for name, moment in self._times().items()}
         return json.dumps({"kinds": list(self.kinds), "table": self.table, **times})
 
     @classmethod
     def from_tag(cls, tag: str) -> DeadLetterSelection:
-        """Back again."""
+        """Parse the value of the run tag."""
         fields = json.loads(tag)
         times = {
             name: datetime.fromisoformat(fields[name]) if fields[name] else None
@@ -87,9 +89,10 @@ class DeadLetterSelection:
         return {"since": self.since, "until": self.until}
 
     def to_sql(self, ingestion_tables: IngestionTables) -> tuple[str, dict[str, object]]:
-        """The condition in SQL, and its arguments.
+        """Return the condition in SQL, and its arguments.
 
-        Without the letters of tables whose rows take each other's place: a newer record may have.
+        The condition excludes the dead letters of merged tables, because a newer record may have replaced the
+        row.
         """
         ingest = ingestion_tables.ingest
         names = [
@@ -99,10 +102,10 @@ class DeadLetterSelection:
         ]
         if self.table is not None and self.table not in names:
             raise ConfigurationError(
-                f"Letters of {self.table} cannot be put back by ingestion {ingest.name}.",
+                f"Ingestion {ingest.name} cannot reprocess dead letters of {self.table}.",
                 table=self.table,
-                hint=f"Name one of its tables of mode append: {', '.join(names) or 'there is none'}. Into the"
-                " others a newer record may have been merged since; produce the record again instead.",
+                hint=f"Name one of its tables of mode append: {', '.join(names) or 'it has none'}. In other"
+                " tables a newer record may have replaced the row; produce the record again instead.",
                 reason="not_reprocessable",
             )
         parts = ["reprocessed_in IS NULL"]
@@ -124,7 +127,7 @@ class DeadLetterSelection:
 
 @dataclass(frozen=True)
 class ReprocessingResult:
-    """What became of the letters that were put back."""
+    """The result of reprocessing: the targets, and the scan of the dead letters."""
 
     ingest: ExpandedIngest
     targets: Sequence[Target]
@@ -134,7 +137,7 @@ class ReprocessingResult:
 def count_dead_letters(
     session: SparkSession, ingestion_tables: IngestionTables, selection: DeadLetterSelection
 ) -> list[tuple[str | None, str, int]]:
-    """How many letters are chosen, by table and kind."""
+    """Count the selected dead letters by table and kind."""
     condition, arguments = selection.to_sql(ingestion_tables)
     table_sql = quote_spark_path(list(ingestion_tables.identifiers.values())[-1])
     counts = session.sql(
@@ -152,11 +155,11 @@ def reprocess_batch(
     *,
     clock: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> ReprocessingResult | None:
-    """Put the chosen dead letters into their tables on the branch; what fails again is a new dead letter.
+    """Reprocess the selected dead letters on the branch. A record that fails again is a new dead letter.
 
-    None: the branch has it from an earlier attempt, or there are none. Raises PositionLost while a table is
-    rolled back or filled again, which would add the same records, and where letters were marked and are not
-    any more; LettersLeftOut; what `evolve_until_stable` raises; and EarlierAttemptLate.
+    Returns None if an earlier attempt already did so, or if no dead letters are selected. Raises PositionLost
+    while a table is rolled back or filled again, which would add the same records, or if marks were lost.
+    Raises LettersLeftOut, EarlierAttemptLate and the errors of `evolve_until_stable`.
     """
     tables, default_namespace = (
         IcebergTableFormat(batch_context.catalog),
@@ -180,14 +183,14 @@ def reprocess_batch(
         dead_letter_table_name=ingestion_tables.dead_letter_table_name,
         is_reprocessing=True,
     )
-    # What is left out on purpose is not read again, so no letter's row comes twice.
+    # With "skip", lost records are not read again, so a row from a dead letter cannot be added twice.
     rule: OnRollback = "skip" if ingest.on_rollback == "skip" else "replay"
     progress = read_progress(ingest.name, ingestion_tables.loaded_tables, on_rollback=rule)
     if replay_offsets := progress.replay_offsets:
         raise PositionLost(
-            "The table is to be filled again, which may add what these dead letters would.",
+            "The table is being filled again, which may add the rows of these dead letters.",
             table=next(iter(replay_offsets)),
-            hint="Let the ingestion read until the table has caught up, then reprocess.",
+            hint="Let the ingestion run until the table has caught up, then reprocess.",
             reason="replay_pending",
         )
     session = batch_context.session()
@@ -225,11 +228,12 @@ def reprocess_batch(
         failed_scans.delete_files()
     if left_out := evolution.scanned.counts["left_out"]:
         raise LettersLeftOut(
-            f"Of {evolution.scanned.counts['records']} dead letters {left_out} would give neither a row nor a"
-            f" dead letter; ingestion {ingest.name} puts none back.",
+            f"{left_out} of {evolution.scanned.counts['records']} dead letters would give neither a row nor"
+            f" a dead letter, so ingestion {ingest.name} reprocesses none of them.",
             branch=batch_context.branch,
             run_id=batch_context.run_id,
-            hint="Choose others with --table, --error-kind or --since, and report this one with its record.",
+            hint="Select others with --table, --error-kind or --since, and report this dead letter with its"
+            " record.",
         )
     _commit_rows(evolution, batch_context, progress.position, tables)
     return ReprocessingResult(evolution.ingestion_tables.ingest, evolution.targets, evolution.scanned)
@@ -241,7 +245,10 @@ def _mark_selected(
     batch_context: BatchContext,
     selection: DeadLetterSelection,
 ) -> DataFrame:
-    """The chosen letters as records, marked on the branch. Also those that an earlier attempt has marked."""
+    """Mark the selected dead letters on the branch, and return them as records.
+
+    The result includes the dead letters that an earlier attempt has marked.
+    """
     condition, arguments = selection.to_sql(ingestion_tables)
     table_sql = f"nessie.{quote_spark_path(list(ingestion_tables.identifiers.values())[-1])}"
     with set_session_properties(
@@ -262,7 +269,8 @@ def _commit_rows(
     evolution: SchemaEvolution, batch_context: BatchContext, position: Offsets, tables: IcebergTableFormat
 ) -> None:
     changes, ingest = [], evolution.ingestion_tables.ingest
-    # A replay would begin before what batches told that had nothing for a table, and their letters are in it.
+    # A replay without this position would start before batches that had nothing for the table, and would read
+    # the records of these dead letters again.
     position_properties = {
         LakeProperty.REPROCESSED_PREFIX + ingest.name: TableProgress(
             position, batch_context.run_id, batch_context.run_id
@@ -303,10 +311,11 @@ _POSITION_COLUMNS = ("topic", "partition", "offset")
 
 
 def with_waiting_tables(records: DataFrame, dead_letter_table: Table | None, ranges: Ranges) -> DataFrame:
-    """The records, with a column of the tables for which a letter of them waits; "" is one for any table.
+    """Add a column of the tables for which a dead letter of the record waits. "" stands for any table.
 
-    A table that is filled again may take by now what it could not then: its letter would add the row once
-    more when it is put back. All letters that wait are read, and those of the ranges count.
+    A table that is filled again may by now be able to take such a record. Its dead letter would then add the
+    row a second time when it is reprocessed. Cost: reads all waiting dead letters, and keeps those of the
+    ranges.
     """
     if dead_letter_table is None:
         return records
@@ -337,7 +346,7 @@ def with_waiting_tables(records: DataFrame, dead_letter_table: Table | None, ran
 def _is_in_range(
     dead_letters: pa.Table, partition: TopicPartition, offset_range: OffsetRange
 ) -> pa.ChunkedArray:
-    """Of which letters the records are in this range of a partition."""
+    """Return which dead letters come from this offset range of a partition."""
     conditions = [
         pc.equal(dead_letters["topic"], partition.topic),
         pc.equal(dead_letters["incarnation"], partition.incarnation),

@@ -1,10 +1,11 @@
-"""The one pass over a batch's records, and the files of batches that no table will keep.
+"""The pass over a batch's records, and the deletion of files that no table will keep.
 
-Files that a batch has written and that no table will keep: deleted as soon as that is certain.
+Such files are data files that no commit names, and the metadata of staging tables. They are deleted as soon
+as it is certain that no table keeps them. Commits of the batch's branch name the metadata of staging tables;
+the sweeper of a discarded branch takes missing metadata for already swept.
 
-They are data files that no commit names, and the metadata of staging tables. Commits of the batch's branch
-name the latter; the sweeper of a discarded branch takes a missing one for swept. Data files of a scan that
-failed were not reported by its tasks: they are found by their names in the tables' data folders.
+If a scan fails, its tasks do not report their data files. These are found by their names in the tables' data
+folders.
 """
 
 from __future__ import annotations
@@ -39,31 +40,31 @@ from branchlake_dagster.ingest.worker_writer import SENT_BACK, Work, WorkerTarge
 
 _ARROW = "spark.sql.execution.arrow"
 _MAX_RECORDS, _MAX_BYTES = 2_500, 64 << 20
-"""Of what Spark sends to its workers at once. The bytes it bounds by adding up all columns after each record,
-which was a sixth of a batch's time. So it is asked to only where records may be large: in a session's first
-batch, after one with large records, and after one that failed. Without that bound, 2,500 records of a
-megabyte are more than a vector of Arrow holds."""
+"""Limits for the records and bytes that Spark sends to a worker at once. To limit the bytes, Spark adds up
+all columns after each record, which took a sixth of a batch's time. So the byte limit is only set where
+records may be large: in a session's first batch, after a batch with large records, and after a failed batch.
+Without it, 2,500 records of a megabyte would exceed the capacity of an Arrow vector."""
 _NO_BOUND = (1 << 31) - 1
 _small_record_sessions: WeakSet[SparkSession] = WeakSet()
 """Sessions whose last batch had small records."""
 _byte_limits: WeakKeyDictionary[SparkSession, int] = WeakKeyDictionary()
-"""What each session bounds the bytes by."""
+"""The byte limit that each session has at present."""
 
 
 @dataclass
 class ScanResult:
-    """What a pass found: data files by target, counts, and by `topic/partition` the latest time, in ms."""
+    """The result of a pass: data files by target, counts, and the latest time (ms) by `topic/partition`."""
 
     files: dict[int, list[DataFile]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     latest_ms: dict[str, int] = field(default_factory=dict)
 
     def count_rows(self, target: int) -> int:
-        """The rows written for a target."""
+        """Return the number of rows that were written for a target."""
         return self.counts[f"rows/{target}"]
 
     def evolution_needs(self) -> dict[int, EvolutionNeeds]:
-        """What the records want of the tables, by target."""
+        """Return the schema changes that the records need, by target."""
         names_by_need: dict[int, dict[str, set[str]]] = {}
         for name in self.counts:
             if name.startswith("evolve/"):
@@ -75,7 +76,7 @@ class ScanResult:
         }
 
     def new_route_names(self, families: Sequence[str]) -> dict[str, set[str]]:
-        """What records have put into the names of tables that are not known, by family."""
+        """Return the route names of records whose tables do not exist yet, by family."""
         route_names: dict[str, set[str]] = {}
         for count_name in self.counts:
             if count_name.startswith("new/"):
@@ -92,9 +93,10 @@ def scan_records(
     min_offsets: Mapping[str, Offsets],
     work: Work,
 ) -> ScanResult:
-    """Convert the records, write them to data files of the targets, and count.
+    """Convert the records, write them to data files of the targets, and count them.
 
-    `min_offsets` are by table the offsets before which it takes nothing; `targets` end with the dead letters.
+    `min_offsets` has the offsets below which each table takes no records. The last of the `targets` is the
+    dead letter table.
     """
     session = records.sparkSession
     _limit_batch_bytes(session, _NO_BOUND if session in _small_record_sessions else _MAX_BYTES)
@@ -116,7 +118,7 @@ def scan_records(
     result = ScanResult()
     for row in sent_rows.to_pylist():
         if row["kind"] == "file":
-            # Made by our own function on our own workers a moment ago.
+            # The payload was pickled by this package's code in this batch's workers.
             result.files.setdefault(row["target"], []).append(pickle.loads(row["payload"]))  # noqa: S301
         else:
             counts = json.loads(row["payload"])
@@ -129,7 +131,7 @@ def scan_records(
 
 
 def _limit_batch_bytes(session: SparkSession, max_bytes: int) -> None:
-    """Let a session bound the bytes by this; it is asked where that is new."""
+    """Set the byte limit of a session, unless it has that limit already."""
     if _byte_limits.get(session) != max_bytes:
         session.conf.set(f"{_ARROW}.maxRecordsPerBatch", str(_MAX_RECORDS))
         session.conf.set(f"{_ARROW}.maxBytesPerBatch", str(max_bytes))
@@ -139,10 +141,10 @@ def _limit_batch_bytes(session: SparkSession, max_bytes: int) -> None:
 def build_worker_targets(
     targets: Sequence[Target], staged: Mapping[int, tuple[str, Mapping[str, str]]]
 ) -> list[WorkerTarget]:
-    """The targets as workers need them.
+    """Build the targets for the workers.
 
-    `staged` has by target the metadata of its staging table, and that one's columns for what the record says
-    of itself, by attribute.
+    `staged` has, by target, the metadata of its staging table, and the columns of that table that hold
+    attributes of the record, by attribute.
     """
     rows = row_columns(targets[:-1])
     table_targets = [
@@ -169,18 +171,18 @@ def build_worker_targets(
 
 
 _MAX_PARALLEL = 8
-"""Files that are deleted side by side: each is a request to the store."""
+"""Number of files that are deleted in parallel. Each deletion is a request to the store."""
 MAX_LISTED_FILES = 100_000
-"""Data files of a table whose data folder is listed after a failed scan: a page of a listing has 1,000."""
+"""A table with more data files is not searched after a failed scan. One page of a listing has 1,000 files."""
 _log = logging.getLogger(__name__)
 
 
 def delete_files(
     scanned: ScanResult, targets: Sequence[Target], numbers: Collection[int] | None = None
 ) -> None:
-    """Delete the data files of a pass over the records; with `numbers` those of these targets only.
+    """Delete the data files of a pass, or only those of the targets `numbers`.
 
-    Raises nothing: a file that cannot be deleted is logged, and stays for whoever searches for orphans.
+    Never raises. A file that cannot be deleted is logged and stays as an orphan file.
     """
     _delete_paths(
         [
@@ -193,9 +195,9 @@ def delete_files(
 
 
 def delete_staging_metadata(tables: Iterable[Table]) -> None:
-    """Delete metadata files, manifest lists and manifests of staging tables that their branch has dropped.
+    """Delete metadata files, manifest lists and manifests of staging tables that the branch has dropped.
 
-    Reads one manifest list per table with rows. Raises nothing, as `delete_files`.
+    Reads one manifest list for each table with rows. Never raises, like `delete_files`.
     """
     files: dict[str, FileIO] = {}
     for table in tables:
@@ -205,9 +207,9 @@ def delete_staging_metadata(tables: Iterable[Table]) -> None:
             paths.append(snapshot.manifest_list)
             try:
                 paths += [one.manifest_path for one in snapshot.manifests(table.io)]
-            except Exception as error:  # noqa: BLE001 - whatever a store raises; it is logged
+            except Exception as error:  # noqa: BLE001 - a store may raise anything; the error is logged
                 _log.warning(
-                    "%s was not read, and its manifests were not deleted: %s: %s",
+                    "The manifests in %s were not deleted, because the list could not be read: %s: %s",
                     snapshot.manifest_list,
                     type(error).__name__,
                     error,
@@ -230,7 +232,7 @@ def _try_delete(io: FileIO, path: str) -> Exception | None:
         io.delete(path)
     except FileNotFoundError:
         return None
-    except Exception as error:  # noqa: BLE001 - whatever a store raises; it is logged
+    except Exception as error:  # noqa: BLE001 - a store may raise anything; the error is logged
         return error
     return None
 
@@ -239,7 +241,7 @@ def _try_delete(io: FileIO, path: str) -> Exception | None:
 def delete_on_failure(
     scanned: ScanResult, targets: Sequence[Target], numbers: Collection[int] | None = None
 ) -> Iterator[None]:
-    """Delete the data files if what is done within fails, unless a commit may have happened all the same."""
+    """Delete the data files if the block fails, unless a commit may have happened nevertheless."""
     try:
         yield
     except Exception as error:
@@ -250,13 +252,13 @@ def delete_on_failure(
 
 @dataclass
 class FailedScans:
-    """Scans of a batch that failed. Their tasks may have written data files that they did not report."""
+    """The failed scans of a batch. Their tasks may have written data files that they did not report."""
 
     _scans: list[tuple[Work, FileIO]] = field(default_factory=list)
 
     @contextlib.contextmanager
     def remember_failure(self, work: Work, io: FileIO) -> Iterator[None]:
-        """Remember the scan of `work` if it fails; `io` is the FileIO of its tables."""
+        """Remember the scan of `work` if it fails. `io` is the FileIO of its tables."""
         try:
             yield
         except Exception:
@@ -264,12 +266,10 @@ class FailedScans:
             raise
 
     def delete_files(self) -> None:
-        """Delete what these scans wrote: one listing of each table's data folder, however many scans failed.
+        """Delete the files that these scans wrote, with one listing of each table's data folder.
 
-        A table with more than `MAX_LISTED_FILES` data files is not searched, and a task that goes on after
-        its
-        scan has failed may write files later: these files stay, as those that cannot be deleted do. Raises
-        nothing.
+        Some files stay: those of a table with more than `MAX_LISTED_FILES` data files, which is not searched,
+        those that a task writes after its scan has failed, and those that cannot be deleted. Never raises.
         """
         paths: dict[str, FileIO] = {}
         folders: dict[str, tuple[FileIO, set[str]]] = {}
@@ -277,22 +277,30 @@ class FailedScans:
             for target in work.targets:
                 folder = find_data_folder(TableMetadataUtil.parse_raw(target.metadata_json))
                 if folder is None:
-                    _log.warning("%s has too many files to be searched after a failed scan.", target.name)
+                    _log.warning(
+                        "The files of a failed scan in %s were not deleted, because the table has"
+                        " too many files to search.",
+                        target.name,
+                    )
                 else:
                     folders.setdefault(folder, (io, set()))[1].add(work.file_name_part)
         for folder, (io, parts) in folders.items():
             try:
                 paths |= dict.fromkeys(list_named_files(io, folder, parts), io)
-            except Exception as error:  # noqa: BLE001 - whatever a store raises; it is logged
+            except Exception as error:  # noqa: BLE001 - a store may raise anything; the error is logged
                 _log.warning(
-                    "%s was not searched after a failed scan: %s: %s", folder, type(error).__name__, error
+                    "The files of a failed scan in %s were not deleted, because the folder could not be"
+                    " listed: %s: %s",
+                    folder,
+                    type(error).__name__,
+                    error,
                 )
         _delete_paths([(io, path) for path, io in paths.items()])
         self._scans.clear()
 
 
 def find_data_folder(metadata: TableMetadata) -> str | None:
-    """The data folder of a table; None if its current snapshot has more than `MAX_LISTED_FILES` data files."""
+    """Return the data folder of a table, or None if it has more than `MAX_LISTED_FILES` data files."""
     snapshot = metadata.current_snapshot()
     summary = snapshot.summary if snapshot is not None else None
     count = summary.additional_properties.get("total-data-files", "0") if summary is not None else "0"
@@ -302,7 +310,7 @@ def find_data_folder(metadata: TableMetadata) -> str | None:
 
 
 def list_named_files(io: FileIO, folder: str, parts: Collection[str]) -> list[str]:
-    """The locations of the files in a folder, and in those below it, whose name contains one of `parts`."""
+    """Return the locations of all files below a folder whose name contains one of `parts`."""
     if not isinstance(io, PyArrowFileIO):
         return []
     scheme, netloc, root = io.parse_location(folder, io.properties)

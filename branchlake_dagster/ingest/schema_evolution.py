@@ -1,4 +1,4 @@
-"""Passes over the same records until their tables are there, and take what the records have."""
+"""Repeated passes over the same records until their tables exist and have all columns for the records."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.wording import format_count
 
 _MAX_EVOLUTIONS = 8
-"""So often tables are evolved for the same records. Two do: for the fields of a sample, for all others."""
+"""Largest number of evolutions for the same records. Usually two suffice: for the fields of a sample, and for
+all others."""
 
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class SchemaEvolution:
-    """The tables as the records want them, and the pass that wrote them all."""
+    """The evolved tables, and the result of the pass that wrote all records to them."""
 
     ingestion_tables: IngestionTables
     targets: Sequence[Target]
     scanned: ScanResult
     left_out: tuple[str, ...] = ()
-    """A sentence for each table of the fields that could be no columns of it."""
+    """One sentence for each table about fields that could not become columns."""
 
 
 def evolve_until_stable(
@@ -47,12 +48,14 @@ def evolve_until_stable(
     incarnations: Mapping[str, str],
     tables: IcebergTableFormat,
 ) -> SchemaEvolution:
-    """Read the records of `frame` until a pass wants nothing more of the tables; each pass writes anew.
+    """Repeat the pass over `frame` until the records need no more changes of the tables.
 
-    The data files of all other passes are deleted, and those of the last one where this raises.
+    Each pass writes all records again. The data files of all passes but the last are deleted, and those of
+    the last pass too if this function raises. `scan_targets` makes one pass. `incarnations` are Kafka's topic
+    ids by name.
 
-    `scan_targets` is one pass; `incarnations` are Kafka's topic ids by name. Raises TableTooNarrow where
-    records still want a wider table in the end, and what `with_new_names` raises.
+    Raises TableTooNarrow if the records still need wider columns in the end, and the errors of
+    `with_new_route_names`.
     """
     left_out: dict[str, set[str]] = {}
     names_checked, rounds, targets = (
@@ -67,7 +70,8 @@ def evolve_until_stable(
                 route_names := scanned.new_route_names(list(ingestion_tables.ingest.families))
             ):
                 names_checked = True
-                # As this attempt has them: loaded anew they might have what an earlier one sends late.
+                # Use the tables as this attempt has evolved them. Loaded again, they might contain late
+                # commits of an earlier attempt.
                 ingestion_tables = replace(
                     ingestion_tables,
                     loaded_tables={all_records.name: all_records.table for all_records in targets},
@@ -83,7 +87,8 @@ def evolve_until_stable(
                     continue
             needs = scanned.evolution_needs()
             if needs and rounds < _MAX_EVOLUTIONS:
-                # Of many new fields the first records may have only some, or have them without a value.
+                # The first records may have only some of many new fields, or have them without a value. So
+                # the second attempt reads all records.
                 passes = (False, True) if not rounds else (True,)
                 candidates = (
                     _evolve_targets(
@@ -115,9 +120,9 @@ def build_targets(
     record_format: Format,
     left_out: dict[str, set[str]] | None = None,
 ) -> list[Target]:
-    """The targets; tables that are not there are made, of the types that the records of `frame` have.
+    """Build the targets. Missing tables are created with the types of the records of `frame`.
 
-    `left_out` gets by table the fields that could be no columns.
+    `left_out` gets the fields that could not become columns, by table.
     """
     ingest, schemas = ingestion_tables.ingest, {}
     for name, declaration in zip(ingestion_tables.identifiers, ingest.tables, strict=False):
@@ -155,7 +160,7 @@ def build_targets(
 def _missing_fields(
     ingest: Ingest, record_format: Format, targets: Sequence[Target]
 ) -> dict[int, EvolutionNeeds]:
-    """The fields of the values' schema, if they have one, that tables have no columns for; by target."""
+    """Return the fields of the values' schema that have no column in a table, by target."""
     if "add" not in ingest.evolve:
         return {}
     names = record_format.schema_field_names(has_envelope=ingest.envelope is not None)
@@ -177,11 +182,14 @@ def _evolve_targets(
     *,
     all_records: bool,
 ) -> list[Target]:
-    """The targets as the records want them; none where that changes nothing. `all_records`: by all records."""
+    """Return the targets with the changes that the records need, or an empty list if nothing changes.
+
+    With `all_records` the types are inferred from all records, otherwise from a sample.
+    """
     new_targets = list(targets)
     for number, needs in needs_by_target.items():
         target = targets[number]
-        assert target.declaration is not None  # noqa: S101 - dead letters take everything
+        assert target.declaration is not None  # noqa: S101 - the dead letter table needs no evolution
         condition = takes_route(target.declaration, record_route(ingest, record_format))
         names, max_columns = (
             reserved_names(target.table),
@@ -207,27 +215,27 @@ def _evolve_targets(
 
 
 def _format_left_out(left_out: Mapping[str, set[str]]) -> tuple[str, ...]:
-    """A sentence for each table, with a few of the names."""
+    """Format one sentence for each table, with some of the names."""
     sentences = []
     for table, names in sorted(left_out.items()):
         if names:
             name_list = ", ".join([*sorted(names)[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])
             sentences.append(
-                f"{format_count(len(names), 'field')} became no column of {table}, which has as many as it"
-                " may, or"
-                f" their names in another case or for something else: {name_list}."
+                f"{format_count(len(names), 'field')} did not become columns of {table}, because the table"
+                " has its maximum of columns, or their names are already used in another case or for"
+                f" another purpose: {name_list}."
             )
     return tuple(sentences)
 
 
 def _require_wide_enough(targets: Sequence[Target], needs_by_target: Mapping[int, EvolutionNeeds]) -> None:
-    """Raise TableTooNarrow: rows that still want another type or no value were written to no table."""
+    """Raise TableTooNarrow if rows still need other column types or nulls: such rows were not written."""
     for number, needs in needs_by_target.items():
         if needs.widen or needs.relax:
             raise TableTooNarrow(
-                f"Records do not fit column {', '.join(sorted(needs.widen | needs.relax))}, although it was"
-                " evolved for them.",
+                f"Column {', '.join(sorted(needs.widen | needs.relax))} still cannot hold some records"
+                " after schema evolution.",
                 table=targets[number].name,
-                hint="Somebody changes the table's columns at the same time, or a type has no wider one."
-                " Nothing of the batch is kept.",
+                hint="Another writer may be changing the table's columns at the same time, or the type has"
+                " no wider type. The batch was discarded.",
             )

@@ -1,4 +1,4 @@
-"""Spark expressions for columns, texts of JSON, and reasons why a record has no row."""
+"""Spark expressions for columns, JSON texts, and the reasons why a record has no row."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from branchlake_dagster.spark.session import quote_spark_name
 def interpret_when(
     condition: Expression, value: Expression, function: Callable[[Expression], Expression]
 ) -> Expression:
-    """What `function` makes of the value where the condition holds, else null; outside Spark's compiled code.
+    """Return `function(value)` where the condition holds, else null. Spark does not compile the function.
 
-    What is compiled together is one method, and one of more than 8,000 bytes Java leaves to its interpreter:
-    with the words for every bad field in it, records that are all good took twice as long. Spark evaluates a
-    lambda node by node, only where it has to.
+    Spark compiles expressions into one Java method, and Java does not compile a method of more than 8,000
+    bytes to machine code. With the texts for every bad field in that method, good records took twice as long.
+    Spark interprets a lambda node by node, only where it is needed.
     """
     return F.when(condition, bind_value(value, function))
 
@@ -50,7 +50,10 @@ def interpret_when(
 def first_reason(
     kind: str, branches: Sequence[tuple[Expression, str]]
 ) -> list[tuple[Expression, Expression]]:
-    """One branch of a `build_case` for many conditions, each with its words: those of the first that holds."""
+    """Build one branch for `build_case` from many conditions with texts.
+
+    The first condition that holds counts.
+    """
     if not branches:
         return []
     detail = F.coalesce(*(F.when(condition, text) for condition, text in branches))
@@ -63,30 +66,30 @@ def first_reason(
 
 
 def matches_whole(value: Expression, pattern: str) -> Expression:
-    r"""Whether a regular expression matches all of a text; null where the text is null.
+    r"""Return whether a regular expression matches the whole text. The result is null for a null text.
 
-    Java's ``$`` also matches before a line break at the end: ``a\n`` was taken for the route ``a``.
+    Java's ``$`` also matches before a line break at the end: it would take ``a\n`` for the route ``a``.
     """
     return value.rlike(full_match_pattern(pattern))
 
 
 def full_match_pattern(pattern: str) -> str:
-    """The regular expression that matches a text from its first to its last character, in Java."""
+    """Return the Java regular expression that matches a text from its first to its last character."""
     return rf"\A(?:{pattern})\z"
 
 
 def any_of(conditions: Iterable[Expression]) -> Expression:
-    """Whether one of them holds; null is no."""
+    """Return whether at least one condition holds. A null condition does not hold."""
     return join_balanced(or_, [F.coalesce(one, F.lit(False)) for one in conditions], F.lit(False))
 
 
 def join_balanced(
     join: Callable[[Expression, Expression], Expression], parts: Sequence[Expression], default: Expression
 ) -> Expression:
-    """All of them joined two by two, `default` where there are none.
+    """Join expressions pairwise in a balanced tree. Return `default` if there are none.
 
-    One after the other they would be as deep as they are many: of more than fifty tables or partitions the
-    message to Spark is refused (a protocol buffer's limit of a hundred levels).
+    A chain would be as deep as the number of expressions. With more than fifty tables or partitions Spark
+    would reject the message, because protocol buffers allow a hundred levels.
     """
     expressions = list(parts)
     while len(expressions) > 1:
@@ -95,23 +98,23 @@ def join_balanced(
 
 
 def bind_value(value: Expression, function: Callable[[Expression], Expression]) -> Expression:
-    """What `function` makes of a value that is computed once, however often it names it; never compiled."""
+    """Return `function(value)` and compute the value only once. Spark does not compile the function."""
     return F.transform(F.array(value), function)[0]
 
 
 def build_reason(kind: Expression | str, detail: Expression | str) -> Expression:
-    """A reason, as `Fitted.why` has it."""
+    """Build a reason why a record has no row: a struct of `kind` and `detail`."""
     kind_value, detail_value = (F.lit(value) if isinstance(value, str) else value for value in (kind, detail))
     return F.struct(kind_value.alias("kind"), detail_value.alias("detail"))
 
 
 def no_reason() -> Expression:
-    """None, in the type of a reason."""
+    """Return null with the type of a reason."""
     return F.lit(None).cast("struct<kind: string, detail: string>")
 
 
 def build_case(branches: Sequence[tuple[Expression, Expression]], otherwise: Expression) -> Expression:
-    """CASE WHEN with any number of branches."""
+    """Build a CASE WHEN expression with any number of branches, also none."""
     if not branches:
         return otherwise
     (condition, value), rest = branches[0], branches[1:]
@@ -119,24 +122,27 @@ def build_case(branches: Sequence[tuple[Expression, Expression]], otherwise: Exp
 
 
 JSON_STRING = r'"(?:[^"\\]|\\.)*+"'
-"""A regular expression: a string with its quotes. It never backtracks."""
+"""Regular expression for a JSON string with its quotes. It never backtracks."""
 MAX_DEPTH = 200
-"""Levels of objects and lists that Spark's functions on types of values follow with the stack of any JVM."""
+"""Levels of nested objects and lists that Spark's recursive type functions handle with the stack of any JVM.
+"""
 
 
 def is_json_object(json_text: Expression) -> Expression:
-    """Whether a text that is known to be JSON holds an object, by its first character; null stays null."""
+    """Return whether a valid JSON text is an object, by its first character. The result is null for null."""
     return json_text.rlike(r"^[ \t\r\n]*\{")
 
 
 def is_deep_json(json_text: Expression, levels: int = MAX_DEPTH) -> Expression:
-    """Whether a text has more than so many objects and lists inside each other; null has none.
+    """Return whether a JSON text has more nested levels of objects and lists than `levels`.
 
-    `schema_of_variant` calls itself for each level. A value of a thousand levels, five kilobytes, exhausts
-    the stack of an executor's thread, which Spark takes for a failure of the executor and ends it.
+    False for null.
 
-    A text with few brackets costs one replacement. Of any other the pairs of brackets without anything
-    inside are taken away, level by level.
+    `schema_of_variant` is recursive. A value of a thousand levels, five kilobytes, overflows the stack of the
+    executor's thread. Spark treats that as a failure of the executor and ends it.
+
+    A text with few brackets costs one replacement. In any other text, pairs of empty brackets are removed
+    level by level.
     """
     openings = F.length(F.regexp_replace(json_text, r"[^\[{]", ""))
     brackets = F.regexp_replace(F.regexp_replace(json_text, JSON_STRING, ""), r"[^\[\]{}]", "")
@@ -169,17 +175,17 @@ _MAX_DIGITS = 38
 
 @dataclass(frozen=True)
 class RecordColumn:
-    """A column of a table: its name there, Spark's type, and the names that records have for it."""
+    """A column of a table: its name, its Spark type, and the field names that records have for it."""
 
     name: str
     kind: str
     fields: tuple[str, ...]
     required: bool = False
-    """The table takes no null there."""
+    """Whether the table allows no null in the column."""
 
     @property
     def wider(self) -> RecordColumn:
-        """The column with the widest type that Iceberg lets it become."""
+        """Return the column with the widest type to which Iceberg can promote it."""
         kind = _WIDER_TYPES.get(self.kind, self.kind)
         if kind.startswith("decimal("):
             kind = f"decimal({_MAX_DIGITS},{kind.rstrip(')').partition(',')[2]})"
@@ -187,10 +193,10 @@ class RecordColumn:
 
 
 def columns_of(schema: Schema, properties: Mapping[str, str], *, table: str) -> tuple[RecordColumn, ...]:
-    """The columns of a table, with the names of its name mapping where it has one.
+    """Return the columns of a table, with the names of its name mapping if it has one.
 
-    Raises ConfigurationError for a mapping that cannot be read, or that gives other names to fields inside a
-    column: records are converted to structs by the names that the fields have in the table.
+    Raises ConfigurationError if the mapping cannot be read, or if it renames fields inside a column: records
+    are converted to structs by the names that these fields have in the table.
     """
     names_by_id = _parse_name_mapping(properties, schema, table)
     return tuple(
@@ -207,7 +213,7 @@ def columns_of(schema: Schema, properties: Mapping[str, str], *, table: str) -> 
 def _parse_name_mapping(
     properties: Mapping[str, str], schema: Schema, table: str
 ) -> dict[int, tuple[str, ...]]:
-    """The names of top-level columns by field id."""
+    """Return the mapped names of top-level columns, by field id."""
     mapping_json = properties.get(NAME_MAPPING)
     if mapping_json is None:
         return {}
@@ -215,16 +221,17 @@ def _parse_name_mapping(
         mapping = NameMapping.model_validate_json(mapping_json)
     except ValueError as error:
         raise ConfigurationError(
-            f"The table's property {NAME_MAPPING} cannot be read.", table=table, hint="It is a JSON list."
+            f"The table's property {NAME_MAPPING} cannot be read.",
+            table=table,
+            hint="Set it to a JSON list of mapped fields, or remove the property.",
         ) from error
     for column in mapping:
         if renamed_fields := list(_iter_renamed_fields(column.fields, schema)):
             raise ConfigurationError(
-                f"The table's property {NAME_MAPPING} gives other names to {', '.join(renamed_fields)}, and"
-                " records"
-                " are converted by the names of columns only.",
+                f"The table's property {NAME_MAPPING} gives other names to {', '.join(renamed_fields)}, but"
+                " records are converted by the names of top-level columns only.",
                 table=table,
-                hint="Leave those names out of the mapping, or rename the fields inside the column.",
+                hint="Remove these names from the mapping, or rename the fields inside the column.",
             )
     return {
         column.field_id: names
@@ -234,12 +241,12 @@ def _parse_name_mapping(
 
 
 def _mapped_names(field: MappedField) -> tuple[str, ...]:
-    """Its names; PyIceberg's default for a field without any is not a list."""
+    """Return the names of a mapped field. PyIceberg's default for a field without names is not a list."""
     return tuple(field.names) if isinstance(field.names, list) else ()
 
 
 def _iter_renamed_fields(fields: Iterable[MappedField], schema: Schema) -> Iterator[str]:
-    """The fields inside a column that a mapping calls otherwise than the table, with the column's name."""
+    """Iterate over the paths of fields inside a column whose mapped names differ from the table's."""
     for field in fields:
         if field.field_id in schema.field_ids:
             path = schema.find_column_name(field.field_id) or ""
@@ -249,7 +256,7 @@ def _iter_renamed_fields(fields: Iterable[MappedField], schema: Schema) -> Itera
 
 
 def spark_type(kind: IcebergType, table: str) -> str:
-    """The type in Spark's DDL. Raises ConfigurationError where Spark has none."""
+    """Return the type in Spark's DDL. Raises ConfigurationError if Spark has no such type."""
     if isinstance(kind, DecimalType):
         return f"decimal({kind.precision},{kind.scale})"
     if isinstance(kind, ListType):
@@ -266,11 +273,11 @@ def spark_type(kind: IcebergType, table: str) -> str:
         raise ConfigurationError(
             f"Spark cannot write columns of type {kind}.",
             table=table,
-            hint="Leave the column out, or change it.",
+            hint="Remove the column from the table, or change its type.",
         )
     return type_name
 
 
 def format_ddl(columns: Sequence[tuple[str, str]]) -> str:
-    """A schema in Spark's DDL."""
+    """Format a schema in Spark's DDL."""
     return ", ".join(f"{quote_spark_name(name)} {kind}" for name, kind in columns)

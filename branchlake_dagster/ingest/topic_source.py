@@ -1,4 +1,4 @@
-"""Where the topics of an ingestion are: a Kafka cluster, or a folder of landing files."""
+"""The source of an ingestion's topics: a Kafka cluster, or a folder of landing files."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from branchlake_dagster.settings import Settings
 
 
 class LandingTopics:
-    """`Topics` of a folder. The incarnation is the folder's `topic-id`."""
+    """The `Topics` of a landing folder. The incarnation is the topic's `topic-id`."""
 
     def __init__(self, folder: Path) -> None:
         self._landing = Landing(folder)
 
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
-        """See `Topics`. Raises LandingUnavailable for one that no receiver has made yet; LandingDamaged."""
+        """See `Topics`.
+
+        Raises LandingUnavailable for a topic that no receiver has created yet, or LandingDamaged.
+        """
         return {name: self._topic(name) for name in sorted(set(names))}
 
     def _topic(self, name: str) -> Topic:
@@ -38,11 +41,12 @@ class LandingTopics:
             numbers = self._landing.partitions(name)
             spans = {number: self._landing.offsets(name, number) for number in numbers}
         except (ConfigurationError, OSError) as error:
-            # A folder that is not mounted looks the same as a topic that nobody has received yet.
+            # An unmounted folder looks the same as a topic that no receiver has created yet.
             raise LandingUnavailable(
                 f"Landing folder {self._landing.folder} has no topic {name}.",
-                hint="Start its receiver (branchlake sda receive --landing …), or correct BRANCHLAKE_LANDING."
-                f" There are: {', '.join(self._landing.topics()) or 'none'}.",
+                hint="Start its receiver (branchlake sda receive --landing …), or correct"
+                " BRANCHLAKE_LANDING. The folder's topics are:"
+                f" {', '.join(self._landing.topics()) or 'none'}.",
                 reason="unknown_topic",
                 subject=name,
             ) from error
@@ -50,7 +54,7 @@ class LandingTopics:
         return Topic(name, incarnation, begins, {number: span[1] for number, span in spans.items()})
 
     def offsets_at_time(self, topic: Topic, moment: datetime) -> Offsets:
-        """See `Topics`. A record's time is its receipt."""
+        """See `Topics`. The time of a record is the time of its receipt."""
         return {
             partition: self._first_since(topic, partition.partition, moment)
             for partition in topic.partitions()
@@ -65,10 +69,11 @@ class LandingTopics:
         return topic.ends[partition]
 
     def committed_offsets(self, group: str, topics: Iterable[str]) -> Mapping[str, Mapping[int, int]]:
-        """See `Topics`. Raises ConfigurationError."""
+        """See `Topics`. Always raises ConfigurationError."""
         raise ConfigurationError(
-            f"A landing folder has no consumer groups: {group} cannot have offsets in {', '.join(topics)}.",
-            hint='Give the offsets themselves: start=StartingOffsets({"orders": {0: 120}}).',
+            f"A landing folder has no consumer groups, so {group} cannot have offsets in"
+            f" {', '.join(topics)}.",
+            hint='Give the offsets with start=StartingOffsets({"orders": {0: 120}}).',
         )
 
     def earliest_time(self, offsets: Offsets) -> datetime | None:
@@ -91,11 +96,14 @@ class LandingTopics:
         )
 
     def report_offsets(self, group: str, offsets: Offsets) -> None:
-        """See `Topics`. A folder has no consumer groups: the lag is on the topic's asset."""
+        """See `Topics`.
+
+        Does nothing, because a folder has no consumer groups. The topic's asset shows the lag.
+        """
 
 
 def _to_datetime(at: pa.TimestampScalar) -> datetime | None:
-    """The time; None: there is none, or no calendar has it."""
+    """Convert a time. Return None for null, and for a time outside of the years 1 to 9999."""
     try:
         time: datetime | None = at.as_py()
     except (ValueError, OverflowError):
@@ -104,7 +112,7 @@ def _to_datetime(at: pa.TimestampScalar) -> datetime | None:
 
 
 def common_offsets(positions: Iterable[Offsets]) -> dict[TopicPartition, int]:
-    """Up to where every one of several ingestions has read; what one of them has not begun is left out."""
+    """Return the offsets that all ingestions have reached, for the partitions that all have begun."""
     offset_maps = list(positions)
     shared_partitions = (
         set.intersection(*(set(partition) for partition in offset_maps)) if offset_maps else set()
@@ -115,10 +123,10 @@ def common_offsets(positions: Iterable[Offsets]) -> dict[TopicPartition, int]:
 def remove_read_files(
     landing: Landing, topics: Iterable[Topic], read_offsets: Offsets, *, finished_before: float
 ) -> list[LandingFile]:
-    """Remove the files that are read and were finished before a time (seconds since 1970); say which.
+    """Remove the files that were read and finished before a time (s since 1970). Return the removed files.
 
-    `read_offsets` are offsets that `main` holds, by the incarnation that it has them of: of another one
-    nothing is removed. The newest file of a partition stays, for it says where offsets go on.
+    `read_offsets` are the offsets that `main` has. Files of another incarnation of a topic are not removed.
+    The newest file of a partition stays, because its name has the next offset.
     """
     removed = []
     for topic in topics:
@@ -133,7 +141,7 @@ def remove_read_files(
 
 
 def _first_kept_offset(files: list[LandingFile], read_offset: int, finished_before: float) -> int:
-    """The first offset that stays."""
+    """Return the first offset that must be kept."""
     first_kept = 0
     for file in files:
         if file.last >= read_offset or file.path.stat().st_mtime >= finished_before:
@@ -144,14 +152,14 @@ def _first_kept_offset(files: list[LandingFile], read_offset: int, finished_befo
 
 @dataclass(frozen=True)
 class TopicSource:
-    """The topics, and how their records are read."""
+    """The topics of an ingestion, and the source of their records."""
 
     topics: Topics
     records: Records
 
 
 def open_topic_source(ingest: Ingest, settings: Settings) -> TopicSource:
-    """Kafka or the landing folder. Raises ConfigurationError, SecretWithoutTls or MissingExtra."""
+    """Open Kafka or the landing folder. Raises ConfigurationError, SecretWithoutTls or MissingExtra."""
     if ingest.source == "landing":
         folder = settings.landing_folder
         return TopicSource(LandingTopics(folder), LandingRecords(folder))

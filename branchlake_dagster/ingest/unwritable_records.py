@@ -1,7 +1,8 @@
-"""Records that fail a batch by themselves become dead letters of kind `unwritable`, written without Spark.
+"""Dead letters of kind `unwritable`: records that fail a batch, written without Spark.
 
-What no rule foresees (a time that Spark's Kafka source cannot hold, a bug of a library) fails the task that
-meets the record, and with it every batch that reads it. The batch is divided until the record stands alone.
+Failures that no rule foresees (a time that Spark's Kafka source cannot represent, a bug of a library) fail
+the task that reads the record, and with it every batch that reads it. So the batch is divided until the
+record is alone.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ _SHOWN = 3
 
 
 def is_caused_by_records(error: Exception) -> bool:
-    """Whether a pass failed with something that its records may have caused: Spark, a worker or a library.
+    """Return whether the records of a pass may have caused its failure in Spark, a worker or a library.
 
-    Not what Kafka, Nessie, a folder or Spark's server answer, nor an unknown outcome: those are not divided.
+    False for errors of Kafka, Nessie, a folder or Spark's server and for unknown outcomes: such batches are
+    not divided.
     """
     if isinstance(error, BranchlakeError):
         return isinstance(error, _DATA_ERRORS)
@@ -49,14 +51,14 @@ def is_caused_by_records(error: Exception) -> bool:
 
 
 def error_reason(error: Exception) -> str:
-    """The innermost cause in an error's text, which may be a stack trace; at most 500 characters."""
+    """Return the innermost cause in an error's text, which may be a stack trace. At most 500 characters."""
     causes = _CAUSE.findall(str(error))
     reason = causes[-1] if causes else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     return without_credentials(reason.strip())[:_MAX_LENGTH]
 
 
 def format_note(unwritable: Mapping[RecordPosition, Exception]) -> str:
-    """The sentence about these records in the batch's notes and the run's log."""
+    """Format the sentence about these records for the batch's notes and the run's log."""
     shown = [
         f"{partition.topic}[{partition.partition}] {offset}"
         for partition, offset in sorted(unwritable)[:_SHOWN]
@@ -64,15 +66,17 @@ def format_note(unwritable: Mapping[RecordPosition, Exception]) -> str:
     more = ", …" if len(unwritable) > _SHOWN else ""
     reason = error_reason(unwritable[min(unwritable)])
     return (
-        f"{format_count(len(unwritable), 'record')} failed the batch and became dead letters of kind"
-        f" {UNWRITABLE}:"
-        f" {', '.join(shown)}{more}. The cause of the first: {reason}"
+        f"{format_count(len(unwritable), 'record')} made the batch fail and became dead letters of kind"
+        f" {UNWRITABLE}: {', '.join(shown)}{more}. The cause of the first: {reason}"
     )
 
 
 @dataclass(frozen=True)
 class UnwritableRecord:
-    """A record that fails alone. `tables` are those that the dead letter is for; None: whichever take it."""
+    """A record that fails even alone. `tables` are the tables that the dead letter is for.
+
+    If `tables` is None, the dead letter is for all tables that take the record.
+    """
 
     record: RawRecord
     incarnation: str
@@ -83,7 +87,10 @@ class UnwritableRecord:
 def build_dead_letters(
     records: Iterable[UnwritableRecord], *, batch_id: str, received_at_us: int
 ) -> dict[str, pa.Array]:
-    """The dead letters of these records by column, one for each of a record's tables."""
+    """Build the dead letters of these records, as columns.
+
+    A record has one dead letter for each of its tables.
+    """
     rows = [
         {
             "topic": unwritable.record.topic,
@@ -115,11 +122,11 @@ def dead_letter_targets(
     dead_letter_table: Table | None,
     dead_letter_table_name: str,
 ) -> Sequence[str] | None:
-    """The tables that the dead letter of a record is for; None: whichever take it.
+    """Return the tables that the dead letter of a record is for, or None for all that take the record.
 
-    `min_offsets` are by table the offsets before which it takes nothing, empty unless tables are filled
-    again:
-    then others have the record, or it is a dead letter already, and only tables that are filled may take it.
+    `min_offsets` has the offsets below which each table takes no records. It is empty unless tables are
+    filled again. During a refill the other tables have the record, or it is already a dead letter, so only
+    the refilled tables may take it.
     """
     partition, offset = position
     if offset >= min_offsets.get(dead_letter_table_name, {}).get(partition, 0):
@@ -151,9 +158,9 @@ def _has_dead_letter(dead_letter_table: Table, partition: TopicPartition, offset
 def restore_tables(
     client: NessieClient, branch: str, at_hash: str, *, ingestion: str, properties: Mapping[str, str]
 ) -> None:
-    """Put the tables of a branch back as they were at one of its hashes, in one commit.
+    """Restore the tables of a branch as they were at one of its hashes, in one commit.
 
-    A pass that failed may have made tables and columns for the very record that failed it.
+    A failed pass may have created tables and columns for the very record that made it fail.
     """
     changed = client.diff_at(f"{branch}@{at_hash}", branch)
     operations: list[Operation] = []

@@ -1,9 +1,9 @@
-"""What Spark's workers do with the records of a batch: data files for all tables in one pass.
+"""The writers of Spark's workers: they write the records of a batch to data files of all tables.
 
-The records come as Arrow batches, already converted; they are divided by table, and written by PyIceberg
-with the tables' own layout. Nothing is committed here: a task that dies, is repeated or is a zombie leaves
-files that no table names. Their names show the scan that wrote them. What is sent back are the files and what
-was counted.
+The records come as Arrow batches that are already converted. The workers divide them by table, and PyIceberg
+writes them with the tables' own layout. Nothing is committed here: a task that dies, is repeated or continues
+as a zombie leaves files that no table names. The file names show the scan that wrote them. A task sends back
+its data files and its counts.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from branchlake_dagster.internals.pyiceberg import write_data_files
 
 SENT_BACK = pa.schema([("kind", pa.string()), ("target", pa.int32()), ("payload", pa.binary())])
 SCHEMA_VERSION = 1
-"""Of the dead letters."""
+"""The schema version of dead letters."""
 _RECORD_ATTRIBUTES, _BAD_ATTRIBUTES = (
     ("topic", "incarnation", "partition", "timestamp"),
     ("offset", "key", "value"),
 )
 MOVED_SUFFIX = "_moved"
-"""Behind the name of a column of rows: the column of the keys that a row had before its record."""
+"""Suffix of a rows column. The column of this name has the keys that a row had before its record."""
 TABLES_PER_SET = 62
-"""So many tables have a bit in one number."""
+"""Number of tables whose bits fit into one integer column."""
 _EXTRA_NAMES = 100
-"""Than a table may have columns: of some names none can be made."""
+"""Allowance above the table's column limit, because some names cannot become columns."""
 _FLUSH_BYTES = 128 << 20
-"""Of Arrow memory, before a file is written: about a tenth of that in Parquet."""
+"""Bytes of Arrow memory before a file is written. The Parquet file has about a tenth of that."""
 
 
 @dataclass(frozen=True)
 class WorkerTarget:
     """A table as a worker needs it.
 
-    `row` is the column with its rows' structs, None for the dead letters; `attributes` are the columns that
-    take something of the record itself: those of a staging table too, its operation and offset.
+    `row` is the column with the structs of its rows, or None for the dead letter table. `attributes` are the
+    columns that take attributes of the record, for a staging table also its operation and offset.
     """
 
     metadata_json: str
@@ -56,14 +56,14 @@ class WorkerTarget:
     attributes: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     mapped_fields: frozenset[str] = frozenset()
-    """The fields of a record that its columns take."""
+    """The fields of a record for which the table has columns."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What all tasks of a batch have in common. `io` are the warehouse's properties, secrets included.
+    """What all tasks of a batch have in common. `io` has the warehouse's properties, including secrets.
 
-    `topics` and their `incarnations` are in one order.
+    `topics` and `incarnations` have the same order.
     """
 
     batch_id: str
@@ -74,22 +74,24 @@ class Work:
     received_at_us: int = 0
     families: int = 0
     most_tables: int = 0
-    """How many families of tables that records name there are, and tables of each."""
+    """`families` is the number of families of tables, and `most_tables` the largest number of tables of each.
+    """
     most_columns: int = 0
-    """Of new fields so many are told, whatever records have."""
+    """Bounds the number of new fields that a task reports, however many the records have."""
     is_reprocessing: bool = False
-    """The records are dead letters that are put back: each must give something."""
+    """Whether the records are dead letters that are reprocessed. Each must then give a row or a dead letter.
+    """
     scan_id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
-    """Begins the UUID in the names of all data files of one scan."""
+    """The first part of the UUID in the names of all data files of this scan."""
 
     @property
     def file_name_part(self) -> str:
-        """The part of the names that only the data files of this scan have."""
+        """Return the part of the file name that only the data files of this scan have."""
         return f"-{self.scan_id[:8]}-{self.scan_id[8:12]}-{self.scan_id[12:]}-"
 
 
 def build_writer(work: Work) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for `DataFrame.mapInArrow`."""
+    """Build the function for `DataFrame.mapInArrow`."""
 
     def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         task = _Task(work)
@@ -101,20 +103,20 @@ def build_writer(work: Work) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa
 
 
 def write_dead_letters(work: Work, dead_letters: Mapping[str, pa.Array], count: int) -> list[DataFile]:
-    """Write dead letters to data files of their table: those of records that no pass could read."""
+    """Write the dead letters of records that no pass could read to data files of their table."""
     table = _TableWriter(work, work.targets[-1])
     table.append(table.fit_columns(dead_letters, count))
     return list(table.flush())
 
 
 _FIRST_US, _LAST_US = -62_135_596_800_000_000, 253_402_300_799_999_999
-"""The years 1 to 9999, which is what Python and PyIceberg's partitions have of times."""
+"""The years 1 to 9999, which are all that Python and PyIceberg's partitions support."""
 
 
 def _without_invalid_times(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch without times that there are not: who sends microseconds as milliseconds says some.
+    """Replace times outside of the years 1 to 9999 by null: some producers send microseconds as milliseconds.
 
-    One of them in a table by days would fail each batch that reads it, for ever.
+    In a table that is partitioned by days, one such time would fail every batch that reads it.
     """
     index = batch.schema.get_field_index("__timestamp")
     times = batch.column(index)
@@ -130,14 +132,14 @@ def _without_invalid_times(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _is_in_set(batch: pa.RecordBatch, what: str, number: int) -> pa.BooleanArray:
-    """Of which records the table with this number is one of those that `what` holds of."""
+    """Return for each record whether the bit of the table `number` is set in the columns of `what`."""
     bits = batch.column(f"__{what}_{number // TABLES_PER_SET}")
     bit = pa.scalar(1 << number % TABLES_PER_SET, pa.int64())
     return pc.not_equal(pc.bit_wise_and(bits, bit), pa.scalar(0, pa.int64()))
 
 
 class _Task:
-    """One task's part of the batch."""
+    """The part of the batch that one task writes."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -168,12 +170,13 @@ class _Task:
                 else is_for_table
             )
             if f"{table.row}_evolve" in batch.schema.names:
-                # What does not fit yet is not written; the batch is read again when it does.
+                # Rows that do not fit yet are not written. They are read again after the table has been
+                # evolved.
                 is_good = pc.and_(is_good, pc.is_null(batch.column(f"{table.row}_evolve")))
             if self._work.is_reprocessing:
                 has_result = pc.or_(has_result, is_for_table)
             if count := is_good.true_count:
-                # All of it without a copy, which is the usual case of one table and no bad record.
+                # Usually all records are good rows of one table. They need no copy.
                 rows = None if count == batch.num_rows else pc.indices_nonzero(is_good)
                 self._keep(number, table, table.build_rows(batch, rows, self._record(batch)))
                 self._counts[f"rows/{number}"] += count
@@ -181,7 +184,7 @@ class _Task:
                     self._delete_old_rows(batch, number, table, is_good)
             self._count_changes(batch, number, table, is_for_table)
             if reasons.null_count < len(reasons):
-                # While tables are filled again, their dead letters of the first time are still there.
+                # During a refill, the dead letters of the first read still exist.
                 is_due = _is_in_set(batch, "bad" if "__bad_0" in batch.schema.names else "mine", number)
                 bad = pc.indices_nonzero(pc.and_(is_due, pc.is_valid(reasons)))
                 if len(bad):
@@ -204,7 +207,7 @@ class _Task:
     def _delete_old_rows(
         self, batch: pa.RecordBatch, number: int, table: _TableWriter, good: pa.Array
     ) -> None:
-        """Keep a deletion of the row with the old keys for each good record that has changed them."""
+        """Add a deletion of the row with the old keys, for each good record that has changed its keys."""
         moved = pc.indices_nonzero(pc.and_(good, pc.is_valid(batch.column(f"{table.row}{MOVED_SUFFIX}"))))
         if len(moved):
             deletion = pa.repeat(pa.scalar("delete"), batch.num_rows)
@@ -221,7 +224,7 @@ class _Task:
             )
 
     def _record(self, batch: pa.RecordBatch) -> Callable[[str], pa.Array]:
-        """What rows take of the record itself, by attribute."""
+        """Return a function that returns an attribute of the records by name."""
 
         def attribute(name: str) -> pa.Array:
             names = self._names.get(name)
@@ -230,7 +233,7 @@ class _Task:
         return attribute
 
     def _count_records(self, batch: pa.RecordBatch) -> None:
-        """Records, their bytes, and the latest time of each partition, ms since 1970."""
+        """Count records and bytes, and keep the latest time of each partition, in ms since 1970."""
         self._counts["records"] += batch.num_rows
         self._counts["bytes"] += batch.nbytes
         times = pa.table(
@@ -248,14 +251,14 @@ class _Task:
                 self._latest[name] = max(time_us // 1000, self._latest.get(name, time_us // 1000))
 
     def _count_route_names(self, batch: pa.RecordBatch) -> None:
-        """Names of tables that are not known: `new/<family>/<name>`, of so many as there may be."""
+        """Count `new/<family>/<name>` for route names whose tables do not exist yet, up to a limit."""
         for number in range(self._work.families):
             names = batch.column(f"__new{number}")
             if names.null_count == len(names):
                 continue
             seen = self._seen.setdefault(number, set())
             for name in pc.unique(names.drop_null()).to_pylist():
-                # Whatever comes as a route, what is sent back is bounded.
+                # The limit bounds the result, whatever routes the records have.
                 if name in seen or len(seen) < self._work.most_tables:
                     seen.add(name)
                     self._counts[f"new/{number}/{name}"] += 1
@@ -263,7 +266,7 @@ class _Task:
     def _count_changes(
         self, batch: pa.RecordBatch, number: int, table: _TableWriter, is_for_table: pa.Array
     ) -> None:
-        """What the records want of the table: `evolve/<target>/add/<field>`, or widen, or relax."""
+        """Count the needed schema changes as `evolve/<target>/add/<field>`, or with widen or relax."""
         if "__unknown" in batch.schema.names:
             for change_text in pc.unique(
                 batch.column("__unknown").filter(is_for_table).drop_null()
@@ -280,7 +283,7 @@ class _Task:
                     self._counts[f"evolve/{number}/{change}"] += 1
 
     def _count_new_field(self, number: int, name: str) -> None:
-        """Some put ids into names: what is sent back is bounded."""
+        """Count a new field. A limit bounds the result, because some producers put ids into field names."""
         seen = self._fields.setdefault(number, set())
         if name in seen or len(seen) < self._work.most_columns + _EXTRA_NAMES:
             seen.add(name)
@@ -313,9 +316,13 @@ class _Task:
             self._counts[f"dead/{kind}"] += number
 
     def _table_of(self, rest: pa.StructArray, name: str | None) -> pa.Array:
-        """The table that the records were meant for; one that is put back and finds none keeps its own."""
+        """Return the tables that dead letters are for.
+
+        A reprocessed one for which there is none keeps its table.
+        """
         if name is None and self._work.is_reprocessing:
-            # Without it, it was anybody's when it was put back once more, and twice in a table that has it.
+            # Without its table, the dead letter would be for any table. Reprocessed again, it could be added
+            # twice to a table that has the record.
             return rest.field("table")
         return pa.repeat(pa.scalar(name, pa.string()), len(rest))
 
@@ -328,7 +335,7 @@ class _Task:
         self._sent += [("file", number, pickle.dumps(one)) for one in table.flush()]
 
     def finish(self) -> pa.RecordBatch:
-        """Write what is left; everything that is sent back."""
+        """Write the remaining rows, and return everything that the task sends back."""
         for number, table in enumerate(self._tables):
             self._flush(number, table)
         summary = {"counts": dict(self._counts), "latest": self._latest}
@@ -344,7 +351,10 @@ _HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())
 
 
 def _parse_headers(headers_json: pa.Array) -> pa.Array:
-    """Headers as Spark prints them, values in base64. Only dead letters have them, and most of those none."""
+    """Parse headers from Spark's JSON, with values in base64.
+
+    Only dead letters have them, and few of these.
+    """
     headers = []
     for record_json in headers_json.to_pylist():
         entries = json.loads(record_json) if record_json else []
@@ -358,7 +368,7 @@ def _parse_headers(headers_json: pa.Array) -> pa.Array:
 
 
 class _TableWriter:
-    """The data files of one table, written by one task."""
+    """Writes the data files of one table in one task."""
 
     def __init__(self, work: Work, target: WorkerTarget) -> None:
         self._work = work
@@ -373,18 +383,18 @@ class _TableWriter:
 
     @property
     def name(self) -> str:
-        """The table's dotted name."""
+        """Return the table's dotted name."""
         return self._target.name
 
     @property
     def mapped_fields(self) -> frozenset[str]:
-        """The fields that its columns take."""
+        """Return the fields of a record for which the table has columns."""
         return self._target.mapped_fields
 
     @property
     def row(self) -> str:
-        """The column with its rows."""
-        assert self._target.row is not None  # noqa: S101 - the dead letters have rows of their own
+        """Return the column with the table's rows."""
+        assert self._target.row is not None  # noqa: S101 - the rows of dead letters have no such column
         return self._target.row
 
     def build_rows(
@@ -394,7 +404,10 @@ class _TableWriter:
         record: Callable[[str], pa.Array],
         column_of_rows: str | None = None,
     ) -> pa.RecordBatch:
-        """The chosen records as rows of the table; None: all of them. `column_of_rows`: default `row`."""
+        """Return the records at `indices` as rows of the table, or all records if `indices` is None.
+
+        `column_of_rows` is the column with the rows; by default it is `row`.
+        """
         structs: pa.StructArray = batch.column(column_of_rows or self.row)
         if indices is not None:
             structs = structs.take(indices)
@@ -408,7 +421,7 @@ class _TableWriter:
         return self.fit_columns(values, len(structs))
 
     def fit_columns(self, values: Mapping[str, pa.Array], count: int) -> pa.RecordBatch:
-        """Columns in the table's types and order; those that are not there are null."""
+        """Return the columns in the table's types and order. Missing columns are null."""
         columns = []
         for target_field in self._schema:
             column = values.get(target_field.name)
@@ -417,17 +430,17 @@ class _TableWriter:
                 if column is None
                 else _cast_column(column, target_field.type)
             )
-        # Nullability is the checks' matter.
+        # The schema has no required fields: nullability is checked elsewhere.
         fields = [pa.field(one.name, one.type) for one in self._schema]
         return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
     def append(self, rows: pa.RecordBatch) -> None:
-        """Rows for the next file."""
+        """Add rows to the next file."""
         self._batches.append(rows)
         self.bytes += rows.nbytes
 
     def flush(self) -> Iterator[DataFile]:
-        """Write what was kept."""
+        """Write the added rows to data files."""
         if not self._batches:
             return
         rows, self._batches, self.bytes = pa.Table.from_batches(self._batches), [], 0
@@ -447,7 +460,7 @@ def _cast_column(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _uuid_bytes(uuids: pa.StringArray) -> pa.FixedSizeBinaryArray:
-    """UUIDs in hexadecimal, with or without dashes, as 16 bytes each."""
+    """Convert UUIDs in hexadecimal, with or without dashes, to 16 bytes each."""
     digits = pc.fill_null(pc.replace_substring(uuids, "-", ""), "0" * 32)
     digit_list = pa.ListArray.from_arrays(pa.array([0, len(digits)], pa.int32()), digits)
     joined = bytes.fromhex(pc.binary_join(digit_list, "")[0].as_py())

@@ -1,9 +1,8 @@
-"""Which fields may become columns, and which values of a column's type cannot be written.
+"""Which fields can become columns, and which values of a column cannot be written.
 
-Values that Spark has of a column's type, and that cannot be written: they make dead letters.
-
-PyIceberg keeps bounds of what it writes as Python's values. A date of the year 45000, which Spark reads from
-`"45000"`, fails the task that meets it, and with it every batch from then on.
+Spark accepts some values of a column's type that PyIceberg cannot write: their records become dead letters.
+PyIceberg keeps column bounds as Python values. Spark reads `"45000"` as a date of the year 45000, which
+Python cannot represent. It would fail its task, and with it every later batch.
 """
 
 from __future__ import annotations
@@ -48,12 +47,16 @@ from branchlake_dagster.tables.schemas import build_iceberg_schema, stored_schem
 def select_new_columns(
     fields: Iterable[StructField], reserved: Iterable[str], max_columns: int
 ) -> tuple[list[StructField], list[str]]:
-    """The fields that can be columns beside those `reserved`, at most so many; and the names of the others.
+    """Select the fields that can become columns, at most `max_columns`.
 
-    Spark finds columns whatever case their names are in, Iceberg finds what is inside by its path with dots:
-    of `a` and `A`, or of `a.b` and a column `a` with a field `b`, the first one stays. A Parquet file has
-    other names for what Avro does not allow, so `☃` and `_x2603` meet too. A field that a worker could not
-    write is left out; trying them costs a file of one row.
+    Also return the names of the others.
+
+    Column names must not collide with each other or with `reserved`. Spark ignores the case of column names,
+    and Iceberg identifies nested fields by dotted paths. So of `a` and `A`, or of a field `a.b` and a column
+    `a` with a field `b`, the first one is selected. Parquet files replace characters that Avro does not
+    allow, so `☃` and `_x2603` collide too.
+
+    A field that a worker could not write is left out. To find such fields costs a test file of one row.
     """
     used_paths = {_fold_path(name) for name in reserved}
     candidates: list[StructField] = []
@@ -76,7 +79,7 @@ def select_new_columns(
 
 
 def _writable_fields(fields: Sequence[StructField]) -> list[StructField]:
-    """The fields of which PyIceberg writes a file; halves are tried where all together fail."""
+    """Return the fields that PyIceberg can write to a file. If writing fails, each half is tried."""
     if not fields or _is_writable(fields):
         return list(fields)
     if len(fields) == 1:
@@ -86,7 +89,7 @@ def _writable_fields(fields: Sequence[StructField]) -> list[StructField]:
 
 
 def _is_writable(fields: Sequence[StructField]) -> bool:
-    """Whether what a worker does with a table of these columns succeeds, with one row of nulls."""
+    """Return whether a worker could write a row of nulls to a table of these columns."""
     try:
         stored = stored_schema(to_arrow_schema(StructType(list(fields))), table_name="the new columns")
         schema = build_iceberg_schema(stored, table_name="the new columns")
@@ -101,24 +104,27 @@ def _is_writable(fields: Sequence[StructField]) -> bool:
             return bool(
                 [*write_data_files(metadata, row, io, commit=uuid.uuid4(), numbers=itertools.count())]
             )
-    except Exception:  # noqa: BLE001 - whichever library refuses it would fail each batch later
+    except Exception:  # noqa: BLE001 - such a failure of any library would fail each batch later
         return False
 
 
 def _fold_path(path: str) -> str:
-    """A path as no two columns may have it, whatever compares them."""
+    """Return a canonical path.
+
+    Two columns with the same canonical path collide in Spark, Iceberg or Parquet.
+    """
     names = ("".join(map(_fold_letter, part)) for part in path.split("."))
     return ".".join(make_compatible_name(name) if name else name for name in names)
 
 
 def _fold_letter(letter: str) -> str:
-    """A letter as Java's `equalsIgnoreCase` compares it: to Spark `İ`, `I`, `i` and `ı` are one letter."""
+    """Fold the case of a letter like Java's `equalsIgnoreCase`: to Spark `İ`, `I`, `i` and `ı` are equal."""
     upper = letter.upper()
     return (upper if len(upper) == 1 else letter).lower()[0]
 
 
 def _is_shallow(kind: DataType, levels: int = MAX_LEVELS) -> bool:
-    """Whether a type has at most so many structs, lists and maps inside each other."""
+    """Return whether a type has at most `levels` nested structs, lists and maps."""
     if isinstance(kind, StructType):
         inner_types = [one.dataType for one in kind.fields]
     elif isinstance(kind, ArrayType):
@@ -131,13 +137,13 @@ def _is_shallow(kind: DataType, levels: int = MAX_LEVELS) -> bool:
 
 
 def reserved_names(table: Table) -> set[str]:
-    """The names that a new column of a table cannot have: of columns, what is in them, and partitions."""
+    """Return names that a new column cannot have: those of columns, nested fields and partition fields."""
     partitions = {one.name for spec in table.metadata.partition_specs for one in spec.fields}
     return {*table.schema().column_names, *partitions}
 
 
 def remaining_columns(table: Table | None, max_columns: int) -> int:
-    """How many columns a table may get that is to have at most so many."""
+    """Return how many columns can still be added to a table that may have at most `max_columns`."""
     return max(0, max_columns - (len(table.schema().fields) if table is not None else 0))
 
 
@@ -154,7 +160,8 @@ def _iter_paths(name: str, kind: DataType) -> Iterator[str]:
 
 
 ColumnBounds = tuple[tuple[str, str], ...]
-"""By column what its values have to keep: one of `_BOUND_TYPES`, `fixed:<bytes>`, `number`, `utf8` or `text`."""
+"""The rule for the values of each column: one of `_BOUND_TYPES`, `fixed:<bytes>`, `number`, `utf8` or `text`.
+"""
 
 _FIRST_DATE, _LAST_DATE = "0001-01-01", "9999-12-31"
 _BOUND_TYPES: Mapping[type[IcebergType], str] = {
@@ -167,7 +174,10 @@ _UUID = "[0-9a-fA-F]{8}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{4}-?[0-9a-fA-F]{4}-?[0-9a-f
 
 
 def column_bounds(target: Target) -> ColumnBounds:
-    """What the values of a table's columns have to keep beyond Spark's type; hashable, and small."""
+    """Return the rules for values of a table's columns that Spark's type does not check.
+
+    The result is hashable.
+    """
     schema, spec = target.table.schema(), target.table.spec()
     identity_sources = {one.source_id for one in spec.fields if isinstance(one.transform, IdentityTransform)}
     bounds = []
@@ -190,12 +200,12 @@ def column_bounds(target: Target) -> ColumnBounds:
 
 
 def _kind_of(schema: Schema, column: str) -> IcebergType | None:
-    """A column's type; None: the table has no such column, and takes nothing there."""
+    """Return the type of a column, or None if the table has no such column."""
     return next((one.field_type for one in schema.fields if one.name == column), None)
 
 
 def text_bounds(target: Target) -> ColumnBounds:
-    """That its text is text, where the format does not say so: Avro takes any bytes."""
+    """Return the rules that text is valid UTF-8. Some formats do not check it: Avro takes any bytes."""
     schema = target.table.schema()
     return tuple(
         (one.name, "utf8") for one in target.columns if isinstance(_kind_of(schema, one.name), StringType)
@@ -203,7 +213,7 @@ def text_bounds(target: Target) -> ColumnBounds:
 
 
 def unwritable_conditions(bounds: ColumnBounds, row: str) -> list[tuple[Expression, str]]:
-    """Conditions under which a row cannot be written, each with its words."""
+    """Return the conditions under which a row cannot be written, each with its message."""
     held = F.col(row)
     return [
         _build_condition(name, bound, held.getField(name) if bound != "text" else None)
@@ -214,10 +224,11 @@ def unwritable_conditions(bounds: ColumnBounds, row: str) -> list[tuple[Expressi
 def _build_condition(name: str, bound: str, value: Expression | None) -> tuple[Expression, str]:
     if value is None:
         key = F.col("__key")
-        return key.isNotNull() & ~F.is_valid_utf8(key.cast("string")), f"The key is no text for {name}."
+        message = f"The key is not valid text for {name}."
+        return key.isNotNull() & ~F.is_valid_utf8(key.cast("string")), message
     what, _, width = bound.partition(":")
     is_broken, words = _RULES[what](value, width)
-    return value.isNotNull() & is_broken, f"{name} is no {words}."
+    return value.isNotNull() & is_broken, f"{name} is not a valid {words}."
 
 
 _Rule = Callable[[Expression, str], tuple[Expression, str]]
@@ -231,10 +242,10 @@ _RULES: Mapping[str, _Rule] = {
         ~_is_between(value, "timestamp_ntz", f"{_FIRST_DATE} 00:00:00", f"{_LAST_DATE} 23:59:59.999999"),
         "timestamp_ntz",
     ),
-    "utf8": lambda value, _: (~F.is_valid_utf8(value), "text in UTF-8"),
+    "utf8": lambda value, _: (~F.is_valid_utf8(value), "UTF-8 text"),
     "uuid": lambda value, _: (~matches_whole(value, _UUID), "uuid"),
     "fixed": lambda value, width: (F.octet_length(value) != int(width), f"fixed[{width}]"),
-    "number": lambda value, _: (F.isnan(value), "number, and its table is partitioned by it"),
+    "number": lambda value, _: (F.isnan(value), "number, but its table is partitioned by it"),
 }
 
 

@@ -267,10 +267,10 @@ def test_fields_that_can_be_no_columns_are_left_out_and_told(
     assert drive.rows(0)[0]["New"] == 2
     assert [field.name for field in drive.table(1).schema().fields] == ["ID", "New", "at", "at_day", "s.b"]
     assert result.notes == (
-        f"3 fields became no column of {namespace}.made, which has as many as it may, or their names in another"
-        " case or for something else: id, in, new.",
-        f"5 fields became no column of {namespace}.t, which has as many as it may, or their names in another case"
-        " or for something else: ID, at_day, in, new, s.b.",
+        f"3 fields did not become columns of {namespace}.made, because the table has its maximum of columns, or"
+        " their names are already used in another case or for another purpose: id, in, new.",
+        f"5 fields did not become columns of {namespace}.t, because the table has its maximum of columns, or"
+        " their names are already used in another case or for another purpose: ID, at_day, in, new, s.b.",
     )
 
     # Of names that are ids only so many become columns.
@@ -321,13 +321,13 @@ def test_values_that_nobody_can_write_are_dead_letters(
     assert (first["u"], first["f"], first["part"], first["k"]) == (one, b"hi", 1.5, "key")
     assert (second["u"], second["k"]) == (one, None)
     assert [(row["offset"], row["error_kind"], row["error"]) for row in drive.dead()] == [
-        (2, "conversion", "u is no uuid."),
-        (3, "conversion", "f is no fixed[2]."),
-        (4, "conversion", "part is no number, and its table is partitioned by it."),
+        (2, "conversion", "u is not a valid uuid."),
+        (3, "conversion", "f is not a valid fixed[2]."),
+        (4, "conversion", "part is not a valid number, but its table is partitioned by it."),
         (5, "conversion", "day is not a valid date."),
-        (6, "conversion", "The key is no text for k."),
+        (6, "conversion", "The key is not valid text for k."),
         (7, "required", "id is null."),
-        (8, "conversion", "u is no uuid."),
+        (8, "conversion", "u is not a valid uuid."),
         (9, "conversion", "price is no decimal(10,2)."),
     ]
 
