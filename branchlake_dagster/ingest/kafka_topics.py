@@ -272,8 +272,8 @@ class KafkaTopics:
         options = {"group.id": "branchlake-looks", "enable.auto.commit": False, "log_level": 2}
         consumer = Consumer({**self._cluster.client_options(), **options})
         partitions = {
-            (one.topic, one.partition): KafkaPartition(one.topic, one.partition, at)
-            for one, at in offsets.items()
+            (partition.topic, partition.partition): KafkaPartition(partition.topic, partition.partition, at)
+            for partition, at in offsets.items()
         }
         times_ms: dict[tuple[str, int], int] = {}
         try:
@@ -339,7 +339,10 @@ class KafkaTopics:
         from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException
         from confluent_kafka import TopicPartition as KafkaPartition
 
-        group_offsets = [KafkaPartition(one.topic, one.partition, offset) for one, offset in offsets.items()]
+        group_offsets = [
+            KafkaPartition(partition.topic, partition.partition, offset)
+            for partition, offset in offsets.items()
+        ]
         if not group_offsets:
             return
         try:

@@ -24,8 +24,8 @@ def remove_landing_files(
     anything is removed.
     """
     # A table that is filled again after a rollback needs files before the position of the other tables.
-    planned_batches = [plan_batch_on_main(one, lake) for one in ingests]
-    read_offsets = common_offsets(one.progress.start for one in planned_batches)
+    planned_batches = [plan_batch_on_main(ingest, lake) for ingest in ingests]
+    read_offsets = common_offsets(planned_batch.progress.start for planned_batch in planned_batches)
     finished_before = clock() - lake.settings.landing_keep_h * 3600
     return remove_read_files(
         Landing(lake.settings.landing_folder),

@@ -110,13 +110,13 @@ def build_observations(
 
     `monitors` are the reports of the receivers. Raises the errors of `topics`.
     """
-    counts, silent = sum_by_topic(monitors), [one.address for one in monitors if one.silent]
+    counts, silent = sum_by_topic(monitors), [report.address for report in monitors if report.silent]
     topic_observations = []
     for name, topic in sorted(planned_batch.topics.items()):
         waiting = _waiting_offsets(planned_batch, topic)
         metadata: dict[str, Any] = {
             EventMetadata.LAG: dg.MetadataValue.int(
-                sum(topic.ends[one.partition] - at for one, at in waiting.items())
+                sum(topic.ends[partition.partition] - at for partition, at in waiting.items())
             ),
             EventMetadata.PARTITIONS: dg.MetadataValue.int(len(topic.ends)),
             EventMetadata.TOPIC_ID: dg.MetadataValue.text(topic.incarnation),

@@ -40,9 +40,9 @@ class TopicRules:
 class BatchPlan:
     """The ranges of a batch, the records that remain after it (`lag`), and notes about skipped records.
 
-    `advanced_offsets` has the positions of partitions without a range in this batch that no table has
-    recorded yet: a rule moved them forward, or they start elsewhere than at offset 0. If `must_record` is
-    True, the batch records its offsets even if it reads nothing.
+    `advanced_offsets` has the positions of partitions without a range in this batch, if no table has recorded
+    them yet: a rule has moved the partition, or it starts with this batch. If `must_record` is True, the
+    batch records its offsets even if it reads nothing.
 
     `topics` are the topics by name as this batch records them, with one more reset if their offsets were
     reset. `first_offsets` has the first offset of each partition that starts with this batch, unless it is 0.
@@ -99,16 +99,20 @@ def plan_batch(
     earlier_first_offsets, new_first_offsets = first_offsets or {}, dict[TopicPartition, int]()
     must_record, topics_by_name = False, {}
     for topic in topics:
-        positions = {one.partition: offset for one, offset in start.items() if _is_of_topic(one, topic)}
+        positions = {
+            partition.partition: offset
+            for partition, offset in start.items()
+            if _is_of_topic(partition, topic)
+        }
         next_offsets, topic_notes = _next_offsets(topic, start, positions, start_of_topic, rules)
         notes += topic_notes
         new_partitions = next_offsets.keys() - positions.keys()
         if any(positions.get(number, 0) > topic.ends[number] for number in topic.ends):
             # Positions are merged by their maximum, so a lower offset needs another incarnation.
             starts = {
-                one.partition: earlier_first_offsets[one]
-                for one in topic.partitions()
-                if one in earlier_first_offsets
+                partition.partition: earlier_first_offsets[partition]
+                for partition in topic.partitions()
+                if partition in earlier_first_offsets
             }
             topic, positions = topic.after_reset(), {}
             for number, offset in starts.items():
@@ -128,7 +132,9 @@ def plan_batch(
                 waiting[partition] = OffsetRange(next_offset, topic.ends[number])
     ranges = _limit_ranges(waiting, max_records)
     lag = sum(map(len, waiting.values())) - sum(map(len, ranges.values()))
-    advanced_offsets = {one: offset for one, offset in advanced_offsets.items() if one not in ranges}
+    advanced_offsets = {
+        partition: offset for partition, offset in advanced_offsets.items() if partition not in ranges
+    }
     return BatchPlan(
         ranges, lag, tuple(notes), advanced_offsets, must_record, topics_by_name, new_first_offsets
     )
@@ -145,7 +151,9 @@ def _next_offsets(
     notes: list[str] = []
     start_offsets: Offsets = {}
     if not positions and (
-        earlier_incarnations := {one.incarnation for one in start if one.topic == topic.name}
+        earlier_incarnations := {
+            partition.incarnation for partition in start if partition.topic == topic.name
+        }
     ):
         notes.append(_check_recreated(topic, earlier_incarnations, rules))
     elif not positions:

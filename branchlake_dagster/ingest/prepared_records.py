@@ -163,14 +163,14 @@ class PreparedRecords:
         frame = frame.withColumn("__route", self._route())
         is_refill = self._dead_letter_offsets is not None
         frame = _with_columns(
-            frame, {f"__meant{n}": self._is_meant_for(one) for n, one in enumerate(self._targets)}
+            frame, {f"__meant{n}": self._is_meant_for(target) for n, target in enumerate(self._targets)}
         )
         has_waiting = WAITING_TABLES in frame.columns
         write_flags = {
             f"__mine{n}": F.col(f"__meant{n}")
-            & ~_is_before(self._min_offsets.get(one.name, {}))
-            & self._may_write_row(one, has_waiting)
-            for n, one in enumerate(self._targets)
+            & ~_is_before(self._min_offsets.get(target.name, {}))
+            & self._may_write_row(target, has_waiting)
+            for n, target in enumerate(self._targets)
         }
         frame = _with_columns(frame, write_flags)
         if is_refill:
@@ -179,7 +179,7 @@ class PreparedRecords:
                 f"__bad{n}": F.col(f"__meant{n}") & is_new for n in range(len(self._targets))
             }
             frame = _with_columns(frame, dead_letter_flags)
-        frame = _with_columns(frame, {f"__new{n}": one for n, one in enumerate(self._new_route_names())})
+        frame = _with_columns(frame, {f"__new{n}": name for n, name in enumerate(self._new_route_names())})
         has_table = any_of(F.col(f"__meant{number}") for number in range(len(self._targets)))
         is_lost = ~has_table & ~self._was_read_before() & ~self._is_redundant_tombstone()
         if self._ingest.on_unrouted == "skip":
@@ -326,16 +326,16 @@ class PreparedRecords:
         deleted = F.coalesce(F.col("__op") == "delete", F.lit(False))
         is_deletion = None if self._ingest.envelope is None else deleted
         names, names_with_value = (
-            self._record_format.record_field_names(with_values=one, is_deletion=is_deletion)
+            self._record_format.record_field_names(with_values=with_values, is_deletion=is_deletion)
             if adds_columns
             else None
-            for one in (False, True)
+            for with_values in (False, True)
         )
         if names is None or names_with_value is None:
             return None
         if not self._targets:
             return None
-        mapped_names = set.intersection(*(mapped_fields(one) for one in self._targets))
+        mapped_names = set.intersection(*(mapped_fields(target) for target in self._targets))
         others = {name for name in (self._ingest.route_by, self._ingest.operation) if name} - {"topic"}
         rest = F.array_except(names, F.array(*(F.lit(name) for name in sorted(mapped_names | others))))
         return F.when(F.size(rest) > 0, F.to_json(F.array_intersect(rest, names_with_value)))
@@ -352,7 +352,7 @@ class PreparedRecords:
         assert declaration is not None  # noqa: S101 - dead letters have no rows of this kind
         deleted = F.coalesce(F.col("__op").isin("delete", TOMBSTONE), F.lit(False))
         widening = "widen" in self._ingest.evolve
-        columns = [one.wider for one in target.columns] if widening else list(target.columns)
+        columns = [column.wider for column in target.columns] if widening else list(target.columns)
         is_deletion = None if self._ingest.envelope is None else deleted
         frame = self._record_format.convert_rows(frame, row, columns, is_deletion)
         if self._can_move_rows(target):
@@ -368,7 +368,9 @@ class PreparedRecords:
 
         fixed, relaxed = _identifier_columns(target), "relax" in self._ingest.evolve
         required_columns = [
-            one.name for one in target.columns if one.required and (not relaxed or one.name in fixed)
+            column.name
+            for column in target.columns
+            if column.required and (not relaxed or column.name in fixed)
         ]
         null_conditions = [
             (value_of(column).isNull(), f"{column} is null.") for column in dict.fromkeys(declaration.keys)
@@ -455,12 +457,16 @@ class PreparedRecords:
         assert target.declaration is not None  # noqa: S101 - as above
         rules = row_constraints(target.declaration)
         other_columns = [name for name in frame.columns if name != row]
-        columns = [one.name for one in target.columns]
+        columns = [column.name for column in target.columns]
         opened = frame.select(*other_columns, *(F.col(row).getField(name).alias(name) for name in columns))
         breaks = [(F.coalesce(~rule.build_condition(opened), F.lit(False)), rule.name) for rule in rules]
         broken = F.array_compact(F.array(*(F.when(condition, name) for condition, name in breaks)))
         broken_text = F.concat(F.lit("Breaks "), F.array_join(broken, ", "), F.lit("."))
-        fails = needs_all_columns & any_of(one for one, _ in breaks) & F.col(f"{row}{REASON_SUFFIX}").isNull()
+        fails = (
+            needs_all_columns
+            & any_of(is_broken for is_broken, _ in breaks)
+            & F.col(f"{row}{REASON_SUFFIX}").isNull()
+        )
         detail = bind_value(F.lit(0), lambda _: broken_text)
         reason = F.when(fails, build_reason("contract", detail)).otherwise(F.col(f"{row}{REASON_SUFFIX}"))
         packed = F.struct(*(F.col(quote_spark_name(name)) for name in columns)).alias(row)
@@ -498,7 +504,7 @@ class PreparedRecords:
     def _is_redundant_tombstone(self) -> Expression:
         if self._dead_letter_topics:
             return F.lit(False)  # the record was kept as a dead letter, so it stays one
-        merged = any(one.declaration and one.declaration.mode != "append" for one in self._targets)
+        merged = any(target.declaration and target.declaration.mode != "append" for target in self._targets)
         return F.col("__value").isNull() if merged else F.lit(False)
 
     def _was_read_before(self) -> Expression:

@@ -156,13 +156,13 @@ def read_progress(
 
 def require_replayable(progress: IngestionProgress, topics: Iterable[Topic]) -> None:
     """Raise PositionLost if a table must be filled again with records of a topic that no longer exists."""
-    current_partitions = {one for topic in topics for one in topic.partitions()}
+    current_partitions = {partition for topic in topics for partition in topic.partitions()}
     for name, offsets in progress.replay_offsets.items():
         gone_topics = sorted(
             {
-                one.topic
-                for one, at in offsets.items()
-                if one not in current_partitions and at < progress.position.get(one, 0)
+                partition.topic
+                for partition, at in offsets.items()
+                if partition not in current_partitions and at < progress.position.get(partition, 0)
             }
         )
         if gone_topics:
@@ -366,11 +366,13 @@ def add_reprocessing_run(ingestion: str, metadata: TableMetadata, run: Reprocess
     """
     ancestor_ids = _ancestor_ids(metadata)
     earlier_runs = [
-        one for one in reprocessing_runs(ingestion, metadata.properties) if one.snapshot_id in ancestor_ids
+        earlier_run
+        for earlier_run in reprocessing_runs(ingestion, metadata.properties)
+        if earlier_run.snapshot_id in ancestor_ids
     ]
     entries = [
-        {"run": one.run_id, "at": one.snapshot_id, "sequence": one.sequence_number}
-        for one in (*earlier_runs, run)
+        {"run": entry_run.run_id, "at": entry_run.snapshot_id, "sequence": entry_run.sequence_number}
+        for entry_run in (*earlier_runs, run)
     ]
     return json.dumps(entries, separators=(",", ":"))
 
@@ -438,11 +440,11 @@ def _format_lost_rows(ingestion: str, metadata: TableMetadata, lost_runs: Sequen
 def _format_runs(metadata: TableMetadata, lost_runs: Sequence[ReprocessingRun]) -> str:
     """Format the runs, with the snapshot of each run as this table numbers it."""
     snapshot_ids = {
-        number: one.snapshot_id
-        for one in metadata.snapshots
-        for number in (one.snapshot_id, replayed_from(one))
+        number: snapshot.snapshot_id
+        for snapshot in metadata.snapshots
+        for number in (snapshot.snapshot_id, replayed_from(snapshot))
     }
-    run_snapshots = {one.run_id: snapshot_ids.get(one.snapshot_id) for one in lost_runs}
+    run_snapshots = {run.run_id: snapshot_ids.get(run.snapshot_id) for run in lost_runs}
     return ", ".join(
         f"run {run} in snapshot {snapshot_id}"
         if snapshot_id is not None

@@ -101,7 +101,13 @@ class DeclaredConsumers:
         keys = [AssetKey(list(identifier))]
         if identifier[:-1] == (self.default_namespace,):
             keys.append(AssetKey(identifier[-1:]))
-        return next((one.consumer for one in iter_consumers(self.graph, self.default_namespace, keys)), None)
+        return next(
+            (
+                table_consumer.consumer
+                for table_consumer in iter_consumers(self.graph, self.default_namespace, keys)
+            ),
+            None,
+        )
 
 
 def identifier_of_table(table: TableName, default_namespace: str) -> Identifier:
@@ -239,7 +245,9 @@ class TimeReader:
             if time.at is None:
                 reason = f"Table {name} consumes {key.to_user_string()}: {time.reason}"
                 return PublishedTime(None, reason, time.ingested)
-        tables = self.load_tables({format_table_name(one): one for one in consumer.inputs.values()})
+        tables = self.load_tables(
+            {format_table_name(identifier): identifier for identifier in consumer.inputs.values()}
+        )
         try:
             input_time = _consumer_time(consumer, table, tables, times, self.instance)
         except (ChangeLost, InputColumnGone, PositionUnreadable) as error:

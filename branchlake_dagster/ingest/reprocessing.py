@@ -324,8 +324,8 @@ def with_waiting_tables(records: DataFrame, dead_letter_table: Table | None, ran
         row_filter="reprocessed_in is null", selected_fields=columns
     ).to_arrow()
     parts = [
-        waiting_rows.filter(_is_in_range(waiting_rows, one, offset_range))
-        for one, offset_range in ranges.items()
+        waiting_rows.filter(_is_in_range(waiting_rows, partition, offset_range))
+        for partition, offset_range in ranges.items()
     ]
     dead_letters = pa.concat_tables(parts) if parts else waiting_rows.slice(0, 0)
     if not dead_letters.num_rows:
@@ -335,12 +335,12 @@ def with_waiting_tables(records: DataFrame, dead_letter_table: Table | None, ran
     )
     grouped = positions.group_by([*_POSITION_COLUMNS]).aggregate([(WAITING_TABLES, "list")])
     named = grouped.rename_columns(
-        [*(f"_{WAITING_TABLES}_{one}" for one in _POSITION_COLUMNS), WAITING_TABLES]
+        [*(f"_{WAITING_TABLES}_{name}" for name in _POSITION_COLUMNS), WAITING_TABLES]
     )
     waiting = records.sparkSession.createDataFrame(named)
-    is_same_record = [F.col(f"__{one}") == F.col(f"_{WAITING_TABLES}_{one}") for one in _POSITION_COLUMNS]
+    is_same_record = [F.col(f"__{name}") == F.col(f"_{WAITING_TABLES}_{name}") for name in _POSITION_COLUMNS]
     joined = records.join(F.broadcast(waiting), is_same_record, "left")
-    return joined.drop(*(f"_{WAITING_TABLES}_{one}" for one in _POSITION_COLUMNS))
+    return joined.drop(*(f"_{WAITING_TABLES}_{name}" for name in _POSITION_COLUMNS))
 
 
 def _is_in_range(

@@ -202,11 +202,11 @@ def delete_staging_metadata(tables: Iterable[Table]) -> None:
     files: dict[str, FileIO] = {}
     for table in tables:
         metadata, snapshot = table.metadata, table.current_snapshot()
-        paths = [table.metadata_location, *(one.metadata_file for one in metadata.metadata_log)]
+        paths = [table.metadata_location, *(log_entry.metadata_file for log_entry in metadata.metadata_log)]
         if snapshot is not None:
             paths.append(snapshot.manifest_list)
             try:
-                paths += [one.manifest_path for one in snapshot.manifests(table.io)]
+                paths += [manifest.manifest_path for manifest in snapshot.manifests(table.io)]
             except Exception as error:  # noqa: BLE001 - a store may raise anything; the error is logged
                 _log.warning(
                     "The manifests in %s were not deleted, because the list could not be read: %s: %s",

@@ -210,7 +210,9 @@ def _evolve_targets(
         if new_fields or needs.widen or needs.relax:
             new_targets[number] = evolve_target(target, needs, StructType(new_fields))
     return (
-        new_targets if any(one is not other for one, other in zip(new_targets, targets, strict=True)) else []
+        new_targets
+        if any(new_target is not other for new_target, other in zip(new_targets, targets, strict=True))
+        else []
     )
 
 

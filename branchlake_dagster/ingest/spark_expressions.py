@@ -80,7 +80,7 @@ def full_match_pattern(pattern: str) -> str:
 
 def any_of(conditions: Iterable[Expression]) -> Expression:
     """Return whether at least one condition holds. A null condition does not hold."""
-    return join_balanced(or_, [F.coalesce(one, F.lit(False)) for one in conditions], F.lit(False))
+    return join_balanced(or_, [F.coalesce(condition, F.lit(False)) for condition in conditions], F.lit(False))
 
 
 def join_balanced(
@@ -265,7 +265,7 @@ def spark_type(kind: IcebergType, table: str) -> str:
         return f"map<{spark_type(kind.key_type, table)},{spark_type(kind.value_type, table)}>"
     if isinstance(kind, StructType):
         field_types = (
-            f"{quote_spark_name(one.name)}: {spark_type(one.field_type, table)}" for one in kind.fields
+            f"{quote_spark_name(field.name)}: {spark_type(field.field_type, table)}" for field in kind.fields
         )
         return f"struct<{', '.join(field_types)}>"
     type_name = _SPARK_TYPES.get(type(kind))

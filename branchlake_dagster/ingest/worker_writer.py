@@ -332,7 +332,7 @@ class _Task:
             self._flush(number, table)
 
     def _flush(self, number: int, table: _TableWriter) -> None:
-        self._sent += [("file", number, pickle.dumps(one)) for one in table.flush()]
+        self._sent += [("file", number, pickle.dumps(data_file)) for data_file in table.flush()]
 
     def finish(self) -> pa.RecordBatch:
         """Write the remaining rows, and return everything that the task sends back."""
@@ -431,7 +431,7 @@ class _TableWriter:
                 else _cast_column(column, target_field.type)
             )
         # The schema has no required fields: nullability is checked elsewhere.
-        fields = [pa.field(one.name, one.type) for one in self._schema]
+        fields = [pa.field(schema_field.name, schema_field.type) for schema_field in self._schema]
         return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
     def append(self, rows: pa.RecordBatch) -> None:

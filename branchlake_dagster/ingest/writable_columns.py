@@ -75,7 +75,7 @@ def select_new_columns(
             candidates.append(field)
             used_paths |= field_paths
     writable = _writable_fields(candidates)
-    return writable, left_out + [one.name for one in candidates if one not in writable]
+    return writable, left_out + [field.name for field in candidates if field not in writable]
 
 
 def _writable_fields(fields: Sequence[StructField]) -> list[StructField]:
@@ -99,7 +99,7 @@ def _is_writable(fields: Sequence[StructField]) -> bool:
             )
             metadata = TableMetadataUtil.parse_raw(new_metadata.model_dump_json())
             arrow = schema_to_pyarrow(metadata.schema(), include_field_ids=False)
-            row = pa.table([pa.nulls(1, one.type) for one in arrow], schema=arrow)
+            row = pa.table([pa.nulls(1, field.type) for field in arrow], schema=arrow)
             io = load_file_io({}, metadata.location)
             return bool(
                 [*write_data_files(metadata, row, io, commit=uuid.uuid4(), numbers=itertools.count())]
@@ -126,19 +126,19 @@ def _fold_letter(letter: str) -> str:
 def _is_shallow(kind: DataType, levels: int = MAX_LEVELS) -> bool:
     """Return whether a type has at most `levels` nested structs, lists and maps."""
     if isinstance(kind, StructType):
-        inner_types = [one.dataType for one in kind.fields]
+        inner_types = [field.dataType for field in kind.fields]
     elif isinstance(kind, ArrayType):
         inner_types = [kind.elementType]
     elif isinstance(kind, MapType):
         inner_types = [kind.keyType, kind.valueType]
     else:
         return True
-    return levels > 0 and all(_is_shallow(one, levels - 1) for one in inner_types)
+    return levels > 0 and all(_is_shallow(inner_type, levels - 1) for inner_type in inner_types)
 
 
 def reserved_names(table: Table) -> set[str]:
     """Return names that a new column cannot have: those of columns, nested fields and partition fields."""
-    partitions = {one.name for spec in table.metadata.partition_specs for one in spec.fields}
+    partitions = {field.name for spec in table.metadata.partition_specs for field in spec.fields}
     return {*table.schema().column_names, *partitions}
 
 
@@ -179,7 +179,9 @@ def column_bounds(target: Target) -> ColumnBounds:
     The result is hashable.
     """
     schema, spec = target.table.schema(), target.table.spec()
-    identity_sources = {one.source_id for one in spec.fields if isinstance(one.transform, IdentityTransform)}
+    identity_sources = {
+        field.source_id for field in spec.fields if isinstance(field.transform, IdentityTransform)
+    }
     bounds = []
     for column in target.columns:
         field = schema.find_field(column.name)
@@ -201,14 +203,16 @@ def column_bounds(target: Target) -> ColumnBounds:
 
 def _kind_of(schema: Schema, column: str) -> IcebergType | None:
     """Return the type of a column, or None if the table has no such column."""
-    return next((one.field_type for one in schema.fields if one.name == column), None)
+    return next((field.field_type for field in schema.fields if field.name == column), None)
 
 
 def text_bounds(target: Target) -> ColumnBounds:
     """Return the rules that text is valid UTF-8. Some formats do not check it: Avro takes any bytes."""
     schema = target.table.schema()
     return tuple(
-        (one.name, "utf8") for one in target.columns if isinstance(_kind_of(schema, one.name), StringType)
+        (column.name, "utf8")
+        for column in target.columns
+        if isinstance(_kind_of(schema, column.name), StringType)
     )
 
 

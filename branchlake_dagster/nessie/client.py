@@ -125,10 +125,7 @@ class NessieClient:
         fetch_metadata: bool = False,
         page_size: int = 500,
     ) -> Iterator[Reference]:
-        """Iterate over all branches and tags in order of name.
-
-        `filter` is a CEL expression on `ref` and `refMeta`.
-        """
+        """Iterate over all branches and tags. `filter` is a CEL expression on `ref` and `refMeta`."""
         params = _drop_none(filter=filter, fetch="ALL" if fetch_metadata else None)
         return paging.iter_items(
             self._pages("trees", "references", codec.parse_reference, params, page_size, "list references")
