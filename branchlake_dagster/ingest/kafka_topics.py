@@ -57,8 +57,8 @@ _log = logging.getLogger(__name__)
 _retired_clients: list[AdminClient] = []
 """Clients of deleted `KafkaTopics` objects. The next thread that makes a request closes them.
 
-librdkafka aborts the process if a client is closed by the client's own thread, and Python's garbage collector
-may run in that thread.
+librdkafka aborts the process if a client is closed by the client's own thread. Python's garbage collector may
+run in that thread.
 """
 
 

@@ -1,9 +1,9 @@
 """The live ingestion: batch after batch, each on its own branch, checked and published at once.
 
-This module does not depend on Dagster. If a batch is interrupted at any point, by a signal or by the death of
-its process, `main` is unchanged and the next batch starts at the position of `main`. The reaper removes the
-branch that is left, by its name. Of two batches for the same offsets only one is published, because both set
-the same table property.
+This module does not depend on Dagster. A batch may be interrupted at any point, by a signal or by the death
+of its process. Then `main` is unchanged, and the next batch starts at the position of `main`. The reaper
+removes the remaining branch, by its name. Of two batches for the same offsets only one is published, because
+both set the same table property.
 """
 
 from __future__ import annotations

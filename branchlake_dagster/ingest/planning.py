@@ -41,8 +41,8 @@ class BatchPlan:
     """The ranges of a batch, the records that remain after it (`lag`), and notes about skipped records.
 
     `advanced_offsets` has the positions of partitions without a range in this batch, if no table has recorded
-    them yet: a rule has moved the partition, or it starts with this batch. If `must_record` is True, the
-    batch records its offsets even if it reads nothing.
+    them yet. Either a rule has moved the partition, or it starts with this batch. If `must_record` is True,
+    the batch records its offsets even if it reads nothing.
 
     `topics` are the topics by name as this batch records them, with one more reset if their offsets were
     reset. `first_offsets` has the first offset of each partition that starts with this batch, unless it is 0.

@@ -4,9 +4,9 @@ Reprocessing may be repeated safely. Each dead letter is marked with the run tha
 (`reprocessed_in`), and only dead letters without a mark are selected. Marks and rows are on one branch, so
 `main` gets both in one commit or neither.
 
-If two runs select the same dead letters at once, both rewrite the same data files of the dead letter table
-and set its property `branchlake.reprocessed.…` to different values. So the second run is not published. A
-second attempt of the same run finds its own property and does nothing.
+Two runs may select the same dead letters at once. Then both rewrite the same data files of the dead letter
+table and set its property `branchlake.reprocessed.…` to different values. So the second run is not published.
+A second attempt of the same run finds its own property and does nothing.
 
 Tables that took rows have that property too, with the snapshot. So a rollback of these tables, or of the
 marks, is noticed, although offsets cannot show it.

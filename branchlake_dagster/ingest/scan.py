@@ -268,8 +268,9 @@ class FailedScans:
     def delete_files(self) -> None:
         """Delete the files that these scans wrote, with one listing of each table's data folder.
 
-        Some files stay: those of a table with more than `MAX_LISTED_FILES` data files, which is not searched,
-        those that a task writes after its scan has failed, and those that cannot be deleted. Never raises.
+        Three kinds of files stay: those of a table with more than `MAX_LISTED_FILES` data files, which is not
+        searched; those that a task writes after its scan has failed; and those that cannot be deleted. Never
+        raises.
         """
         paths: dict[str, FileIO] = {}
         folders: dict[str, tuple[FileIO, set[str]]] = {}

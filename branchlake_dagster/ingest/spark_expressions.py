@@ -195,7 +195,7 @@ class RecordColumn:
 def columns_of(schema: Schema, properties: Mapping[str, str], *, table: str) -> tuple[RecordColumn, ...]:
     """Return the columns of a table, with the names of its name mapping if it has one.
 
-    Raises ConfigurationError if the mapping cannot be read, or if it renames fields inside a column: records
+    Raises ConfigurationError if the mapping cannot be read, or if it renames fields inside a column. Records
     are converted to structs by the names that these fields have in the table.
     """
     names_by_id = _parse_name_mapping(properties, schema, table)

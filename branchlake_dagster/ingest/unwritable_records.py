@@ -1,8 +1,8 @@
 """Dead letters of kind `unwritable`: records that fail a batch, written without Spark.
 
-Failures that no rule foresees (a time that Spark's Kafka source cannot represent, a bug of a library) fail
-the task that reads the record, and with it every batch that reads it. So the batch is divided until the
-record is alone.
+Some records fail in a way that no rule foresees: Spark's Kafka source cannot represent their time, or a
+library has a bug. Such a record fails the task that reads it, and so every batch that contains it. So the
+batch is divided until the record is alone.
 """
 
 from __future__ import annotations
