@@ -1,6 +1,6 @@
-"""The Dagster component: a lake in a `defs.yaml`.
+"""The Dagster component that declares a lake in a `defs.yaml`.
 
-`dg scaffold defs branchlake_dagster.components.BranchlakeComponent lake` makes one.
+`dg scaffold defs branchlake_dagster.components.BranchlakeComponent lake` creates such a file.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ __all__ = ["BranchlakeComponent"]
 
 
 class BranchlakeComponent(dg.Component, dg.Model, dg.Resolvable):
-    """IO manager, Spark session, publication sensor and reaper of a lake.
+    """The IO manager, the Spark session, the publication sensor and the reaper of a lake.
 
-    Every asset of the project without an IO manager of its own is then stored in the lake: written on a
-    branch of its run, checked, and published to `main` in one step.
+    Assets of the project that name no other IO manager are stored in the lake. A run writes them on its own
+    branch. The branch is checked and published to `main` in one step.
 
     Args:
-        settings: Fields of `branchlake_dagster.Settings`; what is left out comes from the environment
-            (`BRANCHLAKE_…`). Take secrets from it: `nessie_token: "{{ env.NESSIE_TOKEN }}"`.
-        name: Of the lake, where the project has several: put before sensors, job, schedule and resource keys.
+        settings: Fields of `branchlake_dagster.Settings`. The environment (`BRANCHLAKE_…`) supplies the other
+            fields. Take secrets from the environment: `nessie_token: "{{ env.NESSIE_TOKEN }}"`.
+        name: The name of the lake if the project has several lakes. It is the prefix of the names of
+            sensors, job, schedule and resource keys.
         lakehouse_key: The resource key of the lake. Default: `lakehouse`.
         spark_key: The resource key of the run's Spark session. Default: `spark`.
         io_manager_key: The resource key of the IO manager. Default: `io_manager`.
@@ -51,12 +52,12 @@ class BranchlakeComponent(dg.Component, dg.Model, dg.Resolvable):
     io_manager_key: str | None = None
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:  # noqa: ARG002 - Dagster's signature
-        """The lake's definitions. Raises ConfigurationError for a setting that does not exist."""
+        """Return the lake's definitions. Raises ConfigurationError for a setting that does not exist."""
         unknown_settings = sorted(set(self.settings) - set(Settings.model_fields))
         if unknown_settings:
             raise ConfigurationError(
                 f"The lake's defs.yaml has the {format_names('unknown setting', unknown_settings)}.",
-                hint=f"There are {', '.join(sorted(Settings.model_fields))}.",
+                hint=f"The settings are {', '.join(sorted(Settings.model_fields))}.",
             )
         return branchlake_definitions(
             Settings(**self.settings),

@@ -1,16 +1,20 @@
-"""All errors that branchlake raises on purpose; their class says what the caller may do next.
+"""The errors of branchlake. The class of an error shows what the caller may do next.
 
-Every error carries one marker. `Transient`: nothing happened, the same call may be made again.
-`Terminal`: repeating cannot help. `OutcomeUnknown`: a change was asked for and the answer is missing,
-so look before repeating. Retry policies ask for the marker and never read an error's text.
+Every error has one of three markers:
 
-Where one class has several causes, `reason` tells them apart by a code (in snake case, or as another
-system names it), and `subject` names what the error is about if that is not a table, partition, branch or
-run. Neither is part of the text, so sentences may be rewritten at any time: code and tests use the class and
-its fields only.
+- `Transient`: nothing was changed, and the same call may be repeated.
+- `Terminal`: repeating the call cannot help.
+- `OutcomeUnknown`: a change was requested and the answer is missing. Read the state before you repeat the
+  call.
+
+Retry policies use the marker and never the message.
+
+If a class has several causes, `reason` holds a code for the cause, in snake case or as another system names
+it. `subject` names the wrong object if that is not a table, partition, branch or run. Neither is part of the
+message. Code and tests use only the class and the fields of an error, so messages may change at any time.
 """
 
-# The class names are the words of the design ("refused", "conflict", "outcome unknown"), not ...Error.
+# Class names are the terms of the design ("refused", "conflict", "outcome unknown") and do not end in Error.
 # ruff: noqa: N818
 
 from __future__ import annotations
@@ -220,25 +224,25 @@ _SHOWN_VALUES = 5
 
 
 def without_credentials(message: str) -> str:
-    """`message` with the `user:password@` part of every URL in it replaced by `***@`."""
+    """Replace the `user:password@` part of every URL in `message` by `***@`."""
     return _USERINFO.sub("***@", message)
 
 
 def format_first_values(values: tuple[str, ...]) -> str:
-    """The first few values, and how many more there are, for an error's text."""
+    """Join the first five values for a message, followed by the number of the others."""
     more = f" and {len(values) - _SHOWN_VALUES} more" if len(values) > _SHOWN_VALUES else ""
     return ", ".join(values[:_SHOWN_VALUES]) + more
 
 
 class Transient:
-    """Marker: certainly nothing was changed and the cause may pass; the same call may be repeated.
+    """Marker: nothing was changed and the cause may be temporary, so the same call may be repeated.
 
     Examples:
         .. code-block:: python
 
             try:
                 lake.nessie.reference("main")
-            except Transient as error:  # Nessie is away, or answers with 503
+            except Transient as error:  # Nessie is unreachable or answers with 503
                 raise dg.RetryRequested(max_retries=3, seconds_to_wait=5) from error
     """
 
@@ -251,43 +255,45 @@ class Terminal:
 
             try:
                 lake.catalog("main").create_namespace(("shop",))
-            except Terminal as error:  # refused, not found, misconfigured: it needs somebody
+            except Terminal as error:  # refused, not found or misconfigured: a person has to act
                 raise dg.Failure(str(error), allow_retries=False) from error
     """
 
 
 class OutcomeUnknown:
-    """Marker: a change was requested and its answer is missing; it may or may not have happened.
+    """Marker: a change was requested and its answer is missing, so the change may have happened or not.
 
-    Look before repeating.
+    Read the state before you repeat the call.
 
     Examples:
         .. code-block:: python
 
             try:
-                lake.nessie.delete_tag("release-1", expected_hash=known)
+                lake.nessie.delete_tag("release-1", expected_hash=tag_hash)
             except OutcomeUnknown:
-                there = {ref.name for ref in lake.nessie.references()}
-                if "release-1" in there:
-                    lake.nessie.delete_tag("release-1", expected_hash=known)
+                existing_refs = {ref.name for ref in lake.nessie.references()}
+                if "release-1" in existing_refs:
+                    lake.nessie.delete_tag("release-1", expected_hash=tag_hash)
     """
 
 
 class BranchlakeError(Exception):
-    """Root of every error this package raises on purpose.
+    """The base class of all errors that this package raises on purpose.
 
-    All arguments are attributes, and all but `reason` and `subject` are part of the text. Passwords in URLs
-    are taken out. Instances survive pickling, because Dagster ships them between processes. Each is one of
-    `Transient`, `Terminal` or `OutcomeUnknown` as well, which says what may be done next.
+    Every raised error also has one of the markers `Transient`, `Terminal` and `OutcomeUnknown`, which show
+    what the caller may do next. All arguments are attributes, and `str(error)` contains all of them but
+    `reason` and `subject`. Credentials in URLs are replaced by `***`. Errors can be pickled, because
+    Dagster sends them between processes.
 
     Args:
         message (str): What happened, in a sentence.
-        table (Optional[str]): The dotted name of the table that it happened to.
-        partitions (Iterable[str]): Printable names of its partitions.
-        branch (Optional[str]): The Nessie reference.
-        run_id (Optional[str]): The Dagster run.
-        hint (Optional[str]): One sentence that says what to do.
-        reason (Optional[str]): A code for the cause, such as `unknown_setting`, where the class has several.
+        table (Optional[str]): The dotted name of the affected table.
+        partitions (Iterable[str]): Printable names of the affected partitions.
+        branch (Optional[str]): The name of the Nessie reference.
+        run_id (Optional[str]): The id of the Dagster run.
+        hint (Optional[str]): What the reader should do, in one sentence.
+        reason (Optional[str]): A code for the cause, such as `unknown_setting`, if the class has several
+            causes.
         subject (Optional[str]): The setting, column, topic, file or asset that is wrong.
 
     Examples:
@@ -323,7 +329,7 @@ class BranchlakeError(Exception):
 
     @property
     def message(self) -> str:
-        """What happened, without the fields and the hint."""
+        """The message without the fields and the hint."""
         return str(self.args[0])
 
     def __str__(self) -> str:
@@ -341,7 +347,7 @@ class BranchlakeError(Exception):
         return f"{described} {self.hint}" if self.hint else described
 
     def __reduce__(self) -> tuple[Callable[..., BranchlakeError], tuple[Any, ...], dict[str, Any]]:
-        # The default calls cls(*args), which loses keyword fields and fails where one is required.
+        # The default calls cls(*args), which loses the keyword fields and fails if one of them is required.
         return _rebuild_error, (type(self), self.args), self.__dict__
 
 
@@ -352,7 +358,10 @@ def _rebuild_error(cls: type[BranchlakeError], args: tuple[Any, ...]) -> Branchl
 
 
 def call_all(calls: Iterable[Callable[[], object]]) -> None:
-    """Make all calls, whatever becomes of the others. Raises the first error, the others as its notes."""
+    """Make all calls even if some of them fail.
+
+    Raises the first error. The other errors are added to it as notes.
+    """
     errors: list[Exception] = []
     for call in calls:
         try:
@@ -361,19 +370,19 @@ def call_all(calls: Iterable[Callable[[], object]]) -> None:
             errors.append(error)
     if errors:
         for other in errors[1:]:
-            errors[0].add_note(f"And after it {type(other).__name__}: {other}")
+            errors[0].add_note(f"A later call failed too: {type(other).__name__}: {other}")
         raise errors[0]
 
 
 class ConfigurationError(BranchlakeError, Terminal):
-    """A setting is missing or wrong; the text names it and a value that would do."""
+    """A setting or an argument is missing or wrong. The message names it and what to write instead."""
 
 
 class SecretWithoutTls(ConfigurationError):
-    """A secret would go over a network in clear, so it is not sent.
+    """A secret is not sent, because it would cross a network without encryption.
 
     Args:
-        secrets (Iterable[str]): What would be sent, each with the setting that it is from; never a value.
+        secrets (Iterable[str]): Descriptions of the secrets with their settings, never their values.
 
     """
 
@@ -383,11 +392,11 @@ class SecretWithoutTls(ConfigurationError):
 
 
 class ReadOnlyReference(BranchlakeError, Terminal):
-    """A change was asked for on a tag or a fixed hash; only branches can change."""
+    """A change was requested on a tag or a fixed hash. Only branches can change."""
 
 
 class Unsupported(BranchlakeError, Terminal, NotImplementedError):
-    """The operation is refused on principle; the text says why and what to do instead."""
+    """Branchlake does not support the operation. The message gives the reason and an alternative."""
 
 
 _ERRORS_BY_MODULE = {
@@ -508,7 +517,7 @@ _ERRORS_BY_MODULE = {
     ),
     "tables.table_files": ("FileUnreadable",),
 }
-"""Module below the package -> the errors that it defines. They are imported when they are asked for."""
+"""The errors that each module below the package defines. The first use of an error imports its module."""
 _MODULE_BY_ERROR = {name: module for module, names in _ERRORS_BY_MODULE.items() for name in names}
 
 

@@ -1,4 +1,4 @@
-"""Packages that only a part of the product needs, and what to install when one is asked for and absent."""
+"""Checks for the optional packages of the extras, with the command that installs a missing one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ DISTRIBUTION = "branchlake_dagster"
 
 
 class MissingExtra(ConfigurationError, ImportError):  # noqa: N818 - named like the other outcomes
-    """A package of an extra is not installed; `hint` holds the command that installs it."""
+    """A package of an extra is not installed. `hint` contains the command that installs it."""
 
 
 def require_modules(extra: str, *modules: str, needed_by: str) -> None:
-    """Raise MissingExtra unless every one of `modules` can be imported; imports none of them.
+    """Raise MissingExtra if a module of `modules` is not installed. Imports none of them.
 
-    `extra` is one of the extras in setup.cfg, `needed_by` what needs it, as the start of a sentence.
+    Args:
+        extra: The extra in setup.cfg that installs the modules.
+        modules: Importable module names.
+        needed_by: The feature that needs the modules, as the subject of the message.
     """
     missing_modules = [name for name in modules if find_spec(name) is None]
     if missing_modules:

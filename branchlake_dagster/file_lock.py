@@ -1,7 +1,7 @@
-"""Locks between the processes of this machine, on files.
+"""File locks between the processes and threads of one machine.
 
-The kernel releases a lock when its process ends, however it ends. A lock belongs to an open file, so threads
-of one process exclude each other too.
+The kernel releases a lock when its process ends, even if the process is killed. A lock belongs to an open
+file, so the threads of one process exclude each other too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from pathlib import Path
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold the exclusive lock on the file `path`, which is created if needed. Waits for another holder.
+    """Hold the exclusive lock on the file `path` and wait as long as somebody else holds it.
+
+    Creates the file if it does not exist.
 
     Raises:
-        OSError: the file cannot be opened or locked.
+        OSError: The file cannot be opened or locked.
     """
     with path.open("a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -25,12 +27,12 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 def try_file_lock(descriptor: int) -> bool:
-    """Lock an open file without waiting; False if another process or thread holds the lock.
+    """Lock an open file without waiting. Return False if another process or thread holds the lock.
 
     The lock ends when the descriptor is closed.
 
     Raises:
-        OSError: the file system has no locks.
+        OSError: The file system does not support locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

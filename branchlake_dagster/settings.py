@@ -1,7 +1,7 @@
-"""One settings object: the embedded lakehouse or remote servers, every knob with its unit.
+"""The settings of a lake: its servers, its warehouse, and the behavior of branches, checks and publication.
 
-Each field is read from the environment as `BRANCHLAKE_<FIELD>` (`BRANCHLAKE_NESSIE_URI=…`). Without
-`nessie_uri` and `spark_remote` the embedded servers are started on demand inside `state_dir`.
+The environment variable of a field is `BRANCHLAKE_<FIELD>` (`BRANCHLAKE_NESSIE_URI=…`). If `nessie_uri` and
+`spark_remote` are unset, embedded servers start on demand and keep their files in `state_dir`.
 """
 
 from __future__ import annotations
@@ -27,27 +27,31 @@ _PIPELINE_VARIABLES = (
     f"{VARIABLE_PREFIX}GP_PULL",
     f"{VARIABLE_PREFIX}LIVE_SENSORS",
 )
-"""Read by the space pipeline."""
+"""Variables that only the space pipeline reads."""
 _TEST_PREFIX = f"{VARIABLE_PREFIX}TEST_"
 
 _S3_KEYS = ("s3.access-key-id", "s3.secret-access-key")
 _DURABLE_FILE_IO = "branchlake_dagster.catalog.stored_files.DurableFileIO"
-"""By name: PyIceberg imports it where a file is written, on Spark's workers too."""
+"""The path of a class that PyIceberg imports where a file is written, also on Spark workers."""
 
 _SECRETS_FOR_SPARK = {
     "nessie_token": "Nessie's token (BRANCHLAKE_NESSIE_TOKEN)",
     "kafka_password": "Kafka's password (BRANCHLAKE_KAFKA_PASSWORD)",
     "kafka_certificate": "the private key for Kafka (BRANCHLAKE_KAFKA_CERTIFICATE)",
 }
-"""Settings that sessions and queries carry to Spark."""
+"""Secret settings that sessions and queries send to Spark, with their descriptions for messages."""
 
 
 def require_tls(remote: str, secrets: Sequence[str], *, token: bool = False) -> None:
-    """Raise SecretWithoutTls if `secrets` would go in clear to the Spark Connect server `remote`.
+    """Raise SecretWithoutTls if `secrets` would reach the Spark Connect server `remote` without encryption.
 
-    `secrets` are descriptions, never values. `remote` is `sc://host:port/;name=value;…`. pyspark encrypts
-    with `use_ssl=true`, and wherever it has a token: in `remote`, or later (`token`). A loopback host needs
-    no encryption: nothing leaves the machine.
+    pyspark encrypts a connection if the URL has `use_ssl=true`, and always if it has a token. A loopback
+    address needs no encryption, because nothing leaves the machine.
+
+    Args:
+        remote: The URL, `sc://host:port/;name=value;…`.
+        secrets: Descriptions of the secrets, never their values.
+        token: Whether pyspark gets a token by other means than the URL.
     """
     url = urlparse(f"http{remote[2:]}")  # as pyspark reads it
     parameters = dict(parameter.partition("=")[::2] for parameter in url.params.split(";"))
@@ -55,16 +59,20 @@ def require_tls(remote: str, secrets: Sequence[str], *, token: bool = False) -> 
     if encrypted or not secrets or _is_loopback(url.hostname or ""):
         return
     raise SecretWithoutTls(
-        f"The Spark Connect server at {url.netloc.rpartition('@')[2]} is reached without TLS, which would"
-        f" send {' and '.join(secrets)} in clear.",
+        f"The connection to the Spark Connect server at {url.netloc.rpartition('@')[2]} has no TLS,"
+        f" so it would send {' and '.join(secrets)} without encryption.",
         secrets=secrets,
-        hint="Put TLS before the server and write BRANCHLAKE_SPARK_REMOTE=sc://host:port/;use_ssl=true, or"
-        " reach the server by a loopback address, for instance through an SSH tunnel (docs/deployment.md).",
+        hint="Put a TLS proxy in front of the server and set"
+        " BRANCHLAKE_SPARK_REMOTE=sc://host:port/;use_ssl=true, or connect to a loopback address, for example"
+        " through an SSH tunnel (docs/deployment.md).",
     )
 
 
 def require_known_fields(field_names: Iterable[str], valid_names: Collection[str], owner: str) -> None:
-    """Raise ConfigurationError for a field that `owner` does not have, with the name that was meant."""
+    """Raise ConfigurationError for a name in `field_names` that is not in `valid_names`.
+
+    `owner` is the class that has the fields. The hint suggests the most similar valid name.
+    """
     for name in field_names:
         if name not in valid_names:
             similar_names = difflib.get_close_matches(name, valid_names, n=1, cutoff=0.5)
@@ -85,9 +93,10 @@ def _is_loopback(host: str) -> bool:
 
 
 class Settings(BaseSettings):
-    """Where the lake is and how its machinery behaves. Times are seconds unless the name says otherwise.
+    """The settings of a lake. Names of durations end in their unit: `_s`, `_min`, `_h` or `_hours`.
 
-    Each field is read from the environment as `BRANCHLAKE_<FIELD>`; what is given to the class comes first.
+    The environment variable of a field is `BRANCHLAKE_<FIELD>`. Arguments of the class have precedence over
+    the environment.
 
     Examples:
         .. code-block:: python
@@ -109,7 +118,8 @@ class Settings(BaseSettings):
     nessie_port: int = Field(0, ge=0, le=65535, description="Port of the embedded Nessie; 0: any free one.")
 
     guard_nessie: bool = Field(
-        True, description="Ask for a token at the embedded Nessie, which other local accounts do not have."
+        True,
+        description="Let the embedded Nessie require a token that other accounts of the machine do not have.",
     )
 
     warehouse: str | None = Field(
@@ -125,8 +135,12 @@ class Settings(BaseSettings):
     )
     spark_remote: str | None = Field(None, description="Spark Connect URL (sc://host:port); unset: embedded.")
     spark_token: SecretStr | None = Field(None, description="Token for a remote Spark Connect server.")
-    spark_master: str = Field("local[*]", description="Master of a classic session and the embedded server.")
-    spark_driver_memory: str = Field("3g", description="Heap of the embedded Spark server.")
+    spark_master: str = Field(
+        "local[*]", description="Master of a classic session and of the embedded server."
+    )
+    spark_driver_memory: str = Field(
+        "3g", description="Heap of the embedded Spark server, or of a classic session."
+    )
     spark_port: int = Field(0, ge=0, le=65535, description="Port of embedded Spark Connect; 0: any free one.")
 
     ivy_settings: Path | None = Field(
@@ -139,13 +153,15 @@ class Settings(BaseSettings):
         "PLAINTEXT", description="Kafka's security.protocol."
     )
     kafka_sasl_mechanism: str | None = Field(
-        None, description="PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512, where Kafka asks for SASL."
+        None, description="PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512, if Kafka requires SASL."
     )
     kafka_username: str | None = Field(None, description="User name for Kafka's SASL.")
     kafka_password: SecretStr | None = Field(None, description="Password for Kafka's SASL.")
-    kafka_ca: Path | None = Field(None, description="PEM certificates that Kafka's brokers are trusted by.")
+    kafka_ca: Path | None = Field(
+        None, description="PEM file with the certificates to verify Kafka's brokers."
+    )
     kafka_certificate: Path | None = Field(
-        None, description="PEM file with the key and certificates by which Kafka's brokers know us."
+        None, description="PEM file with the private key and certificates of this Kafka client."
     )
     kafka_port: int = Field(
         0, ge=0, le=65535, description="Port of the embedded Kafka broker; 0: any free one."
@@ -155,15 +171,18 @@ class Settings(BaseSettings):
         None, description="Folder of landing files, for ingestion without Kafka; unset: landing in state_dir."
     )
     landing_keep_h: float = Field(
-        24.0, ge=0, description="Hours that landing files are kept at least, also when they are on main."
+        24.0,
+        ge=0,
+        description="Minimum hours that landing files are kept, even if their records are on main.",
     )
     receivers: str | None = Field(
-        None, description="Monitors of receivers (http://host:9464,…), whose counts topics' assets show."
+        None, description="Monitors of receivers (http://host:9464,…). The topics' assets show their counts."
     )
 
     run_launcher: Literal["warm", "dagster"] = Field(
         "warm",
-        description="How WarmRunLauncher starts runs: forked from a warm process, or in Dagster's own way.",
+        description="How WarmRunLauncher starts runs: forked from a warm process, or like Dagster's own"
+        " launcher.",
     )
 
     default_namespace: str = Field(
@@ -171,71 +190,81 @@ class Settings(BaseSettings):
     )
     widen_columns: bool = Field(
         True,
-        description="Let a frame change its table as Iceberg can without loss (int to long, float to double,"
-        " more decimal digits, new struct fields); false: only new nullable columns.",
+        description="Let a frame change its table's columns without loss (int to long, float to double,"
+        " more decimal digits, new struct fields); false: only add nullable columns.",
     )
-    require_checks: bool = Field(
-        True, description="Block a run that wrote an asset for which no check is defined."
-    )
+    require_checks: bool = Field(True, description="Block a run that wrote an asset without a check.")
     unpartitioned_checks: Literal["warn", "error", "allow"] = Field(
         "warn",
-        description="What a check without partitions_def on a partitioned asset is when definitions load; it"
-        " reads the whole table on every run.",
+        description="What happens if a partitioned asset has a check without partitions_def, which reads the"
+        " whole table on every run: loading the definitions warns, fails, or accepts it.",
     )
     preview_rows: int = Field(
-        5, ge=0, le=50, description="Rows of each materialisation that Dagster's pages show; 0: none."
+        5, ge=0, le=50, description="Rows of each materialization that Dagster's pages show; 0: none."
     )
     publish_interval_s: int = Field(
-        3, ge=1, description="Seconds between ticks of the publication sensor (Dagster looks every 5)."
+        3,
+        ge=1,
+        description="Minimum seconds between ticks of the publication sensor (Dagster starts ticks every 5).",
     )
     publish_in_run: bool = Field(
-        True, description="Let a run publish itself at its end when no other publisher is at work."
+        True, description="Let a run publish itself at its end if no other publisher is active."
     )
     publish_budget_s: float = Field(
-        30.0, gt=0, description="Longest tick of the publication sensor; what is left waits for the next one."
+        30.0, gt=0, description="Longest tick of the publication sensor. Other runs wait for the next tick."
     )
     recheck_timeout_min: float = Field(
-        60.0, gt=0, description="Minutes after which a run that checks a rebased table is given up."
+        60.0,
+        gt=0,
+        description="Minutes after which a run that checks a rebased table is abandoned and launched again.",
     )
     reap_interval_min: int = Field(60, ge=1, le=60, description="Minutes between runs of the reaper.")
     orphan_grace_min: float = Field(
-        60.0, gt=0, description="Minutes without a commit after which a branch of an unknown run is reaped."
+        60.0,
+        gt=0,
+        description="Minutes without a commit after which the branch of an unknown run is discarded.",
     )
     orphan_max_age_h: float = Field(
         6.0,
         gt=0,
-        description="Hours without a sign of life after which the branch of an active run without a heartbeat"
-        " is reaped.",
+        description="Hours without a sign of life after which the branch of an active run that never sent"
+        " a heartbeat is discarded.",
     )
 
     heartbeat_interval_s: float = Field(
         10.0,
         gt=0,
         le=3600,
-        description="Seconds between a writer's heartbeats; three missed: suspect, then dead.",
+        description="Seconds between a writer's heartbeats. After three missed ones the writer is"
+        " suspected dead.",
     )
     watch_interval_s: int = Field(
-        30, ge=1, description="Seconds between looks at silent writers; dead after three looks."
+        30,
+        ge=1,
+        description="Seconds between inspections of silent writers. A writer is dead after three"
+        " inspections.",
     )
     exclusive_wait_s: float = Field(
         600.0,
         ge=0,
-        description="Seconds that a run waits for another one that writes the same exclusive assets.",
+        description="Seconds that a run waits for another run that writes the same exclusive assets.",
     )
     keep_failed_hours: float = Field(
-        0.0, ge=0, description="Hours the branch of a failed, blocked or refused run is kept for debugging."
+        0.0,
+        ge=0,
+        description="Hours that the branch of a failed, blocked or refused run is kept for debugging.",
     )
     discard_grace_h: float = Field(
         24.0, gt=0, description="Hours after which the data files of a discarded branch are deleted."
     )
     when_unavailable: Literal["fail", "direct_main"] = Field(
-        "fail", description="What a run does when its branch cannot be created: fail, or write to main."
+        "fail", description="What a run does if its branch cannot be created: fail, or write to main."
     )
 
     @model_validator(mode="before")
     @classmethod
     def _reject_unread_variables(cls, data: Any) -> Any:
-        """A mistyped BRANCHLAKE_NESSIE_URI once wrote to another lake."""
+        # A run with a misspelled BRANCHLAKE_NESSIE_URI once wrote to another lake.
         names = [f"{VARIABLE_PREFIX}{name.upper()}" for name in cls.model_fields]
         for name in sorted(os.environ):
             if not name.upper().startswith(VARIABLE_PREFIX) or name.upper().startswith(_TEST_PREFIX):
@@ -247,7 +276,7 @@ class Settings(BaseSettings):
                 suggestion = f"Did you mean {similar_names[0]}? " if similar_names else ""
                 raise ConfigurationError(
                     f"Nothing reads the environment variable {name}.",
-                    hint=f"{suggestion}Unset it, or see docs/settings.md for those that are read.",
+                    hint=f"{suggestion}Unset it, or see docs/settings.md for the variables.",
                     reason="unknown_variable",
                     subject=name,
                 )
@@ -269,7 +298,7 @@ class Settings(BaseSettings):
     @field_validator("warehouse")
     @classmethod
     def _require_scheme(cls, value: str | None) -> str | None:
-        # Spark, PyIceberg and Nessie would each make something else of a bare path.
+        # Spark, PyIceberg and Nessie resolve a path without a scheme in different ways.
         if value is None or re.match(r"file:///|(?!file:)[a-z][a-z0-9+.-]*://[^/]", value):
             return value
         path = value.removeprefix("file:").lstrip("/")
@@ -278,7 +307,7 @@ class Settings(BaseSettings):
     @field_validator("nessie_verify_tls", mode="before")
     @classmethod
     def _parse_boolean_or_path(cls, value: object) -> object:
-        # An environment variable is always text: "false" is no file.
+        # An environment variable is always text, and "false" must not become the path of a CA bundle.
         return {"true": True, "false": False}.get(str(value).lower(), value)
 
     @field_validator("reap_interval_min")
@@ -296,9 +325,9 @@ class Settings(BaseSettings):
         return self
 
     def require_tls_to_spark(self, *other_secrets: str) -> None:
-        """Raise SecretWithoutTls if Spark is remote and would get secrets in clear.
+        """Raise SecretWithoutTls if secrets would reach a remote Spark without encryption.
 
-        They are those of the settings, and `other_secrets`, each described in a few words.
+        The secrets are those of the settings and `other_secrets`, each a description in a few words.
         """
         if self.session_kind == "connect" and self.spark_remote is not None:
             secrets = (*self._describe_spark_secrets(), *other_secrets)
@@ -311,50 +340,50 @@ class Settings(BaseSettings):
 
     @classmethod
     def secret_names(cls) -> tuple[str, ...]:
-        """The names of the settings that nothing may show."""
+        """Return the names of the settings whose values must not be shown."""
         return tuple(name for name, field in cls.model_fields.items() if field.annotation == SecretStr | None)
 
     def without_secrets(self) -> dict[str, Any]:
-        """What was set, without the secrets: as `LakehouseResource` takes it."""
+        """Return the fields that were set, without the secrets, as arguments of `LakehouseResource`."""
         return self.model_dump(exclude_unset=True, exclude=set(self.secret_names()), mode="json")
 
     @property
     def warehouse_uri(self) -> str:
-        """The warehouse, with the embedded default filled in."""
+        """The root of the Iceberg tables: `warehouse`, or the folder in `state_dir`."""
         return self.warehouse or f"file://{self.state_dir}/warehouse"
 
     @property
     def lake_id(self) -> str:
-        """The same for all processes that work on one lake, another for another lake: 16 hex digits."""
+        """The identity of the lake, as 16 hex digits: a hash of its Nessie and warehouse addresses."""
         return hashlib.sha256(f"{self.nessie_uri} {self.warehouse_uri}".encode()).hexdigest()[:16]
 
     @property
     def landing_folder(self) -> Path:
-        """Where landing files lie."""
+        """The folder of landing files."""
         return self.landing or self.state_dir / "landing"
 
     @property
     def receiver_monitors(self) -> tuple[str, ...]:
-        """The monitors of receivers, one by one."""
+        """The addresses of the receivers' monitors."""
         return tuple(address.strip() for address in (self.receivers or "").split(",") if address.strip())
 
     @property
     def embedded_warehouse(self) -> bool:
-        """Whether the tables lie in the state folder."""
+        """Whether the tables are in the state folder."""
         return self.warehouse_uri == f"file://{self.state_dir}/warehouse"
 
     @property
     def embedded_nessie(self) -> bool:
-        """Whether we start Nessie ourselves."""
+        """Whether branchlake starts Nessie itself."""
         return self.nessie_uri is None
 
     @property
     def embedded_spark(self) -> bool:
-        """Whether we start a Spark Connect server ourselves."""
+        """Whether branchlake starts a Spark Connect server itself."""
         return self.session_kind == "connect" and self.spark_remote is None
 
     def file_io_properties(self) -> dict[str, str]:
-        """PyIceberg's FileIO properties for the warehouse; secrets included, so never log them."""
+        """Return PyIceberg's FileIO properties for the warehouse. They contain secrets, so never log them."""
         if self.warehouse_uri.startswith("file:"):
             return {"py-io-impl": _DURABLE_FILE_IO}
         properties = {"s3.region": self.s3_region}
@@ -367,10 +396,10 @@ class Settings(BaseSettings):
         return properties if self.warehouse_uri.startswith("s3") else {}
 
     def worker_file_io_properties(self) -> dict[str, str]:
-        """The same for Python workers of Spark, which get them inside the plan of a query.
+        """Return the FileIO properties that Spark's Python workers get inside the plan of a query.
 
-        Without the S3 keys if Spark is remote: a plan is pickled, kept by Spark and sent over `sc://`, which
-        is not encrypted. Workers there take the keys from their own environment (`AWS_ACCESS_KEY_ID`, …).
+        If Spark is remote, the S3 keys are omitted, because Spark keeps the plan and `sc://` may not be
+        encrypted. Remote workers take the keys from their own environment (`AWS_ACCESS_KEY_ID`, …).
         """
         properties = self.file_io_properties()
         if self.spark_remote is None:

@@ -1,4 +1,4 @@
-"""Waiting for a condition that nobody announces: a port that answers, a process that ends."""
+"""Polling for a condition that sends no signal, such as a port that answers or a process that ends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 
 def holds_within(timeout_s: float, condition: Callable[[], bool], *, every_s: float) -> bool:
-    """Whether `condition` came true within `timeout_s` seconds; asked at once, then every `every_s`.
+    """Return whether `condition` becomes true within `timeout_s` seconds.
 
-    What it raises passes through.
+    Calls `condition` at once and then every `every_s` seconds. Exceptions of `condition` are not caught.
     """
     return Retrying(
         retry=retry_if_result(lambda holds: not holds),

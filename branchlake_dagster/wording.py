@@ -1,4 +1,4 @@
-"""Numbers and names in sentences."""
+"""Numbers, names and reasons for sentences that people read."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from typing import Self
 
 
 def pluralize(number: int, singular: str, plural: str) -> str:
-    """The word that goes with a number: `singular` with 1, `plural` with any other."""
+    """Return `singular` if `number` is 1, and `plural` otherwise."""
     return singular if number == 1 else plural
 
 
 def format_count(number: int, singular: str, plural: str = "") -> str:
-    """A number with its noun: `1 run`, `1,200 runs`; `plural` is for plurals that do not just add an s."""
+    """Format a number with its noun: `1 run`, `1,200 runs`.
+
+    `plural` is needed only if the plural does not just add an s.
+    """
     return f"{number:,} {pluralize(number, singular, plural or f'{singular}s')}"
 
 
 def format_names(singular: str, names: Sequence[str]) -> str:
-    """Names with their noun: `column a`, `columns a, b`."""
+    """Format names with their noun: `column a`, `columns a, b`."""
     return f"{pluralize(len(names), singular, f'{singular}s')} {', '.join(names)}"
 
 
 class CodedReason(str):
-    """Why something was decided: a sentence for people, and `code` for programs and tests.
+    """The reason for a decision: a sentence for people, with a `code` for programs and tests.
 
     Args:
-        sentence (str): The text, which may be rewritten at any time.
+        sentence (str): The reason in words, which may be rewritten at any time.
         code (str): The cause in snake case, such as `same_files`.
 
     """
@@ -39,5 +42,5 @@ class CodedReason(str):
         return reason
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
-        # The default would call the class with the text alone.
+        # The default would call the class with the sentence alone.
         return type(self), (str(self), self.code)

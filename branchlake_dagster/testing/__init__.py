@@ -1,10 +1,10 @@
-"""Tests of your own assets: a throw-away lake, runs, the real gate and publication, in the test's process.
+"""Test tools for your own assets: a throw-away lake with runs, the real gate and publication in one process.
 
-With pytest, in `conftest.py`::
+For pytest, load the fixture `lake` in `conftest.py`::
 
     pytest_plugins = ["branchlake_dagster.testing.fixtures"]
 
-which gives the fixture `lake`; without pytest, `with throwaway_lake() as lake:`.
+Without pytest, use `with throwaway_lake() as lake:`.
 """
 
 from branchlake_dagster.testing.lake import ThrowawayLake

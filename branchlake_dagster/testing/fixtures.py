@@ -1,8 +1,8 @@
-"""pytest's fixtures for throw-away lakes, loaded in `conftest.py`.
+"""Fixtures of pytest for throw-away lakes. Load them in `conftest.py`.
 
     pytest_plugins = ["branchlake_dagster.testing.fixtures"]
 
-`lake` is empty in each test; its server is started once per session, by the first test that asks for it.
+`lake` is empty in each test. The first test that uses it starts its server, once per session.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from branchlake_dagster.testing import ThrowawayLake, ThrowawayServer, throwaway
 
 @pytest.fixture(scope="session")
 def branchlake_server() -> Iterator[ThrowawayServer]:
-    """The server that the session's lakes share."""
+    """The server that all lakes of the test session share."""
     with throwaway_server() as server:
         yield server
 
 
 @pytest.fixture
 def lake_settings() -> Mapping[str, Any]:
-    """Settings of the lake that a project or a test overrides: `return {"require_checks": False}`."""
+    """Settings of the lake. Override this fixture to change them: `return {"require_checks": False}`."""
     return {}
 
 
 @pytest.fixture
 def lake(branchlake_server: ThrowawayServer, lake_settings: Mapping[str, Any]) -> Iterator[ThrowawayLake]:
-    """An empty lake with a Dagster instance of its own."""
+    """An empty lake with its own Dagster instance."""
     with branchlake_server.lake(**lake_settings) as throwaway:
         yield throwaway

@@ -1,4 +1,4 @@
-"""A throw-away lake for tests: run assets, publish runs, read tables."""
+"""The throw-away lake of a test, which runs assets, publishes runs and reads tables."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _CONFIGURABLE = (ConfigurableResource, ConfigurableIOManagerFactory)
 
 
 def bind_to_lake(lakehouse: LakehouseResource, resources: Mapping[str, Any]) -> dict[str, Any]:
-    """`resources` with `lakehouse` in place of every lake, also inside others; those of ours that lack.
+    """Return `resources` with every lake replaced by `lakehouse`, also inside other resources.
 
-    A resource that others share stays shared.
+    Adds `lakehouse`, `spark` and `io_manager` under their default keys if these keys are missing. A resource
+    that several resources share is still shared.
     """
     bound_resources: dict[int, Any] = {}
     bound = {
@@ -66,15 +67,16 @@ def _rebind_resource(resource: Any, lakehouse: LakehouseResource, bound_resource
 
 
 RunLike = str | dg.ExecuteInProcessResult | dg.DagsterRun
-"""A run, by its id or by what Dagster gave back."""
+"""A run: its id, or an object of Dagster for it."""
 
 
 class ThrowawayLake:
-    """A lake that is there for one test. Made by `throwaway_lake()` and by the fixture `lake`.
+    """A lake that exists for one test. `throwaway_lake()` and the fixture `lake` create it.
 
     Attributes:
-        lakehouse (Lakehouse): Its connections: `lake.lakehouse.nessie`, `lake.lakehouse.catalog("main")`.
-        instance (DagsterInstance): The Dagster instance that has its runs.
+        lakehouse (Lakehouse): The connections of the lake, such as `lake.lakehouse.nessie` and
+            `lake.lakehouse.catalog("main")`.
+        instance (DagsterInstance): The Dagster instance that records the runs of the lake.
     """
 
     def __init__(self, lakehouse: Lakehouse, instance: dg.DagsterInstance) -> None:
@@ -84,20 +86,20 @@ class ThrowawayLake:
 
     @property
     def resources(self) -> dict[str, Any]:
-        """`lakehouse`, `spark` and `io_manager` of this lake, for `dg.materialize(…, resources=…)`."""
+        """The resources `lakehouse`, `spark` and `io_manager`, for `dg.materialize(…, resources=…)`."""
         return bind_to_lake(LakehouseResource(), {})
 
     def definitions(self, *parts: Any, resources: Mapping[str, Any] | None = None) -> dg.Definitions:
-        """Definitions whose resources stand on this lake, whichever lake they stood on.
+        """Merge assets, checks and resources into definitions that use this lake instead of any other.
 
         Args:
             *parts: Assets, asset checks, lists of them, or `Definitions`.
-            resources (Optional[Mapping[str, Any]]): More resources. A `LakehouseResource` among them or
-                inside them is replaced by this lake's.
+            resources (Optional[Mapping[str, Any]]): More resources by key. This lake's resource replaces
+                every `LakehouseResource`, also inside other resources.
 
         Returns:
-            Definitions: Their assets, checks and jobs, and the resources, to which `lakehouse`, `spark` and
-            `io_manager` are added where they lack.
+            Definitions: The assets, checks, jobs, loggers and resources of the parts, with `lakehouse`,
+            `spark` and `io_manager` added if these keys are missing.
         """
         flat_parts = list(_flatten_parts(parts))
         checks = [part for part in flat_parts if isinstance(part, dg.AssetChecksDefinition)]
@@ -107,7 +109,7 @@ class ThrowawayLake:
         ]
         merged = dg.Definitions.merge(*definitions_parts, dg.Definitions(assets=assets, asset_checks=checks))
         all_resources = {**(merged.resources or {}), **(resources or {})}
-        # Not `with_resources`, which refuses another resource under a key that is there.
+        # Dagster's `with_resources` would refuse a resource under a key that an asset already has.
         return dg.Definitions(
             assets=merged.assets,
             asset_checks=merged.asset_checks,
@@ -126,21 +128,24 @@ class ThrowawayLake:
         tags: Mapping[str, str] | None = None,
         raise_on_error: bool = True,
     ) -> dg.ExecuteInProcessResult:
-        """Runs assets and their checks in this process, on a branch of the lake. Publishes nothing.
+        """Run assets and their checks in this process, on a branch of the lake. Publishes nothing.
 
         Args:
             *parts: Assets, asset checks, lists of them, or `Definitions`.
-            select (Optional[CoercibleToAssetSelection]): Which of the assets; their checks run with them.
+            select (Optional[CoercibleToAssetSelection]): The assets to run, with their checks.
                 (default: all)
             partition (Optional[str]): The partition to run, for partitioned assets.
             resources (Optional[Mapping[str, Any]]): More resources, by key.
-            run_config (Optional[Any]): As `execute_in_process` takes it.
+            run_config (Optional[Any]): Run configuration as `execute_in_process` accepts it.
             tags (Optional[Mapping[str, str]]): Tags of the run.
-            raise_on_error (bool): Raise what a step raised. With False the result tells of a failed run,
-                which can be published: it is discarded.
+            raise_on_error (bool): Raise the error of a failed step. With False a failed run returns its
+                result. `publish` then discards the branch of that run.
 
         Returns:
-            ExecuteInProcessResult: Dagster's own.
+            ExecuteInProcessResult: Dagster's result of the run.
+
+        Raises:
+            ConfigurationError: The parts contain no asset to run.
 
         Examples:
             .. code-block:: python
@@ -151,7 +156,9 @@ class ThrowawayLake:
         definitions = self.definitions(*parts, resources=resources)
         job = definitions.resolve_implicit_global_asset_job_def()
         if not job.asset_layer.executable_asset_keys:
-            raise ConfigurationError("There is no asset to run.", hint="lake.run(asset, check, …)")
+            raise ConfigurationError(
+                "The definitions contain no asset to run.", hint="Pass assets: lake.run(asset, check, …)."
+            )
         selection = None
         if select is not None:
             graph = definitions.resolve_asset_graph()
@@ -168,43 +175,45 @@ class ThrowawayLake:
         return result
 
     def publish(self, run: RunLike, definitions: dg.Definitions | None = None) -> RunOutcome:
-        """Judges a run by the real gate and publishes it if it passes; see `branchlake_dagster.publish`.
+        """Judge a run by the real gate and publish it if it passes. See `branchlake_dagster.publish`.
 
         Args:
             run (str | ExecuteInProcessResult | DagsterRun): A run of this lake's instance.
-            definitions (Optional[Definitions]): The assets and checks it is judged by. (default: those that
-                it was run with)
+            definitions (Optional[Definitions]): The assets and checks that the gate uses. (default: those of
+                `lake.run`)
 
         Returns:
-            RunOutcome: Its status, the reasons when it is not published, the commit when it is.
+            RunOutcome: The status of the run, with the commit if it was published and the reasons if it was
+                not.
 
         Raises:
-            ConfigurationError: It was not run by `lake.run`, and no definitions are given.
+            ConfigurationError: `lake.run` did not start the run, and `definitions` is None.
         """
         run_id = run if isinstance(run, str) else run.run_id
         run_definitions = definitions or self._definitions.get(run_id)
         if run_definitions is None:
             raise ConfigurationError(
-                f"Run {run_id} was not made by lake.run, so its checks are not known.",
-                hint="Give them: lake.publish(run, definitions).",
+                f"Run {run_id} was not started by lake.run, so its assets and checks are not known.",
+                hint="Pass its definitions: lake.publish(run, definitions).",
                 reason="checks_unknown",
             )
         return publish(run_id, run_definitions, instance=self.instance, lakehouse=self.lakehouse)
 
     def table(self, name: str | dg.AssetKey, *, of: RunLike | None = None) -> pa.Table:
-        """The rows of a table.
+        """Read the rows of a table.
 
         Args:
-            name (str | AssetKey): `namespace.table`, or an asset's key. A name without a dot is in the
-                default namespace, as the asset with that key is.
-            of (Optional[str | ExecuteInProcessResult | DagsterRun]): A run, to see what it has written and
-                `main` does not have: before its publication, or when it was blocked. (default: `main`)
+            name (str | AssetKey): `namespace.table`, or an asset's key. A name without a dot is a table in
+                the default namespace.
+            of (Optional[str | ExecuteInProcessResult | DagsterRun]): Read the table as this run left it,
+                on its branch or discarded tag. (default: read it on `main`)
 
         Returns:
             pyarrow.Table: All columns, in the order of the table.
 
         Raises:
-            TableMissing: There is no such table; the text names those that there are.
+            TableMissing: The table does not exist, or the run has no branch. The hint lists the existing
+                tables.
 
         Examples:
             .. code-block:: python
@@ -219,41 +228,41 @@ class ThrowawayLake:
             table = self.lakehouse.catalog(ref).load_table(identifier)
         except NoSuchTableError as error:
             raise TableMissing(
-                "There is no such table.",
+                "The table does not exist.",
                 table=format_table_name(identifier),
                 branch=ref,
-                hint=f"There are: {', '.join(self.tables(of=of)) or 'none'}.",
+                hint=f"Existing tables: {', '.join(self.tables(of=of)) or 'none'}.",
                 reason="no_table",
             ) from error
         return table.scan().to_arrow()
 
     def polars(self, name: str | dg.AssetKey, *, of: RunLike | None = None) -> pl.DataFrame:
-        """The same as a Polars frame.
+        """Read the rows of a table as a Polars frame.
 
         Args:
             name (str | AssetKey): As for `table`.
             of (Optional[str | ExecuteInProcessResult | DagsterRun]): As for `table`.
 
         Returns:
-            polars.DataFrame: All columns.
+            polars.DataFrame: All columns, in the order of the table.
         """
         return pl.DataFrame(self.table(name, of=of))
 
     def tables(self, *, of: RunLike | None = None) -> list[str]:
-        """The dotted names of the tables on `main`, or of those a run sees.
+        """List the dotted names of the tables on `main`, or on the branch of a run.
 
         Args:
             of (Optional[str | ExecuteInProcessResult | DagsterRun]): As for `table`.
 
         Returns:
-            list[str]: Sorted.
+            list[str]: The sorted names.
         """
         ref = MAIN if of is None else self._find_run_ref(of)
         entries = self.lakehouse.nessie.entries(ref, fetch_content=True)
         return sorted(entry.key.name for entry in entries if isinstance(entry.content, IcebergTable))
 
     def references(self) -> list[str]:
-        """The names of all branches and tags but `main`, sorted: what runs have left."""
+        """List the names of all branches and tags except `main`, sorted. Runs create them."""
         return sorted(ref.name for ref in self.lakehouse.nessie.references() if ref.name != MAIN)
 
     def _find_run_ref(self, run: RunLike) -> str:
@@ -263,16 +272,16 @@ class ThrowawayLake:
             if name in existing_refs:
                 return name
         raise TableMissing(
-            "The run has no branch: it was published, or it touched no table.",
+            "The run has no branch, because it was published or wrote no table.",
             run_id=run_id,
-            hint="What is published is on main: leave `of` out.",
+            hint="Read published tables on main: omit the argument `of`.",
             reason="no_branch",
         )
 
 
 def _flatten_parts(parts: Sequence[Any]) -> Iterator[Any]:
     for part in parts:
-        if type(part) in (list, tuple):  # Dagster's own classes may be tuples, too
+        if type(part) in (list, tuple):  # some classes of Dagster are tuples
             yield from _flatten_parts(part)
         else:
             yield part

@@ -1,4 +1,4 @@
-"""The server behind throw-away lakes, and the environment that keeps real lakes out of tests."""
+"""The server of throw-away lakes, and the environment variables that keep tests away from real lakes."""
 
 from __future__ import annotations
 
@@ -26,26 +26,34 @@ from branchlake_dagster.testing.lake import ThrowawayLake
 
 _VARIABLE_PREFIX = "BRANCHLAKE_"
 _MACHINE_SETTINGS = frozenset({"guard_nessie", "ivy_settings", "spark_driver_memory", "startup_timeout_s"})
-"""What the environment says of these is about the machine and no lake, so a test takes it over."""
+"""Settings that depend on the machine, so tests keep their values from the environment."""
 _RESERVED_SETTINGS = frozenset(
     {
         *("state_dir", "warehouse", "nessie_uri", "nessie_token", "nessie_verify_tls", "nessie_port"),
         *("s3_endpoint", "s3_region", "s3_access_key_id", "s3_secret_access_key"),
     }
 )
-"""A throw-away lake says these itself."""
+"""Settings that a throw-away lake sets itself, because they identify a lake."""
 
 
 @contextmanager
 def settings_in_environment(state_dir: str, fields: Mapping[str, Any]) -> Iterator[Settings]:
-    """Let everything in this process that reads its settings from the environment find these ones.
+    """Set the environment variables of this process so that all code in it uses the same settings.
 
-    `fields` are fields of `Settings`. Raises ConfigurationError for one that would name another lake.
+    Removes the other `BRANCHLAKE_…` variables of settings, except those that depend on the machine. All
+    variables are restored at the end.
+
+    Args:
+        state_dir: The state folder.
+        fields: Other fields of `Settings`.
+
+    Raises:
+        ConfigurationError: A field would identify another lake.
     """
     if reserved_names := sorted(_RESERVED_SETTINGS & fields.keys()):
         raise ConfigurationError(
-            f"A throw-away lake is a lake of its own, so it takes no {', '.join(reserved_names)}.",
-            hint="Give settings of behaviour only, such as require_checks or default_namespace.",
+            f"A throw-away lake is a new lake, so it does not accept {', '.join(reserved_names)}.",
+            hint="Pass only settings of behavior, such as require_checks or default_namespace.",
             reason="names_another_lake",
             subject=", ".join(reserved_names),
         )
@@ -80,9 +88,10 @@ _JAR_LISTING = "jars/jars.classpath"
 
 
 class ThrowawayServer:
-    """A running Nessie for throw-away lakes, one after the other; each finds `main` empty.
+    """A Nessie server for throw-away lakes, one at a time. `main` is empty for each of them.
 
-    Made by `throwaway_server()`. Spark Connect joins it when an asset or a check first asks for a session.
+    `throwaway_server()` creates it. A Spark Connect server starts when an asset or a check first needs a
+    session.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -91,21 +100,22 @@ class ThrowawayServer:
 
     @contextlib.contextmanager
     def lake(self, **settings: Any) -> Iterator[ThrowawayLake]:
-        """An empty lake on this server, with a Dagster instance of its own.
+        """Open an empty lake on this server, with its own Dagster instance.
 
         Args:
-            **settings: Fields of `Settings` that say how the lake behaves (`require_checks=False`).
+            **settings: Fields of `Settings` for the behavior of the lake (`require_checks=False`).
 
         Yields:
-            ThrowawayLake: The lake. While it is open, the environment's `BRANCHLAKE_…` variables name it.
+            ThrowawayLake: The lake. While it is open, the `BRANCHLAKE_…` variables of the environment point
+                to it.
 
         Raises:
-            ConfigurationError: The server's last lake is still open, or a setting names another lake.
+            ConfigurationError: Another lake of this server is open, or a setting identifies another lake.
         """
         if self._in_use:
             raise ConfigurationError(
-                "A throw-away lake of this server is open already.",
-                hint="Close it first, or take a second throwaway_server().",
+                "A throw-away lake of this server is already open.",
+                hint="Close that lake first, or use a second throwaway_server().",
                 reason="open_already",
             )
         self._in_use = True
@@ -126,13 +136,13 @@ class ThrowawayServer:
 
 @contextlib.contextmanager
 def throwaway_server() -> Iterator[ThrowawayServer]:
-    """A server for throw-away lakes, to be shared by the tests of a session.
+    """Create a server for throw-away lakes that the tests of a session can share.
 
-    It lives in a folder of its own under the system's temporary one, which is removed at the end, also by the
-    next one if this process is killed. It starts when its first lake is opened.
+    The server starts when its first lake is opened. Its files are in a new folder of the system's temporary
+    folder, which is removed at the end. If this process is killed, the next server removes the folder.
 
     Yields:
-        ThrowawayServer: Its `lake()` gives lakes.
+        ThrowawayServer: The server. Its `lake()` opens lakes.
 
     Examples:
         .. code-block:: python
@@ -158,22 +168,22 @@ def throwaway_server() -> Iterator[ThrowawayServer]:
 
 @contextlib.contextmanager
 def throwaway_lake(**settings: Any) -> Iterator[ThrowawayLake]:
-    """A lake for a test: an empty `main`, a warehouse and a Dagster instance, all of which go at the end.
+    """Create a lake for a test: an empty `main`, a warehouse and a Dagster instance, all removed at the end.
 
-    A Nessie is started for it, which keeps its store in memory. Nothing else is: Spark Connect only when an
-    asset or a check asks for a Spark session. For several tests, share the server (`throwaway_server()`) or
-    use the fixture `lake` of `branchlake_dagster.testing.fixtures`.
+    Starts a Nessie server that keeps its store in memory. A Spark Connect server starts only if an asset or a
+    check needs a Spark session. For several tests, share the server (`throwaway_server()`) or use the fixture
+    `lake` of `branchlake_dagster.testing.fixtures`.
 
     Args:
-        **settings: Fields of `Settings` that say how the lake behaves (`require_checks=False`). The
-            environment's are left out, so that a test does the same everywhere; of those about the machine
-            (`ivy_settings`, `startup_timeout_s`, `spark_driver_memory`, `guard_nessie`) they are taken.
+        **settings: Fields of `Settings` for the behavior of the lake (`require_checks=False`). Settings of
+            the environment are ignored, so that a test behaves the same on every machine. Exceptions are
+            `ivy_settings`, `startup_timeout_s`, `spark_driver_memory` and `guard_nessie`.
 
     Yields:
-        ThrowawayLake: Runs assets, publishes runs, reads tables.
+        ThrowawayLake: The lake, which runs assets, publishes runs and reads tables.
 
     Raises:
-        ConfigurationError: A setting would name another lake (`nessie_uri`, `warehouse`, …).
+        ConfigurationError: A setting would identify another lake (`nessie_uri`, `warehouse`, …).
         MissingExtra: The extra `embedded` is not installed.
 
     Examples:
@@ -192,7 +202,7 @@ def throwaway_lake(**settings: Any) -> Iterator[ThrowawayLake]:
 
 
 def _reset_nessie(client: NessieClient) -> None:
-    """Nothing but an empty `main`. Its history stays: what this process has read of it remains true."""
+    """Delete all branches, tags and tables. Keep the history of `main`, which this process has cached."""
     for ref in list(client.references()):
         if ref.name == MAIN:
             continue
@@ -205,7 +215,7 @@ def _reset_nessie(client: NessieClient) -> None:
 
 
 def _copy_jar_listing(source_dir: Path, state_dir: Path) -> None:
-    """Where Ivy put the jars, if the project's state folder knows: it saves a JVM."""
+    """Copy the paths of the jars from another state folder, if it has them, so that Ivy need not run."""
     if (source_dir / _JAR_LISTING).is_file():
         (state_dir / _JAR_LISTING).parent.mkdir(parents=True)
         shutil.copy(source_dir / _JAR_LISTING, state_dir / _JAR_LISTING)
@@ -218,9 +228,9 @@ def _remove_server(folder: Path) -> None:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """What test processes left that were killed: a server each, and its folder."""
+    """Stop the servers of test processes that were killed, and remove their folders."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(FileNotFoundError):  # another test process was faster
+        with contextlib.suppress(FileNotFoundError):  # another test process removed it first
             owner = ProcessRecord.load(folder / _OWNER_FILE)
             if folder.stat().st_uid == os.getuid() and owner is not None and not owner.is_alive():
                 _remove_server(folder)
