@@ -1,4 +1,4 @@
-"""What `branchlake backfill` does and prints: plan, launch, progress, approval and comparison."""
+"""The actions and the output of `branchlake backfill`: plan, launch, progress, approval and comparison."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from branchlake_dagster.wording import format_count
 
 @dataclass(frozen=True)
 class LocationContext:
-    """The code location, the lake and the Dagster instance that a backfill is about."""
+    """The code location, the lake and the Dagster instance that a command works with."""
 
     graph: AssetGraph
     lake: LakehouseResource
@@ -63,9 +63,9 @@ class LocationContext:
 
 @contextmanager
 def open_location(module: str | None) -> Iterator[LocationContext]:
-    """The code location in a module, or that of the project in the working folder, with its lake's settings.
+    """Open the code location of a module, or of the project in the working folder, with its lake and Dagster.
 
-    Raises ConfigurationError.
+    Raises ConfigurationError if the code location cannot be loaded, and click.UsageError if none is named.
     """
     location, loaded_settings = require_location(module)
     repository, settings = location.repository, loaded_settings.settings
@@ -79,7 +79,7 @@ def open_location(module: str | None) -> Iterator[LocationContext]:
 
 @dataclass(frozen=True)
 class BackfillRequest:
-    """Which partitions of which asset, and why."""
+    """The partitions of an asset to compute, and the reason. `partitions` is None for the whole asset."""
 
     key: AssetKey
     partitions: tuple[str, ...] | None
@@ -89,12 +89,17 @@ class BackfillRequest:
 def build_request(
     context: LocationContext, asset: str, partitions: Sequence[str], *, everything: bool
 ) -> BackfillRequest | None:
-    """What the options mean; None: nothing is stale. Raises ConfigurationError."""
+    """Turn the arguments of a command into a request. Return None if no partition is stale.
+
+    Without `partitions` and `everything`, the request is for the partitions of an older code version.
+
+    Raises ConfigurationError if the code location has no such asset.
+    """
     key = AssetKey.from_user_string(asset)
     if not context.graph.has(key):
         raise ConfigurationError(
-            f"There is no asset {asset} in this code location.",
-            hint="Write its key as on Dagster's page: namespace/table.",
+            f"This code location has no asset {asset}.",
+            hint="Write the asset's key as Dagster's pages show it: namespace/table.",
             reason="unknown_asset",
             subject=asset,
         )
@@ -105,12 +110,12 @@ def build_request(
     if stale_keys == ():
         return None
     return BackfillRequest(
-        key, stale_keys, f"code version {context.graph.get(key).code_version} is newer than they are"
+        key, stale_keys, f"computed by an older code version than {context.graph.get(key).code_version}"
     )
 
 
 def plan_request(context: LocationContext, request: BackfillRequest) -> list[Stage]:
-    """The plan."""
+    """Plan the stages of a backfill without launching anything. The first stage is the requested asset."""
     return plan_stages(
         context.graph,
         context.lake.lakehouse,
@@ -124,7 +129,11 @@ def plan_request(context: LocationContext, request: BackfillRequest) -> list[Sta
 def launch_request(
     context: LocationContext, request: BackfillRequest, at: float, *, approval: bool = False
 ) -> str:
-    """Launch it; the backfill's id. With `approval`, each stage waits until the one before it is approved."""
+    """Launch the first stage of a backfill and return the backfill's id.
+
+    `at` is the time of the request in seconds since 1970. With `approval`, each stage waits until the
+    results of the stage before it are approved.
+    """
     first_stage = plan_request(context, request)[0]
     main_hash = context.lake.lakehouse.nessie.reference(MAIN).hash
     return launch_backfill(
@@ -140,7 +149,7 @@ def launch_request(
 
 
 def report_stage_progress(context: LocationContext, backfill_id: str) -> list[StageProgress]:
-    """How far it has come. Raises ConfigurationError for an id that nobody knows."""
+    """Load the progress of each stage of a backfill. Raises ConfigurationError for an unknown id."""
     retries = {key: sensor.policy.retries for key, sensor in context.sensors.items()}
     now = datetime.now(UTC)
     return load_stage_progress(
@@ -149,17 +158,21 @@ def report_stage_progress(context: LocationContext, backfill_id: str) -> list[St
 
 
 def is_computed(stage: Stage) -> bool:
-    """Whether the backfill computes the stage, rather than naming it for somebody to launch."""
+    """Return whether the backfill computes the stage itself. The user launches the other stages."""
     return stage.launches_itself or stage.number == 0
 
 
 def compare_backfill(
     context: LocationContext, backfill_id: str, asset: str | None = None
 ) -> list[StageComparison]:
-    """Compare each stage that is computed with its rows before the backfill, or only that of one asset.
+    """Compare the rows of each stage on `main` with the rows before the backfill.
 
-    Raises ConfigurationError for an unknown id, and for an asset that the backfill does not compute, and
-    EarlierStateLost.
+    Skips stages that the backfill does not compute itself. With `asset`, compares only the stage of that
+    asset.
+
+    Raises:
+        ConfigurationError: The id is unknown, or the backfill does not compute the asset.
+        EarlierStateLost: The rows before the backfill cannot be read any more.
     """
     state = require_backfill(context.instance, context.graph, backfill_id)
     lake = context.lake.lakehouse
@@ -173,7 +186,8 @@ def compare_backfill(
         own_stages = [stage for stage in own_stages if stage.asset == key]
         if not own_stages:
             raise ConfigurationError(
-                f"Backfill {backfill_id} does not compute asset {asset}.", hint=f"It computes {names}."
+                f"Backfill {backfill_id} does not compute asset {asset}.",
+                hint=f"Name one of its assets: {names}.",
             )
     old_hash = find_base_hash(lake, state)
     return [compare_stage(context.graph, lake, stage, old_hash) for stage in own_stages]
@@ -182,7 +196,7 @@ def compare_backfill(
 def compare_held_stages(
     context: LocationContext, backfill_id: str, stage_progress: Sequence[StageProgress]
 ) -> list[StageComparison]:
-    """Compare the stages whose results the stages that wait for approval would consume."""
+    """Compare the stages whose results are the inputs of stages that wait for approval."""
     parents = {
         key
         for entry in stage_progress
@@ -194,14 +208,29 @@ def compare_held_stages(
         for entry in stage_progress
         if entry.stage.asset in parents and is_computed(entry.stage)
     ]
-    return [entry for key in names for entry in compare_backfill(context, backfill_id, key.to_user_string())]
+    return [
+        comparison
+        for key in names
+        for comparison in compare_backfill(context, backfill_id, key.to_user_string())
+    ]
 
 
 def retry_backfill(context: LocationContext, backfill_id: str, at: float, *, rebuild_lost: bool) -> RetryPlan:
-    """Launch again what has failed, and with `rebuild_lost` what is lost; returns what was launched.
+    """Launch the failed partitions of a backfill again, and with `rebuild_lost` also the lost stages.
 
-    Called again before Dagster's daemon has made the runs, it launches nothing twice. Raises
-    ConfigurationError for an id that nobody knows.
+    Idempotent: a second call launches nothing twice, even if Dagster's daemon has not created the runs yet.
+
+    Args:
+        context: The code location of the backfill.
+        backfill_id: The backfill.
+        at: The time of the request, in seconds since 1970.
+        rebuild_lost: Also recompute stages whose changes are no longer known.
+
+    Returns:
+        The launched partitions, and the stages that are still lost.
+
+    Raises:
+        ConfigurationError: The id is unknown.
     """
     stage_progress = report_stage_progress(context, backfill_id)
     retry_backfills = load_tagged_backfills(context.instance, context.graph, {RunTag.RETRY_OF: backfill_id})
@@ -218,12 +247,12 @@ def retry_backfill(context: LocationContext, backfill_id: str, at: float, *, reb
 
 
 _WIDE = 160
-"""Columns when nobody watches."""
+"""Width of a table, in characters, if the output is not a terminal."""
 _SHOWN = 3
 
 
 def show_plan(stages: Sequence[Stage], console: Console | None = None) -> None:
-    """The stages for people."""
+    """Print the planned stages as a table."""
     console = console or _build_console()
     table = Table("stage", "asset", "partitions", "holds now", "launches itself", "why", show_edge=False)
     for stage in stages:
@@ -240,7 +269,7 @@ def show_plan(stages: Sequence[Stage], console: Console | None = None) -> None:
 
 
 def show_status(stage_progress: Sequence[StageProgress], console: Console | None = None) -> None:
-    """The progress for people."""
+    """Print the progress of the stages as a table."""
     console = console or _build_console()
     table = Table(
         "stage", "asset", "planned", "done", "running", "to do", "failed", "lost", "", show_edge=False
@@ -260,17 +289,17 @@ def show_status(stage_progress: Sequence[StageProgress], console: Console | None
 
 
 def format_module_option(module: str | None) -> str:
-    """The option `-m` of a command that is shown as the next one; nothing if the project was found."""
+    """Format the option `-m` for a suggested command. Empty if `module` is None."""
     return "" if module is None else f" -m {module}"
 
 
 def show_retry(
     retry_plan: RetryPlan, backfill_id: str, module: str | None, console: Console | None = None
 ) -> None:
-    """What was launched again, and what stays lost, for people."""
+    """Print the partitions that were launched again, the stages that are lost, and the next commands."""
     console = console or _build_console()
     for relaunch in retry_plan.launches:
-        manner = "anew, all of their rows" if relaunch.rebuild else "again"
+        manner = "to recompute all rows" if relaunch.rebuild else "again"
         names = ", ".join(_format_partition(partition) for partition in relaunch.partitions)
         asset = relaunch.asset.to_user_string()
         launch_message = (
@@ -281,12 +310,15 @@ def show_retry(
         console.print(f"Backfill {backfill_id} has no failed partitions to launch again.", soft_wrap=True)
     for lost_stage in retry_plan.lost_stages:
         names = ", ".join(_format_partition(partition) for partition in lost_stage.partitions)
-        advice = f"to compute anew: {names}" if names else "a rebuild does not help before this is corrected"
-        loss_message = f"Stage {lost_stage.number}, {lost_stage.asset.to_user_string()}, is {lost_stage.reason} It was not launched; {advice}."
+        asset = lost_stage.asset.to_user_string()
+        advice = f"Recompute: {names}." if names else "Correct the cause before a rebuild."
+        loss_message = (
+            f"Stage {lost_stage.number}, {asset}, is {lost_stage.reason} It was not launched. {advice}"
+        )
         console.print(loss_message, soft_wrap=True, highlight=False, markup=False)
     if any(lost.partitions for lost in retry_plan.lost_stages):
         command = f"branchlake backfill retry {backfill_id}{format_module_option(module)} --rebuild-lost"
-        console.print(f"Compute them anew: {command}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"Recompute the lost stages: {command}", soft_wrap=True, highlight=False, markup=False)
     if retry_plan.launches:
         command = f"branchlake backfill status {backfill_id}{format_module_option(module)}"
         console.print(f"Next: {command}", soft_wrap=True, highlight=False, markup=False)
@@ -311,7 +343,7 @@ def _format_partitions(stage: Stage) -> str:
 
 
 def stage_to_dict(stage: Stage) -> dict[str, Any]:
-    """For JSON."""
+    """Convert a stage to a JSON object."""
     return {
         "stage": stage.number,
         "asset": stage.asset.to_user_string(),
@@ -325,7 +357,7 @@ def stage_to_dict(stage: Stage) -> dict[str, Any]:
 
 
 def progress_to_dict(entry: StageProgress) -> dict[str, Any]:
-    """For JSON."""
+    """Convert the progress of a stage to a JSON object."""
     return {
         "stage": entry.stage.number,
         "asset": entry.stage.asset.to_user_string(),
@@ -344,7 +376,7 @@ def progress_to_dict(entry: StageProgress) -> dict[str, Any]:
 
 
 def retry_to_dict(retry_plan: RetryPlan) -> dict[str, Any]:
-    """For JSON; an asset without partitions has null for them."""
+    """Convert a retry to a JSON object. `partitions` is null for an asset without partitions."""
     return {
         "launched": [
             {
@@ -373,13 +405,13 @@ def _partition_names(partitions: Sequence[str | None]) -> list[str | None] | Non
 
 
 def show_comparisons(comparisons: Sequence[StageComparison], console: Console | None = None) -> None:
-    """The rows and sums of each stage before and now, a line for each partition."""
+    """Print the rows and sums of each stage before the backfill and now, with one line per partition."""
     console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
     table = Table(
         "stage", "asset", "partition", "rows before", "now", "change", "changed", "sums", show_edge=False
     )
     for stage in comparisons:
-        rows = [(partition or "all of it", one) for partition, one in stage.partitions.items()]
+        rows = [(partition or "all of it", counts) for partition, counts in stage.partitions.items()]
         if len(rows) != 1:
             rows.append((f"total of {format_count(len(rows), 'partition')}", stage.total))
         for name, comparison in rows:
@@ -397,7 +429,7 @@ def show_comparisons(comparisons: Sequence[StageComparison], console: Console | 
 
 
 def format_total(stage: StageComparison) -> str:
-    """The total of a stage in a line."""
+    """Format the total of a stage in one line."""
     total = stage.total
     rows = f"rows {total.before.rows:,} → {total.after.rows:,}"
     sums = format_sums(total)
@@ -405,13 +437,14 @@ def format_total(stage: StageComparison) -> str:
 
 
 def format_share(stage: StageComparison, comparison: Comparison) -> str:
-    """The share of changed rows, or of changed keys."""
+    """Format the share of changed rows, or of changed keys if the stage has keys."""
     noun = "key" if stage.keys else "row"
-    return f"{comparison.share:.1%} ({comparison.changed_count:,} of {format_count(comparison.compared_count, noun)})"
+    compared = format_count(comparison.compared_count, noun)
+    return f"{comparison.share:.1%} ({comparison.changed_count:,} of {compared})"
 
 
 def format_sums(comparison: Comparison) -> str:
-    """The sums that changed, by column."""
+    """Format the sums that changed, by column. `unchanged` if none changed, empty if there are no sums."""
     changed_sums = [
         f"{name} {_format_number(before)} → {_format_number(after)}"
         for name, (before, after) in comparison.sums.items()
@@ -421,14 +454,17 @@ def format_sums(comparison: Comparison) -> str:
 
 
 def _format_number(value: Number | None) -> str:
-    """Ten digits of a floating point sum: the last ones depend on the order of the rows."""
+    # The last digits of a floating point sum depend on the order of the rows, so ten digits are shown.
     if value is None:
         return "none"
     return f"{value:,.10g}" if isinstance(value, float) else f"{value:,}"
 
 
 def comparison_to_dict(stage: StageComparison) -> dict[str, Any]:
-    """For JSON. The partition of an asset without partitions is null, decimal sums are strings."""
+    """Convert the comparison of a stage to a JSON object.
+
+    `partition` is null for an asset without partitions. Sums of decimals are strings.
+    """
     return {
         "stage": stage.number,
         "asset": stage.asset.to_user_string(),
@@ -460,14 +496,14 @@ def _to_json_number(value: Number | None) -> int | float | str | None:
 
 
 def approve_assets(settings: Settings, backfill_id: str, assets: Sequence[str]) -> Approval:
-    """Approve what is on `main` of a backfill. Raises ConfigurationError for an unknown id."""
+    """Approve the results of a backfill on `main`. Raises ConfigurationError for an unknown id."""
     dagster_home(settings)
     with DagsterInstance.get() as instance:
         return approve_results(instance, backfill_id, [AssetKey.from_user_string(asset) for asset in assets])
 
 
 def approval_to_dict(approval: Approval) -> dict[str, Any]:
-    """For JSON: the ids of the runs."""
+    """Convert an approval to a JSON object with the ids of the runs."""
     return {
         "approved": [run.run_id for run in approval.approved_runs],
         "unpublished": [run.run_id for run in approval.unpublished_runs],

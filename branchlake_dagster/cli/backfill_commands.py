@@ -1,4 +1,4 @@
-"""The commands of `branchlake backfill`. What they need is imported when one of them runs."""
+"""The commands of `branchlake backfill`. A command imports its dependencies when it runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_se
 def backfill_group() -> None:
     """Recompute partitions and what depends on them.
 
-    What is computed from them by changes follows, stage by stage.
+    Assets that consume their changes follow, stage by stage.
     """
 
 
 module_option = click.option("-m", "--module", help=MODULE_HELP)
-partition_option = click.option("--partition", "partitions", multiple=True, help="Its key; may be repeated.")
-all_option = click.option("--all", "everything", is_flag=True, help="All partitions, or all of it.")
+partition_option = click.option(
+    "--partition", "partitions", multiple=True, help="A partition key; may be repeated."
+)
+all_option = click.option("--all", "everything", is_flag=True, help="All partitions, or the whole asset.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 
 
@@ -35,21 +37,20 @@ def plan_command(
 ) -> None:
     """Show what a backfill would compute.
 
-    Stage by stage, with its size and the reason. Launches nothing. Without --partition and --all:
-    those that an older code version of ASSET has computed.
+    Lists each stage with its size and reason. Launches nothing. Without --partition and --all, the
+    backfill computes the partitions that an older code version of ASSET computed.
     """
     from branchlake_dagster.cli import backfill
-    from branchlake_dagster.cli import backfill as shown
 
     with backfill.open_location(module) as context:
         request = backfill.build_request(context, asset, partitions, everything=everything)
         stages = backfill.plan_request(context, request) if request is not None else []
     if as_json:
-        click.echo(json.dumps([shown.stage_to_dict(stage) for stage in stages], indent=2))
+        click.echo(json.dumps([backfill.stage_to_dict(stage) for stage in stages], indent=2))
     elif stages:
-        shown.show_plan(stages)
+        backfill.show_plan(stages)
     else:
-        click.echo(f"Nothing of {asset} is stale.")
+        click.echo(f"No data of {asset} comes from an older code version.")
 
 
 @backfill_group.command(name="run")
@@ -58,7 +59,7 @@ def plan_command(
 @partition_option
 @all_option
 @click.option(
-    "--approval", is_flag=True, help="Hold each stage back until the results before it are approved."
+    "--approval", is_flag=True, help="Hold each stage until the results of the stage before it are approved."
 )
 @json_option
 def run_command(
@@ -75,7 +76,6 @@ def run_command(
     before it is published.
     """
     from branchlake_dagster.cli import backfill
-    from branchlake_dagster.cli import backfill as shown
 
     with backfill.open_location(module) as context:
         request = backfill.build_request(context, asset, partitions, everything=everything)
@@ -87,11 +87,11 @@ def run_command(
     if as_json:
         click.echo(json.dumps({"backfill": backfill_id}))
     elif backfill_id is None:
-        click.echo(f"Nothing of {asset} is stale.")
+        click.echo(f"No data of {asset} comes from an older code version.")
     else:
         click.echo(
             f"Backfill {backfill_id}. Next: branchlake backfill status"
-            f" {backfill_id}{shown.format_module_option(module)}"
+            f" {backfill_id}{backfill.format_module_option(module)}"
         )
 
 
@@ -102,28 +102,28 @@ def run_command(
 def status_command(backfill_id: str, module: str | None, as_json: bool) -> None:
     """Show the progress of each stage.
 
-    With it the changes that wait for approval.
+    Also show the changes that wait for approval.
     """
     from branchlake_dagster.cli import backfill
-    from branchlake_dagster.cli import backfill as compared
-    from branchlake_dagster.cli import backfill as shown
 
     with backfill.open_location(module) as context:
         stage_progress = backfill.report_stage_progress(context, backfill_id)
         comparisons = backfill.compare_held_stages(context, backfill_id, stage_progress)
     if as_json:
-        by_asset = {one.asset: compared.comparison_to_dict(one)["total"] for one in comparisons}
+        totals = {
+            comparison.asset: backfill.comparison_to_dict(comparison)["total"] for comparison in comparisons
+        }
         stages = [
-            shown.progress_to_dict(one) | {"comparison": by_asset.get(one.stage.asset)}
-            for one in stage_progress
+            backfill.progress_to_dict(entry) | {"comparison": totals.get(entry.stage.asset)}
+            for entry in stage_progress
         ]
         click.echo(json.dumps(stages, indent=2))
     else:
-        shown.show_status(stage_progress)
+        backfill.show_status(stage_progress)
         for comparison in comparisons:
             asset = comparison.asset.to_user_string()
             click.echo(
-                f"Stage {comparison.number}, {asset}, to be approved: {compared.format_total(comparison)}"
+                f"Stage {comparison.number}, {asset}, waits for approval: {backfill.format_total(comparison)}"
             )
 
 
@@ -133,22 +133,21 @@ def status_command(backfill_id: str, module: str | None, as_json: bool) -> None:
 @module_option
 @json_option
 def compare_command(backfill_id: str, asset: str | None, module: str | None, as_json: bool) -> None:
-    """Compare each stage with what it replaced.
+    """Compare each stage with the rows that it replaced.
 
-    The rows on main now with those before the backfill; with ASSET only of that stage. Shows
+    Compares the rows on main with those before the backfill; with ASSET, only for that stage. Shows
     the rows, the sums of numeric columns and the share of changed rows, by partition and in total.
     """
     from branchlake_dagster.cli import backfill
-    from branchlake_dagster.cli import backfill as compared
 
     with backfill.open_location(module) as context:
         comparisons = backfill.compare_backfill(context, backfill_id, asset)
     if as_json:
         click.echo(
-            json.dumps([compared.comparison_to_dict(comparison) for comparison in comparisons], indent=2)
+            json.dumps([backfill.comparison_to_dict(comparison) for comparison in comparisons], indent=2)
         )
     else:
-        compared.show_comparisons(comparisons)
+        backfill.show_comparisons(comparisons)
 
 
 @backfill_group.command(name="approve")
@@ -157,38 +156,37 @@ def compare_command(backfill_id: str, asset: str | None, module: str | None, as_
 @module_option
 @json_option
 def approve_command(backfill_id: str, assets: tuple[str, ...], module: str | None, as_json: bool) -> None:
-    """Approve what a backfill has published.
+    """Approve the published results of a backfill.
 
-    The stages after it are then launched; with ASSETS only those after these. What is published
-    later waits for another approval.
+    The next stages are then launched. With ASSETS, only the results of these assets are approved.
+    Results that are published later wait for another approval.
     """
-    from branchlake_dagster.cli import backfill as approval
+    from branchlake_dagster.cli import backfill
 
-    backfill_approval = approval.approve_assets(load_command_settings(module).settings, backfill_id, assets)
+    approval = backfill.approve_assets(load_command_settings(module).settings, backfill_id, assets)
     if as_json:
-        click.echo(json.dumps(approval.approval_to_dict(backfill_approval), indent=2))
+        click.echo(json.dumps(backfill.approval_to_dict(approval), indent=2))
     else:
-        click.echo(backfill_approval.format_summary())
+        click.echo(approval.format_summary())
 
 
 @backfill_group.command(name="retry")
 @click.argument("backfill_id")
 @module_option
 @click.option(
-    "--rebuild-lost", is_flag=True, help="Also compute anew the stages whose change is no longer known."
+    "--rebuild-lost", is_flag=True, help="Also recompute the stages whose changes are no longer known."
 )
 @json_option
 def retry_command(backfill_id: str, module: str | None, rebuild_lost: bool, as_json: bool) -> None:
     """Launch the failed partitions of each stage again.
 
-    Dagster's daemon computes them. What follows from them launches itself as it is published.
+    Dagster's daemon computes them. Later stages launch themselves when these results are published.
     """
     from branchlake_dagster.cli import backfill
-    from branchlake_dagster.cli import backfill as shown
 
     with backfill.open_location(module) as context:
         retry_plan = backfill.retry_backfill(context, backfill_id, time.time(), rebuild_lost=rebuild_lost)
     if as_json:
-        click.echo(json.dumps(shown.retry_to_dict(retry_plan), indent=2))
+        click.echo(json.dumps(backfill.retry_to_dict(retry_plan), indent=2))
     else:
-        shown.show_retry(retry_plan, backfill_id, module)
+        backfill.show_retry(retry_plan, backfill_id, module)

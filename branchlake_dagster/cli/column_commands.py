@@ -1,4 +1,4 @@
-"""`branchlake columns drop` and `rename`. What they need is imported when one of them runs."""
+"""The commands `branchlake columns drop` and `rename`. A command imports its dependencies when it runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_se
 def columns() -> None:
     """Drop or rename columns of a published table.
 
-    The change is a publication of its own: it is made on a branch and comes to main in one commit. No
-    data file is written.
+    The change is made on a branch and published to main in one commit. No data file is written.
     """
 
 
 module_option = click.option("-m", "--module", help=MODULE_HELP)
-dry_run_option = click.option("--dry-run", is_flag=True, help="Only list what depends on the table.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Only list the dependents of the table.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 
 
@@ -49,7 +48,7 @@ def drop(table: str, columns: tuple[str, ...], module: str | None, dry_run: bool
 def rename(table: str, column: str, new_name: str, module: str | None, dry_run: bool, as_json: bool) -> None:
     """Rename COLUMN of TABLE (namespace.name) on main.
 
-    Change the code of its asset too: a frame with the old name does not fit the table any more.
+    Also change the code of its asset: a frame with the old name no longer fits the table.
     """
     _change_columns(table, (column,), new_name, module, dry_run=dry_run, as_json=as_json)
 
@@ -78,6 +77,7 @@ def _change_columns(
         validate_column_change,
     )
     from branchlake_dagster.runs.origin import load_instance_id
+    from branchlake_dagster.wording import format_names
 
     loaded_settings = load_command_settings(module)
     settings = loaded_settings.settings
@@ -85,15 +85,15 @@ def _change_columns(
         key = ContentKey.from_path(table)
     except ValueError as error:
         raise ConfigurationError(
-            f"{table!r} is not the name of a table.", hint="Write namespace.name."
+            f"{table!r} is not a table name.", hint="Write the name as namespace.name."
         ) from error
     identifier = key.elements if len(key) > 1 else (settings.default_namespace, *key.elements)
     change = ColumnChange(identifier, columns, new_name)
     lake = Lakehouse(settings, start=False)
     lake.endpoints(spark=False)
     tables = [*dependents.iter_consuming_tables(lake, change)]
-    unreadable_tables = [one for one in tables if isinstance(one, UnreadableTable)]
-    dependent_objects = [one for one in tables if not isinstance(one, UnreadableTable)]
+    unreadable_tables = [item for item in tables if isinstance(item, UnreadableTable)]
+    dependent_objects = [item for item in tables if not isinstance(item, UnreadableTable)]
     used_columns: set[str] = set()
     for location in loaded_settings.locations:
         graph = location.repository.asset_graph
@@ -103,7 +103,7 @@ def _change_columns(
     if not as_json:
         for dependent in dependent_objects:
             consumption = (
-                f", which consumes its changes by {', '.join(dependent.declares)}"
+                f", which consumes its changes by {format_names('column', dependent.declares)}"
                 if dependent.declares
                 else ""
             )
@@ -127,8 +127,8 @@ def _change_columns(
             "publication": commit,
         }
         dependents_result = {
-            "dependents": [one.as_dict() for one in dependent_objects],
-            "unreadable": [asdict(lost) for lost in unreadable_tables],
+            "dependents": [item.as_dict() for item in dependent_objects],
+            "unreadable": [asdict(item) for item in unreadable_tables],
         }
         click.echo(json.dumps({**result, **dependents_result}, indent=2))
     elif commit is None:
@@ -136,4 +136,7 @@ def _change_columns(
     else:
         verb = "Dropped" if new_name is None else "Renamed"
         to = "" if new_name is None else f" to {new_name}"
-        click.echo(f"{verb} {', '.join(columns)} of {change.table}{to}, commit {commit[:16]} on main.")
+        click.echo(
+            f"{verb} {format_names('column', columns)} of table {change.table}{to}"
+            f" in commit {commit[:16]} on main."
+        )

@@ -1,4 +1,4 @@
-"""What depends on a table whose columns change: consumers on `main`, and assets and checks of the code."""
+"""The objects that depend on a table whose columns change: tables on `main`, assets and checks."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ from branchlake_dagster.tables.specification import parse_table_spec, table_iden
 
 @dataclass(frozen=True)
 class Dependent:
-    """An asset, a check or a table. `declares` are the columns of the change by which it consumes changes."""
+    """An asset, a check or a table that depends on the changed table.
+
+    `kind` is `asset`, `check` or `consumer`. `declares` are the changed columns by which an asset consumes
+    changes.
+    """
 
     kind: str
     name: str
     declares: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Convert to a JSON object."""
         return {"kind": self.kind, "name": self.name, "declares": list(self.declares)}
 
 
 def iter_consuming_tables(lake: Lakehouse, change: ColumnChange) -> Iterator[Dependent | UnreadableTable]:
-    """The tables on `main` that were computed from changes of the table, in any code location.
+    """Iterate over the tables on `main` that were computed from changes of the table, by any code location.
 
-    Reads the metadata of each table. A table that cannot be read may be one of them, so it is reported.
+    Reads the metadata of every table. Unreadable tables are included, because they may depend on the table.
     """
     for table in iter_recorded_positions(lake):
         if isinstance(table, UnreadableTable):
@@ -46,19 +50,19 @@ def iter_consuming_tables(lake: Lakehouse, change: ColumnChange) -> Iterator[Dep
 
 
 def iter_code_dependents(graph: AssetGraph, change: ColumnChange, namespace: str) -> Iterator[Dependent]:
-    """The assets that read the table's asset, and the checks of its rows."""
+    """Iterate over the checks of the table's asset and the assets that read it."""
     for key in _asset_keys_of_table(graph, change, namespace):
         node = graph.get(key)
-        for check in sorted(node.check_keys, key=lambda one: one.name):
+        for check in sorted(node.check_keys, key=lambda check: check.name):
             yield Dependent("check", f"{check.asset_key.to_user_string()}:{check.name}")
         for child in sorted(node.child_keys):
             consumed = _consumed_columns(graph, child, key, namespace)
-            declares = tuple(one for one in change.columns if one in consumed)
+            declares = tuple(column for column in change.columns if column in consumed)
             yield Dependent("asset", child.to_user_string(), declares)
 
 
 def list_asset_columns(graph: AssetGraph, change: ColumnChange, namespace: str) -> set[str]:
-    """The columns that the table's asset names in its definition: keys and partition columns."""
+    """Return the key and partition columns in the definition of the table's asset."""
     column_names: set[str] = set()
     for key in _asset_keys_of_table(graph, change, namespace):
         node = graph.get(key)
@@ -77,11 +81,11 @@ def _find_identifier(key: AssetKey, namespace: str) -> tuple[str, ...] | None:
     try:
         return table_identifier(key, namespace)
     except BranchlakeError:
-        return None  # the key of an asset that is no table
+        return None  # the asset's key cannot name a table
 
 
 def _consumed_columns(graph: AssetGraph, child: AssetKey, key: AssetKey, namespace: str) -> set[str | None]:
-    """The columns of an input by which an asset consumes its changes."""
+    """Return the columns of the input `key` by which the asset `child` consumes its changes."""
     node = graph.get(child)
     declaration = parse_declaration(node.metadata, asset=child.to_user_string())
     if declaration is None or key not in declaration.inputs:

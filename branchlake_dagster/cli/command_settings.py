@@ -1,6 +1,6 @@
-"""The settings that a command works with, and where they come from: the environment or a code location.
+"""The settings of a command, which come from the environment or from a code location.
 
-This module imports Dagster only where a code location is named: other commands start without it.
+This module imports Dagster only if a code location is named, so that other commands start faster.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from branchlake_dagster.cli.location import LoadedLocation
 
 ENVIRONMENT = "the environment"
-MODULE_HELP = "The module with your Definitions; without it, what the project's files name."
+MODULE_HELP = "The module with your Definitions; default: those of the project's files."
 _FILES = ("dg.toml", "pyproject.toml", "workspace.yaml", "workspace.yml")
 """Files that name code locations, in the order in which dg and Dagster look for them."""
 _TABLES = ("[tool.dagster", "[tool.dg")
-"""How the tables of a pyproject.toml begin that may name code locations."""
+"""Prefixes of the tables in a pyproject.toml that may name code locations."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class CommandSettings:
     """The settings of a command with their source.
 
     `source` is `the environment`, or the lake's resource key and its code location. `locations` are the
-    loaded code locations that these settings belong to. `trouble` says which others could not be loaded.
+    loaded code locations that use these settings. `trouble` describes code locations that could not be
+    loaded.
     """
 
     settings: Settings
@@ -39,12 +40,12 @@ class CommandSettings:
 
     @property
     def description(self) -> str:
-        """The source for people, with the code locations that could not be loaded."""
+        """The source in words, with the code locations that could not be loaded."""
         return f"{self.source}; {self.trouble}" if self.trouble else self.source
 
 
 def find_project_files() -> list[Path]:
-    """The files of the working folder that may name code locations; none outside a project."""
+    """Return the files of the working folder that may name code locations. Empty outside a project."""
     paths = (Path(name) for name in _FILES)
     return [
         path for path in paths if path.is_file() and (path.suffix != ".toml" or _may_name_locations(path))
@@ -59,20 +60,21 @@ def _may_name_locations(path: Path) -> bool:
 
 
 def load_command_settings(module: str | None) -> CommandSettings:
-    """The settings of the lake in a module, of the project in the working folder, or of the environment.
+    """Load the settings of a module's lake, of the project in the working folder, or of the environment.
 
-    Imports the code location. Prints a line to standard error unless the environment alone was asked.
+    Imports the code location and prints the source of the settings to standard error. Outside a project and
+    without `module`, only reads the environment.
 
     Args:
-        module: A module with `Definitions`, as `dagster dev -m` takes it. None: what `dg.toml`,
-            `pyproject.toml` or `workspace.yaml` of the working folder names.
+        module: A module with `Definitions`, as for `dagster dev -m`. If it is None, `dg.toml`,
+            `pyproject.toml` or `workspace.yaml` of the working folder names the code locations.
 
     Returns:
-        The settings and their source. A code location without a lake has the environment's settings, and so
-        has a project whose code locations cannot be loaded.
+        The settings and their source. The settings come from the environment if the code locations have no
+        lake or cannot be loaded.
 
     Raises:
-        ConfigurationError: `module` cannot be loaded, or several lakes come into question.
+        ConfigurationError: `module` cannot be loaded, or there are several lakes to choose from.
     """
     files = [] if module is not None else find_project_files()
     if module is None and not files:

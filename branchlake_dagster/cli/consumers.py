@@ -1,4 +1,4 @@
-"""`branchlake consumers`: what incremental tables and their partitions have left to consume."""
+"""The report of `branchlake consumers`: the changes that incremental tables have not consumed yet."""
 
 from __future__ import annotations
 
@@ -35,17 +35,20 @@ from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import format_count
 
 _WIDE = 200
-"""Columns when nobody watches: a line each, for grep."""
+"""Width of a table, in characters, if the output is not a terminal: one line per consumer, for grep."""
 _LEGEND = """
-left: published change of the input that the table has not consumed. Files are counted, no row is read: a file
-that was rewritten for one row counts all its rows, before and after ("at most").
-since: the age of the oldest change that is left. ahead: partitions that have consumed more than the others.
+left: published changes of the input that the table has not consumed. Rows are counted from file metadata: a
+file that was rewritten for one row counts all its rows, before and after ("at most").
+since: the age of the oldest unconsumed change. ahead: partitions that have consumed more than the others.
 valid through: the table has all records up to this time. by run: the run that consumed last.
-Why no run is launched: branchlake consumers --partitions -m MODULE""".lstrip()
+To see why no run is launched: branchlake consumers --partitions -m MODULE""".lstrip()
 
 
 def gather_consumers(settings: Settings) -> dict[str, Any]:
-    """Each consumer and input with its position and what is left; starts nothing."""
+    """Collect the position and the unconsumed changes of each consumer and input. Starts no server.
+
+    Returns the JSON object of `branchlake consumers --json`.
+    """
     lake = Lakehouse(settings, start=False)
     lake.endpoints(spark=False)
     now = datetime.now(UTC)
@@ -78,7 +81,7 @@ def _backlog_to_dict(table: InputBacklog, now: datetime) -> dict[str, Any]:
 
 
 def show_consumers(report: dict[str, Any], console: Console | None = None) -> None:
-    """The same for people."""
+    """Print the report of `gather_consumers` as a table with a legend."""
     console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
     if not report["consumers"] and not report["unreadable"]:
         console.print("No table on main was computed from changes.")
@@ -103,10 +106,11 @@ def show_consumers(report: dict[str, Any], console: Console | None = None) -> No
 
 
 def _classify_row_count(change: ChangeSet) -> str:
-    """What the number of rows counts: no row is read, so it comes from the files that were added and removed.
+    """Return how exact the number of changed rows is, because it comes from file metadata and not from rows.
 
-    `exact` of files that were only added. `at most`: a rewritten file counts its rows twice, as removed and
-    as added. `with deleted values`: a value may have deleted any number of rows.
+    - `exact`: files were only added.
+    - `at most`: files were rewritten, and their rows count twice, as removed and as added.
+    - `with deleted values`: equality deletes may have removed any number of rows.
     """
     if change.only_appends:
         return "exact"
@@ -126,12 +130,15 @@ def _format_unconsumed(consumer: dict[str, Any]) -> str:
 
 
 _WIDE_TABLE = 240
-"""Columns when nobody watches: a line for each partition, for grep."""
+"""Width of a table, in characters, if the output is not a terminal: one line per partition, for grep."""
 
 
 @dataclass(frozen=True)
 class ConsumerPartitions:
-    """A consumer with the partitions that have something left, and its sensor; None if it has none."""
+    """A consumer with its partitions that have unconsumed changes.
+
+    `sensor` is None if no incremental sensor launches the consumer.
+    """
 
     asset: AssetKey
     sensor: DeclaredSensor | None
@@ -139,14 +146,16 @@ class ConsumerPartitions:
 
     @property
     def policy(self) -> LaunchPolicy:
-        """When its sensor launches it."""
+        """The launch policy of the sensor, or the default policy without a sensor."""
         return self.sensor.policy if self.sensor is not None else LaunchPolicy()
 
 
 def gather_partitions(context: LocationContext, asset: str | None, now: datetime) -> list[ConsumerPartitions]:
-    """The consumers of the code location, or one of them, at `now`; reads manifests and no data file.
+    """Collect the partitions with unconsumed changes of all consumers of a code location, or of one asset.
 
-    Raises ConfigurationError for an asset that consumes no changes.
+    Reads manifests and no data file.
+
+    Raises ConfigurationError if the asset consumes no changes.
     """
     key = AssetKey.from_user_string(asset) if asset is not None else None
     namespace = context.lake.lakehouse.settings.default_namespace
@@ -154,7 +163,7 @@ def gather_partitions(context: LocationContext, asset: str | None, now: datetime
     if key is not None and not selected_consumers:
         raise ConfigurationError(
             f"Asset {asset} does not consume changes in this code location.",
-            hint="Without an asset, branchlake consumers --partitions lists all that do.",
+            hint="List the assets that do: branchlake consumers --partitions.",
         )
     in_flight, approvals = InFlightRuns(context.instance, now), Approvals(context.instance)
     consumer_partitions = []
@@ -183,7 +192,7 @@ def gather_partitions(context: LocationContext, asset: str | None, now: datetime
 
 
 def explain_missing_ticks(sensor: DeclaredSensor | None, ticks: SensorTicks | None) -> LaunchState | None:
-    """Why no sensor ticks for an asset; None if one does, as far as Dagster has recorded it."""
+    """Return why no sensor ticks for an asset, or None if Dagster has recorded ticks of its sensor."""
     if sensor is None:
         return LaunchState.NO_SENSOR
     is_started = ticks.started if ticks is not None else None
@@ -195,7 +204,10 @@ def explain_missing_ticks(sensor: DeclaredSensor | None, ticks: SensorTicks | No
 def partitions_to_dicts(
     consumer_partitions: Sequence[ConsumerPartitions], now: datetime
 ) -> list[dict[str, Any]]:
-    """For JSON. The partition of an asset without partitions is null, ages are in seconds."""
+    """Convert consumers to JSON objects.
+
+    `partition` is null for an asset without partitions. Ages are in seconds.
+    """
     return [
         {
             "asset": consumer.asset.to_user_string(),
@@ -232,11 +244,15 @@ def _partition_to_dict(backlog: PartitionBacklog, policy: LaunchPolicy, now: dat
 def show_consumer_partitions(
     consumer_partitions: Sequence[ConsumerPartitions], now: datetime, console: Console | None = None
 ) -> None:
-    """The same for people."""
+    """Print the partitions with unconsumed changes as a table."""
     console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE_TABLE))
-    if not any(one.partitions for one in consumer_partitions):
-        names = ", ".join(one.asset.to_user_string() for one in consumer_partitions)
-        console.print(f"Nothing is left to consume: {names}." if names else "No asset consumes changes.")
+    if not any(consumer.partitions for consumer in consumer_partitions):
+        names = ", ".join(consumer.asset.to_user_string() for consumer in consumer_partitions)
+        console.print(
+            f"All changes are consumed by {names}."
+            if names
+            else "No asset of this code location consumes changes."
+        )
         return
     table = Table("asset", "partition", "left", "since", "position", "why", show_edge=False, pad_edge=False)
     for consumer in consumer_partitions:

@@ -1,4 +1,4 @@
-"""Dagster's own storage for the embedded lakehouse, and a `dagster dev` for measurements."""
+"""Dagster's home folder for the embedded lakehouse, and `dagster dev` as a child process for benchmarks."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ telemetry:
 nux:
   enabled: false
 
-# A run's process is forked from one that has imported the code: a tenth of a second instead of several.
+# A run's process is forked from a warm process that has imported the code: 0.1 s instead of several seconds.
 run_launcher:
   module: branchlake_dagster
   class: WarmRunLauncher
 
-# A launched run waits for the next look at the queue; Dagster's own distance is 5 s. A look is one query.
-# Threads, because the first run after a reload waits for imports, and others need not wait with it.
+# Dagster's default polls the queue of launched runs every 5 s. A poll is one query.
+# Threads, because the first run after a reload waits for imports, and other runs need not wait for that run.
 run_queue:
   dequeue_interval_seconds: 1
   dequeue_use_threads: true
 
-# Fails runs that never start or never stop, and those whose process is gone. (The process that started a
-# worker tells at once; this is for when that is gone too. From elsewhere, dead_writer_sensor sees it.)
-run_monitoring:
+# Fails runs that never start or never stop, and runs without a process. The process that starts a run reports
+# its death at once. This check is needed if both processes die. dead_writer_sensor finds runs on other
+machines. run_monitoring:
   enabled: true
   poll_interval_seconds: 30
 
@@ -52,10 +52,10 @@ sensors:
 
 
 def dagster_home(settings: Settings) -> Path:
-    """The folder named by `DAGSTER_HOME`, else one in the state folder; made and configured if needed.
+    """Return Dagster's home: the folder in `DAGSTER_HOME`, or else `dagster` in the state folder.
 
-    Exports `DAGSTER_HOME` and `BRANCHLAKE_STATE_DIR`, so that this process and the ones Dagster starts
-    agree.
+    Creates and configures the folder if needed. Sets `DAGSTER_HOME` and `BRANCHLAKE_STATE_DIR` in the
+    environment, so that processes that Dagster starts use the same folders.
     """
     make_state_folder(settings.state_dir)
     home = Path(os.environ.get("DAGSTER_HOME") or settings.state_dir / "dagster").absolute()
@@ -69,8 +69,8 @@ def dagster_home(settings: Settings) -> Path:
 def prepare_home(home: Path) -> None:
     """Write `dagster.yaml` and create the databases in an existing folder that has no `dagster.yaml`.
 
-    A folder that somebody configured is left as it is. Safe when several processes do it at once. Takes two
-    seconds the first time.
+    Does not change a folder with a `dagster.yaml`. Several processes may call this at the same time. Takes
+    two seconds the first time.
     """
     config, lock_path = home / "dagster.yaml", home / ".preparing"
     if config.exists() and not lock_path.exists():
@@ -83,7 +83,7 @@ def prepare_home(home: Path) -> None:
 
 
 def _create_databases(home: Path) -> None:
-    """Dagster makes each when it is first used; several processes that do so at once leave it broken."""
+    """Create all databases now, because several processes that first use one at the same time corrupt it."""
     from dagster import AssetKey, DagsterInstance
 
     with DagsterInstance.from_config(str(home)) as instance:
@@ -104,9 +104,20 @@ _LOCATIONS_QUERY = """
 def dagster_dev(
     module: str, *, home: Path, environment: Mapping[str, str], timeout_s: float = 120.0
 ) -> Iterator[str]:
-    """Webserver, daemon and code server for `module`; gives the UI's address and ends all on leaving.
+    """Run webserver, daemon and code server for `module`, and stop them at the end of the block.
 
-    `home` is Dagster's home. Output goes to `dev.log` in it. Raises ServerDidNotStart or MissingExtra.
+    Args:
+        module: The module of the code location.
+        home: Dagster's home. The output of the processes goes to `dev.log` in this folder.
+        environment: Additional environment variables.
+        timeout_s: Seconds until the UI must answer.
+
+    Yields:
+        The address of the UI.
+
+    Raises:
+        ServerDidNotStart: The UI did not answer in time, or the code location failed to load.
+        MissingExtra: `dagster-webserver` is not installed.
     """
     require_modules("ui", "dagster_webserver", needed_by="dagster dev")
     port = choose_port(0, setting="the port of dagster dev")
@@ -136,30 +147,31 @@ def _wait_until_loaded(url: str, process: subprocess.Popen[bytes], log: Path, ti
         except requests.RequestException:
             return False
 
-    # Whichever comes first: a process that has ended answers no more.
+    # Stop waiting if the process has ended, because it will not answer any more.
     in_time = holds_within(timeout_s, lambda: has_answered() or process.poll() is not None, every_s=0.2)
     if not in_time or process.poll() is not None:
-        raise ServerDidNotStart("dagster dev did not start.", hint=f"Its log: {log}")
+        raise ServerDidNotStart("dagster dev did not start.", hint=f"Read its log: {log}.")
     _require_loaded(url, log)
 
 
 def _require_loaded(url: str, log: Path) -> None:
-    """The UI answers although the code location failed to load; every launch would then fail obscurely."""
+    """Raise ServerDidNotStart if the code location failed to load. The UI answers in that case, too."""
     reply = requests.post(f"{url}/graphql", json={"query": _LOCATIONS_QUERY}, timeout=60.0).json()
     for entry in reply["data"]["workspaceOrError"].get("locationEntries", []):
         load_result = entry["locationOrLoadError"] or {}
         if load_result.get("__typename") == "PythonError":
-            # Dagster's own error says only where it was; the cause has what the code location raised.
+            # Dagster's error names only the location. Its cause is the error that the code location raised.
             cause = (load_result["cause"] or load_result)["message"].strip().splitlines()[0]
             raise ServerDidNotStart(
-                f"Code location {entry['name']} failed to load: {cause}", hint=f"Its log: {log}"
+                f"Code location {entry['name']} failed to load: {cause}",
+                hint=f"Read the log of dagster dev: {log}.",
             )
 
 
 def _end_session(process: subprocess.Popen[bytes], *, grace_s: float = 20.0) -> None:
-    """End the whole session: the daemon and code servers are children that would outlive the parent.
+    """End all processes of the session, because the daemon and code servers would outlive their parent.
 
-    Those that are at work, runs above all, have `grace_s` to write down how they ended.
+    Running processes, such as runs, have `grace_s` seconds to record their end before they are killed.
     """
     deadline = time.monotonic() + grace_s
     for signal_number in (signal.SIGINT, signal.SIGKILL):

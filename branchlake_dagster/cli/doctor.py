@@ -1,6 +1,6 @@
-"""`branchlake doctor`: whether every configured address, version and permission is as a run needs it.
+"""The report of `branchlake doctor`, which checks every configured address, version and permission.
 
-It starts no server. It writes to a branch and a folder of its own names only, and removes both.
+The checks start no server. They write only to a temporary branch and a temporary folder, and remove both.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from branchlake_dagster.cli.doctor_examinations import (
 from branchlake_dagster.settings import Settings
 
 _CORRECT_THE_CODE = (
-    "Correct the error if this code location has your lake: other settings are used until then."
+    "Correct the error if this code location has your lake. Until then, the settings come from another"
+    " source."
 )
 _COLORS: dict[FindingState, str] = {"right": "green", "wrong": "red", "off": "yellow"}
 
 
 def examine_setup(settings: Settings, source: str = ENVIRONMENT, trouble: str | None = None) -> Examination:
-    """Look at everything that `settings` and Dagster's own home configure.
+    """Check everything that `settings` and Dagster's home configure.
 
-    `source` says where the settings come from, `trouble` which code locations could not be loaded.
+    `source` describes the source of the settings. `trouble` describes code locations that could not be
+    loaded.
     """
     secret_values = (getattr(settings, name) for name in Settings.secret_names())
     examination = Examination(
@@ -48,12 +50,12 @@ def examine_setup(settings: Settings, source: str = ENVIRONMENT, trouble: str | 
 
 
 def examination_to_dict(examination: Examination) -> dict[str, Any]:
-    """For `--json`."""
+    """Convert an examination to a JSON object."""
     return {"healthy": examination.healthy, "findings": [asdict(finding) for finding in examination.findings]}
 
 
 def show_examination(examination: Examination) -> None:
-    """The findings as a table, and below it what to do about those that are wrong."""
+    """Print the findings as a table, followed by the remedies."""
     console = Console()
     table = Table("subject", "check", "state", "result")
     for finding in examination.findings:
@@ -74,5 +76,5 @@ def _findings_with_remedy(findings: Iterable[Finding]) -> Iterable[Finding]:
 
 
 def _escape_markup(message: str) -> str:
-    # Brackets are markup to rich: `[postgres]` would not be shown.
+    # rich treats brackets as markup, so it would not print `[postgres]`.
     return message.replace("[", r"\[")

@@ -1,4 +1,4 @@
-"""The examinations of `branchlake doctor`: Dagster, Kafka, the lake and its Spark."""
+"""The checks of `branchlake doctor` for Dagster, Kafka, Nessie, the warehouse, Java and Spark."""
 
 from __future__ import annotations
 
@@ -73,12 +73,16 @@ _EXPECTED_ERRORS = (
     RpcError,
     FutureTimeoutError,
 )
-"""What a place that is not as it should be raises; anything else is a bug of ours and ends as one."""
+"""Errors that become a finding. Any other error is a bug of branchlake and ends the command."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `off`: nothing is wrong, it is not running or not made yet."""
+    """The result of one check.
+
+    `place` is the subject, `looked_at` the check and `told` the result. The state `off` means that
+    something does not run or does not exist yet, which is not an error.
+    """
 
     place: str
     looked_at: str
@@ -89,7 +93,7 @@ class Finding:
 
 @dataclass
 class Examination:
-    """The findings so far. `secrets` are taken out of whatever the places say."""
+    """The findings of all checks. The values in `secrets` are replaced by `***` in every result."""
 
     secrets: tuple[str, ...] = ()
     findings: list[Finding] = field(default_factory=list)
@@ -106,9 +110,9 @@ class Examination:
         self.findings.append(Finding(subject, check, state, self._redact_message(result), remedy))
 
     def run_check(self, subject: str, check: str, action: Callable[[], str], *, remedy: str) -> bool:
-        """Add what `action` tells, or its error as something wrong; whether it was right.
+        """Add the result of `action` as a finding, or its error as a wrong one. Return whether it is right.
 
-        `remedy` follows what the error itself advises.
+        The remedy of a wrong finding is the hint of the error, followed by `remedy`.
         """
         try:
             result = action()
@@ -132,21 +136,23 @@ _SHOWN_BRANCHES = 5
 
 
 class PublicationLost(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """`main` does not hold a publication that Dagster knows of."""
+    """`main` does not contain a publication that Dagster has recorded."""
 
 
 def examine_dagster(examination: Examination, settings: Settings) -> None:
-    """Nothing is made: a home that is not there is told, not prepared."""
+    """Check Dagster's home, storage and web server. Creates nothing, not even a missing home."""
     check = partial(examination.run_check, "Dagster")
     home_variable = os.environ.get("DAGSTER_HOME")
     home = Path(home_variable) if home_variable else settings.state_dir / "dagster"
     if not (home / "dagster.yaml").is_file():
         result = f"{home} has no dagster.yaml"
         examination.add_finding(
-            "Dagster", "home", "off", result, "`branchlake up` writes one; docs/deployment.md has others."
+            "Dagster", "home", "off", result, "`branchlake up` writes one; docs/deployment.md shows others."
         )
     elif check(
-        "home", lambda: _require_readable_home(home), remedy="Make the folder writable or set DAGSTER_HOME."
+        "home",
+        lambda: _require_readable_home(home),
+        remedy="Make the folder readable, or set DAGSTER_HOME to another one.",
     ) and check(
         "storage",
         lambda: _format_storage(home),
@@ -155,12 +161,13 @@ def examine_dagster(examination: Examination, settings: Settings) -> None:
         check(
             "newest publication",
             lambda: _check_newest_publication(home, settings),
-            remedy="Check whether main was set back, or Nessie restored from an older copy. Runs whose branch"
-            " still exists are published again; launch the others again.",
+            remedy="Check whether main was reset, or Nessie restored from an older copy. Runs whose"
+            " branch still"
+            " exists are published again. Launch the other runs again.",
         )
         _add_ownerless_branches(examination, home, settings)
     if find_spec("dagster_webserver") is None:
-        remedy = "pip install 'branchlake_dagster[ui]', where the UI is to run."
+        remedy = "On the machine that runs the UI: pip install 'branchlake_dagster[ui]'."
         examination.add_finding(
             "Dagster", "web server", "off", "dagster-webserver is not installed here", remedy
         )
@@ -172,7 +179,7 @@ def examine_dagster(examination: Examination, settings: Settings) -> None:
 
 def _require_readable_home(home: Path) -> str:
     if not home.is_absolute():
-        raise ConfigurationError(f"DAGSTER_HOME is {home}, and Dagster takes an absolute path only.")
+        raise ConfigurationError(f"DAGSTER_HOME is {home}, but Dagster accepts only an absolute path.")
     if not os.access(home, os.R_OK | os.X_OK):
         raise ConfigurationError(f"{home} cannot be read.")
     return str(home)
@@ -186,9 +193,9 @@ def _format_storage(home: Path) -> str:
 
 
 def _check_newest_publication(home: Path, settings: Settings) -> str:
-    """The newest publication that Dagster knows; PublicationLost if `main` does not hold it.
+    """Describe the newest publication in Dagster's storage. Raises PublicationLost if `main` lacks it.
 
-    Costs one query to Dagster's run storage, and the log of `main` since that run started.
+    Costs one query to Dagster's run storage, and reads the log of `main` since that run started.
     """
     with DagsterInstance.from_config(str(home)) as instance:
         run_filter = RunsFilter(tags={RunTag.STATUS: str(Status.PUBLISHED), RunTag.LAKE: settings.lake_id})
@@ -199,14 +206,14 @@ def _check_newest_publication(home: Path, settings: Settings) -> str:
     branch = run.tags.get(RunTag.BRANCH, "")
     publication = find_publication(run.tags, branch)
     if publication is None:
-        return f"of run {run.run_id}, which names no commit"
+        return f"of run {run.run_id}, which recorded no commit"
     try:
         publisher = build_publisher(Lakehouse(settings, start=False))
     except LakeNotRunning:
         return f"of run {run.run_id}; not compared with main, because the lake does not run"
     if not publisher.is_on_main(publication):
         raise PublicationLost(
-            f"Dagster calls run {run.run_id} published, and main does not hold its publication.",
+            f"Dagster recorded run {run.run_id} as published, but main does not contain its publication.",
             branch=branch,
             run_id=run.run_id,
         )
@@ -214,22 +221,20 @@ def _check_newest_publication(home: Path, settings: Settings) -> str:
 
 
 def _add_ownerless_branches(examination: Examination, home: Path, settings: Settings) -> None:
-    """Add a finding for branches of runs that this Dagster instance does not know and nobody works on.
+    """Add a finding for inactive branches of runs that this Dagster instance does not know.
 
-    Their instance may be gone for good, as a temporary `DAGSTER_HOME` is. Branches that were written to
-    within `orphan_grace_min` are left out.
+    Their Dagster instance may not exist any more, for example if its `DAGSTER_HOME` was temporary. Branches
+    with a commit within `orphan_grace_min` are omitted.
     """
     try:
         lake = Lakehouse(settings, start=False)
         with DagsterInstance.from_config(str(home)) as instance:
             decisions = list(reap_branches(lake, instance, dry_run=True))
     except (BranchlakeError, OSError):
-        return  # it does not run, or the findings on Nessie and the warehouse say what is wrong
+        return  # the lake does not run, or the findings on Nessie and the warehouse show the error
     branches = find_ownerless_branches(decisions, reaper_limits(settings).orphan_grace)
     if not branches:
-        examination.add_finding(
-            "Dagster", "branches of other instances", "right", "none that nobody works on"
-        )
+        examination.add_finding("Dagster", "branches of other instances", "right", "no inactive branches")
         return
     names = " ".join(f"--branch {branch.branch}" for branch in branches[:_SHOWN_BRANCHES])
     more = (
@@ -246,19 +251,20 @@ def _add_ownerless_branches(examination: Examination, home: Path, settings: Sett
         "off",
         f"{format_count(len(branches), 'branch', 'branches')} {verb} that this instance does not"
         f" know{owner_note}",
-        f"If no other Dagster instance works on this lake any more, end them: branchlake reap {names}.{more}",
+        f"If no other Dagster instance uses this lake any more, discard them: branchlake reap {names}.{more}",
     )
 
 
 def find_ownerless_branches(decisions: Sequence[Reaping], grace: timedelta) -> list[Reaping]:
-    """The branches that the reaper keeps although nobody works on them, because their run is unknown here."""
+    """Return the inactive branches that the reaper keeps because their runs are unknown here."""
     return [
         decision
         for decision in decisions
         if decision.state is RunState.MISSING
         and decision.action is ReapingAction.KEEP
         and decision.branch.startswith(ReferencePrefix.RUN)
-        # A silent writer too: the heartbeat of a killed one stays, and `reap --branch` watches it first.
+        # Includes silent writers: a killed writer leaves its heartbeat, and `reap --branch` watches the
+        # writer first.
         and Liveness.ALIVE not in decision.heartbeat
         and (decision.age is None or decision.age > grace)
     ]
@@ -266,7 +272,7 @@ def find_ownerless_branches(decisions: Sequence[Reaping], grace: timedelta) -> l
 
 @contextmanager
 def _postgres_errors(home: Path) -> Iterator[None]:
-    """Dagster's own error for a database that does not answer says only that it was asked too often."""
+    """Raise ConfigurationError with the database's error, because Dagster's error only counts the retries."""
     if not re.search(
         r"^\s*(postgres:|module:\s*dagster_postgres)|\{postgres:", _read_dagster_yaml(home), re.MULTILINE
     ):
@@ -289,9 +295,9 @@ def _read_dagster_yaml(home: Path) -> str:
 
 
 def examine_kafka(examination: Examination, settings: Settings) -> None:
-    """Whether the brokers answer to the credentials.
+    """Check that the brokers accept the credentials.
 
-    Nothing where no cluster is configured and no embedded broker was started in this state folder.
+    Adds no finding if no cluster is configured and no embedded broker was ever started in this state folder.
     """
     bootstrap = settings.kafka_bootstrap
     if bootstrap is not None:
@@ -299,7 +305,7 @@ def examine_kafka(examination: Examination, settings: Settings) -> None:
             "Kafka",
             "brokers",
             lambda: _format_cluster_size(cluster_at_address(settings, bootstrap)),
-            remedy="The settings are in docs/settings.md.",
+            remedy="Check BRANCHLAKE_KAFKA_BOOTSTRAP and the other Kafka settings (docs/settings.md).",
         )
         return
     embedded = EmbeddedKafka(settings)
@@ -315,15 +321,15 @@ def examine_kafka(examination: Examination, settings: Settings) -> None:
         "Kafka",
         "embedded broker",
         lambda: _format_cluster_size(cluster),
-        remedy="Start it anew: branchlake down, then branchlake up --with kafka.",
+        remedy="Restart it: branchlake down, then branchlake up --with kafka.",
     )
 
 
 def _format_cluster_size(cluster: KafkaCluster) -> str:
-    """How many brokers and topics the credentials see. Raises the errors of `KafkaTopics.cluster_size`."""
+    """Format the number of brokers and topics. Raises the errors of `KafkaTopics.cluster_size`."""
     brokers, topics = KafkaTopics(cluster).cluster_size()
     summary = f"{cluster.bootstrap}: {format_count(brokers, 'broker')}"
-    return f"{summary}, {format_count(topics, 'topic')} that these credentials may see"
+    return f"{summary}, {format_count(topics, 'topic')} visible to these credentials"
 
 
 _CONNECT_S = 5.0
@@ -332,7 +338,7 @@ _EXTENSIONS = "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions
 
 
 class ScratchNames(Protocol):
-    """The throw-away names on which a table is written."""
+    """The names for a temporary table."""
 
     @property
     def branch(self) -> str:
@@ -341,21 +347,21 @@ class ScratchNames(Protocol):
 
     @property
     def namespace(self) -> str:
-        """A namespace that exists there."""
+        """A namespace that exists on the branch."""
         ...
 
     @property
     def folder(self) -> str:
-        """A place in the warehouse."""
+        """The address of a folder in the warehouse."""
         ...
 
 
 def examine_spark(
     examination: Examination, settings: Settings, endpoints: Endpoints, scratch: ScratchNames | None
 ) -> None:
-    """Whether the server answers, fits this pyspark, and writes a table on the throw-away branch.
+    """Check that the Spark server answers, has the version of this pyspark and can write a table.
 
-    Without `scratch`, because Nessie or the warehouse refused it, nothing is written.
+    `scratch` is None if Nessie or the warehouse cannot be written to. Spark then writes nothing.
     """
     check = partial(examination.run_check, "Spark")
     url = connect_url(endpoints.spark_remote or "", endpoints.spark_token)
@@ -363,14 +369,14 @@ def examine_spark(
     sessions: list[SparkSession] = []
 
     def reach_server() -> str:
-        # The client itself repeats its calls for many minutes before it says that nobody answers.
+        # pyspark's client repeats its calls for many minutes before it fails.
         from pyspark.sql.connect.client import DefaultChannelBuilder
 
         with DefaultChannelBuilder(url).toChannel() as channel:
             try:
                 grpc.channel_ready_future(channel).result(timeout=_CONNECT_S)
             except grpc.FutureTimeoutError:
-                raise ConfigurationError(f"Nobody answers as a Spark Connect server at {address}.") from None
+                raise ConfigurationError(f"No Spark Connect server answers at {address}.") from None
         return address
 
     def require_same_version() -> str:
@@ -380,20 +386,20 @@ def examine_spark(
         client_version, server_version = pyspark.__version__, session.version
         if client_version.split(".")[:2] != server_version.split(".")[:2]:
             raise ConfigurationError(
-                f"The server is Spark {server_version}, this pyspark is {client_version}.",
-                hint="Make them agree in the first two numbers.",
+                f"The server is Spark {server_version}, but the client is pyspark {client_version}.",
+                hint="Install versions with the same first two numbers.",
             )
         return f"Spark {server_version}"
 
     def require_extensions() -> str:
         conf_value = sessions[0].conf.get("spark.sql.extensions", "") or ""
         if _EXTENSIONS not in conf_value:
-            raise ConfigurationError(f"spark.sql.extensions is {conf_value!r}, without Iceberg's.")
+            raise ConfigurationError(f"spark.sql.extensions={conf_value!r} lacks Iceberg's extensions.")
         return _EXTENSIONS
 
     try:
         if not check(
-            "address", reach_server, remedy="Check BRANCHLAKE_SPARK_REMOTE, the network, the server's log."
+            "address", reach_server, remedy="Check BRANCHLAKE_SPARK_REMOTE, the network and the server's log."
         ):
             return
         if not check("version", require_same_version, remedy="Check the token and the server's log."):
@@ -406,20 +412,24 @@ def examine_spark(
         check(
             "Avro's limits",
             lambda: _require_avro_limits(sessions[0]),
-            remedy="Ingestions that read Avro need them. Set spark.driver.extraJavaOptions and"
-            " spark.executor.extraJavaOptions of the server as deploy/spark/connect.conf does.",
+            remedy="Ingestions that read Avro need these limits. Set spark.driver.extraJavaOptions and"
+            " spark.executor.extraJavaOptions of the server as in deploy/spark/connect.conf.",
         )
         if scratch is None:
             examination.add_finding(
-                "Spark", "write a table", "off", "not tried: see Nessie and the warehouse"
+                "Spark",
+                "write a table",
+                "off",
+                "not tried: see the findings on Nessie and the warehouse",
             )
             return
         check(
             "write a table",
             lambda: _write_and_read_row(sessions[0], scratch),
-            remedy=f"The server needs {ICEBERG_SPARK.name} {ICEBERG_SPARK.rev} (for S3 iceberg-aws-bundle), "
-            "its own way to Nessie and the warehouse, at least one worker, and the store's keys in the "
-            "environment of driver and executors (docs/deployment.md).",
+            remedy=f"The server needs {ICEBERG_SPARK.name} {ICEBERG_SPARK.rev} (and iceberg-aws-bundle for"
+            " S3),"
+            " network access to Nessie and the warehouse, at least one worker, and the store's keys in the"
+            " environment of driver and executors (docs/deployment.md).",
         )
     finally:
         for session in sessions:
@@ -427,9 +437,9 @@ def examine_spark(
 
 
 def _require_avro_limits(session: SparkSession) -> str:
-    """The limits that an executor has for what an Avro value may claim to hold. One task, of one row.
+    """Check that an executor limits the declared sizes in Avro values. Runs one task with one row.
 
-    Raises ConfigurationError where it has none: one damaged record then ends Spark for all its users.
+    Raises ConfigurationError for a missing limit. Without it, one damaged record can end Spark for all users.
     """
     properties = (f"java_method('java.lang.System', 'getProperty', '{name}')" for name in AVRO_LIMITS)
     limits = session.range(1).selectExpr(*properties).collect()[0]
@@ -440,7 +450,7 @@ def _require_avro_limits(session: SparkSession) -> str:
 
 
 def _write_and_read_row(session: SparkSession, scratch: ScratchNames) -> str:
-    """Write and read one row through the catalogue `examine_nessie`, by an executor."""
+    """Let an executor write and read one row through the Spark catalog `nessie`."""
     table = f"nessie.`{scratch.namespace}`.t"
 
     def write_row() -> int:
@@ -451,25 +461,26 @@ def _write_and_read_row(session: SparkSession, scratch: ScratchNames) -> str:
         return rows
 
     with ThreadPoolExecutor(1) as pool:
-        row_count = pool.submit(write_row)
+        pending_write = pool.submit(write_row)
         try:
-            rows = row_count.result(_WRITE_S)
+            rows = pending_write.result(_WRITE_S)
         except TimeoutError:
-            session.interruptAll()  # ends the thread's call too
+            session.interruptAll()  # also ends the call in the thread
             raise ConfigurationError(
-                f"A row was not written within {_WRITE_S:.0f} s: has the cluster a worker with free cores?"
+                f"Spark wrote no row within {_WRITE_S:.0f} s.",
+                hint="Check that the cluster has a worker with free cores.",
             ) from None
     return f"wrote and read {format_count(rows, 'row')} on {scratch.branch}"
 
 
 _START_SERVERS = "Start it with `branchlake up`."
 _S3_TIMEOUTS = {"s3.connect-timeout": "5", "s3.request-timeout": "10"}
-"""Seconds; PyArrow's own limits keep an unreachable store waiting for minutes."""
+"""Timeouts in seconds. With PyArrow's defaults, an unreachable store takes minutes to fail."""
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """The throw-away names of one examination: a branch, a namespace on it, a folder in the warehouse."""
+    """The temporary names of one examination: a branch, a namespace on it, and a folder in the warehouse."""
 
     branch: str
     namespace: str
@@ -477,14 +488,14 @@ class Scratch:
 
     @classmethod
     def from_warehouse(cls, warehouse: str) -> Scratch:
-        """Names that nobody else has; the branch is no run branch, so that no clean-up looks at it."""
+        """Create unique names. The branch is not a run branch, so the clean-up ignores it."""
         name = uuid.uuid4().hex[:12]
         folder = f"{warehouse.rstrip('/')}/_branchlake/doctor/{name}"
         return cls(f"doctor-{name}", f"doctor_{name}", folder)
 
 
 def examine_lake(examination: Examination, settings: Settings) -> None:
-    """Java where it is needed, Nessie, the warehouse, Spark."""
+    """Check Java, the warehouse, Nessie and Spark."""
     servers = EmbeddedServers(settings)
     examine_java(examination, settings)
     scratch = Scratch.from_warehouse(settings.warehouse_uri)
@@ -508,7 +519,7 @@ def examine_lake(examination: Examination, settings: Settings) -> None:
 
 
 def examine_java(examination: Examination, settings: Settings) -> None:
-    """Spark's Java and the embedded Nessie's; neither where all servers are remote."""
+    """Check the Java of Spark and of Nessie, unless the servers are remote."""
     if settings.embedded_spark or settings.session_kind == "classic":
         examination.run_check(
             "Java",
@@ -537,7 +548,11 @@ def _require_java_version(java_path: Path, supported: range) -> int:
 def examine_nessie(
     examination: Examination, settings: Settings, endpoints: Endpoints, scratch: Scratch
 ) -> Iterator[bool]:
-    """Nessie's address, version, `find_main` and permissions; inside, whether the throw-away branch exists."""
+    """Check Nessie's address, version, `main` and permissions.
+
+    Yields whether the temporary branch exists and accepts commits. Deletes the branch at the end of the
+    block.
+    """
     check = partial(examination.run_check, "Nessie")
     with contextlib.ExitStack() as stack:
         clients: list[NessieClient] = []
@@ -559,7 +574,7 @@ def examine_nessie(
         def create_branch() -> str:
             base = clients[0].reference(MAIN).hash
             clients[0].create_branch(scratch.branch, from_ref=MAIN, from_hash=base)
-            return f"made {scratch.branch}"
+            return f"created {scratch.branch}"
 
         def commit_namespace() -> str:
             catalog = NessieCatalog.from_client(clients[0], scratch.branch, settings.warehouse_uri)
@@ -593,15 +608,16 @@ def examine_nessie(
             yield check("commit", commit_namespace, remedy=rights_remedy)
         finally:
             check(
-                "delete a branch", delete_branch, remedy=f"{rights_remedy} Delete {scratch.branch} by hand."
+                "delete a branch", delete_branch, remedy=f"{rights_remedy} Delete {scratch.branch} yourself."
             )
 
 
 @contextlib.contextmanager
 def examine_warehouse(examination: Examination, settings: Settings, scratch: Scratch) -> Iterator[bool]:
-    """Listing, writing, reading and deleting in the warehouse; inside, whether it can be written to.
+    """Check that the warehouse allows listing, writing, reading and deleting.
 
-    The throw-away folder is emptied on leaving, whatever others have put there in between.
+    Yields whether the warehouse is writable. Deletes the temporary folder with all files at the end of the
+    block.
     """
     check = partial(examination.run_check, "Warehouse")
     properties = {**settings.file_io_properties()}
@@ -628,7 +644,7 @@ def examine_warehouse(examination: Examination, settings: Settings, scratch: Scr
         with files.open_input_stream(f"{folder}/key") as stream:
             is_same = stream.read() == scratch.branch.encode()
         if not is_same:
-            raise OSError(f"{scratch.folder}/key was read with another content than was written")
+            raise OSError(f"{scratch.folder}/key does not contain the bytes that were written")
         return f"wrote and read {scratch.folder}/key"
 
     def delete_folder() -> str:
@@ -644,4 +660,4 @@ def examine_warehouse(examination: Examination, settings: Settings, scratch: Scr
         yield can_write
     finally:
         if can_write:
-            check("delete", delete_folder, remedy=f"{remedy} Delete {scratch.folder} by hand.")
+            check("delete", delete_folder, remedy=f"{remedy} Delete {scratch.folder} yourself.")

@@ -1,4 +1,4 @@
-"""Being ended from outside: what was begun is cleaned up first."""
+"""Signal handling that lets a command clean up before it ends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from types import FrameType
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP leave through the `finally` clauses, as Ctrl-C does; the exit code is 128 + n.
+    """Run the `finally` clauses of the block after SIGTERM and SIGHUP, as after Ctrl-C.
 
-    Without it a bench that a job scheduler ends leaves its servers and its folder behind.
+    The exit code is 128 plus the signal number. Otherwise, a benchmark that a job scheduler ends would
+    leave its servers and its folder behind.
     """
 
     def exit_process(number: int, _: FrameType | None) -> None:
-        # Once: a second signal must not break off the cleaning up.
+        # A second signal must not interrupt the clean-up.
         for ending_signal in _ENDING_SIGNALS:
             signal.signal(ending_signal, signal.SIG_IGN)
         sys.exit(128 + number)
@@ -38,9 +39,9 @@ _POOL_CLASSES = ("NullPool", "QueuePool", "SingletonThreadPool", "StaticPool")
 
 
 def _is_unrelated_record(record: logging.LogRecord) -> bool:
-    """Whether a log record is about something else than Ctrl-C.
+    """Return whether a log record is unrelated to Ctrl-C.
 
-    A pool that is just closing a connection logs the interrupt as an error, with a stack trace, and then
+    An SQLAlchemy pool that is closing a connection logs the interrupt as an error with a stack trace, and
     raises it.
     """
     return record.exc_info is None or not isinstance(record.exc_info[1], KeyboardInterrupt)
@@ -48,10 +49,11 @@ def _is_unrelated_record(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def interrupts_for_us_alone() -> Iterator[None]:
-    """Let Ctrl-C reach this process and none of the helpers that Dagster starts for each step.
+    """Let Ctrl-C interrupt this process, but not the processes that Dagster starts for each step.
 
-    The terminal sends it to all of them, and they answer with stack traces of their own. What is started
-    while a signal is blocked has it blocked too, so a thread waits for it and passes it on by another name.
+    The terminal sends SIGINT to all of them, and they would print their own stack traces. Child processes
+    inherit blocked signals, so SIGINT is blocked here. A thread waits for SIGINT and sends SIGUSR1 to the
+    main thread.
     """
     main_thread_id = threading.main_thread().ident
     if main_thread_id is None or threading.current_thread() is not threading.main_thread():
@@ -59,7 +61,7 @@ def interrupts_for_us_alone() -> Iterator[None]:
         return
 
     def handle_interrupt(_: int, frame: FrameType | None) -> None:
-        # The handler of the moment: inside a step it is Dagster's.
+        # Call the current handler: inside a step it is the handler of Dagster.
         handler = signal.getsignal(signal.SIGINT)
         if callable(handler):
             handler(signal.SIGINT, frame)
@@ -77,9 +79,9 @@ def interrupts_for_us_alone() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("Ended. The servers go on: `branchlake down` stops them.", file=sys.stderr, flush=True)
+        print("Interrupted. To stop the servers: branchlake down", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        # Everything of ours is closed. What is left is gRPC, which takes seconds to say good-bye.
+        # All resources of branchlake are closed. A normal exit would wait several seconds for gRPC.
         os._exit(128 + signal.SIGINT)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)

@@ -1,4 +1,4 @@
-"""The code location that a command is about, and the settings of its lake."""
+"""Loading of the code location that a command works with, and of the settings of its lake."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.settings import Settings
 
 _LONGEST_ERROR = 200
-"""Characters of an error that a line about a code location shows."""
+"""Maximum number of characters of a loading error in a message."""
 
 
 @dataclass(frozen=True)
 class LoadedLocation:
-    """A code location in this process. `origin` is `-m`, or the file that names it."""
+    """A code location that this process has imported. `origin` is `-m` or the file that names it."""
 
     name: str
     origin: str
@@ -39,13 +39,13 @@ class LoadedLocation:
 
     @property
     def description(self) -> str:
-        """The code location and who named it."""
+        """The name of the code location, with its origin."""
         return f"{self.name} ({self.origin if self.origin == '-m' else f'found in {self.origin}'})"
 
 
 @dataclass(frozen=True)
 class LocationLake:
-    """A lake of a code location: the key of its resource, and its settings."""
+    """A lake of a code location, with the key of its resource and its settings."""
 
     key: str
     settings: Settings
@@ -53,7 +53,7 @@ class LocationLake:
 
 
 def load_module_settings(module: str) -> CommandSettings:
-    """The settings of the code location in a module. Raises ConfigurationError."""
+    """Load the settings of a module's code location. Raises ConfigurationError if it cannot be loaded."""
     _read_env_file()
     try:
         with _silence_output():
@@ -68,13 +68,13 @@ def load_module_settings(module: str) -> CommandSettings:
 
 
 def load_project_settings(files: Sequence[Path]) -> CommandSettings:
-    """The settings of the only lake of a project; the environment's if it has none or cannot be loaded.
+    """Load the settings of the only lake of a project.
 
-    Of the files that name code locations the first one counts, as for Dagster. Every code location that it
-    names is imported.
+    Like Dagster, uses the first file that names code locations, and imports all of them. The settings come
+    from the environment if the project has no lake or cannot be loaded.
 
     Args:
-        files: `dg.toml`, `pyproject.toml`, `workspace.yaml` of the working folder, in this order.
+        files: `dg.toml`, `pyproject.toml` and `workspace.yaml` of the working folder, in this order.
 
     Raises:
         ConfigurationError: The code locations have several lakes, and the environment names none of them.
@@ -84,7 +84,7 @@ def load_project_settings(files: Sequence[Path]) -> CommandSettings:
     lakes: list[LocationLake] = []
     load_errors: list[str] = []
     for file, named_location in _first_named_locations(files, load_errors):
-        # A project that is only found must not stop a command that the environment alone can serve.
+        # The user did not name this project, so an error in it must not stop the command.
         try:
             with _silence_output():
                 location = LoadedLocation(named_location.name, file.name, import_repository(named_location))
@@ -100,7 +100,7 @@ def _first_named_locations(files: Sequence[Path], load_errors: list[str]) -> lis
     for file in files:
         try:
             locations = read_named_locations(file)
-        except Exception as error:  # noqa: BLE001 - Dagster's readers have no error of their own
+        except Exception as error:  # noqa: BLE001 - Dagster's readers have no error class
             load_errors.append(_format_load_error(file.name, error))
             return []
         if locations:
@@ -111,7 +111,7 @@ def _first_named_locations(files: Sequence[Path], load_errors: list[str]) -> lis
 def _format_load_error(name: str, error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     message = lines[0].rstrip(".") if lines else ""
-    if not isinstance(error, ImportError) or not message:  # Dagster's text names an ImportError already
+    if not isinstance(error, ImportError) or not message:  # Dagster's message already names the class
         message = f"{type(error).__name__}: {message}".removesuffix(": ")
     short_message = message if len(message) <= _LONGEST_ERROR else f"{message[:_LONGEST_ERROR]} …"
     return f"{name} cannot be loaded: {short_message}"
@@ -119,9 +119,9 @@ def _format_load_error(name: str, error: Exception) -> str:
 
 @contextlib.contextmanager
 def _silence_output() -> Iterator[None]:
-    """Keep what a code location prints out of the command's output, which may be JSON, and its warnings too.
+    """Redirect the output of a code location to standard error, and suppress its warnings.
 
-    Dagster's own commands show the warnings whenever they load the code location.
+    The output of the command may be JSON. Dagster's own commands show the warnings.
     """
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -134,7 +134,7 @@ def _read_env_file() -> None:
 
 
 def find_lakes(location: LoadedLocation) -> list[LocationLake]:
-    """The lakes among the resources of a code location, by key."""
+    """Find the lakes among the resources of a code location, sorted by resource key."""
     resources = {
         key: definition
         for key, definition in sorted(location.repository.get_top_level_resources().items())
@@ -160,11 +160,10 @@ def _select_settings(
 
 
 def _select_lake(lakes: Sequence[LocationLake]) -> list[LocationLake]:
-    """One lake, or the same lake of several code locations.
+    """Select the lake of a command: the only lake, or the lake that the environment names.
 
-    Of several lakes the one that the environment names.
-
-    Raises ConfigurationError if the environment names none of them.
+    Returns several entries if several code locations have the same lake. Raises ConfigurationError if there
+    are several lakes and the environment names none of them.
     """
     selected_lakes = list(lakes)
     if not _have_same_settings(selected_lakes):
@@ -178,9 +177,8 @@ def _select_lake(lakes: Sequence[LocationLake]) -> list[LocationLake]:
     lake_names = ", ".join(f"{lake.key} of {lake.location.name}" for lake in lakes)
     module_advice = f"{_format_module_choice(location_names)}, or set" if len(location_names) > 1 else "Set"
     raise ConfigurationError(
-        f"There are several lakes ({lake_names}), and the environment does not name one of them.",
-        hint=f"{module_advice} BRANCHLAKE_NESSIE_URI and BRANCHLAKE_WAREHOUSE to those of the lake that you"
-        " mean.",
+        f"The code locations have several lakes ({lake_names}), and the environment names none of them.",
+        hint=f"{module_advice} BRANCHLAKE_NESSIE_URI and BRANCHLAKE_WAREHOUSE to the addresses of one lake.",
     )
 
 
@@ -193,36 +191,37 @@ def _list_location_names(lakes: Sequence[LocationLake]) -> list[str]:
 
 
 def _format_module_choice(names: Sequence[str]) -> str:
-    return f"Name the module of one: {' or '.join(f'-m {name}' for name in names)}"
+    return f"Name one module: {' or '.join(f'-m {name}' for name in names)}"
 
 
 def require_location(module: str | None) -> tuple[LoadedLocation, CommandSettings]:
-    """The code location of a command that cannot do without one, with its settings. Prints their source.
+    """Load the only code location of a command, with its settings. Prints the source of the settings.
 
-    Raises click.UsageError if `module` is None and the working folder names no code location or several, and
-    ConfigurationError if one cannot be loaded.
+    Raises:
+        click.UsageError: `module` is None, and the working folder names no code location or several.
+        ConfigurationError: A code location cannot be loaded.
     """
     loaded_settings = load_command_settings(module)
     if len(loaded_settings.locations) == 1:
         return loaded_settings.locations[0], loaded_settings
     if loaded_settings.locations:
         raise click.UsageError(
-            "This command needs your Definitions, and the project has several code locations."
+            "This command needs one code location, but the project has several."
             f" {_format_module_choice([location.name for location in loaded_settings.locations])}."
         )
     if loaded_settings.trouble is not None:
         raise ConfigurationError(
-            f"This command needs your Definitions. {loaded_settings.trouble}.",
+            f"This command needs a code location. {loaded_settings.trouble}.",
             hint="Correct the error, or name another module: -m my_project.definitions.",
         )
     raise click.UsageError(
-        "This command needs your Definitions, and no file of the working folder names a code location."
-        " Name the module, -m my_project.definitions, or run the command in the folder of the project."
+        "This command needs a code location, but no file in the working folder names one."
+        " Name the module (-m my_project.definitions), or run the command in the folder of the project."
     )
 
 
 def format_settings(settings: Settings, names: Sequence[str], source: str) -> str:
-    """The values of these settings, each with its source."""
+    """Format settings as `name=value (source)`. The source is `default` for settings that were not set."""
     return ", ".join(
         f"{name}={getattr(settings, name):g} ({source if name in settings.model_fields_set else 'default'})"
         for name in names

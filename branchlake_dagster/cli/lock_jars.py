@@ -1,7 +1,10 @@
-"""Writes the lock file of the jars: `make lock-jars`, after a version in the package has changed.
+"""The program of `make lock-jars`, which writes the lock file of the jars.
 
-A jar whose name the lock file already has must still have the same digest, because released artifacts never
-change. A new jar enters the lock file as Ivy has downloaded it, compared with the repository's own checksum.
+Run it after the version of a jar has changed.
+
+A jar that the lock file already names must still have the same digest, because released artifacts never
+change. The digest of a new jar is that of Ivy's download, which Ivy compared with the checksum of the
+repository.
 """
 
 from __future__ import annotations

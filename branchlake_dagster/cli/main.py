@@ -1,4 +1,7 @@
-"""The commands themselves. Errors that tell what to do end as one sentence, not as a stack trace."""
+"""The command group `branchlake` and its short commands.
+
+Expected errors end a command with one message instead of a stack trace.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from branchlake_dagster.settings import Settings
 
 
 class _Commands(CommandGroup):
-    """Turns our typed errors into a sentence and exit code 1."""
+    """Turns errors of branchlake into a message and exit code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            print_progress("Ended.")
+            print_progress("Interrupted.")
             ctx.exit(130)
         except BranchlakeError as error:
             raise click.ClickException(str(error)) from error
@@ -31,11 +34,11 @@ class _Commands(CommandGroup):
             problems = "; ".join(
                 f"BRANCHLAKE_{'.'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()
             )
-            raise click.ClickException(f"A setting is wrong: {problems.rstrip('.')}.") from error
+            raise click.ClickException(f"A setting is invalid: {problems.rstrip('.')}.") from error
         except OSError as error:
             if error.errno == 28:
                 raise click.ClickException(
-                    f"The disk is full: {error}. Make room and run it again."
+                    f"The disk is full: {error}. Free some space and run the command again."
                 ) from error
             raise
 
@@ -71,8 +74,10 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--to", type=click.Path(file_okay=False), help="Copy them there too, those for S3 included.")
-@click.option("--prepare", is_flag=True, help="Start the servers once, which makes later starts faster.")
+@click.option(
+    "--to", type=click.Path(file_okay=False), help="Also copy them to this folder, with those for S3."
+)
+@click.option("--prepare", is_flag=True, help="Start the servers once, so that later starts are faster.")
 def fetch(to: str | None, prepare: bool) -> None:
     """Download the jars of the embedded servers."""
     from branchlake_dagster.embedded.jars import copy_jars
@@ -88,7 +93,7 @@ def fetch(to: str | None, prepare: bool) -> None:
         try:
             prepare_starts(Settings(), say=print_progress)
         except (OSError, BranchlakeError) as error:
-            print_progress(f"Later starts will not be faster: {error}")
+            print_progress(f"Later starts will not be faster, because preparing them failed: {error}")
 
 
 @main.command()
@@ -109,11 +114,11 @@ def new(folder: Path) -> None:
 
 @main.command()
 @_module_option
-@click.option("--with", "also", type=click.Choice(["kafka"]), multiple=True, help="Start that as well.")
+@click.option("--with", "also", type=click.Choice(["kafka"]), multiple=True, help="Also start this server.")
 def up(module: str | None, also: tuple[str, ...]) -> None:
     """Start the embedded servers.
 
-    Servers that run already are left alone. DAGSTER_HOME is prepared as well, and printed.
+    Servers that already run are not changed. Also prepares DAGSTER_HOME and prints it.
     """
     from branchlake_dagster.cli.dagster_home import dagster_home
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -173,17 +178,17 @@ def status(module: str | None, as_json: bool) -> None:
 
 @main.command()
 @click.argument("asset", required=False)
-@click.option("--partitions", is_flag=True, help="List the partitions with something left, and why.")
+@click.option("--partitions", is_flag=True, help="List the partitions with unconsumed changes, and why.")
 @_module_option
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def consumers(asset: str | None, partitions: bool, module: str | None, as_json: bool) -> None:
-    """Show what incremental tables have left to consume.
+    """Show the unconsumed changes of incremental tables.
 
-    Files are counted, and no row is read: a file that was rewritten for one deleted row counts all its rows,
+    Rows are counted from file metadata: a file that was rewritten for one deleted row counts all its rows,
     before and after. Such a number is shown as "at most".
 
-    With ASSET, or with --partitions for all assets: each partition that has something left, its position, and
-    why no run is launched for it.
+    With ASSET, or with --partitions for all assets, lists each partition with unconsumed changes, its
+    position, and why no run is launched for it.
     """
     if asset is None and not partitions:
         from branchlake_dagster.cli.consumers import gather_consumers, show_consumers
@@ -204,7 +209,7 @@ def consumers(asset: str | None, partitions: bool, module: str | None, as_json: 
     now = datetime.now(UTC)
     with open_location(module) as context:
         settings = context.lake.effective()
-        Lakehouse(settings, start=False).endpoints(spark=False)  # nothing is started to look at it
+        Lakehouse(settings, start=False).endpoints(spark=False)  # fails if the lake does not run
         consumer_partitions = gather_partitions(context, asset, now)
     click.echo(
         json.dumps(partitions_to_dicts(consumer_partitions, now), indent=2)
@@ -217,7 +222,7 @@ def consumers(asset: str | None, partitions: bool, module: str | None, as_json: 
 def doctor(module: str | None, as_json: bool) -> None:
     """Check addresses, versions and permissions.
 
-    Says what to do about each thing that is wrong. Starts nothing; the exit code is 1 if something is wrong.
+    Shows a remedy for each wrong finding. Starts nothing. The exit code is 1 if a finding is wrong.
     """
     from branchlake_dagster.cli.doctor import examination_to_dict, examine_setup, show_examination
 
@@ -231,22 +236,23 @@ def doctor(module: str | None, as_json: bool) -> None:
 
 @main.command()
 @_module_option
-@click.option("--dry-run", is_flag=True, help="Only say what would be done, and why.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be done, and why.")
 @click.option(
     "--branch",
     "names",
     multiple=True,
-    help="End this branch, or sweep this discarded- tag, although another Dagster instance made it.",
+    help="Discard this branch, or delete this discarded- tag with its files, even if another Dagster instance"
+    " created it.",
 )
 def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
     """Discard run branches that nobody will publish.
 
-    Files of branches that were discarded long ago are deleted. Says why for each branch.
+    Deletes the files of branches that were discarded long ago. Shows the reason for each branch.
 
-    A branch stays for as long as the settings of its run's code location say. The settings of this command
-    hold for a branch that you name, and for runs of older versions, which have not recorded theirs.
+    A branch is kept as long as the settings of its run's code location require. The settings of this command
+    apply to branches that you name, and to runs of older versions, which did not record their settings.
 
-    Waits for half a minute when a writer is silent, to tell whether it is dead; with --dry-run it does not.
+    If a writer is silent, waits for half a minute to find out whether it is dead. --dry-run does not wait.
     """
     from dagster import DagsterInstance
 
@@ -270,7 +276,7 @@ def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
     setting_names = ("keep_failed_hours", "discard_grace_h", "orphan_max_age_h")
     formatted_settings = format_settings(settings, setting_names, loaded_settings.source)
     print_progress(
-        f"Settings for {'these branches' if names else 'runs that recorded none of their own'}:"
+        f"Settings for {'these branches' if names else 'runs that did not record their own'}:"
         f" {formatted_settings}."
     )
     show_reaping(reapings, sweepings, dry_run=dry_run)
@@ -283,7 +289,7 @@ def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
 def set_aside(ctx: click.Context, module: str | None, as_json: bool) -> None:
     """List runs that could not be judged or published.
 
-    They are set aside after several attempts; each is shown with what to do.
+    A run is set aside after several attempts. Shows the reason for each run and the next commands.
     """
     ctx.obj = module
     if ctx.invoked_subcommand is None:

@@ -1,4 +1,4 @@
-"""`branchlake new`: a Dagster project whose assets are written on branches, checked and published."""
+"""The command `branchlake new`, which creates a Dagster project from the template in this package."""
 
 from __future__ import annotations
 
@@ -14,34 +14,40 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import DISTRIBUTION
 
 _NAME_PLACEHOLDER = "PROJECT"
-"""Stands for the project's name in the template's paths and texts."""
+"""The placeholder of the project's name in paths and files of the template."""
 _REQUIREMENT_PLACEHOLDER = "BRANCHLAKE_REQUIREMENT"
 _HOME_PLACEHOLDER = "PROJECT_DAGSTER_HOME"
 _SUFFIX = ".template"
-"""Of the template's files, so that no tool takes them for this package's own."""
+"""The suffix of the template's files, so that no tool treats them as modules of this package."""
 _EXTRAS = "embedded,query,ui"
 
 
 def create_project(target: Path, *, requirement: str | None = None) -> list[Path]:
-    """Make a project in the folder `target`, named after it; the files that were made.
+    """Create a project in the folder `target` and return the paths of its files.
 
-    `requirement` is how it depends on this package (None: on the one that runs now, see
-    `format_requirement`). Dagster's home is the folder `.branchlake/dagster` of the project; it is made too,
-    with the `dagster.yaml` that `branchlake up` writes, so that `dg dev` may come first.
-    Raises ConfigurationError when the folder holds something already, or its name is no Python name.
+    Also creates Dagster's home, `.branchlake/dagster` in the project, with the `dagster.yaml` of
+    `branchlake up`. So `dg dev` works without `branchlake up`.
+
+    Args:
+        target: A new or empty folder. Its name becomes the name of the project.
+        requirement: The project's dependency on this package. If it is None, the installed package is used
+            (see `format_requirement`).
+
+    Raises:
+        ConfigurationError: The folder is not empty, or its name is not a valid name of a Python package.
     """
     name = re.sub(r"[-. ]", "_", target.name)
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigurationError(
             f"{target.name!r} cannot name a Python package.",
-            hint="Use letters, digits and _.",
+            hint="Use letters, digits and _, and start with a letter.",
             reason="package_name",
             subject=target.name,
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(
-            f"{target} is there already.",
-            hint="Name a folder that is new or empty.",
+            f"{target} already exists and is not an empty folder.",
+            hint="Name a new or an empty folder.",
             reason="folder_exists",
             subject=str(target),
         )
@@ -68,16 +74,16 @@ def create_project(target: Path, *, requirement: str | None = None) -> list[Path
 
 
 def format_own_requirement() -> str:
-    """How a project depends on this very package, as it was installed."""
+    """Format a dependency on this package as it is installed here."""
     package = distribution(DISTRIBUTION)
     return format_requirement(package.read_text("direct_url.json"), package.version)
 
 
 def format_requirement(direct_url: str | None, version: str) -> str:
-    """A dependency on this package for `pyproject.toml`, which pip can resolve on this machine.
+    """Format a dependency on this package for `pyproject.toml`, which pip can resolve on this machine.
 
-    `direct_url` is the content of pip's `direct_url.json` (PEP 610): where the package was installed from a
-    clone or a wheel. Without one it came from an index, and its version is enough.
+    `direct_url` is the content of pip's `direct_url.json` (PEP 610) if the package was installed from a
+    clone or a wheel. It is None if the package came from an index, so that its version is enough.
     """
     if direct_url is None:
         return f"{DISTRIBUTION}[{_EXTRAS}]>={version}"

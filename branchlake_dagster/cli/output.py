@@ -1,4 +1,4 @@
-"""A query's result for people, for spreadsheets and for programs."""
+"""Writers of query results: a table, CSV or Arrow."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from branchlake_dagster.query import QueryResult
 
 _WIDE = 10_000
-"""Columns when nobody watches: a line per row, for grep."""
+"""Width of a table, in characters, if the output is not a terminal: one line per row, for grep."""
 
 
 def write_table(result: QueryResult, max_rows: int, output: Path | None) -> None:
-    """At most `max_rows` rows (0: all) with a line that says what was read and whether there are more."""
+    """Write at most `max_rows` rows (0: all) as a table, to `output` or else to standard output.
+
+    A line on standard error reports the number of rows, whether there are more, and the state that was read.
+    """
     grid = Table(show_edge=False, pad_edge=False)
     for name, kind in result.columns:
         grid.add_column(Text(name), justify="right" if is_number_type(kind) else "left", overflow="fold")
@@ -42,7 +45,7 @@ def write_table(result: QueryResult, max_rows: int, output: Path | None) -> None
         console = Console(file=file) if is_terminal else Console(file=file, width=_WIDE)
         console.print(grid)
     rows = (
-        f"The first {row_count:,} rows; --rows 0 shows all."
+        f"The first {row_count:,} rows. To show all: --rows 0."
         if has_more
         else f"{format_count(row_count, 'row')}."
     )
@@ -50,10 +53,10 @@ def write_table(result: QueryResult, max_rows: int, output: Path | None) -> None
 
 
 def write_csv(result: QueryResult, output: Path | None) -> None:
-    """All rows as CSV (RFC 4180, UTF-8) with a header; a null is empty, an empty text `""`."""
+    """Write all rows as CSV with a header (RFC 4180, UTF-8). A null is empty, an empty string is `""`."""
     from pyarrow.csv import CSVWriter
 
-    # DuckDB's texts: PyArrow's writer takes no lists and no structs.
+    # DuckDB formats the values as text, because PyArrow's CSV writer supports neither lists nor structs.
     with (
         result.string_batches(numbers=True) as reader,
         _open_binary_file(output) as file,
@@ -64,11 +67,11 @@ def write_csv(result: QueryResult, output: Path | None) -> None:
 
 
 def write_arrow(result: QueryResult, output: Path | None) -> None:
-    """All rows as Arrow IPC: a file (which Feather readers take) with `output`, else a stream."""
+    """Write all rows as Arrow IPC: a file with `output`, which Feather readers accept, or else a stream."""
     import pyarrow as pa
 
     if output is None and sys.stdout.isatty():
-        raise click.UsageError("Arrow is binary: name a file with --output, or send it on through a pipe.")
+        raise click.UsageError("Arrow is a binary format: name a file with --output, or use a pipe.")
     open_writer: Callable[..., Any] = pa.ipc.new_stream if output is None else pa.ipc.new_file
     with (
         result.batches() as reader,
@@ -86,21 +89,21 @@ def _iter_text_rows(result: QueryResult) -> Iterator[tuple[str | None, ...]]:
 
 
 class _UnclosedStream(io.RawIOBase):
-    """A stream that whoever writes to it leaves open: PyArrow's writers close what they are given."""
+    """A stream that stays open, because PyArrow's writers close the stream that they write to."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
 
     def writable(self) -> bool:
-        """It is there to be written to."""
+        """Return True: the stream only supports writing."""
         return True
 
     def write(self, data: Any, /) -> int:
-        """Pass `data` on."""
+        """Write `data` to the underlying stream."""
         return self._stream.write(data)
 
     def close(self) -> None:
-        """Pass on what is not written yet, and stay open."""
+        """Flush the underlying stream and keep it open."""
         self._stream.flush()
 
 

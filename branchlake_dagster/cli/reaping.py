@@ -1,4 +1,4 @@
-"""What `branchlake reap` did or would do, for people."""
+"""The output of `branchlake reap`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from branchlake_dagster.cleanup.sweeper import Sweeping
 from branchlake_dagster.wording import format_count
 
 _WIDE = 200
-"""Columns when nobody watches: a line per branch, for grep."""
+"""Width of a table, in characters, if the output is not a terminal: one line per branch, for grep."""
 
 
 def show_reaping(reapings: Sequence[Reaping], sweepings: Sequence[Sweeping], *, dry_run: bool) -> None:
-    """Two tables: branches with their decisions, and discarded states with what they free."""
+    """Print a table of branches with their decisions, and a table of discarded tags with their files."""
     console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
     would = "would be " if dry_run else ""
     if reapings:

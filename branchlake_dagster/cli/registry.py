@@ -1,7 +1,7 @@
-"""Command groups whose commands are imported from their modules when they are needed.
+"""A command group that imports the modules of its commands on demand.
 
-`branchlake --help` and each command import only what they show or run. `cli` does not import the packages of
-benchmarks and of the space pipeline; it names their commands in such a group's `sources`.
+So `branchlake --help` and each command import only the modules that they need. `cli` does not import the
+packages of benchmarks and of the space pipeline: the `sources` of its group name their commands.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from branchlake_dagster.extras import MissingExtra
 
 
 class CommandGroup(click.Group):
-    """A click group that also has commands of other modules.
+    """A click group that also contains commands of other modules.
 
     Args:
-        sources: the name of each such command -> `package.module:attribute`, where the click command is.
-        former_names: names of `sources` that earlier versions documented. They work, but help omits them.
+        sources: For each such command, its name and the click command as `package.module:attribute`.
+        former_names: Names in `sources` that earlier versions documented. They work, but help omits them.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class CommandGroup(click.Group):
         self._former_names = frozenset(former_names)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names of all commands, sorted."""
+        """Return the sorted names of all commands."""
         return sorted({*super().list_commands(ctx), *self._sources})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, imported if it is one of `sources`; None if there is none."""
+        """Return the command of that name, or None. Imports a command of `sources`."""
         source = self._sources.get(cmd_name)
         if source is None:
             return super().get_command(ctx, cmd_name)
@@ -54,12 +54,12 @@ class CommandGroup(click.Group):
 
 
 def print_progress(message: str) -> None:
-    """Progress goes to standard error, so that `--json` output stays clean."""
+    """Print a message to standard error, because standard output may be JSON."""
     click.echo(message, err=True)
 
 
 def _unavailable_command(name: str, error: MissingExtra) -> click.Command:
-    """A command whose packages are not installed: help lists it, and running it raises the error."""
+    """Create a substitute for a command whose packages are missing. Running it raises `error`."""
 
     def callback(_: tuple[str, ...]) -> None:
         raise error

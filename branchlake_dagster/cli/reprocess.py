@@ -1,4 +1,7 @@
-"""`branchlake reprocess`: dead letters back through the input. What it needs is imported when it runs."""
+"""The command `branchlake reprocess`, which ingests dead letters again.
+
+The command imports its dependencies when it runs.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("ingestion")
 @click.option("-m", "--module", help=MODULE_HELP)
-@click.option("--error-kind", "kinds", multiple=True, help="Only letters of this kind; may be repeated.")
-@click.option("--table", help="Only letters of this table, namespace.name.")
-@click.option("--since", type=click.DateTime(), help="Received then or later, UTC.")
-@click.option("--until", type=click.DateTime(), help="Received before, UTC.")
-@click.option("--dry-run", is_flag=True, help="Only count them.")
+@click.option("--error-kind", "kinds", multiple=True, help="Only dead letters of this kind; may be repeated.")
+@click.option("--table", help="Only dead letters of this table, namespace.name.")
+@click.option("--since", type=click.DateTime(), help="Received at this time or later, UTC.")
+@click.option("--until", type=click.DateTime(), help="Received before this time, UTC.")
+@click.option("--dry-run", is_flag=True, help="Only count the dead letters.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def reprocess(
     ingestion: str,
@@ -36,24 +39,27 @@ def reprocess(
 ) -> None:
     """Ingest the dead letters of INGESTION again.
 
-    Each is put back once; what fits now comes into its tables.
-    One run of the ingestion does it, on a branch of its own, gated and published as any other. What
-    fails again is a new dead letter. Letters of tables whose rows are merged are left out.
+    Each dead letter is reprocessed once. If it fits now, its rows are written to their tables.
+    One run of the ingestion reprocesses them on its own branch, which is checked and published like
+    any other. A record that fails again becomes a new dead letter. Dead letters of tables whose rows
+    are merged are skipped.
     """
     from branchlake_dagster.ingest.reprocessing import DeadLetterSelection
 
     selection = DeadLetterSelection(kinds, table, _to_utc(since), _to_utc(until))
     counts, run_id = _reprocess_dead_letters(ingestion, module, selection, dry_run=dry_run)
     if as_json:
-        dead_letters = [{"table": one, "error_kind": kind, "letters": count} for one, kind, count in counts]
+        dead_letters = [
+            {"table": table_name, "error_kind": kind, "letters": count} for table_name, kind, count in counts
+        ]
         click.echo(json.dumps({"letters": dead_letters, "run": run_id}, indent=2))
         return
     for table_name, kind, count in counts:
         click.echo(f"{count:>10,}  {kind:<12} {table_name or '(no table)'}")
     if not counts:
-        click.echo("No dead letter is chosen.")
+        click.echo("No dead letters match.")
     elif run_id is not None:
-        click.echo(f"Run {run_id} has put them back on its branch; it is published as any other.")
+        click.echo(f"Run {run_id} has reprocessed them on its branch, which is published like any other.")
 
 
 def _to_utc(moment: datetime | None) -> datetime | None:
@@ -63,7 +69,7 @@ def _to_utc(moment: datetime | None) -> datetime | None:
 def _reprocess_dead_letters(
     ingestion: str, module: str | None, selection: DeadLetterSelection, *, dry_run: bool
 ) -> tuple[list[tuple[str | None, str, int]], str | None]:
-    """How many letters are chosen by table and kind, and the run that has put them back."""
+    """Return the number of dead letters by table and kind, and the id of the run that reprocessed them."""
     from dagster import DagsterInstance
 
     from branchlake_dagster.cli.dagster_home import dagster_home
@@ -79,7 +85,7 @@ def _reprocess_dead_letters(
     if ingestion not in ingests_by_name or not repository.has_job(name):
         raise ConfigurationError(
             f"{location.name} has no ingestion {ingestion}.",
-            hint=f"It has {', '.join(sorted(ingests_by_name)) or 'none'}.",
+            hint=f"Its ingestions: {', '.join(sorted(ingests_by_name)) or 'none'}.",
         )
     ingest = ingests_by_name[ingestion]
     lake = Lakehouse(settings)

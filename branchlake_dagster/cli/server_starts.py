@@ -1,8 +1,7 @@
-"""Starts of the embedded servers: beside the imports of a command, and once as a rehearsal.
+"""Faster starts of the embedded servers: in a thread while a command imports its modules, and from archives.
 
-Both servers start once for nothing and do a little of their work, so that their archives can be written.
-
-What they have loaded by then is in the archives; what a later server needs beyond it comes from its jars.
+A rehearsal starts both servers once, gives them a small workload and stops them. Their archives then
+contain the Java classes that they loaded. A later server loads all other classes from its jars.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundServerStart:
-    """Starts the lake's servers in a thread; imports nothing that takes long."""
+    """Starts the lake's servers in a thread. Importing this class is fast."""
 
     def __init__(self, settings: Settings, *, say: Callable[[str], None]) -> None:
         self.began = time.monotonic()
@@ -42,13 +41,13 @@ class BackgroundServerStart:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the servers answer; raise what kept them from it. Spark may still be warming up."""
+        """Wait until the servers answer, or raise the error of their start. Spark may still be warming up."""
         self._answer.wait()
         if self._error is not None:
             raise self._error
 
     def finish(self) -> None:
-        """Return when the warm-up is over, too."""
+        """Wait until the warm-up has ended, too."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -56,7 +55,7 @@ class BackgroundServerStart:
         try:
             is_fresh = servers.find_endpoints() is None
             endpoints = servers.endpoints()
-        except Exception as error:  # noqa: BLE001 - it is raised where somebody waits
+        except Exception as error:  # noqa: BLE001 - `wait` raises it
             self._error = error
             return
         finally:
@@ -66,31 +65,34 @@ class BackgroundServerStart:
         try:
             from branchlake_dagster.spark.session import warm_up
 
-            self._say("Warming Spark up, in a table that is thrown away …")
+            self._say("Warming up Spark with a temporary table …")
             warm_up(self._settings, endpoints)
-        except Exception as error:  # noqa: BLE001 - a run will meet it, if it is more than a slow start
+        except Exception as error:  # noqa: BLE001 - a run will report it if it persists
             _log.info("The warm-up failed: %s", error)
 
 
 _REHEARSAL_BRANCH = "rehearsal"
 _REHEARSAL_TABLE = f"nessie.{_REHEARSAL_BRANCH}.t"
 _GRACE_S = 300.0
-"""For a server that writes its archive when it ends."""
+"""Seconds that a server may take to end, because it writes its archive then."""
 
 
 def prepare_starts(settings: Settings, *, say: Callable[[str], None]) -> list[Path]:
-    """Make the archives that the servers of `settings` do not have yet; where they are.
+    """Create the archives that the servers of `settings` do not have yet, and return their paths.
 
-    Takes two processors for half a minute. Raises OSError where they cannot be kept, ServerDidNotStart and
-    what the servers answer.
+    Uses two processors for half a minute.
+
+    Raises:
+        OSError: The archives cannot be stored.
+        ServerDidNotStart: A server did not start. Errors of Nessie and Spark are raised, too.
     """
     servers = EmbeddedServers(settings, notify=say)
     if not _missing_archives(servers):
         return []
     with lock_archives(), TemporaryDirectory(prefix="branchlake-rehearsal-") as folder:
-        missing = _missing_archives(servers)  # somebody else may have made them while we waited
+        missing = _missing_archives(servers)  # another process may have created them meanwhile
         if missing:
-            say("Rehearsing the servers' start, once, so that the next ones take half as long (40 s) …")
+            say("Preparing archives of the servers (40 s), so that later starts take half as long …")
             _rehearse_start(settings, Path(folder))
         return [path for archive in missing if (path := archive.store_recording())]
 
@@ -100,7 +102,7 @@ def _missing_archives(servers: EmbeddedServers) -> list[Archive]:
 
 
 def _rehearse_start(settings: Settings, folder: Path) -> None:
-    # Of the user's settings only those that make another JVM.
+    # Only the settings that change the JVM or its start.
     rehearsal_settings = Settings(
         state_dir=folder,
         spark_master=settings.spark_master,
@@ -124,7 +126,7 @@ def _rehearse_start(settings: Settings, folder: Path) -> None:
 
 
 def _use_nessie(lake: Lakehouse) -> None:
-    """A table, written on a branch that is merged."""
+    """Write a table on a branch and merge the branch, as a run does."""
     nessie = lake.nessie
     nessie.create_branch(_REHEARSAL_BRANCH, from_ref=MAIN, from_hash=ensure_main_has_commit(nessie))
     catalog = lake.catalog(_REHEARSAL_BRANCH)

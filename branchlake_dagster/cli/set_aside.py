@@ -1,4 +1,7 @@
-"""`branchlake set-aside`: runs that wait for somebody to look at them; look, retry, end."""
+"""The command `branchlake set-aside`, which lists, retries and ends parked runs.
+
+A run is parked after several failed attempts to judge or publish it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def _open_instance(settings: Settings) -> Iterator[DagsterInstance]:
 
 
 def gather_parked_runs(settings: Settings) -> list[dict[str, Any]]:
-    """The runs with their branch, the number of attempts and the reason. Starts nothing."""
+    """Collect the parked runs with branch, number of attempts and reason. Starts nothing."""
     with _open_instance(settings) as instance:
         return [
             {
@@ -41,7 +44,7 @@ def gather_parked_runs(settings: Settings) -> list[dict[str, Any]]:
 
 
 def show_parked_runs(runs: list[dict[str, Any]]) -> None:
-    """The same for people."""
+    """Print the runs of `gather_parked_runs` as a table."""
     console = Console()
     if not runs:
         console.print("No run is set aside.")
@@ -50,18 +53,27 @@ def show_parked_runs(runs: list[dict[str, Any]]) -> None:
     for run in runs:
         table.add_row(run["run_id"], run["branch"], str(run["attempts"]), run["reason"])
     console.print(table)
-    console.print("`branchlake set-aside retry RUN` tries again, `branchlake set-aside end RUN` gives it up.")
+    console.print(
+        "To try a run again: branchlake set-aside retry RUN. To discard its branch: branchlake set-aside"
+        " end RUN."
+    )
 
 
 def retry_run(settings: Settings, run_id: str) -> str:
-    """Let the next pass try it; what was done in a sentence. Raises ConfigurationError for another run."""
+    """Let the publication sensor try a parked run again. Return a message for the user.
+
+    Raises ConfigurationError if `run_id` is not the start of the id of one parked run.
+    """
     with _open_instance(settings) as instance:
         retry_parked_run(instance, _find_parked_run(instance, run_id))
     return f"The next tick of the publication sensor tries run {run_id} again."
 
 
 def end_run(settings: Settings, run_id: str) -> str:
-    """Give it up; what was done in a sentence. Raises ConfigurationError for another run."""
+    """Discard the branch of a parked run and publish nothing. Return a message for the user.
+
+    Raises ConfigurationError if `run_id` is not the start of the id of one parked run.
+    """
     lake = Lakehouse(settings, start=False)
     lake.endpoints(spark=False)
     with _open_instance(settings) as instance:
@@ -73,8 +85,8 @@ def _find_parked_run(instance: DagsterInstance, run_id: str) -> DagsterRun:
     matches = [run for key, run in runs_by_id.items() if key.startswith(run_id)]
     if len(matches) != 1:
         raise ConfigurationError(
-            f"{'Several runs' if matches else 'No run'} that {'are' if matches else 'is'} set aside"
-            f" begin{'' if matches else 's'} with {run_id!r}.",
-            hint="`branchlake set-aside` lists them.",
+            f"{'Several runs' if matches else 'No run'} with the id {run_id!r}…"
+            f" {'are' if matches else 'is'} set aside.",
+            hint="List the runs and their ids: branchlake set-aside.",
         )
     return matches[0]

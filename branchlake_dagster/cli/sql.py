@@ -1,4 +1,4 @@
-"""`branchlake sql`: a query from outside a run, as a table, CSV or Arrow."""
+"""The command `branchlake sql`, which queries the lake and writes a table, CSV or Arrow."""
 
 from __future__ import annotations
 
@@ -18,17 +18,22 @@ _FORMATS = ("table", "csv", "arrow")
 @click.option("-m", "--module", help=MODULE_HELP)
 @click.option("--branch", help="A branch or tag instead of main; also name@hash.")
 @click.option(
-    "--run", "run_id", help="A run's id or its start: its branch, what was discarded of it, or as published."
+    "--run",
+    "run_id",
+    help="The id of a run or its start: reads its branch, its discarded tag or its publication.",
 )
-@click.option("--at", help="main at a time (2026-11-20T12:00; without a zone: UTC) or at a commit hash.")
+@click.option("--at", help="main at a time (2026-11-20T12:00, UTC without a zone) or at a commit hash.")
 @click.option("--format", "kind", type=click.Choice(_FORMATS), default="table", show_default=True)
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="A file instead of the terminal.",
+    help="Write to this file instead of the terminal.",
 )
 @click.option(
-    "--rows", default=100, show_default=True, help="Most rows of a table; 0: all. CSV and Arrow: all."
+    "--rows",
+    default=100,
+    show_default=True,
+    help="Maximum rows of a table; 0: all. CSV and Arrow always write all.",
 )
 def sql(
     query: str | None,
@@ -42,7 +47,7 @@ def sql(
 ) -> None:
     """Query the lake in DuckDB's SQL.
 
-    Without QUERY its tables are listed. Starts nothing and changes nothing.
+    Without QUERY, lists the tables. Starts nothing and changes nothing.
 
     Tables are written namespace.table. "-" as QUERY reads it from standard input.
 

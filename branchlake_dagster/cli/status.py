@@ -1,4 +1,4 @@
-"""`branchlake status`, and who still uses the servers."""
+"""The report of `branchlake status`, and the warning of `branchlake down` about a running Dagster daemon."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ from branchlake_dagster.wording import format_count, format_names, pluralize
 _SHOWN_PUBLICATIONS = 5
 _SHOWN_DISCARDED = 20
 _WIDE_ENOUGH = 100
-"""Columns from which on a table has room for whole ids; a narrower terminal gets two lines for each."""
+"""Width in characters that a table with whole ids needs. A narrower terminal gets two lines per entry."""
 _WIDE = 200
-"""Columns when nobody watches: a line per branch, for grep."""
+"""Width of a table, in characters, if the output is not a terminal: one line per branch, for grep."""
 
 
 def gather_status(settings: Settings, source: str = ENVIRONMENT) -> dict[str, Any]:
-    """Servers, `main`, run branches (run, state, age in seconds, commits) and the last publications.
+    """Collect the servers, `main`, the run branches, the discarded tags and the last publications.
 
-    Starts nothing: with the embedded Nessie down, only the servers are told. `source` says where the settings
-    come from.
+    Starts nothing. If the embedded Nessie does not run, the report contains only the servers. `source`
+    describes the source of the settings.
+
+    Returns the JSON object of `branchlake status --json`.
     """
     lake = Lakehouse(settings, start=False)
     records = lake.servers.status()
@@ -124,7 +126,7 @@ def gather_status(settings: Settings, source: str = ENVIRONMENT) -> dict[str, An
 
 
 def _format_heartbeats(settings: Settings, now: datetime) -> dict[str, str]:
-    """What the heartbeats on each branch look like at a glance."""
+    """Format the states of the heartbeats on each branch."""
     pulses_by_branch: dict[str, set[str]] = {}
     for beat, pulse in judge_by_timestamp(HeartbeatStore.from_settings(settings).all(), now).items():
         pulses_by_branch.setdefault(beat.branch, set()).add(pulse)
@@ -132,7 +134,7 @@ def _format_heartbeats(settings: Settings, now: datetime) -> dict[str, str]:
 
 
 def show_status(report: dict[str, Any], console: Console | None = None) -> None:
-    """The same for people, with whole ids on every width."""
+    """Print the report of `gather_status`, with whole ids at every width of the terminal."""
     console = console or (Console() if sys.stdout.isatty() else Console(width=_WIDE))
     names = {NESSIE: "Nessie", SPARK: "Spark Connect", KAFKA: "Kafka"}
     for name, server in report["servers"].items():
@@ -143,7 +145,7 @@ def show_status(report: dict[str, Any], console: Console | None = None) -> None:
     console.print(f"{'Warehouse':14} {report['warehouse']}", soft_wrap=True)
     console.print(f"{'Settings':14} {report['settings_source']}", soft_wrap=True, markup=False)
     if report["main"] is None:
-        console.print("Start the servers with `branchlake up` to see branches.")
+        console.print("To see branches, start the servers: branchlake up")
         return
     console.print(f"{'main':14} {report['main'][:16]}")
     _show_branches(console, report["branches"])
@@ -156,7 +158,7 @@ def show_status(report: dict[str, Any], console: Console | None = None) -> None:
             console.print(f"  {name}", soft_wrap=True)
         if (more := len(report["discarded"]) - _SHOWN_DISCARDED) > 0:
             console.print(f"  and {more} more (`branchlake status --json`)")
-        console.print('Look at one: branchlake sql "FROM namespace.table" --run ID')
+        console.print('To read one: branchlake sql "FROM namespace.table" --run ID')
     _show_publications(console, report["publications"])
 
 
@@ -193,14 +195,14 @@ def _show_publications(console: Console, rows: Sequence[dict[str, Any]]) -> None
 
 
 _RECENT_S = 45.0
-"""Dagster's daemon writes a heartbeat every 30 s."""
+"""Maximum age of a running daemon's heartbeat. Dagster's daemon writes one every 30 s."""
 
 
 def find_daemon_warning(settings: Settings) -> str | None:
-    """What will happen to a Dagster daemon that works on this lake, in words; None if none does.
+    """Return a warning if a Dagster daemon may still use the servers of this lake, or else None.
 
-    It is known by its heartbeat in Dagster's storage, wherever it runs; so one that ended less than 45 s ago
-    may still run as far as this can tell, and the text says so. No Dagster home is made here.
+    Reads the daemon's heartbeat in Dagster's storage, so the daemon may run on any machine. A daemon that
+    ended less than 45 s ago cannot be distinguished from a running one. Does not create a Dagster home.
     """
     home = Path(os.environ.get("DAGSTER_HOME") or settings.state_dir / "dagster")
     if not (home / "dagster.yaml").exists():
@@ -216,8 +218,8 @@ def find_daemon_warning(settings: Settings) -> str | None:
         return None
     runs = f" Its {format_count(running, 'running run')} will fail." if running else ""
     return (
-        f"A Dagster daemon worked on this lake {min(heartbeat_ages):.0f} s ago.{runs} If you have not ended"
-        " it since,"
-        " its publication sensor and its runs start the servers again within seconds: end `dagster dev` first"
-        " for them to stay down."
+        f"A Dagster daemon used this lake {min(heartbeat_ages):.0f} s ago.{runs} If it still runs, its"
+        " publication sensor and its runs start the servers again within seconds. To keep the servers"
+        " stopped,"
+        " end `dagster dev` first."
     )
