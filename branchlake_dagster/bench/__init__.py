@@ -1,1 +1,1 @@
-"""`branchlake bench`: where the time goes."""
+"""The benchmarks of `branchlake bench`."""

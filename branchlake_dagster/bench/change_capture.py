@@ -1,4 +1,4 @@
-"""How fast changes are captured, and what Spark's executors do meanwhile."""
+"""Benchmark of change capture, and a meter of what Spark's executors use."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 _QUIET_S = 0.3
 _PATIENCE_S = 60.0
 _SIZE_METRICS = (".TotalDataFileSize", ".TotalDeleteFileSize")
-"""Iceberg's classes of a scan's metrics; those of a write have other names."""
+"""Suffixes of Iceberg's metric classes for scans. Metric classes for writes have other names."""
 
 
 class MetricsMissing(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
-    """Spark's event log does not tell what was measured."""
+    """Spark's event log does not contain the end of a measured job."""
 
 
 @dataclass(frozen=True)
 class ExecutorUsage:
-    """What tasks used: seconds that they ran, of these on a processor, and the size of their files.
+    """The resources that Spark tasks used: run time, CPU time, and the size of the files that scans planned.
 
-    Spark's own count of bytes read leaves out what Iceberg reads of local files.
+    Spark's own metric of bytes read omits the bytes that Iceberg reads from local files.
     """
 
     run_s: float = 0.0
@@ -58,7 +58,7 @@ class ExecutorUsage:
 
 
 def write_spark_conf(folder: Path) -> Path:
-    """A Spark configuration folder for a server that logs its events; for SPARK_CONF_DIR."""
+    """Write a folder for SPARK_CONF_DIR that lets a Spark server log its events, and return its path."""
     events = folder / "events"
     events.mkdir(parents=True, exist_ok=True)
     conf_folder = folder / "conf"
@@ -70,7 +70,7 @@ def write_spark_conf(folder: Path) -> Path:
 
 
 class ExecutorMetrics:
-    """Reads the event log in `folder` on; each call tells what was used since the one before it."""
+    """Reads Spark's event log in `folder`, and reports the usage since the previous call."""
 
     def __init__(self, folder: Path) -> None:
         self._events = folder / "events"
@@ -79,7 +79,10 @@ class ExecutorMetrics:
         self._sizes: set[int] = set()
 
     def since_last(self) -> ExecutorUsage:
-        """What has been used. Waits until the log has the end of every job; raises MetricsMissing."""
+        """Return the usage since the previous call.
+
+        Waits until the log contains the end of every job. Raises MetricsMissing after a minute.
+        """
         usage = ExecutorUsage()
         deadline = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline:
@@ -89,7 +92,10 @@ class ExecutorMetrics:
                 usage += self._usage_of_event(json.loads(line))
             if not lines and not self._running:
                 return usage
-        raise MetricsMissing("A Spark job has not ended in the event log within a minute.")
+        raise MetricsMissing(
+            "Spark's event log did not record the end of a job within a minute.",
+            hint="Run the benchmark again on a machine with less load.",
+        )
 
     def _read_new_lines(self) -> list[bytes]:
         (path,) = self._events.iterdir()
@@ -119,7 +125,7 @@ class ExecutorMetrics:
 
 
 def _find_size_metrics(plan: dict[str, Any]) -> Iterator[int]:
-    """The accumulators in which Iceberg's scans tell the size of the files that they have planned."""
+    """Find the accumulators in which Iceberg's scans record the size of the files that they planned."""
     for metric in plan["metrics"]:
         if metric["metricType"].endswith(_SIZE_METRICS):
             yield metric["accumulatorId"]
@@ -128,7 +134,7 @@ def _find_size_metrics(plan: dict[str, Any]) -> Iterator[int]:
 
 
 FILES = {"100_files": (100, 10), "100k_files": (100_000, 100)}
-"""By name the data files of a table, and the appends that made them."""
+"""The tables by name, with the number of data files and the number of appends that created them."""
 _CHANGED = 10
 _PAUSED = 1_000
 _DAYS = 30
@@ -143,7 +149,10 @@ _BY_DAY = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "day"))
 
 
 class _FakeDataFiles:
-    """Data files that nobody wrote, each of the rows `id` = 1,000 n, with statistics of ten columns."""
+    """Metadata of data files that do not exist.
+
+    File n has one row with `id` = 1,000 n, and statistics of ten columns.
+    """
 
     def __init__(self) -> None:
         self._random = random.Random(0)  # noqa: S311 - names of files
@@ -185,12 +194,15 @@ class _FakeDataFiles:
 def measure_capture(
     lake: Lakehouse, *, rounds: int = 5, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Medians in milliseconds, of a table that is already loaded and with cold caches, for ten files of it.
+    """Measure the capture of a change of ten files, as medians in milliseconds.
 
-    `capture_ms_100_files`, `capture_ms_100k_files`: appended. `capture_overwrite_ms_…`: replaced by ten
-    others. `capture_merged_ms_…`: deleted by Spark out of manifests that it had merged before.
-    `capture_again_ms_…`: appended, asked a second time. `capture_paused_ms`: of the large table, for a
-    consumer that is 1,000 appends behind.
+    The table is already loaded. The caches are cold, except for `capture_again_ms_…`.
+
+    - `capture_ms_100_files`, `capture_ms_100k_files`: ten files were appended.
+    - `capture_overwrite_ms_…`: ten files were replaced by ten others.
+    - `capture_merged_ms_…`: Spark deleted ten files from manifests that it had merged before.
+    - `capture_again_ms_…`: ten files were appended, and the change is captured a second time.
+    - `capture_paused_ms`: a consumer of the large table is 1,000 appends behind.
     """
     figures: dict[str, Any] = {}
     catalog = lake.catalog(MAIN)
@@ -216,7 +228,7 @@ def measure_capture(
             ),
             f"capture_again_ms_{name}": _time_warm_capture(table, appended_table, rounds),
         }
-        say(f"{files:,} files: ten appended ones are captured in {figures[f'capture_ms_{name}']} ms")
+        say(f"{files:,} files: capturing ten appended files took {figures[f'capture_ms_{name}']} ms")
     later_table = table
     for _ in range(_PAUSED):
         later_table = _with_snapshot(later_table, fake_files.build_files(1))
@@ -237,7 +249,7 @@ def _create_table(
 
 
 def _with_snapshot(table: Table, added: Sequence[DataFile], removed: Sequence[DataFile] = ()) -> Table:
-    """The table after one more snapshot, which no catalogue knows."""
+    """Return the table with one more snapshot, without committing it to a catalog."""
     updates = build_snapshot(
         table,
         added=added,
@@ -251,7 +263,10 @@ def _with_snapshot(table: Table, added: Sequence[DataFile], removed: Sequence[Da
 
 
 def _merge_then_delete(lake: Lakehouse, catalog: NessieCatalog, table: Table) -> tuple[Table, Table]:
-    """The table with few large manifests, and then without ten of its files, all of it by Spark."""
+    """Let Spark merge the manifests of a table and then delete ten of its files.
+
+    Returns the table after each of the two steps.
+    """
     name = ".".join(table.name())
     count = sum(
         manifest.existing_files_count or manifest.added_files_count or 0
@@ -284,7 +299,7 @@ def _time_cold_capture(
         change = capture_change(after, current_position(before), name="bench", cache=OwnFilesCache())
         durations.append(time.perf_counter() - began)
         if (len(change.added), len(change.removed)) != (added, removed):
-            raise RuntimeError(f"The benchmark captured {change.label()}.")
+            raise RuntimeError(f"The benchmark captured a wrong change: {change.label()}.")
     return _median_ms(durations)
 
 

@@ -1,4 +1,4 @@
-"""`branchlake bench checks`: twenty promises and five SQL checks on a clean partition, however judged."""
+"""The benchmark `branchlake bench checks`: twenty column rules and five SQL checks on a valid partition."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ _FAILING_CONDITIONS = {
     "range_km": "sqrt(range_km) > 400",
     "sensor": "sensor + 1 < 1",
 }
-"""Conditions that no row meets, by the one column that each reads: none is told by a file's bounds."""
+"""Conditions that no row meets, by the only column that each reads. Bounds of files cannot prove them."""
 
 
 if TYPE_CHECKING:
     _Contract = DataFrameModel[Any]
 else:
-    # Generic to type checkers only: at run time pandera refuses the parameter.
+    # Only type checkers may see the type parameter: pandera refuses it at run time.
     _Contract = DataFrameModel
 
 
 class _Sightings(_Contract):
-    """Twenty promises, all of a kind that metadata can prove."""
+    """A contract of twenty rules, all of which file metadata can prove."""
 
     kind: pst.StringType = Field(isin=["radar", "optical"])
     number: pst.LongType = Field(ge=0)
@@ -70,18 +70,18 @@ class _Sightings(_Contract):
 
 
 class _Mixed(_Sightings):
-    """The same twenty, one of which metadata says nothing about."""
+    """A contract of the same twenty rules, one of which file metadata cannot prove."""
 
     track: pst.StringType = Field(str_matches="^t-[0-9]+$")
 
 
 class ChecksFailed(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A benchmark's contract did not hold, or was not judged in the way that is timed."""
+    """A contract of the benchmark failed, or was not judged in the way that is timed."""
 
 
 @dataclass(frozen=True)
 class _CheckedPartition:
-    """A lake with the partition on a run's branch, and a session there."""
+    """The partition on a run's branch of a lake, and a Spark session on that branch."""
 
     lake: Lakehouse
     ref: str
@@ -92,7 +92,7 @@ class _CheckedPartition:
         return self.session.table(_TABLE).filter(F.col("kind") == _PARTITION)
 
     def load_stored_rows(self) -> StoredRows:
-        """Loaded from Nessie anew, as a step does."""
+        """Load the table from Nessie again, as a step does."""
         table = self.lake.catalog(self.ref).load_table(_NAME)
         return StoredRows(table, _SELECTION, self.ref, self.frame)
 
@@ -100,14 +100,19 @@ class _CheckedPartition:
 def measure_checks(
     settings: Settings, *, rows: int, rounds: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Medians in seconds, in a state folder of its own; each way is warmed up once.
+    """Measure the ways to check a partition, as medians in seconds. Each way is warmed up once.
 
-    `metadata_only_s`: all twenty promises from metadata, table loaded anew. `one_job_s`: the same twenty
-    counted in one Spark job. `mixed_s`: nineteen from metadata and one counted. `count_s`: a count of the
-    values in the same columns. `count_rows_s`: `count(*)`, which Iceberg answers from metadata.
-    `sql_1_s`, `sql_2_s`, `sql_5_s`: so many SQL checks in one job, each on a column of its own. For
-    comparison the five as one aggregation, `sql_5_scan_s`, and on a frame cached for them, `sql_5_cached_s`.
-    `plain_pandera_s`: pandera's own backend. `step_s`: the whole check step in a Dagster run.
+    Works in a temporary state folder.
+
+    - `metadata_only_s`: all twenty rules are proved by metadata, and the table is loaded again.
+    - `one_job_s`: the same rules are counted in one Spark job.
+    - `mixed_s`: nineteen rules are proved by metadata, and one is counted.
+    - `count_s`: a count of the values in the same columns, for comparison.
+    - `count_rows_s`: `count(*)`, which Iceberg answers from metadata, for comparison.
+    - `sql_1_s`, `sql_2_s`, `sql_5_s`: one, two and five SQL checks in one job, each on another column.
+    - `sql_5_scan_s`, `sql_5_cached_s`: the five conditions in one aggregation, and on a cached frame.
+    - `plain_pandera_s`: the twenty rules by pandera's own backend, measured once.
+    - `step_s`: the check step in a Dagster run, measured once.
     """
     with own_lake(settings) as bench_settings:
         lake = Lakehouse(bench_settings, say=say)
@@ -128,9 +133,9 @@ def measure_checks(
 
 
 def _run_checked_asset(lake: Lakehouse, rows: int) -> tuple[str, float]:
-    """The branch of a run that wrote the partition, and the seconds of its check step."""
+    """Write and check the partition in a run. Return the run's branch and the seconds of the check step."""
 
-    # Assigned, not annotated: the annotations of this module are text, which Dagster does not read.
+    # Annotations of this module are strings, which Dagster does not resolve, so the class is assigned below.
     def sightings(spark: Any) -> None:
         session = spark.spark_session
         session.sql(f"CREATE NAMESPACE IF NOT EXISTS {_TABLE.rpartition('.')[0]}")
@@ -159,7 +164,7 @@ def _run_checked_asset(lake: Lakehouse, rows: int) -> tuple[str, float]:
         }
     evaluations = run.get_asset_check_evaluations()
     if not all(evaluation.passed for evaluation in evaluations):
-        raise ChecksFailed("The benchmark's contract does not hold.", run_id=run.run_id)
+        raise ChecksFailed("The contract of the benchmark failed.", run_id=run.run_id)
     return run_branch_name(run.run_id), times["STEP_SUCCESS"] - times["STEP_START"]
 
 
@@ -193,7 +198,7 @@ def _time_ways(partition: _CheckedPartition, rounds: int, say: Callable[[str], N
     }
     durations: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
-        # In turns, so that a slow minute of the machine is a slow minute for all of them.
+        # The ways take turns, so that a slow minute of the machine affects all of them.
         for name, way in ways.items():
             began = time.perf_counter()
             way()
@@ -216,13 +221,16 @@ def _time_ways(partition: _CheckedPartition, rounds: int, say: Callable[[str], N
 
 def _judge_contract(rows: CheckedRows, model: type[DataFrameModel[Any]], *, proved_count: int) -> None:
     schema = model.to_schema()
-    promises = [one for one in compile_schema(schema) if not isinstance(one, SchemaConstraint)]
+    promises = [rule for rule in compile_schema(schema) if not isinstance(rule, SchemaConstraint)]
     verdicts = judge_constraints(rows, [ConstraintGroup(schema, promises, 5)], view="branchlake_bench")
     outcomes = list(verdicts.outcomes.values())
-    by_metadata = sum(one.proof is not None and one.proof.source == "metadata" for one in outcomes)
-    if len(outcomes) != 20 or by_metadata != proved_count or not all(one.passed for one in outcomes):
+    by_metadata = sum(
+        outcome.proof is not None and outcome.proof.source == "metadata" for outcome in outcomes
+    )
+    if len(outcomes) != 20 or by_metadata != proved_count or not all(outcome.passed for outcome in outcomes):
         raise ChecksFailed(
-            f"{by_metadata} of {len(outcomes)} promises were proved by metadata, not {proved_count}."
+            f"Metadata proved {by_metadata} of {len(outcomes)} rules instead of {proved_count}, or a rule"
+            " failed."
         )
 
 
@@ -234,21 +242,21 @@ def _judge_sql_checks(frame: DataFrame, number: int) -> None:
     verdicts = judge_constraints(
         FrameRows(frame), [ConstraintGroup(None, checks[:number], 5)], view="branchlake_bench"
     )
-    if len(verdicts.outcomes) != number or not all(one.passed for one in verdicts.outcomes.values()):
-        raise ChecksFailed(f"{number} SQL checks did not all hold: {verdicts}.")
+    if len(verdicts.outcomes) != number or not all(outcome.passed for outcome in verdicts.outcomes.values()):
+        raise ChecksFailed(f"Not all of the {number} SQL checks passed: {verdicts}.")
 
 
 def _count_in_one_scan(frame: DataFrame) -> None:
-    """The five as they would be if statements were taken apart and their conditions counted together."""
+    """Count the five conditions in one aggregation, which the check compiler does not do."""
     flags = frame.select(*[F.expr(wrong).alias(column) for column, wrong in _FAILING_CONDITIONS.items()])
-    # The filter is what lets files be left out that none of them could find a row in.
+    # With this filter, Iceberg skips files whose bounds exclude all five conditions.
     suspect_rows = flags.where(" OR ".join(_FAILING_CONDITIONS))
     counts = [
         F.coalesce(F.sum(F.bit_count(column)), F.lit(0)).alias(column) for column in _FAILING_CONDITIONS
     ]
     (totals,) = collect_rows(suspect_rows.agg(*counts))
     if set(totals) != {0}:
-        raise ChecksFailed(f"{totals} rows met the conditions, not none.")
+        raise ChecksFailed(f"Rows met the conditions: {totals}.")
 
 
 def _judge_cached_frame(frame: DataFrame) -> None:
@@ -260,7 +268,7 @@ def _judge_cached_frame(frame: DataFrame) -> None:
 
 
 def _count_column_values(partition: _CheckedPartition) -> None:
-    """The values of each column, which have to be read for it: not from Iceberg's metadata."""
+    """Count the values of each column by reading the columns, not from Iceberg's metadata."""
     conf = "spark.sql.iceberg.aggregate-push-down.enabled"
     partition.session.conf.set(conf, "false")
     try:
@@ -269,12 +277,14 @@ def _count_column_values(partition: _CheckedPartition) -> None:
     finally:
         partition.session.conf.unset(conf)
     if set(totals) != {partition.rows}:
-        raise ChecksFailed(f"{totals} rows were counted, not {partition.rows}.")
+        raise ChecksFailed(f"Spark counted {totals} values instead of {partition.rows}.")
 
 
 def show_checks(figures: dict[str, Any]) -> None:
-    """The ways side by side."""
-    table = Table("way", "s", title=f"{figures['promises']} promises, and SQL, on {figures['rows']:,} rows")
+    """Print the seconds of each way as a table."""
+    table = Table(
+        "way", "s", title=f"{figures['promises']} rules, and SQL checks, on {figures['rows']:,} rows"
+    )
     for name, description in {
         "metadata_only_s": "all from metadata",
         "mixed_s": "19 from metadata, one counted",

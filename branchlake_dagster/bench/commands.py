@@ -1,4 +1,4 @@
-"""The commands of `branchlake bench`; what one needs is imported when it runs."""
+"""The commands of `branchlake bench`. A command imports its dependencies when it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from branchlake_dagster.settings import Settings
 )
 @click.pass_context
 def bench(ctx: click.Context) -> None:
-    """Run a benchmark; docs/benchmarks.md has figures."""
+    """Run a benchmark. docs/benchmarks.md has results."""
     ctx.with_resource(exit_on_signals())
 
 
@@ -36,8 +36,8 @@ def bench(ctx: click.Context) -> None:
 def checks(as_json: bool, rows: int, rounds: int) -> None:
     """Time checks by metadata, by pandera and by SQL.
 
-    Twenty column rules are checked from metadata, in one job, and by pandera itself; then one, two and five
-    SQL checks.
+    Checks twenty column rules from metadata, in one Spark job, and with pandera's own backend. Then runs
+    one, two and five SQL checks.
     """
     from branchlake_dagster.bench.checks import measure_checks, show_checks
 
@@ -54,7 +54,7 @@ def checks(as_json: bool, rows: int, rounds: int) -> None:
 def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits: int) -> None:
     """Time branches, publications and clean-up.
 
-    Each is timed beside Nessie's bare calls.
+    Nessie's own calls are timed for comparison.
     """
     from branchlake_dagster.bench.publication import measure_publication, show_publication
 
@@ -70,32 +70,37 @@ def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits
     "--sizes",
     default="small,medium,large",
     show_default=True,
-    help="Of small, medium, large; comma-separated.",
+    help="Sizes to measure, comma-separated.",
 )
 def incremental(as_json: bool, rounds: int, sizes: str) -> None:
-    """Time incremental assets beside a look-back.
+    """Compare incremental assets with a look-back.
 
-    A pipeline of two stages by changes, beside one that recomputes 14 days; and change capture alone.
+    Times a pipeline of two stages by changes, the same pipeline that recomputes 14 days, and change capture
+    alone.
     """
     from branchlake_dagster.bench.incremental import measure_incremental, show_incremental
     from branchlake_dagster.bench.incremental_feed import SIZES
 
     names = sizes.split(",")
     if unknown_sizes := [name for name in names if name not in SIZES]:
-        raise click.BadParameter(f"{unknown_sizes[0]!r} is none of {', '.join(SIZES)}.", param_hint="--sizes")
+        raise click.BadParameter(
+            f"{unknown_sizes[0]!r} is not one of {', '.join(SIZES)}.", param_hint="--sizes"
+        )
     figures = measure_incremental(Settings(), rounds=rounds, sizes=names, say=print_progress)
     click.echo(json.dumps(figures, indent=2)) if as_json else show_incremental(figures)
 
 
 @bench.command()
-@click.option("--records", default=1_000_000, show_default=True, help="Flat out, of a topic.")
-@click.option("--seconds", default=60.0, show_default=True, help="At each rate.")
-@click.option("--rounds", default=3, show_default=True, help="Flat out; the medians count.")
+@click.option(
+    "--records", default=1_000_000, show_default=True, help="Records of the topic to ingest at full speed."
+)
+@click.option("--seconds", default=60.0, show_default=True, help="Seconds at each fixed rate.")
+@click.option("--rounds", default=3, show_default=True, help="Rounds at full speed; the medians count.")
 @click.option("--json", "as_json", is_flag=True, help="Figures as JSON.")
 def ingest(records: int, seconds: float, rounds: int, as_json: bool) -> None:
-    """Time Kafka ingestion beside plain Spark.
+    """Compare Kafka ingestion with plain Spark.
 
-    Into one table and into ten, beside Spark Structured Streaming.
+    Ingests into one table and into ten, and with Spark Structured Streaming for comparison.
     """
     from rich.console import Console
 
@@ -116,10 +121,10 @@ def ingest(records: int, seconds: float, rounds: int, as_json: bool) -> None:
     "--rounds", default=5, show_default=True, help="Times that each way is timed; the median counts."
 )
 def upserts(as_json: bool, rounds: int) -> None:
-    """Time upserts into small and larger tables.
+    """Time upserts into small and large tables.
 
-    Each is done by Spark's MERGE, without a JVM as assets with pandas, Polars and Arrow frames do it, and by
-    PyIceberg's own upsert.
+    Each upsert runs as Spark's MERGE, without a JVM (as for assets with pandas, Polars and Arrow frames),
+    and as PyIceberg's own upsert.
     """
     from branchlake_dagster.bench.upserts import measure_upserts, show_upserts
 

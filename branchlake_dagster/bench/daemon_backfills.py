@@ -1,4 +1,4 @@
-"""How long a backfill of fifty partitions takes until all rows are on `main`, beside a plain IO manager's."""
+"""Benchmark of backfills of fifty partitions, on run branches and with a plain IO manager."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ _ROUNDS = 3
 def measure_backfill_ratios(
     lake: Lakehouse, instance: dg.DagsterInstance, url: str, *, say: Callable[[str], None]
 ) -> dict[str, float]:
-    """Seconds of the four backfills, and ours over the plain one's as fifty runs and as one.
+    """Measure backfills as fifty runs and as one run, on branches and with the plain IO manager.
 
-    Medians of three. All through one daemon, launcher and queue, ours and the plain one in turns, into tables
-    that exist and are empty. The clock starts with the creation of the first run: that depends on when the
-    backfill daemon looks around, which it does every 30 seconds. A run waits for the queue besides, which is
-    looked at every second: nothing to fifty runs, and up to half of the time of one.
+    The figures are medians of three rounds in seconds, and the ratios of branches to the plain IO manager.
+    All backfills use the same daemon, launcher and queue. They take turns, and write into empty tables.
+
+    A measurement starts when the first run is created, because the backfill daemon polls only every 30
+    seconds. It includes the run queue, which is polled every second. That is negligible for fifty runs, but
+    up to half of the time of a single run.
     """
     lake.catalog(MAIN).create_namespace_if_not_exists((NAMESPACE,))
     medians: dict[tuple[bool, bool], float] = {}
@@ -60,7 +62,7 @@ def _recreate_table(lake: Lakehouse, key: dg.AssetKey) -> None:
 
 
 def _time_backfill(lake: Lakehouse, instance: dg.DagsterInstance, url: str, key: dg.AssetKey) -> float:
-    """Seconds from the creation of the backfill's first run until all its rows are on `main`."""
+    """Return the seconds from the creation of the first run until all rows are on `main`."""
     backfill_id = launch_backfill(url, key.path, PARTITIONS)
     backfill_tags = {"dagster/backfill": backfill_id}
     expected_rows = len(PARTITIONS) * ROWS
@@ -73,9 +75,8 @@ def _time_backfill(lake: Lakehouse, instance: dg.DagsterInstance, url: str, key:
 
     if not holds_within(_TIMEOUT_S, has_ended, every_s=0.25) or failed_run_ids:
         raise BenchFailed(
-            f"The backfill of {key.to_user_string()} left {_count_rows(lake, key)} rows of {expected_rows}"
-            " on main;"
-            f" {len(set(failed_run_ids))} runs failed."
+            f"The backfill of {key.to_user_string()} wrote {_count_rows(lake, key)} of {expected_rows} rows"
+            f" to main. Failed runs: {len(set(failed_run_ids))}."
         )
     end_time = time.time()
     records = instance.get_run_records(dg.RunsFilter(tags=backfill_tags))

@@ -1,4 +1,4 @@
-"""Dagster's own floor: a run that does nothing, launched through a `dagster dev` without anything of ours."""
+"""Benchmark of Dagster alone: a run that does nothing, in a `dagster dev` without branchlake."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ _MODULE = "branchlake_dagster.bench.trivial_project"
 
 
 def measure_trivial_runs(home: Path, *, rounds: int, say: Callable[[str], None]) -> float:
-    """Median of the seconds from launch to the run's success: Dagster's launcher, queue and settings.
+    """Return the median seconds from launch to success, with Dagster's own launcher, queue and settings.
 
-    `home` is an empty folder. One run before is not counted.
+    Args:
+        home: An empty folder for Dagster's home.
+        rounds: The number of measured runs. One more run before them is not counted.
+        say: Receives a line after each run.
+
+    Raises:
+        BenchFailed: A run did not succeed.
     """
     (home / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
     durations = []
@@ -29,7 +35,7 @@ def measure_trivial_runs(home: Path, *, rounds: int, say: Callable[[str], None])
     ):
         for number in range(rounds + 1):
             durations.append(_time_trivial_run(url, instance))
-            say(f"a trivial asset with Dagster's own launcher {number}/{rounds}: {durations[-1]:.1f} s")
+            say(f"trivial asset with Dagster's own launcher, round {number}/{rounds}: {durations[-1]:.1f} s")
     return statistics.median(durations[1:])
 
 

@@ -1,4 +1,4 @@
-"""`branchlake bench incremental`: a two-stage pipeline by a look-back of 14 days, and by changes."""
+"""The benchmark `branchlake bench incremental`: a pipeline with a look-back of 14 days, and with changes."""
 
 from __future__ import annotations
 
@@ -32,15 +32,20 @@ _CONF = "SPARK_CONF_DIR"
 def measure_incremental(
     settings: Settings, *, rounds: int, sizes: Sequence[str], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Both ways on the same days in a state folder of its own, and capture by itself.
+    """Measure both ways on the same days, and change capture alone, in a temporary state folder.
 
-    Of each size `rounds` days are counted, after the 14 that are there before and one to warm up. A figure is
-    the mean over these days; seconds of executors are the sum of their tasks' run times, from Spark's event
-    log. Keys without a size's name are of the largest one: `lookback_s` and `incremental_s` (executor seconds
-    of both stages), `ratio`, `cpu_ratio`, `wall_ratio`, `bytes_ratio` (changes over look-back; bytes are the
-    sizes of the files that scans planned), `equal` (row by row, both stages, all sizes), `capture_ms` and
-    `changelog_view_ms` (the last day's events out of all, by manifests, and by Iceberg's own changelog view
-    in Spark), and those of `capture_speed`.
+    For each size, 14 days exist before, one day warms up, and `rounds` days are measured. A figure is the
+    mean over the measured days. Executor seconds are the sum of the tasks' run times in Spark's event log.
+
+    `sizes` contains the figures of each size. The other keys are the figures of the largest size:
+
+    - `lookback_s`, `incremental_s`: executor seconds of both stages.
+    - `ratio`, `cpu_ratio`, `wall_ratio`, `bytes_ratio`: changes divided by look-back. Bytes are the sizes
+      of the files that scans planned.
+    - `equal`: whether both ways wrote the same rows, in both stages and all sizes.
+    - `capture_ms`, `changelog_view_ms`: the last day's events as a change from manifests, and by Iceberg's
+      changelog view in Spark.
+    - the figures of `measure_capture`.
     """
     with own_lake(settings) as bench_settings:
         folder = bench_settings.state_dir.parent
@@ -64,7 +69,7 @@ def measure_incremental(
 
 @contextmanager
 def _log_spark_events(folder: Path) -> Iterator[None]:
-    """The server that is started meanwhile logs its events."""
+    """Let Spark servers that start in the block log their events."""
     old_folder = os.environ.get(_CONF)
     os.environ[_CONF] = str(write_spark_conf(folder))
     try:
@@ -116,7 +121,7 @@ def _measure_size(
 def _mean_usage(
     runs: Sequence[StageRun], rounds: int, way: str, stage: str | None = None
 ) -> dict[str, float]:
-    """Of one way, and one stage or both: the means over days."""
+    """Return the mean usage per day of one way, for one stage or for both."""
     matching_runs = [run for run in runs if run.way == way and stage in (None, run.stage)]
     return {
         "executor_s": round(sum(run.usage.run_s for run in matching_runs) / rounds, 2),
@@ -140,10 +145,10 @@ def _compare_ways(runs: Sequence[StageRun], rounds: int) -> dict[str, float]:
 
 
 def _measure_one_day(lake: Lakehouse, namespace: str, *, rounds: int = 5) -> dict[str, float]:
-    """The last day's events as a change: what it is by manifests, and by a changelog view that is counted."""
+    """Capture the last day's events as a change from manifests, and count them in a changelog view."""
     table = lake.catalog(MAIN).load_table((namespace, "playback"))
     snapshot = table.current_snapshot()
-    assert snapshot is not None and snapshot.parent_snapshot_id is not None  # noqa: S101, PT018 - days have gone by
+    assert snapshot is not None and snapshot.parent_snapshot_id is not None  # noqa: S101, PT018 - several days were written
     before = Position(current_position(table).table_uuid, snapshot.parent_snapshot_id)
     capture_s, view_s = [], []
     session = lake.spark_session(MAIN)
@@ -161,7 +166,7 @@ def _measure_one_day(lake: Lakehouse, namespace: str, *, rounds: int = 5) -> dic
             days = session.sql("SELECT day, count(*) AS n FROM bench_changes GROUP BY day").collect()
             view_s.append(time.perf_counter() - began)
             if sum(row["n"] for row in days) != change.rows_added:
-                raise RuntimeError(f"The changelog view has other rows than {change.label()}.")
+                raise RuntimeError(f"The changelog view and the captured change differ: {change.label()}.")
     finally:
         session.stop()
     return {
@@ -171,17 +176,17 @@ def _measure_one_day(lake: Lakehouse, namespace: str, *, rounds: int = 5) -> dic
 
 
 def show_incremental(figures: dict[str, Any]) -> None:
-    """Stages of each size side by side, and capture."""
+    """Print the stages of each size, and the figures of change capture, as tables."""
     for name, size in figures["sizes"].items():
         title = f"{name}: {size['events_a_day']:,} events a day, {size['ratio']:.0%} of the executor time"
-        table = Table("stage", "way", "executor s", "its CPU s", "wall s", "MB scanned", title=title)
-        for one in sorted(size["stages"], key=lambda one: (one["stage"], one["way"]), reverse=False):
+        table = Table("stage", "way", "executor s", "executor CPU s", "wall s", "MB scanned", title=title)
+        for stage in sorted(size["stages"], key=lambda stage: (stage["stage"], stage["way"]), reverse=False):
             column_keys = ("executor_s", "executor_cpu_s", "wall_s", "megabytes_scanned")
-            table.add_row(one["stage"], one["way"], *(f"{one[figure]:.2f}" for figure in column_keys))
+            table.add_row(stage["stage"], stage["way"], *(f"{stage[key]:.2f}" for key in column_keys))
         Console().print(table)
-    table = Table("capture", "ms", title="Ten files of a table")
+    table = Table("capture", "ms", title="Capture of ten files")
     for key, value in figures.items():
         if key.startswith(("capture_", "changelog_")):
             table.add_row(key, f"{value:.2f}")
     Console().print(table)
-    Console().print("Same rows both ways." if figures["equal"] else "THE ROWS DIFFER.")
+    Console().print("Both ways wrote the same rows." if figures["equal"] else "THE ROWS DIFFER.")

@@ -1,4 +1,4 @@
-"""Playback events of simulated days, a few per cent of them late, written to `main` as an ingestion would."""
+"""Playback events of simulated days, written to `main`. A few percent of the events arrive late."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pyspark.sql import functions as F  # noqa: N812 - the library's own abbrevi
 
 FIRST_DAY = date(2026, 1, 1)
 WINDOW = 14
-"""Days that a look-back computes anew; no event is later than that."""
+"""Days that a look-back recomputes. No event arrives more than 13 days late."""
 _DAY_S = 86_400
 
 
 @dataclass(frozen=True)
 class FeedSize:
-    """How much is played: events that arrive in a day, and the share of them that is of an earlier day."""
+    """The size of a feed: events that arrive per day, and the share of them that belongs to earlier days."""
 
     name: str
     events_a_day: int
@@ -24,7 +24,7 @@ class FeedSize:
 
     @property
     def accounts(self) -> int:
-        """Who plays: five events a day each."""
+        """The number of accounts. Each has about five events per day."""
         return max(10, self.events_a_day // 5)
 
 
@@ -35,17 +35,17 @@ SIZES = {
 
 
 def date_of_day(number: int) -> date:
-    """The date of a simulated day, counted from 0."""
+    """Return the date of a simulated day. The first day has number 0."""
     return FIRST_DAY + timedelta(days=number)
 
 
 def append_day(session: SparkSession, table: str, size: FeedSize, number: int) -> None:
-    """Append the events that arrive on one day: those of the day, and late ones of the 13 before it."""
+    """Append the events that arrive on one day: events of this day, and late events of the 13 days before."""
     _build_events(session, size, number).writeTo(table).append()
 
 
 def create_events_table(session: SparkSession, table: str) -> None:
-    """The table of raw events: what a device sent, partly as JSON, by the day on which it was played."""
+    """Create the table of raw events, partitioned by the day of playback. `body` contains JSON."""
     session.sql(
         f"CREATE TABLE {table} (event_id BIGINT, day DATE, at TIMESTAMP, account INT, body STRING)"
         " PARTITIONED BY (day)"
@@ -95,5 +95,5 @@ def _hash_event(salt: str) -> Column:
 
 
 def _random_fraction(salt: str) -> Column:
-    """From 0 to 1, the same for the same event."""
+    """Return a pseudo-random number from 0 to 1 that depends only on the event and `salt`."""
     return F.pmod(_hash_event(salt), F.lit(1_000_000)) / 1_000_000

@@ -1,7 +1,7 @@
-"""The pipeline as its author writes it, twice: with a look-back of 14 days, and with changes.
+"""The pipeline of the benchmark in two ways: with a look-back of 14 days, and with changes.
 
-The transformations are the same functions. What differs is which rows an asset is given, and what its result
-takes the place of.
+Both ways use the same transformations. They differ in the input rows of an asset and in the rows that its
+result replaces.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Stages = tuple[dg.AssetsDefinition, dg.AssetsDefinition]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The raw events, and both stages in both ways. Keys are those of the assets and of their tables."""
+    """The assets of the benchmark: the raw events, and two stages in each of the two ways."""
 
     playback: dg.AssetKey
     lookback: Stages
@@ -32,12 +32,12 @@ class Pipeline:
 
     @property
     def assets(self) -> list[dg.AssetsDefinition | dg.AssetSpec]:
-        """Of a code location."""
+        """All assets, for a code location."""
         return [dg.AssetSpec(self.playback), *self.lookback, *self.changes]
 
 
 def playback_daily(events: DataFrame) -> DataFrame:
-    """The first stage: each event by itself, its body taken apart."""
+    """The first stage: parse the body of each event."""
     body = F.from_json("body", _BODY)
     return events.withColumn("body", body).select(
         "event_id",
@@ -54,7 +54,7 @@ def playback_daily(events: DataFrame) -> DataFrame:
 
 
 def playback_daily_agg(daily: DataFrame) -> DataFrame:
-    """The second stage: what an account played on a day. A count of distinct titles cannot be added up."""
+    """The second stage: aggregate by account and day. Counts of distinct titles cannot be added up."""
     return daily.groupBy("day", "account").agg(
         F.count(F.lit(1)).alias("plays"),
         F.sum("watched_ms").alias("watched_ms"),
@@ -65,7 +65,7 @@ def playback_daily_agg(daily: DataFrame) -> DataFrame:
 
 
 def build_pipeline(namespace: str) -> Pipeline:
-    """All of it in a namespace of its own."""
+    """Build the assets of both ways in one namespace."""
     playback = dg.AssetKey([namespace, "playback"])
     return Pipeline(
         playback, _build_lookback_stages(namespace, playback), _build_change_stages(namespace, playback)
@@ -73,7 +73,7 @@ def build_pipeline(namespace: str) -> Pipeline:
 
 
 def _build_lookback_stages(namespace: str, playback: dg.AssetKey) -> Stages:
-    """Each run is of the last 14 partitions, computes them anew and overwrites them."""
+    """Build the stages that recompute and overwrite the last 14 partitions in each run."""
     key = dg.AssetKey([namespace, "lookback_daily"])
     single, days = dg.BackfillPolicy.single_run(), table_metadata(partition_by="day", **_NO_CHECKS)
 
@@ -103,7 +103,7 @@ def _build_lookback_stages(namespace: str, playback: dg.AssetKey) -> Stages:
 
 
 def _build_change_stages(namespace: str, playback: dg.AssetKey) -> Stages:
-    """The first stage is given the events that have come, the second all events of the keys that changed."""
+    """Build the stages by changes: the first gets new events, the second all events of the changed keys."""
     key = dg.AssetKey([namespace, "changes_daily"])
 
     @dg.asset(
@@ -117,7 +117,7 @@ def _build_change_stages(namespace: str, playback: dg.AssetKey) -> Stages:
 
     @dg.asset(
         key=[namespace, "changes_daily_agg"],
-        # A few rows of many files change: they are marked as deleted, and the files are not written again.
+        # A change affects a few rows in many files. Merge-on-read marks them as deleted and keeps the files.
         metadata=table_metadata(
             write_mode="upsert",
             keys=["day", "account"],

@@ -1,4 +1,4 @@
-"""Days go by: events arrive, both pipelines run and are published, and what each stage used is noted."""
+"""A simulation of days: events arrive, both pipelines run and are published, and the usage is recorded."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ STAGES = ("daily", "daily_agg")
 
 
 class SimulationFailed(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A run of the benchmark's pipeline failed, or was not published."""
+    """A run of the simulated pipeline was not published."""
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """One stage on one day: `lookback` or `changes`, seconds from launch to published, and executors' use."""
+    """The figures of one stage on one day: seconds from launch to publication, and executor usage.
+
+    `way` is `lookback` or `changes`.
+    """
 
     way: str
     stage: str
@@ -47,9 +50,9 @@ class StageRun:
 
 
 class Simulation:
-    """Both pipelines in a namespace of `lake`, whose servers run.
+    """Runs both pipelines in a namespace of `lake`. The servers of the lake must run.
 
-    `used` tells what executors used since the last time it was asked.
+    `read_usage` returns what executors used since its previous call.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Simulation:
     def run_first_days(
         self, instance: dg.DagsterInstance, *, days: int = WINDOW, ways: Collection[str] = WAYS
     ) -> list[StageRun]:
-        """The first days' events, and pipelines on all of them: what there is before it is measured."""
+        """Write the events of the first days and run the pipelines once, before anything is measured."""
         with self._open_session() as session:
             session.sql(f"CREATE NAMESPACE IF NOT EXISTS nessie.{self._namespace}")
             create_events_table(session, self._spark_table_name("playback"))
@@ -85,13 +88,13 @@ class Simulation:
         return self._run_stages(instance, days - 1, ways)
 
     def run_day(self, instance: dg.DagsterInstance, number: int) -> list[StageRun]:
-        """One more day; who goes first changes from day to day."""
+        """Simulate one more day. The ways run in alternating order."""
         with self._open_session() as session:
             append_day(session, self._spark_table_name("playback"), self._size, number)
         return self._run_stages(instance, number)
 
     def count_differences(self) -> dict[str, int]:
-        """By stage the rows that one way has and the other has not, as multisets."""
+        """Count the rows that only one of the two ways has, by stage. Duplicates are counted."""
         with self._open_session() as session:
             counts = {}
             for stage in STAGES:
@@ -139,7 +142,7 @@ class Simulation:
 
 
 class _MainSession:
-    """A session on `main`, ended with the block."""
+    """A Spark session on `main` that stops at the end of the block."""
 
     def __init__(self, lake: Lakehouse) -> None:
         self._session = lake.spark_session(MAIN)

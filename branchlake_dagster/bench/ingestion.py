@@ -1,4 +1,4 @@
-"""`branchlake bench ingest`: records a second and seconds to visible, beside Spark Structured Streaming."""
+"""The benchmark `branchlake bench ingest`: throughput and delay, compared with Spark Structured Streaming."""
 
 from __future__ import annotations
 
@@ -42,13 +42,16 @@ _WARM_UP_RECORDS = 20_000
 def measure_ingestion(
     settings: Settings, *, records: int, seconds: float, rounds: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Both on one topic, in a state folder of its own, one after the other, `rounds` times, medians.
+    """Measure ingestion and Spark Structured Streaming on the same topic, in a temporary state folder.
 
-    `records_per_s`, `records_10_tables_per_s`, `plain_records_per_s`: flat out, from the first offset to all
-    on `main`, servers warm; `sustained_…` without each run's first batch, which brings up Python's workers
-    and compiles the plan. `p50_visible_s` and `p99_visible_s` (and `plain_…`): from sending a record to
-    its being on `main`, by rate, over `seconds`; `runs_…` with a run for each batch, through a real daemon,
-    with the settings of the sensor as they come. `lost` and `doubled`: over all of ours.
+    - `records_per_s`, `records_10_tables_per_s`, `plain_records_per_s`: medians of `rounds` at full speed,
+      with warm servers, from the first offset until all records are on `main`.
+    - `sustained_…`: the same without the first batch, which starts Python workers and compiles the plan.
+    - `p50_visible_s_…`, `p99_visible_s_…`: seconds from sending a record until it is on `main`, at each
+      rate for `seconds` seconds.
+    - `plain_…`: the figures of Structured Streaming.
+    - `runs_…`: the figures with one run per batch, in a real daemon with the default settings of the sensor.
+    - `lost`, `doubled`: records of all live ingestions that are missing on `main`, or that `main` has twice.
     """
     with own_lake(settings) as bench_settings:
         lake = Lakehouse(bench_settings, say=say)
@@ -85,7 +88,7 @@ class _IngestionBench:
             "records_10_tables": [],
         }
         for number in range(rounds):
-            self.say(f"Flat out, round {number + 1} of {rounds} …")
+            self.say(f"Full speed, round {number + 1} of {rounds} …")
             throughputs["plain_records"].append(self._stream_flat_out("flat", records))
             for name, tables in (("records", 1), ("records_10_tables", SITES)):
                 throughput, lost, doubled = self._ingest_flat_out("flat", tables, records)
@@ -98,7 +101,7 @@ class _IngestionBench:
                 float(np.median([sample.sustained_per_s for sample in samples]))
             )
         for rate in _RATES:
-            self.say(f"{rate:,} records a second for {seconds:g} s, live and plain …")
+            self.say(f"{rate:,} records per second for {seconds:g} s, live and with Structured Streaming …")
             live = self._ingest_live(rate, seconds)
             plain = self._stream_at_rate(rate, seconds)
             figures[f"p50_visible_s_{rate}"], figures[f"p99_visible_s_{rate}"] = _delay_quantiles(
@@ -111,7 +114,7 @@ class _IngestionBench:
             figures[f"files_per_h_{rate}"] = round(live.files / live.seconds * 3600)
             figures["lost"] += live.lost
             figures["doubled"] += live.doubled
-            self.say(f"{rate:,} records a second for {seconds:g} s, a run a batch …")
+            self.say(f"{rate:,} records per second for {seconds:g} s, with one run per batch …")
             runs = measure_run_delays(self.lake, self.cluster, rate, seconds)
             figures[f"runs_p50_visible_s_{rate}"], figures[f"runs_p99_visible_s_{rate}"] = _delay_quantiles(
                 runs
@@ -126,7 +129,7 @@ class _IngestionBench:
             figures[f"{prefix}throughput_ratio"] = round(ours / plain, 2)
         return figures
 
-    # -- ours ------------------------------------------------------------------------------------------
+    # -- branchlake ------------------------------------------------------------------------------------
 
     def _create_ingestion(self, topic: str, tables: int, max_records: int) -> tuple[Ingest, LiveIngestion]:
         self._name_count += 1
@@ -158,7 +161,7 @@ class _IngestionBench:
         return ingest, live
 
     def _ingest_flat_out(self, topic: str, tables: int, records: int) -> tuple[_Throughput, int, int]:
-        """How fast, and how many records are lost and there twice."""
+        """Ingest at full speed. Return the throughput and the numbers of lost and doubled records."""
         ingest, live = self._create_ingestion(topic, tables, min(_BATCH, records))
         record_count, began = 0, time.perf_counter()
         batches = []
@@ -209,7 +212,7 @@ class _IngestionBench:
         files = sum(len(item) for batch in batches for item in batch.result.scan_result.files.values())
         return _LiveFigures(delays_s, len(batches), files, elapsed_s, lost, doubled)
 
-    # -- plain -----------------------------------------------------------------------------------------
+    # -- Spark Structured Streaming --------------------------------------------------------------------
 
     def _open_stream(self, session: SparkSession, topic: str, table: str) -> Any:
         self._name_count += 1
@@ -231,7 +234,7 @@ class _IngestionBench:
         return rows.writeStream.format("iceberg").option("checkpointLocation", checkpoint.as_uri())
 
     def _stream_flat_out(self, topic: str, records: int) -> _Throughput:
-        del records  # all that is there: it has no such limit
+        del records  # the stream has no limit and reads all records of the topic
         session = self.lake.spark_session(MAIN)
         table = f"flat{self._name_count}"
         stream = self._open_stream(session, topic, table)
@@ -249,7 +252,7 @@ class _IngestionBench:
         return _Throughput.from_batches(batches, elapsed_s)
 
     def _stream_at_rate(self, rate: int, seconds: float) -> np.ndarray[Any, Any]:
-        """The delays of all records, by the times of the snapshots that hold them."""
+        """Stream records at a rate. Return their delays, from sending to the time of their snapshot."""
         topic = f"plain{rate}"
         feed = BenchFeed(self.cluster, topic)
         feed.create_topic()
@@ -267,14 +270,17 @@ class _IngestionBench:
 
 @dataclass(frozen=True)
 class _Throughput:
-    """Records a second, from the start and from the second batch on."""
+    """Records per second: over all batches, and without the first batch."""
 
     per_s: float
     sustained_per_s: float
 
     @classmethod
     def from_batches(cls, batches: Sequence[tuple[int, float]], elapsed_s: float) -> _Throughput:
-        """Of batches, each with its records and when it was visible, and the seconds of all."""
+        """Compute the throughput.
+
+        `batches` are pairs of a number of records and the time when they were visible, in seconds since 1970.
+        """
         per_s = sum(count for count, _ in batches) / elapsed_s
         if len(batches) < 2:
             return cls(per_s, per_s)
@@ -300,8 +306,8 @@ def _delay_quantiles(delays_s: np.ndarray[Any, Any]) -> tuple[float, float]:
 
 
 def show_ingestion(figures: dict[str, Any], console: Console) -> None:
-    """The figures as a table."""
-    table = Table("", "live", "a run a batch", "plain Structured Streaming")
+    """Print the figures as a table."""
+    table = Table("", "live", "one run per batch", "Structured Streaming")
     table.add_row(
         "records/s, one table", f"{figures['records_per_s']:,}", "", f"{figures['plain_records_per_s']:,}"
     )
@@ -312,13 +318,13 @@ def show_ingestion(figures: dict[str, Any], console: Console) -> None:
     for rate in _RATES:
         for name in ("p50", "p99"):
             table.add_row(
-                f"{name} to visible at {rate:,}/s, s",
+                f"{name} delay at {rate:,}/s, s",
                 f"{figures[f'{name}_visible_s_{rate}']}",
                 f"{figures[f'runs_{name}_visible_s_{rate}']}",
                 f"{figures[f'plain_{name}_visible_s_{rate}']}",
             )
         table.add_row(
-            f"publications an hour at {rate:,}/s", f"{figures[f'publications_per_h_{rate}']:,}", "", ""
+            f"publications per hour at {rate:,}/s", f"{figures[f'publications_per_h_{rate}']:,}", "", ""
         )
     table.add_row("lost, doubled", f"{figures['lost']}, {figures['doubled']}", "", "")
     console.print(table)

@@ -1,4 +1,4 @@
-"""The same records through Dagster: runs that a real daemon starts, as an operator has them."""
+"""Benchmark of ingestion with one run per batch, started by a real Dagster daemon."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ _FIRST_RECORDS = 10_000
 def measure_run_delays(
     lake: Lakehouse, cluster: KafkaCluster, rate: int, seconds: float
 ) -> np.ndarray[Any, Any]:
-    """Seconds to visible of every record, with the sensor's settings as they come; a run for each batch.
+    """Measure the seconds from sending each record until it is on `main`.
 
-    Servers, daemon and sensor have published a batch before the first of them is sent. Raises BenchFailed
-    where records are missing or there twice three minutes after the last one was sent.
+    The sensor has its default settings, and starts one run per batch. Before the measurement, the servers,
+    the daemon and the sensor have published a first batch.
+
+    Raises:
+        BenchFailed: Three minutes after the last record was sent, records are missing or doubled on `main`.
     """
     feed = BenchFeed(cluster, f"runs{rate}")
     feed.create_topic()
@@ -57,7 +60,9 @@ def measure_run_delays(
         with dg.DagsterInstance.get() as instance:
             holds_within(60.0, lambda: all(run.is_finished for run in instance.get_runs()), every_s=0.2)
     if len(delays_s) != sent_count - _FIRST_RECORDS:
-        raise BenchFailed(f"{sent_count - _FIRST_RECORDS:,} records were sent, {len(delays_s):,} are there.")
+        raise BenchFailed(
+            f"{sent_count - _FIRST_RECORDS:,} records were sent, but {len(delays_s):,} are on main."
+        )
     lake.catalog(MAIN).drop_table(TABLE)
     return delays_s
 

@@ -1,4 +1,4 @@
-"""The code location of the bench's runs: one ingestion into one table, whose topic the environment tells."""
+"""The code location of the ingestion benchmark. The environment variable BENCH_TOPIC names the topic."""
 
 import os
 
@@ -21,7 +21,7 @@ _table = IngestTable(
 
 @dg.definitions
 def defs() -> dg.Definitions:
-    """Not before it is loaded: this module's names are imported where the extra `[kafka]` is not."""
+    """Build the definitions lazily, because this module is also imported without the extra `[kafka]`."""
     ingest = Ingest(name=NAME, topics=[os.environ.get(TOPIC, NAME)], tables=[_table])
     return branchlake_definitions(
         definitions=dg.Definitions.merge(

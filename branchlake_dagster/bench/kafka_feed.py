@@ -1,4 +1,4 @@
-"""Records for the bench: small JSON objects at a rate, and when each of them was sent."""
+"""A sender of small JSON records to Kafka, which records the time of each record."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLUMNS = {
 
 
 def record_value(number: int) -> bytes:
-    """The record's value, about 180 bytes."""
+    """Build the value of a record, about 180 bytes of JSON."""
     fields = {
         "id": number,
         "site": f"s{number % SITES}",
@@ -44,36 +44,39 @@ def record_value(number: int) -> bytes:
 
 @dataclass
 class BenchFeed:
-    """Sends records to a topic; `send_times` has by partition the wall clock of each offset's sending, seconds."""
+    """Sends records to a topic.
+
+    `send_times[partition][offset]` is the time at which a record was sent, in seconds since 1970.
+    """
 
     cluster: KafkaCluster
     topic: str
     send_times: list[list[float]] = field(default_factory=lambda: [[] for _ in range(PARTITIONS)])
 
     def create_topic(self) -> None:
-        """Make the topic."""
+        """Create the topic and wait until all its partitions have a leader."""
         from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
-        admin = AdminClient({**self.cluster.client_options()})  # its answers end with it
+        admin = AdminClient({**self.cluster.client_options()})  # the futures end with the client, so keep it
         for future in admin.create_topics([NewTopic(self.topic, PARTITIONS, 1)]).values():
             future.result()
         is_ready = holds_within(30.0, self._has_leaders, every_s=0.1)
         if not is_ready:
-            raise BenchFailed(f"Topic {self.topic} has no leaders.")
+            raise BenchFailed(f"Topic {self.topic} has partitions without a leader after 30 s.")
 
     def _has_leaders(self) -> bool:
-        """Whether all of its partitions have a leader."""
+        """Return whether all partitions of the topic have a leader."""
         try:
             return len(KafkaTopics(self.cluster).describe([self.topic])[self.topic].ends) == PARTITIONS
         except IngestError:
             return False
 
     def send_flat_out(self, count: int) -> None:
-        """Send `count` records as fast as they go."""
+        """Send `count` records at full speed."""
         self._send(count, lambda _: None)
 
     def send_at_rate(self, per_s: float, seconds: float, stop: threading.Event) -> int:
-        """Send so many a second; how many it were."""
+        """Send `per_s` records per second for `seconds` seconds or until `stop`. Return the planned count."""
         began = time.perf_counter()
 
         def pace(number: int) -> None:
@@ -109,7 +112,7 @@ class BenchFeed:
 
 @contextmanager
 def send_in_background(feed: BenchFeed, rate: int, seconds: float) -> Iterator[threading.Thread]:
-    """Meanwhile a thread sends so many records a second."""
+    """Send `rate` records per second in a thread during the block. The thread stops at its end."""
     stop = threading.Event()
     sender = threading.Thread(target=feed.send_at_rate, args=(rate, seconds, stop), daemon=True)
     sender.start()

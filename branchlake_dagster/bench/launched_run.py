@@ -1,4 +1,4 @@
-"""Launching as the UI does, through its API."""
+"""Launching of runs, backfills and sensors through the GraphQL API of Dagster's UI."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _START = "mutation Start($params: SensorSelector!) { startSensor(sensorSelector:
 
 
 class BenchFailed(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A benchmark's run did not get where it should, so there is nothing to time."""
+    """A step of a benchmark failed, so there is nothing to time."""
 
 
 def launch_run(url: str, module: str, job: str, *, tags: Mapping[str, str] | None = None) -> str:
-    """The id of a launched run of a job. Raises BenchFailed."""
+    """Launch a run of a job and return its id. Raises BenchFailed if Dagster refuses it."""
     params = {
         "selector": {"repositoryLocationName": module, "repositoryName": "__repository__", "jobName": job},
         "runConfigData": {},
@@ -46,12 +46,12 @@ def launch_run(url: str, module: str, job: str, *, tags: Mapping[str, str] | Non
     }
     result = _post_query(url, _LAUNCH, "launchRun", params)
     if result["__typename"] != "LaunchRunSuccess":
-        raise BenchFailed(f"{job} could not be launched: {result}")
+        raise BenchFailed(f"Job {job} could not be launched: {result}")
     return str(result["run"]["runId"])
 
 
 def launch_backfill(url: str, key: Sequence[str], partitions: Sequence[str]) -> str:
-    """The id of a launched backfill of an asset. Raises BenchFailed."""
+    """Launch a backfill of an asset and return its id. Raises BenchFailed if Dagster refuses it."""
     params = {"assetSelection": [{"path": [*key]}], "partitionNames": [*partitions], "fromFailure": False}
     result = _post_query(url, _BACKFILL, "launchPartitionBackfill", params)
     if result["__typename"] != "LaunchBackfillSuccess":
@@ -60,7 +60,7 @@ def launch_backfill(url: str, key: Sequence[str], partitions: Sequence[str]) -> 
 
 
 def start_sensor(url: str, module: str, name: str) -> None:
-    """Turn a sensor on. Raises BenchFailed."""
+    """Start a sensor. Raises BenchFailed if Dagster refuses it."""
     params = {"repositoryLocationName": module, "repositoryName": "__repository__", "sensorName": name}
     result = _post_query(url, _START, "startSensor", params)
     if result["__typename"] != "Sensor":

@@ -1,4 +1,4 @@
-"""A materialisation on its run's branch beside the same one by a plain IO manager on `main`."""
+"""Benchmark of a materialization on a run branch, and by a plain IO manager on `main`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 
 
 class PlainTableIOManager(dg.IOManager):
-    """What one writes without this package: the frame replaces the table on `main`, by PyIceberg."""
+    """An IO manager without branchlake: PyIceberg replaces the table on `main` by the frame."""
 
     def __init__(self, lake: Lakehouse) -> None:
         self._lake = lake
 
     def handle_output(self, context: dg.OutputContext, obj: pa.Table) -> None:
-        """Write the frame and tell its rows."""
+        """Write the frame and report its number of rows."""
         catalog, identifier = self._lake.catalog(MAIN), tuple(context.asset_key.path)
         try:
             table = catalog.load_table(identifier)
@@ -44,13 +44,13 @@ class PlainTableIOManager(dg.IOManager):
         context.add_output_metadata({"dagster/row_count": dg.MetadataValue.int(_count_records(table))})
 
     def load_input(self, context: dg.InputContext) -> pa.Table:
-        """The whole table."""
+        """Read the whole table."""
         return self._lake.catalog(MAIN).load_table(tuple(context.asset_key.path)).scan().to_arrow()
 
 
 @dataclass
 class _RunPair:
-    """Seconds of one round: the plain run, the run on its branch, and the publisher's pass for that."""
+    """The seconds of one round: the plain run, the run on its branch, and its publisher's pass."""
 
     plain_s: float
     branched_s: float
@@ -60,12 +60,16 @@ class _RunPair:
 def measure_materialization(
     lake: Lakehouse, *, rounds: int = 7, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Medians over pairs of runs in this process, taken in turns; ratios are of the pairs.
+    """Measure materializations on a branch and without branchlake, as medians over pairs of runs.
 
-    `materialise_ratio_10` and `materialise_ratio_2m`: a run on its branch over the plain one, for frames of
-    ten and of two million rows of five columns. `materialise_pass_ratio_…`: with the publisher's pass.
-    `pass_one_run_ms`: that pass for a run of ten rows, in milliseconds.
-    Tables of its own in `lake`, whose Nessie runs. Each run is one of Dagster's, with its events.
+    Each pair is a run on its branch and a plain run, in alternating order. All runs are Dagster runs in
+    this process, and write to new tables of `lake`, whose Nessie must run.
+
+    - `materialise_ratio_10`, `materialise_ratio_2m`: seconds on the branch divided by plain seconds, for
+      frames with five columns and ten or two million rows.
+    - `materialise_pass_ratio_…`: the same with the pass of the publisher.
+    - `materialise_plain_s_…`: seconds of the plain run.
+    - `pass_one_run_ms`: milliseconds of the publisher's pass for a run of ten rows.
     """
     figures: dict[str, Any] = {}
     for name, rows in SIZES.items():
@@ -81,7 +85,7 @@ def measure_materialization(
         if name == "10":
             passes = [pair.publication_s for pair in pairs]
             figures["pass_one_run_ms"] = round(1000 * statistics.median(passes), 1)
-        say(f"{rows:,} rows: {figures[f'materialise_ratio_{name}']} times the plain {plain:.2f} s")
+        say(f"{rows:,} rows: {figures[f'materialise_ratio_{name}']} times the {plain:.2f} s of the plain run")
     return figures
 
 
@@ -116,7 +120,7 @@ def _time_pairs(lake: Lakehouse, rows: int, rounds: int) -> list[_RunPair]:
             )
             return run_result.run_id, time.perf_counter() - began
 
-        for number in range(rounds + 1):  # the first makes the tables and is not counted
+        for number in range(rounds + 1):  # the first round creates the tables and is not counted
             if number % 2:
                 _, plain_s = time_run(plain)
                 run_id, branched_s = time_run(branched)
@@ -129,16 +133,18 @@ def _time_pairs(lake: Lakehouse, rows: int, rounds: int) -> list[_RunPair]:
             if [outcome.action for outcome in outcomes if outcome.run_id == run_id] != [
                 PublicationAction.PUBLISHED
             ]:
-                raise RuntimeError(f"A benchmark's publication failed: {outcomes}")
+                raise RuntimeError(f"A publication of the benchmark failed: {outcomes}")
     catalog = lake.catalog(MAIN)
     rows_per_file = [_rows_per_file(catalog.load_table((namespace, name))) for name in ("plain", "branched")]
     if rows_per_file[0] != rows_per_file[1]:
-        raise RuntimeError(f"The two wrote different files, so there is nothing to compare: {rows_per_file}")
+        raise RuntimeError(
+            f"The two ways wrote different files, so their times cannot be compared: {rows_per_file}"
+        )
     return pairs[1:]
 
 
 def _build_frame(rows: int) -> pa.Table:
-    """Five columns: a time, a number that counts up, two that vary, a name that repeats."""
+    """Build a frame with five columns: a time, a counter, two random numbers and a repeating name."""
     generator = np.random.default_rng(0)
     start = np.datetime64("2026-01-01", "us")
     return pa.table(
@@ -157,7 +163,7 @@ def _count_records(table: Any) -> int:
 
 
 def _rows_per_file(table: Any) -> list[int]:
-    """The rows of each data file."""
+    """Return the number of rows of each data file, sorted."""
     return sorted(task.file.record_count for task in table.scan().plan_files())
 
 

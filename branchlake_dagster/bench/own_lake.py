@@ -1,4 +1,4 @@
-"""Where a benchmark works: a folder of its own, which goes."""
+"""The temporary lake of a benchmark."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from branchlake_dagster.settings import Settings
 
 @contextmanager
 def own_lake(settings: Settings) -> Iterator[Settings]:
-    """The settings with a state folder, a broker and a Dagster home of the benchmark's own.
+    """Yield the settings with a temporary state folder, landing folder, broker and Dagster home.
 
-    Raises ConfigurationError where they name servers: benchmarks write tables to `main`, some of them with
+    Raises ConfigurationError if they name other servers: benchmarks write tables to `main`, some of them with
     the names that the pipeline's have.
     """
     remote_by_variable = {
@@ -27,9 +27,9 @@ def own_lake(settings: Settings) -> Iterator[Settings]:
     }
     if remote_variables := [name for name, is_remote in remote_by_variable.items() if is_remote]:
         raise ConfigurationError(
-            f"A benchmark writes to servers of its own, and {', '.join(remote_variables)} names others.",
-            hint=f"For the benchmark: env {' '.join(f'-u {name}' for name in remote_variables)} branchlake"
-            " bench …",
+            f"A benchmark needs its own servers, but {', '.join(remote_variables)} names other servers.",
+            hint="Run the benchmark without these variables:"
+            f" env {' '.join(f'-u {name}' for name in remote_variables)} branchlake bench …",
             reason="servers_of_others",
             subject=", ".join(remote_variables),
         )

@@ -1,4 +1,4 @@
-"""Assets of fifty partitions with the same rows: ours and a plain IO manager's, as fifty runs and as one."""
+"""Assets of fifty partitions for the backfill benchmark, with the IO managers of branchlake and PyIceberg."""
 
 from typing import Any
 
@@ -28,13 +28,13 @@ _RETRY_S = 60.0
 
 
 class PlainPartitionIOManager(dg.IOManager):
-    """What one would write with PyIceberg alone: replaces partitions' rows on `main`, again on a conflict."""
+    """An IO manager without branchlake: PyIceberg replaces rows on `main` and repeats after a conflict."""
 
     def __init__(self, settings: Settings) -> None:
         self._lake = Lakehouse(settings)
 
     def handle_output(self, context: dg.OutputContext, obj: pa.Table) -> None:
-        """Replace the rows of the run's partitions in the asset's table, which exists."""
+        """Replace the rows of the run's partitions in the asset's table, which must exist."""
         catalog = self._lake.catalog(MAIN)
         identifier = tuple(context.asset_key.path)
         row_filter = In("part", set(context.asset_partition_keys))
@@ -42,15 +42,17 @@ class PlainPartitionIOManager(dg.IOManager):
         def try_overwrite() -> bool:
             try:
                 catalog.load_table(identifier).overwrite(obj, overwrite_filter=row_filter)
-            except CommitFailedException:  # another run was faster
+            except CommitFailedException:  # another run committed first
                 return False
             return True
 
         if not holds_within(_RETRY_S, try_overwrite, every_s=0.05):
-            raise dg.Failure(f"{identifier} was changed by others for {_RETRY_S:.0f} s.")
+            raise dg.Failure(
+                f"Other runs changed table {'.'.join(identifier)} without a pause for {_RETRY_S:.0f} s."
+            )
 
     def load_input(self, context: dg.InputContext) -> Any:
-        """Nobody reads it."""
+        """Not supported, because no asset of the benchmark reads another."""
         raise NotImplementedError
 
 
@@ -83,11 +85,11 @@ ASSETS = {
     for plain in (False, True)
     for single_run in (False, True)
 }
-"""By whether its IO manager is the plain one, and whether a backfill of it is one run."""
+"""The assets by two booleans: plain IO manager or branchlake's, and backfill as one run or as fifty."""
 
 
 def parts_definitions(settings: Settings) -> dg.Definitions:
-    """The assets and the plain IO manager."""
+    """Build the definitions of the assets and of the plain IO manager."""
     return dg.Definitions(
         assets=[*ASSETS.values()], resources={_PLAIN_KEY: PlainPartitionIOManager(settings)}
     )

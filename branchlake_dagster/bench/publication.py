@@ -1,4 +1,4 @@
-"""`branchlake bench publication`: what branch, publication and clean-up cost, beside Nessie's bare calls."""
+"""The benchmark `branchlake bench publication`: the cost of branches, publications and clean-up."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from branchlake_dagster.settings import Settings
 _NAMESPACE = "bench"
 _SCHEMA = Schema(NestedField(1, "token", StringType(), required=False), NestedField(2, "n", LongType()))
 _GROUP_SIZE = 8
-"""Runs that wait for one table at the same time (group commit)."""
+"""The number of runs that one group commit publishes into the same table."""
 _MAX_REPLACED = 200
-"""Most runs that have replaced a partition and wait. To make them takes longer than to publish them."""
+"""Maximum number of waiting runs that replaced a partition. Creating them is slower than publishing them."""
 
 
 @dataclass
 class _Samples:
-    """Milliseconds by what was timed."""
+    """Durations in milliseconds, by the name of the timed call."""
 
     by_name: dict[str, list[float]] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class _Samples:
 
 
 class _PublicationBench:
-    """A lake with branches to publish. Every run writes one row with a token of its own."""
+    """A lake with branches to publish. Every run writes a row with a unique token into each of its tables."""
 
     def __init__(self, lake: Lakehouse) -> None:
         self.lake = lake
@@ -83,7 +83,7 @@ class _PublicationBench:
         self.tokens.setdefault(name, [])
 
     def create_run(self, *tables: str, base: str | None = None) -> Candidate:
-        """A run's branch that has appended a row to each table."""
+        """Create the branch of a run that appended a row to each table."""
         base = base or self.nessie.reference(MAIN).hash
         run_id = str(uuid.uuid4())
         name = f"run-{run_id}"
@@ -104,10 +104,10 @@ class _PublicationBench:
     def publish(self, candidates: Sequence[Candidate]) -> None:
         for result in self.publisher.publish(candidates).values():
             if not isinstance(result, Published):
-                raise RuntimeError(f"A benchmark's publication failed: {result}")
+                raise RuntimeError(f"A publication of the benchmark failed: {result}")
 
     def merge(self, candidate: Candidate) -> None:
-        """The floor: Nessie's own call."""
+        """Merge the branch with Nessie's own call, for comparison."""
         self.nessie.merge(
             from_name=candidate.branch,
             from_hash=candidate.head_hash,
@@ -121,7 +121,7 @@ class _PublicationBench:
             self.nessie.delete_branch(candidate.branch, expected_hash=candidate.head_hash)
 
     def count_lost_and_doubled(self) -> tuple[int, int]:
-        """Tokens of published runs that are not on `main`, and rows beyond one per token."""
+        """Count the published tokens that `main` lacks, and the doubled or unknown rows of `main`."""
         lost = doubled = 0
         for name, tokens in self.tokens.items():
             rows = self.lake.catalog().load_table((_NAMESPACE, name)).scan().to_arrow()["token"].to_pylist()
@@ -133,29 +133,29 @@ class _PublicationBench:
 def measure_publication(
     settings: Settings, *, rounds: int, branches: int, waiting: int, commits: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """All figures, in one run on an embedded stack of its own. Times in the keys' units."""
+    """Measure all figures in a temporary lake. Each key ends in the unit of its figure."""
     with own_lake(settings) as bench_settings:
         lake = Lakehouse(bench_settings, say=say)
         try:
             bench = _PublicationBench(lake)
             samples = _Samples()
             figures: dict[str, Any] = {}
-            say("Branches: create and discard …")
+            say("Creating and discarding branches …")
             _time_create_and_discard(bench, samples, rounds)
-            say("Publications of one and of ten tables, beside the bare merge …")
+            say("Publishing one and ten tables, compared with Nessie's merge …")
             _time_publications(bench, samples, rounds)
-            say("Publications into one table …")
+            say("Publishing into one table …")
             figures |= _time_same_table(bench, samples, rounds)
             figures |= _time_disjoint_tables(bench, rounds)
             lost, doubled = bench.count_lost_and_doubled()
-            say(f"{waiting:,} finished runs of one table …")
+            say(f"Publishing {waiting:,} finished runs of one table …")
             figures |= measure_waiting_runs(lake, waiting, say=say)
             replaced_count = min(waiting, _MAX_REPLACED)
-            say(f"{replaced_count:,} finished runs that replaced a partition each …")
+            say(f"Publishing {replaced_count:,} finished runs that each replaced a partition …")
             figures |= measure_replaced_runs(lake, replaced_count, say=say)
             say(f"Reconciling {branches:,} branches …")
             figures["reconcile_10k_s"] = round(measure_reconcile(lake, branches, say=say), 2)
-            say(f"A long history: 5,000 snapshots, {commits:,} commits …")
+            say(f"Writing a long history: 5,000 snapshots, {commits:,} commits …")
             figures["rebase_2_snapshots_ms"] = measure_rebase_ms(lake, 2)
             figures["rebase_5000_snapshots_ms"] = measure_rebase_ms(lake, 5000)
             first, later = measure_ledger_ms(lake, commits, say=say)
@@ -164,7 +164,7 @@ def measure_publication(
                 "ledger_50k_commits_first_ms": first,
                 "commits": commits,
             }
-            say("A write of ten seconds, on a branch and straight to main …")
+            say("Writing for ten seconds, on a branch and directly to main …")
             figures |= measure_overhead(lake, say=say)
         finally:
             lake.servers.stop_all()
@@ -211,7 +211,7 @@ def _time_publications(bench: _PublicationBench, samples: _Samples, rounds: int)
         bench.create_table(name)
     for tables, label, count in ((("one",), "publish", rounds), (ten, "publish 10", max(10, rounds // 5))):
         for _ in range(count):
-            # Side by side, so that the growing history weighs on both alike.
+            # The two ways take turns, so that the growing history affects both in the same way.
             candidate = bench.create_run(*tables)
             with samples.time_call(label):
                 bench.publish([candidate])
@@ -222,7 +222,7 @@ def _time_publications(bench: _PublicationBench, samples: _Samples, rounds: int)
 
 
 def _time_same_table(bench: _PublicationBench, samples: _Samples, rounds: int) -> dict[str, float]:
-    """Runs that all started before any of them was published."""
+    """Time publications into one table by runs that all started before the first publication."""
     for name in ("rebased", "grouped", "raced"):
         bench.create_table(name)
     base = bench.nessie.reference(MAIN).hash
@@ -254,7 +254,10 @@ def _time_same_table(bench: _PublicationBench, samples: _Samples, rounds: int) -
 
 
 def _race_publishers(bench: _PublicationBench, candidates: Sequence[Candidate]) -> float:
-    """Eight publishers at once into one table, as runs that publish themselves do; each tries until done."""
+    """Publish into one table with eight concurrent publishers, as runs that publish themselves do.
+
+    Each publisher repeats until its run is published. Returns publications per second.
+    """
 
     def publish(candidate: Candidate) -> None:
         while not isinstance(build_publisher(bench.lake).publish([candidate])[candidate.branch], Published):
@@ -294,7 +297,7 @@ def _time_disjoint_tables(bench: _PublicationBench, rounds: int) -> dict[str, fl
 
 
 def show_publication(figures: dict[str, Any]) -> None:
-    """The figures as tables."""
+    """Print the figures as tables."""
     console = Console()
     times = Table("what", "p50, ms", "p90, ms", "p99, ms", "n", title="Single calls")
     for name, cut in figures["ms"].items():

@@ -1,4 +1,4 @@
-"""Workloads of `branchlake bench publication`: single tables, waiting runs, many branches, long histories."""
+"""Workloads of `branchlake bench publication`: large writes, many branches, waiting runs, long histories."""
 
 from __future__ import annotations
 
@@ -54,10 +54,11 @@ _ROUNDS = 3
 
 
 def measure_overhead(lake: Lakehouse, *, say: Callable[[str], None]) -> dict[str, Any]:
-    """`overhead_ratio`: total on a branch over the plain write of about ten seconds, medians of both.
+    """Measure a write of about ten seconds on a branch and directly to `main`.
 
-    The plain write is Spark's own on `main`, without Dagster. On the branch it is the same Spark job; added
-    to it is what the machinery took: opening the branch, gate, publication, announcement and clean-up.
+    `overhead_ratio` is the total time on a branch divided by the plain write, as medians of both. The plain
+    write is a Spark job on `main` without Dagster. The total on a branch is the same Spark job, and all
+    steps of branchlake: opening the branch, the gate, publication, announcement and clean-up.
     """
     rows = _calibrate_rows(lake, say)
     plain_s, branched_s, machinery_s = [], [], []
@@ -84,12 +85,12 @@ def _build_frame(session: Any, rows: int) -> DataFrame:
 
 
 def _calibrate_rows(lake: Lakehouse, say: Callable[[str], None]) -> int:
-    """How many rows take about ten seconds here."""
+    """Return the number of rows whose plain write takes about ten seconds on this machine."""
     rows = 2_000_000
     _time_plain_write(lake, 100_000, "warm")
     elapsed_s = _time_plain_write(lake, rows, "calibration")
     row_count = int(rows * _PLAIN_WRITE_S / elapsed_s)
-    say(f"{row_count:,} rows take about {_PLAIN_WRITE_S:.0f} s")
+    say(f"writing {row_count:,} rows takes about {_PLAIN_WRITE_S:.0f} s")
     return row_count
 
 
@@ -104,7 +105,7 @@ def _time_plain_write(lake: Lakehouse, rows: int, name: str) -> float:
 
 
 def _time_branch_write(lake: Lakehouse, rows: int, name: str) -> tuple[float, float]:
-    """Seconds of the write itself and of all else the machinery did for it."""
+    """Return the seconds of the write on a branch, and the seconds of all other steps of branchlake."""
     durations: dict[str, float] = {}
     resource = LakehouseResource.from_settings(lake.settings)
 
@@ -130,7 +131,7 @@ def _time_branch_write(lake: Lakehouse, rows: int, name: str) -> tuple[float, fl
         outcome = Reconciler.from_lake(lake, instance, graph).reconcile_run(run.run_id)
         durations["settle"] = time.perf_counter() - began
         if outcome is None or outcome.action is not PublicationAction.PUBLISHED:
-            raise RuntimeError(f"A benchmark's publication failed: {outcome}")
+            raise RuntimeError(f"A publication of the benchmark failed: {outcome}")
     return durations["write"], durations["open"] + durations["settle"]
 
 
@@ -138,7 +139,7 @@ _PASSES = 3
 
 
 def measure_reconcile(lake: Lakehouse, count: int, *, say: Callable[[str], None]) -> float:
-    """The median of some passes over `count` run branches. The branches are deleted afterwards."""
+    """Return the median seconds of a reconciler pass over `count` temporary run branches."""
     run_ids = [str(uuid4()) for _ in range(count)]
     main_hash = lake.nessie.reference(MAIN).hash
 
@@ -155,7 +156,7 @@ def measure_reconcile(lake: Lakehouse, count: int, *, say: Callable[[str], None]
                 dg.DagsterRun(job_name="__ASSET_JOB", run_id=run_id, status=dg.DagsterRunStatus.STARTED)
             )
         list(pool.map(create, run_ids))
-        say(f"{count:,} branches and runs are made.")
+        say(f"{count:,} branches and runs are created.")
         reconciler = Reconciler.from_lake(lake, instance, definitions.get_repository_def().asset_graph)
         durations = []
         for _ in range(_PASSES):
@@ -163,7 +164,7 @@ def measure_reconcile(lake: Lakehouse, count: int, *, say: Callable[[str], None]
             outcome_count = sum(1 for _ in reconciler.reconcile_branches())
             durations.append(time.perf_counter() - began)
             if outcome_count < count:
-                raise RuntimeError(f"Only {outcome_count} of {count} branches were seen.")
+                raise RuntimeError(f"The reconciler saw only {outcome_count} of {count} branches.")
         list(pool.map(delete, run_ids))
     return sorted(durations)[_PASSES // 2]
 
@@ -176,7 +177,7 @@ _BUDGET_S = 30.0
 
 @dg.asset(key=[_NAMESPACE, "appended"], metadata=table_metadata(write_mode="append"))
 def appended() -> None:
-    """What runs have appended to."""
+    """The table that runs append to."""
 
 
 @dg.asset(
@@ -185,23 +186,23 @@ def appended() -> None:
     metadata=table_metadata(partition_by="token"),
 )
 def replaced() -> None:
-    """What runs have replaced, each a partition of its own that holds a row already."""
+    """The table in which each run replaces its own partition of one row."""
 
 
 def _build_passing_check(asset: dg.AssetsDefinition) -> dg.AssetChecksDefinition:
     @dg.asset_check(asset=asset, metadata={"branchlake/scope": "rows"})
     def waiting_check() -> dg.AssetCheckResult:
-        """Passes."""
+        """A check that always passes."""
         return dg.AssetCheckResult(passed=True)
 
     return waiting_check
 
 
 def measure_waiting_runs(lake: Lakehouse, count: int, *, say: Callable[[str], None]) -> dict[str, float]:
-    """Seconds until the first and the last of `count` finished runs is visible, and the longest pass.
+    """Measure the seconds until the first and the last of `count` runs are visible, and the longest pass.
 
-    All of them have started from one `main`, have appended a row to one table and have passed a check. The
-    passes follow each other as the sensor's ticks do, without Dagster's pause of five seconds between them.
+    All runs started from the same `main`, appended a row to the same table and passed a check. Passes
+    follow each other like ticks of the sensor, but without Dagster's pause of five seconds.
     """
     first, elapsed_s, longest = _time_waiting_runs(lake, appended, count, say=say)
     return {
@@ -212,7 +213,7 @@ def measure_waiting_runs(lake: Lakehouse, count: int, *, say: Callable[[str], No
 
 
 def measure_replaced_runs(lake: Lakehouse, count: int, *, say: Callable[[str], None]) -> dict[str, float]:
-    """The same for runs that have each replaced a partition of one table, as a backfill leaves them."""
+    """Measure the same for runs that each replaced a partition of one table, as in a backfill."""
     _, elapsed_s, _ = _time_waiting_runs(lake, replaced, count, say=say)
     return {f"waiting_replaced_{count}_s": round(elapsed_s, 1)}
 
@@ -226,7 +227,7 @@ def _time_waiting_runs(
     with dg.DagsterInstance.local_temp() as instance:
         for token in runs.tokens:
             runs.add_run(instance, base, token)
-        say(f"{count:,} runs wait.")
+        say(f"{count:,} runs wait for publication.")
         reconciler = Reconciler.from_lake(lake, instance, definitions.get_repository_def().asset_graph)
         first = 0.0
         published = 0
@@ -250,7 +251,7 @@ def _time_waiting_runs(
 
 
 class _FinishedRuns:
-    """Finished runs as Dagster and the lake would have them, and the tokens that they write: one each."""
+    """Finished runs in Dagster and in the lake, each of which wrote its own token."""
 
     def __init__(self, lake: Lakehouse, asset: dg.AssetsDefinition, count: int) -> None:
         self.lake, self.asset = lake, asset
@@ -271,7 +272,7 @@ class _FinishedRuns:
             table.append(pa.table({"token": self.tokens, "n": [0] * count}, schema=_ROWS))
 
     def add_run(self, instance: dg.DagsterInstance, base: str, token: str) -> None:
-        """A run that has written a token."""
+        """Add a finished run that wrote a token on its branch and passed its check."""
         run_id, asset = str(uuid4()), self.asset
         run_branch = run_branch_name(run_id)
         self.lake.nessie.create_branch(run_branch, from_ref=MAIN, from_hash=base)
@@ -323,7 +324,7 @@ _HISTORY_SCHEMA = Schema(NestedField(1, "token", StringType(), required=False))
 
 
 def measure_rebase_ms(lake: Lakehouse, snapshots: int) -> float:
-    """The median of rebasing a run's append on a table with a history of `snapshots`."""
+    """Return the median milliseconds of rebasing an append to a table with `snapshots` snapshots."""
     _create_long_history(lake, f"t{snapshots}", snapshots)
     identifier = (_HISTORY_NAMESPACE, f"t{snapshots}")
     durations = []
@@ -340,7 +341,7 @@ def measure_rebase_ms(lake: Lakehouse, snapshots: int) -> float:
         (result,) = build_publisher(lake).publish([candidate]).values()
         durations.append(1000 * (time.perf_counter() - began))
         if not isinstance(result, Published):
-            raise RuntimeError(f"A benchmark's publication failed: {result}")
+            raise RuntimeError(f"A publication of the benchmark failed: {result}")
         lake.nessie.delete_branch(name, expected_hash=head.hash)
     return round(statistics.median(durations), 1)
 
@@ -351,9 +352,9 @@ def _append_row(table: Table, run_id: str) -> None:
 
 
 def _create_long_history(lake: Lakehouse, name: str, snapshots: int) -> None:
-    """A table whose metadata names its one snapshot many times, in a chain of parents.
+    """Create a table whose metadata repeats its only snapshot many times, in a chain of parents.
 
-    Written one after the other they would take an hour, because every commit writes them all again.
+    Real commits would take an hour, because each commit writes all snapshots again.
     """
     catalog = lake.catalog()
     if not catalog.namespace_exists((_HISTORY_NAMESPACE,)):
@@ -384,10 +385,13 @@ def _repeat_snapshot(metadata: TableMetadata, count: int) -> TableMetadata:
 
 
 def measure_ledger_ms(lake: Lakehouse, commits: int, *, say: Callable[[str], None]) -> tuple[float, float]:
-    """Looking a branch up whose base is `commits` ago: the first one of a process, and every other one."""
+    """Measure the look-up of a branch whose base is `commits` commits old.
+
+    Returns the milliseconds of the first call of a process, and the median of all later calls.
+    """
     client = lake.nessie
     base = head = client.reference(MAIN).hash
-    (entry,) = [one for one in client.entries(MAIN) if one.key == ContentKey([_HISTORY_NAMESPACE])]
+    (entry,) = [item for item in client.entries(MAIN) if item.key == ContentKey([_HISTORY_NAMESPACE])]
     for number in range(commits):
         publication = Publication(
             f"run-{uuid.uuid4()}", str(number), str(number), "passed", base, ("history.t",)
@@ -400,7 +404,7 @@ def measure_ledger_ms(lake: Lakehouse, commits: int, *, say: Callable[[str], Non
             properties=publication_properties([publication]),
         ).hash
         if number % 10_000 == 9_999:
-            say(f"{number + 1:,} of {commits:,} commits are made.")
+            say(f"{number + 1:,} of {commits:,} commits are created.")
     log = MainLog()
     durations = []
     for _ in range(20):
@@ -408,6 +412,6 @@ def measure_ledger_ms(lake: Lakehouse, commits: int, *, say: Callable[[str], Non
         if log.find_publication(
             client, f"run-{uuid.uuid4()}", base_hash=base, main_hash=client.reference(MAIN).hash
         ):
-            raise RuntimeError("A branch was found that nobody has published.")
+            raise RuntimeError("The log of main contains a branch that was never published.")
         durations.append(1000 * (time.perf_counter() - began))
     return round(durations[0], 1), round(statistics.median(durations[1:]), 1)

@@ -1,4 +1,4 @@
-"""How long records took until readers had them: by the files of each snapshot, and when it was there."""
+"""Delays from sending records until readers see them, computed from the files of each snapshot."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Put
 
 OFFSET_COLUMNS = ("partition_", "offset_")
-"""The columns that say which record a row was."""
+"""The columns with the Kafka partition and offset of a row."""
 
 
 def pack_offsets(rows: pa.Table) -> np.ndarray[Any, Any]:
-    """Partition and offset of each row as one number."""
+    """Combine partition and offset of each row into one integer: `partition << 40 | offset`."""
     numbers: np.ndarray[Any, Any] = (
         rows[OFFSET_COLUMNS[0]].to_numpy().astype(np.int64) << 40 | rows[OFFSET_COLUMNS[1]].to_numpy()
     )
@@ -30,9 +30,13 @@ def pack_offsets(rows: pa.Table) -> np.ndarray[Any, Any]:
 def measure_delays(
     table: Table, feed: BenchFeed, visible_at: Callable[[Snapshot], float], *, since: float = 0.0
 ) -> np.ndarray[Any, Any]:
-    """Seconds from sending each record to when the snapshot with it was there; each file is read once.
+    """Return the seconds from sending each record until its snapshot was visible. Reads each file once.
 
-    Of records that were sent at `since` or later, by the wall clock.
+    Args:
+        table: The table with the columns `OFFSET_COLUMNS`.
+        feed: The sender of the records.
+        visible_at: Returns the time at which a snapshot became visible, in seconds since 1970.
+        since: Ignore records that were sent before this time, in seconds since 1970.
     """
     delay_arrays = []
     for snapshot, file_rows in iter_added_rows(table, OFFSET_COLUMNS):
@@ -45,7 +49,7 @@ def measure_delays(
 
 
 def iter_added_rows(table: Table, columns: Sequence[str]) -> Iterator[tuple[Snapshot, pa.Table]]:
-    """Each file of a table with the snapshot that brought it."""
+    """Iterate over the data files of a table: the snapshot that added the file, and the file's rows."""
     for snapshot in table.metadata.snapshots:
         added = [
             entry.data_file.file_path
@@ -60,7 +64,7 @@ def iter_added_rows(table: Table, columns: Sequence[str]) -> Iterator[tuple[Snap
 
 
 def publication_times(lake: Lakehouse, identifier: tuple[str, ...]) -> Mapping[int, float]:
-    """By snapshot of a table the time of the commit that brought it to `main`, seconds since 1970."""
+    """Return the publication time of each snapshot id of a table, in seconds since 1970."""
     key, times = ContentKey(identifier), dict[int, float]()
     for entry in lake.nessie.log(MAIN, fetch_operations=True):
         for operation in entry.operations:

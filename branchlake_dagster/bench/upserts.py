@@ -1,4 +1,4 @@
-"""`branchlake bench upserts`: an upsert by Spark's MERGE, without a JVM, and by PyIceberg's own `upsert`."""
+"""The benchmark `branchlake bench upserts`: upserts by Spark, without a JVM, and by PyIceberg alone."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from branchlake_dagster.tables.specification import TableSpec
 
 _NAMESPACE = "bench"
 _MAX_PYICEBERG_ROWS = 1_000
-"""Rows of a frame for PyIceberg's own `upsert`, which compares row by row and takes minutes for more."""
+"""Maximum rows of a frame for PyIceberg's own `upsert`, which compares row by row and is slow."""
 
 
 class UpsertsFailed(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The engines left different tables, or an upsert was not done by the engine that is timed."""
+    """The ways wrote different tables, or another engine than the timed one did an upsert."""
 
 
 @dataclass(frozen=True)
 class _Scenario:
-    """An upsert of `rows` rows, half of which have a key of the table, into `files` files of `rows_per_file` rows.
+    """An upsert of `rows` rows into a table of `files` files with `rows_per_file` rows each.
 
-    `spread`: the keys are drawn from all files; otherwise from one.
+    Half of the upserted rows have keys that exist in the table. With `spread`, the keys are drawn from all
+    files, and otherwise from one file.
     """
 
     table: str
@@ -50,12 +51,12 @@ class _Scenario:
 
     @property
     def name(self) -> str:
-        """The scenario in the results."""
+        """The name of the scenario in the results."""
         where = "all_files" if self.spread else "one_file"
         return f"{self.table}_{self.rows // 1000}k_{where}"
 
     def frame(self, seed: int) -> pa.Table:
-        """The rows to upsert. Keys of the table are even, so new rows have odd keys."""
+        """Build the rows to upsert. The table has even keys, so new rows have odd keys."""
         generator = np.random.default_rng(seed)
         id_count = self.files * self.rows_per_file if self.spread else self.rows_per_file
         half = self.rows // 2
@@ -74,12 +75,15 @@ _SCENARIOS = (
 
 
 def measure_upserts(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Medians in seconds for each scenario, in a state folder of its own, all ways in turns and warmed up.
+    """Measure the ways to upsert in each scenario, as medians in seconds.
 
-    `small` tables have 8 files and 100,000 rows, `large` ones 32 files and 3,200,000. `spark_s`: MERGE in an
-    open session. `pyiceberg_s`: the same upsert as the IO manager does it without a JVM. `plain_s`:
-    PyIceberg's `Table.upsert`, for frames of 1,000 rows. Each upsert works on a branch of its own, on the
-    same table.
+    Works in a temporary state folder. Each upsert works on its own branch from the same table. The ways
+    take turns, and are warmed up once. `small` tables have 8 files and 100,000 rows, `large` ones 32 files
+    and 3,200,000 rows.
+
+    - `spark_s`: MERGE in an open Spark session.
+    - `pyiceberg_s`: the upsert of the IO manager without a JVM.
+    - `plain_s`: PyIceberg's `Table.upsert`, for frames of 1,000 rows.
     """
     with own_lake(settings) as bench_settings:
         lake = Lakehouse(bench_settings, say=say)
@@ -143,7 +147,7 @@ def _time_scenario(
             if number:
                 durations[name].append(seconds)
         if any(state != tables[0] for state in tables):
-            raise UpsertsFailed(f"The ways left different tables in {scenario.name}: {tables}.")
+            raise UpsertsFailed(f"The ways wrote different tables in scenario {scenario.name}: {tables}.")
     medians = {name: round(statistics.median(seconds), 3) for name, seconds in durations.items()}
     say(f"{scenario.name}: {medians}")
     return medians
@@ -172,7 +176,7 @@ def _time_pyiceberg(lake: Lakehouse, branch: str, scenario: _Scenario, frame: pa
     table = lake.catalog(branch).load_table((_NAMESPACE, scenario.table))
     upsert_plan = merge.plan_upsert(frame, table, _build_spec(scenario), None)
     if not isinstance(upsert_plan, merge.UpsertPlan):
-        raise UpsertsFailed(f"{scenario.name} was left to Spark, because {upsert_plan.value}.")
+        raise UpsertsFailed(f"Scenario {scenario.name} needs Spark, because {upsert_plan.value}.")
     merge.write_upsert(upsert_plan, {})
     return time.perf_counter() - began
 
@@ -184,13 +188,13 @@ def _time_plain_upsert(lake: Lakehouse, branch: str, scenario: _Scenario, frame:
 
 
 def _table_state(table: Table) -> tuple[int, float]:
-    """How many rows a table has, and the sum of a column that every upsert changes."""
+    """Return the number of rows of a table, and the sum of a column that every upsert changes."""
     rows = table.scan(selected_fields=("x",)).to_arrow()
     return rows.num_rows, round(float(np.sort(rows["x"].to_numpy()).sum()), 6)
 
 
 def show_upserts(results: Mapping[str, Any]) -> None:
-    """The ways side by side."""
+    """Print the seconds of each way as a table."""
     table = Grid("upsert", "Spark's MERGE, s", "without a JVM, s", "Table.upsert, s", title="Upserts")
     for name, figures in results.items():
         if isinstance(figures, dict):
