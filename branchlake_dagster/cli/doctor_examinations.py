@@ -162,8 +162,7 @@ def examine_dagster(examination: Examination, settings: Settings) -> None:
             "newest publication",
             lambda: _check_newest_publication(home, settings),
             remedy="Check whether main was reset, or Nessie restored from an older copy. Runs whose"
-            " branch still"
-            " exists are published again. Launch the other runs again.",
+            " branch still exists are published again. Launch the other runs again.",
         )
         _add_ownerless_branches(examination, home, settings)
     if find_spec("dagster_webserver") is None:
@@ -427,9 +426,8 @@ def examine_spark(
             "write a table",
             lambda: _write_and_read_row(sessions[0], scratch),
             remedy=f"The server needs {ICEBERG_SPARK.name} {ICEBERG_SPARK.rev} (and iceberg-aws-bundle for"
-            " S3),"
-            " network access to Nessie and the warehouse, at least one worker, and the store's keys in the"
-            " environment of driver and executors (docs/deployment.md).",
+            " S3), network access to Nessie and the warehouse, at least one worker, and the store's keys in"
+            " the environment of driver and executors (docs/deployment.md).",
         )
     finally:
         for session in sessions:

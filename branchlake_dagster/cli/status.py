@@ -220,6 +220,5 @@ def find_daemon_warning(settings: Settings) -> str | None:
     return (
         f"A Dagster daemon used this lake {min(heartbeat_ages):.0f} s ago.{runs} If it still runs, its"
         " publication sensor and its runs start the servers again within seconds. To keep the servers"
-        " stopped,"
-        " end `dagster dev` first."
+        " stopped, end `dagster dev` first."
     )
