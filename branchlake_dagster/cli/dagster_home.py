@@ -40,7 +40,8 @@ run_queue:
 
 # Fails runs that never start or never stop, and runs without a process. The process that starts a run reports
 # its death at once. This check is needed if both processes die. dead_writer_sensor finds runs on other
-machines. run_monitoring:
+# machines.
+run_monitoring:
   enabled: true
   poll_interval_seconds: 30
 

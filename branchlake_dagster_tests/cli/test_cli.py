@@ -140,7 +140,7 @@ def test_status_lists_branches_with_run_state_and_age(lakehouse: Lakehouse, name
 def test_a_wrong_setting_is_one_sentence(setting: str, value: str, told: str) -> None:
     done = call("status", **{setting: value})
     assert done.exit_code == 1
-    assert done.output.startswith(f"Error: A setting is wrong: {told}: ")
+    assert done.output.startswith(f"Error: A setting is invalid: {told}: ")
     assert "Traceback" not in done.output
     assert len(done.output.splitlines()) == 1
 

@@ -115,7 +115,7 @@ def test_a_moved_state_folder_works_again_with_the_link_that_it_asks_for(tmp_pat
 )
 def test_a_warehouse_without_scheme(tmp_path: Path, warehouse: str) -> None:
     told = sentence(call("status", state_dir=tmp_path, warehouse=warehouse))
-    assert told.startswith("Error: A setting is wrong: BRANCHLAKE_WAREHOUSE: ")
+    assert told.startswith("Error: A setting is invalid: BRANCHLAKE_WAREHOUSE: ")
     assert "or s3://bucket/folder" in told
 
 

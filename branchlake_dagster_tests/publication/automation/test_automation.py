@@ -447,7 +447,7 @@ def test_a_check_itself_is_not_published(instance: dg.DagsterInstance) -> None:
             dg.Definitions(assets=[plain_up], asset_checks=[wrong]), instance, dg.AssetSelection.all()
         )
     assert isinstance(raised.value.__cause__, ConfigurationError)
-    assert "any_deps_match(published())" in str(raised.value.__cause__)
+    assert "any_deps_match(newly_published())" in str(raised.value.__cause__)
 
 
 # -- the sensor ----------------------------------------------------------------------------------------

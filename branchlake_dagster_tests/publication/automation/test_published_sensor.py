@@ -238,7 +238,7 @@ def test_the_runs_of_another_dagster_are_said_to_be_unknown(daily: Shop) -> None
     sensor = follow()
     daily.tick(sensor)
     daily.publish("elsewhere")
-    assert "not known here" in daily.tick(sensor)[1]
+    assert "unknown or deleted" in daily.tick(sensor)[1]
 
 
 def test_dynamic_partitions(instance: dg.DagsterInstance) -> None:

@@ -188,7 +188,7 @@ MISTAKES = {
     ),
     "a metadata key that nobody reads": (
         asset(metadata={"branchlake/write_mod": "append"}),
-        ["branchlake/write_mod ", "branchlake/write_mode?"],
+        ["branchlake/write_mod.", "branchlake/write_mode?"],
     ),
     "a name that is no table": (asset(key=["a", ".."]), ["- a/..:"]),
 }
