@@ -84,7 +84,7 @@ class TableTooNarrow(IngestError, Terminal):  # noqa: N818 - named like the othe
     """Records do not fit a table even after it was evolved for them. Nothing of the batch is kept."""
 
 
-class LettersLeftOut(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
+class DeadLettersLeftOut(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
     """Reprocessed dead letters produced neither a row nor a dead letter. Nothing was changed."""
 
 

@@ -32,7 +32,7 @@ from branchlake_dagster.ingest.batch_context import BatchContext, IngestionTable
 from branchlake_dagster.ingest.batch_tables import Target
 from branchlake_dagster.ingest.binary_formats import RegistryAvro
 from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest
-from branchlake_dagster.ingest.errors import LettersLeftOut, PositionLost
+from branchlake_dagster.ingest.errors import DeadLettersLeftOut, PositionLost
 from branchlake_dagster.ingest.offsets import (
     OffsetRange,
     Offsets,
@@ -159,7 +159,7 @@ def reprocess_batch(
 
     Returns None if an earlier attempt already did so, or if no dead letters are selected. Raises PositionLost
     while a table is rolled back or filled again, which would add the same records, or if marks were lost.
-    Raises LettersLeftOut, EarlierAttemptLate and the errors of `evolve_until_stable`.
+    Raises DeadLettersLeftOut, EarlierAttemptLate and the errors of `evolve_until_stable`.
     """
     tables, default_namespace = (
         IcebergTableFormat(batch_context.catalog),
@@ -227,7 +227,7 @@ def reprocess_batch(
     finally:
         failed_scans.delete_files()
     if left_out := evolution.scanned.counts["left_out"]:
-        raise LettersLeftOut(
+        raise DeadLettersLeftOut(
             f"{left_out} of {evolution.scanned.counts['records']} dead letters would give neither a row nor"
             f" a dead letter, so ingestion {ingest.name} reprocesses none of them.",
             branch=batch_context.branch,

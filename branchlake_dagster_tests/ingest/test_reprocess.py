@@ -21,7 +21,7 @@ from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.batch_context import BatchContext
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.errors import EarlierAttemptLate, LettersLeftOut
+from branchlake_dagster.ingest.errors import DeadLettersLeftOut, EarlierAttemptLate
 from branchlake_dagster.ingest.prepared_records import PreparedRecords
 from branchlake_dagster.ingest.reprocessing import DeadLetterSelection, count_dead_letters, reprocess_batch
 from branchlake_dagster.ingest.scan import ScanResult
@@ -270,7 +270,7 @@ def test_letters_that_would_give_nothing_are_not_put_back(
     kafka.send(topic, [_json(id=1, to="y"), _json(id="x", to="x")])
     drive.batch()
     monkeypatch.setattr(PreparedRecords, "_is_redundant_tombstone", lambda _: F.expr("true"))
-    with raising(LettersLeftOut, 2, 1):
+    with raising(DeadLettersLeftOut, 2, 1):
         _run(drive, DeadLetterSelection(), "run-1")
     assert len(_letters(drive)) == 2
 
