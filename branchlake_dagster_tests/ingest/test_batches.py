@@ -328,7 +328,7 @@ def test_values_that_nobody_can_write_are_dead_letters(
         (6, "conversion", "The key is not valid text for k."),
         (7, "required", "id is null."),
         (8, "conversion", "u is not a valid uuid."),
-        (9, "conversion", "price is no decimal(10,2)."),
+        (9, "conversion", "price is not a valid decimal(10,2)."),
     ]
 
 

@@ -29,7 +29,7 @@ COLUMNS = {
     "cost": "struct<of: decimal(10,2)>",
     "long": "decimal(38,9)",
 }
-_COST = "cost is no struct<`of`: decimal(10,2)>."
+_COST = "cost is not a valid struct<`of`: decimal(10,2)>."
 _AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 _SYNTAX, _OBJECT = (
     ("syntax", "The value is not valid JSON."),
@@ -81,7 +81,7 @@ CASES: list[tuple[bytes | None, Row | tuple[str, str]]] = [
     (b'{"id":038}', _SYNTAX),
     (b'{"price":"10.25"}', {"price": Decimal("10.25")}),
     (b'{"price":1.005}', {"price": Decimal("1.01")}),
-    (b'{"price":12345678901.00}', ("conversion", "price is no decimal(10,2).")),
+    (b'{"price":12345678901.00}', ("conversion", "price is not a valid decimal(10,2).")),
     (b'{"f":"1.5"}', {"f": 1.5}),
     (b'{"f":"abc"}', ("conversion", "f is not a valid double.")),
     (b'{"f":NaN}', {"f": math.nan}),
@@ -90,7 +90,7 @@ CASES: list[tuple[bytes | None, Row | tuple[str, str]]] = [
     (b'{"f":1e400}', {"f": math.inf}),
     # truth
     (b'{"ok":"false"}', {"ok": False}),
-    (b'{"ok":"perhaps"}', ("conversion", "ok is no boolean.")),
+    (b'{"ok":"perhaps"}', ("conversion", "ok is not a valid boolean.")),
     # times
     (b'{"at":"2026-01-02T05:04:05.5+02:00"}', {"at": _AT.replace(microsecond=500000)}),
     (b'{"at":"2026-01-02 03:04:05"}', {"at": _AT}),
@@ -116,7 +116,7 @@ CASES: list[tuple[bytes | None, Row | tuple[str, str]]] = [
     (b'{"local":"9999-12-31T23:59:59-05:00"}', ("conversion", "local is not a valid timestamp_ntz.")),
     # numbers that would be written out for minutes
     (b'{"price":1e2}', {"price": Decimal("100.00")}),
-    (b'{"price":1e30000000}', ("conversion", "price is no decimal(10,2).")),
+    (b'{"price":1e30000000}', ("conversion", "price is not a valid decimal(10,2).")),
     (b'{"price":1e-30000000}', {"price": Decimal("0.00")}),
     (b'{"price":"1,234.50"}', {"price": Decimal("1234.50")}),
     (b'{"long":123456789012345678.123456789}', {"long": Decimal("123456789012345678.123456789")}),
@@ -125,7 +125,7 @@ CASES: list[tuple[bytes | None, Row | tuple[str, str]]] = [
         b'{"long":1.5,"text":"sha256:3e10293","raw":"aGk="}',
         {"long": Decimal("1.5"), "text": "sha256:3e10293", "raw": b"hi"},
     ),
-    (b'{"price":"1e-30000000"}', ("conversion", "price is no decimal(10,2).")),
+    (b'{"price":"1e-30000000"}', ("conversion", "price is not a valid decimal(10,2).")),
     (b'{"id":"1","price":1e-30000000}', {"id": 1, "price": Decimal("0.00")}),
     (b'{"cost":{"of":1.5}}', {"cost": {"of": Decimal("1.50")}}),
     (b'{"cost":{"of":1e-30000000}}', {"cost": {"of": Decimal("0.00")}}),
@@ -140,16 +140,16 @@ CASES: list[tuple[bytes | None, Row | tuple[str, str]]] = [
     (b'{"text":{"a":[1,2]}}', {"text": '{"a":[1,2]}'}),
     (b'{"text":""}', {"text": ""}),
     (b'{"text":"' + b"x" * (1 << 20) + b'"}', {"text": "x" * (1 << 20)}),
-    (b'{"raw":"no base64!"}', ("conversion", "raw is no binary.")),
-    (b'{"raw":5}', ("conversion", "raw is no binary.")),
+    (b'{"raw":"no base64!"}', ("conversion", "raw is not a valid binary.")),
+    (b'{"raw":5}', ("conversion", "raw is not a valid binary.")),
     # nested
     (b'{"in-side":{"b":"x","c":5}}', {"in-side": {"a": None, "b": "x"}}),
-    (b'{"in-side":{"a":"x"}}', ("conversion", "in-side is no struct<`a`: int, `b`: string>.")),
-    (b'{"in-side":5}', ("conversion", "in-side is no struct<`a`: int, `b`: string>.")),
+    (b'{"in-side":{"a":"x"}}', ("conversion", "in-side is not a valid struct<`a`: int, `b`: string>.")),
+    (b'{"in-side":5}', ("conversion", "in-side is not a valid struct<`a`: int, `b`: string>.")),
     (b'{"id":"1","in-side":{"a":1}}', {"id": 1, "in-side": {"a": 1, "b": None}}),
-    (b'{"many":[1,"x"]}', ("conversion", "many is no array<int>.")),
-    (b'{"many":5}', ("conversion", "many is no array<int>.")),
-    (b'{"by":{"k":"x"}}', ("conversion", "by is no map<string,int>.")),
+    (b'{"many":[1,"x"]}', ("conversion", "many is not a valid array<int>.")),
+    (b'{"many":5}', ("conversion", "many is not a valid array<int>.")),
+    (b'{"by":{"k":"x"}}', ("conversion", "by is not a valid map<string,int>.")),
     # no object in UTF-8
     (b'{"text":"\xff"}', _TEXT),
     (b'\xff\xfe{\x00"\x00', _TEXT),
