@@ -15,7 +15,7 @@ from branchlake_dagster.ingest.batch_report import (
     iter_check_results,
     to_check_evaluation,
 )
-from branchlake_dagster.ingest.batch_tables import Target
+from branchlake_dagster.ingest.batch_tables import BatchTargets
 from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest, IngestTable, expand_families
 from branchlake_dagster.ingest.earlier_attempts import undo_earlier_attempt
 from branchlake_dagster.ingest.ingest_batch import BatchResult, ingest_batch
@@ -75,7 +75,9 @@ def build_batch_assets(ingest: Ingest, *, live: bool = True) -> dg.AssetsDefinit
             context.log.warning(note)
         if planned_batch.plan.is_empty:
             context.log.info("The topics have no new records.")
-            yield from iter_check_results(expand_families(ingest, {}), {}, planned_batch.identifiers)
+            yield from iter_check_results(
+                planned_batch.ingest, {}, planned_batch.ingestion_tables.declarations
+            )
             return
         result = ingest_batch(planned_batch, batch_context, source.records, tasks=count_read_tasks(lake))
         for note in result.notes[len(planned_batch.plan.notes) :]:
@@ -85,8 +87,7 @@ def build_batch_assets(ingest: Ingest, *, live: bool = True) -> dg.AssetsDefinit
         materializations = _iter_materializations(
             result, lakehouse, is_retry, find_table=planned_batch.loaded_tables.get
         )
-        table_names = [one.name for one in result.targets]
-        checks = iter_check_results(result.ingest, result.scan_result.counts, table_names)
+        checks = iter_check_results(result.ingest, result.scan_result.counts, result.targets.declarations)
         yield from _yield_declared_results(context, ingest, [*materializations, *checks])
 
     return run_batch
@@ -105,7 +106,7 @@ def _reprocess_dead_letters(
     result = reprocess_batch(ingest, batch_context, selection)
     if result is None:
         context.log.info("No selected dead letter waits for reprocessing.")
-        yield from iter_check_results(expand_families(ingest, {}), {}, (), is_reprocessing=True)
+        yield from iter_check_results(expand_families(ingest, {}), {}, {}, is_reprocessing=True)
         return
     counts = result.scanned.counts
     context.log.info(f"Reprocessed {counts['records']} dead letters; {counts['dead']} failed again.")
@@ -118,8 +119,7 @@ def _reprocess_dead_letters(
     materializations = [
         dg.MaterializeResult[Any](asset_key=key, metadata=metadata) for _, key, metadata in changed_assets
     ]
-    table_names = [one.name for one in result.targets]
-    checks = iter_check_results(result.ingest, counts, table_names, is_reprocessing=True)
+    checks = iter_check_results(result.ingest, counts, result.targets.declarations, is_reprocessing=True)
     yield from _yield_declared_results(context, ingest, [*materializations, *checks])
 
 
@@ -264,7 +264,7 @@ def _iter_materializations(
 
 def _iter_changed_assets(
     ingest: ExpandedIngest,
-    targets: Sequence[Target],
+    targets: BatchTargets,
     lakehouse: LakehouseResource,
     is_changed: Callable[[int, bool], bool],
 ) -> Iterator[tuple[int, dg.AssetKey, dict[str, Any]]]:

@@ -16,6 +16,7 @@ from branchlake_dagster.ingest.declaration import (
     ExpandedIngest,
     FamilyTable,
     Ingest,
+    IngestTable,
     RouteNames,
     collect_route_names,
     expand_families,
@@ -63,12 +64,23 @@ class IngestionTables:
     @property
     def dead_letter_table(self) -> Table | None:
         """The table of dead letters, which every batch changes; None if it does not exist yet."""
-        return list(self.loaded_tables.values())[-1]
+        return self.loaded_tables[self.dead_letter_table_name]
 
     @property
     def dead_letter_table_name(self) -> str:
         """The dotted name of the table of dead letters."""
         return list(self.identifiers)[-1]
+
+    @property
+    def dead_letter_identifier(self) -> Identifier:
+        """The identifier of the table of dead letters."""
+        return self.identifiers[self.dead_letter_table_name]
+
+    @property
+    def declarations(self) -> dict[str, IngestTable]:
+        """The declarations of the tables by dotted name, without the dead letters."""
+        names = [name for name in self.identifiers if name != self.dead_letter_table_name]
+        return dict(zip(names, self.ingest.tables, strict=True))
 
     @property
     def route_names(self) -> dict[str, list[str]]:
@@ -77,7 +89,7 @@ class IngestionTables:
 
     def without_unknown_columns(self) -> IngestionTables:
         """Return these tables without the missing ones whose columns must be inferred from records."""
-        declarations = dict(zip(self.identifiers, self.ingest.tables, strict=False))
+        declarations = self.declarations
         kept_identifiers = {
             name: one
             for name, one in self.identifiers.items()
@@ -188,7 +200,9 @@ def with_route_names(
     if not create_missing:
         remaining_tables = [
             one
-            for one, name in zip(expanded_ingest.tables, identifiers_by_name, strict=False)
+            for name, one in IngestionTables(
+                expanded_ingest, identifiers_by_name, loaded_tables
+            ).declarations.items()
             if _is_needed(one, loaded_tables[name])
         ]
         expanded_ingest = replace(expanded_ingest, tables=remaining_tables)
@@ -382,8 +396,7 @@ def with_new_route_names(
         if table is not None and LakeProperty.OFFSETS_PREFIX + ingest.name in table.metadata.properties:
             raise PositionLost(
                 f"The table has offsets of ingestion {ingest.name}, but"
-                f" {list(ingestion_tables.identifiers)[-1]}"
-                " does not list it among the ingestion's tables.",
+                f" {ingestion_tables.dead_letter_table_name} does not list it among the ingestion's tables.",
                 table=name,
                 hint=f"Remove the property {LakeProperty.TABLES_PREFIX}{ingest.name} from the table of dead"
                 " letters, so that the next batch searches for the tables. Or drop this table.",

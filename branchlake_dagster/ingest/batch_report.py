@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 from dagster import MetadataValue
 
-from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest
+from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest, IngestTable
 from branchlake_dagster.ingest.ingest_batch import BatchResult
 from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, format_ranges
 from branchlake_dagster.stored_names import AssetMetadata, EventMetadata
@@ -53,18 +53,18 @@ def build_ingest_check_specs(ingest: Ingest) -> list[dg.AssetCheckSpec]:
 def iter_check_results(
     ingest: ExpandedIngest,
     counts: Mapping[str, int],
-    table_names: Iterable[str],
+    declarations: Mapping[str, IngestTable],
     *,
     is_reprocessing: bool = False,
 ) -> Iterator[dg.AssetCheckResult]:
     """Yield the check results of a batch from the counts of its pass.
 
-    `table_names` are the dotted names of the batch's tables in the order of `ingest.tables`.
+    `declarations` are the tables to report, by dotted name.
     With `is_reprocessing` the records are reprocessed dead letters, and the tolerance does not apply to those
     that fail again. A broken contract blocks them as it blocks new records.
     """
     broken_contracts = counts.get("dead/contract", 0) if ingest.on_contract == "block" else 0
-    for table, name in zip(ingest.tables, table_names, strict=False):
+    for name, table in declarations.items():
         dead_letter_count = counts.get(f"dead_of/{name}", 0)
         blocks = bool(broken_contracts and dead_letter_count)
         yield dg.AssetCheckResult(
@@ -129,9 +129,7 @@ def find_block_reason(result: BatchResult) -> str | None:
     """Return the reason why the batch must not be published; None if it may be."""
     failed = [
         one
-        for one in iter_check_results(
-            result.ingest, result.scan_result.counts, [one.name for one in result.targets]
-        )
+        for one in iter_check_results(result.ingest, result.scan_result.counts, result.targets.declarations)
         if not one.passed and one.severity is dg.AssetCheckSeverity.ERROR
     ]
     return "; ".join((one.description or one.check_name or "").rstrip(".") for one in failed) or None
@@ -160,7 +158,7 @@ def combine_results(results: Sequence[BatchResult]) -> BatchResult:
 def batch_table_metadata(result: BatchResult, number: int) -> dict[str, Any]:
     """Return the metadata of one table of a batch. `number` is the table's index in `result.targets`."""
     target = result.targets[number]
-    is_dead_letters = number == len(result.targets) - 1
+    is_dead_letters = number == result.targets.dead_letter_number
     rows = result.dead_letter_count if is_dead_letters else result.scan_result.count_rows(number)
     metadata: dict[str, Any] = {
         EventMetadata.ROWS_OF_BATCH: MetadataValue.int(rows),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -78,6 +78,43 @@ class Target:
         return format_table_name(self.identifier)
 
 
+@dataclass(frozen=True)
+class BatchTargets:
+    """The targets of a batch: the ingestion's tables, and its table of dead letters.
+
+    The number of a target, by which the workers and the scan name it, is its index: first the tables, then
+    the dead letters. Iteration yields the targets in the order of their numbers.
+    """
+
+    tables: tuple[Target, ...]
+    dead_letters: Target
+
+    @property
+    def dead_letter_number(self) -> int:
+        """The number of the table of dead letters."""
+        return len(self.tables)
+
+    def __len__(self) -> int:
+        return len(self.tables) + 1
+
+    def __iter__(self) -> Iterator[Target]:
+        yield from self.tables
+        yield self.dead_letters
+
+    def __getitem__(self, number: int) -> Target:
+        return (*self.tables, self.dead_letters)[number]
+
+    @property
+    def declarations(self) -> dict[str, IngestTable]:
+        """The declarations of the tables by dotted name, without the dead letters."""
+        return {target.name: target.declaration for target in self.tables if target.declaration is not None}
+
+    @property
+    def names(self) -> list[str]:
+        """The dotted names of the tables, in the order of their numbers."""
+        return [target.name for target in self]
+
+
 def table_identifiers(ingest: ExpandedIngest, default_namespace: str) -> dict[str, Identifier]:
     """Return the identifiers of an ingestion's tables by dotted name, the dead letters last."""
     keys = [*(table.asset for table in ingest.tables), ingest.dead_letters_asset]
@@ -113,7 +150,7 @@ def prepare_targets(
     loaded_tables: Mapping[str, Table | None],
     identifiers: Mapping[str, Identifier],
     inferred_columns: Mapping[str, StructType],
-) -> list[Target]:
+) -> BatchTargets:
     """Return the targets in the order of `identifiers`. Missing tables are created.
 
     `inferred_columns` maps the name of a table to create to its columns. Raises TypesUnknown if the columns
@@ -135,7 +172,7 @@ def prepare_targets(
         require_parquet(table.metadata.properties, table_name=name)
         catalog.record_prefixes(table.metadata)
         targets.append(Target(declaration, identifier, table, _field_columns(table, name, declaration)))
-    return targets
+    return BatchTargets(tuple(targets[:-1]), targets[-1])
 
 
 def _field_columns(table: Table, name: str, declaration: IngestTable | None) -> tuple[RecordColumn, ...]:

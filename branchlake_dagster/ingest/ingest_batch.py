@@ -20,7 +20,7 @@ from branchlake_dagster.ingest.batch_commit import (
     staging_columns,
 )
 from branchlake_dagster.ingest.batch_context import BatchContext, IngestionTables, PlannedBatch
-from branchlake_dagster.ingest.batch_tables import Identifier, Target
+from branchlake_dagster.ingest.batch_tables import BatchTargets, Identifier
 from branchlake_dagster.ingest.binary_formats import RegistryAvro
 from branchlake_dagster.ingest.declaration import ExpandedIngest
 from branchlake_dagster.ingest.division import (
@@ -80,7 +80,7 @@ class BatchResult:
     commit_id: str
     ingest: ExpandedIngest
     plan: BatchPlan
-    targets: Sequence[Target]
+    targets: BatchTargets
     scan_result: ScanResult
     progress: TableProgress
     head: Reference
@@ -263,11 +263,11 @@ class _BatchPasses:
     def _run_on_frame(self, frame: DataFrame, ingestion_tables: IngestionTables) -> _PassResult:
         staged: dict[int, tuple[Identifier, Table]] = {}
 
-        def scan_targets(ingestion_tables: IngestionTables, targets: Sequence[Target]) -> ScanResult:
+        def scan_targets(ingestion_tables: IngestionTables, targets: BatchTargets) -> ScanResult:
             nonlocal staged
             staged = {
                 number: create_staging_table(self._batch_context.catalog, one, self._batch_id)
-                for number, one in enumerate(targets[:-1])
+                for number, one in enumerate(targets.tables)
                 if one.declaration is not None and one.declaration.mode != "append"
             }
             self.staging_tables += [table for _, table in staged.values()]
@@ -276,8 +276,8 @@ class _BatchPasses:
                 for number, (_, table) in staged.items()
             }
             work = self._build_work(targets, staging_info)
-            min_offsets = self.min_offsets([one.name for one in targets])
-            with self.failed_scans.remember_failure(work, targets[-1].table.io):
+            min_offsets = self.min_offsets(targets.names)
+            with self.failed_scans.remember_failure(work, targets.dead_letters.table.io):
                 return scan_records(
                     frame, ingestion_tables.ingest, self._record_format, targets, min_offsets, work
                 )
@@ -307,7 +307,7 @@ class _BatchPasses:
         return self._planned_batch.progress.min_offsets(tables, self._planned_batch.plan.ranges)
 
     def _build_work(
-        self, targets: Sequence[Target], staging_info: Mapping[int, tuple[str, Mapping[str, str]]]
+        self, targets: BatchTargets, staging_info: Mapping[int, tuple[str, Mapping[str, str]]]
     ) -> Work:
         ingest, plan = self._planned_batch.ingest, self._planned_batch.plan
         return Work(
@@ -341,9 +341,9 @@ class _BatchPasses:
         targets, scan_result = pass_result.evolution.targets, pass_result.evolution.scanned
         dead_letter_table, dead_letter_table_name = (
             pass_result.evolution.ingestion_tables.dead_letter_table,
-            targets[-1].name,
+            targets.dead_letters.name,
         )
-        min_offsets = self.min_offsets([one.name for one in targets])
+        min_offsets = self.min_offsets(targets.names)
         raw_records = {(one.topic, one.partition, one.offset): one for one in self._records.fetch(unwritable)}
         unwritable_records = [
             UnwritableRecord(
@@ -360,7 +360,7 @@ class _BatchPasses:
         count = len(columns["offset"])
         if count:
             files = write_dead_letters(self._build_work(targets, {}), columns, count)
-            scan_result.files.setdefault(len(targets) - 1, []).extend(files)
+            scan_result.files.setdefault(targets.dead_letter_number, []).extend(files)
         scan_result.counts.update(
             {"records": len(unwritable_records), "dead": count, f"dead/{UNWRITABLE}": count}
         )
@@ -437,7 +437,7 @@ def _is_in_ranges(position: RecordPosition, ranges: Ranges) -> bool:
 def _finish_batch(
     planned_batch: PlannedBatch,
     batch_context: BatchContext,
-    targets: Sequence[Target],
+    targets: BatchTargets,
     scan_result: ScanResult,
     staging_identifiers: Mapping[int, Identifier],
     staged_tables: list[Table],
@@ -469,14 +469,14 @@ def _finish_batch(
 def _commit_targets(
     planned_batch: PlannedBatch,
     batch_context: BatchContext,
-    targets: Sequence[Target],
+    targets: BatchTargets,
     scan_result: ScanResult,
     progress: TableProgress,
     staging_identifiers: Mapping[int, Identifier],
     staged_tables: list[Table],
     tables: IcebergTableFormat,
 ) -> Reference:
-    dead_letter_number, ingest = len(targets) - 1, planned_batch.ingest
+    dead_letter_number, ingest = targets.dead_letter_number, planned_batch.ingest
     changes = []
     for number, target in enumerate(targets):
         files = scan_result.files.get(number, [])
@@ -532,7 +532,7 @@ def _commit_targets(
 def _merge_staged(
     planned_batch: PlannedBatch,
     batch_context: BatchContext,
-    targets: Sequence[Target],
+    targets: BatchTargets,
     scan_result: ScanResult,
     progress: TableProgress,
     staging_identifiers: Mapping[int, Identifier],

@@ -180,7 +180,7 @@ class _BatchReporter:
 
     def add(self, batch: LiveBatch) -> None:
         """Add a batch that is on `main`."""
-        if self._unreported and _table_names(self._unreported[-1]) != _table_names(batch):
+        if self._unreported and self._unreported[-1].result.targets.names != batch.result.targets.names:
             self._report()  # the batches of one report must have the same tables
         self._batches += 1
         self._unreported.append(batch)
@@ -249,9 +249,6 @@ class _BatchReporter:
                     EventMetadata.TABLES: dg.MetadataValue.text(last.result.targets[number].name),
                 },
             )
-        for result in iter_check_results(ingest, combined_result.scan_result.counts, _table_names(last)):
+        counts, declarations = combined_result.scan_result.counts, last.result.targets.declarations
+        for result in iter_check_results(ingest, counts, declarations):
             yield to_check_evaluation(result)
-
-
-def _table_names(batch: LiveBatch) -> list[str]:
-    return [target.name for target in batch.result.targets]

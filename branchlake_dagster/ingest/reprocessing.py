@@ -29,7 +29,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.batch_commit import BatchTableChange, commit_tables
 from branchlake_dagster.ingest.batch_context import BatchContext, IngestionTables, load_ingestion_tables
-from branchlake_dagster.ingest.batch_tables import Target
+from branchlake_dagster.ingest.batch_tables import BatchTargets
 from branchlake_dagster.ingest.binary_formats import RegistryAvro
 from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest
 from branchlake_dagster.ingest.errors import DeadLettersLeftOut, PositionLost
@@ -95,11 +95,7 @@ class DeadLetterSelection:
         row.
         """
         ingest = ingestion_tables.ingest
-        names = [
-            n
-            for n, table in zip(ingestion_tables.identifiers, ingest.tables, strict=False)
-            if table.mode == "append"
-        ]
+        names = [name for name, table in ingestion_tables.declarations.items() if table.mode == "append"]
         if self.table is not None and self.table not in names:
             raise ConfigurationError(
                 f"Ingestion {ingest.name} cannot reprocess dead letters of {self.table}.",
@@ -130,7 +126,7 @@ class ReprocessingResult:
     """The result of reprocessing: the targets, and the scan of the dead letters."""
 
     ingest: ExpandedIngest
-    targets: Sequence[Target]
+    targets: BatchTargets
     scanned: ScanResult
 
 
@@ -139,7 +135,7 @@ def count_dead_letters(
 ) -> list[tuple[str | None, str, int]]:
     """Count the selected dead letters by table and kind."""
     condition, arguments = selection.to_sql(ingestion_tables)
-    table_sql = quote_spark_path(list(ingestion_tables.identifiers.values())[-1])
+    table_sql = quote_spark_path(ingestion_tables.dead_letter_identifier)
     counts = session.sql(
         f"SELECT table, error_kind, count(*) FROM nessie.{table_sql} WHERE {condition}"  # noqa: S608 - by name
         " GROUP BY 1, 2 ORDER BY 1, 2",
@@ -203,7 +199,7 @@ def reprocess_batch(
     )
     failed_scans = FailedScans()
 
-    def scan_targets(ingestion_tables: IngestionTables, targets: Sequence[Target]) -> ScanResult:
+    def scan_targets(ingestion_tables: IngestionTables, targets: BatchTargets) -> ScanResult:
         work = Work(
             batch_context.run_id,
             [topic for topic, _ in pairs],
@@ -216,7 +212,7 @@ def reprocess_batch(
             ingest.most_columns,
             is_reprocessing=True,
         )
-        with failed_scans.remember_failure(work, targets[-1].table.io):
+        with failed_scans.remember_failure(work, targets.dead_letters.table.io):
             return scan_records(frame, ingestion_tables.ingest, record_format, targets, {}, work)
 
     ids = {topic: topic_id(incarnation) for topic, incarnation in pairs}
@@ -250,7 +246,7 @@ def _mark_selected(
     The result includes the dead letters that an earlier attempt has marked.
     """
     condition, arguments = selection.to_sql(ingestion_tables)
-    table_sql = f"nessie.{quote_spark_path(list(ingestion_tables.identifiers.values())[-1])}"
+    table_sql = f"nessie.{quote_spark_path(ingestion_tables.dead_letter_identifier)}"
     with set_session_properties(
         session, {**batch_context.snapshot_properties, LakeProperty.WRITE_MODE: "upsert"}
     ):
@@ -277,7 +273,10 @@ def _commit_rows(
         ).to_json()
     }
     for number, target in enumerate(evolution.targets):
-        files, is_dead_letters = evolution.scanned.files.get(number, []), target is evolution.targets[-1]
+        files, is_dead_letters = (
+            evolution.scanned.files.get(number, []),
+            target is evolution.targets.dead_letters,
+        )
         if files or is_dead_letters:
             mode = {LakeProperty.WRITE_MODE: "append", LakeProperty.ASSET: "/".join(target.identifier)}
             table_properties, snapshot_properties = (

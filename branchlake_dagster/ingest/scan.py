@@ -31,7 +31,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.errors import OutcomeUnknown
-from branchlake_dagster.ingest.batch_tables import EvolutionNeeds, Target
+from branchlake_dagster.ingest.batch_tables import BatchTargets, EvolutionNeeds
 from branchlake_dagster.ingest.declaration import ExpandedIngest
 from branchlake_dagster.ingest.formats import Format
 from branchlake_dagster.ingest.offsets import Offsets
@@ -89,7 +89,7 @@ def scan_records(
     records: DataFrame,
     ingest: ExpandedIngest,
     record_format: Format,
-    targets: Sequence[Target],
+    targets: BatchTargets,
     min_offsets: Mapping[str, Offsets],
     work: Work,
 ) -> ScanResult:
@@ -108,9 +108,9 @@ def scan_records(
     prepared = PreparedRecords(
         ingest,
         record_format,
-        targets[:-1],
+        targets.tables,
         min_offsets,
-        min_offsets.get(targets[-1].name),
+        min_offsets.get(targets.dead_letters.name),
         dead_letter_topics,
     )
     frame = prepared.select_columns(frame)
@@ -139,14 +139,14 @@ def _limit_batch_bytes(session: SparkSession, max_bytes: int) -> None:
 
 
 def build_worker_targets(
-    targets: Sequence[Target], staged: Mapping[int, tuple[str, Mapping[str, str]]]
+    targets: BatchTargets, staged: Mapping[int, tuple[str, Mapping[str, str]]]
 ) -> list[WorkerTarget]:
     """Build the targets for the workers.
 
     `staged` has, by target, the metadata of its staging table, and the columns of that table that hold
     attributes of the record, by attribute.
     """
-    rows = row_columns(targets[:-1])
+    rows = row_columns(targets.tables)
     table_targets = [
         WorkerTarget(
             staged[number][0] if number in staged else target.table.metadata.model_dump_json(),
@@ -162,11 +162,13 @@ def build_worker_targets(
             target.name,
             frozenset(mapped_fields(target)),
         )
-        for number, target in enumerate(targets[:-1])
+        for number, target in enumerate(targets.tables)
     ]
     return [
         *table_targets,
-        WorkerTarget(targets[-1].table.metadata.model_dump_json(), None, {}, targets[-1].name),
+        WorkerTarget(
+            targets.dead_letters.table.metadata.model_dump_json(), None, {}, targets.dead_letters.name
+        ),
     ]
 
 
@@ -177,9 +179,7 @@ MAX_LISTED_FILES = 100_000
 _log = logging.getLogger(__name__)
 
 
-def delete_files(
-    scanned: ScanResult, targets: Sequence[Target], numbers: Collection[int] | None = None
-) -> None:
+def delete_files(scanned: ScanResult, targets: BatchTargets, numbers: Collection[int] | None = None) -> None:
     """Delete the data files of a pass, or only those of the targets `numbers`.
 
     Never raises. A file that cannot be deleted is logged and stays as an orphan file.
@@ -239,7 +239,7 @@ def _try_delete(io: FileIO, path: str) -> Exception | None:
 
 @contextlib.contextmanager
 def delete_on_failure(
-    scanned: ScanResult, targets: Sequence[Target], numbers: Collection[int] | None = None
+    scanned: ScanResult, targets: BatchTargets, numbers: Collection[int] | None = None
 ) -> Iterator[None]:
     """Delete the data files if the block fails, unless a commit may have happened nevertheless."""
     try:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pyspark.sql import DataFrame
 from pyspark.sql.types import StructType
 
 from branchlake_dagster.ingest.batch_context import BatchContext, IngestionTables
-from branchlake_dagster.ingest.batch_tables import EvolutionNeeds, Target, evolve_target, prepare_targets
+from branchlake_dagster.ingest.batch_tables import (
+    BatchTargets,
+    EvolutionNeeds,
+    evolve_target,
+    prepare_targets,
+)
 from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.ingest.errors import TableTooNarrow
 from branchlake_dagster.ingest.field_types import infer_field_types
@@ -33,7 +38,7 @@ class SchemaEvolution:
     """The evolved tables, and the result of the pass that wrote all records to them."""
 
     ingestion_tables: IngestionTables
-    targets: Sequence[Target]
+    targets: BatchTargets
     scanned: ScanResult
     left_out: tuple[str, ...] = ()
     """One sentence for each table about fields that could not become columns."""
@@ -44,7 +49,7 @@ def evolve_until_stable(
     batch_context: BatchContext,
     frame: DataFrame,
     record_format: Format,
-    scan_targets: Callable[[IngestionTables, Sequence[Target]], ScanResult],
+    scan_targets: Callable[[IngestionTables, BatchTargets], ScanResult],
     incarnations: Mapping[str, str],
     tables: IcebergTableFormat,
 ) -> SchemaEvolution:
@@ -119,13 +124,13 @@ def build_targets(
     frame: DataFrame | None,
     record_format: Format,
     left_out: dict[str, set[str]] | None = None,
-) -> list[Target]:
+) -> BatchTargets:
     """Build the targets. Missing tables are created with the types of the records of `frame`.
 
     `left_out` gets the fields that could not become columns, by table.
     """
     ingest, schemas = ingestion_tables.ingest, {}
-    for name, declaration in zip(ingestion_tables.identifiers, ingest.tables, strict=False):
+    for name, declaration in ingestion_tables.declarations.items():
         if ingestion_tables.loaded_tables[name] is not None or not ingest.create:
             continue
         if declaration.columns or frame is None:
@@ -158,7 +163,7 @@ def build_targets(
 
 
 def _missing_fields(
-    ingest: Ingest, record_format: Format, targets: Sequence[Target]
+    ingest: Ingest, record_format: Format, targets: BatchTargets
 ) -> dict[int, EvolutionNeeds]:
     """Return the fields of the values' schema that have no column in a table, by target."""
     if "add" not in ingest.evolve:
@@ -167,7 +172,7 @@ def _missing_fields(
     others = {ingest.route_by, ingest.operation}
     missing = {
         number: {*(names or ())} - mapped_fields(target) - others
-        for number, target in enumerate(targets[:-1])
+        for number, target in enumerate(targets.tables)
     }
     return {number: EvolutionNeeds(add=frozenset(fields)) for number, fields in missing.items() if fields}
 
@@ -176,17 +181,17 @@ def _evolve_targets(
     frame: DataFrame,
     ingest: Ingest,
     record_format: Format,
-    targets: Sequence[Target],
+    targets: BatchTargets,
     needs_by_target: Mapping[int, EvolutionNeeds],
     left_out: dict[str, set[str]],
     *,
     all_records: bool,
-) -> list[Target]:
-    """Return the targets with the changes that the records need, or an empty list if nothing changes.
+) -> BatchTargets | None:
+    """Return the targets with the changes that the records need; None if nothing changes.
 
     With `all_records` the types are inferred from all records, otherwise from a sample.
     """
-    new_targets = list(targets)
+    new_targets = list(targets.tables)
     for number, needs in needs_by_target.items():
         target = targets[number]
         assert target.declaration is not None  # noqa: S101 - the dead letter table needs no evolution
@@ -209,11 +214,9 @@ def _evolve_targets(
         left_out.setdefault(target.name, set()).update({*others} | (needs.add - only_fields))
         if new_fields or needs.widen or needs.relax:
             new_targets[number] = evolve_target(target, needs, StructType(new_fields))
-    return (
-        new_targets
-        if any(new_target is not other for new_target, other in zip(new_targets, targets, strict=True))
-        else []
-    )
+    if all(new_target is target for new_target, target in zip(new_targets, targets.tables, strict=True)):
+        return None
+    return BatchTargets(tuple(new_targets), targets.dead_letters)
 
 
 def _format_left_out(left_out: Mapping[str, set[str]]) -> tuple[str, ...]:
@@ -230,7 +233,7 @@ def _format_left_out(left_out: Mapping[str, set[str]]) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def _require_wide_enough(targets: Sequence[Target], needs_by_target: Mapping[int, EvolutionNeeds]) -> None:
+def _require_wide_enough(targets: BatchTargets, needs_by_target: Mapping[int, EvolutionNeeds]) -> None:
     """Raise TableTooNarrow if rows still need other column types or nulls: such rows were not written."""
     for number, needs in needs_by_target.items():
         if needs.widen or needs.relax:

@@ -41,7 +41,9 @@ def test_a_dead_letter_of_an_earlier_batch_is_told_too() -> None:
     bad, good = batch({}, records=2, dead=1, dead__syntax=1), batch({}, records=2)
     told = list(
         iter_check_results(
-            expand_families(ingest, {}), combine_results([bad, good]).scan_result.counts, ["x.a", "dead"]
+            expand_families(ingest, {}),
+            combine_results([bad, good]).scan_result.counts,
+            {"x.a": ingest.tables[0]},
         )
     )[-1]
     assert not told.passed
@@ -53,7 +55,7 @@ def test_of_dead_letters_that_are_put_back_the_others_are_judged_again() -> None
     ingest = Ingest(name="i", topics=["t"], tables=[table], tolerance=0.0)
     counts = {"records": 5, "dead": 2, "dead/conversion": 2, "dead_of/x.a": 2}
     converted, tolerated = iter_check_results(
-        expand_families(ingest, {}), counts, ["x.a", "dead"], is_reprocessing=True
+        expand_families(ingest, {}), counts, {"x.a": table}, is_reprocessing=True
     )
     assert (converted.passed, converted.severity) == (False, dg.AssetCheckSeverity.WARN)
     assert (tolerated.passed, tolerated.description) == (
@@ -63,6 +65,6 @@ def test_of_dead_letters_that_are_put_back_the_others_are_judged_again() -> None
     counts |= {"dead/contract": 1, "dead/conversion": 1}
     blocking = replace(ingest, on_contract="block")
     converted, _ = iter_check_results(
-        expand_families(blocking, {}), counts, ["x.a", "dead"], is_reprocessing=True
+        expand_families(blocking, {}), counts, {"x.a": table}, is_reprocessing=True
     )
     assert (converted.passed, converted.severity) == (False, dg.AssetCheckSeverity.ERROR)
