@@ -102,9 +102,9 @@ class LiveIngestion:
     def publish_next_batch(self) -> LiveBatch | None:
         """Ingest and publish the waiting records. Return None if no records wait.
 
-        Raises TooManyDeadLetters, Superseded and the errors of `plan_next_batch`. After an error nothing of
-        the batch is on `main`, except after an OutcomeUnknown: the next batch then reads from `main` whether
-        it is.
+        Raises TooManyDeadLetters, Superseded and the errors of `plan_next_batch`. After an OutcomeUnknown or
+        an interruption the batch may be on `main`; after any other error it is not. The next batch starts at
+        the offsets that `main` has then.
         """
         start_time, client = self._clock(), self._lake.nessie
         if client is not self._client:
@@ -211,6 +211,7 @@ class LiveIngestion:
             changes=load_write_set(client, base_hash, branch),
         )
         wait = 0.2
+        unknown_outcome: Exception | None = None
         for attempt in range(1, _ATTEMPTS + 1):
             outcome = self._publisher.publish([candidate], alive=lambda: self._require_branch(branch.name))[
                 branch.name
@@ -225,8 +226,13 @@ class LiveIngestion:
                     branch=branch.name,
                     reason="checks_needed",
                 )
+            if isinstance(outcome, OutcomeUnknown):
+                unknown_outcome = unknown_outcome or outcome
             if attempt == _ATTEMPTS or not isinstance(outcome, Transient | OutcomeUnknown):
-                raise outcome
+                if unknown_outcome is None or unknown_outcome is outcome:
+                    raise outcome
+                # A later failure does not show whether the earlier attempt has arrived.
+                raise unknown_outcome from outcome
             self._sleep(wait)
             wait *= 2
         raise AssertionError("unreachable")

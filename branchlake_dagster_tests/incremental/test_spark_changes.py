@@ -247,6 +247,6 @@ def test_rows_deleted_by_value_stop_rows_and_keys_and_no_range(shop: Shop) -> No
         copy, spent, daily = shop.consumers
         for key in (copy, spent):
             p.run(key, ok=False)
-            p.failed_with(RowsUnreadable, "deleted by value", "branchlake/rebuild")
+            p.failed_with(RowsUnreadable, "by value", "branchlake/rebuild")
         assert p.settle(p.run(daily)).action is PublicationAction.PUBLISHED
         assert [tuple(row.values()) for row in p.rows(shop.namespace, "daily")] == [(date(2026, 8, 1), 2)]

@@ -30,6 +30,7 @@ from branchlake_dagster.ingest.offsets import TableProgress
 from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
 from branchlake_dagster.publication.cleanup_jobs import DagsterRuns, reap_branches
 from branchlake_dagster.publication.committer import PublicationContended
 from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER
@@ -252,6 +253,32 @@ def test_a_batch_that_dies_anywhere_leaves_nothing(
     with live(lakehouse, kafka, ingest) as one:
         assert one.publish_next_batch() is None
     assert ids(lakehouse, ingest, "a") + ids(lakehouse, ingest, "b") == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
+
+
+def test_an_unknown_outcome_stays_unknown_whatever_fails_after_it(
+    lakehouse: Lakehouse, spark_session: Any, kafka: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt arrives and its answer is lost; then Nessie is away until the last attempt."""
+    topic = kafka.topic()
+    ingest = two_tables(topic)
+    kafka.send(topic, [record(1)])
+    with live(lakehouse, kafka, ingest) as one:
+        publish, attempts = one._publisher.publish, 0
+
+        def lose_answers(candidates: Any, **named: Any) -> Any:
+            nonlocal attempts
+            attempts += 1
+            if attempts == 1:
+                publish(candidates, **named)
+            error = NessieOutcomeUnknown("lost") if attempts == 1 else NessieUnavailable("away")
+            return {candidate.branch: error for candidate in candidates}
+
+        monkeypatch.setattr(one._publisher, "publish", lose_answers)
+        monkeypatch.setattr(one, "_sleep", lambda _: None)
+        with raising(NessieOutcomeUnknown):
+            one.publish_next_batch()
+    assert attempts > 1
+    assert ids(lakehouse, ingest, "a") == [1]
 
 
 def test_too_many_dead_letters_block_the_batch(

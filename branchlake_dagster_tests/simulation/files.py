@@ -65,7 +65,7 @@ class SimulatedTableFiles:
         state, last = snapshot.place
         return tuple(_manifest(state, i) for i in range(last + 1))
 
-    def entries(self, manifest: Any) -> ManifestFiles | None:
+    def manifest_files(self, manifest: Any) -> ManifestFiles | None:
         """The data files that a manifest names."""
         if manifest.manifest_path in self.warehouse.deleted:
             return None

@@ -80,7 +80,7 @@ def test_partitions_of_an_older_code_version_are_stale(
         what = backfill.build_request(where, asset, [], everything=False)
         assert what is not None
         assert what.partitions == ("2026-08-01", "2026-08-02")
-        assert "code version 2" in what.why
+        assert "older code version than 2" in what.why
     with raising(ConfigurationError, reason="no_code_version", subject=pipeline.daily.key.to_user_string()):
         backfill.build_request(place(p), pipeline.daily.key.to_user_string(), [], everything=False)
 
