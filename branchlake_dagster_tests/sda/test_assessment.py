@@ -14,33 +14,33 @@ from branchlake_dagster.sda.conjunctions.arrow import as_batch
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span, screen
 from branchlake_dagster.sda.drawing import chart, in_markdown
 from branchlake_dagster.sda.gp.simulated import simulated_elements
-from branchlake_dagster.sda.orbits.propagation import Elements, propagate
+from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites
 from branchlake_dagster.sda.trust.assessment import (
-    ASSESSED,
+    ASSESSMENT_COLUMNS,
     NO_ENCOUNTER,
     NO_MODEL,
     TOO_OLD,
     TOO_SLOW,
-    assessed,
+    assess_approaches,
 )
 from branchlake_dagster.sda.trust.classes import CLASSES
 from branchlake_dagster.sda.trust.differences import DAY_MICROS, rtn_axes
-from branchlake_dagster.sda.trust.model import error_model
-from branchlake_dagster.sda.trust.probability import encounter_plane, probability
-from branchlake_dagster.sda.trust.radii import FROM_SIZE, Radii
+from branchlake_dagster.sda.trust.model import build_error_model
+from branchlake_dagster.sda.trust.probability import build_encounter_plane, collision_probability
+from branchlake_dagster.sda.trust.radii import FROM_SIZE, ObjectRadii
 from branchlake_dagster.sda.trust.report import (
     altitude_chart,
-    as_markdown,
     distance_chart,
+    format_approaches,
     geometry_chart,
-    top,
+    select_top_approaches,
 )
 from branchlake_dagster.sda.trust.tables import (
-    SOURCE,
-    Expected,
+    COVARIANCE_SOURCE,
+    PublishedErrors,
+    build_model_id,
     element_errors,
     element_jumps,
-    model_id,
     object_errors,
 )
 from branchlake_dagster_tests.sda.test_trust import history, joined, manoeuvred
@@ -62,11 +62,11 @@ def found(elements: Elements) -> pl.DataFrame:
     return listed(pl.DataFrame(rows), None, span, 40.0)
 
 
-def model(elements: Elements, *, until_days: float = 14.0) -> Expected:
+def model(elements: Elements, *, until_days: float = 14.0) -> PublishedErrors:
     """Kilometres by class, and a factor for every third object."""
     n = len(CLASSES)
     some = elements.sat_no[::3]
-    return Expected(
+    return PublishedErrors(
         np.full((n, 3), 0.1),
         np.tile([0.1, 2.0, 0.2], (n, 1)),
         np.ones((n, 3)),
@@ -78,46 +78,50 @@ def model(elements: Elements, *, until_days: float = 14.0) -> Expected:
 
 
 def test_a_row_is_assessed_by_itself(elements, found):
-    whole = assessed(found, elements, model(elements), Radii(5.0))
+    whole = assess_approaches(found, elements, model(elements), ObjectRadii(5.0))
     assert found.height > 30
-    assert set(whole.columns) - set(found.columns) == set(ASSESSED)
+    assert set(whole.columns) - set(found.columns) == set(ASSESSMENT_COLUMNS)
     half = found.gather_every(2)
-    assert assessed(half, elements, model(elements), Radii(5.0)).equals(whole.gather_every(2))
-    assert assessed(found.clear(), elements, model(elements), Radii(5.0)).schema == whole.schema
+    assert assess_approaches(half, elements, model(elements), ObjectRadii(5.0)).equals(whole.gather_every(2))
+    assert (
+        assess_approaches(found.clear(), elements, model(elements), ObjectRadii(5.0)).schema == whole.schema
+    )
     # Objects that are not in a row change nothing in it.
     here = np.unique(half.select("sat1_object_designator", "sat2_object_designator").to_numpy())
     fewer = elements.take(np.flatnonzero(np.isin(elements.sat_no, here)))
-    assert assessed(half, fewer, model(elements), Radii(5.0)).equals(whole.gather_every(2))
+    assert assess_approaches(half, fewer, model(elements), ObjectRadii(5.0)).equals(whole.gather_every(2))
 
 
 def test_the_probability_is_that_of_both_covariances_in_one_frame(elements, found):
     wide = replace(model(elements), sigma0=np.full((len(CLASSES), 3), 4.0))
-    rows = assessed(found, elements, wide, Radii(250.0)).filter(pl.col("collision_probability") > 1e-12)
+    rows = assess_approaches(found, elements, wide, ObjectRadii(250.0)).filter(
+        pl.col("collision_probability") > 1e-12
+    )
     assert rows.height > 10
     for row in rows.head(12).iter_rows(named=True):
         numbers = [row[f"sat{k}_object_designator"] for k in (1, 2)]
         pair = elements.take(np.searchsorted(elements.sat_no, numbers))
         tca = int(row["tca"].timestamp()) * 1_000_000 + row["tca"].microsecond
-        states = propagate(pair.satellites(), np.array([tca]))
+        states = propagate_satellites(pair.to_satrec_array(), np.array([tca]))
         combined = np.zeros((3, 3))
         for k in (0, 1):
             axes = rtn_axes(states.position[k], states.velocity[k])[0]
             sigma = np.array([row[f"sat{k + 1}_sigma_{axis}_km"] for axis in "rtn"])
             combined += axes.T @ np.diag(sigma**2) @ axes
-        plane = encounter_plane(
+        plane = build_encounter_plane(
             states.position[1] - states.position[0], states.velocity[1] - states.velocity[0], combined[None]
         )
         assert plane.sigma[0] == pytest.approx([row["sigma_minor_km"], row["sigma_major_km"]], rel=1e-3)
-        assert probability(plane, 0.5)[0] == pytest.approx(row["collision_probability"], rel=1e-2)
+        assert collision_probability(plane, 0.5)[0] == pytest.approx(row["collision_probability"], rel=1e-2)
         assert row["collision_probability"] <= row["max_collision_probability"]
-        assert row["covariance_source"] == SOURCE
+        assert row["covariance_source"] == COVARIANCE_SOURCE
         assert row["no_probability_because"] is None
 
 
 def test_the_probability_is_of_the_two_objects_own_radii(elements, found):
     wide = replace(model(elements), sigma0=np.full((len(CLASSES), 3), 4.0))
-    small = Radii(sizes=pl.DataFrame({"sat_no": elements.sat_no, "rcs_size": "SMALL", "rcs_m2": None}))
-    large, debris = (assessed(found, elements, wide, one) for one in (Radii(5.0), small))
+    small = ObjectRadii(sizes=pl.DataFrame({"sat_no": elements.sat_no, "rcs_size": "SMALL", "rcs_m2": None}))
+    large, debris = (assess_approaches(found, elements, wide, one) for one in (ObjectRadii(5.0), small))
     assert debris["hard_body_radius_m"].unique().to_list() == [0.24]
     assert (debris["sat1_radius_source"] == FROM_SIZE).all()
     likely = (large["collision_probability"] > 1e-12).fill_null(False)
@@ -129,19 +133,19 @@ def test_the_probability_is_of_the_two_objects_own_radii(elements, found):
 def test_sigmas_are_of_the_age_the_class_and_the_object(elements):
     expected = model(elements)
     at = elements.epoch_micros + np.where(np.arange(len(elements)) % 2, 2, -2) * DAY_MICROS
-    sigma = expected.sigma(elements, at)
+    sigma = expected.position_sigma(elements, at)
     assert sigma[0] == pytest.approx([0.3, 3 * 4.1, 0.25])
     assert sigma[1] == pytest.approx([0.3, 4.1, 0.5]), "an object that the model does not have"
-    assert np.isnan(expected.sigma(elements, elements.epoch_micros + 15 * DAY_MICROS)).all()
+    assert np.isnan(expected.position_sigma(elements, elements.epoch_micros + 15 * DAY_MICROS)).all()
 
 
 def test_what_has_no_probability_says_why(elements, found):
-    without = assessed(found, elements, None, Radii(5.0))
+    without = assess_approaches(found, elements, None, ObjectRadii(5.0))
     assert without["no_probability_because"].unique().to_list() == [NO_MODEL]
-    always = {one for one in ASSESSED if "radius" in one} | {"no_probability_because"}
-    nothing = [one for one in ASSESSED if one not in always]
+    always = {one for one in ASSESSMENT_COLUMNS if "radius" in one} | {"no_probability_because"}
+    nothing = [one for one in ASSESSMENT_COLUMNS if one not in always]
     assert without.select(pl.col(nothing).null_count()).row(0) == (found.height,) * len(nothing)
-    old = assessed(found, elements, model(elements, until_days=1e-6), Radii(5.0))
+    old = assess_approaches(found, elements, model(elements, until_days=1e-6), ObjectRadii(5.0))
     assert set(old["no_probability_because"]) <= {TOO_OLD, NO_ENCOUNTER, None}
     assert TOO_OLD in old["no_probability_because"].to_list()
     changed = found.with_columns(
@@ -153,7 +157,7 @@ def test_what_has_no_probability_says_why(elements, found):
             for axis in "rtn"
         },
     )
-    told = assessed(changed, elements, model(elements), Radii(5.0))
+    told = assess_approaches(changed, elements, model(elements), ObjectRadii(5.0))
     assert told["no_probability_because"][:2].to_list() == [NO_ENCOUNTER, TOO_SLOW]
     assert told["collision_probability"][:2].to_list() == [None, None]
     missing = told["collision_probability"].is_null()
@@ -163,19 +167,19 @@ def test_what_has_no_probability_says_why(elements, found):
 def test_a_published_model_is_read_as_it_was_computed():
     parts = manoeuvred(history(150, 14, 1.0, 0.01), 6, 3, 0.02)
     sets = joined(parts)
-    made = error_model(sets)
-    read = Expected.of(element_errors(made, sets), object_errors(made, sets).reverse())
+    made = build_error_model(sets)
+    read = PublishedErrors.from_tables(element_errors(made, sets), object_errors(made, sets).reverse())
     at = sets.epoch_micros + 3 * DAY_MICROS
     owner = np.searchsorted(made.sat_no, sets.sat_no)
     classes = made.classes[owner]
-    wanted = made.growth.at(classes, np.full(len(sets), 3.0)) * made.factors[owner]
-    assert np.allclose(read.sigma(sets, at), wanted[:, :3], rtol=1e-12)
-    assert read.model_id == model_id(made, sets)
+    wanted = made.growth.sigma_at(classes, np.full(len(sets), 3.0)) * made.factors[owner]
+    assert np.allclose(read.position_sigma(sets, at), wanted[:, :3], rtol=1e-12)
+    assert read.model_id == build_model_id(made, sets)
     # As many sets with the same epochs, one of them otherwise: another model.
     other = replace(sets, values=sets.values + np.eye(len(sets), sets.values.shape[1]) * 1e-9)
-    assert model_id(error_model(other), other) != model_id(made, sets)
-    assert model_id(error_model(sets), sets) == model_id(made, sets)
-    assert model_id(replace(made, factors=made.factors * 2), sets) != model_id(made, sets)
+    assert build_model_id(build_error_model(other), other) != build_model_id(made, sets)
+    assert build_model_id(build_error_model(sets), sets) == build_model_id(made, sets)
+    assert build_model_id(replace(made, factors=made.factors * 2), sets) != build_model_id(made, sets)
     (jump,) = element_jumps(made, sets).iter_rows(named=True)
     assert (jump["sat_no"], jump["kind"], jump["taken_for"]) == (4, "manoeuvre", None)
     assert jump["semi_major_axis_change_km"] < -1.0
@@ -187,10 +191,10 @@ def drawn(svg: str) -> ElementTree.Element:
 
 
 def test_pictures_are_sound_and_within_their_frame(elements, found):
-    rows = top(assessed(found, elements, model(elements), Radii(5.0)), 5)
+    rows = select_top_approaches(assess_approaches(found, elements, model(elements), ObjectRadii(5.0)), 5)
     assert rows.height == 5
     assert rows["collision_probability"].is_sorted(descending=True)
-    text = as_markdown(rows, {int(rows["sat1_object_designator"][0]): "A | B"})
+    text = format_approaches(rows, {int(rows["sat1_object_designator"][0]): "A | B"})
     assert len(text.splitlines()) == 7
     assert len({line.count("|") for line in text.splitlines()}) == 1, "a name does not break the table"
     for svg in (altitude_chart(elements), distance_chart(rows.row(0, named=True), elements)):
@@ -205,7 +209,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_the_geometry_of_the_first_is_drawn_to_scale(elements, found):
-    rows = top(assessed(found, elements, model(elements), Radii(5.0)), 5)
+    rows = select_top_approaches(assess_approaches(found, elements, model(elements), ObjectRadii(5.0)), 5)
     assert rows.height == 5
     picture = drawn(geometry_chart(rows, elements))
     groups = list(picture.iter(f"{SVG}g"))
@@ -224,7 +228,7 @@ def test_the_geometry_of_the_first_is_drawn_to_scale(elements, found):
     for row, size in zip(rows.iter_rows(named=True), sizes, strict=True):
         parts = [row[f"sat{k}_sigma_{axis}_km"] for k in (1, 2) for axis in "rtn"]
         assert max(parts[:2]) * 0.98 <= size <= np.linalg.norm(parts) * 1.02
-    unknown = assessed(rows.select(found.columns), elements, None, Radii(5.0))
+    unknown = assess_approaches(rows.select(found.columns), elements, None, ObjectRadii(5.0))
     assert not list(drawn(geometry_chart(unknown, elements)).iter(f"{SVG}ellipse"))
     drawn(geometry_chart(unknown.clear(), elements))
 

@@ -20,11 +20,11 @@ from branchlake_dagster.sda.messages.cdm import Party, message_id, written
 from branchlake_dagster.sda.messages.errors import NotAMessage
 from branchlake_dagster.sda.messages.notation import LONGEST_LINE, Item, Notation, text
 from branchlake_dagster.sda.messages.parties import parties_of
-from branchlake_dagster.sda.orbits.inertial import Frame, turned
+from branchlake_dagster.sda.orbits.inertial import Frame, rotate_to_frame
 from branchlake_dagster.sda.orbits.propagation import Elements
-from branchlake_dagster.sda.trust.assessment import assessed
+from branchlake_dagster.sda.trust.assessment import assess_approaches
 from branchlake_dagster.sda.trust.differences import rtn_axes
-from branchlake_dagster.sda.trust.radii import Radii
+from branchlake_dagster.sda.trust.radii import ObjectRadii
 from branchlake_dagster_tests.sda.test_assessment import model
 from branchlake_dagster_tests.suite.raised import raising
 
@@ -44,7 +44,7 @@ def rows(sets: pl.DataFrame) -> pl.DataFrame:
     elements = Elements.from_arrow(sets.to_arrow())
     span = Span.whole(BEGIN, BEGIN + 120 * MINUTE)
     found = pl.DataFrame(as_batch(screen(elements, span, threshold_km=40.0), elements))
-    made = assessed(listed(found, None, span, 40.0), elements, model(elements), Radii(5.0))
+    made = assess_approaches(listed(found, None, span, 40.0), elements, model(elements), ObjectRadii(5.0))
     assert made.filter(pl.col("collision_probability").is_not_null()).height > 5
     return made
 
@@ -87,13 +87,15 @@ def test_teme_becomes_gcrf_as_published_and_as_another_library_says():
         ),
     ):
         micros = np.array([round(at.timestamp() * 1e6)])
-        found = turned(position, micros, Frame.TEME, Frame.GCRF)
+        found = rotate_to_frame(position, micros, Frame.TEME, Frame.GCRF)
         assert np.abs(found - r).max() < tolerance_km
-        assert np.abs(turned(velocity, micros, Frame.TEME, Frame.GCRF) - v).max() < 2e-7
-        back = turned(turned(found, micros, Frame.GCRF, Frame.EME2000), micros, Frame.EME2000, Frame.TEME)
+        assert np.abs(rotate_to_frame(velocity, micros, Frame.TEME, Frame.GCRF) - v).max() < 2e-7
+        back = rotate_to_frame(
+            rotate_to_frame(found, micros, Frame.GCRF, Frame.EME2000), micros, Frame.EME2000, Frame.TEME
+        )
         assert np.abs(back - position).max() < 1e-9
     # The frame bias: 17 to 23 milliarcseconds, so half a metre and more at this distance.
-    eme2000 = turned(found, micros, Frame.GCRF, Frame.EME2000)
+    eme2000 = rotate_to_frame(found, micros, Frame.GCRF, Frame.EME2000)
     assert 3e-4 < np.linalg.norm(eme2000 - found) < 1.2e-3
 
 

@@ -32,7 +32,7 @@ from branchlake_dagster.sda.gp.simulated import simulated_elements
 from branchlake_dagster.sda.graph.quality import fusion_checks
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.sources import GpSource
-from branchlake_dagster.sda.trust.radii import DEFAULT_RADIUS_M, FROM_SIZE, FROM_TABLE, RADIUS_OF_SIZE
+from branchlake_dagster.sda.trust.radii import DEFAULT_RADIUS_M, FROM_SIZE, FROM_TABLE, RADIUS_BY_SIZE
 from branchlake_dagster_tests.sda.test_ephemerides import message, segment
 from branchlake_dagster_tests.sda.test_trust import history
 
@@ -268,7 +268,7 @@ def test_a_list_kept_up_by_changes_is_the_one_made_anew(lakehouse, run, gp_folde
     assert table_of(lakehouse, OBJECT_ERRORS).height == 100
     for number, radius, source in (
         (tabled, 3.25, FROM_TABLE),
-        (sized, RADIUS_OF_SIZE["SMALL"], FROM_SIZE),
+        (sized, RADIUS_BY_SIZE["SMALL"], FROM_SIZE),
     ):
         told = [
             kept_up.filter(pl.col(f"sat{k}_object_designator") == number)

@@ -37,9 +37,9 @@ from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS
 from branchlake_dagster.sda.registry.merge import AUDIT_COLUMNS, PULLED_COLUMNS
 from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS
 from branchlake_dagster.sda.sensors.native import NATIVE_COLUMNS
-from branchlake_dagster.sda.trust.assessment import assessed
-from branchlake_dagster.sda.trust.model import error_model
-from branchlake_dagster.sda.trust.radii import Radii
+from branchlake_dagster.sda.trust.assessment import assess_approaches
+from branchlake_dagster.sda.trust.model import build_error_model
+from branchlake_dagster.sda.trust.radii import ObjectRadii
 from branchlake_dagster.sda.trust.tables import element_errors, element_jumps, object_errors
 from branchlake_dagster.tables.schemas import format_type, stored_type
 
@@ -113,9 +113,9 @@ def test_the_contracts_are_the_tables_column_by_column():
     assert in_order(types(contracts.ConjunctionCandidate)) == in_order(hourly)
     nothing = listed(pl.DataFrame(ENCOUNTER_SCHEMA.empty_table()), None, Span.whole(0, MINUTE), 5.0)
     no_elements = Elements(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, len(ELEMENT_FIELDS))))
-    rows = assessed(nothing, no_elements, None, Radii(5.0))
+    rows = assess_approaches(nothing, no_elements, None, ObjectRadii(5.0))
     assert in_order(types(contracts.Conjunction)) == in_order(stored(rows.to_arrow().schema))
-    model = error_model(no_elements)
+    model = build_error_model(no_elements)
     for table, contract in (
         (element_errors, contracts.ElementError),
         (object_errors, contracts.ObjectError),

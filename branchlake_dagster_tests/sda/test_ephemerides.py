@@ -29,8 +29,8 @@ from branchlake_dagster.sda.messages.errors import NotAMessage, UnreadableMessag
 from branchlake_dagster.sda.messages.notation import Notation
 from branchlake_dagster.sda.messages.oem import Method, Segment, written
 from branchlake_dagster.sda.messages.oem_read import read_oem, to_utc
-from branchlake_dagster.sda.orbits.inertial import Frame, turned
-from branchlake_dagster.sda.orbits.propagation import Elements, propagate
+from branchlake_dagster.sda.orbits.inertial import Frame, rotate_to_frame
+from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites
 from branchlake_dagster.tables.schemas import format_type, stored_type
 from branchlake_dagster_tests.suite.raised import raising
 
@@ -72,9 +72,9 @@ def segment(
 ) -> Segment:
     step = round(step_s * 1e6)
     micros = np.arange(begin - margin * step, end + margin * step + 1, step, dtype=np.int64)
-    states = propagate(elements.take(np.array([row])).satellites(), micros)
+    states = propagate_satellites(elements.take(np.array([row])).to_satrec_array(), micros)
     position, velocity = (
-        turned(values[0], micros, Frame.TEME, frame) for values in (states.position, states.velocity)
+        rotate_to_frame(values[0], micros, Frame.TEME, frame) for values in (states.position, states.velocity)
     )
     how = {"method": Method.LAGRANGE, "degree": 8, **more}
     return Segment("A <SAT> & B", "2020-001A", frame, micros, position, velocity, begin, end, **how)
@@ -164,7 +164,7 @@ def test_it_is_what_dense_sampling_finds_also_under_thrust(elements, one):
     found = set()
     for begin in range(0, len(instants) - 1, 600):
         few = slice(begin, begin + 602)
-        states = propagate(rest.satellites(), instants[few])
+        states = propagate_satellites(rest.to_satrec_array(), instants[few])
         distance = np.linalg.norm(states.position - own[few], axis=2)
         rows, at = np.nonzero(
             (distance[:, 1:-1] <= distance[:, :-2])
@@ -181,7 +181,9 @@ def test_it_is_what_dense_sampling_finds_also_under_thrust(elements, one):
     assert not lost
     own, _ = track.at(mine.tca_micros)
     for k in range(len(mine.tca_micros)):
-        state = propagate(rest.take(mine.second[k : k + 1]).satellites(), mine.tca_micros[k : k + 1])
+        state = propagate_satellites(
+            rest.take(mine.second[k : k + 1]).to_satrec_array(), mine.tca_micros[k : k + 1]
+        )
         assert np.linalg.norm(state.position[0, 0] - own[k]) == pytest.approx(mine.miss_km[k], abs=1e-9)
 
 

@@ -20,7 +20,7 @@ from branchlake_dagster.sda.gp.simulated import (
     simulated_elements,
     simulated_gp_file,
 )
-from branchlake_dagster.sda.gp.write import write_omm_json, write_tle
+from branchlake_dagster.sda.gp.write import format_omm_json, format_tle
 from branchlake_dagster_tests.suite.raised import raising
 
 NAME = "CALSPHERE 1             "
@@ -267,7 +267,7 @@ def test_tle_text_round_trip(rows):
     }
     frame = pl.DataFrame([{**r, **fixed} for r in rows], schema_overrides=ELEMENT_COLUMNS)
     frame = frame.select(pl.col(c).cast(t) for c, t in ELEMENT_COLUMNS.items()).sort("sat_no")
-    parsed = read(write_tle(frame))
+    parsed = read(format_tle(frame))
     assert parsed.rejected.height == 0
     back = parsed.elements
     for column in back.columns:
@@ -304,8 +304,8 @@ def test_tle_cannot_hold_a_number_above_alpha5():
     elements = simulated_elements(seed=1, objects=20, epoch=REFERENCE_EPOCH)
     huge = elements.with_columns(sat_no=pl.col("sat_no") + 300_000)
     with raising(ValueError, "OMM"):
-        write_tle(huge)
-    assert read(write_omm_json(huge)).elements.height == 20
+        format_tle(huge)
+    assert read(format_omm_json(huge)).elements.height == 20
 
 
 @pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason=f"no real snapshots in {SNAPSHOTS}")
@@ -321,5 +321,5 @@ def test_real_snapshots():
         # Snapshots of other weeks hold other numbers of objects: each of its own is read.
         assert parsed.elements.height == gzip.decompress(content).count(b"\n1 ") > 15_000
         assert parsed.rejected.height == 0
-    again = read(write_tle(parsed.elements)).elements
+    again = read(format_tle(parsed.elements)).elements
     assert again.drop("line_number").equals(parsed.elements.drop("line_number"))

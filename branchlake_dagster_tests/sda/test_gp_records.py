@@ -19,7 +19,7 @@ from branchlake_dagster.sda.gp.limits import ReadLimits
 from branchlake_dagster.sda.gp.read import read_catalogue
 from branchlake_dagster.sda.gp.records import CatalogueError, TooLargeCatalogueError, UnreadableCatalogueError
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
-from branchlake_dagster.sda.gp.write import write_omm_json, write_tle
+from branchlake_dagster.sda.gp.write import format_omm_json, format_tle
 from branchlake_dagster_tests.sda.test_gp import L1, L2, OMM, SNAPSHOTS, read, signed
 from branchlake_dagster_tests.suite.raised import raising
 
@@ -253,7 +253,7 @@ def test_another_library_reads_the_same_of_csv_and_xml(encode):
     elements = simulated_elements(seed=5, objects=40, epoch=REFERENCE_EPOCH)
     messages = [
         {k: v for k, v in m.items() if v is not None}
-        for m in json.loads(write_omm_json(elements.with_columns(sat_no=pl.col("sat_no") % 90_000)))
+        for m in json.loads(format_omm_json(elements.with_columns(sat_no=pl.col("sat_no") % 90_000)))
     ]
     text = encode(*messages)
     ours = {row["sat_no"]: row for row in read(text).elements.to_dicts()}
@@ -338,7 +338,7 @@ def test_a_record_without_end_is_cut_in_what_is_kept_of_it():
 @pytest.mark.long
 def test_a_large_file_costs_a_bounded_multiple_of_itself():
     elements = simulated_elements(seed=5, objects=20_000, epoch=REFERENCE_EPOCH)
-    block = write_tle(elements.with_columns(sat_no=pl.col("sat_no") % 300_000))
+    block = format_tle(elements.with_columns(sat_no=pl.col("sat_no") % 300_000))
     content = (block * 6).encode()  # 18 MB, of which five sixths are duplicates
     assert len(content) > 18_000_000
     parsed = read_catalogue(content, "large.tle")

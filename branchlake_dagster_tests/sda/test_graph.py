@@ -174,7 +174,7 @@ class Fixed(GpProvider):
 
     text: str
 
-    def pull(self, around=None):
+    def pull(self, clock=None):
         return Pull("fixed", "all", "tle", self.text.encode(), NOW)
 
 

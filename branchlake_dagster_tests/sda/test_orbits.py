@@ -5,8 +5,8 @@ from sgp4.api import Satrec
 from branchlake_dagster.sda.gp.read import read_catalogue
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.sda.orbits import frames
-from branchlake_dagster.sda.orbits.propagation import Elements, grid, propagate
-from branchlake_dagster.sda.orbits.two_body import kepler, transition
+from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites, time_grid
+from branchlake_dagster.sda.orbits.two_body import propagate_two_body, transition_matrices
 from branchlake_dagster.sda.sensors import measurement
 from branchlake_dagster_tests.sda.test_gp import L1, L2
 
@@ -20,7 +20,7 @@ def elements() -> Elements:
 
 def test_propagation_is_that_of_the_sgp4_package():
     table = read_catalogue(f"{L1}\n{L2}".encode(), "test").elements.to_arrow()
-    states = propagate(Elements.from_arrow(table).satellites(), np.array([START]))
+    states = propagate_satellites(Elements.from_arrow(table).to_satrec_array(), np.array([START]))
     reference = Satrec.twoline2rv(L1, L2)
     whole, part = frames.julian_dates(np.array([START]))
     error, r, v = reference.sgp4(float(whole[0]), float(part[0]))
@@ -30,12 +30,12 @@ def test_propagation_is_that_of_the_sgp4_package():
 
 
 def test_interpolation_is_good_to_a_metre(elements):
-    satellites = elements.satellites()
-    coarse = propagate(satellites, grid(START, START + 600_000_000, 30))
+    satellites = elements.to_satrec_array()
+    coarse = propagate_satellites(satellites, time_grid(START, START + 600_000_000, 30))
     instant = START + 45_000_000
     rows = np.arange(len(elements))
-    position, _ = coarse.at(rows, np.full(len(rows), instant))
-    exact = propagate(satellites, np.array([instant])).position[:, 0]
+    position, _ = coarse.interpolate(rows, np.full(len(rows), instant))
+    exact = propagate_satellites(satellites, np.array([instant])).position[:, 0]
     assert np.abs(position - exact).max() < 1e-3
 
 
@@ -43,7 +43,7 @@ def test_an_object_that_cannot_be_propagated_is_marked(elements):
     values = elements.values.copy()
     values[0, 7] = 40.0  # revolutions per day
     broken = Elements(elements.sat_no, elements.epoch_micros, values)
-    states = propagate(broken.satellites(), np.array([START]))
+    states = propagate_satellites(broken.to_satrec_array(), np.array([START]))
     assert not states.valid[0, 0]
     assert np.isnan(states.position[0]).all()
     assert states.valid[1:].all()
@@ -66,20 +66,20 @@ def test_sun_matches_the_almanac_example():
 def test_shadow_is_behind_the_earth():
     sun = np.array([1.5e8, 0, 0])
     position = np.array([[7000.0, 0, 0], [-7000.0, 0, 0], [-7000.0, 6500.0, 0]])
-    assert frames.sunlit(position, sun).tolist() == [True, False, True]
+    assert frames.is_sunlit(position, sun).tolist() == [True, False, True]
 
 
 def test_kepler_returns_and_its_transition_predicts(elements):
-    states = propagate(elements.satellites(), np.array([START]))
+    states = propagate_satellites(elements.to_satrec_array(), np.array([START]))
     r, v = states.position[:, 0], states.velocity[:, 0]
     seconds = np.full(len(r), 1800.0)
-    there = kepler(r, v, seconds)
-    back = kepler(*there, -seconds)
+    there = propagate_two_body(r, v, seconds)
+    back = propagate_two_body(*there, -seconds)
     assert np.abs(back[0] - r).max() < 1e-6
-    matrix = transition(r, v, seconds)
+    matrix = transition_matrices(r, v, seconds)
     assert np.abs(np.linalg.det(matrix) - 1).max() < 1e-5
     change = np.array([0.2, -0.1, 0.3, 1e-4, -2e-4, 1e-4])
-    moved = kepler(r + change[:3], v + change[3:], seconds)
+    moved = propagate_two_body(r + change[:3], v + change[3:], seconds)
     predicted = matrix @ change
     # Second order in the change: 0.3 km and 0.2 m/s over half an orbit leave metres.
     assert np.abs(moved[0] - there[0] - predicted[:, :3]).max() < 5e-3

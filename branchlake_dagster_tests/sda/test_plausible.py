@@ -11,8 +11,8 @@ from branchlake_dagster.sda.assets.quarantine import of_tracked, quarantine
 from branchlake_dagster.sda.conjunctions.screening import Span, screen
 from branchlake_dagster.sda.gp.read import read_catalogue
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
-from branchlake_dagster.sda.orbits.plausible import Fault, examine
-from branchlake_dagster.sda.orbits.propagation import Elements, Ephemeris, grid, propagate
+from branchlake_dagster.sda.orbits.plausible import Fault, find_state_faults
+from branchlake_dagster.sda.orbits.propagation import Elements, Ephemeris, propagate_satellites, time_grid
 from branchlake_dagster.sda.sensors.simulate import simulate
 from branchlake_dagster_tests.sda.test_gp import SNAPSHOTS
 
@@ -31,19 +31,23 @@ def elements() -> Elements:
 
 @pytest.fixture
 def states(elements) -> Ephemeris:
-    return propagate(elements.satellites(), grid(START, START + HOUR, 60.0))
+    return propagate_satellites(elements.to_satrec_array(), time_grid(START, START + HOUR, 60.0))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("step_s", [1.0, 30.0, 60.0, 300.0, 600.0])
 def test_true_states_of_all_kinds_of_orbit_are_sound(elements, step_s):
-    found = examine(propagate(elements.satellites(), grid(START, START + 6 * HOUR, step_s)), elements)
-    assert found.sound.all()
+    found = find_state_faults(
+        propagate_satellites(elements.to_satrec_array(), time_grid(START, START + 6 * HOUR, step_s)), elements
+    )
+    assert found.plausible_states.all()
     assert np.abs(found.energy_ratio - 1).max() < 0.02
 
 
 def test_one_instant_alone_is_judged_too(elements):
-    assert examine(propagate(elements.satellites(), np.array([START])), elements).sound.all()
+    assert find_state_faults(
+        propagate_satellites(elements.to_satrec_array(), np.array([START])), elements
+    ).plausible_states.all()
 
 
 def test_each_fault_is_found_where_it_is(elements, states):
@@ -55,11 +59,11 @@ def test_each_fault_is_found_where_it_is(elements, states):
     position[4, 9], velocity[4, 9] = position[4, 10], velocity[4, 10]  # a minute ahead on its own orbit
     valid = states.valid.copy()
     valid[5, 10] = False
-    found = examine(replace(states, position=position, velocity=velocity, valid=valid), elements)
-    assert np.flatnonzero(~found.sound_throughout).tolist() == [0, 1, 2, 3, 4, 5]
-    assert found.first()[:6].tolist() == [5, 6, 7, 8, 9, 10]
+    found = find_state_faults(replace(states, position=position, velocity=velocity, valid=valid), elements)
+    assert np.flatnonzero(~found.plausible_objects).tolist() == [0, 1, 2, 3, 4, 5]
+    assert found.first_faulty_instant()[:6].tolist() == [5, 6, 7, 8, 9, 10]
     wanted = [Fault.ALTITUDE, Fault.ALTITUDE, Fault.ENERGY, Fault.ENERGY, Fault.DISPLACEMENT, Fault.SGP4]
-    assert found.fault[range(6), found.first()[:6]].tolist() == wanted
+    assert found.fault[range(6), found.first_faulty_instant()[:6]].tolist() == wanted
     # The instant after it does not fit either; all others do.
     assert np.flatnonzero(found.fault[4]).tolist() == [9, 10]
 

@@ -5,7 +5,12 @@ import pytest
 from scipy.integrate import dblquad
 from scipy.stats import multivariate_normal
 
-from branchlake_dagster.sda.trust.probability import Plane, dilution, encounter_plane, probability
+from branchlake_dagster.sda.trust.probability import (
+    EncounterPlane,
+    build_encounter_plane,
+    collision_probability,
+    compute_dilution,
+)
 
 # Miss and sigma along two axes, radius, probability; in any one unit of length.
 PUBLISHED = {
@@ -33,9 +38,9 @@ PUBLISHED = {
 }
 
 
-def plane(*rows: tuple[float, float, float, float]) -> Plane:
+def plane(*rows: tuple[float, float, float, float]) -> EncounterPlane:
     values = np.array(rows, dtype=float)
-    return Plane(values[:, :2], values[:, 2:])
+    return EncounterPlane(values[:, :2], values[:, 2:])
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
@@ -43,7 +48,7 @@ def test_published_cases(case):
     *row, radius, wanted = PUBLISHED[case]
     # Which axis is called the first says nothing.
     swapped = (row[1], row[0], row[3], row[2])
-    assert probability(plane(tuple(row), swapped), radius) == pytest.approx(wanted, rel=5e-4)
+    assert collision_probability(plane(tuple(row), swapped), radius) == pytest.approx(wanted, rel=5e-4)
 
 
 def test_a_published_case_from_states_and_covariances():
@@ -66,8 +71,10 @@ def test_a_published_case_from_states_and_covariances():
         [1.69905293875632, 1.24957388457206, -1.04174164279599],
         [-1.4170164577661, -1.04174164279599, 0.869260558223714],
     ]
-    found = encounter_plane((r2 - r1)[None], (v2 - v1)[None], (np.array(first) + np.array(second))[None])
-    assert probability(found, 0.020)[0] == pytest.approx(2.7060234765697e-05, rel=1e-8)
+    found = build_encounter_plane(
+        (r2 - r1)[None], (v2 - v1)[None], (np.array(first) + np.array(second))[None]
+    )
+    assert collision_probability(found, 0.020)[0] == pytest.approx(2.7060234765697e-05, rel=1e-8)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -80,7 +87,7 @@ def test_it_is_the_integral_over_the_disc(seed):
     wanted, error = dblquad(
         lambda s, angle: density([s * np.cos(angle), s * np.sin(angle)]) * s, 0, 2 * np.pi, 0, radius
     )
-    found = probability(plane((*miss, *sigma)), radius)[0]
+    found = collision_probability(plane((*miss, *sigma)), radius)[0]
     assert found == pytest.approx(wanted, rel=1e-6, abs=10 * error)
 
 
@@ -98,18 +105,20 @@ def test_it_is_the_share_of_lines_that_pass_through_the_sphere(seed):
     draws = position + generator.normal(size=(400_000, 3)) @ root.T
     nearest = np.linalg.norm(draws - (draws @ velocity)[:, None] * velocity, axis=1)
     share = np.mean(nearest <= radius)
-    found = probability(encounter_plane(position[None], 10 * velocity[None], covariance[None]), radius)[0]
+    found = collision_probability(
+        build_encounter_plane(position[None], 10 * velocity[None], covariance[None]), radius
+    )[0]
     assert found == pytest.approx(share, abs=5 * np.sqrt(share * (1 - share) / len(draws)))
     assert share > 0.005
 
 
 def test_bounds_and_what_cannot_be_told():
     rows = plane((0, 0, 1e-6, 1e-6), (0, 0, 1e3, 1e3), (50, 0, 1e-3, 1e-3), (0, 0, 0, 1), (0, 0, np.nan, 1))
-    found = probability(rows, 1.0)
+    found = collision_probability(rows, 1.0)
     assert found[:3] == pytest.approx([1.0, 0.5e-6, 0.0], rel=1e-5, abs=1e-300)
     assert np.isnan(found[3:]).all()
-    assert np.isnan(dilution(rows, 1.0).probability[3:]).all()
-    assert len(probability(Plane(np.zeros((0, 2)), np.zeros((0, 2))), 1.0)) == 0
+    assert np.isnan(compute_dilution(rows, 1.0).probability[3:]).all()
+    assert len(collision_probability(EncounterPlane(np.zeros((0, 2)), np.zeros((0, 2))), 1.0)) == 0
 
 
 @pytest.mark.parametrize("farthest", [2.0, 300.0])
@@ -120,26 +129,28 @@ def test_the_largest_probability_is_that_of_the_best_of_all_factors(seed, farthe
     far = generator.uniform(1.001, farthest, count) * radius
     angle = generator.uniform(0, 2 * np.pi, count)
     sigma = np.sort(10 ** generator.uniform(-3, 1.5, (count, 2)), axis=1)
-    rows = Plane(np.column_stack([far * np.cos(angle), far * np.sin(angle)]), sigma)
-    found = dilution(rows, radius)
+    rows = EncounterPlane(np.column_stack([far * np.cos(angle), far * np.sin(angle)]), sigma)
+    found = compute_dilution(rows, radius)
     factors = np.logspace(-6, 6, 2_000)
-    all_of_them = np.stack([probability(Plane(rows.miss, sigma * one), radius) for one in factors])
+    all_of_them = np.stack(
+        [collision_probability(EncounterPlane(rows.miss, sigma * one), radius) for one in factors]
+    )
     best = all_of_them.max(axis=0)
     assert np.all(found.probability >= best * (1 - 1e-6))
     assert found.probability == pytest.approx(best, rel=1e-3)
-    at_best = probability(Plane(rows.miss, sigma * found.factor[:, None]), radius)
+    at_best = collision_probability(EncounterPlane(rows.miss, sigma * found.factor[:, None]), radius)
     assert at_best == pytest.approx(found.probability, rel=1e-6)
-    larger = probability(Plane(rows.miss, sigma * 1.001), radius)
+    larger = collision_probability(EncounterPlane(rows.miss, sigma * 1.001), radius)
     clear = np.abs(np.log(found.factor)) > 0.01
-    rising = larger < probability(rows, radius)
-    nonzero = probability(rows, radius) > 1e-290
+    rising = larger < collision_probability(rows, radius)
+    nonzero = collision_probability(rows, radius) > 1e-290
     assert np.array_equal((found.factor < 1)[clear & nonzero], rising[clear & nonzero])
 
 
 def test_a_small_disc_is_worst_where_the_miss_is_root_two_sigma():
-    found = dilution(plane((0.6, 0.8, 1.0, 1.0)), 1e-4)
+    found = compute_dilution(plane((0.6, 0.8, 1.0, 1.0)), 1e-4)
     assert found.factor[0] == pytest.approx(1 / np.sqrt(2), rel=1e-3)
     assert found.factor[0] < 1
-    assert dilution(plane((0.6, 0.8, 0.1, 0.1)), 1e-4).factor[0] >= 1
-    inside = dilution(plane((0.001, 0.0, 1.0, 1.0)), 0.01)
+    assert compute_dilution(plane((0.6, 0.8, 0.1, 0.1)), 1e-4).factor[0] >= 1
+    inside = compute_dilution(plane((0.001, 0.0, 1.0, 1.0)), 0.01)
     assert (inside.probability[0], inside.factor[0]) == (1.0, 0.0)

@@ -13,7 +13,7 @@ import pytest
 from branchlake_dagster import Terminal, Transient
 from branchlake_dagster.sda.gp.read import read_catalogue
 from branchlake_dagster.sda.providers.celestrak import CelesTrak
-from branchlake_dagster.sda.providers.download import Surroundings
+from branchlake_dagster.sda.providers.download import ProviderClock
 from branchlake_dagster.sda.providers.errors import (
     ProviderBusy,
     ProviderLoginFailed,
@@ -36,8 +36,8 @@ class Clock:
     def __init__(self, now: float = NOW) -> None:
         self.now = now
         self.slept: list[float] = []
-        self.around = Surroundings(
-            wall=lambda: self.now, monotonic=lambda: self.now, sleep=self.sleep, chance=lambda: 0.0
+        self.around = ProviderClock(
+            wall_time=lambda: self.now, monotonic=lambda: self.now, sleep=self.sleep, random=lambda: 0.0
         )
 
     def sleep(self, seconds: float) -> None:
@@ -117,7 +117,7 @@ def space_track(server, tmp_path, monkeypatch) -> SpaceTrack:
 
 def test_a_query_is_made_once_in_two_hours_also_across_restarts(server, clock, tmp_path):
     first = celestrak(server, tmp_path).pull(clock.around)
-    assert first.snapshot == "celestrak-active-20260808T0247Z"
+    assert first.snapshot_id == "celestrak-active-20260808T0247Z"
     assert server.asked[0][:2] == ("GET", "/NORAD/elements/gp.php?GROUP=active&FORMAT=csv")
     assert read_catalogue(first.content, "x").elements.height == 2
     clock.now += 7_199
@@ -126,7 +126,7 @@ def test_a_query_is_made_once_in_two_hours_also_across_restarts(server, clock, t
     celestrak(server, tmp_path, group="stations").pull(clock.around)
     assert len(server.asked) == 2, "another query is another question"
     clock.now += 2
-    assert celestrak(server, tmp_path).pull(clock.around).snapshot == "celestrak-active-20260808T0447Z"
+    assert celestrak(server, tmp_path).pull(clock.around).snapshot_id == "celestrak-active-20260808T0447Z"
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_space_track_logs_in_by_post_and_asks_with_the_cookie(server, clock, spa
     assert parse_qs(login[3]) == {"identity": ["me@example.org"], "password": ["s3cret-word"]}
     assert query[1].startswith("/basicspacedata/query/class/gp/")
     assert query[2]["cookie"] == "chocolatechip=abc"
-    assert pulled.snapshot == "spacetrack-current-20260808T0247Z"
+    assert pulled.snapshot_id == "spacetrack-current-20260808T0247Z"
     clock.now += 3_599
     assert space_track.pull(clock.around) == pulled
     assert len(server.asked) == 2
@@ -285,21 +285,21 @@ def test_thirty_in_a_minute_and_three_hundred_in_an_hour(clock, tmp_path):
             ((29, 60.0), (299, 3_600.0)),
             most_wait_s=most_wait_s,
             provider="Space-Track",
-            around=clock.around,
+            clock=clock.around,
         )
 
     made = []
     for _ in range(299):
-        limit().take()
+        limit().acquire()
         made.append(clock.now)
     for at in made:
         assert sum(at <= other < at + 60 for other in made) <= 29
     assert made[28] == NOW < made[29] == NOW + 60
     with raising(ProviderBusy, "Space-Track") as caught:
-        limit().take()
+        limit().acquire()
     assert isinstance(caught.value, Transient)
     clock.now = made[0] + 3_600
-    limit(0.0).take()
+    limit(0.0).acquire()
 
 
 def test_retries_and_logins_count_as_requests(server, clock, space_track):

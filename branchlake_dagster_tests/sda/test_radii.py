@@ -12,7 +12,13 @@ from branchlake_dagster.sda.gp.limits import ReadLimits
 from branchlake_dagster.sda.gp.records import TooLargeCatalogueError, UnreadableCatalogueError
 from branchlake_dagster.sda.registry.radius_table import read_radius_table
 from branchlake_dagster.sda.sources import GpSource
-from branchlake_dagster.sda.trust.radii import FROM_DEFAULT, FROM_SIZE, FROM_TABLE, RADIUS_OF_SIZE, Radii
+from branchlake_dagster.sda.trust.radii import (
+    FROM_DEFAULT,
+    FROM_SIZE,
+    FROM_TABLE,
+    RADIUS_BY_SIZE,
+    ObjectRadii,
+)
 
 HEADER = "ObjectID,HBR,HBRSigma,HBRSource,Mass,MassSigma,MassSource\n"
 CARA = Path(__file__).parents[3] / "shared" / "data" / "cara" / "hard-body-radius-20260601.csv.gz"
@@ -27,7 +33,7 @@ def sizes(**columns: list[object]) -> pl.DataFrame:
 
 
 def test_the_best_source_of_each_object_counts() -> None:
-    radii = Radii(
+    radii = ObjectRadii(
         4.0,
         table(
             "1,7.5,0,CARA Protected Primary,,,",
@@ -37,8 +43,8 @@ def test_the_best_source_of_each_object_counts() -> None:
         ),
         sizes(sat_no=[1, 2, 4], rcs_size=["SMALL", "SMALL", "LARGE"], rcs_m2=[None, None, None]),
     )
-    radius, source = radii.of(pl.Series([4, 1, 5, 2, 3, 1]))
-    assert radius.to_list() == [RADIUS_OF_SIZE["LARGE"], 7.5, 4.0, RADIUS_OF_SIZE["SMALL"], 1.1, 7.5]
+    radius, source = radii.get_radii(pl.Series([4, 1, 5, 2, 3, 1]))
+    assert radius.to_list() == [RADIUS_BY_SIZE["LARGE"], 7.5, 4.0, RADIUS_BY_SIZE["SMALL"], 1.1, 7.5]
     assert source.to_list() == [FROM_SIZE, FROM_TABLE, FROM_DEFAULT, FROM_SIZE, FROM_TABLE, FROM_TABLE]
 
 
@@ -48,14 +54,14 @@ def test_the_size_class_follows_from_the_cross_section_where_it_is_not_stated() 
         rcs_size=[None, None, None, " medium ", "N/A", None, None],
         rcs_m2=[0.099, 0.1, 1.01, 9.0, 0.01, 0.0, float("nan")],
     )
-    radius, source = Radii(4.0, sizes=known).of(pl.Series(range(1, 8)))
-    small, medium, large = RADIUS_OF_SIZE.values()
+    radius, source = ObjectRadii(4.0, sizes=known).get_radii(pl.Series(range(1, 8)))
+    small, medium, large = RADIUS_BY_SIZE.values()
     assert radius.to_list() == [small, medium, large, medium, small, 4.0, 4.0]
     assert source.to_list() == [FROM_SIZE] * 5 + [FROM_DEFAULT] * 2
 
 
 def test_no_objects_have_no_radii() -> None:
-    radius, source = Radii().of(pl.Series([], dtype=pl.Int64))
+    radius, source = ObjectRadii().get_radii(pl.Series([], dtype=pl.Int64))
     assert (radius.dtype, source.dtype, len(radius)) == (pl.Float64, pl.String, 0)
 
 
@@ -109,4 +115,4 @@ def test_the_table_of_nasa_cara_is_read() -> None:
     station = found.filter(pl.col("sat_no") == 25544)
     assert station.height == 0 or station["radius_m"][0] > 10
     estimated = found.filter(~pl.col("is_default") & (pl.col("radius_m") < 0.178))["radius_m"]
-    assert (estimated <= RADIUS_OF_SIZE["SMALL"]).mean() > 0.85
+    assert (estimated <= RADIUS_BY_SIZE["SMALL"]).mean() > 0.85

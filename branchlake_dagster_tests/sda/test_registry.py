@@ -13,10 +13,10 @@ from branchlake_dagster.sda.gp.limits import ReadLimits
 from branchlake_dagster.sda.gp.read import read_catalogue
 from branchlake_dagster.sda.gp.records import CatalogueError
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
-from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS, STATES, objects_after
-from branchlake_dagster.sda.registry.merge import PULLED_COLUMNS, SET, merge, not_in
-from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS, effective, read_satcat
-from branchlake_dagster.sda.registry.sources import SOURCES, feed_of, source_of
+from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS, STATES, update_objects
+from branchlake_dagster.sda.registry.merge import PULLED_COLUMNS, SET_KEY, merge_pulled_sets, select_new_sets
+from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS, build_validity_periods, read_satcat
+from branchlake_dagster.sda.registry.sources import SOURCES, feed_name, source_name
 from branchlake_dagster.sda.sources import snapshot_time
 from branchlake_dagster_tests.sda.test_gp import SNAPSHOTS
 
@@ -49,7 +49,7 @@ def pull(name: str, *rows: tuple[int, float, float], hours: float | None = None)
         .with_columns(
             snapshot_id=pl.lit(name),
             data_mode=pl.lit("REAL"),
-            source=pl.lit(source_of(name)),
+            source=pl.lit(source_name(name)),
             collected_at=pl.lit(at(hours)),
         )
         .select(pl.col(c).cast(t) for c, t in PULLED_COLUMNS.items())
@@ -70,11 +70,11 @@ class Registry:
     def take(self, *pulled: pl.DataFrame, entries: pl.DataFrame = ENTRIES) -> pl.DataFrame:
         rows = pl.concat([pl.DataFrame(schema=PULLED_COLUMNS), *pulled])
         self.pulls.update({one["snapshot_id"][0]: one for one in pulled if one.height})
-        merged = merge(self.catalogue, rows, self.lookup)
+        merged = merge_pulled_sets(self.catalogue, rows, self.lookup)
         self.catalogue = merged.winners
-        self.history = pl.concat([self.history, not_in(self.history, rows)])
-        self.objects = objects_after(self.objects, merged.winners, rows, entries)
-        self.looked_up += merged.looked_up
+        self.history = pl.concat([self.history, select_new_sets(self.history, rows)])
+        self.objects = update_objects(self.objects, merged.winners, rows, entries)
+        self.looked_up += merged.lookup_count
         return merged.audit
 
     def lookup(self, objects: pl.Series) -> pl.DataFrame:
@@ -156,7 +156,7 @@ def test_any_order_any_repetition_and_any_grouping_gives_the_same(pulls, chance,
         other.take(*batch.values())
     assert other.catalogue.equals(straight.catalogue)
     assert other.objects.equals(straight.objects)
-    sets = [r.history.select(SET).sort(SET) for r in (straight, other)]
+    sets = [r.history.select(SET_KEY).sort(SET_KEY) for r in (straight, other)]
     assert sets[0].equals(sets[1])
     assert sets[0].n_unique() == sets[0].height
     # By the rules as they are written down, row by row.
@@ -249,12 +249,12 @@ def test_the_states_do_not_depend_on_the_order_either(pulls, catalogues, chance)
 
 
 def test_sources_and_feeds_are_read_from_snapshot_ids():
-    assert [source_of(n) for n in ("celestrak-active-20260808T0220Z", "ESA-x", "numerica_1", "active-1", "sim-bad")] == [
+    assert [source_name(n) for n in ("celestrak-active-20260808T0220Z", "ESA-x", "numerica_1", "active-1", "sim-bad")] == [
         "18SDS", "ESA_SST", "NUMERICA", "18SDS", "SIMULATED",
     ]  # fmt: skip
-    assert feed_of("celestrak-active-20260808T0220Z") == "celestrak-active"
-    assert feed_of("debris-20260822") == "debris"
-    assert feed_of("20260822") == "unnamed"
+    assert feed_name("celestrak-active-20260808T0220Z") == "celestrak-active"
+    assert feed_name("debris-20260822") == "debris"
+    assert feed_name("20260822") == "unnamed"
 
 
 # -- the satellite catalogue -----------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_entries_are_dated_by_what_they_say_whatever_comes_first():
     ]
     for k in range(5):
         random.Random(k).shuffle(rows)
-        dated = effective(pl.concat(rows))
+        dated = build_validity_periods(pl.concat(rows))
         assert dated.select("sat_no", "owner", "valid_from", "valid_to").rows() == expected
 
 
@@ -332,7 +332,7 @@ def test_all_real_snapshots_in_order_shuffled_and_twice():
         made.append(
             elements.with_columns(
                 snapshot_id=pl.lit(f"{provider}-{name}"), data_mode=pl.lit("REAL"),
-                source=pl.lit(source_of(provider)), collected_at=pl.lit(when),
+                source=pl.lit(source_name(provider)), collected_at=pl.lit(when),
             ).select(pl.col(c).cast(t) for c, t in PULLED_COLUMNS.items())
         )  # fmt: skip
     assert len(made) == 22

@@ -19,10 +19,10 @@ from branchlake_dagster.sda.assets.registry import (
     satellites,
 )
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
-from branchlake_dagster.sda.gp.write import write_omm_json
+from branchlake_dagster.sda.gp.write import format_omm_json
 from branchlake_dagster.sda.graph.quality import fusion_checks
 from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS
-from branchlake_dagster.sda.registry.merge import SET
+from branchlake_dagster.sda.registry.merge import SET_KEY
 from branchlake_dagster.sda.sources import GpSource
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
@@ -61,7 +61,7 @@ def stage(empty_lake, tmp_path):
         # Each pull has two thirds of the objects, on orbits and at epochs of its own.
         elements = simulated_elements(seed=number, objects=90, epoch=REFERENCE_EPOCH)
         some = elements.with_columns(sat_no=pl.int_range(1, 91)).filter(pl.col("sat_no") % 3 != number % 3)
-        (tmp_path / f"{name}.json").write_text(write_omm_json(some))
+        (tmp_path / f"{name}.json").write_text(format_omm_json(some))
     (tmp_path / f"{SATCAT}.csv").write_text("NORAD_CAT_ID,OWNER,DECAY_DATE\n7,US,2026-08-08\n8,UK,\n")
     # The other checks are of single tables, and have tests of their own.
     rule = [one for one in fusion_checks if RULE in one.check_keys]
@@ -117,7 +117,8 @@ def is_as_one_after_the_other(stage: Project, names: list[str]) -> None:
     assert catalogue.equals(expected.catalogue)
     assert of_main(stage, OBJECTS, OBJECT_COLUMNS).sort("sat_no").equals(expected.objects)
     sets = [
-        frame.select(SET).sort(SET) for frame in (of_main(stage, ELEMENT_HISTORY, columns), expected.history)
+        frame.select(SET_KEY).sort(SET_KEY)
+        for frame in (of_main(stage, ELEMENT_HISTORY, columns), expected.history)
     ]
     assert sets[0].equals(sets[1])
 

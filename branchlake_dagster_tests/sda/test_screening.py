@@ -14,7 +14,7 @@ from branchlake_dagster.sda.conjunctions.sieve import near_pairs
 from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.sda.gp.read import read_catalogue
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
-from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements, propagate
+from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements, propagate_satellites
 from branchlake_dagster_tests.sda.test_gp import SNAPSHOTS
 from branchlake_dagster_tests.suite.raised import raising
 
@@ -49,7 +49,7 @@ def elements() -> Elements:
 def brute_force(elements: Elements, seconds: int, threshold_km: float) -> list[tuple[int, int, float, float]]:
     """Local minima of every pair's distance on a grid of one second: (first, second, time in s, km)."""
     instants = START + 1_000_000 * np.arange(-1, seconds + 2, dtype=np.int64)
-    states = propagate(elements.satellites(), instants)
+    states = propagate_satellites(elements.to_satrec_array(), instants)
     found = []
     for i in range(len(elements) - 1):
         apart = np.linalg.norm(states.position[i + 1 :] - states.position[i], axis=2)
@@ -223,7 +223,7 @@ def test_the_sieve_loses_no_pair_of_straight_lines():
 def test_the_minute_is_what_sgp4_says(elements):
     """Between the ends of a minute, too; a time that is 0.1 s off would be seen at any relative speed."""
     instants = START + MINUTE // 4 * np.arange(5, dtype=np.int64)
-    states = propagate(elements.satellites(), instants)
+    states = propagate_satellites(elements.to_satrec_array(), instants)
     one, other = np.arange(0, 300), np.arange(1, 301)
     begin, end = (
         tuple(States(states.position[rows, k], states.velocity[rows, k]) for rows in (one, other))
@@ -231,8 +231,8 @@ def test_the_minute_is_what_sgp4_says(elements):
     )
     found = closest(begin, end)
     assert np.all((found.fraction >= 0) & (found.fraction <= 1))
-    middle = propagate(
-        elements.satellites(), START + np.round(found.fraction * MINUTE_S * 1e6).astype(np.int64)
+    middle = propagate_satellites(
+        elements.to_satrec_array(), START + np.round(found.fraction * MINUTE_S * 1e6).astype(np.int64)
     )
     k = np.arange(300)
     apart = middle.position[other, k] - middle.position[one, k]

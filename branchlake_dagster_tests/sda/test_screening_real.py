@@ -14,7 +14,7 @@ from branchlake_dagster.sda.ephemerides.track import tracks_of
 from branchlake_dagster.sda.gp.read import read_catalogue
 from branchlake_dagster.sda.messages.oem_read import read_oem
 from branchlake_dagster.sda.orbits.frames import julian_dates
-from branchlake_dagster.sda.orbits.propagation import Elements, propagate
+from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites
 from branchlake_dagster_tests.sda.test_ephemerides import message, of_one, same, segment
 from branchlake_dagster_tests.sda.test_gp import SNAPSHOTS
 
@@ -29,10 +29,10 @@ def brute_force(elements: Elements) -> dict[tuple[int, int], list[tuple[float, f
     """(seconds, km) of each minimum of each pair's distance, by bisection of SGP4's own states."""
     candidates = []
     before: np.ndarray | None = None
-    satellites, records = elements.satellites(), elements.records()
+    satellites, records = elements.to_satrec_array(), elements.to_satrecs()
     for begin in range(0, HOURS * 3600 + 1, 60 * STEP_S):
         instants = np.arange(begin, min(begin + 60 * STEP_S, HOURS * 3600 + 1), STEP_S)
-        states = propagate(satellites, START + instants * 1_000_000)
+        states = propagate_satellites(satellites, START + instants * 1_000_000)
         for k, instant in enumerate(instants.tolist()):
             r, v = states.position[:, k], states.velocity[:, k]
             cross = r @ v.T

@@ -10,7 +10,7 @@ from branchlake_dagster.sda.estimation.arrow import (
     fuse_batches,
 )
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
-from branchlake_dagster.sda.orbits.propagation import Elements, propagate
+from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites
 from branchlake_dagster.sda.sensors.hashing import normal, uniform
 from branchlake_dagster.sda.sensors.native import NATIVE_COLUMNS, SOURCE_KINDS
 from branchlake_dagster.sda.sensors.network import CATALOGUE_TIMING_SIGMA_S, Noise, Tasking
@@ -117,7 +117,7 @@ def test_tracks_recover_the_true_offset_within_their_covariance(catalogue, nativ
     elements = Elements.from_arrow(catalogue.to_arrow())
     rows = np.searchsorted(elements.sat_no, tracks.column("sat_no").to_numpy())
     late = np.clip(normal(elements.sat_no, SEED, 77), -4, 4)[rows] * CATALOGUE_TIMING_SIGMA_S
-    middle = propagate(elements.satellites(), np.array([(START + END) // 2]))
+    middle = propagate_satellites(elements.to_satrec_array(), np.array([(START + END) // 2]))
     r, v = middle.position[rows, 0], middle.velocity[rows, 0]
     acceleration = -398_600.4418 * r / np.linalg.norm(r, axis=1, keepdims=True) ** 3
     names = [f"{a}_km" for a in "xyz"] + [f"{a}_dot_km_s" for a in "xyz"]

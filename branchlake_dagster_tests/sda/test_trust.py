@@ -14,13 +14,20 @@ from branchlake_dagster.sda.trust.classes import (
     CLASSES,
     OWN_CLASSES,
     OrbitClass,
-    orbit_class,
+    orbit_class_codes,
     semi_major_axis,
 )
-from branchlake_dagster.sda.trust.differences import DAY_MICROS, differences
-from branchlake_dagster.sda.trust.growth import EDGES_DAYS, MAX_SIGMA_KM, fit, growth, members, object_factors
-from branchlake_dagster.sda.trust.jumps import SIGNS, Jump, Sign
-from branchlake_dagster.sda.trust.model import error_model
+from branchlake_dagster.sda.trust.differences import DAY_MICROS, compute_differences
+from branchlake_dagster.sda.trust.growth import (
+    AGE_EDGES_DAYS,
+    MAX_SIGMA_KM,
+    fit_curve,
+    fit_growth,
+    member_classes,
+    object_factors,
+)
+from branchlake_dagster.sda.trust.jumps import JUMP_SIGNS, JumpKind, JumpSign
+from branchlake_dagster.sda.trust.model import build_error_model
 from branchlake_dagster.sda.trust.tables import element_jumps
 from branchlake_dagster_tests.sda.test_screening import SNAPSHOTS
 
@@ -44,7 +51,7 @@ def advanced(elements: Elements, micros: int) -> Elements:
     """The same orbits with the epoch moved: SGP4's own mean elements at that time."""
     values = elements.values.copy()
     day, rest = julian_dates(np.array([micros]))
-    for row, record in enumerate(elements.records()):
+    for row, record in enumerate(elements.to_satrecs()):
         record.sgp4(day[0], rest[0])
         told = {"ra_of_asc_node": record.Om, "arg_of_pericenter": record.om, "mean_anomaly": record.mm}
         for name, angle in told.items():
@@ -94,13 +101,13 @@ def manoeuvred(parts: list[Elements], begin: int, row: int, mean_motion: float) 
 def test_an_anomaly_that_is_too_large_is_an_error_along_the_track():
     true = orbits(40)
     later = advanced(true, START + DAY_MICROS)
-    exact = differences(joined([true, later]))
+    exact = compute_differences(joined([true, later]))
     assert len(exact) == 40
     assert np.abs(exact.values).max() < 1e-3, "the same orbits, told at two epochs"
     degrees = 0.1
     ahead = true.values.copy()
     ahead[:, FIELD["mean_anomaly"]] += degrees
-    found = differences(joined([replace(true, values=ahead), later]))
+    found = compute_differences(joined([replace(true, values=ahead), later]))
     along = semi_major_axis(true)[found.older // 2] * np.radians(degrees)
     # An anomaly's degree is longer at the pericentre.
     assert found.values[:, 1] == pytest.approx(along, rel=0.06)
@@ -114,16 +121,16 @@ def test_the_drag_that_the_elements_state_is_no_jump_of_the_axis():
     falling, fallen = true.values.copy(), later.values.copy()
     falling[:, FIELD["mean_motion_dot"]] = fallen[:, FIELD["mean_motion_dot"]] = 1e-4
     fallen[:, FIELD["mean_motion"]] += 2 * 1e-4 * 2
-    found = differences(joined([replace(true, values=falling), replace(later, values=fallen)]))
+    found = compute_differences(joined([replace(true, values=falling), replace(later, values=fallen)]))
     assert np.abs(found.values[:, 3]).max() < 1e-6
 
 
 def test_sets_of_another_object_or_of_nearly_the_same_epoch_are_not_compared():
     true = orbits(3)
     again = replace(true, epoch_micros=true.epoch_micros + 60_000_000)
-    assert len(differences(joined([true, again]))) == 0
-    assert len(differences(true)) == 0
-    assert len(differences(true.take(np.zeros(0, np.int64)))) == 0
+    assert len(compute_differences(joined([true, again]))) == 0
+    assert len(compute_differences(true)) == 0
+    assert len(compute_differences(true.take(np.zeros(0, np.int64)))) == 0
 
 
 def test_classes_go_by_altitude_and_eccentricity():
@@ -131,16 +138,16 @@ def test_classes_go_by_altitude_and_eccentricity():
     eccentricity = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.7]
     values = np.zeros((8, len(ELEMENT_FIELDS)))
     values[:, FIELD["mean_motion"]], values[:, FIELD["eccentricity"]] = motion, eccentricity
-    found = orbit_class(Elements(np.arange(8), np.zeros(8, np.int64), values))
+    found = orbit_class_codes(Elements(np.arange(8), np.zeros(8, np.int64), values))
     wanted = [*OWN_CLASSES[:6], OrbitClass.HEO, OrbitClass.HEO]
     assert [CLASSES[code] for code in found] == wanted
-    assert members(OrbitClass.LEO).sum() == 4
-    assert members(OrbitClass.ALL).sum() == len(OWN_CLASSES)
-    assert members(OrbitClass.GEO).sum() == 1
+    assert member_classes(OrbitClass.LEO).sum() == 4
+    assert member_classes(OrbitClass.ALL).sum() == len(OWN_CLASSES)
+    assert member_classes(OrbitClass.GEO).sum() == 1
 
 
 def noise(generator: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    age = generator.uniform(EDGES_DAYS[0], 14.0, count)
+    age = generator.uniform(AGE_EDGES_DAYS[0], 14.0, count)
     sigma = np.column_stack([0.02 + 0.1 * age, 0.3 + 1.5 * age**1.5, 0.05 + 0.05 * age, age, age])
     return age, generator.normal(size=(count, 5)) * sigma
 
@@ -153,17 +160,17 @@ def test_the_curve_that_made_the_errors_is_found_whatever_the_outliers(seed):
     values[wild] *= 1_000
     classes = np.full(len(age), 2)
     at = np.array([0.5, 1.0, 3.0, 7.0, 12.0])
-    found = growth(classes, age, values).at(np.full(5, 2), at)
+    found = fit_growth(classes, age, values).sigma_at(np.full(5, 2), at)
     assert found[:, 1] == pytest.approx(0.3 + 1.5 * at**1.5, rel=0.15)
     assert found[:, 0] == pytest.approx(0.02 + 0.1 * at, rel=0.15)
 
 
 def test_a_curve_never_falls_and_a_falling_class_is_told_as_constant():
     ages = np.array([0.1, 0.5, 1.0, 3.0, 9.0])
-    sigma0, rate, _ = fit(ages, np.array([5.0, 4.0, 3.0, 2.0, 1.0]))
+    sigma0, rate, _ = fit_curve(ages, np.array([5.0, 4.0, 3.0, 2.0, 1.0]))
     assert rate == 0.0
     assert sigma0 > 0
-    assert fit(ages, np.full(5, 1e-9), 0.02)[0] == 0.02
+    assert fit_curve(ages, np.full(5, 1e-9), 0.02)[0] == 0.02
 
 
 def test_a_class_with_too_few_samples_takes_the_figures_of_the_wider_one():
@@ -171,25 +178,27 @@ def test_a_class_with_too_few_samples_takes_the_figures_of_the_wider_one():
     age, values = noise(generator, 20_000)
     classes = np.full(len(age), 1)
     classes[:40] = 0
-    found = growth(classes, age, values)
+    found = fit_growth(classes, age, values)
     leo = CLASSES.index(OrbitClass.LEO)
-    assert found.taken_from[:2].tolist() == [leo, 1]
+    assert found.source_class[:2].tolist() == [leo, 1]
     assert np.array_equal(found.sigma0[0], found.sigma0[leo])
-    assert found.taken_from[CLASSES.index(OrbitClass.GEO)] == CLASSES.index(OrbitClass.ALL)
-    assert np.isfinite(found.at(np.array([0]), np.array([-3.0]))).all(), "before the epoch as after it"
-    assert np.isnan(found.at(np.array([0]), np.array([15.0]))).all(), "of no older age than there are samples"
-    nothing = growth(classes[:50], age[:50], values[:50])
-    assert set(nothing.taken_from.tolist()) == {-1}
-    assert np.isnan(nothing.at(np.array([0]), np.array([1.0]))).all()
+    assert found.source_class[CLASSES.index(OrbitClass.GEO)] == CLASSES.index(OrbitClass.ALL)
+    assert np.isfinite(found.sigma_at(np.array([0]), np.array([-3.0]))).all(), "before the epoch as after it"
+    assert np.isnan(found.sigma_at(np.array([0]), np.array([15.0]))).all(), (
+        "of no older age than there are samples"
+    )
+    nothing = fit_growth(classes[:50], age[:50], values[:50])
+    assert set(nothing.source_class.tolist()) == {-1}
+    assert np.isnan(nothing.sigma_at(np.array([0]), np.array([1.0]))).all()
 
 
 def test_a_curve_ends_where_the_error_is_as_long_as_an_arc():
     generator = np.random.default_rng(3)
     age, values = noise(generator, 40_000)
-    found = growth(np.full(len(age), 0), age, values * 20)
+    found = fit_growth(np.full(len(age), 0), age, values * 20)
     until = found.until_days[0]
-    assert until in EDGES_DAYS
-    assert found.at(np.array([0]), np.array([until]))[0, 1] < 1.5 * MAX_SIGMA_KM
+    assert until in AGE_EDGES_DAYS
+    assert found.sigma_at(np.array([0]), np.array([until]))[0, 1] < 1.5 * MAX_SIGMA_KM
     assert until < 14
 
 
@@ -205,11 +214,11 @@ def test_an_objects_factor_is_its_own_as_far_as_it_has_samples():
     assert np.array_equal(factors[3], np.ones(5))
 
 
-def told(elements: Elements) -> list[tuple[int, str, Sign]]:
-    found = error_model(elements)
+def told(elements: Elements) -> list[tuple[int, str, JumpSign]]:
+    found = build_error_model(elements)
     sets = found.differences.newer[found.jumps.pair]
     return [
-        (int(elements.sat_no[one]), str(kind), SIGNS[sign])
+        (int(elements.sat_no[one]), str(kind), JUMP_SIGNS[sign])
         for one, kind, sign in zip(sets, found.jumps.kind, found.jumps.sign, strict=True)
     ]
 
@@ -221,9 +230,9 @@ def test_an_orbit_that_is_raised_is_a_manoeuvre_and_one_wrong_set_is_not():
     raised[4] = changed(raised[4], 30, inclination=0.5)
     raised[9] = changed(raised[9], 40, mean_motion=0.02)
     assert told(joined(raised)) == [
-        (6, Jump.MANOEUVRE, Sign.SEMI_MAJOR_AXIS),
-        (31, Jump.LONE_SET, Sign.INCLINATION),
-        (41, Jump.UNCONFIRMED, Sign.SEMI_MAJOR_AXIS),
+        (6, JumpKind.MANOEUVRE, JumpSign.SEMI_MAJOR_AXIS),
+        (31, JumpKind.LONE_SET, JumpSign.INCLINATION),
+        (41, JumpKind.UNCONFIRMED, JumpSign.SEMI_MAJOR_AXIS),
     ]
 
 
@@ -234,21 +243,23 @@ def test_two_objects_that_are_taken_for_each_other_are_told_as_such():
         values[[7, 8]] = values[[8, 7]]
         parts[k] = replace(parts[k], values=values)
     elements = joined(parts)
-    assert {one[:2] for one in told(elements)} == {(8, Jump.SWAP), (9, Jump.SWAP)}
-    found = error_model(elements)
-    assert elements.sat_no[found.jumps.other].tolist() == [9, 8]
+    assert {one[:2] for one in told(elements)} == {(8, JumpKind.SWAP), (9, JumpKind.SWAP)}
+    found = build_error_model(elements)
+    assert elements.sat_no[found.jumps.swapped_set].tolist() == [9, 8]
 
 
 def test_jumps_do_not_make_the_error_larger():
     parts = history(200, 12, 1.0, 0.01)
-    quiet = error_model(joined(parts))
+    quiet = build_error_model(joined(parts))
     jumped = parts
     for row in range(40):
         jumped = manoeuvred(jumped, 2 + row % 8, row, 0.01)
-    noisy = error_model(joined(jumped))
+    noisy = build_error_model(joined(jumped))
     code, at = np.full(3, CLASSES.index(OrbitClass.LEO_1200)), np.array([1.0, 4.0, 8.0])
-    assert noisy.across.mean() > 0.03
-    assert noisy.growth.at(code, at)[:, 1] == pytest.approx(quiet.growth.at(code, at)[:, 1], rel=0.15)
+    assert noisy.is_affected.mean() > 0.03
+    assert noisy.growth.sigma_at(code, at)[:, 1] == pytest.approx(
+        quiet.growth.sigma_at(code, at)[:, 1], rel=0.15
+    )
 
 
 @pytest.mark.long
@@ -270,9 +281,9 @@ def test_of_real_history_low_orbits_grow_wrong_fastest_and_a_change_of_plane_is_
         parts.append(found.filter((pl.col("sat_no") % 8 == 0) | (pl.col("sat_no") == 44528)))
     sets = pl.concat(parts).unique(["sat_no", "epoch"]).sort("sat_no", "epoch")
     elements = Elements.from_arrow(sets.to_arrow())
-    found = error_model(elements)
+    found = build_error_model(elements)
     low, middle = (CLASSES.index(one) for one in (OrbitClass.LEO_700, OrbitClass.LEO_1200))
-    sigma = found.growth.at(np.array([low, middle]), np.ones(2))
+    sigma = found.growth.sigma_at(np.array([low, middle]), np.ones(2))
     assert 1.0 < sigma[0, 1] < 20.0
     assert 0.05 < sigma[1, 1] < 2.0
     assert np.all(sigma[:, 1] > sigma[:, 0]), "along the track first of all"

@@ -15,7 +15,7 @@ from branchlake_dagster.sda.gp.rules import REJECTED_COLUMNS
 from branchlake_dagster.sda.partitions import gp_snapshots, pulls_of
 from branchlake_dagster.sda.registry.merge import PULLED_COLUMNS
 from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS, is_satcat, read_satcat
-from branchlake_dagster.sda.registry.sources import source_of
+from branchlake_dagster.sda.registry.sources import source_name
 from branchlake_dagster.sda.sources import GpFile, GpSource
 
 GROUP = "catalogue"
@@ -98,7 +98,7 @@ def _read(snapshot: str, file: GpFile, gp: GpSource) -> dict[str, pl.DataFrame]:
             "rejected_records": rejected.with_columns(key),
         }
     parsed = read_catalogue(file.content, file.source, collected_at=file.collected_at, limits=gp.limits())
-    source = pl.lit(source_of(snapshot)).alias("source")
+    source = pl.lit(source_name(snapshot)).alias("source")
     return {
         "element_sets": parsed.elements.with_columns(
             key, at, source, pl.lit(file.data_mode).alias("data_mode")

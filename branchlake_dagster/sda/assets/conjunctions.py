@@ -40,16 +40,16 @@ from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.partitions import whole_catalogue, windows
 from branchlake_dagster.sda.sources import GpSource, snapshot_time
-from branchlake_dagster.sda.trust.assessment import assessed
-from branchlake_dagster.sda.trust.radii import DEFAULT_RADIUS_M, SOURCES, Radii
+from branchlake_dagster.sda.trust.assessment import assess_approaches
+from branchlake_dagster.sda.trust.radii import DEFAULT_RADIUS_M, RADIUS_SOURCES, ObjectRadii
 from branchlake_dagster.sda.trust.report import (
     altitude_chart,
-    as_markdown,
     distance_chart,
+    format_approaches,
     geometry_chart,
-    top,
+    select_top_approaches,
 )
-from branchlake_dagster.sda.trust.tables import Expected
+from branchlake_dagster.sda.trust.tables import PublishedErrors
 from branchlake_dagster.sda.windows import window_of
 
 CONJUNCTION_CANDIDATES = dg.AssetKey(["sda", "conjunction_candidates"])
@@ -167,7 +167,7 @@ def conjunctions(
     else:
         found = close_approaches(spark.spark_session, planned.screening, planned.tasks).toArrow()
     rows = with_kept(pl.DataFrame(found), earlier, planned)
-    result = assessed(
+    result = assess_approaches(
         listed(rows, earlier, span, config.threshold_km, config.max_element_age_days),
         elements,
         published_errors(tables),
@@ -185,7 +185,7 @@ def conjunctions(
                 f"radius_by_{source.replace(' ', '_')}": sum(
                     int((result[f"sat{k}_radius_source"] == source).sum()) for k in (1, 2)
                 )
-                for source in SOURCES
+                for source in RADIUS_SOURCES
             },
             "with_probability": int(result["collision_probability"].is_not_null().sum()),
             **pictures(result, elements, catalogue),
@@ -216,7 +216,7 @@ def with_kept(found: pl.DataFrame, earlier: pl.DataFrame | None, planned: Plan) 
     return pl.concat([found, kept])
 
 
-def published_errors(tables: Catalog) -> Expected | None:
+def published_errors(tables: Catalog) -> PublishedErrors | None:
     """The error model on the run's branch; None before there is one."""
     try:
         errors, objects = (
@@ -225,10 +225,10 @@ def published_errors(tables: Catalog) -> Expected | None:
         )
     except NoSuchTableError:
         return None
-    return None if errors.is_empty() else Expected.of(errors, objects)
+    return None if errors.is_empty() else PublishedErrors.from_tables(errors, objects)
 
 
-def radii_of(tables: Catalog, gp: GpSource, default_m: float) -> Radii:
+def radii_of(tables: Catalog, gp: GpSource, default_m: float) -> ObjectRadii:
     """The objects' radii: of the radius table where there is one, and of the registry's size classes."""
     known: dict[str, pl.DataFrame] = {}
     table = gp.radius_table()
@@ -239,7 +239,7 @@ def radii_of(tables: Catalog, gp: GpSource, default_m: float) -> Radii:
         names = ("sat_no", "rcs_size", "rcs_m2")
         if {*names} <= {*objects.schema().column_names}:
             known["sizes"] = pl.DataFrame(objects.scan(selected_fields=names).to_arrow())
-    return Radii(default_m, **known)
+    return ObjectRadii(default_m, **known)
 
 
 def pictures(
@@ -249,13 +249,13 @@ def pictures(
     shown = {
         "altitudes": dg.MetadataValue.md(in_markdown(altitude_chart(elements), "Objects by altitude")),
     }
-    first = top(result)
+    first = select_top_approaches(result)
     if first.height:
         names = {}
         if "object_name" in catalogue.column_names:
             columns = (catalogue.column(one).to_pylist() for one in ("sat_no", "object_name"))
             names = dict(zip(*columns, strict=True))
-        shown["top_conjunctions"] = dg.MetadataValue.md(as_markdown(first, names))
+        shown["top_conjunctions"] = dg.MetadataValue.md(format_approaches(first, names))
         nearest = distance_chart(first.row(0, named=True), elements)
         shown["top_distance"] = dg.MetadataValue.md(in_markdown(nearest, "Distance of the first of them"))
         geometry = in_markdown(geometry_chart(first, elements), "Relative geometry of the first of them")

@@ -12,8 +12,8 @@ from branchlake_dagster import column_metadata, table_metadata
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE, GROUP
 from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
 from branchlake_dagster.sda.contracts import QuarantinedObject
-from branchlake_dagster.sda.orbits.plausible import Fault, examine
-from branchlake_dagster.sda.orbits.propagation import Elements, grid, propagate
+from branchlake_dagster.sda.orbits.plausible import Fault, find_state_faults
+from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites, time_grid
 from branchlake_dagster.sda.partitions import whole_catalogue, windows
 from branchlake_dagster.sda.windows import window_of
 
@@ -57,10 +57,10 @@ def quarantine(catalogue: pa.Table, start: int, end: int) -> pl.DataFrame:
     """Rows of `QuarantinedObject` for a window in UTC microseconds since 1970."""
     catalogue = catalogue.sort_by("sat_no")
     elements = Elements.from_arrow(catalogue)
-    instants = grid(start, end, STEP_S)
-    found = examine(propagate(elements.satellites(), instants), elements)
-    rows = np.flatnonzero(~found.sound_throughout)
-    at = found.first()[rows]
+    instants = time_grid(start, end, STEP_S)
+    found = find_state_faults(propagate_satellites(elements.to_satrec_array(), instants), elements)
+    rows = np.flatnonzero(~found.plausible_objects)
+    at = found.first_faulty_instant()[rows]
     epochs = elements.epoch_micros[rows]
 
     def numbers(values: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> pl.Series:

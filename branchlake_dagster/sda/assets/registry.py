@@ -21,10 +21,10 @@ from branchlake_dagster.sda.contracts import (
     Satellite,
 )
 from branchlake_dagster.sda.partitions import gp_snapshots, pulls_of
-from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS, objects_after
-from branchlake_dagster.sda.registry.merge import PULLED_COLUMNS, SET, merge, not_in
-from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS, effective
-from branchlake_dagster.sda.registry.sources import source_of
+from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS, update_objects
+from branchlake_dagster.sda.registry.merge import PULLED_COLUMNS, SET_KEY, merge_pulled_sets, select_new_sets
+from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS, build_validity_periods
+from branchlake_dagster.sda.registry.sources import source_name
 from branchlake_dagster.sda.sources import snapshot_time
 
 OBJECTS = dg.AssetKey(["sda", "objects"])
@@ -124,19 +124,19 @@ def registry(
     entries = _of_columns(satellite_entries.filter(mine), _ENTRIES)
     before = tables.read(CATALOGUE, CATALOGUE_COLUMNS)
     objects_before = tables.read(OBJECTS, OBJECT_COLUMNS)
-    merged = merge(before, pulled, tables.all_pulls_of)
-    objects = objects_after(objects_before, merged.winners, pulled, entries)
+    merged = merge_pulled_sets(before, pulled, tables.all_pulls_of)
+    objects = update_objects(objects_before, merged.winners, pulled, entries)
     catalogue = merged.winners.join(objects.select("sat_no", "state"), on="sat_no", how="left").select(
         list(CATALOGUE_COLUMNS)
     )
     changed = _changed(before, catalogue)
     changed_objects = _changed(objects_before, objects)
-    news = not_in(tables.history_since(pulled), pulled)
+    news = select_new_sets(tables.history_since(pulled), pulled)
     outcomes = merged.audit.group_by("outcome").len().sort("outcome")
     states = objects.group_by("state").len().sort("state")
     context.log.info(
         f"{pulled.height} element sets pulled: {news.height} were never seen, {changed.height} of "
-        f"{catalogue.height} objects of the catalogue change, {merged.looked_up} were looked up."
+        f"{catalogue.height} objects of the catalogue change, {merged.lookup_count} were looked up."
     )
     yield dg.Output(
         tables.changed(CATALOGUE, changed, catalogue),
@@ -214,8 +214,8 @@ class _Tables:
         return found.filter(pl.col("sat_no").is_in(objects.implode()))
 
     def history_since(self, pulled: pl.DataFrame) -> pl.DataFrame:
-        """What the history has of the pulled sets' epochs, as `SET`."""
-        columns = {name: PULLED_COLUMNS[name] for name in SET}
+        """What the history has of the pulled sets' epochs, as `SET_KEY`."""
+        columns = {name: PULLED_COLUMNS[name] for name in SET_KEY}
         first = pulled["epoch"].min()
         if not isinstance(first, datetime):
             return pl.DataFrame(schema=columns)
@@ -237,7 +237,9 @@ def _of_columns(frame: pl.DataFrame, columns: Mapping[str, pl.DataType]) -> pl.D
     ids = frame["snapshot_id"].unique().to_list()
     times = {one: snapshot_time(one) for one in ids}
     made = pl.col("snapshot_id").replace_strict(times, return_dtype=columns["collected_at"])
-    whose = pl.col("snapshot_id").replace_strict({one: source_of(one) for one in ids}, return_dtype=pl.String)
+    whose = pl.col("snapshot_id").replace_strict(
+        {one: source_name(one) for one in ids}, return_dtype=pl.String
+    )
     return frame.with_columns(
         collected_at=pl.coalesce("collected_at", made, "epoch"), source=pl.coalesce("source", whose)
     )
@@ -258,4 +260,4 @@ def _changed(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
 )
 def satellites(satellite_entries: pl.DataFrame) -> pl.DataFrame:
     """Owner, launch, decay and size of each object by the period in which the satellite catalogue said so."""
-    return effective(_of_columns(satellite_entries, _ENTRIES))
+    return build_validity_periods(_of_columns(satellite_entries, _ENTRIES))

@@ -21,7 +21,7 @@ from branchlake_dagster.sda.contracts import ElementError, ElementJump, ObjectEr
 from branchlake_dagster.sda.drawing import chart, in_markdown
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.trust.classes import OWN_CLASSES
-from branchlake_dagster.sda.trust.model import error_model
+from branchlake_dagster.sda.trust.model import build_error_model
 from branchlake_dagster.sda.trust.tables import element_errors as errors_of
 from branchlake_dagster.sda.trust.tables import element_jumps as jumps_of
 from branchlake_dagster.sda.trust.tables import object_errors as objects_of
@@ -74,11 +74,11 @@ def element_trust(
     """Hold each element set against later ones of the same object, and say how wrong it was at what age."""
     table = lakehouse.catalog().load_table(tuple(ELEMENT_HISTORY.path))
     history = history_of(table, config.history_days)
-    model = error_model(history)
+    model = build_error_model(history)
     objects = len(model.sat_no)
     context.log.info(
         f"{len(history):,} element sets of {objects:,} objects, {len(model.differences):,} differences, "
-        f"{int(model.across.sum()):,} of them across one of {len(model.jumps.pair):,} jumps."
+        f"{int(model.is_affected.sum()):,} of them across one of {len(model.jumps.pair):,} jumps."
     )
     errors = errors_of(model, history)
     yield dg.Output(
@@ -87,7 +87,7 @@ def element_trust(
         metadata={
             "element_sets": len(history),
             "differences": len(model.differences),
-            "left_out_across_jumps": int(model.across.sum()),
+            "left_out_across_jumps": int(model.is_affected.sum()),
             "along_the_track": dg.MetadataValue.md(in_markdown(growth_chart(errors), "Error against age")),
         },
     )

@@ -29,7 +29,7 @@ from branchlake_dagster.sda.assets.catalogue import (
 )
 from branchlake_dagster.sda.assets.registry import ELEMENT_HISTORY, MERGE_AUDIT, OBJECTS
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
-from branchlake_dagster.sda.gp.write import write_omm_json
+from branchlake_dagster.sda.gp.write import format_omm_json
 from branchlake_dagster.sda.graph.code_location import build_definitions
 from branchlake_dagster.sda.partitions import gp_snapshots
 from branchlake_dagster.sda.registry.sources import SOURCES
@@ -133,7 +133,7 @@ class _Stage:
                 sat_no=pl.int_range(1, objects + 1, dtype=pl.Int64)
             )
             path = self._folder / f"{name}.json.gz"
-            path.write_bytes(gzip.compress(write_omm_json(elements).encode(), 1))
+            path.write_bytes(gzip.compress(format_omm_json(elements).encode(), 1))
             names.append(name)
         return names
 

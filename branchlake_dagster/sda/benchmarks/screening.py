@@ -24,7 +24,7 @@ from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS, LIST_THRESH
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span
 from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.sda.gp.simulated import simulated_elements
-from branchlake_dagster.sda.gp.write import write_tle
+from branchlake_dagster.sda.gp.write import format_tle
 from branchlake_dagster.sda.graph.code_location import build_definitions
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.sources import snapshot_id
@@ -146,7 +146,7 @@ def _simulated(folder: Path) -> list[str]:
                 (pl.col("mean_anomaly") + 0.01) % 360, pl.col("epoch").dt.offset_by("1h")
             )
         path = folder / f"made-{at:%Y%m%dT%H%M}Z.tle"
-        path.write_text(write_tle(frame))
+        path.write_text(format_tle(frame))
         names.append(snapshot_id(path))
     return names
 

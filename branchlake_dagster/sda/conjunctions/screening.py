@@ -28,8 +28,8 @@ from branchlake_dagster.sda.conjunctions.closest import MINUTE_S, Approach, Stat
 from branchlake_dagster.sda.conjunctions.search import Candidates, search
 from branchlake_dagster.sda.conjunctions.sieve import Rows
 from branchlake_dagster.sda.orbits.frames import Floats, Micros, julian_dates
-from branchlake_dagster.sda.orbits.plausible import possible
-from branchlake_dagster.sda.orbits.propagation import Elements, Ephemeris, propagate
+from branchlake_dagster.sda.orbits.plausible import possible_states
+from branchlake_dagster.sda.orbits.propagation import Elements, Ephemeris, propagate_satellites
 
 THRESHOLD_KM = 10.0
 STEP_S = 90.0
@@ -303,8 +303,8 @@ def _within(own: States, other: States, threshold_km: float) -> npt.NDArray[np.b
 
 def _states(elements: Elements, instants: Micros) -> States:
     """States (n, m, 3) of n objects at m instants; NaN where they cannot be true."""
-    found = propagate(elements.satellites(), instants)
-    wrong = ~possible(found, elements)
+    found = propagate_satellites(elements.to_satrec_array(), instants)
+    wrong = ~possible_states(found, elements)
     found.position[wrong], found.velocity[wrong] = np.nan, np.nan
     return States(found.position, found.velocity)
 
@@ -315,12 +315,12 @@ def states_at(elements: Elements, rows: Rows, instants: Micros) -> States:
     objects, begins = np.unique(rows[order], return_index=True)
     position, velocity = np.empty((len(rows), 1, 3)), np.empty((len(rows), 1, 3))
     valid = np.empty((len(rows), 1), np.bool_)
-    records = elements.take(objects).records()
+    records = elements.take(objects).to_satrecs()
     # A loop over objects: each has instants of its own, and the theory's array call takes the same for all.
     for record, few in zip(records, np.split(order, begins[1:]), strict=True):
         error, position[few, 0], velocity[few, 0] = record.sgp4_array(*julian_dates(instants[few]))
         valid[few, 0] = error == 0
-    wrong = ~possible(Ephemeris(instants, position, velocity, valid), elements.take(rows))
+    wrong = ~possible_states(Ephemeris(instants, position, velocity, valid), elements.take(rows))
     position[wrong], velocity[wrong] = np.nan, np.nan
     return States(position[:, 0], velocity[:, 0])
 

@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from branchlake_dagster.sda.conjunctions.sieve import Rows, near_pairs
 from branchlake_dagster.sda.orbits.frames import Floats, Micros
-from branchlake_dagster.sda.orbits.plausible import possible
-from branchlake_dagster.sda.orbits.propagation import Elements, propagate
+from branchlake_dagster.sda.orbits.plausible import possible_states
+from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites
 
 _MU_KM3_S2 = 398_601.0
 _NOT_CENTRAL = 1 / 200
@@ -76,14 +76,14 @@ def search(
     """
     step = round(h * 1e6)
     middles = np.arange(start + step // 2, end + step // 2, step, dtype=np.int64)
-    satellites = elements.satellites()
+    satellites = elements.to_satrec_array()
     parts: list[tuple[npt.NDArray[np.int64], ...]] = []
     slow: set[int] = set()
     n = len(elements)
     for begin in range(0, len(middles), _SPANS_AT_ONCE):
         instants = middles[begin : begin + _SPANS_AT_ONCE]
-        ephemeris = propagate(satellites, instants)
-        usable = possible(ephemeris, elements)
+        ephemeris = propagate_satellites(satellites, instants)
+        usable = possible_states(ephemeris, elements)
         for k, middle in enumerate(instants.tolist()):
             rows = np.flatnonzero(usable[:, k])
             found = _span(

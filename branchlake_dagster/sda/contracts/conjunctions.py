@@ -5,9 +5,9 @@ import pyspark.sql.types as T  # noqa: N812 - the name every Spark reader expect
 
 from branchlake_dagster.sda.conjunctions.screening import Kind
 from branchlake_dagster.sda.contracts.fields import Contract, catalogue_number, may, must, window
-from branchlake_dagster.sda.trust.assessment import REASONS
-from branchlake_dagster.sda.trust.radii import SOURCES as RADIUS_SOURCES
-from branchlake_dagster.sda.trust.tables import SOURCE
+from branchlake_dagster.sda.trust.assessment import NO_PROBABILITY_REASONS
+from branchlake_dagster.sda.trust.radii import RADIUS_SOURCES
+from branchlake_dagster.sda.trust.tables import COVARIANCE_SOURCE
 
 
 class CloseApproach(Contract):
@@ -77,7 +77,7 @@ class Conjunction(CloseApproach):
     sat2_sigma_t_km: T.DoubleType = may("Object 2's transverse error expected at that age.", "km", gt=0.0)
     sat2_sigma_n_km: T.DoubleType = may("Object 2's normal error expected at that age.", "km", gt=0.0)
     covariance_source: T.StringType = may(
-        "What these errors are from; they are never measured ones.", isin=[SOURCE]
+        "What these errors are from; they are never measured ones.", isin=[COVARIANCE_SOURCE]
     )
     sat1_radius_m: T.DoubleType = must("Hard-body radius of object 1.", "m", gt=0.0)
     sat1_radius_source: T.StringType = must("Where object 1's radius is from.", isin=list(RADIUS_SOURCES))
@@ -98,5 +98,7 @@ class Conjunction(CloseApproach):
     probability_diluted: T.BooleanType = may(
         "Whether it is small because little is known: smaller errors would first raise it."
     )
-    no_probability_because: T.StringType = may("Why there is no probability.", isin=list(REASONS))
+    no_probability_because: T.StringType = may(
+        "Why there is no probability.", isin=list(NO_PROBABILITY_REASONS)
+    )
     error_model_id: T.StringType = may("The error model that was used, as in element_errors.")

@@ -6,7 +6,7 @@ from typing import Any
 import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
 
 from branchlake_dagster.sda.contracts.fields import Contract, catalogue_number, may, must, window
-from branchlake_dagster.sda.orbits.plausible import REASONS
+from branchlake_dagster.sda.orbits.plausible import FAULT_NAMES
 
 
 def variance(of: str, unit: str) -> Any:
@@ -80,7 +80,7 @@ class QuarantinedObject(Contract):
     window_start: T.TimestampType = window()
     sat_no: T.LongType = catalogue_number()
     reason: T.StringType = must(
-        "What its states break first: SGP4 itself, altitude, energy or displacement.", isin=list(REASONS)
+        "What its states break first: SGP4 itself, altitude, energy or displacement.", isin=list(FAULT_NAMES)
     )
     at: T.TimestampType = must("First instant of the window at which they do, UTC.")
     altitude_km: T.DoubleType = may("Height over a sphere of the equatorial radius at that instant.", "km")

@@ -6,7 +6,7 @@ import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
 from branchlake_dagster.sda.contracts.fields import Contract, catalogue_number, may, must
 from branchlake_dagster.sda.trust.classes import CLASSES, OWN_CLASSES
 from branchlake_dagster.sda.trust.growth import MAX_FACTOR
-from branchlake_dagster.sda.trust.jumps import SIGNS, Jump
+from branchlake_dagster.sda.trust.jumps import JUMP_SIGNS, JumpKind
 
 _MODEL = "The error model: newest epoch of its history, and a hash of its content."
 
@@ -73,9 +73,9 @@ class ElementJump(Contract):
     kind: T.StringType = must(
         "Manoeuvre: the next set stays there; lone set: it is back; unconfirmed: there is none yet; swap: it "
         "flies on as another object did, and that as this one.",
-        isin=[one.value for one in Jump],
+        isin=[one.value for one in JumpKind],
     )
-    reason: T.StringType = must("In what it is seen first.", isin=[one.value for one in SIGNS])
+    reason: T.StringType = must("In what it is seen first.", isin=[one.value for one in JUMP_SIGNS])
     sigmas: T.DoubleType = must("How many times what is usual for the object at that age.", gt=0.0)
     semi_major_axis_change_km: T.DoubleType = must(
         "Change of the semi-major axis, less what drag explains.", "km"

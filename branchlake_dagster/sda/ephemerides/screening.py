@@ -29,8 +29,8 @@ from branchlake_dagster.sda.conjunctions.screening import MINUTE, Encounters, Ki
 from branchlake_dagster.sda.conjunctions.search import largest_acceleration
 from branchlake_dagster.sda.ephemerides.track import Track
 from branchlake_dagster.sda.orbits.frames import Floats, Micros
-from branchlake_dagster.sda.orbits.plausible import possible
-from branchlake_dagster.sda.orbits.propagation import Elements, hermite, propagate
+from branchlake_dagster.sda.orbits.plausible import possible_states
+from branchlake_dagster.sda.orbits.propagation import Elements, interpolate_hermite, propagate_satellites
 
 _CELL = 4 * MINUTE
 _CELLS_AT_ONCE = 40
@@ -129,14 +129,14 @@ def _candidates(track: Track, elements: Elements, cuts: Micros, threshold_km: fl
     """Rows that may come within the threshold, and the begin of the cell in which they may."""
     bound, leaps, jumps = track.bounds()
     pieces = np.searchsorted(track.knots, cuts, side="right") - 1
-    satellites = elements.satellites()
+    satellites = elements.to_satrec_array()
     rows, begins = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     middles = (cuts[:-1] + cuts[1:]) // 2
     own_position, own_velocity = track.at(middles)
     for begin in range(0, len(middles), _CELLS_AT_ONCE):
         part = slice(begin, begin + _CELLS_AT_ONCE)
-        ephemeris = propagate(satellites, middles[part])
-        usable = possible(ephemeris, elements)
+        ephemeris = propagate_satellites(satellites, middles[part])
+        usable = possible_states(ephemeris, elements)
         for k, cell in enumerate(range(begin, begin + len(middles[part]))):
             # Half a cell, and the microsecond that the middle is off.
             half = float(cuts[cell + 1] - cuts[cell]) / 2e6 + 1e-6
@@ -245,7 +245,7 @@ def _minima(
         s = (left + right) / 2
         at = low + np.round(s * (high - low)).astype(np.int64)
         s_at = ((at - low) / np.maximum(high - low, 1))[:, None]
-        position, velocity = hermite((begin[0], begin[1]), (end[0], end[1]), s_at, h)
+        position, velocity = interpolate_hermite((begin[0], begin[1]), (end[0], end[1]), s_at, h)
         own = track.at(at)
         before = np.einsum("ki,ki->k", position - own[0], velocity - own[1]) < 0
         left, right = np.where(before, s, left), np.where(before, right, s)

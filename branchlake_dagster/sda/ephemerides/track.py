@@ -17,7 +17,7 @@ import numpy.typing as npt
 from branchlake_dagster.sda.messages.errors import UnreadableMessage
 from branchlake_dagster.sda.messages.oem import Method, Segment, time_of
 from branchlake_dagster.sda.orbits.frames import Floats, Micros
-from branchlake_dagster.sda.orbits.inertial import Frame, turned
+from branchlake_dagster.sda.orbits.inertial import Frame, rotate_to_frame
 
 MAX_ACCELERATION_KM_S2 = 0.1
 """Ten times what falls: an interpolant that needs more swings between states that do not suit its degree."""
@@ -60,7 +60,7 @@ class Track:
         first = max(0, int(np.searchsorted(segment.micros, segment.begin, side="right")) - 1)
         last = min(len(segment.micros) - 1, int(np.searchsorted(segment.micros, segment.end, side="left")))
         position, velocity = (
-            turned(one, segment.micros, segment.frame, Frame.TEME)
+            rotate_to_frame(one, segment.micros, segment.frame, Frame.TEME)
             for one in (segment.position, segment.velocity)
         )
         pieces = np.arange(first, last)

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from branchlake_dagster.sda.orbits.frames import Floats
-from branchlake_dagster.sda.orbits.propagation import Elements, grid, propagate
-from branchlake_dagster.sda.orbits.two_body import transition
+from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites, time_grid
+from branchlake_dagster.sda.orbits.two_body import transition_matrices
 from branchlake_dagster.sda.sensors import measurement
 from branchlake_dagster.sda.sensors.measurement import Stations, wrap
 
@@ -78,20 +78,22 @@ def estimate(elements: Elements, observations: Observations, *, start: int, end:
     objects = len(elements)
     row, micros = observations.row, observations.stations.micros
     margin = round(REFERENCE_STEP_S * 1e6)
-    reference = propagate(elements.satellites(), grid(start - margin, end + margin, REFERENCE_STEP_S))
+    reference = propagate_satellites(
+        elements.to_satrec_array(), time_grid(start - margin, end + margin, REFERENCE_STEP_S)
+    )
     epoch = (start + end) // 2
     everyone = np.arange(objects)
-    epoch_r, epoch_v = reference.at(everyone, np.full(objects, epoch))
+    epoch_r, epoch_v = reference.interpolate(everyone, np.full(objects, epoch))
     counts = np.zeros((objects, 3), np.int64)
     np.add.at(counts, (row, observations.kind), 1)
     usable = reference.valid.all(axis=1) & (counts.sum(axis=1) >= MIN_OBSERVATIONS)
     # Objects without a reference stay in the arrays with weight zero, so that indices need no mapping.
     here = usable[row]
-    at_r, at_v = reference.at(row, micros)
+    at_r, at_v = reference.interpolate(row, micros)
     at_r[~here], at_v[~here] = [7000.0, 0.0, 0.0], [0.0, 7.5, 0.0]
     start_r = np.where(usable[:, None], epoch_r, [7000.0, 0.0, 0.0])
     start_v = np.where(usable[:, None], epoch_v, [0.0, 7.5, 0.0])
-    mapping = transition(start_r[row], start_v[row], (micros - epoch) / 1e6)
+    mapping = transition_matrices(start_r[row], start_v[row], (micros - epoch) / 1e6)
     used = np.arange(_MEASUREMENTS) < np.array([4, 2, 6])[observations.kind][:, None]
     weight = np.where(used & here[:, None], 1 / np.where(used, observations.sigma, 1.0), 0.0)
     offset = np.zeros((objects, 6))

@@ -27,13 +27,13 @@ _COLUMNS = {
     "broken": pl.String(),
     "broken_as": pl.String(),
 }
-_FIELD = r'(?:[^",]*|"(?:[^"]|"")*")'
-_ROW = f"^{_FIELD}(?:,{_FIELD})*$"
+_FIELD_PATTERN = r'(?:[^",]*|"(?:[^"]|"")*")'
+_ROW_PATTERN = f"^{_FIELD_PATTERN}(?:,{_FIELD_PATTERN})*$"
 _MAX_DEPTH = 64
 """Elements within elements; an OMM in NDM/XML has seven."""
 
 
-def from_json(text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
+def from_json(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
     """A JSON array of messages (or one message), numbers given as numbers or as text.
 
     Raises:
@@ -42,13 +42,13 @@ def from_json(text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
     """
     try:
         # Decimals stay text: the columns convert all of them at once, and exactly once.
-        loaded = json.loads(text, parse_float=str, parse_int=str, parse_constant=str)
-        records = [loaded] if isinstance(loaded, dict) else loaded
+        decoded_json = json.loads(file_text, parse_float=str, parse_int=str, parse_constant=str)
+        records = [decoded_json] if isinstance(decoded_json, dict) else decoded_json
         if not isinstance(records, list):
             raise UnreadableCatalogueError(
                 source, "the JSON is no array of messages", "Give an OMM JSON file."
             )
-        raw = ["" if _is_flat(r) else json.dumps(r)[: limits.max_record_chars] for r in records]
+        raw_texts = ["" if _is_flat(r) else json.dumps(r)[: limits.max_record_chars] for r in records]
     except json.JSONDecodeError as error:
         raise UnreadableCatalogueError(
             source, f"not JSON at line {error.lineno}, column {error.colno}", "Fetch the file again."
@@ -57,15 +57,15 @@ def from_json(text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
         raise UnreadableCatalogueError(
             source, "the JSON is nested too deeply", "A message is a flat object: give an OMM JSON file."
         ) from error
-    flat = [r if not text else {} for r, text in zip(records, raw, strict=True)]
-    frame = pl.DataFrame(flat, schema=dict.fromkeys(KEYWORDS, pl.String), strict=False, orient="row")
-    wrong = pl.when(pl.col("raw_text") != "")
+    flat_records = [r if not text else {} for r, text in zip(records, raw_texts, strict=True)]
+    frame = pl.DataFrame(flat_records, schema=dict.fromkeys(KEYWORDS, pl.String), strict=False, orient="row")
+    is_rejected = pl.when(pl.col("raw_text") != "")
     return frame.with_columns(
-        pl.Series("raw_text", raw, dtype=pl.String),
-        pl.Series("line_number", range(1, len(raw) + 1), dtype=pl.Int64),
+        pl.Series("raw_text", raw_texts, dtype=pl.String),
+        pl.Series("line_number", range(1, len(raw_texts) + 1), dtype=pl.Int64),
     ).with_columns(
-        broken=wrong.then(pl.lit("the record is no flat object of OMM keywords")),
-        broken_as=wrong.then(pl.lit(str(RejectReason.UNSUPPORTED_MESSAGE))),
+        broken=is_rejected.then(pl.lit("the record is no flat object of OMM keywords")),
+        broken_as=is_rejected.then(pl.lit(str(RejectReason.UNSUPPORTED_MESSAGE))),
     )
 
 
@@ -73,7 +73,7 @@ def _is_flat(record: object) -> bool:
     return isinstance(record, dict) and not any(isinstance(v, dict | list) for v in record.values())
 
 
-def from_csv(text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
+def from_csv(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
     """CSV whose header holds OMM keywords, in any order and with any others between them.
 
     A row that has not as many fields as the header was cut, or has a damaged quote: it is broken, by line.
@@ -83,7 +83,7 @@ def from_csv(text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
 
     """
     lines = (
-        pl.DataFrame({"raw_text": pl.Series(text.split("\n"), dtype=pl.String)})
+        pl.DataFrame({"raw_text": pl.Series(file_text.split("\n"), dtype=pl.String)})
         .with_row_index("line_number", offset=1)
         .with_columns(
             pl.col("line_number").cast(pl.Int64), pl.col("raw_text").str.strip_chars_end(" \t\x00\x1a")
@@ -91,15 +91,20 @@ def from_csv(text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
         .filter(pl.col("raw_text") != "")
     )
     # A comma in quotes parts no fields; with the quoted texts gone the others are counted.
-    bare = pl.col("raw_text").str.replace_all(r'"[^"]*"', "")
+    unquoted_text = pl.col("raw_text").str.replace_all(r'"[^"]*"', "")
     lines = lines.with_columns(
-        fields=bare.str.count_matches(",", literal=True).cast(pl.Int64) + 1,
-        odd_quote=pl.col("raw_text").str.contains('"', literal=True) & ~pl.col("raw_text").str.contains(_ROW),
+        fields=unquoted_text.str.count_matches(",", literal=True).cast(pl.Int64) + 1,
+        odd_quote=pl.col("raw_text").str.contains('"', literal=True)
+        & ~pl.col("raw_text").str.contains(_ROW_PATTERN),
         long=pl.col("raw_text").str.len_chars() > limits.max_record_chars,
     )
-    expected = lines["fields"][0]
-    names = [part.strip().strip('"').strip().upper() for part in lines["raw_text"][0].split(",")]
-    if "NORAD_CAT_ID" not in names or len(names) != expected or len(set(names)) < expected:
+    field_count = lines["fields"][0]
+    header_names = [part.strip().strip('"').strip().upper() for part in lines["raw_text"][0].split(",")]
+    if (
+        "NORAD_CAT_ID" not in header_names
+        or len(header_names) != field_count
+        or len(set(header_names)) < field_count
+    ):
         raise UnreadableCatalogueError(
             source, "the CSV header repeats a name or has no NORAD_CAT_ID", "Give an OMM CSV file."
         )
@@ -110,40 +115,45 @@ def from_csv(text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
             .then(pl.format("the row has more than {} characters", pl.lit(limits.max_record_chars)))
             .when(pl.col("odd_quote"))
             .then(pl.lit("a quote is not closed, or not where a field begins or ends"))
-            .when(pl.col("fields") != expected)
-            .then(pl.format("the row has {} fields, the header {}", pl.col("fields"), pl.lit(expected))),
+            .when(pl.col("fields") != field_count)
+            .then(pl.format("the row has {} fields, the header {}", pl.col("fields"), pl.lit(field_count))),
             broken_as=pl.when(pl.col("long"))
             .then(pl.lit(str(RejectReason.RECORD_LENGTH)))
             .otherwise(pl.lit(str(RejectReason.TRUNCATED))),
         )
         .drop("fields", "odd_quote", "long")
     )
-    whole, cut = lines.filter(pl.col("broken").is_null()), lines.filter(pl.col("broken").is_not_null())
-    if whole.height:
-        rows = io.BytesIO(("\n".join(whole["raw_text"].to_list()) + "\n").encode())
-        values = pl.read_csv(rows, has_header=False, new_columns=names, infer_schema=False)
-        whole = pl.concat([whole, values.select(n for n in names if n in KEYWORDS)], how="horizontal")
-    return pl.concat([whole, cut], how="diagonal").sort("line_number")
+    complete_rows, broken_rows = (
+        lines.filter(pl.col("broken").is_null()),
+        lines.filter(pl.col("broken").is_not_null()),
+    )
+    if complete_rows.height:
+        csv_bytes = io.BytesIO(("\n".join(complete_rows["raw_text"].to_list()) + "\n").encode())
+        values = pl.read_csv(csv_bytes, has_header=False, new_columns=header_names, infer_schema=False)
+        complete_rows = pl.concat(
+            [complete_rows, values.select(n for n in header_names if n in KEYWORDS)], how="horizontal"
+        )
+    return pl.concat([complete_rows, broken_rows], how="diagonal").sort("line_number")
 
 
-def from_kvn(text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
+def from_kvn(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
     """Keyword = value notation; each ``CCSDS_OMM_VERS`` starts a message. Units in [] are dropped.
 
     Raises:
         UnreadableCatalogueError: no message starts in it.
 
     """
-    pair = r"^\s*([A-Za-z_0-9]+)\s*=\s*(.*?)\s*(?:\[[^\]]*\])?\s*$"
+    pair_pattern = r"^\s*([A-Za-z_0-9]+)\s*=\s*(.*?)\s*(?:\[[^\]]*\])?\s*$"
     lines = (
-        pl.DataFrame({"text": pl.Series(text.split("\n"), dtype=pl.String)})
+        pl.DataFrame({"text": pl.Series(file_text.split("\n"), dtype=pl.String)})
         .with_row_index("line_number", offset=1)
         .filter(pl.col("text").str.strip_chars(" \t\x00\x1a") != "")
         .filter(~pl.col("text").str.contains(r"^\s*COMMENT(\s|$)"))
         .with_columns(
             pl.col("line_number").cast(pl.Int64),
             long=pl.col("text").str.len_chars() > limits.max_record_chars,
-            key=pl.col("text").str.extract(pair, 1).str.to_uppercase(),
-            value=pl.col("text").str.extract(pair, 2),
+            key=pl.col("text").str.extract(pair_pattern, 1).str.to_uppercase(),
+            value=pl.col("text").str.extract(pair_pattern, 2),
         )
         # Data of other parts: manoeuvres and covariance rows have keywords too; these two mark blocks.
         .filter(~pl.col("text").str.contains(r"^\s*(META|DATA|COVARIANCE)_(START|STOP)\s*$"))
@@ -154,40 +164,40 @@ def from_kvn(text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
         raise UnreadableCatalogueError(
             source, "the KVN has no CCSDS_OMM_VERS", "Each message begins with it: give an OMM in KVN."
         )
-    odd = pl.col("key").is_null() | pl.col("long")
+    is_bad_line = pl.col("key").is_null() | pl.col("long")
     frame = lines.group_by("message", maintain_order=True).agg(
         pl.col("line_number").first(),
         raw_text=pl.lit(""),
-        broken=pl.when(odd.any()).then(
-            pl.format("line {} is no keyword = value", pl.col("line_number").filter(odd).first())
+        broken=pl.when(is_bad_line.any()).then(
+            pl.format("line {} is no keyword = value", pl.col("line_number").filter(is_bad_line).first())
         ),
         broken_as=pl.when(pl.col("long").any())
         .then(pl.lit(str(RejectReason.RECORD_LENGTH)))
         .otherwise(pl.lit(str(RejectReason.TRUNCATED))),
     )
-    wanted = lines.filter(pl.col("key").is_in(KEYWORDS))
-    if not wanted.height:
+    keyword_lines = lines.filter(pl.col("key").is_in(KEYWORDS))
+    if not keyword_lines.height:
         return frame.drop("message")
-    values = wanted.pivot(on="key", index="message", values="value", aggregate_function="last")
+    values = keyword_lines.pivot(on="key", index="message", values="value", aggregate_function="last")
     return frame.join(values, on="message", how="left", maintain_order="left").drop("message")
 
 
-def from_xml(text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
+def from_xml(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
     """NDM/XML: any number of ``omm`` elements, below ``ndm`` or alone, in any namespace.
 
     Raises:
         UnreadableCatalogueError: the text is not well-formed XML, declares entities or is nested too deeply.
 
     """
-    reader = _Messages(source, limits)
+    reader = _OmmXmlReader(source, limits)
     try:
-        reader.parser.Parse(text.encode(), True)
+        reader.parser.Parse(file_text.encode(), True)
     except expat.ExpatError as error:
         raise UnreadableCatalogueError(source, f"not XML ({error})", "Fetch the file again.") from error
     return pl.DataFrame(reader.rows, schema=_COLUMNS, strict=False, orient="row")
 
 
-class _Messages:
+class _OmmXmlReader:
     """Collects the keywords of each message as expat comes by them; no tree is built."""
 
     def __init__(self, source: str, limits: ReadLimits) -> None:
@@ -196,23 +206,23 @@ class _Messages:
         self._limits = limits
         self._depth = 0
         self._keyword: str | None = None
-        self._text: list[str] = []
+        self._value_parts: list[str] = []
         # The text is decoded already, whatever the declaration says of its bytes.
         self.parser = expat.ParserCreate("utf-8", " ")
         self.parser.buffer_text = True
-        self.parser.StartElementHandler = self._start
-        self.parser.EndElementHandler = self._end
-        self.parser.CharacterDataHandler = self._characters
+        self.parser.StartElementHandler = self._start_element
+        self.parser.EndElementHandler = self._end_element
+        self.parser.CharacterDataHandler = self._collect_characters
         # Entities are the way to blow up an XML parser, and no NDM message needs them.
-        self.parser.StartDoctypeDeclHandler = self._doctype
+        self.parser.StartDoctypeDeclHandler = self._reject_doctype
         self._keywords = frozenset(KEYWORDS)
 
-    def _doctype(self, *_: object) -> None:
+    def _reject_doctype(self, *_: object) -> None:
         raise UnreadableCatalogueError(
             self._source, "the XML declares a DTD", "NDM/XML needs none: remove it."
         )
 
-    def _start(self, tag: str, _: object) -> None:
+    def _start_element(self, tag: str, _: object) -> None:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise UnreadableCatalogueError(
@@ -222,16 +232,16 @@ class _Messages:
         if name == "omm":
             self.rows.append({"line_number": self.parser.CurrentLineNumber, "raw_text": ""})
         self._keyword = name if name in self._keywords and self.rows else None
-        self._text = []
+        self._value_parts = []
 
-    def _characters(self, data: str) -> None:
+    def _collect_characters(self, data: str) -> None:
         if self._keyword is not None:
-            self._text.append(data)
+            self._value_parts.append(data)
 
-    def _end(self, _: str) -> None:
+    def _end_element(self, _: str) -> None:
         self._depth -= 1
         if self._keyword is not None:
-            row, value = self.rows[-1], "".join(self._text).strip()
+            row, value = self.rows[-1], "".join(self._value_parts).strip()
             if len(value) > self._limits.max_record_chars:
                 row["broken"] = f"{self._keyword} has more than {self._limits.max_record_chars} characters"
                 row["broken_as"] = str(RejectReason.RECORD_LENGTH)

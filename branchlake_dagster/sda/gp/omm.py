@@ -12,14 +12,14 @@ from branchlake_dagster.sda.gp.records import CANDIDATE_COLUMNS
 from branchlake_dagster.sda.gp.rules import (
     MAX_SAT_NO,
     REJECTED_COLUMNS,
+    RecordRule,
     RejectReason,
-    Rule,
     ephemeris_rule,
     range_rules,
-    split,
+    split_by_rules,
 )
 
-_REQUIRED = {
+_REQUIRED_NUMBERS = {
     "MEAN_MOTION": "mean_motion",
     "ECCENTRICITY": "eccentricity",
     "INCLINATION": "inclination",
@@ -39,12 +39,12 @@ _OPTIONAL_COUNTERS = {
     "ELEMENT_SET_NO": "element_set_no",
     "REV_AT_EPOCH": "rev_at_epoch",
 }
-_TEXTS = {
+_TEXT_KEYWORDS = {
     "OBJECT_NAME": "object_name",
     "OBJECT_ID": "object_id",
     "CLASSIFICATION_TYPE": "classification_type",
 }
-_FIXED = {
+_SUPPORTED_VALUES = {
     "CENTER_NAME": ("EARTH",),
     "REF_FRAME": ("TEME",),
     "TIME_SYSTEM": ("UTC",),
@@ -54,13 +54,13 @@ _FIXED = {
 
 KEYWORDS = (
     *("EPOCH", "NORAD_CAT_ID"),
-    *_REQUIRED,
+    *_REQUIRED_NUMBERS,
     *_OPTIONAL_NUMBERS,
     *_OPTIONAL_COUNTERS,
-    *_TEXTS,
-    *_FIXED,
+    *_TEXT_KEYWORDS,
+    *_SUPPORTED_VALUES,
 )
-_EPOCHS = ("%Y-%m-%dT%H:%M:%S%.f", "%Y-%jT%H:%M:%S%.f", "%Y-%m-%d %H:%M:%S%.f")
+_EPOCH_FORMATS = ("%Y-%m-%dT%H:%M:%S%.f", "%Y-%jT%H:%M:%S%.f", "%Y-%m-%d %H:%M:%S%.f")
 _FIRST_YEAR = 1957
 
 
@@ -69,40 +69,42 @@ def elements_from_keywords(frame: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFr
 
     Keywords may be missing altogether. A rejected row without a text of its own shows the keywords read.
     """
-    absent = [k for k in KEYWORDS if k not in frame.columns]
+    missing_keywords = [k for k in KEYWORDS if k not in frame.columns]
     frame = frame.with_columns(
-        *(pl.lit(None, dtype=pl.String).alias(k) for k in absent),
+        *(pl.lit(None, dtype=pl.String).alias(k) for k in missing_keywords),
         *(pl.lit(None, dtype=pl.String).alias(k) for k in ("broken", "broken_as") if k not in frame.columns),
     )
-    text = {k: pl.col(k).str.strip_chars() for k in KEYWORDS}
-    frame = frame.with_columns(pl.when(text[k] != "").then(text[k]).alias(k) for k in KEYWORDS)
-    epoch_text = pl.col("EPOCH").str.replace("Z$", "")
-    epoch = pl.coalesce(epoch_text.str.to_datetime(f, time_unit="us", strict=False) for f in _EPOCHS)
-    numbers = _REQUIRED | _OPTIONAL_NUMBERS
+    stripped_values = {k: pl.col(k).str.strip_chars() for k in KEYWORDS}
+    frame = frame.with_columns(
+        pl.when(stripped_values[k] != "").then(stripped_values[k]).alias(k) for k in KEYWORDS
+    )
+    epoch_value = pl.col("EPOCH").str.replace("Z$", "")
+    epoch = pl.coalesce(epoch_value.str.to_datetime(f, time_unit="us", strict=False) for f in _EPOCH_FORMATS)
+    numbers = _REQUIRED_NUMBERS | _OPTIONAL_NUMBERS
     parsed = frame.with_columns(
         epoch.dt.replace_time_zone("UTC").alias("epoch"),
         *(pl.col(k).cast(pl.Float64, strict=False).alias(v) for k, v in numbers.items()),
         *(pl.col(k).cast(pl.Int32, strict=False).alias(v) for k, v in _OPTIONAL_COUNTERS.items()),
-        *(pl.col(k).alias(v) for k, v in _TEXTS.items()),
+        *(pl.col(k).alias(v) for k, v in _TEXT_KEYWORDS.items()),
         sat_no=pl.col("NORAD_CAT_ID").cast(pl.Int64, strict=False),
         source_format=pl.lit("OMM"),
     )
-    return _judge(parsed)
+    return _apply_record_rules(parsed)
 
 
-def _unread(keyword: str, column: str, *, required: bool) -> Rule:
+def _readable_field_rule(keyword: str, column: str, *, required: bool) -> RecordRule:
     """Text that cannot be read, or none where there must be some."""
-    broken = pl.col(column).is_null() & (pl.lit(required) | pl.col(keyword).is_not_null())
-    told = pl.format("cannot read {}={}", pl.lit(keyword), pl.col(keyword).fill_null("nothing"))
-    return Rule(RejectReason.FIELD, column, broken, told)
+    is_unreadable = pl.col(column).is_null() & (pl.lit(required) | pl.col(keyword).is_not_null())
+    message = pl.format("cannot read {}={}", pl.lit(keyword), pl.col(keyword).fill_null("nothing"))
+    return RecordRule(RejectReason.FIELD, column, is_unreadable, message)
 
 
-def _judge(parsed: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _apply_record_rules(parsed: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Apply the record rules in order; the first that fails names the reason."""
     optional = _OPTIONAL_NUMBERS | _OPTIONAL_COUNTERS
     rules = [
-        Rule(RejectReason.UNSUPPORTED_MESSAGE, None, pl.col("broken").is_not_null(), pl.col("broken")),
-        Rule(
+        RecordRule(RejectReason.UNSUPPORTED_MESSAGE, None, pl.col("broken").is_not_null(), pl.col("broken")),
+        RecordRule(
             RejectReason.CATALOGUE_NUMBER,
             "sat_no",
             (~pl.col("sat_no").is_between(1, MAX_SAT_NO)).fill_null(True),
@@ -112,46 +114,46 @@ def _judge(parsed: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         ),
         ephemeris_rule((pl.col("MEAN_ELEMENT_THEORY").str.to_uppercase() == "SGP4-XP").fill_null(False)),
         *(
-            Rule(
+            RecordRule(
                 RejectReason.UNSUPPORTED_MESSAGE,
                 k.lower(),
                 (~pl.col(k).str.to_uppercase().is_in(allowed)).fill_null(False),
                 pl.format("{} is {}, expected {}", pl.lit(k), pl.col(k), pl.lit(" or ".join(allowed))),
             )
-            for k, allowed in _FIXED.items()
+            for k, allowed in _SUPPORTED_VALUES.items()
         ),
-        _unread("EPOCH", "epoch", required=True),
-        Rule(
+        _readable_field_rule("EPOCH", "epoch", required=True),
+        RecordRule(
             RejectReason.FIELD,
             "epoch",
             pl.col("epoch").dt.year() < _FIRST_YEAR,
             pl.format("EPOCH={} is before the first satellite", pl.col("EPOCH")),
         ),
-        *(_unread(k, v, required=True) for k, v in _REQUIRED.items()),
-        *(_unread(k, v, required=False) for k, v in optional.items()),
+        *(_readable_field_rule(k, v, required=True) for k, v in _REQUIRED_NUMBERS.items()),
+        *(_readable_field_rule(k, v, required=False) for k, v in optional.items()),
         *range_rules(),
     ]
-    shown = pl.concat_str(
+    keyword_summary = pl.concat_str(
         pl.when(pl.col(k).is_not_null()).then(pl.format("{}={} ", pl.lit(k), pl.col(k))).otherwise(pl.lit(""))
-        for k in ("NORAD_CAT_ID", "OBJECT_NAME", "EPOCH", *_REQUIRED, *optional)
+        for k in ("NORAD_CAT_ID", "OBJECT_NAME", "EPOCH", *_REQUIRED_NUMBERS, *optional)
     ).str.strip_chars_end()
     parsed = parsed.with_columns(
-        raw_text=pl.when(pl.col("raw_text") != "").then(pl.col("raw_text")).otherwise(shown)
+        raw_text=pl.when(pl.col("raw_text") != "").then(pl.col("raw_text")).otherwise(keyword_summary)
     )
-    good, rejected = split(parsed, rules)
+    accepted, rejected = split_by_rules(parsed, rules)
     if rejected.height:
-        kept = parsed.filter(pl.col("broken").is_not_null()).select(
+        parser_reasons = parsed.filter(pl.col("broken").is_not_null()).select(
             pl.col("line_number").cast(pl.Int32), "broken_as"
         )
         rejected = (
-            rejected.join(kept, on="line_number", how="left")
+            rejected.join(parser_reasons, on="line_number", how="left")
             .with_columns(reason=pl.coalesce("broken_as", "reason"))
             .select(list(REJECTED_COLUMNS))
             .sort("line_number")
         )
-    good = good.with_columns(
+    accepted = accepted.with_columns(
         pl.col(c).fill_null(0)
         for c in (*_OPTIONAL_NUMBERS.values(), "ephemeris_type", "element_set_no", "rev_at_epoch")
     )
-    elements = good.select(pl.col(c).cast(t) for c, t in CANDIDATE_COLUMNS.items())
+    elements = accepted.select(pl.col(c).cast(t) for c, t in CANDIDATE_COLUMNS.items())
     return elements, rejected

@@ -6,13 +6,13 @@ import re
 from datetime import datetime
 
 from branchlake_dagster.sda.gp.encodings import from_csv, from_json, from_kvn, from_xml
-from branchlake_dagster.sda.gp.limits import ReadLimits, text_of
+from branchlake_dagster.sda.gp.limits import ReadLimits, decode_gp_file
 from branchlake_dagster.sda.gp.omm import elements_from_keywords
 from branchlake_dagster.sda.gp.records import EmptyCatalogueError, ParsedCatalogue, latest_per_object
-from branchlake_dagster.sda.gp.rules import future_rule, split
+from branchlake_dagster.sda.gp.rules import future_epoch_rule, split_by_rules
 from branchlake_dagster.sda.gp.tle import parse_tle
 
-_KVN = re.compile(r"\A(?:\s*COMMENT\b[^\n]*(?:\n|\Z))*\s*[A-Z_0-9]+\s*=")
+_KVN_START = re.compile(r"\A(?:\s*COMMENT\b[^\n]*(?:\n|\Z))*\s*[A-Z_0-9]+\s*=")
 _HEAD_CHARS = 65_536
 """Where the format shows; comments before a KVN's first keyword may be long."""
 
@@ -37,25 +37,25 @@ def read_catalogue(
 
     """
     limits = limits or ReadLimits()
-    text = text_of(content, source, limits)
-    head = text[:_HEAD_CHARS].lstrip()
+    file_text = decode_gp_file(content, source, limits)
+    head = file_text[:_HEAD_CHARS].lstrip()
     first_line = head.partition("\n")[0]
     if head.startswith(("[", "{")):
-        candidates, rejected = elements_from_keywords(from_json(text, source, limits))
+        candidates, rejected = elements_from_keywords(from_json(file_text, source, limits))
     elif head.startswith("<"):
-        candidates, rejected = elements_from_keywords(from_xml(text, source, limits))
-    elif _KVN.match(head):
-        candidates, rejected = elements_from_keywords(from_kvn(text, source, limits))
+        candidates, rejected = elements_from_keywords(from_xml(file_text, source, limits))
+    elif _KVN_START.match(head):
+        candidates, rejected = elements_from_keywords(from_kvn(file_text, source, limits))
     elif "," in first_line and "NORAD_CAT_ID" in first_line.upper():
-        candidates, rejected = elements_from_keywords(from_csv(text, source, limits))
+        candidates, rejected = elements_from_keywords(from_csv(file_text, source, limits))
     else:
-        candidates, rejected = parse_tle(text)
+        candidates, rejected = parse_tle(file_text)
     if candidates.height == 0 and rejected.height == 0:
         raise EmptyCatalogueError(
             source, "no records in it", "Check that the download was complete; nothing was ingested."
         )
     if collected_at is not None:
-        candidates, ahead = split(candidates, [future_rule(collected_at)])
-        rejected = rejected.vstack(ahead)
+        candidates, future_rejections = split_by_rules(candidates, [future_epoch_rule(collected_at)])
+        rejected = rejected.vstack(future_rejections)
     elements, duplicates = latest_per_object(candidates)
     return ParsedCatalogue(elements, rejected.vstack(duplicates).sort("line_number"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from branchlake_dagster.sda.gp.rules import RejectReason, rejections
+from branchlake_dagster.sda.gp.rules import RejectReason, build_rejections
 
 ELEMENT_COLUMNS: dict[str, pl.DataType] = {
     "sat_no": pl.Int64(),
@@ -87,13 +87,13 @@ def latest_per_object(candidates: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFr
     """
     ordered = candidates.sort("sat_no", "epoch", "line_number")
     is_latest = pl.col("sat_no") != pl.col("sat_no").shift(-1)
-    kept = ordered.filter(is_latest.fill_null(True))
-    elements = kept.select(list(ELEMENT_COLUMNS))
-    repeated = ordered.filter(~is_latest.fill_null(True)).join(
-        kept.select("sat_no", kept_line="line_number"), on="sat_no", how="left"
+    latest = ordered.filter(is_latest.fill_null(True))
+    elements = latest.select(list(ELEMENT_COLUMNS))
+    duplicates = ordered.filter(~is_latest.fill_null(True)).join(
+        latest.select("sat_no", kept_line="line_number"), on="sat_no", how="left"
     )
-    return elements, rejections(
-        repeated,
+    return elements, build_rejections(
+        duplicates,
         reason=RejectReason.DUPLICATE_OBJECT,
         field="sat_no",
         message=pl.format(

@@ -20,11 +20,11 @@ MAX_MEAN_MOTION = 17.5
 MAX_BSTAR = 10.0
 """Per Earth radius. Fits of objects under thrust reach 3.6 in real catalogues; lines can state 1e9."""
 
-MAX_AHEAD = timedelta(days=2)
+MAX_EPOCH_LEAD = timedelta(days=2)
 """How far an epoch may lie ahead of the file's collection: operators issue elements for planned manoeuvres a
 day ahead. A later one would win over every true one that follows."""
 
-SGP4 = 0
+SGP4_EPHEMERIS_TYPE = 0
 MAX_RAW_CHARS = 4_096
 """Of a rejected record's text that is kept; a damaged file may be one line."""
 
@@ -57,16 +57,16 @@ REJECTED_COLUMNS: dict[str, pl.DataType] = {
 
 
 @dataclass(frozen=True)
-class Rule:
+class RecordRule:
     """A condition over a row that makes it no element set; a null condition is not broken."""
 
     reason: RejectReason
     field: str | pl.Expr | None
-    broken: pl.Expr
+    is_broken: pl.Expr
     message: str | pl.Expr
 
 
-def rejections(
+def build_rejections(
     frame: pl.DataFrame,
     *,
     reason: RejectReason | pl.Expr,
@@ -79,59 +79,59 @@ def rejections(
         pl.col("line_number").cast(pl.Int32),
         sat_no.cast(pl.Int64).alias("sat_no"),
         pl.col("raw_text").cast(pl.String).str.slice(0, MAX_RAW_CHARS),
-        _expression(reason).cast(pl.String).alias("reason"),
-        _expression(field).cast(pl.String).alias("field"),
-        _expression(message).cast(pl.String).str.slice(0, MAX_RAW_CHARS).alias("message"),
+        _to_expression(reason).cast(pl.String).alias("reason"),
+        _to_expression(field).cast(pl.String).alias("field"),
+        _to_expression(message).cast(pl.String).str.slice(0, MAX_RAW_CHARS).alias("message"),
     )
 
 
-def split(frame: pl.DataFrame, rules: Sequence[Rule]) -> tuple[pl.DataFrame, pl.DataFrame]:
+def split_by_rules(frame: pl.DataFrame, rules: Sequence[RecordRule]) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The rows that keep all rules, and rejected rows (``REJECTED_COLUMNS``) for the others.
 
     ``frame`` has ``line_number``, ``raw_text`` and what the rules ask for.
     """
     # One pass to find the broken rows; the words are made for these alone, and of what they broke first.
-    first = pl.coalesce(
-        pl.when(rule.broken).then(pl.lit(number, dtype=pl.Int32)) for number, rule in enumerate(rules)
+    first_rule = pl.coalesce(
+        pl.when(rule.is_broken).then(pl.lit(number, dtype=pl.Int32)) for number, rule in enumerate(rules)
     )
-    numbered = frame.with_columns(first.alias("_rule"))
-    good = numbered.filter(pl.col("_rule").is_null()).drop("_rule")
-    bad = numbered.filter(pl.col("_rule").is_not_null())
-    broken = {number: rules[number] for number in bad["_rule"].unique().sort()}
+    numbered_rows = frame.with_columns(first_rule.alias("_rule"))
+    accepted = numbered_rows.filter(pl.col("_rule").is_null()).drop("_rule")
+    failing_rows = numbered_rows.filter(pl.col("_rule").is_not_null())
+    rules_by_number = {number: rules[number] for number in failing_rows["_rule"].unique().sort()}
 
-    def of_first_broken(value: Callable[[Rule], str | pl.Expr | None]) -> pl.Expr:
+    def first_rule_value(value: Callable[[RecordRule], str | pl.Expr | None]) -> pl.Expr:
         # Null stands for none: a frame without broken rows has no words, and coalesce wants something.
         return pl.coalesce(
             *(
-                pl.when(pl.col("_rule") == number).then(_expression(value(rule)).cast(pl.String))
-                for number, rule in broken.items()
+                pl.when(pl.col("_rule") == number).then(_to_expression(value(rule)).cast(pl.String))
+                for number, rule in rules_by_number.items()
             ),
             pl.lit(None, dtype=pl.String),
         )
 
-    rejected = rejections(
-        bad,
-        reason=of_first_broken(lambda rule: str(rule.reason)),
-        field=of_first_broken(lambda rule: rule.field),
-        message=of_first_broken(lambda rule: rule.message),
+    rejected = build_rejections(
+        failing_rows,
+        reason=first_rule_value(lambda rule: str(rule.reason)),
+        field=first_rule_value(lambda rule: rule.field),
+        message=first_rule_value(lambda rule: rule.message),
     )
-    return good, rejected
+    return accepted, rejected
 
 
-def _expression(value: str | pl.Expr | None) -> pl.Expr:
+def _to_expression(value: str | pl.Expr | None) -> pl.Expr:
     return value if isinstance(value, pl.Expr) else pl.lit(value)
 
 
-def range_rules() -> list[Rule]:
+def range_rules() -> list[RecordRule]:
     """Limits of the format and of physics, on the columns of both formats. NaN is outside of every range."""
     return [
-        *(_within(name, 0.0, 360.0) for name in ("ra_of_asc_node", "arg_of_pericenter", "mean_anomaly")),
-        _within("inclination", 0.0, 180.0),
-        _within("eccentricity", 0.0, 1.0, above=False),
-        _within("mean_motion", 0.0, MAX_MEAN_MOTION, below=False),
-        _within("bstar", -MAX_BSTAR, MAX_BSTAR),
+        *(_range_rule(name, 0.0, 360.0) for name in ("ra_of_asc_node", "arg_of_pericenter", "mean_anomaly")),
+        _range_rule("inclination", 0.0, 180.0),
+        _range_rule("eccentricity", 0.0, 1.0, high_allowed=False),
+        _range_rule("mean_motion", 0.0, MAX_MEAN_MOTION, low_allowed=False),
+        _range_rule("bstar", -MAX_BSTAR, MAX_BSTAR),
         *(
-            Rule(
+            RecordRule(
                 RejectReason.FIELD,
                 name,
                 ~pl.col(name).is_finite(),
@@ -140,7 +140,7 @@ def range_rules() -> list[Rule]:
             for name in ("mean_motion_dot", "mean_motion_ddot")
         ),
         *(
-            Rule(
+            RecordRule(
                 RejectReason.FIELD,
                 name,
                 pl.col(name) < 0,
@@ -151,40 +151,44 @@ def range_rules() -> list[Rule]:
     ]
 
 
-def _within(name: str, low: float, high: float, *, below: bool = True, above: bool = True) -> Rule:
-    """`below` and `above`: whether the limit itself is allowed."""
+def _range_rule(
+    name: str, low: float, high: float, *, low_allowed: bool = True, high_allowed: bool = True
+) -> RecordRule:
+    """`low_allowed` and `high_allowed`: whether the limit itself is allowed."""
     column = pl.col(name)
-    inside = (column >= low if below else column > low) & (column <= high if above else column < high)
-    words = f"{'[' if below else '('}{low:g}, {high:g}{']' if above else ')'}"
-    message = pl.format("{} is {}, outside of {}", pl.lit(name), column, pl.lit(words))
-    return Rule(RejectReason.FIELD, name, ~inside | column.is_nan(), message)
+    is_inside = (column >= low if low_allowed else column > low) & (
+        column <= high if high_allowed else column < high
+    )
+    interval = f"{'[' if low_allowed else '('}{low:g}, {high:g}{']' if high_allowed else ')'}"
+    message = pl.format("{} is {}, outside of {}", pl.lit(name), column, pl.lit(interval))
+    return RecordRule(RejectReason.FIELD, name, ~is_inside | column.is_nan(), message)
 
 
-def ephemeris_rule(also: pl.Expr | None = None) -> Rule:
-    """Only SGP4's mean elements may be propagated by SGP4; `also` tells other theories by another field."""
-    other = (pl.col("ephemeris_type") != SGP4).fill_null(False)
-    return Rule(
+def ephemeris_rule(is_other_theory: pl.Expr | None = None) -> RecordRule:
+    """Only SGP4's mean elements may be propagated by SGP4; `is_other_theory` tells other theories by another field."""
+    is_not_sgp4 = (pl.col("ephemeris_type") != SGP4_EPHEMERIS_TYPE).fill_null(False)
+    return RecordRule(
         RejectReason.EPHEMERIS_TYPE,
         "ephemeris_type",
-        other | also if also is not None else other,
+        is_not_sgp4 | is_other_theory if is_other_theory is not None else is_not_sgp4,
         pl.format(
             "ephemeris type {} (4 is SGP4-XP): plain SGP4, type 0, would propagate it wrongly",
-            pl.col("ephemeris_type").fill_null(SGP4),
+            pl.col("ephemeris_type").fill_null(SGP4_EPHEMERIS_TYPE),
         ),
     )
 
 
-def future_rule(collected_at: datetime) -> Rule:
+def future_epoch_rule(collected_at: datetime) -> RecordRule:
     """Elements of a later time than the file can know of."""
-    limit = collected_at + MAX_AHEAD
-    return Rule(
+    limit = collected_at + MAX_EPOCH_LEAD
+    return RecordRule(
         RejectReason.FUTURE_EPOCH,
         "epoch",
         pl.col("epoch") > pl.lit(limit),
         pl.format(
             "the epoch {} is more than {} days after the file's collection at {}",
             pl.col("epoch").dt.strftime("%Y-%m-%dT%H:%M:%S"),
-            pl.lit(MAX_AHEAD.days),
+            pl.lit(MAX_EPOCH_LEAD.days),
             pl.lit(f"{collected_at:%Y-%m-%dT%H:%M:%SZ}"),
         ),
     )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import polars as pl
 
 from branchlake_dagster.sda.gp.records import ELEMENT_COLUMNS
-from branchlake_dagster.sda.gp.write import write_omm_json, write_tle
+from branchlake_dagster.sda.gp.write import format_omm_json, format_tle
 
 MU_KM3_S2 = 398_600.8
 """WGS-72, the constant the SGP4 theory is written in."""
@@ -61,8 +61,8 @@ def simulated_elements(*, seed: int, objects: int, epoch: datetime) -> pl.DataFr
     rng = np.random.default_rng([seed, objects])
     counts = np.floor(np.array([s.share for s in SHELLS]) * objects).astype(int)
     counts[0] += objects - counts.sum()
-    parts = [_shell(rng, shell, int(n)) for shell, n in zip(SHELLS, counts, strict=True)]
-    columns = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+    shell_columns = [_draw_shell(rng, shell, int(n)) for shell, n in zip(SHELLS, counts, strict=True)]
+    columns = {name: np.concatenate([p[name] for p in shell_columns]) for name in shell_columns[0]}
     names = np.repeat([s.name for s in SHELLS], counts)
     ordinal = np.arange(objects)
     sat_no = np.where(ordinal % 10 == 9, 270_000 + ordinal, 60_000 + ordinal % 30_000).astype(np.int64)
@@ -70,15 +70,15 @@ def simulated_elements(*, seed: int, objects: int, epoch: datetime) -> pl.DataFr
     elapsed_s = (epoch - REFERENCE_EPOCH).total_seconds() - age_s
     # Carry node, perigee and anomaly with the J2 secular rates, so that successive snapshots of one seed
     # describe the same orbits and not new ones.
-    columns = _advance(columns, elapsed_s)
+    columns = _advance_angles(columns, elapsed_s)
     micros = np.round(age_s * 1e6).astype("timedelta64[us]")
-    at = np.datetime64(epoch.replace(tzinfo=None), "us") - micros
+    epochs = np.datetime64(epoch.replace(tzinfo=None), "us") - micros
     frame = pl.DataFrame(
         {
             "sat_no": sat_no,
             "object_name": pl.Series(np.char.add(names, np.char.mod("-%05d", ordinal)).tolist()),
             "object_id": pl.Series(np.char.mod("2026-%03dA", ordinal % 999 + 1).tolist()),
-            "epoch": pl.Series(at).cast(pl.Datetime("us")).dt.replace_time_zone("UTC"),
+            "epoch": pl.Series(epochs).cast(pl.Datetime("us")).dt.replace_time_zone("UTC"),
             **columns,
             "ephemeris_type": np.zeros(objects, dtype=np.int32),
             "classification_type": ["U"] * objects,
@@ -93,7 +93,7 @@ def simulated_elements(*, seed: int, objects: int, epoch: datetime) -> pl.DataFr
     return frame.select(pl.col(c).cast(t) for c, t in ELEMENT_COLUMNS.items()).sort("sat_no")
 
 
-def _shell(rng: np.random.Generator, shell: Shell, n: int) -> dict[str, npt.NDArray[np.float64]]:
+def _draw_shell(rng: np.random.Generator, shell: Shell, n: int) -> dict[str, npt.NDArray[np.float64]]:
     perigee = EARTH_RADIUS_KM + rng.uniform(*shell.perigee_km, n)
     if shell.apogee_km is None:
         # Operators keep circular orbits circular to a few kilometres.
@@ -115,20 +115,24 @@ def _shell(rng: np.random.Generator, shell: Shell, n: int) -> dict[str, npt.NDAr
     }
 
 
-def _advance(
+def _advance_angles(
     columns: dict[str, npt.NDArray[np.float64]], seconds: npt.NDArray[np.float64]
 ) -> dict[str, npt.NDArray[np.float64]]:
     """J2 secular advance of the angles (Vallado, Fundamentals of Astrodynamics, section 9.6)."""
     n_rad_s = columns["mean_motion"] * 2 * np.pi / 86_400
     a_km = (MU_KM3_S2 / n_rad_s**2) ** (1 / 3)
-    slr = a_km * (1 - columns["eccentricity"] ** 2)
-    factor = 1.5 * 1.0826e-3 * (EARTH_RADIUS_KM / slr) ** 2 * n_rad_s
+    semilatus_rectum = a_km * (1 - columns["eccentricity"] ** 2)
+    factor = 1.5 * 1.0826e-3 * (EARTH_RADIUS_KM / semilatus_rectum) ** 2 * n_rad_s
     cos_i = np.cos(np.radians(columns["inclination"]))
     node = columns["ra_of_asc_node"] - np.degrees(factor * cos_i * seconds)
     perigee = columns["arg_of_pericenter"] + np.degrees(factor * (2 - 2.5 * (1 - cos_i**2)) * seconds)
     anomaly = columns["mean_anomaly"] + np.degrees(n_rad_s * seconds)
-    moved = {"ra_of_asc_node": node % 360, "arg_of_pericenter": perigee % 360, "mean_anomaly": anomaly % 360}
-    return {**columns, **moved}
+    advanced_angles = {
+        "ra_of_asc_node": node % 360,
+        "arg_of_pericenter": perigee % 360,
+        "mean_anomaly": anomaly % 360,
+    }
+    return {**columns, **advanced_angles}
 
 
 def simulated_gp_file(*, seed: int, objects: int, epoch: datetime, bad: bool = False) -> str:
@@ -139,12 +143,12 @@ def simulated_gp_file(*, seed: int, objects: int, epoch: datetime, bad: bool = F
     """
     elements = simulated_elements(seed=seed, objects=objects, epoch=epoch)
     if not bad:
-        return write_omm_json(elements)
+        return format_omm_json(elements)
     row = pl.int_range(pl.len())
-    absurd = elements.with_columns(
+    absurd_elements = elements.with_columns(
         mean_motion=pl.when(row % 9 == 4).then(ABSURD_MEAN_MOTION).otherwise(pl.col("mean_motion"))
     )
-    lines = write_tle(absurd).split("\n")
+    lines = format_tle(absurd_elements).split("\n")
     # Line 2 of every eighth object: its checksum digit, moved on by one.
     lines[2::24] = [line[:-1] + str((int(line[-1]) + 1) % 10) for line in lines[2::24]]
     return "\n".join(lines)

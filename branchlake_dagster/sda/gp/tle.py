@@ -16,19 +16,19 @@ import polars as pl
 from branchlake_dagster.sda.gp.records import CANDIDATE_COLUMNS
 from branchlake_dagster.sda.gp.rules import (
     REJECTED_COLUMNS,
+    RecordRule,
     RejectReason,
-    Rule,
+    build_rejections,
     ephemeris_rule,
     range_rules,
-    rejections,
-    split,
+    split_by_rules,
 )
 
 LINE_LENGTH = 69
 _ALPHA5 = {c: 10 + i for i, c in enumerate(c for c in string.ascii_uppercase if c not in "IO")}
 
 
-def checksums(lines: pl.Series) -> npt.NDArray[np.int64]:
+def compute_checksums(lines: pl.Series) -> npt.NDArray[np.int64]:
     """Modulo-10 checksum of the first 68 columns: digits count their value, a minus sign counts one."""
     if lines.len() == 0:
         return np.zeros(0, dtype=np.int64)
@@ -39,33 +39,33 @@ def checksums(lines: pl.Series) -> npt.NDArray[np.int64]:
     return sums
 
 
-def _text(line: str, first: int, last: int) -> pl.Expr:
+def _slice_columns(line: str, first: int, last: int) -> pl.Expr:
     """Columns ``first`` to ``last`` of a line, numbered from 1 as the format's description does."""
     return pl.col(line).str.slice(first - 1, last - first + 1)
 
 
-def _number(line: str, first: int, last: int) -> pl.Expr:
-    return _text(line, first, last).str.strip_chars().cast(pl.Float64, strict=False)
+def _float_field(line: str, first: int, last: int) -> pl.Expr:
+    return _slice_columns(line, first, last).str.strip_chars().cast(pl.Float64, strict=False)
 
 
-def _integer(line: str, first: int, last: int) -> pl.Expr:
+def _integer_field(line: str, first: int, last: int) -> pl.Expr:
     """A right-aligned integer; blank means zero, as old element sets leave counters empty."""
-    text = _text(line, first, last).str.strip_chars()
-    return pl.when(text == "").then(0).otherwise(text.cast(pl.Int64, strict=False)).cast(pl.Int32)
+    field = _slice_columns(line, first, last).str.strip_chars()
+    return pl.when(field == "").then(0).otherwise(field.cast(pl.Int64, strict=False)).cast(pl.Int32)
 
 
-def _power_of_ten(line: str, first: int, last: int) -> pl.Expr:
+def _exponent_field(line: str, first: int, last: int) -> pl.Expr:
     """A field like `` 36362-3``: implied leading decimal point, two-character exponent."""
-    text = _text(line, first, last)
-    mantissa = text.str.slice(1, 5).str.strip_chars().str.replace("^$", "0")
-    sign = pl.when(text.str.slice(0, 1) == "-").then(-1.0).otherwise(1.0)
-    exponent = text.str.slice(6, 2).str.replace(" ", "+")
+    field = _slice_columns(line, first, last)
+    mantissa = field.str.slice(1, 5).str.strip_chars().str.replace("^$", "0")
+    sign = pl.when(field.str.slice(0, 1) == "-").then(-1.0).otherwise(1.0)
+    exponent = field.str.slice(6, 2).str.replace(" ", "+")
     return sign * (pl.lit("0.") + mantissa + pl.lit("e") + exponent).cast(pl.Float64, strict=False)
 
 
 def catalogue_number(line: str) -> pl.Expr:
     """Columns 3-7 as a 64-bit number, Alpha-5 decoded; null when they are neither digits nor Alpha-5."""
-    field = _text(line, 3, 7).str.strip_chars_start()
+    field = _slice_columns(line, 3, 7).str.strip_chars_start()
     leading = field.str.slice(0, 1)
     alpha = leading.replace_strict(_ALPHA5, default=None, return_dtype=pl.Int64)
     rest = pl.when(field.str.contains(r"^[A-Z]\d{4}$")).then(field.str.slice(1))
@@ -73,24 +73,26 @@ def catalogue_number(line: str) -> pl.Expr:
     return pl.coalesce(alpha * 10_000 + rest.cast(pl.Int64, strict=False), plain.cast(pl.Int64, strict=False))
 
 
-def _epoch(line: str) -> pl.Expr:
+def _epoch_field(line: str) -> pl.Expr:
     """Columns 19-32 as a UTC instant. Integer arithmetic: 1e-8 day is exactly 864 microseconds."""
-    year = _text(line, 19, 20).str.replace_all(" ", "0").cast(pl.Int64, strict=False)
+    year = _slice_columns(line, 19, 20).str.replace_all(" ", "0").cast(pl.Int64, strict=False)
     # The format's own pivot: Sputnik flew in 1957.
     full_year = pl.when(year < 57).then(year + 2000).otherwise(year + 1900)
-    day = _text(line, 21, 23).str.replace_all(" ", "0").cast(pl.Int64, strict=False)
-    fraction = _text(line, 25, 32).str.replace_all(" ", "0").cast(pl.Int64, strict=False)
-    point = _text(line, 24, 24) == "."
-    since = (day - 1) * 86_400_000_000 + fraction * 864
-    start = pl.datetime(full_year, 1, 1, time_unit="us", time_zone="UTC")
+    day = _slice_columns(line, 21, 23).str.replace_all(" ", "0").cast(pl.Int64, strict=False)
+    fraction = _slice_columns(line, 25, 32).str.replace_all(" ", "0").cast(pl.Int64, strict=False)
+    has_point = _slice_columns(line, 24, 24) == "."
+    year_micros = (day - 1) * 86_400_000_000 + fraction * 864
+    year_start = pl.datetime(full_year, 1, 1, time_unit="us", time_zone="UTC")
     # The last century's end is no exception among the years 1957 to 2056.
-    days = pl.when(full_year % 4 == 0).then(366).otherwise(365)
-    return pl.when(point & day.is_between(1, days)).then(start + pl.duration(microseconds=since))
+    days_in_year = pl.when(full_year % 4 == 0).then(366).otherwise(365)
+    return pl.when(has_point & day.is_between(1, days_in_year)).then(
+        year_start + pl.duration(microseconds=year_micros)
+    )
 
 
-def _object_id(line: str) -> pl.Expr:
+def _object_id_field(line: str) -> pl.Expr:
     """International designator as CCSDS writes it (``1998-067A``); null when the field is blank."""
-    field = _text(line, 10, 17).str.strip_chars()
+    field = _slice_columns(line, 10, 17).str.strip_chars()
     year = field.str.slice(0, 2).cast(pl.Int64, strict=False)
     century = pl.when(year < 57).then(pl.lit("20")).otherwise(pl.lit("19"))
     return pl.when(field.str.contains(r"^\d{5}[A-Z]{0,3}$")).then(
@@ -98,36 +100,36 @@ def _object_id(line: str) -> pl.Expr:
     )
 
 
-def pair_lines(text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+def pair_lines(file_text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Group a file's lines into element sets.
 
     Returns ``(sets, orphans)``: sets with ``name, l1, l2, line_number, raw_text``, and the lines that
     belong to none (with ``line_number, raw_text``), so that nothing in a file is ever skipped unseen.
     """
     lines = (
-        pl.DataFrame({"text": pl.Series(text.split("\n"), dtype=pl.String)})
+        pl.DataFrame({"text": pl.Series(file_text.split("\n"), dtype=pl.String)})
         .with_row_index("line_number", offset=1)
         .with_columns(pl.col("text").str.strip_chars_end(" \t\x00\x1a"))
         .filter(pl.col("text") != "")
     )
     # A name may begin with "1 " too; an element line is recognised by its length as well.
-    long_enough = pl.col("text").str.len_chars() > 24
+    is_long_enough = pl.col("text").str.len_chars() > 24
     kind = (
-        pl.when(pl.col("text").str.starts_with("1 ") & long_enough)
+        pl.when(pl.col("text").str.starts_with("1 ") & is_long_enough)
         .then(1)
-        .when(pl.col("text").str.starts_with("2 ") & long_enough)
+        .when(pl.col("text").str.starts_with("2 ") & is_long_enough)
         .then(2)
         .otherwise(0)
     )
     lines = lines.with_columns(kind=kind)
-    first = (pl.col("kind") == 1) & (pl.col("kind").shift(-1) == 2)
-    second = (pl.col("kind") == 2) & (pl.col("kind").shift(1) == 1)
-    lines = lines.with_columns(first=first.fill_null(False), second=second.fill_null(False))
-    name = (pl.col("kind") == 0) & pl.col("first").shift(-1).fill_null(False)
+    is_line_1 = (pl.col("kind") == 1) & (pl.col("kind").shift(-1) == 2)
+    is_line_2 = (pl.col("kind") == 2) & (pl.col("kind").shift(1) == 1)
+    lines = lines.with_columns(first=is_line_1.fill_null(False), second=is_line_2.fill_null(False))
+    is_name = (pl.col("kind") == 0) & pl.col("first").shift(-1).fill_null(False)
     lines = lines.with_columns(
-        name=name,
+        name=is_name,
         l2=pl.col("text").shift(-1),
-        before=pl.when(name.shift(1).fill_null(False)).then(pl.col("text").shift(1)),
+        before=pl.when(is_name.shift(1).fill_null(False)).then(pl.col("text").shift(1)),
     )
     sets = lines.filter("first").select(
         pl.col("before").str.replace(r"^0 ", "").str.strip_chars().alias("name"),
@@ -140,7 +142,7 @@ def pair_lines(text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
     return sets, orphans.select("line_number", pl.col("text").alias("raw_text"))
 
 
-def parse_tle(text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+def parse_tle(file_text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Parse TLE text with or without name lines.
 
     Returns:
@@ -148,8 +150,8 @@ def parse_tle(text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
         ``REJECTED_COLUMNS``. Never raises for what the text holds.
 
     """
-    sets, orphans = pair_lines(text)
-    rejected_orphans = rejections(
+    sets, orphans = pair_lines(file_text)
+    rejected_orphans = build_rejections(
         orphans,
         reason=RejectReason.ORPHAN_LINE,
         message="the line belongs to no complete pair of element lines 1 and 2",
@@ -158,83 +160,85 @@ def parse_tle(text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
         return pl.DataFrame(schema=CANDIDATE_COLUMNS), rejected_orphans
     ascii_safe = [pl.col(c).str.replace_all(r"[^\x20-\x7e]", "?").alias(c) for c in ("l1", "l2")]
     sets = sets.with_columns(ascii_safe)
-    sums = {f"sum{n}": checksums(sets[f"l{n}"]) for n in (1, 2)}
+    sums = {f"sum{n}": compute_checksums(sets[f"l{n}"]) for n in (1, 2)}
     parsed = sets.with_columns(
         *(pl.Series(name, values) for name, values in sums.items()),
         sat_no=catalogue_number("l1"),
         sat_no_2=catalogue_number("l2"),
         object_name=pl.when(pl.col("name") != "").then(pl.col("name")),
-        object_id=_object_id("l1"),
-        epoch=_epoch("l1"),
-        mean_motion=_number("l2", 53, 63),
-        eccentricity=(pl.lit("0.") + _text("l2", 27, 33).str.replace_all(" ", "0")).cast(
+        object_id=_object_id_field("l1"),
+        epoch=_epoch_field("l1"),
+        mean_motion=_float_field("l2", 53, 63),
+        eccentricity=(pl.lit("0.") + _slice_columns("l2", 27, 33).str.replace_all(" ", "0")).cast(
             pl.Float64, strict=False
         ),
-        inclination=_number("l2", 9, 16),
-        ra_of_asc_node=_number("l2", 18, 25),
-        arg_of_pericenter=_number("l2", 35, 42),
-        mean_anomaly=_number("l2", 44, 51),
-        ephemeris_type=_integer("l1", 63, 63),
-        classification_type=_text("l1", 8, 8),
-        element_set_no=_integer("l1", 65, 68),
-        rev_at_epoch=_integer("l2", 64, 68),
-        bstar=_power_of_ten("l1", 54, 61),
+        inclination=_float_field("l2", 9, 16),
+        ra_of_asc_node=_float_field("l2", 18, 25),
+        arg_of_pericenter=_float_field("l2", 35, 42),
+        mean_anomaly=_float_field("l2", 44, 51),
+        ephemeris_type=_integer_field("l1", 63, 63),
+        classification_type=_slice_columns("l1", 8, 8),
+        element_set_no=_integer_field("l1", 65, 68),
+        rev_at_epoch=_integer_field("l2", 64, 68),
+        bstar=_exponent_field("l1", 54, 61),
         # The lines carry half the first and a sixth of the second derivative; OMM states the same numbers.
-        mean_motion_dot=_number("l1", 34, 43),
-        mean_motion_ddot=_power_of_ten("l1", 45, 52),
+        mean_motion_dot=_float_field("l1", 34, 43),
+        mean_motion_ddot=_exponent_field("l1", 45, 52),
         source_format=pl.lit("TLE"),
     )
-    return _judge(parsed, rejected_orphans)
+    return _apply_record_rules(parsed, rejected_orphans)
 
 
-def _judge(parsed: pl.DataFrame, orphans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _apply_record_rules(parsed: pl.DataFrame, orphans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Apply the record rules in order of what they prove; the first that fails names the reason."""
     required = [
         *("epoch", "mean_motion", "eccentricity", "inclination", "ra_of_asc_node", "arg_of_pericenter"),
         *("mean_anomaly", "ephemeris_type", "element_set_no", "rev_at_epoch", "bstar", "mean_motion_dot"),
         "mean_motion_ddot",
     ]
-    length = pl.col("l1").str.len_chars(), pl.col("l2").str.len_chars()
+    lengths = pl.col("l1").str.len_chars(), pl.col("l2").str.len_chars()
     # Checksum columns hold a digit; anything else reads as null and fails the comparison.
-    stated = [_text(f"l{n}", 69, 69).cast(pl.Int64, strict=False) for n in (1, 2)]
-    wrong_sum = [(stated[n] != pl.col(f"sum{n + 1}")).fill_null(True) for n in (0, 1)]
+    stated_checksums = [_slice_columns(f"l{n}", 69, 69).cast(pl.Int64, strict=False) for n in (1, 2)]
+    is_checksum_wrong = [(stated_checksums[n] != pl.col(f"sum{n + 1}")).fill_null(True) for n in (0, 1)]
     rules = [
-        Rule(
+        RecordRule(
             RejectReason.LINE_LENGTH,
             None,
-            (length[0] != LINE_LENGTH) | (length[1] != LINE_LENGTH),
-            pl.format("lines have {} and {} characters, expected 69", length[0], length[1]),
+            (lengths[0] != LINE_LENGTH) | (lengths[1] != LINE_LENGTH),
+            pl.format("lines have {} and {} characters, expected 69", lengths[0], lengths[1]),
         ),
         *(
-            Rule(
+            RecordRule(
                 RejectReason.CHECKSUM,
                 f"line_{n + 1}",
-                wrong_sum[n],
+                is_checksum_wrong[n],
                 pl.format(
                     "line {} states checksum {}, computed {}",
                     pl.lit(n + 1),
-                    _text(f"l{n + 1}", 69, 69),
+                    _slice_columns(f"l{n + 1}", 69, 69),
                     pl.col(f"sum{n + 1}"),
                 ),
             )
             for n in (0, 1)
         ),
-        Rule(
+        RecordRule(
             RejectReason.CATALOGUE_NUMBER,
             "sat_no",
             pl.col("sat_no").is_null() | (pl.col("sat_no") < 1),
-            pl.format("catalogue number {} is neither digits nor Alpha-5", _text("l1", 3, 7)),
+            pl.format("catalogue number {} is neither digits nor Alpha-5", _slice_columns("l1", 3, 7)),
         ),
-        Rule(
+        RecordRule(
             RejectReason.CATALOGUE_NUMBER,
             "sat_no",
             (pl.col("sat_no") != pl.col("sat_no_2")).fill_null(True),
-            pl.format("line 1 is object {}, line 2 is {}", _text("l1", 3, 7), _text("l2", 3, 7)),
+            pl.format(
+                "line 1 is object {}, line 2 is {}", _slice_columns("l1", 3, 7), _slice_columns("l2", 3, 7)
+            ),
         ),
         ephemeris_rule(),
-        *(Rule(RejectReason.FIELD, c, pl.col(c).is_null(), f"cannot read {c}") for c in required),
+        *(RecordRule(RejectReason.FIELD, c, pl.col(c).is_null(), f"cannot read {c}") for c in required),
         *range_rules(),
     ]
-    good, rejected = split(parsed, rules)
-    elements = good.select(pl.col(c).cast(t) for c, t in CANDIDATE_COLUMNS.items())
+    accepted, rejected = split_by_rules(parsed, rules)
+    elements = accepted.select(pl.col(c).cast(t) for c, t in CANDIDATE_COLUMNS.items())
     return elements, pl.concat([orphans, rejected]).select(list(REJECTED_COLUMNS)).sort("line_number")

@@ -11,39 +11,41 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from branchlake_dagster.sda.gp.tle import checksums
+from branchlake_dagster.sda.gp.tle import compute_checksums
 
-_LETTERS = [c for c in string.ascii_uppercase if c not in "IO"]
+_ALPHA5_LETTERS = [c for c in string.ascii_uppercase if c not in "IO"]
 MAX_TLE_SAT_NO = 339_999
 
 
-def _format(pattern: str, values: npt.NDArray[np.generic]) -> pl.Series:
+def _format_column(pattern: str, values: npt.NDArray[np.generic]) -> pl.Series:
     return pl.Series(np.char.mod(pattern, values).tolist(), dtype=pl.String)
 
 
-def _catalogue_number(sat_no: npt.NDArray[np.int64]) -> pl.Series:
+def _format_sat_no(sat_no: npt.NDArray[np.int64]) -> pl.Series:
     """Five characters, Alpha-5 from 100000 on."""
-    leading = pl.Series(np.array([*"0123456789", *_LETTERS])[sat_no // 10_000].tolist(), dtype=pl.String)
-    return leading + _format("%04d", sat_no % 10_000)
+    leading = pl.Series(
+        np.array([*"0123456789", *_ALPHA5_LETTERS])[sat_no // 10_000].tolist(), dtype=pl.String
+    )
+    return leading + _format_column("%04d", sat_no % 10_000)
 
 
-def _power_of_ten(values: npt.NDArray[np.float64]) -> pl.Series:
+def _format_exponent_field(values: npt.NDArray[np.float64]) -> pl.Series:
     """`` 36362-3`` for 0.36362e-3: mantissa in [0.1, 1), so the exponent is one above scientific notation."""
     magnitude = np.abs(values)
     exponent = np.where(magnitude > 0, np.floor(np.log10(np.maximum(magnitude, 1e-300))) + 1, 0)
     mantissa = np.round(magnitude / 10.0**exponent * 1e5)
-    carried = mantissa >= 1e5
-    mantissa = np.where(carried, mantissa / 10, mantissa).astype(np.int64)
-    exponent = np.where(carried, exponent + 1, exponent).astype(np.int64)
+    has_carry = mantissa >= 1e5
+    mantissa = np.where(has_carry, mantissa / 10, mantissa).astype(np.int64)
+    exponent = np.where(has_carry, exponent + 1, exponent).astype(np.int64)
     # Below 1e-9 the single exponent digit cannot say it; the format writes zero.
-    vanishes = exponent < -9
-    mantissa, exponent = np.where(vanishes, 0, mantissa), np.where(vanishes, 0, exponent)
+    is_too_small = exponent < -9
+    mantissa, exponent = np.where(is_too_small, 0, mantissa), np.where(is_too_small, 0, exponent)
     sign = pl.Series(np.where((values < 0) & (mantissa > 0), "-", " ").tolist(), dtype=pl.String)
     exponent_sign = pl.Series(np.where(exponent > 0, "+", "-").tolist(), dtype=pl.String)
-    return sign + _format("%05d", mantissa) + exponent_sign + _format("%d", np.abs(exponent))
+    return sign + _format_column("%05d", mantissa) + exponent_sign + _format_column("%d", np.abs(exponent))
 
 
-def write_tle(elements: pl.DataFrame) -> str:
+def format_tle(elements: pl.DataFrame) -> str:
     """Three-line text of element sets with ``ELEMENT_COLUMNS``.
 
     Raises:
@@ -53,63 +55,70 @@ def write_tle(elements: pl.DataFrame) -> str:
     sat_no = elements["sat_no"].to_numpy()
     if sat_no.size and int(sat_no.max()) > MAX_TLE_SAT_NO:
         raise ValueError(f"TLE holds catalogue numbers up to {MAX_TLE_SAT_NO}, got {sat_no.max()}: write OMM")
-    number = _catalogue_number(sat_no)
+    sat_no_field = _format_sat_no(sat_no)
     # Rounded to the format's 1e-8 day as a whole number, so that 23:59:59.9999 carries into the next day.
     micros = elements["epoch"].dt.epoch("us").to_numpy()
     ticks = (micros + 432) // 864
     rounded = pl.Series((ticks * 864).tolist(), dtype=pl.Int64).cast(pl.Datetime("us"))
     year = (rounded.dt.year() % 100).to_numpy()
     day = rounded.dt.ordinal_day().to_numpy()
-    epoch = _format("%02d", year) + _format("%03d", day) + "." + _format("%08d", ticks % 100_000_000)
+    epoch = (
+        _format_column("%02d", year)
+        + _format_column("%03d", day)
+        + "."
+        + _format_column("%08d", ticks % 100_000_000)
+    )
     designator = elements["object_id"].fill_null("").str.replace(r"^\d\d(\d\d)-", "${1}").str.pad_end(8)
     ndot = elements["mean_motion_dot"].to_numpy()
-    ndot_text = pl.Series(np.where(ndot < 0, "-", " ").tolist()) + _format("%.8f", np.abs(ndot)).str.slice(1)
+    ndot_field = pl.Series(np.where(ndot < 0, "-", " ").tolist()) + _format_column(
+        "%.8f", np.abs(ndot)
+    ).str.slice(1)
     line1 = (
         "1 "
-        + number
+        + sat_no_field
         + elements["classification_type"].fill_null("U")
         + " "
         + designator
         + " "
         + epoch
         + " "
-        + ndot_text
+        + ndot_field
         + " "
-        + _power_of_ten(elements["mean_motion_ddot"].to_numpy())
+        + _format_exponent_field(elements["mean_motion_ddot"].to_numpy())
         + " "
-        + _power_of_ten(elements["bstar"].to_numpy())
+        + _format_exponent_field(elements["bstar"].to_numpy())
         + " "
         + elements["ephemeris_type"].cast(pl.String)
         + " "
-        + _format("%4d", elements["element_set_no"].to_numpy() % 10_000)
+        + _format_column("%4d", elements["element_set_no"].to_numpy() % 10_000)
     )
     ecc = np.minimum(np.round(elements["eccentricity"].to_numpy() * 1e7), 9_999_999).astype(np.int64)
     line2 = (
         "2 "
-        + number
+        + sat_no_field
         + " "
-        + _format("%8.4f", elements["inclination"].to_numpy())
+        + _format_column("%8.4f", elements["inclination"].to_numpy())
         + " "
-        + _format("%8.4f", elements["ra_of_asc_node"].to_numpy())
+        + _format_column("%8.4f", elements["ra_of_asc_node"].to_numpy())
         + " "
-        + _format("%07d", ecc)
+        + _format_column("%07d", ecc)
         + " "
-        + _format("%8.4f", elements["arg_of_pericenter"].to_numpy())
+        + _format_column("%8.4f", elements["arg_of_pericenter"].to_numpy())
         + " "
-        + _format("%8.4f", elements["mean_anomaly"].to_numpy())
+        + _format_column("%8.4f", elements["mean_anomaly"].to_numpy())
         + " "
-        + _format("%11.8f", elements["mean_motion"].to_numpy())
-        + _format("%5d", elements["rev_at_epoch"].to_numpy() % 100_000)
+        + _format_column("%11.8f", elements["mean_motion"].to_numpy())
+        + _format_column("%5d", elements["rev_at_epoch"].to_numpy() % 100_000)
     )
-    line1 = line1 + _format("%d", checksums(line1))
-    line2 = line2 + _format("%d", checksums(line2))
+    line1 = line1 + _format_column("%d", compute_checksums(line1))
+    line2 = line2 + _format_column("%d", compute_checksums(line2))
     name = elements["object_name"].fill_null("").str.slice(0, 24)
     return "\n".join((name + "\n" + line1 + "\n" + line2).to_list()) + "\n"
 
 
-def write_omm_json(elements: pl.DataFrame) -> str:
+def format_omm_json(elements: pl.DataFrame) -> str:
     """OMM JSON as CelesTrak serves it: one array, numbers as numbers, ``EPOCH`` without a zone letter."""
-    renamed = elements.select(
+    records = elements.select(
         "object_name",
         "object_id",
         pl.col("epoch").dt.strftime("%Y-%m-%dT%H:%M:%S.%6f"),
@@ -118,4 +127,4 @@ def write_omm_json(elements: pl.DataFrame) -> str:
         pl.col("sat_no").alias("norad_cat_id"),
         *("element_set_no", "rev_at_epoch", "bstar", "mean_motion_dot", "mean_motion_ddot"),
     )
-    return renamed.rename(str.upper).write_json()
+    return records.rename(str.upper).write_json()

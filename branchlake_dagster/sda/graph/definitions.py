@@ -213,8 +213,8 @@ def pull_schedule(*, running: bool) -> dg.ScheduleDefinition:
         # Each step may be repeated, and Dagster launches one run for a run key: a tick that dies here is made
         # good by the next one, and one that is given what is known launches nothing.
         pulled.write(Path(gp.catalogue_dir).expanduser())
-        context.instance.add_dynamic_partitions("gp_snapshots", [pulled.snapshot])
-        return dg.RunRequest(run_key=pulled.snapshot, partition_key=pulled.snapshot)
+        context.instance.add_dynamic_partitions("gp_snapshots", [pulled.snapshot_id])
+        return dg.RunRequest(run_key=pulled.snapshot_id, partition_key=pulled.snapshot_id)
 
     return gp_pull
 

@@ -8,7 +8,7 @@ from xml.parsers import expat
 
 import polars as pl
 
-from branchlake_dagster.sda.gp.limits import ReadLimits, text_of
+from branchlake_dagster.sda.gp.limits import ReadLimits, decode_gp_file
 from branchlake_dagster.sda.gp.records import CatalogueError
 from branchlake_dagster.sda.messages.errors import UnreadableMessage
 
@@ -59,7 +59,7 @@ def parts_of(content: bytes, source: str, limits: ReadLimits) -> Parts:
 
     """
     try:
-        told = text_of(content, source, limits)
+        told = decode_gp_file(content, source, limits)
     except CatalogueError as error:
         raise _unreadable(source, error.problem, "damaged") from error
     head = told.lstrip("\ufeff \t\n")

@@ -23,7 +23,7 @@ from branchlake_dagster.sda.messages.oem import Method, Segment
 from branchlake_dagster.sda.messages.oem_parts import FIELDS, Metadata, Parts, parts_of
 from branchlake_dagster.sda.orbits.frames import Floats, Micros
 from branchlake_dagster.sda.orbits.inertial import Frame
-from branchlake_dagster.sda.orbits.plausible import MAX_STRAY
+from branchlake_dagster.sda.orbits.plausible import MAX_DISPLACEMENT_ERROR
 from branchlake_dagster.sda.orbits.two_body import MU_KM3_S2
 
 FRAMES = {
@@ -337,7 +337,7 @@ def _strays(micros: Micros, values: Floats) -> npt.NDArray[np.bool_]:
     radius = np.minimum(*(np.linalg.norm(part, axis=1) for part in (r[:-1], r[1:])))
     speed = np.maximum(*(np.linalg.norm(part, axis=1) for part in (v[:-1], v[1:])))
     rest = h[:, 0] ** 5 / 720 * speed * (MU_KM3_S2 / radius**3) ** 2
-    return np.asarray(stray > MAX_STRAY * np.linalg.norm(told, axis=1) + _STRAY_FLOOR_KM + rest)
+    return np.asarray(stray > MAX_DISPLACEMENT_ERROR * np.linalg.norm(told, axis=1) + _STRAY_FLOOR_KM + rest)
 
 
 def _useable(metadata: Metadata, system: str) -> tuple[int, int]:

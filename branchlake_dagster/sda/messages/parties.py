@@ -14,7 +14,7 @@ import polars as pl
 from branchlake_dagster.sda.messages.cdm import Party
 from branchlake_dagster.sda.messages.errors import NotAMessage
 from branchlake_dagster.sda.orbits.frames import Floats, Micros
-from branchlake_dagster.sda.orbits.inertial import Frame, turned
+from branchlake_dagster.sda.orbits.inertial import Frame, rotate_to_frame
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.trust.differences import rtn_axes, states_at
 
@@ -100,7 +100,9 @@ def _party(
     micros: Micros,
 ) -> Party:
     one = slice(place, place + 1)
-    position, velocity = (turned(part[one], micros[one], Frame.TEME, Frame.GCRF)[0] for part in states)
+    position, velocity = (
+        rotate_to_frame(part[one], micros[one], Frame.TEME, Frame.GCRF)[0] for part in states
+    )
     said = {name: row[name] for name in texts}
     return Party(
         row["sat_no"],

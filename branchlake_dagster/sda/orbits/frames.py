@@ -96,7 +96,7 @@ def sun_position(micros: Micros) -> Floats:
     return sun
 
 
-def sunlit(position: Floats, sun: Floats) -> npt.NDArray[np.bool_]:
+def is_sunlit(position: Floats, sun: Floats) -> npt.NDArray[np.bool_]:
     """Whether positions (..., 3) are outside the Earth's shadow, taken as a cylinder (no penumbra)."""
     direction = sun / np.linalg.norm(sun, axis=-1, keepdims=True)
     along = np.sum(position * direction, axis=-1)

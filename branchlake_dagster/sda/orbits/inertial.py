@@ -30,12 +30,12 @@ class Frame(StrEnum):
     EME2000 = "EME2000"
 
 
-def turned(vectors: Floats, micros: Micros, begin: Frame, end: Frame) -> Floats:
+def rotate_to_frame(vectors: Floats, micros: Micros, begin: Frame, end: Frame) -> Floats:
     """Vectors (k, 3) at instants (k,) from one frame in another."""
     if begin is end:
         return np.asarray(vectors)
-    to_gcrf, to_end = to_gcrf_matrix(micros, begin), to_gcrf_matrix(micros, end)
-    return np.asarray(np.einsum("kji,kjl,kl->ki", to_end, to_gcrf, vectors))
+    begin_matrices, end_matrices = to_gcrf_matrix(micros, begin), to_gcrf_matrix(micros, end)
+    return np.asarray(np.einsum("kji,kjl,kl->ki", end_matrices, begin_matrices, vectors))
 
 
 def to_gcrf_matrix(micros: Micros, frame: Frame) -> Floats:
@@ -52,13 +52,13 @@ def to_gcrf_matrix(micros: Micros, frame: Frame) -> Floats:
         warnings.simplefilter("ignore", erfa.ErfaWarning)
         tt = erfa.taitt(*erfa.utctai(day, rest))
     angle = erfa.gmst82(day, rest) - erfa.era00(day, rest)
-    c, s, zero, one = np.cos(angle), np.sin(angle), np.zeros_like(angle), np.ones_like(angle)
+    c, s, zeros, ones = np.cos(angle), np.sin(angle), np.zeros_like(angle), np.ones_like(angle)
     # To the Earth-fixed frame by one angle, back by the other, both about the same pole.
     to_cirs = np.stack(
         [
-            np.stack([c, s, zero], axis=-1),
-            np.stack([-s, c, zero], axis=-1),
-            np.stack([zero, zero, one], axis=-1),
+            np.stack([c, s, zeros], axis=-1),
+            np.stack([-s, c, zeros], axis=-1),
+            np.stack([zeros, zeros, ones], axis=-1),
         ],
         axis=-2,
     )

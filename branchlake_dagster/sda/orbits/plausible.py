@@ -27,10 +27,10 @@ MAX_ENERGY_DEVIATION = 0.05
 """Relative, of specific energy. In real catalogues it is at most 1.3 % while the elements are new and 3.6 %
 for all but one in a thousand objects two weeks later."""
 
-MAX_STRAY = 0.01
+MAX_DISPLACEMENT_ERROR = 0.01
 """Of the way between two instants: what may remain between it and the integral of the velocity."""
 
-_STRAY_FLOOR_KM = 1.0
+_ERROR_ALLOWANCE_KM = 1.0
 
 
 class Fault(IntEnum):
@@ -43,11 +43,11 @@ class Fault(IntEnum):
     DISPLACEMENT = 4
 
 
-REASONS = tuple(fault.name.lower() for fault in Fault if fault is not Fault.NONE)
+FAULT_NAMES = tuple(fault.name.lower() for fault in Fault if fault is not Fault.NONE)
 
 
 @dataclass(frozen=True)
-class Examination:
+class StateFaults:
     """Faults of n objects on m instants, ``fault`` (n, m) of `Fault`; the first that applies.
 
     ``altitude_km`` (n, m) is above a sphere of the equatorial radius, ``energy_ratio`` (n, m) the state's
@@ -59,44 +59,44 @@ class Examination:
     energy_ratio: Floats
 
     @property
-    def sound(self) -> npt.NDArray[np.bool_]:
+    def plausible_states(self) -> npt.NDArray[np.bool_]:
         """Which states (n, m) can be true."""
         return np.asarray(self.fault == Fault.NONE)
 
     @property
-    def sound_throughout(self) -> npt.NDArray[np.bool_]:
+    def plausible_objects(self) -> npt.NDArray[np.bool_]:
         """Which objects (n,) have no fault at any instant."""
-        return np.asarray(self.sound.all(axis=1))
+        return np.asarray(self.plausible_states.all(axis=1))
 
-    def first(self) -> npt.NDArray[np.int64]:
+    def first_faulty_instant(self) -> npt.NDArray[np.int64]:
         """Index of each object's first faulty instant (n,); 0 for those without."""
         return np.asarray(np.argmax(self.fault != Fault.NONE, axis=1))
 
 
-def examine(ephemeris: Ephemeris, elements: Elements) -> Examination:
+def find_state_faults(ephemeris: Ephemeris, elements: Elements) -> StateFaults:
     """Judge states against the elements that they come from; row by row the same objects.
 
     Instants may be up to ten minutes apart; with one alone, displacement is not asked. All of it is a
     dozen passes over the states.
     """
-    radius, ratio, highest = _of_orbit(ephemeris, elements)
+    radius, ratio, max_radius = _compare_to_orbit(ephemeris, elements)
     altitude = radius - EARTH_RADIUS_KM
     fault = np.zeros(radius.shape, dtype=np.int8)
     # In reverse, so that the first one stays. Comparisons with NaN are false, so they ask what is right.
-    fault[~_moves_as_told(ephemeris, radius)] = Fault.DISPLACEMENT
-    fault[~_energy_is_right(ratio)] = Fault.ENERGY
-    fault[~_altitude_is_right(radius, highest)] = Fault.ALTITUDE
+    fault[~_is_motion_consistent(ephemeris, radius)] = Fault.DISPLACEMENT
+    fault[~_is_energy_plausible(ratio)] = Fault.ENERGY
+    fault[~_is_altitude_plausible(radius, max_radius)] = Fault.ALTITUDE
     fault[~ephemeris.valid] = Fault.SGP4
-    return Examination(fault, altitude, ratio)
+    return StateFaults(fault, altitude, ratio)
 
 
-def possible(ephemeris: Ephemeris, elements: Elements) -> npt.NDArray[np.bool_]:
+def possible_states(ephemeris: Ephemeris, elements: Elements) -> npt.NDArray[np.bool_]:
     """Which states (n, m) can be true taken each by itself: all but displacement."""
-    radius, ratio, highest = _of_orbit(ephemeris, elements)
-    return ephemeris.valid & _altitude_is_right(radius, highest) & _energy_is_right(ratio)
+    radius, ratio, max_radius = _compare_to_orbit(ephemeris, elements)
+    return ephemeris.valid & _is_altitude_plausible(radius, max_radius) & _is_energy_plausible(ratio)
 
 
-def _of_orbit(ephemeris: Ephemeris, elements: Elements) -> tuple[Floats, Floats, Floats]:
+def _compare_to_orbit(ephemeris: Ephemeris, elements: Elements) -> tuple[Floats, Floats, Floats]:
     """Radius and ratio of specific energies (n, m), and the largest radius that the elements allow (n, 1)."""
     position, velocity = ephemeris.position, ephemeris.velocity
     motion, eccentricity = (
@@ -109,15 +109,15 @@ def _of_orbit(ephemeris: Ephemeris, elements: Elements) -> tuple[Floats, Floats,
     return radius, ratio, (axis * (1 + eccentricity) * RADIUS_MARGIN)[:, None]
 
 
-def _altitude_is_right(radius: Floats, highest: Floats) -> npt.NDArray[np.bool_]:
-    return np.asarray((radius >= EARTH_RADIUS_KM + MIN_ALTITUDE_KM) & (radius <= highest))
+def _is_altitude_plausible(radius: Floats, max_radius: Floats) -> npt.NDArray[np.bool_]:
+    return np.asarray((radius >= EARTH_RADIUS_KM + MIN_ALTITUDE_KM) & (radius <= max_radius))
 
 
-def _energy_is_right(ratio: Floats) -> npt.NDArray[np.bool_]:
+def _is_energy_plausible(ratio: Floats) -> npt.NDArray[np.bool_]:
     return np.asarray(np.abs(ratio - 1) <= MAX_ENERGY_DEVIATION)
 
 
-def _moves_as_told(ephemeris: Ephemeris, radius: Floats) -> npt.NDArray[np.bool_]:
+def _is_motion_consistent(ephemeris: Ephemeris, radius: Floats) -> npt.NDArray[np.bool_]:
     """Whether each state (n, m) fits the one before it, and the first the one after it.
 
     The way is the corrected trapezoid of the velocities, h (v0 + v1) / 2 + h² (a0 - a1) / 12 with the
@@ -128,8 +128,10 @@ def _moves_as_told(ephemeris: Ephemeris, radius: Floats) -> npt.NDArray[np.bool_
     h = (np.diff(ephemeris.micros) / 1e6)[None, :, None]
     r, v = ephemeris.position, ephemeris.velocity
     acceleration = -MU_KM3_S2 * r / radius[..., None] ** 3
-    way = np.diff(r, axis=1)
-    told = h / 2 * (v[:, :-1] + v[:, 1:]) - h**2 / 12 * np.diff(acceleration, axis=1)
-    stray = np.linalg.norm(way - told, axis=2)
-    fits = stray <= MAX_STRAY * np.linalg.norm(told, axis=2) + _STRAY_FLOOR_KM
-    return np.concatenate([fits[:, :1], fits], axis=1)
+    displacement = np.diff(r, axis=1)
+    predicted = h / 2 * (v[:, :-1] + v[:, 1:]) - h**2 / 12 * np.diff(acceleration, axis=1)
+    deviation = np.linalg.norm(displacement - predicted, axis=2)
+    is_consistent = (
+        deviation <= MAX_DISPLACEMENT_ERROR * np.linalg.norm(predicted, axis=2) + _ERROR_ALLOWANCE_KM
+    )
+    return np.concatenate([is_consistent[:, :1], is_consistent], axis=1)

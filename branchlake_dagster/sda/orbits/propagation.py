@@ -55,11 +55,11 @@ class Elements:
         """The element sets of some rows."""
         return Elements(self.sat_no[rows], self.epoch_micros[rows], self.values[rows])
 
-    def satellites(self) -> SatrecArray:
+    def to_satrec_array(self) -> SatrecArray:
         """Initialised SGP4 records, for one call."""
-        return SatrecArray(self.records())
+        return SatrecArray(self.to_satrecs())
 
-    def records(self) -> list[Satrec]:
+    def to_satrecs(self) -> list[Satrec]:
         """Initialised SGP4 records, one by one.
 
         The theory's initialisation has no array call; this loop over compiled calls takes 3 microseconds
@@ -67,10 +67,10 @@ class Elements:
         """
         per_minute = 2 * np.pi / 1440
         b, ndot, nddot, ecc, argp, inc, anomaly, motion, node = self.values.T
-        days = (self.epoch_micros - _SGP4_EPOCH_MICROS) / 86_400e6
+        epoch_days = (self.epoch_micros - _SGP4_EPOCH_MICROS) / 86_400e6
         arguments = np.stack(
             [
-                days,
+                epoch_days,
                 b,
                 ndot * per_minute / 1440,
                 nddot * per_minute / 1440**2,
@@ -104,7 +104,7 @@ class Ephemeris:
     velocity: Floats
     valid: npt.NDArray[np.bool_]
 
-    def at(self, rows: npt.NDArray[np.int64], micros: Micros) -> tuple[Floats, Floats]:
+    def interpolate(self, rows: npt.NDArray[np.int64], micros: Micros) -> tuple[Floats, Floats]:
         """States (k, 3) of object ``rows`` at instants inside an evenly spaced grid.
 
         Cubic Hermite interpolation: the position error is below h^4/384 times the fourth derivative,
@@ -114,7 +114,7 @@ class Ephemeris:
         cell = np.clip((micros - self.micros[0]) // step, 0, len(self.micros) - 2)
         s = ((micros - self.micros[cell]) / step)[:, None]
         h = step / 1e6
-        return hermite(
+        return interpolate_hermite(
             (self.position[rows, cell], self.velocity[rows, cell]),
             (self.position[rows, cell + 1], self.velocity[rows, cell + 1]),
             s,
@@ -122,7 +122,7 @@ class Ephemeris:
         )
 
 
-def hermite(
+def interpolate_hermite(
     start: tuple[Floats, Floats], end: tuple[Floats, Floats], s: Floats, h: float | Floats
 ) -> tuple[Floats, Floats]:
     """Position and velocity at fraction ``s`` (k, 1) of cells of ``h`` seconds, from both ends' states."""
@@ -137,7 +137,7 @@ def hermite(
     return position, velocity
 
 
-def propagate(satellites: SatrecArray, micros: Micros) -> Ephemeris:
+def propagate_satellites(satellites: SatrecArray, micros: Micros) -> Ephemeris:
     """States of all satellites at all instants (UTC microseconds since 1970)."""
     whole, fraction = julian_dates(micros)
     error, position, velocity = satellites.sgp4(whole, fraction)
@@ -147,7 +147,7 @@ def propagate(satellites: SatrecArray, micros: Micros) -> Ephemeris:
     return Ephemeris(micros, position, velocity, valid)
 
 
-def grid(start_micros: int, end_micros: int, step_s: float) -> Micros:
+def time_grid(start_micros: int, end_micros: int, step_s: float) -> Micros:
     """Evenly spaced instants from start to at least end, both included."""
     step = round(step_s * 1e6)
     cells = max(1, -(-(end_micros - start_micros) // step))

@@ -12,7 +12,7 @@ from branchlake_dagster.sda.orbits.frames import Floats
 MU_KM3_S2 = 398_600.4418
 
 
-def _stumpff(z: Floats) -> tuple[Floats, Floats]:
+def _stumpff_functions(z: Floats) -> tuple[Floats, Floats]:
     """The functions c2 and c3, by series near zero where the closed forms cancel."""
     safe = np.where(np.abs(z) < 1e-3, 1.0, z)
     root = np.sqrt(np.abs(safe))
@@ -27,7 +27,7 @@ def _stumpff(z: Floats) -> tuple[Floats, Floats]:
     return c2, c3
 
 
-def kepler(position: Floats, velocity: Floats, seconds: Floats) -> tuple[Floats, Floats]:
+def propagate_two_body(position: Floats, velocity: Floats, seconds: Floats) -> tuple[Floats, Floats]:
     """States (..., 3) after ``seconds`` (...), km and km/s."""
     r0 = np.linalg.norm(position, axis=-1)
     rv = np.sum(position * velocity, axis=-1) / np.sqrt(MU_KM3_S2)
@@ -36,11 +36,11 @@ def kepler(position: Floats, velocity: Floats, seconds: Floats) -> tuple[Floats,
     chi = target * np.abs(alpha)
     # Newton from the mean-motion guess; twelve rounds reach rounding error for spans below an orbit.
     for _ in range(12):
-        c2, c3 = _stumpff(alpha * chi**2)
+        c2, c3 = _stumpff_functions(alpha * chi**2)
         r = chi**2 * c2 + rv * chi * (1 - alpha * chi**2 * c3) + r0 * (1 - alpha * chi**2 * c2)
         time = chi**3 * c3 + rv * chi**2 * c2 + r0 * chi * (1 - alpha * chi**2 * c3)
         chi = chi + (target - time) / r
-    c2, c3 = _stumpff(alpha * chi**2)
+    c2, c3 = _stumpff_functions(alpha * chi**2)
     f = 1 - chi**2 / r0 * c2
     g = seconds - chi**3 / np.sqrt(MU_KM3_S2) * c3
     end = f[..., None] * position + g[..., None] * velocity
@@ -50,16 +50,16 @@ def kepler(position: Floats, velocity: Floats, seconds: Floats) -> tuple[Floats,
     return end, fdot[..., None] * position + gdot[..., None] * velocity
 
 
-def transition(position: Floats, velocity: Floats, seconds: Floats) -> Floats:
+def transition_matrices(position: Floats, velocity: Floats, seconds: Floats) -> Floats:
     """State transition matrices (n, 6, 6) of two-body motion from states (n, 3) over ``seconds`` (n,).
 
-    Central differences of ``kepler`` with steps of 1 km and 1 m/s, whose truncation error is below 1e-6
+    Central differences of ``propagate_two_body`` with steps of 1 km and 1 m/s, whose truncation error is below 1e-6
     relative. What the two-body model itself leaves out is the differential J2 effect, about 1e-3 of the
     offset that is mapped over half a revolution: half a metre for an offset of 500 m.
     """
     steps = np.array([1.0, 1.0, 1.0, 1e-3, 1e-3, 1e-3])
     offsets = np.concatenate([np.diag(steps), -np.diag(steps)])[:, None, :]
-    r, v = kepler(
+    r, v = propagate_two_body(
         position + offsets[..., :3], velocity + offsets[..., 3:], np.broadcast_to(seconds, (12, len(seconds)))
     )
     ends = np.concatenate([r, v], axis=-1)

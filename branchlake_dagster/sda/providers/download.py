@@ -16,13 +16,13 @@ import tenacity
 from branchlake_dagster.sda.providers.errors import ProviderRefused, ProviderUnavailable
 
 NOT_MODIFIED = 304
-_WORTH_ANOTHER_TRY = frozenset({408, 429, *range(500, 600)})
-_BLOCK = 1 << 16
-_SHOWN = 200
+_RETRYABLE_STATUSES = frozenset({408, 429, *range(500, 600)})
+_CHUNK_BYTES = 1 << 16
+_MAX_SHOWN_BYTES = 200
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProviderAnswer:
     """A provider's answer; header names are in lower case."""
 
     status: int
@@ -44,20 +44,20 @@ class RetryRule:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProviderClock:
     """Time and chance, passed in: wall clock for what is kept, a monotonic one for spans, seconds."""
 
-    wall: Callable[[], float] = time.time
+    wall_time: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    chance: Callable[[], float] = field(default_factory=lambda: random.SystemRandom().random)
+    random: Callable[[], float] = field(default_factory=lambda: random.SystemRandom().random)
 
 
-class _TryAgain(Exception):  # noqa: N818
+class _RetryableFailure(Exception):  # noqa: N818
     """Internal: an answer or a silence that a later try may mend."""
 
-    def __init__(self, why: str, wait_s: float | None = None) -> None:
-        super().__init__(why)
+    def __init__(self, message: str, wait_s: float | None = None) -> None:
+        super().__init__(message)
         self.wait_s = wait_s
 
 
@@ -72,25 +72,25 @@ class Downloader:
         read_s: float,
         max_bytes: int,
         retry: RetryRule,
-        around: Surroundings,
+        clock: ProviderClock,
     ) -> None:
         self._provider = provider
         self._timeouts = (connect_s, read_s)
         self._max_bytes = max_bytes
         self._retry = retry
-        self._around = around
+        self._clock = clock
         self._session = requests.Session()
         self._session.headers["User-Agent"] = "branchlake_dagster (GP catalogue ingestion)"
 
-    def ask(
+    def request(
         self,
         url: str,
         *,
         headers: Mapping[str, str] | None = None,
         form: Mapping[str, str] | None = None,
-        before: Callable[[], None] = lambda: None,
-    ) -> Answer:
-        """The answer to a GET, or with `form` to a POST; `before` is called before every try.
+        before_attempt: Callable[[], None] = lambda: None,
+    ) -> ProviderAnswer:
+        """The answer to a GET, or with `form` to a POST; `before_attempt` is called before every try.
 
         Any status that is not worth another try is an answer, also one that refuses.
 
@@ -99,44 +99,44 @@ class Downloader:
             ProviderUnavailable: no whole answer after all tries.
 
         """
-        rule, around = self._retry, self._around
-        begun = around.monotonic()
+        rule, clock = self._retry, self._clock
+        start_time = clock.monotonic()
 
         def wait(state: tenacity.RetryCallState) -> float:
             failure = state.outcome.exception() if state.outcome else None
-            told = failure.wait_s if isinstance(failure, _TryAgain) else None
-            if told is not None:
-                return told
-            longest: float = min(rule.first_wait_s * 2 ** (state.attempt_number - 1), rule.most_wait_s)
-            return longest * (0.5 + around.chance() / 2)
+            requested_wait_s = failure.wait_s if isinstance(failure, _RetryableFailure) else None
+            if requested_wait_s is not None:
+                return requested_wait_s
+            longest_wait_s: float = min(rule.first_wait_s * 2 ** (state.attempt_number - 1), rule.most_wait_s)
+            return longest_wait_s * (0.5 + clock.random() / 2)
 
-        def enough(state: tenacity.RetryCallState) -> bool:
-            late = around.monotonic() - begun + state.upcoming_sleep > rule.give_up_s
-            return bool(late or state.attempt_number >= rule.tries)
+        def should_stop(state: tenacity.RetryCallState) -> bool:
+            is_late = clock.monotonic() - start_time + state.upcoming_sleep > rule.give_up_s
+            return bool(is_late or state.attempt_number >= rule.tries)
 
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(_TryAgain),
+            retry=tenacity.retry_if_exception_type(_RetryableFailure),
             wait=wait,
-            stop=enough,
-            sleep=around.sleep,
+            stop=should_stop,
+            sleep=clock.sleep,
             reraise=True,
         )
 
-        def attempt() -> Answer:
-            before()
-            return self._once(url, headers or {}, form, begun + rule.give_up_s)
+        def attempt() -> ProviderAnswer:
+            before_attempt()
+            return self._request_once(url, headers or {}, form, start_time + rule.give_up_s)
 
         try:
             return retrying(attempt)
-        except _TryAgain as failure:
+        except _RetryableFailure as failure:
             raise ProviderUnavailable(
                 f"{self._provider} gave no catalogue: {failure}.",
                 hint="Nothing was ingested; the next pull tries again.",
             ) from failure.__cause__
 
-    def _once(
+    def _request_once(
         self, url: str, headers: Mapping[str, str], form: Mapping[str, str] | None, deadline: float
-    ) -> Answer:
+    ) -> ProviderAnswer:
         method: Any = "GET" if form is None else "POST"
         try:
             with closing(
@@ -144,38 +144,42 @@ class Downloader:
                     method, url, headers=headers, data=form, timeout=self._timeouts, stream=True
                 )
             ) as response:
-                found = {name.lower(): value for name, value in response.headers.items()}
-                body = self._body(response, deadline)
+                response_headers = {name.lower(): value for name, value in response.headers.items()}
+                body = self._read_body(response, deadline)
         except requests.RequestException as error:
             # Its text may hold the query but never the form, in which a password is.
-            raise _TryAgain(f"{type(error).__name__} at {url.partition('?')[0]}") from error
-        if response.status_code in _WORTH_ANOTHER_TRY:
-            told = body[:_SHOWN].decode(errors="replace").strip()
-            why = f"it answered {response.status_code} {told}".strip()
-            raise _TryAgain(why, self._retry_after(found))
-        return Answer(response.status_code, body, found)
+            raise _RetryableFailure(f"{type(error).__name__} at {url.partition('?')[0]}") from error
+        if response.status_code in _RETRYABLE_STATUSES:
+            body_start = body[:_MAX_SHOWN_BYTES].decode(errors="replace").strip()
+            message = f"it answered {response.status_code} {body_start}".strip()
+            raise _RetryableFailure(message, self._retry_after_s(response_headers))
+        return ProviderAnswer(response.status_code, body, response_headers)
 
-    def _body(self, response: requests.Response, deadline: float) -> bytes:
-        parts, size = [], 0
-        for part in response.iter_content(_BLOCK):
-            parts.append(part)
-            size += len(part)
+    def _read_body(self, response: requests.Response, deadline: float) -> bytes:
+        chunks, size = [], 0
+        for chunk in response.iter_content(_CHUNK_BYTES):
+            chunks.append(chunk)
+            size += len(chunk)
             if size > self._max_bytes:
                 raise ProviderRefused(
                     f"{self._provider} sends more than {self._max_bytes:,} bytes.",
                     hint="Ask for a smaller group, or raise max_download_mb.",
                 )
             # The read timeout is for each block; a server that drips one at a time would never be late.
-            if self._around.monotonic() > deadline:
-                raise _TryAgain("the answer took too long")
-        return b"".join(parts)
+            if self._clock.monotonic() > deadline:
+                raise _RetryableFailure("the answer took too long")
+        return b"".join(chunks)
 
-    def _retry_after(self, headers: Mapping[str, str]) -> float | None:
+    def _retry_after_s(self, headers: Mapping[str, str]) -> float | None:
         """Seconds that the provider asks to be left alone for: a number, or a date."""
-        told = headers.get("retry-after", "").strip()
-        if told.isdigit():
-            return float(told)
+        header_value = headers.get("retry-after", "").strip()
+        if header_value.isdigit():
+            return float(header_value)
         try:
-            return max(0.0, parsedate_to_datetime(told).timestamp() - self._around.wall()) if told else None
+            return (
+                max(0.0, parsedate_to_datetime(header_value).timestamp() - self._clock.wall_time())
+                if header_value
+                else None
+            )
         except ValueError:
             return None

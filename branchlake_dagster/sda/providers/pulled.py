@@ -11,7 +11,7 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.sda.providers.download import Surroundings
+from branchlake_dagster.sda.providers.download import ProviderClock
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,17 @@ class Pull:
     fetched_at: datetime
 
     @property
-    def snapshot(self) -> str:
+    def snapshot_id(self) -> str:
         """The snapshot id, a partition of the graph."""
         return f"{self.provider}-{self.group}-{self.fetched_at:%Y%m%dT%H%M}Z"
 
     def write(self, folder: Path) -> Path:
         """The gzipped file in `folder`; written whole or not at all, and the same when written again."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.snapshot}.{self.format}.gz"
-        temporary = folder / f".{path.name}.{os.getpid()}"
-        temporary.write_bytes(gzip.compress(self.content, mtime=0))
-        temporary.replace(path)
+        path = folder / f"{self.snapshot_id}.{self.format}.gz"
+        temporary_path = folder / f".{path.name}.{os.getpid()}"
+        temporary_path.write_bytes(gzip.compress(self.content, mtime=0))
+        temporary_path.replace(path)
         return path
 
 
@@ -44,11 +44,11 @@ class GpProvider(dg.ConfigurableResource[Any]):
 
     group: str = ""
 
-    def pull(self, around: Surroundings | None = None) -> Pull | None:  # noqa: ARG002 - of those that ask
+    def pull(self, clock: ProviderClock | None = None) -> Pull | None:  # noqa: ARG002 - of those that ask
         """The newest catalogue; None where there is nobody to ask."""
         return None
 
 
-def utc(seconds: float) -> datetime:
+def utc_datetime(seconds: float) -> datetime:
     """An instant from seconds since 1970."""
     return datetime.fromtimestamp(seconds, UTC)

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from pydantic import Field
 
-from branchlake_dagster.sda.providers.download import Downloader, RetryRule, Surroundings
+from branchlake_dagster.sda.providers.download import Downloader, ProviderClock, RetryRule
 from branchlake_dagster.sda.providers.errors import ProviderLoginFailed, ProviderRefused
-from branchlake_dagster.sda.providers.kept import AnswerCache, Entry, RateLimit, locked
-from branchlake_dagster.sda.providers.pulled import GpProvider, Pull, utc
+from branchlake_dagster.sda.providers.kept import AnswerCache, CachedAnswer, RateLimit, lock_file
+from branchlake_dagster.sda.providers.pulled import GpProvider, Pull, utc_datetime
 
-_OK, _UNAUTHORISED = 200, 401
+_OK, _UNAUTHORIZED = 200, 401
 _LOGIN_FAILED = b'"Failed"'
-_SHOWN = 160
+_MAX_SHOWN_BYTES = 160
 
 
 class SpaceTrack(GpProvider):
@@ -45,7 +45,7 @@ class SpaceTrack(GpProvider):
     give_up_s: float = Field(45.0, gt=0, description="A schedule's tick ends after a minute.")
     max_download_mb: int = Field(256, ge=1)
 
-    def pull(self, around: Surroundings | None = None) -> Pull:
+    def pull(self, clock: ProviderClock | None = None) -> Pull:
         """The newest catalogue, from the provider or from what is kept.
 
         Raises:
@@ -55,24 +55,26 @@ class SpaceTrack(GpProvider):
             ProviderUnavailable: it gave no whole answer.
 
         """
-        around = around or Surroundings()
+        clock = clock or ProviderClock()
         query = f"{self.url}/basicspacedata/query/{self.query}"
-        cache = AnswerCache(Path(self.cache_dir) / "space-track", around)
-        with locked(cache.path(query)):
-            known = cache.get(query)
-            if known is None or not 0 <= around.wall() - known.asked_at < self.keep_s:
-                body = self._download(query, around)
-                now = around.wall()
-                known = cache.put(query, Entry(body, now, now, None, None))
-        return Pull("spacetrack", self.group, self.format, known.body, utc(known.fetched_at))
+        cache = AnswerCache(Path(self.cache_dir) / "space-track", clock)
+        with lock_file(cache.answer_path(query)):
+            cached_answer = cache.get(query)
+            if cached_answer is None or not 0 <= clock.wall_time() - cached_answer.asked_at < self.keep_s:
+                body = self._download(query, clock)
+                now = clock.wall_time()
+                cached_answer = cache.store(query, CachedAnswer(body, now, now, None, None))
+        return Pull(
+            "spacetrack", self.group, self.format, cached_answer.body, utc_datetime(cached_answer.fetched_at)
+        )
 
-    def _download(self, query: str, around: Surroundings) -> bytes:
+    def _download(self, query: str, clock: ProviderClock) -> bytes:
         limit = RateLimit(
             Path(self.cache_dir) / "space-track" / "requests.json",
             ((self.per_minute, 60.0), (self.per_hour, 3_600.0)),
             most_wait_s=self.most_wait_s,
             provider="Space-Track",
-            around=around,
+            clock=clock,
         )
         downloader = Downloader(
             "Space-Track",
@@ -80,33 +82,33 @@ class SpaceTrack(GpProvider):
             read_s=self.read_s,
             max_bytes=self.max_download_mb << 20,
             retry=RetryRule(tries=self.tries, give_up_s=self.give_up_s),
-            around=around,
+            clock=clock,
         )
         self._log_in(downloader, limit)
-        answer = downloader.ask(query, before=limit.take)
-        if answer.status == _UNAUTHORISED:  # the session ended between the two
+        answer = downloader.request(query, before_attempt=limit.acquire)
+        if answer.status == _UNAUTHORIZED:  # the session ended between the two
             self._log_in(downloader, limit)
-            answer = downloader.ask(query, before=limit.take)
-        start = answer.body.lstrip()[:1]
-        if answer.status != _OK or (self.format == "json" and start != b"["):
-            told = answer.body[:_SHOWN].decode(errors="replace").strip() or "nothing"
+            answer = downloader.request(query, before_attempt=limit.acquire)
+        first_byte = answer.body.lstrip()[:1]
+        if answer.status != _OK or (self.format == "json" and first_byte != b"["):
+            body_start = answer.body[:_MAX_SHOWN_BYTES].decode(errors="replace").strip() or "nothing"
             raise ProviderRefused(
-                f"Space-Track answered {answer.status}: {told}.",
+                f"Space-Track answered {answer.status}: {body_start}.",
                 hint="Try the query in its query builder, and see its API guidelines.",
             )
         return answer.body
 
     def _log_in(self, downloader: Downloader, limit: RateLimit) -> None:
-        names = {"identity": self.identity_variable, "password": self.password_variable}
-        form = {name: os.environ.get(variable, "") for name, variable in names.items()}
-        if absent := [names[name] for name, value in form.items() if not value]:
+        variable_names = {"identity": self.identity_variable, "password": self.password_variable}
+        form = {name: os.environ.get(variable, "") for name, variable in variable_names.items()}
+        if missing_variables := [variable_names[name] for name, value in form.items() if not value]:
             raise ProviderLoginFailed(
-                f"{' and '.join(absent)} must be set to log in to Space-Track.",
+                f"{' and '.join(missing_variables)} must be set to log in to Space-Track.",
                 hint="Set them where the code location runs; an account is free.",
                 reason="variables_missing",
-                subject=", ".join(absent),
+                subject=", ".join(missing_variables),
             )
-        answer = downloader.ask(f"{self.url}/ajaxauth/login", form=form, before=limit.take)
+        answer = downloader.request(f"{self.url}/ajaxauth/login", form=form, before_attempt=limit.acquire)
         if answer.status != _OK or _LOGIN_FAILED in answer.body:
             raise ProviderLoginFailed(
                 f"Space-Track refused the login (status {answer.status}).",

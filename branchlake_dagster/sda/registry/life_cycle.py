@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import polars as pl
 
-from branchlake_dagster.sda.registry.merge import believable
-from branchlake_dagster.sda.registry.sources import feed_of
+from branchlake_dagster.sda.registry.merge import is_epoch_plausible
+from branchlake_dagster.sda.registry.sources import feed_name
 
 STALE_AFTER = timedelta(days=30)
 """Age of an element set at the newest pull. Space-Track's own current catalogue ends there."""
@@ -15,7 +15,7 @@ STALE_AFTER = timedelta(days=30)
 GONE_AFTER = timedelta(days=3)
 """How long an object may be missing from a feed that goes on; feeds drop and bring back objects for hours."""
 
-AFTER_DECAY = timedelta(days=1)
+DECAY_TOLERANCE = timedelta(days=1)
 """A decay has a date without a time. An epoch later than that day says that the object flies."""
 
 STATES = ("tracked", "stale", "decayed", "invalid", "untracked")
@@ -42,89 +42,89 @@ OBJECT_COLUMNS: dict[str, pl.DataType] = {
 }
 """One row per object; ``satcat_at`` is when the satellite catalogue was collected that the facts are from."""
 
-FACTS = ("owner", "object_type", "launch_date", "decay_date", "rcs_m2", "rcs_size")
+FACT_COLUMNS = ("owner", "object_type", "launch_date", "decay_date", "rcs_m2", "rcs_size")
 
 
-def objects_after(
-    objects: pl.DataFrame, winners: pl.DataFrame, pulled: pl.DataFrame, entries: pl.DataFrame
+def update_objects(
+    objects: pl.DataFrame, winners: pl.DataFrame, pulled_sets: pl.DataFrame, entries: pl.DataFrame
 ) -> pl.DataFrame:
     """All objects after pulls (``OBJECT_COLUMNS``), sorted by ``sat_no``.
 
     Each column is a least, a greatest or the newest by time of collection, and the state is a function of the
     whole: the order of pulls does not matter. ``entries`` are rows of satellite catalogues.
     """
-    seen = _seen(objects, pulled)
-    facts = _facts(objects, entries)
-    current = winners.select(
+    sightings = _update_sightings(objects, pulled_sets)
+    facts = _latest_facts(objects, entries)
+    current_sets = winners.select(
         "sat_no", "epoch", "source", _name="object_name", _id="object_id", _collected="collected_at"
     )
-    numbers = pl.concat([seen["sat_no"], facts["sat_no"], current["sat_no"]]).unique().sort()
+    sat_nos = pl.concat([sightings["sat_no"], facts["sat_no"], current_sets["sat_no"]]).unique().sort()
     joined = (
-        numbers.to_frame()
-        .join(seen, on="sat_no", how="left")
-        .join(current, on="sat_no", how="left")
+        sat_nos.to_frame()
+        .join(sightings, on="sat_no", how="left")
+        .join(current_sets, on="sat_no", how="left")
         .join(facts, on="sat_no", how="left")
         .with_columns(
             object_name=pl.coalesce("_satcat_name", "_name"), object_id=pl.coalesce("_satcat_id", "_id")
         )
     )
-    return joined.with_columns(state=_state()).select(
+    return joined.with_columns(state=_state_expression()).select(
         pl.col(name).cast(kind) for name, kind in OBJECT_COLUMNS.items()
     )
 
 
-def _seen(objects: pl.DataFrame, pulled: pl.DataFrame) -> pl.DataFrame:
+def _update_sightings(objects: pl.DataFrame, pulled_sets: pl.DataFrame) -> pl.DataFrame:
     """First and last sighting of each object, and the feed of the last one."""
-    feeds = {name: feed_of(name) for name in pulled["snapshot_id"].unique()}
-    now = pulled.select(
+    feeds = {name: feed_name(name) for name in pulled_sets["snapshot_id"].unique()}
+    new_sightings = pulled_sets.select(
         "sat_no",
         first_seen="collected_at",
         last_seen="collected_at",
         feed=pl.col("snapshot_id").replace_strict(feeds, return_dtype=pl.String),
     )
-    before = objects.filter(pl.col("last_seen").is_not_null()).select(now.columns)
-    both = pl.concat([before, now]).sort("last_seen", "feed")
-    return both.group_by("sat_no").agg(
+    old_sightings = objects.filter(pl.col("last_seen").is_not_null()).select(new_sightings.columns)
+    sightings = pl.concat([old_sightings, new_sightings]).sort("last_seen", "feed")
+    return sightings.group_by("sat_no").agg(
         pl.col("first_seen").min(), pl.col("last_seen").last(), pl.col("feed").last()
     )
 
 
-def _facts(objects: pl.DataFrame, entries: pl.DataFrame) -> pl.DataFrame:
+def _latest_facts(objects: pl.DataFrame, entries: pl.DataFrame) -> pl.DataFrame:
     """What the newest satellite catalogue says of each object."""
-    names = ["sat_no", "satcat_at", *FACTS]
-    before = objects.filter(pl.col("satcat_at").is_not_null()).select(
+    names = ["sat_no", "satcat_at", *FACT_COLUMNS]
+    old_facts = objects.filter(pl.col("satcat_at").is_not_null()).select(
         *names, _satcat_name="object_name", _satcat_id="object_id"
     )
-    now = entries.select(
-        "sat_no", *FACTS, satcat_at="collected_at", _satcat_name="object_name", _satcat_id="object_id"
-    ).select(before.columns)
-    both = pl.concat([before, now])
-    if not now.height:
-        return both
+    new_facts = entries.select(
+        "sat_no", *FACT_COLUMNS, satcat_at="collected_at", _satcat_name="object_name", _satcat_id="object_id"
+    ).select(old_facts.columns)
+    facts = pl.concat([old_facts, new_facts])
+    if not new_facts.height:
+        return facts
     # Two catalogues of one minute cannot be told apart by time: then their content decides.
-    ordered = both.sort("satcat_at", *FACTS, "_satcat_name", "_satcat_id", nulls_last=False)
+    ordered = facts.sort("satcat_at", *FACT_COLUMNS, "_satcat_name", "_satcat_id", nulls_last=False)
     return ordered.unique("sat_no", keep="last", maintain_order=True)
 
 
-def _state() -> pl.Expr:
+def _state_expression() -> pl.Expr:
     newest = pl.max_horizontal(pl.col("last_seen").max(), pl.col("satcat_at").max())
-    decayed = pl.col("decay_date").is_not_null() & (
-        pl.col("epoch").is_null() | (pl.col("epoch") <= _midnight(pl.col("decay_date")) + AFTER_DECAY)
+    is_decayed = pl.col("decay_date").is_not_null() & (
+        pl.col("epoch").is_null() | (pl.col("epoch") <= _midnight_utc(pl.col("decay_date")) + DECAY_TOLERANCE)
     )
-    gone = pl.col("last_seen").max().over("feed") - pl.col("last_seen") > GONE_AFTER
-    old = newest - pl.col("epoch") > STALE_AFTER
+    is_gone = pl.col("last_seen").max().over("feed") - pl.col("last_seen") > GONE_AFTER
+    is_old = newest - pl.col("epoch") > STALE_AFTER
     return (
-        pl.when(decayed)
+        pl.when(is_decayed)
         .then(pl.lit("decayed"))
         .when(pl.col("epoch").is_null())
         .then(pl.lit("untracked"))
-        .when(~believable("_collected"))
+        .when(~is_epoch_plausible("_collected"))
         .then(pl.lit("invalid"))
-        .when(gone.fill_null(False) | old)
+        .when(is_gone.fill_null(False) | is_old)
         .then(pl.lit("stale"))
         .otherwise(pl.lit("tracked"))
     )
 
 
-def _midnight(date: pl.Expr) -> pl.Expr:
+def _midnight_utc(date: pl.Expr) -> pl.Expr:
     return date.cast(pl.Datetime("us")).dt.replace_time_zone("UTC")

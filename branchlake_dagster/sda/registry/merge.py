@@ -21,16 +21,16 @@ from dataclasses import dataclass
 import polars as pl
 
 from branchlake_dagster.sda.gp.records import ELEMENT_COLUMNS
-from branchlake_dagster.sda.gp.rules import MAX_AHEAD
-from branchlake_dagster.sda.registry.sources import priority
+from branchlake_dagster.sda.gp.rules import MAX_EPOCH_LEAD
+from branchlake_dagster.sda.registry.sources import source_rank
 
-ELEMENTS = (
+ELEMENT_VALUES = (
     *("mean_motion", "eccentricity", "inclination", "ra_of_asc_node", "arg_of_pericenter", "mean_anomaly"),
     *("bstar", "mean_motion_dot", "mean_motion_ddot"),
 )
 """What makes two sets of one epoch different."""
 
-SET = ("sat_no", "epoch", "source", *ELEMENTS)
+SET_KEY = ("sat_no", "epoch", "source", *ELEMENT_VALUES)
 """What an element set is known by."""
 
 PULLED_COLUMNS: dict[str, pl.DataType] = {
@@ -57,120 +57,142 @@ OUTCOMES = ("won", "repeated", "older", "outranked", "superseded")
 """What became of a pulled set: it is the current one; says the same as it; has an older epoch; is of a source
 of lower priority at the same epoch; is of the same source and epoch, and was corrected."""
 
-_BY_ORDER = ("epoch", "_rank")
-Lookup = Callable[[pl.Series], pl.DataFrame]
+SetLookup = Callable[[pl.Series], pl.DataFrame]
 """From catalogue numbers to all their rows (``PULLED_COLUMNS``) in all pulls, those of the run included."""
 
 
 @dataclass(frozen=True)
-class Merged:
+class CatalogueMerge:
     """``winners`` (``PULLED_COLUMNS``) is the whole catalogue, one row per object, sorted by ``sat_no``.
 
-    ``audit`` (``AUDIT_COLUMNS``) has a row for each pulled set, ``looked_up`` counts the objects looked up.
+    ``audit`` (``AUDIT_COLUMNS``) has a row for each pulled set, ``lookup_count`` counts the objects looked up.
     """
 
     winners: pl.DataFrame
     audit: pl.DataFrame
-    looked_up: int
+    lookup_count: int
 
 
-def believable(collected_at: str = "collected_at") -> pl.Expr:
+def is_epoch_plausible(collected_at: str = "collected_at") -> pl.Expr:
     """Whether an epoch is not of a time that its pull could not know of."""
-    return pl.col("epoch") <= pl.col(collected_at) + MAX_AHEAD
+    return pl.col("epoch") <= pl.col(collected_at) + MAX_EPOCH_LEAD
 
 
-def merge(current: pl.DataFrame, pulled: pl.DataFrame, lookup: Lookup) -> Merged:
+def merge_pulled_sets(current: pl.DataFrame, pulled_sets: pl.DataFrame, lookup: SetLookup) -> CatalogueMerge:
     """The catalogue after pulls, in whatever order and how often they come.
 
     Args:
         current: the catalogue before, ``PULLED_COLUMNS``.
-        pulled: element sets of one pull or of several.
+        pulled_sets: element sets of one pull or of several.
         lookup: asked once, for the objects that the winner alone does not decide.
 
     """
     names = list(PULLED_COLUMNS)
-    pulled = pulled.select(names)
+    pulled_sets = pulled_sets.select(names)
     # A set that froze its object by an epoch of the future does not compete any more.
-    frozen = current.filter(~believable())
-    known = current.select(names).filter(believable())
-    known, withdrawn = _withdrawn(known, pulled)
-    contenders = pl.concat([known, pulled.filter(believable())]).with_columns(_rank=priority())
-    top = contenders.filter(_is_top())
-    unsure = pl.concat([_unsure(top, known), withdrawn, frozen["sat_no"]]).unique()
-    if unsure.len():
-        found = lookup(unsure).select(names).filter(believable()).with_columns(_rank=priority())
-        sure = top.join(unsure.to_frame("sat_no"), on="sat_no", how="anti")
-        again = pl.concat([contenders.join(unsure.to_frame("sat_no"), on="sat_no", how="semi"), found])
-        top = pl.concat([sure, again.filter(_is_top())])
-    winners = _winners(top).select(names)
+    future_sets = current.filter(~is_epoch_plausible())
+    current_sets = current.select(names).filter(is_epoch_plausible())
+    current_sets, withdrawn_sat_nos = _drop_withdrawn_sets(current_sets, pulled_sets)
+    candidates = pl.concat([current_sets, pulled_sets.filter(is_epoch_plausible())]).with_columns(
+        _rank=source_rank()
+    )
+    top_sets = candidates.filter(_is_top_ranked())
+    uncertain_sat_nos = pl.concat(
+        [_find_uncertain_objects(top_sets, current_sets), withdrawn_sat_nos, future_sets["sat_no"]]
+    ).unique()
+    if uncertain_sat_nos.len():
+        looked_up_sets = (
+            lookup(uncertain_sat_nos)
+            .select(names)
+            .filter(is_epoch_plausible())
+            .with_columns(_rank=source_rank())
+        )
+        certain_sets = top_sets.join(uncertain_sat_nos.to_frame("sat_no"), on="sat_no", how="anti")
+        uncertain_sets = pl.concat(
+            [candidates.join(uncertain_sat_nos.to_frame("sat_no"), on="sat_no", how="semi"), looked_up_sets]
+        )
+        top_sets = pl.concat([certain_sets, uncertain_sets.filter(_is_top_ranked())])
+    winners = _select_winners(top_sets).select(names)
     # A frozen object that has no other set stays as it is, for its state to tell.
-    without = frozen.select(names).join(winners, on="sat_no", how="anti")
-    winners = pl.concat([winners, without]).sort("sat_no")
-    return Merged(winners, _audit(pulled, winners), unsure.len())
+    unreplaced_sets = future_sets.select(names).join(winners, on="sat_no", how="anti")
+    winners = pl.concat([winners, unreplaced_sets]).sort("sat_no")
+    return CatalogueMerge(winners, _build_audit(pulled_sets, winners), uncertain_sat_nos.len())
 
 
-def _is_top() -> pl.Expr:
+def _is_top_ranked() -> pl.Expr:
     """Of each object the rows of its newest epoch, and of these those of the source to believe."""
     newest = pl.col("epoch") == pl.col("epoch").max().over("sat_no")
     rank = pl.when(newest).then(pl.col("_rank"))
     return newest & (pl.col("_rank") == rank.min().over("sat_no"))
 
 
-def _withdrawn(known: pl.DataFrame, pulled: pl.DataFrame) -> tuple[pl.DataFrame, pl.Series]:
+def _drop_withdrawn_sets(
+    current_sets: pl.DataFrame, pulled_sets: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.Series]:
     """What is known, without rows of snapshots that are pulled again and do not have them any more."""
-    again = pulled["snapshot_id"].unique()
-    mine = known.filter(pl.col("snapshot_id").is_in(again.implode()))
-    gone = mine.join(pulled, on=["snapshot_id", *SET], how="anti", nulls_equal=True)["sat_no"]
-    return known.filter(~pl.col("sat_no").is_in(gone.implode())), gone
+    snapshot_ids = pulled_sets["snapshot_id"].unique()
+    sets_of_snapshots = current_sets.filter(pl.col("snapshot_id").is_in(snapshot_ids.implode()))
+    withdrawn_sat_nos = sets_of_snapshots.join(
+        pulled_sets, on=["snapshot_id", *SET_KEY], how="anti", nulls_equal=True
+    )["sat_no"]
+    return current_sets.filter(~pl.col("sat_no").is_in(withdrawn_sat_nos.implode())), withdrawn_sat_nos
 
 
-def _unsure(top: pl.DataFrame, known: pl.DataFrame) -> pl.Series:
+def _find_uncertain_objects(top_sets: pl.DataFrame, current_sets: pl.DataFrame) -> pl.Series:
     """Objects with different sets of one epoch and source, or with a winner collected earlier than known."""
-    several = top.filter(pl.len().over("sat_no") > 1)
-    differs = several.group_by("sat_no").agg(pl.struct(ELEMENTS).n_unique().alias("sets"))
-    first = known.select("sat_no", "epoch", "source", _known="collected_at", _id="snapshot_id")
-    earlier = several.join(first, on=["sat_no", "epoch", "source"]).filter(
+    competing_sets = top_sets.filter(pl.len().over("sat_no") > 1)
+    set_counts = competing_sets.group_by("sat_no").agg(pl.struct(ELEMENT_VALUES).n_unique().alias("sets"))
+    current_keys = current_sets.select("sat_no", "epoch", "source", _known="collected_at", _id="snapshot_id")
+    earlier_sets = competing_sets.join(current_keys, on=["sat_no", "epoch", "source"]).filter(
         (pl.col("collected_at") < pl.col("_known"))
         | ((pl.col("collected_at") == pl.col("_known")) & (pl.col("snapshot_id") < pl.col("_id")))
     )
-    return pl.concat([differs.filter(pl.col("sets") > 1)["sat_no"], earlier["sat_no"]]).unique()
+    return pl.concat([set_counts.filter(pl.col("sets") > 1)["sat_no"], earlier_sets["sat_no"]]).unique()
 
 
-def _winners(top: pl.DataFrame) -> pl.DataFrame:
+def _select_winners(top_sets: pl.DataFrame) -> pl.DataFrame:
     """One row per object of rows that agree on epoch and source."""
-    several = pl.len().over("sat_no") > 1
-    alone, rest = top.filter(~several), top.filter(several)
-    sightings = ("collected_at", "snapshot_id")
-    first = rest.sort(*sightings).unique(["sat_no", *ELEMENTS], keep="first", maintain_order=True)
-    last = first.sort(*sightings, *ELEMENTS).unique("sat_no", keep="last", maintain_order=True)
-    return pl.concat([alone, last])
+    has_several = pl.len().over("sat_no") > 1
+    single_sets, competing_sets = top_sets.filter(~has_several), top_sets.filter(has_several)
+    collection_order = ("collected_at", "snapshot_id")
+    first_collected = competing_sets.sort(*collection_order).unique(
+        ["sat_no", *ELEMENT_VALUES], keep="first", maintain_order=True
+    )
+    last_correction = first_collected.sort(*collection_order, *ELEMENT_VALUES).unique(
+        "sat_no", keep="last", maintain_order=True
+    )
+    return pl.concat([single_sets, last_correction])
 
 
-def _audit(pulled: pl.DataFrame, winners: pl.DataFrame) -> pl.DataFrame:
+def _build_audit(pulled_sets: pl.DataFrame, winners: pl.DataFrame) -> pl.DataFrame:
     """What became of each pulled set."""
-    told = {name: f"winner_{name}" for name in ("source", "snapshot_id", "epoch")}
-    side = winners.select("sat_no", pl.col(*told, *ELEMENTS).name.prefix("winner_"))
-    same = pl.all_horizontal(pl.col(n).eq_missing(pl.col(f"winner_{n}")) for n in ELEMENTS)
-    at_once = pl.col("epoch") == pl.col("winner_epoch")
-    own = pl.col("source") == pl.col("winner_source")
+    winner_columns = {name: f"winner_{name}" for name in ("source", "snapshot_id", "epoch")}
+    winner_values = winners.select("sat_no", pl.col(*winner_columns, *ELEMENT_VALUES).name.prefix("winner_"))
+    has_same_elements = pl.all_horizontal(pl.col(n).eq_missing(pl.col(f"winner_{n}")) for n in ELEMENT_VALUES)
+    is_same_epoch = pl.col("epoch") == pl.col("winner_epoch")
+    is_same_source = pl.col("source") == pl.col("winner_source")
     outcome = (
-        pl.when(~at_once)
+        pl.when(~is_same_epoch)
         .then(pl.lit("older"))
-        .when(~own)
+        .when(~is_same_source)
         .then(pl.lit("outranked"))
-        .when(~same)
+        .when(~has_same_elements)
         .then(pl.lit("superseded"))
         .when(pl.col("snapshot_id") != pl.col("winner_snapshot_id"))
         .then(pl.lit("repeated"))
         .otherwise(pl.lit("won"))
     )
-    joined = pulled.join(side, on="sat_no", how="left")
-    return joined.with_columns(outcome=outcome, conflict=at_once & ~same).select(
+    joined = pulled_sets.join(winner_values, on="sat_no", how="left")
+    return joined.with_columns(outcome=outcome, conflict=is_same_epoch & ~has_same_elements).select(
         pl.col(name).cast(kind) for name, kind in AUDIT_COLUMNS.items()
     )
 
 
-def not_in(history: pl.DataFrame, pulled: pl.DataFrame) -> pl.DataFrame:
+def select_new_sets(history: pl.DataFrame, pulled_sets: pl.DataFrame) -> pl.DataFrame:
     """Of pulled sets those that are not in the history, each as it was first collected."""
-    first = pulled.sort("collected_at", "snapshot_id").unique(list(SET), keep="first", maintain_order=True)
-    return first.join(history, on=list(SET), how="anti", nulls_equal=True).sort("sat_no", "epoch")
+    first_collected = pulled_sets.sort("collected_at", "snapshot_id").unique(
+        list(SET_KEY), keep="first", maintain_order=True
+    )
+    return first_collected.join(history, on=list(SET_KEY), how="anti", nulls_equal=True).sort(
+        "sat_no", "epoch"
+    )

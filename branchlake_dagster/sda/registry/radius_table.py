@@ -6,13 +6,13 @@ import io
 
 import polars as pl
 
-from branchlake_dagster.sda.gp.limits import ReadLimits, text_of
+from branchlake_dagster.sda.gp.limits import ReadLimits, decode_gp_file
 from branchlake_dagster.sda.gp.records import UnreadableCatalogueError
 from branchlake_dagster.sda.gp.rules import MAX_SAT_NO
 
 RADIUS_COLUMNS = {"sat_no": pl.Int64(), "radius_m": pl.Float64(), "is_default": pl.Boolean()}
 """``is_default``: the table has the radius for want of a better one."""
-_LARGEST_M = 1_000.0
+_MAX_RADIUS_M = 1_000.0
 """A radius above it is a mistake of the file; the largest protected object of CARA's table has 250 m."""
 
 
@@ -28,20 +28,22 @@ def read_radius_table(content: bytes, source: str, limits: ReadLimits) -> pl.Dat
 
     """
     try:
-        frame = pl.read_csv(io.BytesIO(text_of(content, source, limits).encode()), infer_schema=False)
+        frame = pl.read_csv(io.BytesIO(decode_gp_file(content, source, limits).encode()), infer_schema=False)
     except pl.exceptions.PolarsError as error:
         raise UnreadableCatalogueError(source, f"not CSV ({error})", "Fetch the file again.") from error
     if not {"ObjectID", "HBR"} <= set(frame.columns):
         raise UnreadableCatalogueError(
             source, "it has no columns ObjectID and HBR", "Give a file in the layout of NASA CARA's table."
         )
-    origin = pl.col("HBRSource") if "HBRSource" in frame.columns else pl.lit(None, pl.String)
+    source_column = pl.col("HBRSource") if "HBRSource" in frame.columns else pl.lit(None, pl.String)
     rows = frame.select(
         pl.col("ObjectID").str.strip_chars().cast(pl.Int64, strict=False).alias("sat_no"),
         pl.col("HBR").str.strip_chars().cast(pl.Float64, strict=False).alias("radius_m"),
-        (origin.str.strip_chars().str.to_lowercase() == "default").fill_null(False).alias("is_default"),
+        (source_column.str.strip_chars().str.to_lowercase() == "default")
+        .fill_null(False)
+        .alias("is_default"),
     )
-    good = pl.col("sat_no").is_between(1, MAX_SAT_NO) & pl.col("radius_m").is_between(
-        0.0, _LARGEST_M, closed="right"
+    is_valid = pl.col("sat_no").is_between(1, MAX_SAT_NO) & pl.col("radius_m").is_between(
+        0.0, _MAX_RADIUS_M, closed="right"
     )
-    return rows.filter(good).unique("sat_no", keep="last", maintain_order=True)
+    return rows.filter(is_valid).unique("sat_no", keep="last", maintain_order=True)

@@ -12,11 +12,17 @@ from typing import Any
 
 import polars as pl
 
-from branchlake_dagster.sda.gp.limits import ReadLimits, text_of
+from branchlake_dagster.sda.gp.limits import ReadLimits, decode_gp_file
 from branchlake_dagster.sda.gp.records import EmptyCatalogueError, UnreadableCatalogueError
-from branchlake_dagster.sda.gp.rules import MAX_SAT_NO, REJECTED_COLUMNS, RejectReason, Rule, split
+from branchlake_dagster.sda.gp.rules import (
+    MAX_SAT_NO,
+    REJECTED_COLUMNS,
+    RecordRule,
+    RejectReason,
+    split_by_rules,
+)
 
-PREFIX = "satcat"
+SATCAT_PREFIX = "satcat"
 """First word of the snapshot ids of satellite catalogues."""
 
 ENTRY_COLUMNS: dict[str, pl.DataType] = {
@@ -36,7 +42,7 @@ ENTRY_COLUMNS: dict[str, pl.DataType] = {
 }
 """What an entry says; the orbit's figures change daily and open no new period of validity."""
 
-EFFECTIVE = (
+EFFECTIVE_COLUMNS = (
     "object_name",
     "object_id",
     "object_type",
@@ -47,7 +53,7 @@ EFFECTIVE = (
     "rcs_size",
 )
 
-_NAMES = {
+_COLUMN_ALIASES = {
     "sat_no": ("NORAD_CAT_ID", "c"),
     "object_name": ("OBJECT_NAME", "SATNAME", "n"),
     "object_id": ("OBJECT_ID", "INTLDES", "i"),
@@ -64,9 +70,9 @@ _NAMES = {
 }
 
 
-def is_satcat(snapshot: str) -> bool:
+def is_satcat(snapshot_id: str) -> bool:
     """Whether a snapshot id is one of a satellite catalogue."""
-    return snapshot.lower().startswith(PREFIX)
+    return snapshot_id.lower().startswith(SATCAT_PREFIX)
 
 
 def read_satcat(content: bytes, source: str, limits: ReadLimits) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -77,30 +83,34 @@ def read_satcat(content: bytes, source: str, limits: ReadLimits) -> tuple[pl.Dat
         UnreadableCatalogueError: it is neither JSON nor CSV with known names.
 
     """
-    text = text_of(content, source, limits)
-    frame = _json(text, source) if text.lstrip().startswith(("[", "{")) else _csv(text, source)
-    found = {
+    file_text = decode_gp_file(content, source, limits)
+    frame = (
+        _read_json(file_text, source)
+        if file_text.lstrip().startswith(("[", "{"))
+        else _read_csv(file_text, source)
+    )
+    source_columns = {
         column: next((name for name in names if name in frame.columns), None)
-        for column, names in _NAMES.items()
+        for column, names in _COLUMN_ALIASES.items()
     }
     if not frame.height:
         raise EmptyCatalogueError(source, "no entries in it", "Check that the download was complete.")
-    if found["sat_no"] is None:
+    if source_columns["sat_no"] is None:
         raise UnreadableCatalogueError(
             source,
             "no satellite catalogue: it has no NORAD_CAT_ID",
             "Give CelesTrak's or Space-Track's SATCAT.",
         )
-    texts = {
+    stripped_columns = {
         column: (pl.col(name) if name else pl.lit(None, dtype=pl.String)).str.strip_chars()
-        for column, name in found.items()
+        for column, name in source_columns.items()
     }
-    told = frame.select(
-        pl.when(text != "").then(text).alias(column) for column, text in texts.items()
+    entries = frame.select(
+        pl.when(text != "").then(text).alias(column) for column, text in stripped_columns.items()
     ).with_row_index("line_number", offset=1)
-    raw = pl.concat_str([pl.col(c).fill_null("") for c in _NAMES], separator=",")
-    typed = told.with_columns(
-        raw_text=raw,
+    raw_line = pl.concat_str([pl.col(c).fill_null("") for c in _COLUMN_ALIASES], separator=",")
+    typed_entries = entries.with_columns(
+        raw_text=raw_line,
         **{
             column: pl.col(column).str.to_date("%Y-%m-%d", strict=False)
             if kind == pl.Date()
@@ -111,17 +121,17 @@ def read_satcat(content: bytes, source: str, limits: ReadLimits) -> tuple[pl.Dat
         _unread=pl.col("decay_date").is_not_null()
         & pl.col("decay_date").str.to_date("%Y-%m-%d", strict=False).is_null(),
     )
-    good, rejected = split(
-        typed,
+    accepted, rejected = split_by_rules(
+        typed_entries,
         [
-            Rule(
+            RecordRule(
                 RejectReason.CATALOGUE_NUMBER,
                 "sat_no",
                 (~pl.col("sat_no").is_between(1, MAX_SAT_NO)).fill_null(True),
                 "the entry has no catalogue number",
             ),
             # Without it a decayed object would be believed to fly.
-            Rule(
+            RecordRule(
                 RejectReason.FIELD,
                 "decay_date",
                 pl.col("_unread"),
@@ -129,48 +139,50 @@ def read_satcat(content: bytes, source: str, limits: ReadLimits) -> tuple[pl.Dat
             ),
         ],
     )
-    once = good.unique("sat_no", keep="last", maintain_order=True).sort("sat_no")
-    return once.select(list(ENTRY_COLUMNS)), rejected.select(list(REJECTED_COLUMNS))
+    unique_entries = accepted.unique("sat_no", keep="last", maintain_order=True).sort("sat_no")
+    return unique_entries.select(list(ENTRY_COLUMNS)), rejected.select(list(REJECTED_COLUMNS))
 
 
-def _json(text: str, source: str) -> pl.DataFrame:
+def _read_json(file_text: str, source: str) -> pl.DataFrame:
     try:
-        loaded = json.loads(text, parse_float=str, parse_int=str)
+        decoded_json = json.loads(file_text, parse_float=str, parse_int=str)
     except (json.JSONDecodeError, RecursionError) as error:
         raise UnreadableCatalogueError(source, f"not JSON ({error})", "Fetch the file again.") from error
-    wanted = [name for names in _NAMES.values() for name in names]
+    alias_names = [name for names in _COLUMN_ALIASES.values() for name in names]
     rows: list[dict[str, Any]] = (
-        [r for r in loaded if isinstance(r, dict)] if isinstance(loaded, list) else []
+        [r for r in decoded_json if isinstance(r, dict)] if isinstance(decoded_json, list) else []
     )
-    there = {name for name in wanted if any(name in row for row in rows[:1000])}
-    schema = {name: pl.String() for name in wanted if name in there}
+    present_names = {name for name in alias_names if any(name in row for row in rows[:1000])}
+    schema = {name: pl.String() for name in alias_names if name in present_names}
     return pl.DataFrame(rows, schema=schema, strict=False, orient="row") if schema else pl.DataFrame()
 
 
-def _csv(text: str, source: str) -> pl.DataFrame:
+def _read_csv(file_text: str, source: str) -> pl.DataFrame:
     try:
-        return pl.read_csv(io.BytesIO(text.encode()), infer_schema=False)
+        return pl.read_csv(io.BytesIO(file_text.encode()), infer_schema=False)
     except pl.exceptions.PolarsError as error:
         raise UnreadableCatalogueError(source, f"not CSV ({error})", "Fetch the file again.") from error
 
 
-def effective(entries: pl.DataFrame) -> pl.DataFrame:
-    """Periods in which an object's entry said the same: `EFFECTIVE` with ``valid_from`` and ``valid_to``.
+def build_validity_periods(entries: pl.DataFrame) -> pl.DataFrame:
+    """Periods in which an object's entry said the same: `EFFECTIVE_COLUMNS` with ``valid_from`` and ``valid_to``.
 
     ``valid_from`` is the first collection that said so, ``valid_to`` the first that said something else, null
     for what holds. ``snapshot_id`` is that of ``valid_from``.
     """
     ordered = entries.sort("sat_no", "collected_at", "snapshot_id")
-    said = pl.struct(EFFECTIVE)
-    changed = (said.shift() != said).fill_null(True) | (
+    facts = pl.struct(EFFECTIVE_COLUMNS)
+    is_changed = (facts.shift() != facts).fill_null(True) | (
         pl.col("sat_no").shift() != pl.col("sat_no")
     ).fill_null(True)
-    begun = ordered.filter(changed)
-    until = pl.when(pl.col("sat_no").shift(-1) == pl.col("sat_no")).then(pl.col("collected_at").shift(-1))
-    return begun.select(
+    period_starts = ordered.filter(is_changed)
+    period_end = pl.when(pl.col("sat_no").shift(-1) == pl.col("sat_no")).then(
+        pl.col("collected_at").shift(-1)
+    )
+    return period_starts.select(
         "sat_no",
-        *EFFECTIVE,
+        *EFFECTIVE_COLUMNS,
         pl.col("collected_at").alias("valid_from"),
-        until.alias("valid_to"),
+        period_end.alias("valid_to"),
         "snapshot_id",
     )

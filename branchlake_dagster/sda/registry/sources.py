@@ -22,20 +22,20 @@ _SOURCE_OF_PROVIDER = {
 }
 """CelesTrak and Space-Track hand on the elements of the 18th Space Defense Squadron."""
 
-_TIME = re.compile(r"[-_.]?\d{8}(T\d{4,6}Z?)?")
+_TIME_SUFFIX = re.compile(r"[-_.]?\d{8}(T\d{4,6}Z?)?")
 
 
-def feed_of(snapshot: str) -> str:
+def feed_name(snapshot_id: str) -> str:
     """The series of pulls that a snapshot is one of: its id without the time."""
-    return _TIME.sub("", snapshot, count=1) or "unnamed"
+    return _TIME_SUFFIX.sub("", snapshot_id, count=1) or "unnamed"
 
 
-def source_of(snapshot: str) -> str:
+def source_name(snapshot_id: str) -> str:
     """The source of a snapshot, by the first word of its id; else it counts as the catalogue of record."""
-    return _SOURCE_OF_PROVIDER.get(re.split(r"[-_.]", snapshot, maxsplit=1)[0].lower(), SOURCES[0])
+    return _SOURCE_OF_PROVIDER.get(re.split(r"[-_.]", snapshot_id, maxsplit=1)[0].lower(), SOURCES[0])
 
 
-def priority(column: str = "source") -> pl.Expr:
+def source_rank(column: str = "source") -> pl.Expr:
     """The rank of a source: the smaller is believed; one unknown comes last."""
     ranks = {name: rank for rank, name in enumerate(SOURCES)}
     return pl.col(column).replace_strict(ranks, default=len(SOURCES), return_dtype=pl.Int8)

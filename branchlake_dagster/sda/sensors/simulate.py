@@ -18,13 +18,13 @@ from branchlake_dagster.sda.orbits.frames import (
     EARTH_RADIUS_KM,
     Floats,
     Micros,
+    is_sunlit,
     local_axes,
     site_teme,
     sun_position,
-    sunlit,
 )
-from branchlake_dagster.sda.orbits.plausible import examine
-from branchlake_dagster.sda.orbits.propagation import Elements, Ephemeris, grid, propagate
+from branchlake_dagster.sda.orbits.plausible import find_state_faults
+from branchlake_dagster.sda.orbits.propagation import Elements, Ephemeris, propagate_satellites, time_grid
 from branchlake_dagster.sda.sensors import measurement
 from branchlake_dagster.sda.sensors.hashing import normal, uniform
 from branchlake_dagster.sda.sensors.native import NATIVE_COLUMNS
@@ -53,10 +53,10 @@ class Scene:
         self.start, self.end = start, end
         self.seed = seed
         margin = round(STEP_S * 1e6)
-        self.ephemeris: Ephemeris = propagate(
-            elements.satellites(), grid(start - margin, end + margin, STEP_S)
+        self.ephemeris: Ephemeris = propagate_satellites(
+            elements.to_satrec_array(), time_grid(start - margin, end + margin, STEP_S)
         )
-        self.alive: npt.NDArray[np.bool_] = examine(self.ephemeris, elements).sound_throughout
+        self.alive: npt.NDArray[np.bool_] = find_state_faults(self.ephemeris, elements).plausible_objects
         self.timing_us = np.round(
             np.clip(normal(self.sat_no, seed, 77), -4, 4) * CATALOGUE_TIMING_SIGMA_S * 1e6
         ).astype(np.int64)
@@ -69,7 +69,7 @@ class Scene:
 
     def truth(self, rows: Rows, micros: Micros) -> tuple[Floats, Floats]:
         """True states (k, 3) of objects at instants of the window."""
-        return self.ephemeris.at(rows, micros + self.timing_us[rows])
+        return self.ephemeris.interpolate(rows, micros + self.timing_us[rows])
 
 
 def simulate(
@@ -238,7 +238,7 @@ def seen_by_telescopes(scene: Scene) -> Iterator[tuple[Site, npt.NDArray[np.bool
     """Each telescope, and which objects it sees lit in its night at the steps: (objects, steps)."""
     steps = scene.steps()
     sun = sun_position(scene.ephemeris.micros[steps])
-    lit = sunlit(scene.ephemeris.position[:, steps], sun)
+    lit = is_sunlit(scene.ephemeris.position[:, steps], sun)
     for site in TELESCOPES:
         seen, place, up = look(scene, site)
         towards_sun = sun - place

@@ -29,7 +29,7 @@ class OrbitClass(StrEnum):
 CLASSES = tuple(OrbitClass)
 OWN_CLASSES = CLASSES[: CLASSES.index(OrbitClass.LEO)]
 """Those that an object can be in; the last two are the wider ones."""
-WIDER = {
+WIDER_CLASS = {
     **dict.fromkeys(CLASSES[:4], OrbitClass.LEO),
     **dict.fromkeys((OrbitClass.MEO, OrbitClass.GEO, OrbitClass.HEO, OrbitClass.LEO), OrbitClass.ALL),
 }
@@ -46,14 +46,14 @@ def semi_major_axis(elements: Elements) -> Floats:
     return np.asarray((MU_KM3_S2 / motion**2) ** (1 / 3))
 
 
-def orbit_class(elements: Elements) -> npt.NDArray[np.int64]:
+def orbit_class_codes(elements: Elements) -> npt.NDArray[np.int64]:
     """The place in `CLASSES` of each element set's own class (n,)."""
     altitude = semi_major_axis(elements) - EARTH_RADIUS_KM
-    found = np.searchsorted(_LEO_BOUNDS_KM, altitude, side="right")
-    found = np.minimum(found, CLASSES.index(OrbitClass.MEO))
-    found[np.abs(altitude - _GEO_KM) <= _GEO_WIDTH_KM] = CLASSES.index(OrbitClass.GEO)
-    found[altitude > _GEO_KM + _GEO_WIDTH_KM] = CLASSES.index(OrbitClass.HEO)
-    found[elements.values[:, ELEMENT_FIELDS.index("eccentricity")] >= MAX_ECCENTRICITY] = CLASSES.index(
+    codes = np.searchsorted(_LEO_BOUNDS_KM, altitude, side="right")
+    codes = np.minimum(codes, CLASSES.index(OrbitClass.MEO))
+    codes[np.abs(altitude - _GEO_KM) <= _GEO_WIDTH_KM] = CLASSES.index(OrbitClass.GEO)
+    codes[altitude > _GEO_KM + _GEO_WIDTH_KM] = CLASSES.index(OrbitClass.HEO)
+    codes[elements.values[:, ELEMENT_FIELDS.index("eccentricity")] >= MAX_ECCENTRICITY] = CLASSES.index(
         OrbitClass.HEO
     )
-    return np.asarray(found, np.int64)
+    return np.asarray(codes, np.int64)

@@ -24,7 +24,7 @@ LAGS = (1, 2, 4, 8)
 MIN_AGE_DAYS = 0.02
 """Sets with nearer epochs are corrections of one and the same."""
 MAX_AGE_DAYS = 21.0
-_AT_ONCE = 100_000
+_BATCH_SIZE = 100_000
 _GOLDEN = 0.618_033_988_749_895
 """Spreads instants evenly over a revolution, however many there are."""
 
@@ -56,7 +56,7 @@ class Differences:
         )
 
 
-def differences(history: Elements) -> Differences:
+def compute_differences(history: Elements) -> Differences:
     """All that a history (sorted by ``sat_no`` and epoch, no epoch twice) has of up to `MAX_AGE_DAYS`.
 
     Pairs of which SGP4 refuses a state are left out.
@@ -66,27 +66,29 @@ def differences(history: Elements) -> Differences:
     lags = np.repeat(np.array(LAGS), [max(0, count - lag) for lag in LAGS]).astype(np.int64)
     newer = older + lags
     age = (history.epoch_micros[newer] - history.epoch_micros[older]) / DAY_MICROS
-    same = history.sat_no[older] == history.sat_no[newer]
-    keep = np.flatnonzero(same & (age >= MIN_AGE_DAYS) & (age <= MAX_AGE_DAYS))
+    is_same_object = history.sat_no[older] == history.sat_no[newer]
+    keep = np.flatnonzero(is_same_object & (age >= MIN_AGE_DAYS) & (age <= MAX_AGE_DAYS))
     older, newer, lags, age = older[keep], newer[keep], lags[keep], age[keep]
-    motion = _field(history, "mean_motion")[newer]
-    back = np.minimum((np.arange(len(older)) * _GOLDEN) % 1.0 / motion, age / 2)
-    at = history.epoch_micros[newer] - (back * DAY_MICROS).astype(np.int64)
-    told, _ = states_at(history, older, at)
-    own, velocity = states_at(history, newer, at)
-    radial, transverse, normal = np.einsum("kij,kj->ik", rtn_axes(own, velocity), told)
-    radius = np.linalg.norm(own, axis=1)
+    motion = _element_column(history, "mean_motion")[newer]
+    days_before_newer = np.minimum((np.arange(len(older)) * _GOLDEN) % 1.0 / motion, age / 2)
+    micros = history.epoch_micros[newer] - (days_before_newer * DAY_MICROS).astype(np.int64)
+    older_position, _ = states_at(history, older, micros)
+    newer_position, velocity = states_at(history, newer, micros)
+    radial, transverse, normal = np.einsum("kij,kj->ik", rtn_axes(newer_position, velocity), older_position)
+    radius = np.linalg.norm(newer_position, axis=1)
     # Along the arc: on the tangent, what is 100 km behind would also be 0.7 km too low.
     rtn = np.column_stack(
         [np.hypot(radial, transverse) - radius, radius * np.arctan2(transverse, radial), normal]
     )
-    values = np.column_stack([rtn, *_of_elements(history, older, newer, age)])
-    return Differences(older, newer, lags, age - back, values).take(np.isfinite(values).all(axis=1))
+    values = np.column_stack([rtn, *_element_differences(history, older, newer, age)])
+    return Differences(older, newer, lags, age - days_before_newer, values).take(
+        np.isfinite(values).all(axis=1)
+    )
 
 
-def _of_elements(history: Elements, older: Rows, newer: Rows, age: Floats) -> tuple[Floats, Floats]:
+def _element_differences(history: Elements, older: Rows, newer: Rows, age: Floats) -> tuple[Floats, Floats]:
     motion, inclination, dot = (
-        _field(history, name) for name in ("mean_motion", "inclination", "mean_motion_dot")
+        _element_column(history, name) for name in ("mean_motion", "inclination", "mean_motion_dot")
     )
     # Element lines state half the derivative.
     drag = (dot[older] + dot[newer]) * age
@@ -95,7 +97,7 @@ def _of_elements(history: Elements, older: Rows, newer: Rows, age: Floats) -> tu
     return axis, inclination[older] - inclination[newer]
 
 
-def _field(elements: Elements, name: str) -> Floats:
+def _element_column(elements: Elements, name: str) -> Floats:
     return np.asarray(elements.values[:, ELEMENT_FIELDS.index(name)])
 
 
@@ -106,20 +108,20 @@ def states_at(elements: Elements, rows: Rows, micros: Micros) -> tuple[Floats, F
     million.
     """
     position, velocity = np.full((len(rows), 3), np.nan), np.full((len(rows), 3), np.nan)
-    used, member = np.unique(rows, return_inverse=True)
-    records = elements.take(used).records()
+    unique_rows, record_index = np.unique(rows, return_inverse=True)
+    records = elements.take(unique_rows).to_satrecs()
     whole, fraction = julian_dates(micros)
-    for begin in range(0, len(rows), _AT_ONCE):
-        part = slice(begin, begin + _AT_ONCE)
-        told = [
-            records[one].sgp4(day, rest)
-            for one, day, rest in zip(
-                member[part].tolist(), whole[part].tolist(), fraction[part].tolist(), strict=True
+    for begin in range(0, len(rows), _BATCH_SIZE):
+        batch = slice(begin, begin + _BATCH_SIZE)
+        results = [
+            records[index].sgp4(day, rest)
+            for index, day, rest in zip(
+                record_index[batch].tolist(), whole[batch].tolist(), fraction[batch].tolist(), strict=True
             )
         ]
-        good = np.array([one[0] == 0 for one in told], np.bool_)
-        position[part] = np.where(good[:, None], [one[1] for one in told], np.nan)
-        velocity[part] = np.where(good[:, None], [one[2] for one in told], np.nan)
+        is_valid = np.array([error == 0 for error, _, _ in results], np.bool_)
+        position[batch] = np.where(is_valid[:, None], [r for _, r, _ in results], np.nan)
+        velocity[batch] = np.where(is_valid[:, None], [v for _, _, v in results], np.nan)
     return position, velocity
 
 

@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from branchlake_dagster.sda.orbits.frames import Floats
-from branchlake_dagster.sda.trust.classes import CLASSES, OWN_CLASSES, WIDER, OrbitClass
+from branchlake_dagster.sda.trust.classes import CLASSES, OWN_CLASSES, WIDER_CLASS, OrbitClass
 from branchlake_dagster.sda.trust.differences import MAX_AGE_DAYS, MIN_AGE_DAYS
 
 AXES = ("r", "t", "n", "a", "i")
 """Radial, transverse, normal, km; semi-major axis, km; inclination, degrees."""
-EDGES_DAYS = (MIN_AGE_DAYS, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 14.0, MAX_AGE_DAYS)
-BINS = len(EDGES_DAYS) - 1
-ONE_SIGMA = 0.682_689_492
+AGE_EDGES_DAYS = (MIN_AGE_DAYS, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 14.0, MAX_AGE_DAYS)
+AGE_BINS = len(AGE_EDGES_DAYS) - 1
+ONE_SIGMA_QUANTILE = 0.682_689_492
 MIN_SAMPLES = 60
 """Of a bin, or it is not used."""
 MIN_BINS = 4
@@ -34,15 +34,15 @@ MAX_SIGMA_KM = 500.0
 """Along the track. Beyond it the arc bends away from its tangent by 18 km in low orbit, and an ellipsoid says
 nothing of a position any more: the class's curve ends there."""
 _POWERS = np.arange(0.25, 3.01, 0.05)
-_FLOORS = np.array([0.005, 0.02, 0.005, 1e-4, 1e-5])
+_MIN_SIGMA0 = np.array([0.005, 0.02, 0.005, 1e-4, 1e-5])
 """Below it no element set is right: five metres, the resolution of the lines along the track."""
 
 
 @dataclass(frozen=True)
-class Growth:
+class ErrorGrowth:
     """Curves by class and axis, the classes in the order of `CLASSES`, the axes in that of `AXES`.
 
-    ``sigma0``, ``rate``, ``power`` (c, 5): NaN where there are none. ``taken_from`` (c,) the class that the
+    ``sigma0``, ``rate``, ``power`` (c, 5): NaN where there are none. ``source_class`` (c,) the class that the
     figures are of, -1: none. ``until_days`` (c,) the oldest age with samples. ``count`` (c, b) and ``sigma``,
     ``p95``, ``median`` (c, b, 5) are the statistics by age; NaN where there are too few samples.
     """
@@ -50,7 +50,7 @@ class Growth:
     sigma0: Floats
     rate: Floats
     power: Floats
-    taken_from: npt.NDArray[np.int64]
+    source_class: npt.NDArray[np.int64]
     until_days: Floats
     count: npt.NDArray[np.int64]
     age_days: Floats
@@ -58,89 +58,110 @@ class Growth:
     p95: Floats
     median: Floats
 
-    def at(self, classes: npt.NDArray[np.int64], age_days: Floats) -> Floats:
+    def sigma_at(self, classes: npt.NDArray[np.int64], age_days: Floats) -> Floats:
         """One sigma of each axis (k, 5) of objects of these classes at these ages; NaN where unknown."""
-        return curve(
+        return evaluate_curve(
             self.sigma0[classes], self.rate[classes], self.power[classes], self.until_days[classes], age_days
         )
 
 
-def curve(sigma0: Floats, rate: Floats, power: Floats, until_days: Floats, age_days: Floats) -> Floats:
+def evaluate_curve(
+    sigma0: Floats, rate: Floats, power: Floats, until_days: Floats, age_days: Floats
+) -> Floats:
     """``sigma0 + rate * age^power`` of k curves with any number of axes; NaN at ages beyond ``until_days``.
 
     An instant before the epoch is as uncertain as one that is as long after it.
     """
     age = np.abs(age_days)[:, None]
-    known = age <= np.maximum(until_days, 0.0)[:, None]
-    return np.asarray(np.where(known, sigma0 + rate * age**power, np.nan))
+    is_covered = age <= np.maximum(until_days, 0.0)[:, None]
+    return np.asarray(np.where(is_covered, sigma0 + rate * age**power, np.nan))
 
 
-def growth(
+def fit_growth(
     classes: npt.NDArray[np.int64], age_days: Floats, values: Floats, *, max_sigma_km: float = MAX_SIGMA_KM
-) -> Growth:
+) -> ErrorGrowth:
     """Curves of differences: their classes (k,), ages (k,) and values (k, 5)."""
     n, axes = len(CLASSES), values.shape[1]
-    count = np.zeros((n, BINS), np.int64)
-    age = np.full((n, BINS), np.nan)
-    sigma, p95, median = (np.full((n, BINS, axes), np.nan) for _ in range(3))
-    bins = np.digitize(age_days, EDGES_DAYS) - 1
+    count = np.zeros((n, AGE_BINS), np.int64)
+    age = np.full((n, AGE_BINS), np.nan)
+    sigma, p95, median = (np.full((n, AGE_BINS, axes), np.nan) for _ in range(3))
+    bins = np.digitize(age_days, AGE_EDGES_DAYS) - 1
     for code, name in enumerate(CLASSES):
-        mine = members(name)[classes]
-        for one in range(BINS):
-            rows = np.flatnonzero(mine & (bins == one))
-            count[code, one] = len(rows)
+        in_class = member_classes(name)[classes]
+        for age_bin in range(AGE_BINS):
+            rows = np.flatnonzero(in_class & (bins == age_bin))
+            count[code, age_bin] = len(rows)
             if len(rows) >= MIN_SAMPLES:
-                size = np.abs(values[rows])
-                age[code, one] = np.median(age_days[rows])
-                sigma[code, one], p95[code, one] = np.quantile(size, [ONE_SIGMA, 0.95], axis=0)
-                median[code, one] = np.median(values[rows], axis=0)
-    fitted = np.full((3, n, axes), np.nan)
-    until = np.zeros(n)
-    taken = np.full(n, -1)
+                magnitude = np.abs(values[rows])
+                age[code, age_bin] = np.median(age_days[rows])
+                sigma[code, age_bin], p95[code, age_bin] = np.quantile(
+                    magnitude, [ONE_SIGMA_QUANTILE, 0.95], axis=0
+                )
+                median[code, age_bin] = np.median(values[rows], axis=0)
+    curve_parameters = np.full((3, n, axes), np.nan)
+    until_days = np.zeros(n)
+    source_class = np.full(n, -1)
     for code in range(n):
-        told = np.isfinite(age[code]) & (np.nan_to_num(sigma[code, :, 1]) <= max_sigma_km)
+        is_usable = np.isfinite(age[code]) & (np.nan_to_num(sigma[code, :, 1]) <= max_sigma_km)
         # Of ages one after the other: what comes after one that tells nothing is left out.
-        last = np.flatnonzero(np.isfinite(age[code]) & ~told)
-        used = np.flatnonzero(told[: last[0]] if len(last) else told)
-        if len(used) >= MIN_BINS:
-            taken[code], until[code] = code, EDGES_DAYS[used[-1] + 1]
+        unusable_bins = np.flatnonzero(np.isfinite(age[code]) & ~is_usable)
+        used_bins = np.flatnonzero(is_usable[: unusable_bins[0]] if len(unusable_bins) else is_usable)
+        if len(used_bins) >= MIN_BINS:
+            source_class[code], until_days[code] = code, AGE_EDGES_DAYS[used_bins[-1] + 1]
             for axis in range(axes):
-                fitted[:, code, axis] = fit(age[code, used], sigma[code, used, axis], _FLOORS[axis])
+                curve_parameters[:, code, axis] = fit_curve(
+                    age[code, used_bins], sigma[code, used_bins, axis], _MIN_SIGMA0[axis]
+                )
     for code, name in reversed(list(enumerate(CLASSES))):
-        if taken[code] < 0 and name in WIDER:
-            wider = CLASSES.index(WIDER[name])
-            taken[code], until[code], fitted[:, code] = taken[wider], until[wider], fitted[:, wider]
-    return Growth(fitted[0], fitted[1], fitted[2], taken, until, count, age, sigma, p95, median)
+        if source_class[code] < 0 and name in WIDER_CLASS:
+            wider = CLASSES.index(WIDER_CLASS[name])
+            source_class[code], until_days[code], curve_parameters[:, code] = (
+                source_class[wider],
+                until_days[wider],
+                curve_parameters[:, wider],
+            )
+    return ErrorGrowth(
+        curve_parameters[0],
+        curve_parameters[1],
+        curve_parameters[2],
+        source_class,
+        until_days,
+        count,
+        age,
+        sigma,
+        p95,
+        median,
+    )
 
 
-def members(name: OrbitClass) -> npt.NDArray[np.bool_]:
+def member_classes(name: OrbitClass) -> npt.NDArray[np.bool_]:
     """Which classes (c,), as an object's own, a class consists of."""
-    inside = np.zeros(len(CLASSES), np.bool_)
-    for code, one in enumerate(OWN_CLASSES):
-        inside[code] = name in (one, WIDER[one], OrbitClass.ALL)
-    return inside
+    is_member = np.zeros(len(CLASSES), np.bool_)
+    for code, own_class in enumerate(OWN_CLASSES):
+        is_member[code] = name in (own_class, WIDER_CLASS[own_class], OrbitClass.ALL)
+    return is_member
 
 
-def fit(age_days: Floats, sigma: Floats, floor: float = 0.0) -> tuple[float, float, float]:
+def fit_curve(age_days: Floats, sigma: Floats, min_sigma0: float = 0.0) -> tuple[float, float, float]:
     """``sigma0 >= floor``, ``rate >= 0`` and ``power`` with the least squares of the relative residuals."""
-    y = np.maximum(sigma, max(floor, 1e-12))
+    y = np.maximum(sigma, max(min_sigma0, 1e-12))
     best = (np.inf, 0.0, 0.0, 1.0)
     for power in _POWERS:
         a, b = 1 / y, age_days**power / y
         # The best inside, if it is inside; else one of the best on the two edges.
-        inside = _both(a, b)
-        at_floor = max(0.0, float(b @ (1 - a * floor) / (b @ b)))
-        candidates = [(floor, at_floor), (max(floor, float(a.sum() / (a @ a))), 0.0)]
-        if inside[0] >= floor and inside[1] >= 0:
-            candidates.append(inside)
+        interior = _solve_normal_equations(a, b)
+        rate_at_min = max(0.0, float(b @ (1 - a * min_sigma0) / (b @ b)))
+        candidates = [(min_sigma0, rate_at_min), (max(min_sigma0, float(a.sum() / (a @ a))), 0.0)]
+        if interior[0] >= min_sigma0 and interior[1] >= 0:
+            candidates.append(interior)
         for sigma0, rate in candidates:
-            rest = float(np.sum((a * sigma0 + b * rate - 1) ** 2))
-            if rest < best[0]:
-                best = (rest, sigma0, rate, float(power))
+            residual = float(np.sum((a * sigma0 + b * rate - 1) ** 2))
+            if residual < best[0]:
+                best = (residual, sigma0, rate, float(power))
     return best[1:]
 
 
-def _both(a: Floats, b: Floats) -> tuple[float, float]:
+def _solve_normal_equations(a: Floats, b: Floats) -> tuple[float, float]:
     """The coefficients x, y of the least squares of ``a x + b y = 1``."""
     aa, ab, bb = a @ a, a @ b, b @ b
     determinant = aa * bb - ab * ab
@@ -151,30 +172,30 @@ def _both(a: Floats, b: Floats) -> tuple[float, float]:
 
 
 def object_factors(
-    owner: npt.NDArray[np.int64], count: int, ratio: Floats, quantile: float = ONE_SIGMA
+    object_index: npt.NDArray[np.int64], count: int, ratio: Floats, quantile: float = ONE_SIGMA_QUANTILE
 ) -> tuple[npt.NDArray[np.int64], Floats]:
     """Samples (count,) and factors (count, 5) of objects, from absolute differences over their class's sigma.
 
     Args:
-        owner: (k,) each difference's object, 0 to count - 1.
+        object_index: (k,) each difference's object, 0 to count - 1.
         count: objects.
         ratio: (k, 5) NaN where the class has no curve.
         quantile: of an object's ratios that its class's curve stands for.
 
     """
-    good = np.isfinite(ratio).all(axis=1)
-    owner, ratio = owner[good], ratio[good]
-    samples = np.bincount(owner, minlength=count)
-    ends = np.cumsum(samples)
-    place = (ends - samples) + quantile * np.maximum(samples - 1, 0)
-    some = samples > 0
+    is_valid = np.isfinite(ratio).all(axis=1)
+    object_index, ratio = object_index[is_valid], ratio[is_valid]
+    samples = np.bincount(object_index, minlength=count)
+    group_ends = np.cumsum(samples)
+    quantile_index = (group_ends - samples) + quantile * np.maximum(samples - 1, 0)
+    has_samples = samples > 0
     factors = np.ones((count, ratio.shape[1]))
     for axis in range(ratio.shape[1]):
-        ordered = ratio[np.lexsort((ratio[:, axis], owner)), axis]
-        low = np.floor(place[some]).astype(np.int64)
-        high = np.minimum(low + 1, ends[some] - 1)
-        share = place[some] - low
-        factors[some, axis] = ordered[low] * (1 - share) + ordered[high] * share
-    trust = samples / (samples + SHRINK_SAMPLES)
-    clipped = np.clip(factors, 1 / MAX_FACTOR, MAX_FACTOR)
-    return samples, np.asarray(clipped ** trust[:, None])
+        ordered = ratio[np.lexsort((ratio[:, axis], object_index)), axis]
+        low = np.floor(quantile_index[has_samples]).astype(np.int64)
+        high = np.minimum(low + 1, group_ends[has_samples] - 1)
+        upper_weight = quantile_index[has_samples] - low
+        factors[has_samples, axis] = ordered[low] * (1 - upper_weight) + ordered[high] * upper_weight
+    own_weight = samples / (samples + SHRINK_SAMPLES)
+    bounded_factors = np.clip(factors, 1 / MAX_FACTOR, MAX_FACTOR)
+    return samples, np.asarray(bounded_factors ** own_weight[:, None])

@@ -23,17 +23,17 @@ from branchlake_dagster.sda.trust.classes import semi_major_axis
 from branchlake_dagster.sda.trust.differences import Differences, Rows, states_at
 from branchlake_dagster.sda.trust.growth import AXES
 
-SIGMAS = 6.0
-_LEAST = {"a": 0.1, "i": 0.005, "t": 1.0}
+MIN_SIGMAS = 6.0
+_MIN_JUMP = {"a": 0.1, "i": 0.005, "t": 1.0}
 """A smaller jump (km, degrees) is none, however regular the object is."""
-_BACK = 0.3
+_MAX_REMAINDER = 0.3
 """Of the jump: what may be left of it in the set after a wrong one."""
-_SAME_OBJECT = 0.1
-_NEIGHBOURS = 8
-_SWAP_DAYS = 30.0
+_MAX_SWAP_RATIO = 0.1
+_NEIGHBOR_COUNT = 8
+_MAX_SWAP_DAYS = 30.0
 
 
-class Jump(StrEnum):
+class JumpKind(StrEnum):
     """What an element set that does not continue the ones before may be."""
 
     MANOEUVRE = "manoeuvre"
@@ -42,7 +42,7 @@ class Jump(StrEnum):
     SWAP = "swap"
 
 
-class Sign(StrEnum):
+class JumpSign(StrEnum):
     """In what a jump is seen."""
 
     SEMI_MAJOR_AXIS = "semi-major axis"
@@ -50,86 +50,97 @@ class Sign(StrEnum):
     IN_TRACK = "in-track position"
 
 
-SIGNS = tuple(Sign)
-_COLUMNS = tuple(AXES.index(one) for one in ("a", "i", "t"))
+JUMP_SIGNS = tuple(JumpSign)
+_JUMP_COLUMNS = tuple(AXES.index(axis) for axis in ("a", "i", "t"))
 
 
 @dataclass(frozen=True)
 class Jumps:
     """m candidates.
 
-    ``pair`` (m,) the row of the differences, ``sign`` the place in `SIGNS`, ``sigmas`` how far outside,
-    ``kind`` a `Jump`, ``other`` the row of the history that the object was taken for, else -1.
+    ``pair`` (m,) the row of the differences, ``sign`` the place in `JUMP_SIGNS`, ``sigmas`` how far outside,
+    ``kind`` a `JumpKind`, ``swapped_set`` the row of the history that the object was taken for, else -1.
     """
 
     pair: Rows
     sign: Rows
     sigmas: Floats
     kind: npt.NDArray[np.str_]
-    other: Rows
+    swapped_set: Rows
 
 
-def jumps(history: Elements, found: Differences, expected: Floats) -> Jumps:
+def find_jumps(history: Elements, differences: Differences, expected_sigma: Floats) -> Jumps:
     """Candidates among the differences.
 
     Args:
         history: what the differences are of.
-        found: the differences, of lags 1 and 2 at least.
-        expected: (k, 5) one sigma of each difference, NaN where unknown.
+        differences: the differences, of lags 1 and 2 at least.
+        expected_sigma: (k, 5) one sigma of each difference, NaN where unknown.
 
     """
-    size = np.abs(found.values[:, _COLUMNS])
-    far = size / expected[:, _COLUMNS]
-    out = (far > SIGMAS) & (size > np.array([_LEAST[AXES[column]] for column in _COLUMNS]))
+    size = np.abs(differences.values[:, _JUMP_COLUMNS])
+    ratio = size / expected_sigma[:, _JUMP_COLUMNS]
+    is_outside = (ratio > MIN_SIGMAS) & (
+        size > np.array([_MIN_JUMP[AXES[column]] for column in _JUMP_COLUMNS])
+    )
     n = len(history)
-    first, second = (np.full(n, -1) for _ in range(2))
-    for lag, places in ((1, first), (2, second)):
-        rows = np.flatnonzero(found.lag == lag)
-        places[found.newer[rows] if lag == 1 else found.older[rows] + 1] = rows
+    pair_before, pair_around = (np.full(n, -1) for _ in range(2))
+    for lag, pair_of_set in ((1, pair_before), (2, pair_around)):
+        rows = np.flatnonzero(differences.lag == lag)
+        pair_of_set[differences.newer[rows] if lag == 1 else differences.older[rows] + 1] = rows
     # By the set that jumps: the pair with the set before, and that of its neighbours on both sides.
-    sets = np.flatnonzero(first >= 0)
-    sets = sets[out[first[sets]].any(axis=1)]
-    around = second[sets]
-    mine = out[first[sets]]
-    sign = np.argmax(mine, axis=1)
-    followed = around >= 0
-    left = np.take_along_axis(size[around], sign[:, None], 1)[:, 0]
-    lone = followed & (left < _BACK * np.take_along_axis(size[first[sets]], sign[:, None], 1)[:, 0])
+    jump_sets = np.flatnonzero(pair_before >= 0)
+    jump_sets = jump_sets[is_outside[pair_before[jump_sets]].any(axis=1)]
+    around_pairs = pair_around[jump_sets]
+    is_far = is_outside[pair_before[jump_sets]]
+    sign = np.argmax(is_far, axis=1)
+    has_next = around_pairs >= 0
+    remaining = np.take_along_axis(size[around_pairs], sign[:, None], 1)[:, 0]
+    is_lone = has_next & (
+        remaining < _MAX_REMAINDER * np.take_along_axis(size[pair_before[jump_sets]], sign[:, None], 1)[:, 0]
+    )
     # The way back from a lone set is no jump of its own.
-    back = np.isin(sets - 1, sets[lone])
-    pair, sign, followed, lone = first[sets[~back]], sign[~back], followed[~back], lone[~back]
-    kind = np.where(followed, Jump.MANOEUVRE.value, Jump.UNCONFIRMED.value).astype("<U16")
-    kind[lone] = Jump.LONE_SET.value
-    other = _taken_for(history, found, pair)
-    kind[other >= 0] = Jump.SWAP.value
-    return Jumps(pair, sign, far[pair, sign], kind, other)
+    is_return = np.isin(jump_sets - 1, jump_sets[is_lone])
+    pair, sign, has_next, is_lone = (
+        pair_before[jump_sets[~is_return]],
+        sign[~is_return],
+        has_next[~is_return],
+        is_lone[~is_return],
+    )
+    kind = np.where(has_next, JumpKind.MANOEUVRE.value, JumpKind.UNCONFIRMED.value).astype("<U16")
+    kind[is_lone] = JumpKind.LONE_SET.value
+    swapped_set = _find_swapped_sets(history, differences, pair)
+    kind[swapped_set >= 0] = JumpKind.SWAP.value
+    return Jumps(pair, sign, ratio[pair, sign], kind, swapped_set)
 
 
-def _taken_for(history: Elements, found: Differences, pair: Rows) -> Rows:
+def _find_swapped_sets(history: Elements, differences: Differences, pair: Rows) -> Rows:
     """Of each jump the older set of another one that the newer set continues, if that is mutual; else -1."""
-    taken = np.full(len(pair), -1)
+    swapped_sets = np.full(len(pair), -1)
     if len(pair) < 2:
-        return taken
-    older, newer = found.older[pair], found.newer[pair]
-    slow = _slow(history)
-    near = cKDTree(slow[older]).query(slow[newer], k=min(_NEIGHBOURS, len(pair)))[1]
-    who, candidate = np.repeat(np.arange(len(pair)), near.shape[1]), near.ravel()
-    days = (history.epoch_micros[newer[who]] - history.epoch_micros[older[candidate]]) / 86_400e6
-    other = history.sat_no[older[candidate]] != history.sat_no[newer[who]]
-    keep = other & (np.abs(days) <= _SWAP_DAYS)
-    who, candidate = who[keep], candidate[keep]
-    at = history.epoch_micros[newer[who]]
-    own, _ = states_at(history, newer[who], at)
-    told, _ = states_at(history, older[candidate], at)
-    before, _ = states_at(history, older[who], at)
-    fits = np.linalg.norm(told - own, axis=1) <= _SAME_OBJECT * np.linalg.norm(before - own, axis=1)
-    who, candidate = who[fits], candidate[fits]
-    mutual = np.isin(who * len(pair) + candidate, candidate * len(pair) + who)
-    taken[who[mutual]] = older[candidate[mutual]]
-    return taken
+        return swapped_sets
+    older, newer = differences.older[pair], differences.newer[pair]
+    orbit_points = _orbit_normal_points(history)
+    neighbors = cKDTree(orbit_points[older]).query(orbit_points[newer], k=min(_NEIGHBOR_COUNT, len(pair)))[1]
+    jump_index, candidate = np.repeat(np.arange(len(pair)), neighbors.shape[1]), neighbors.ravel()
+    days = (history.epoch_micros[newer[jump_index]] - history.epoch_micros[older[candidate]]) / 86_400e6
+    is_other_object = history.sat_no[older[candidate]] != history.sat_no[newer[jump_index]]
+    keep = is_other_object & (np.abs(days) <= _MAX_SWAP_DAYS)
+    jump_index, candidate = jump_index[keep], candidate[keep]
+    micros = history.epoch_micros[newer[jump_index]]
+    new_position, _ = states_at(history, newer[jump_index], micros)
+    other_position, _ = states_at(history, older[candidate], micros)
+    old_position, _ = states_at(history, older[jump_index], micros)
+    is_closer = np.linalg.norm(other_position - new_position, axis=1) <= _MAX_SWAP_RATIO * np.linalg.norm(
+        old_position - new_position, axis=1
+    )
+    jump_index, candidate = jump_index[is_closer], candidate[is_closer]
+    is_mutual = np.isin(jump_index * len(pair) + candidate, candidate * len(pair) + jump_index)
+    swapped_sets[jump_index[is_mutual]] = older[candidate[is_mutual]]
+    return swapped_sets
 
 
-def _slow(elements: Elements) -> Floats:
+def _orbit_normal_points(elements: Elements) -> Floats:
     """What hardly changes from set to set, as a point (n, 3), km: the orbit's normal, as long as its axis."""
     inclination, node = (
         np.radians(elements.values[:, ELEMENT_FIELDS.index(name)])
@@ -141,12 +152,12 @@ def _slow(elements: Elements) -> Floats:
     return np.asarray(normal * semi_major_axis(elements)[:, None])
 
 
-def crossing(history: Elements, found: Differences, jumped: Jumps) -> npt.NDArray[np.bool_]:
+def is_affected_by_jump(history: Elements, differences: Differences, jumps: Jumps) -> npt.NDArray[np.bool_]:
     """Which differences (k,) are across a jump, or of a set that is wrong: they tell nothing of the error."""
-    at = np.zeros(len(history), np.int64)
-    at[found.newer[jumped.pair]] = 1
-    number = np.cumsum(at)
-    wrong = np.zeros(len(history), np.bool_)
-    wrong[found.newer[jumped.pair[jumped.kind == Jump.LONE_SET.value]]] = True
-    across: npt.NDArray[np.bool_] = number[found.older] != number[found.newer]
-    return across | wrong[found.older] | wrong[found.newer]
+    jump_marks = np.zeros(len(history), np.int64)
+    jump_marks[differences.newer[jumps.pair]] = 1
+    jump_counts = np.cumsum(jump_marks)
+    is_lone_set = np.zeros(len(history), np.bool_)
+    is_lone_set[differences.newer[jumps.pair[jumps.kind == JumpKind.LONE_SET.value]]] = True
+    is_across: npt.NDArray[np.bool_] = jump_counts[differences.older] != jump_counts[differences.newer]
+    return is_across | is_lone_set[differences.older] | is_lone_set[differences.newer]

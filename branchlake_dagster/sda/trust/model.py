@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from branchlake_dagster.sda.orbits.frames import Floats
 from branchlake_dagster.sda.orbits.propagation import Elements
-from branchlake_dagster.sda.trust.classes import orbit_class
-from branchlake_dagster.sda.trust.differences import Differences, differences
-from branchlake_dagster.sda.trust.growth import Growth, growth, object_factors
-from branchlake_dagster.sda.trust.jumps import Jumps, crossing, jumps
+from branchlake_dagster.sda.trust.classes import orbit_class_codes
+from branchlake_dagster.sda.trust.differences import Differences, compute_differences
+from branchlake_dagster.sda.trust.growth import ErrorGrowth, fit_growth, object_factors
+from branchlake_dagster.sda.trust.jumps import Jumps, find_jumps, is_affected_by_jump
 
 
 @dataclass(frozen=True)
@@ -20,42 +20,50 @@ class ErrorModel:
     """What a history says: curves by class, and of n objects their factor on them.
 
     ``sat_no`` (n,) sorted, ``classes`` (n,) of the newest set, ``samples`` (n,), ``factors`` (n, 5).
-    ``differences`` and ``across`` (k,), those that were left out because a jump is between the two sets.
+    ``differences`` and ``is_affected`` (k,), those that were left out because a jump is between the two sets.
     """
 
-    growth: Growth
+    growth: ErrorGrowth
     sat_no: npt.NDArray[np.int64]
     classes: npt.NDArray[np.int64]
     samples: npt.NDArray[np.int64]
     factors: Floats
     differences: Differences
-    across: npt.NDArray[np.bool_]
+    is_affected: npt.NDArray[np.bool_]
     jumps: Jumps
 
 
-def error_model(history: Elements) -> ErrorModel:
+def build_error_model(history: Elements) -> ErrorModel:
     """The model of a history, sorted by ``sat_no`` and epoch, no epoch twice.
 
     The first pass takes all differences, to know what is usual for an object: its median, which half of them
     being across jumps does not move far. The second leaves out those across jumps.
     """
-    found = differences(history)
-    numbers, owner = np.unique(history.sat_no, return_inverse=True)
-    classes = orbit_class(history)
-    of_set, of_object = classes[found.newer], owner[found.newer]
-    everything = growth(of_set, found.age_days, found.values, max_sigma_km=np.inf)
-    rough = everything.at(of_set, found.age_days)
-    half = np.abs(found.values) / rough / _MEDIAN_OF_SIGMA
-    _, usual = object_factors(of_object, len(numbers), half, 0.5)
-    expected = rough * usual[of_object]
-    jumped = jumps(history, found, expected)
-    across = crossing(history, found, jumped)
-    quiet = found.take(~across)
-    curves = growth(classes[quiet.newer], quiet.age_days, quiet.values)
-    ratio = np.abs(quiet.values) / curves.at(classes[quiet.newer], quiet.age_days)
-    samples, factors = object_factors(owner[quiet.newer], len(numbers), ratio)
-    newest = np.searchsorted(history.sat_no, numbers, side="right") - 1
-    return ErrorModel(curves, numbers, classes[newest], samples, factors, found, across, jumped)
+    all_differences = compute_differences(history)
+    sat_nos, object_index = np.unique(history.sat_no, return_inverse=True)
+    classes = orbit_class_codes(history)
+    pair_class, pair_object = classes[all_differences.newer], object_index[all_differences.newer]
+    first_growth = fit_growth(
+        pair_class, all_differences.age_days, all_differences.values, max_sigma_km=np.inf
+    )
+    rough_sigma = first_growth.sigma_at(pair_class, all_differences.age_days)
+    median_ratio = np.abs(all_differences.values) / rough_sigma / _MEDIAN_OF_SIGMA
+    _, median_factors = object_factors(pair_object, len(sat_nos), median_ratio, 0.5)
+    expected_sigma = rough_sigma * median_factors[pair_object]
+    jump_candidates = find_jumps(history, all_differences, expected_sigma)
+    is_affected = is_affected_by_jump(history, all_differences, jump_candidates)
+    quiet_differences = all_differences.take(~is_affected)
+    curves = fit_growth(
+        classes[quiet_differences.newer], quiet_differences.age_days, quiet_differences.values
+    )
+    ratio = np.abs(quiet_differences.values) / curves.sigma_at(
+        classes[quiet_differences.newer], quiet_differences.age_days
+    )
+    samples, factors = object_factors(object_index[quiet_differences.newer], len(sat_nos), ratio)
+    newest_rows = np.searchsorted(history.sat_no, sat_nos, side="right") - 1
+    return ErrorModel(
+        curves, sat_nos, classes[newest_rows], samples, factors, all_differences, is_affected, jump_candidates
+    )
 
 
 _MEDIAN_OF_SIGMA = 0.674_489_750

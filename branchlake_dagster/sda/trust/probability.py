@@ -17,15 +17,15 @@ from scipy.special import ndtr
 from branchlake_dagster.sda.orbits.frames import Floats
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(48)
-_EXPONENT = 40.0
+_MAX_EXPONENT = 40.0
 """Strips whose density is e^-40 of the densest one's are left out."""
 _GOLDEN = (np.sqrt(5.0) - 1) / 2
-_SHRINKINGS = 26
-_LEAST = 1e-9
-_AT_ONCE = 20_000
+_SEARCH_STEPS = 26
+_MIN_SIGMAS = 1e-9
+_BATCH_SIZE = 20_000
 
 
-class Plane(NamedTuple):
+class EncounterPlane(NamedTuple):
     """Of k encounters, in the plane across the relative velocity and along the error ellipse's own axes, km.
 
     ``miss`` (k, 2) the second object from the first, ``sigma`` (k, 2) of both, the narrow axis first.
@@ -35,43 +35,43 @@ class Plane(NamedTuple):
     sigma: Floats
 
 
-def encounter_plane(position: Floats, velocity: Floats, covariance: Floats) -> Plane:
+def build_encounter_plane(position: Floats, velocity: Floats, covariance: Floats) -> EncounterPlane:
     """The plane of relative positions and velocities (k, 3), km and km/s, and both's covariance (k, 3, 3)."""
     along = velocity / np.linalg.norm(velocity, axis=1, keepdims=True)
     # The axis that the velocity has least of makes the best-conditioned plane.
     helper = np.eye(3)[np.argmin(np.abs(along), axis=1)]
-    one = np.cross(along, helper)
-    one = one / np.linalg.norm(one, axis=1, keepdims=True)
-    basis = np.stack([one, np.cross(along, one)], axis=1)
-    flat = np.einsum("kij,kjl,kml->kim", basis, covariance, basis)
-    variance, axes = np.linalg.eigh(flat)
+    first_axis = np.cross(along, helper)
+    first_axis = first_axis / np.linalg.norm(first_axis, axis=1, keepdims=True)
+    basis = np.stack([first_axis, np.cross(along, first_axis)], axis=1)
+    plane_covariance = np.einsum("kij,kjl,kml->kim", basis, covariance, basis)
+    variance, axes = np.linalg.eigh(plane_covariance)
     miss = np.einsum("kij,kj->ki", basis, position)
-    return Plane(np.einsum("kij,ki->kj", axes, miss), np.sqrt(np.maximum(variance, 0.0)))
+    return EncounterPlane(np.einsum("kij,ki->kj", axes, miss), np.sqrt(np.maximum(variance, 0.0)))
 
 
-def probability(plane: Plane, radius_km: float | Floats) -> Floats:
+def collision_probability(plane: EncounterPlane, radius_km: float | Floats) -> Floats:
     """Probability (k,) that the two come nearer than the sum of their radii, of all or of each (k,).
 
     NaN where a sigma is not a positive number.
     """
-    radius = _each(radius_km, plane)
+    radius = _radius_per_encounter(radius_km, plane)
     parts = [np.zeros(0)]
-    for begin in range(0, len(plane.miss), _AT_ONCE):
-        rows = slice(begin, begin + _AT_ONCE)
-        parts.append(_disc(plane.miss[rows], plane.sigma[rows], radius[rows]))
+    for begin in range(0, len(plane.miss), _BATCH_SIZE):
+        rows = slice(begin, begin + _BATCH_SIZE)
+        parts.append(_integrate_disc(plane.miss[rows], plane.sigma[rows], radius[rows]))
     return np.concatenate(parts)
 
 
-def _each(radius_km: float | Floats, plane: Plane) -> Floats:
+def _radius_per_encounter(radius_km: float | Floats, plane: EncounterPlane) -> Floats:
     return np.broadcast_to(np.asarray(radius_km, np.float64), (len(plane.miss),))
 
 
-def _disc(miss: Floats, sigma: Floats, radius: Floats) -> Floats:
-    good = np.asarray(np.isfinite(miss).all(axis=1) & (np.nan_to_num(sigma) > 0).all(axis=1))
+def _integrate_disc(miss: Floats, sigma: Floats, radius: Floats) -> Floats:
+    is_valid = np.asarray(np.isfinite(miss).all(axis=1) & (np.nan_to_num(sigma) > 0).all(axis=1))
     # The distribution is even in both axes.
-    (x0, y0), (sx, sy) = np.abs(miss).T, np.where(good[:, None], sigma, 1.0).T
+    (x0, y0), (sx, sy) = np.abs(miss).T, np.where(is_valid[:, None], sigma, 1.0).T
     nearest = np.minimum(x0, radius)
-    reach = np.sqrt((x0 - nearest) ** 2 + 2 * _EXPONENT * sx**2)
+    reach = np.sqrt((x0 - nearest) ** 2 + 2 * _MAX_EXPONENT * sx**2)
     low = np.arcsin(np.clip((x0 - reach) / radius, -1.0, 1.0))
     high = np.arcsin(np.clip((x0 + reach) / radius, -1.0, 1.0))
     half = (high - low)[:, None] / 2
@@ -81,7 +81,7 @@ def _disc(miss: Floats, sigma: Floats, radius: Floats) -> Floats:
     # Both bounds on the side where the tail is small, or the difference is lost in a difference of ones.
     strip = ndtr((chord - y0[:, None]) / sy[:, None]) - ndtr((-chord - y0[:, None]) / sy[:, None])
     total = np.sum(across * strip * chord * half * _WEIGHTS, axis=1)
-    return np.asarray(np.where(good, np.clip(total, 0.0, 1.0), np.nan))
+    return np.asarray(np.where(is_valid, np.clip(total, 0.0, 1.0), np.nan))
 
 
 class Dilution(NamedTuple):
@@ -94,40 +94,43 @@ class Dilution(NamedTuple):
     factor: Floats
 
 
-def dilution(plane: Plane, radius_km: float | Floats) -> Dilution:
+def compute_dilution(plane: EncounterPlane, radius_km: float | Floats) -> Dilution:
     """The largest probability if both objects' errors were all larger or smaller by one factor.
 
     A probability in the dilution region is small because little is known: with better elements it would
     first rise. Where the miss is less than the radius the largest one is 1, of no error at all.
     """
-    radius = _each(radius_km, plane)
-    inside = np.linalg.norm(plane.miss, axis=1) <= radius
+    radius = _radius_per_encounter(radius_km, plane)
+    is_inside = np.linalg.norm(plane.miss, axis=1) <= radius
     sigma = np.where(plane.sigma > 0, plane.sigma, np.nan)
     # At a point of the disc of m sigma the density is largest where m is sqrt(2); so below the nearest and
     # above the farthest point of the disc all of it rises, or falls.
     distance = np.linalg.norm(plane.miss, axis=1)
-    beside = np.maximum(np.abs(plane.miss) - radius[:, None], 0.0) / sigma
-    nearest = np.fmax(beside.max(axis=1), (distance - radius) / sigma[:, 1])
+    outside_sigmas = np.maximum(np.abs(plane.miss) - radius[:, None], 0.0) / sigma
+    nearest = np.fmax(outside_sigmas.max(axis=1), (distance - radius) / sigma[:, 1])
     farthest = np.linalg.norm(plane.miss / sigma, axis=1) + radius / sigma[:, 0]
-    low = np.log(np.maximum(nearest, _LEAST) / np.sqrt(2.0))
-    high = np.log(np.maximum(farthest, _LEAST) / np.sqrt(2.0))
+    low = np.log(np.maximum(nearest, _MIN_SIGMAS) / np.sqrt(2.0))
+    high = np.log(np.maximum(farthest, _MIN_SIGMAS) / np.sqrt(2.0))
 
-    def value(log_factor: Floats) -> Floats:
-        return probability(Plane(plane.miss, sigma * np.exp(log_factor)[:, None]), radius)
+    def probability_at(log_factor: Floats) -> Floats:
+        return collision_probability(EncounterPlane(plane.miss, sigma * np.exp(log_factor)[:, None]), radius)
 
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-    at_left, at_right = value(left), value(right)
-    for _ in range(_SHRINKINGS):
-        lower = at_left >= at_right
-        low, high = np.where(lower, low, left), np.where(lower, right, high)
-        fresh = np.where(lower, high - _GOLDEN * (high - low), low + _GOLDEN * (high - low))
-        at_fresh = value(fresh)
-        left, right = np.where(lower, fresh, right), np.where(lower, left, fresh)
-        at_left, at_right = np.where(lower, at_fresh, at_right), np.where(lower, at_left, at_fresh)
+    at_left, at_right = probability_at(left), probability_at(right)
+    for _ in range(_SEARCH_STEPS):
+        keep_left = at_left >= at_right
+        low, high = np.where(keep_left, low, left), np.where(keep_left, right, high)
+        new_point = np.where(keep_left, high - _GOLDEN * (high - low), low + _GOLDEN * (high - low))
+        at_new_point = probability_at(new_point)
+        left, right = np.where(keep_left, new_point, right), np.where(keep_left, left, new_point)
+        at_left, at_right = (
+            np.where(keep_left, at_new_point, at_right),
+            np.where(keep_left, at_left, at_new_point),
+        )
     best = (low + high) / 2
-    known = np.isfinite(sigma).all(axis=1)
-    largest = np.fmax(value(best), probability(plane, radius))
+    has_sigma = np.isfinite(sigma).all(axis=1)
+    largest = np.fmax(probability_at(best), collision_probability(plane, radius))
     return Dilution(
-        np.where(known, np.where(inside, 1.0, largest), np.nan),
-        np.where(known, np.where(inside, 0.0, np.exp(best)), np.nan),
+        np.where(has_sigma, np.where(is_inside, 1.0, largest), np.nan),
+        np.where(has_sigma, np.where(is_inside, 0.0, np.exp(best)), np.nan),
     )

@@ -15,21 +15,21 @@ from branchlake_dagster.sda.registry.radius_table import RADIUS_COLUMNS
 DEFAULT_RADIUS_M = 5.0
 """Of an object whose size nobody states: a satellite of ten meters across."""
 
-RADIUS_OF_SIZE = {"SMALL": 0.12, "MEDIUM": 0.45, "LARGE": DEFAULT_RADIUS_M}
+RADIUS_BY_SIZE = {"SMALL": 0.12, "MEDIUM": 0.45, "LARGE": DEFAULT_RADIUS_M}
 """Meters by size class of Space-Track's satellite catalog: radar cross section below 0.1, to 1, above 1 m².
 
 Nine tenths of NASA CARA's estimates from radar cross sections (June 2026) are below, within each class.
 """
 _SMALL_M2, _MEDIUM_M2 = 0.1, 1.0
 
-FROM_TABLE, FROM_SIZE, FROM_DEFAULT = SOURCES = ("radius table", "size class", "default")
+FROM_TABLE, FROM_SIZE, FROM_DEFAULT = RADIUS_SOURCES = ("radius table", "size class", "default")
 """Where a radius is from."""
 
-_SIZES = {"sat_no": pl.Int64(), "rcs_size": pl.String(), "rcs_m2": pl.Float64()}
+_SIZE_COLUMNS = {"sat_no": pl.Int64(), "rcs_size": pl.String(), "rcs_m2": pl.Float64()}
 
 
 @dataclass(frozen=True)
-class Radii:
+class ObjectRadii:
     """Looks radii up by catalog number. Without tables every object has the default.
 
     Args:
@@ -42,31 +42,31 @@ class Radii:
 
     default_m: float = DEFAULT_RADIUS_M
     table: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=RADIUS_COLUMNS))
-    sizes: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=_SIZES))
+    sizes: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=_SIZE_COLUMNS))
 
-    def of(self, numbers: pl.Series) -> tuple[pl.Series, pl.Series]:
-        """The radius (m) of each object and where it is from, one of `SOURCES`.
+    def get_radii(self, sat_nos: pl.Series) -> tuple[pl.Series, pl.Series]:
+        """The radius (m) of each object and where it is from, one of `RADIUS_SOURCES`.
 
         A measured or estimated radius of the table comes before the size class, the table's own default after
         it.
         """
-        by_size = self.sizes.select("sat_no", _by_size()).unique("sat_no", keep="last")
-        found = (
-            pl.DataFrame({"sat_no": numbers.cast(pl.Int64)})
+        size_radii = self.sizes.select("sat_no", _radius_by_size()).unique("sat_no", keep="last")
+        objects = (
+            pl.DataFrame({"sat_no": sat_nos.cast(pl.Int64)})
             .join(self.table, on="sat_no", how="left", maintain_order="left")
-            .join(by_size, on="sat_no", how="left", maintain_order="left")
+            .join(size_radii, on="sat_no", how="left", maintain_order="left")
         )
-        known = pl.col("radius_m").is_not_null() & ~pl.col("is_default")
-        sized = pl.col("of_size_m").is_not_null()
-        tabled = known | (pl.col("radius_m").is_not_null() & ~sized)
-        rows = found.select(
-            pl.when(tabled)
+        is_in_table = pl.col("radius_m").is_not_null() & ~pl.col("is_default")
+        has_size_class = pl.col("of_size_m").is_not_null()
+        uses_table = is_in_table | (pl.col("radius_m").is_not_null() & ~has_size_class)
+        rows = objects.select(
+            pl.when(uses_table)
             .then("radius_m")
             .otherwise(pl.coalesce("of_size_m", pl.lit(self.default_m)))
             .alias("radius"),
-            pl.when(tabled)
+            pl.when(uses_table)
             .then(pl.lit(FROM_TABLE))
-            .when(sized)
+            .when(has_size_class)
             .then(pl.lit(FROM_SIZE))
             .otherwise(pl.lit(FROM_DEFAULT))
             .alias("source"),
@@ -74,19 +74,21 @@ class Radii:
         return rows["radius"], rows["source"]
 
 
-def _by_size() -> pl.Expr:
+def _radius_by_size() -> pl.Expr:
     """The radius of an object's size class; null where the satellite catalog states no size."""
-    stated = pl.col("rcs_size").str.strip_chars().str.to_uppercase()
-    section = pl.col("rcs_m2").fill_nan(None)
-    measured = (
-        pl.when(section <= 0)  # Space-Track's catalog has 0 where it states the class only
+    stated_class = pl.col("rcs_size").str.strip_chars().str.to_uppercase()
+    cross_section = pl.col("rcs_m2").fill_nan(None)
+    measured_class = (
+        pl.when(cross_section <= 0)  # Space-Track's catalog has 0 where it states the class only
         .then(None)
-        .when(section < _SMALL_M2)
+        .when(cross_section < _SMALL_M2)
         .then(pl.lit("SMALL"))
-        .when(section <= _MEDIUM_M2)
+        .when(cross_section <= _MEDIUM_M2)
         .then(pl.lit("MEDIUM"))
-        .when(section > _MEDIUM_M2)
+        .when(cross_section > _MEDIUM_M2)
         .then(pl.lit("LARGE"))
     )
-    size = pl.when(stated.is_in(list(RADIUS_OF_SIZE))).then(stated).otherwise(measured)
-    return size.replace_strict(RADIUS_OF_SIZE, default=None, return_dtype=pl.Float64).alias("of_size_m")
+    size_class = (
+        pl.when(stated_class.is_in(list(RADIUS_BY_SIZE))).then(stated_class).otherwise(measured_class)
+    )
+    return size_class.replace_strict(RADIUS_BY_SIZE, default=None, return_dtype=pl.Float64).alias("of_size_m")

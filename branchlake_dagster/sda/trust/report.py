@@ -9,23 +9,23 @@ import polars as pl
 
 from branchlake_dagster.sda.drawing import Mark, chart, planes
 from branchlake_dagster.sda.orbits.frames import EARTH_RADIUS_KM, Floats
-from branchlake_dagster.sda.orbits.propagation import Elements, propagate
-from branchlake_dagster.sda.trust.assessment import combined
+from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites
+from branchlake_dagster.sda.trust.assessment import combine_covariances
 from branchlake_dagster.sda.trust.classes import semi_major_axis
 
-TOP = 15
+TOP_COUNT = 15
 _BIN_KM = 25.0
-_HIGHEST_KM = 2_000.0
-_AROUND = 5.0
+_MAX_ALTITUDE_KM = 2_000.0
+_DISTANCE_SPAN = 5.0
 """Of the miss distance: how far the two are apart at the ends of the picture, about."""
-_DRAWN, _ROOM = 8, 1.3
-_LEAST_KM, _LONGEST_S, _INSTANTS = 0.1, 60.0, 101
+_MAX_DRAWN, _REACH_MARGIN = 8, 1.3
+_MIN_MISS_KM, _MAX_SPAN_S, _INSTANT_COUNT = 0.1, 60.0, 101
 
 
-def top(found: pl.DataFrame, count: int = TOP) -> pl.DataFrame:
+def select_top_approaches(approaches: pl.DataFrame, count: int = TOP_COUNT) -> pl.DataFrame:
     """The encounters that are most likely to be collisions, then the nearest."""
     return (
-        found.filter(pl.col("kind") == "encounter")
+        approaches.filter(pl.col("kind") == "encounter")
         .sort(
             *("collision_probability", "miss_distance_km", "event_id"),
             descending=[True, False, False],
@@ -35,20 +35,22 @@ def top(found: pl.DataFrame, count: int = TOP) -> pl.DataFrame:
     )
 
 
-def as_markdown(found: pl.DataFrame, names: dict[int, str]) -> str:
+def format_approaches(approaches: pl.DataFrame, names: dict[int, str]) -> str:
     """A table of close approaches, with the objects' names where they are known."""
     lines = [
         "| TCA, UTC | object 1 | object 2 | miss, km | km/s | probability | largest | ages, d |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in found.iter_rows(named=True):
-        objects = [row[f"sat{k}_object_designator"] for k in (1, 2)]
-        told = [f"{names[one]} ({one})" if names.get(one) else str(one) for one in objects]
+    for row in approaches.iter_rows(named=True):
+        sat_nos = [row[f"sat{k}_object_designator"] for k in (1, 2)]
+        object_labels = [
+            f"{names[sat_no]} ({sat_no})" if names.get(sat_no) else str(sat_no) for sat_no in sat_nos
+        ]
         chance, largest = row["collision_probability"], row["max_collision_probability"]
         diluted = ", diluted" if row["probability_diluted"] else ""
         cells = [
             f"{row['tca']:%m-%d %H:%M:%S}",
-            *(one.replace("|", "/") for one in told),
+            *(label.replace("|", "/") for label in object_labels),
             f"{row['miss_distance_km']:.3f}",
             f"{row['relative_speed_km_s']:.2f}",
             row["no_probability_because"] or "" if chance is None else f"{chance:.1e}{diluted}",
@@ -61,7 +63,7 @@ def as_markdown(found: pl.DataFrame, names: dict[int, str]) -> str:
 
 def altitude_chart(elements: Elements) -> str:
     """An SVG of how many objects there are at each altitude in low orbit."""
-    edges = np.arange(100.0, _HIGHEST_KM + _BIN_KM, _BIN_KM)
+    edges = np.arange(100.0, _MAX_ALTITUDE_KM + _BIN_KM, _BIN_KM)
     count, _ = np.histogram(semi_major_axis(elements) - EARTH_RADIUS_KM, edges)
     # As steps: each bin from its lower edge to its upper one.
     points = [(edge, float(n)) for k, n in enumerate(count.tolist()) for edge in edges[k : k + 2].tolist()]
@@ -77,32 +79,34 @@ def distance_chart(row: dict[str, Any], elements: Elements) -> str:
     """An SVG of the distance of a close approach's two objects in the seconds on both sides of it."""
     numbers = [row[f"sat{k}_object_designator"] for k in (1, 2)]
     tca = int(pl.Series([row["tca"]]).dt.epoch("us")[0])
-    far_km = _AROUND * max(row["miss_distance_km"], _LEAST_KM)
-    most_s = min(far_km / max(row["relative_speed_km_s"], 1e-6), _LONGEST_S)
-    seconds = np.linspace(-most_s, most_s, _INSTANTS)
+    end_distance_km = _DISTANCE_SPAN * max(row["miss_distance_km"], _MIN_MISS_KM)
+    span_s = min(end_distance_km / max(row["relative_speed_km_s"], 1e-6), _MAX_SPAN_S)
+    seconds = np.linspace(-span_s, span_s, _INSTANT_COUNT)
     pair = elements.take(np.searchsorted(elements.sat_no, np.array(numbers, np.int64)).astype(np.int64))
-    states = propagate(pair.satellites(), tca + np.round(seconds * 1e6).astype(np.int64))
-    apart = np.linalg.norm(states.position[1] - states.position[0], axis=1)
-    points = [(s, d) for s, d in zip(seconds.tolist(), apart.tolist(), strict=True) if np.isfinite(d)]
+    states = propagate_satellites(pair.to_satrec_array(), tca + np.round(seconds * 1e6).astype(np.int64))
+    distance = np.linalg.norm(states.position[1] - states.position[0], axis=1)
+    points = [(s, d) for s, d in zip(seconds.tolist(), distance.tolist(), strict=True) if np.isfinite(d)]
     title = f"{numbers[0]} and {numbers[1]}, {row['tca']:%Y-%m-%d %H:%M:%S} UTC"
     return chart(title, "seconds from the closest approach", "distance, km", {"distance": points})
 
 
-def geometry_chart(found: pl.DataFrame, elements: Elements) -> str:
+def geometry_chart(approaches: pl.DataFrame, elements: Elements) -> str:
     """An SVG of where the second object is at the closest approach, seen from the first.
 
     Shown are the first close approaches in the planes of in-track and radial, and of in-track and
     cross-track: the point, the direction of the relative velocity, and the ellipse of one sigma of both
     objects' position where an error is known.
     """
-    few = found.head(_DRAWN)
+    drawn_approaches = approaches.head(_MAX_DRAWN)
     position, velocity = (
-        few.select([f"relative_{name}_{axis}_{unit}" for axis in "rtn"]).to_numpy()
+        drawn_approaches.select([f"relative_{name}_{axis}_{unit}" for axis in "rtn"]).to_numpy()
         for name, unit in (("position", "km"), ("velocity", "km_s"))
     )
-    covariance = _covariance(few, elements)
-    towards = velocity / np.maximum(np.linalg.norm(velocity, axis=1, keepdims=True), 1e-12)
-    names = few.select(pl.format("{} {}", *(f"sat{k}_object_designator" for k in (1, 2)))).to_series()
+    covariance = _position_covariances(drawn_approaches, elements)
+    directions = velocity / np.maximum(np.linalg.norm(velocity, axis=1, keepdims=True), 1e-12)
+    names = drawn_approaches.select(
+        pl.format("{} {}", *(f"sat{k}_object_designator" for k in (1, 2)))
+    ).to_series()
     # A pair may meet twice in a day.
     labels = [f"{k}: {name}" for k, name in enumerate(names.to_list(), 1)]
     panels = [
@@ -112,42 +116,42 @@ def geometry_chart(found: pl.DataFrame, elements: Elements) -> str:
             {
                 name: Mark(
                     (float(position[k, 1]), float(position[k, axis])),
-                    (float(towards[k, 1]), float(towards[k, axis])),
-                    _ellipse(covariance[k][np.ix_([1, axis], [1, axis])]),
+                    (float(directions[k, 1]), float(directions[k, axis])),
+                    _sigma_ellipse(covariance[k][np.ix_([1, axis], [1, axis])]),
                 )
                 for k, name in enumerate(labels)
             },
         )
         for label, axis in (("radial", 0), ("cross-track", 2))
     ]
-    reach = float(np.abs(position).max(initial=_LEAST_KM)) * _ROOM
-    return planes("The second object from the first, with one sigma of both", _rounded(reach), panels)
+    reach = float(np.abs(position).max(initial=_MIN_MISS_KM)) * _REACH_MARGIN
+    return planes("The second object from the first, with one sigma of both", _round_up(reach), panels)
 
 
-def _covariance(found: pl.DataFrame, elements: Elements) -> Floats:
+def _position_covariances(approaches: pl.DataFrame, elements: Elements) -> Floats:
     """Of both objects (k, 3, 3) in the first's R, T and N, km²; NaN where it is not known."""
     sigma = [
-        found.select([pl.col(f"sat{k}_sigma_{axis}_km").cast(pl.Float64) for axis in "rtn"])
+        approaches.select([pl.col(f"sat{k}_sigma_{axis}_km").cast(pl.Float64) for axis in "rtn"])
         .fill_null(float("nan"))
         .to_numpy()
         for k in (1, 2)
     ]
     rows = [
-        np.searchsorted(elements.sat_no, found[f"sat{k}_object_designator"].to_numpy()).astype(np.int64)
+        np.searchsorted(elements.sat_no, approaches[f"sat{k}_object_designator"].to_numpy()).astype(np.int64)
         for k in (1, 2)
     ]
-    return combined(elements, rows, sigma, found["tca"].dt.epoch("us").to_numpy())
+    return combine_covariances(elements, rows, sigma, approaches["tca"].dt.epoch("us").to_numpy())
 
 
-def _ellipse(covariance: Floats) -> tuple[float, float, float] | None:
+def _sigma_ellipse(covariance: Floats) -> tuple[float, float, float] | None:
     if not np.isfinite(covariance).all():
         return None
     variances, axes = np.linalg.eigh(covariance)
-    half = np.sqrt(np.maximum(variances, 0.0))
-    return float(half[1]), float(half[0]), float(np.arctan2(axes[1, 1], axes[0, 1]))
+    half_axes = np.sqrt(np.maximum(variances, 0.0))
+    return float(half_axes[1]), float(half_axes[0]), float(np.arctan2(axes[1, 1], axes[0, 1]))
 
 
-def _rounded(reach: float) -> float:
+def _round_up(reach: float) -> float:
     """The next of 1, 2 and 5 times a power of ten."""
     power = 10.0 ** np.floor(np.log10(reach))
     return float(next(k * power for k in (1, 2, 5, 10) if k * power >= reach))

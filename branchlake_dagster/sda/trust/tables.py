@@ -11,66 +11,72 @@ import polars as pl
 
 from branchlake_dagster.sda.orbits.frames import Floats
 from branchlake_dagster.sda.orbits.propagation import Elements
-from branchlake_dagster.sda.trust.classes import CLASSES, orbit_class
+from branchlake_dagster.sda.trust.classes import CLASSES, orbit_class_codes
 from branchlake_dagster.sda.trust.differences import DAY_MICROS
-from branchlake_dagster.sda.trust.growth import AXES, BINS, EDGES_DAYS, curve
-from branchlake_dagster.sda.trust.jumps import SIGNS
+from branchlake_dagster.sda.trust.growth import AGE_BINS, AGE_EDGES_DAYS, AXES, evaluate_curve
+from branchlake_dagster.sda.trust.jumps import JUMP_SIGNS
 from branchlake_dagster.sda.trust.model import ErrorModel
 
-POSITION = AXES[:3]
-SOURCE = "element-set differences"
-_CURVE = ("sigma0", "rate", "power")
-_UNITS = {"sigma0": "_km", "rate": "", "power": ""}
-_MOMENT = pl.Datetime("us", "UTC")
+POSITION_AXES = AXES[:3]
+COVARIANCE_SOURCE = "element-set differences"
+_CURVE_PARAMETERS = ("sigma0", "rate", "power")
+_UNIT_SUFFIXES = {"sigma0": "_km", "rate": "", "power": ""}
+_UTC_MICROS = pl.Datetime("us", "UTC")
 
 
-def model_id(model: ErrorModel, history: Elements) -> str:
+def build_model_id(model: ErrorModel, history: Elements) -> str:
     """The name of a model: the newest epoch of its history, and a hash of that history and of its figures."""
     newest = np.datetime64(int(history.epoch_micros.max()) if len(history) else 0, "us")
     growth = model.growth
-    figures = (
+    hashed_arrays = (
         *(history.sat_no, history.epoch_micros, history.values),
         *(growth.sigma0, growth.rate, growth.power, growth.until_days),
         *(model.sat_no, model.factors),
     )
-    content = sha256()
-    for part in figures:
-        content.update(f"{part.dtype.str}{part.shape}".encode() + np.ascontiguousarray(part).tobytes())
+    digest = sha256()
+    for part in hashed_arrays:
+        digest.update(f"{part.dtype.str}{part.shape}".encode() + np.ascontiguousarray(part).tobytes())
     time = np.datetime_as_string(newest, unit="s").replace("-", "").replace(":", "")
-    return f"{time}Z-{content.hexdigest()[:16]}"
+    return f"{time}Z-{digest.hexdigest()[:16]}"
 
 
 def element_errors(model: ErrorModel, history: Elements) -> pl.DataFrame:
     """Rows of `ElementError`: each class at each age, with the curve of the class."""
     growth = model.growth
-    code, one = (part.ravel() for part in np.indices((len(CLASSES), BINS)))
+    code, age_bin = (part.ravel() for part in np.indices((len(CLASSES), AGE_BINS)))
     names = [name.value for name in CLASSES]
-    fitted = growth.at(code, growth.age_days[code, one])
+    fitted = growth.sigma_at(code, growth.age_days[code, age_bin])
     first, last = (
         (int(history.epoch_micros.min()), int(history.epoch_micros.max())) if len(history) else (0, 0)
     )
     columns: dict[str, pl.Series] = {
         "orbit_class": pl.Series([names[row] for row in code], dtype=pl.String),
-        "from_age_days": pl.Series(np.array(EDGES_DAYS)[one]),
-        "to_age_days": pl.Series(np.array(EDGES_DAYS)[one + 1]),
-        "samples": pl.Series(growth.count[code, one]),
-        "age_days": _numbers(growth.age_days[code, one]),
+        "from_age_days": pl.Series(np.array(AGE_EDGES_DAYS)[age_bin]),
+        "to_age_days": pl.Series(np.array(AGE_EDGES_DAYS)[age_bin + 1]),
+        "samples": pl.Series(growth.count[code, age_bin]),
+        "age_days": _nullable_floats(growth.age_days[code, age_bin]),
     }
     for name, values in (("sigma", growth.sigma), ("p95", growth.p95), ("median", growth.median)):
-        columns |= {f"{name}_{axis}_km": _numbers(values[code, one, k]) for k, axis in enumerate(POSITION)}
-    columns |= {f"fitted_{axis}_km": _numbers(fitted[:, k]) for k, axis in enumerate(POSITION)}
-    for name in _CURVE:
+        columns |= {
+            f"{name}_{axis}_km": _nullable_floats(values[code, age_bin, k])
+            for k, axis in enumerate(POSITION_AXES)
+        }
+    columns |= {f"fitted_{axis}_km": _nullable_floats(fitted[:, k]) for k, axis in enumerate(POSITION_AXES)}
+    for name in _CURVE_PARAMETERS:
         values = getattr(growth, name)[code]
-        columns |= {f"{name}_{axis}{_UNITS[name]}": _numbers(values[:, k]) for k, axis in enumerate(POSITION)}
-    taken = growth.taken_from[code]
+        columns |= {
+            f"{name}_{axis}{_UNIT_SUFFIXES[name]}": _nullable_floats(values[:, k])
+            for k, axis in enumerate(POSITION_AXES)
+        }
+    source_class = growth.source_class[code]
     columns |= {
-        "curve_of": pl.Series([names[row] if row >= 0 else None for row in taken], dtype=pl.String),
+        "curve_of": pl.Series([names[row] if row >= 0 else None for row in source_class], dtype=pl.String),
         "until_age_days": pl.Series(growth.until_days[code]),
     }
     return pl.DataFrame(columns).with_columns(
-        pl.lit(first).cast(_MOMENT).alias("history_from"),
-        pl.lit(last).cast(_MOMENT).alias("history_until"),
-        pl.lit(model_id(model, history)).alias("error_model_id"),
+        pl.lit(first).cast(_UTC_MICROS).alias("history_from"),
+        pl.lit(last).cast(_UTC_MICROS).alias("history_until"),
+        pl.lit(build_model_id(model, history)).alias("error_model_id"),
     )
 
 
@@ -81,26 +87,26 @@ def object_errors(model: ErrorModel, history: Elements) -> pl.DataFrame:
             "sat_no": pl.Series(model.sat_no, dtype=pl.Int64),
             "orbit_class": pl.Series([CLASSES[code].value for code in model.classes], dtype=pl.String),
             "samples": pl.Series(model.samples, dtype=pl.Int64),
-            **{f"factor_{axis}": pl.Series(model.factors[:, k]) for k, axis in enumerate(POSITION)},
+            **{f"factor_{axis}": pl.Series(model.factors[:, k]) for k, axis in enumerate(POSITION_AXES)},
         }
-    ).with_columns(pl.lit(model_id(model, history)).alias("error_model_id"))
+    ).with_columns(pl.lit(build_model_id(model, history)).alias("error_model_id"))
 
 
 def element_jumps(model: ErrorModel, history: Elements) -> pl.DataFrame:
     """Rows of `ElementJump`: the candidates, by time."""
-    found, jumped = model.differences, model.jumps
-    older, newer = found.older[jumped.pair], found.newer[jumped.pair]
-    values = found.values[jumped.pair]
-    other = np.where(jumped.other >= 0, history.sat_no[jumped.other], 0)
+    differences, jumps = model.differences, model.jumps
+    older, newer = differences.older[jumps.pair], differences.newer[jumps.pair]
+    values = differences.values[jumps.pair]
+    other = np.where(jumps.swapped_set >= 0, history.sat_no[jumps.swapped_set], 0)
     return (
         pl.DataFrame(
             {
                 "sat_no": pl.Series(history.sat_no[newer], dtype=pl.Int64),
                 "epoch": pl.Series(history.epoch_micros[newer], dtype=pl.Int64),
                 "previous_epoch": pl.Series(history.epoch_micros[older], dtype=pl.Int64),
-                "kind": pl.Series(jumped.kind.tolist(), dtype=pl.String),
-                "reason": pl.Series([SIGNS[code].value for code in jumped.sign], dtype=pl.String),
-                "sigmas": pl.Series(jumped.sigmas, dtype=pl.Float64),
+                "kind": pl.Series(jumps.kind.tolist(), dtype=pl.String),
+                "reason": pl.Series([JUMP_SIGNS[code].value for code in jumps.sign], dtype=pl.String),
+                "sigmas": pl.Series(jumps.sigmas, dtype=pl.Float64),
                 "semi_major_axis_change_km": pl.Series(-values[:, 3], dtype=pl.Float64),
                 "inclination_change_deg": pl.Series(-values[:, 4], dtype=pl.Float64),
                 "in_track_km": pl.Series(values[:, 1], dtype=pl.Float64),
@@ -108,20 +114,20 @@ def element_jumps(model: ErrorModel, history: Elements) -> pl.DataFrame:
             }
         )
         .with_columns(
-            pl.col("epoch", "previous_epoch").cast(_MOMENT),
+            pl.col("epoch", "previous_epoch").cast(_UTC_MICROS),
             pl.when(pl.col("taken_for") > 0).then("taken_for").alias("taken_for"),
-            pl.lit(model_id(model, history)).alias("error_model_id"),
+            pl.lit(build_model_id(model, history)).alias("error_model_id"),
         )
         .sort("epoch", "sat_no")
     )
 
 
-def _numbers(values: Floats) -> pl.Series:
+def _nullable_floats(values: Floats) -> pl.Series:
     return pl.Series(values, dtype=pl.Float64).fill_nan(None)
 
 
 @dataclass(frozen=True)
-class Expected:
+class PublishedErrors:
     """A published model: curves (c, 3) by class, factors (n, 3) by object."""
 
     sigma0: Floats
@@ -133,17 +139,17 @@ class Expected:
     model_id: str
 
     @classmethod
-    def of(cls, errors: pl.DataFrame, objects: pl.DataFrame) -> Expected:
+    def from_tables(cls, errors: pl.DataFrame, objects: pl.DataFrame) -> PublishedErrors:
         """The model of the two tables."""
         by_class = pl.DataFrame({"orbit_class": [name.value for name in CLASSES]}).join(
             errors.unique("orbit_class", keep="first"), on="orbit_class", how="left", maintain_order="left"
         )
         sigma0, rate, power = (
-            by_class.select([f"{name}_{axis}{_UNITS[name]}" for axis in POSITION])
+            by_class.select([f"{name}_{axis}{_UNIT_SUFFIXES[name]}" for axis in POSITION_AXES])
             .cast(pl.Float64)
             .fill_null(np.nan)
             .to_numpy()
-            for name in _CURVE
+            for name in _CURVE_PARAMETERS
         )
         sorted_objects = objects.sort("sat_no")
         return cls(
@@ -152,22 +158,22 @@ class Expected:
             power,
             by_class["until_age_days"].cast(pl.Float64).fill_null(0.0).to_numpy(),
             sorted_objects["sat_no"].to_numpy(),
-            sorted_objects.select([f"factor_{axis}" for axis in POSITION]).to_numpy(),
+            sorted_objects.select([f"factor_{axis}" for axis in POSITION_AXES]).to_numpy(),
             str(errors["error_model_id"][0]),
         )
 
-    def sigma(self, elements: Elements, micros: npt.NDArray[np.int64]) -> Floats:
+    def position_sigma(self, elements: Elements, micros: npt.NDArray[np.int64]) -> Floats:
         """One sigma along R, T and N (k, 3), km, of k element sets, each at its own instant; NaN if unknown.
 
         An object that the model does not have is as its class is.
         """
-        classes = orbit_class(elements)
+        classes = orbit_class_codes(elements)
         age = (micros - elements.epoch_micros) / DAY_MICROS
-        usual = curve(
+        class_sigma = evaluate_curve(
             self.sigma0[classes], self.rate[classes], self.power[classes], self.until_days[classes], age
         )
         if not len(self.sat_no):
-            return usual
-        place = np.minimum(np.searchsorted(self.sat_no, elements.sat_no), len(self.sat_no) - 1)
-        known = self.sat_no[place] == elements.sat_no
-        return np.asarray(usual * np.where(known[:, None], self.factors[place], 1.0))
+            return class_sigma
+        object_rows = np.minimum(np.searchsorted(self.sat_no, elements.sat_no), len(self.sat_no) - 1)
+        has_factor = self.sat_no[object_rows] == elements.sat_no
+        return np.asarray(class_sigma * np.where(has_factor[:, None], self.factors[object_rows], 1.0))
