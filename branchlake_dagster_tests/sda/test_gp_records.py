@@ -211,7 +211,7 @@ def test_kvn_that_begins_with_comments_and_one_without_sense():
     assert parsed.elements["sat_no"].to_list() == [7, 9]
     (row,) = parsed.rejected.to_dicts()
     assert (row["sat_no"], row["reason"]) == (8, "truncated")
-    assert "is no keyword = value" in row["message"]
+    assert "is not a valid keyword = value line" in row["message"]
     with raising(UnreadableCatalogueError, "CCSDS_OMM_VERS"):
         read("EPOCH = 2026-08-08T00:00:00\n")
 

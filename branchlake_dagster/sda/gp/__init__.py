@@ -1,1 +1,1 @@
-"""General perturbations (GP) element sets: reading TLE and OMM files and simulating a catalogue."""
+"""Read general perturbations (GP) element sets from TLE and OMM files, and simulate catalogues."""

@@ -1,9 +1,11 @@
-"""The four encodings of Orbit Mean-Elements Messages, each brought to one frame of keyword columns.
+"""Readers of the four encodings of Orbit Mean-Elements Messages (OMM): JSON, CSV, XML and KVN.
 
-JSON and CSV are read as CelesTrak and Space-Track serve them, XML by NDM/XML (CCSDS 505.0-B), and KVN. All
-values stay text here, so that no digit is lost before the one conversion in `omm`. A frame has the message's
-keywords that were there, ``line_number``, ``raw_text`` (empty: the keywords tell it) and ``broken``, which
-says in words why a record is none, with the reason in ``broken_as``.
+JSON and CSV are read as CelesTrak and Space-Track serve them, XML as NDM/XML (CCSDS 505.0-B). Every reader
+returns one frame with a column for each keyword in the file. All values stay text, so that no digit is lost
+before the single conversion in `omm`.
+
+A frame also has ``line_number`` and ``raw_text``; ``raw_text`` is empty if the keywords represent the record.
+For a record that cannot be read, ``broken`` holds the message and ``broken_as`` the `RejectReason`.
 """
 
 from __future__ import annotations
@@ -30,32 +32,34 @@ _COLUMNS = {
 _FIELD_PATTERN = r'(?:[^",]*|"(?:[^"]|"")*")'
 _ROW_PATTERN = f"^{_FIELD_PATTERN}(?:,{_FIELD_PATTERN})*$"
 _MAX_DEPTH = 64
-"""Elements within elements; an OMM in NDM/XML has seven."""
+"""Maximum nesting depth of XML elements; an OMM in NDM/XML has seven levels."""
 
 
 def from_json(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
-    """A JSON array of messages (or one message), numbers given as numbers or as text.
+    """Read a JSON array of messages, or a single message. Numbers may be JSON numbers or text.
 
     Raises:
-        UnreadableCatalogueError: the text is not JSON, or is no array of objects.
+        UnreadableCatalogueError: the text is not JSON, or the JSON is not an array or an object.
 
     """
     try:
-        # Decimals stay text: the columns convert all of them at once, and exactly once.
+        # Decimals stay text: `omm` converts whole columns, and exactly once.
         decoded_json = json.loads(file_text, parse_float=str, parse_int=str, parse_constant=str)
         records = [decoded_json] if isinstance(decoded_json, dict) else decoded_json
         if not isinstance(records, list):
             raise UnreadableCatalogueError(
-                source, "the JSON is no array of messages", "Give an OMM JSON file."
+                source, "the JSON is not an array of messages", "Give an OMM JSON file."
             )
         raw_texts = ["" if _is_flat(r) else json.dumps(r)[: limits.max_record_chars] for r in records]
     except json.JSONDecodeError as error:
         raise UnreadableCatalogueError(
-            source, f"not JSON at line {error.lineno}, column {error.colno}", "Fetch the file again."
+            source,
+            f"the JSON is invalid at line {error.lineno}, column {error.colno}",
+            "Fetch the file again.",
         ) from error
     except RecursionError as error:
         raise UnreadableCatalogueError(
-            source, "the JSON is nested too deeply", "A message is a flat object: give an OMM JSON file."
+            source, "the JSON is nested too deeply", "A message is a flat object. Give an OMM JSON file."
         ) from error
     flat_records = [r if not text else {} for r, text in zip(records, raw_texts, strict=True)]
     frame = pl.DataFrame(flat_records, schema=dict.fromkeys(KEYWORDS, pl.String), strict=False, orient="row")
@@ -64,7 +68,7 @@ def from_json(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
         pl.Series("raw_text", raw_texts, dtype=pl.String),
         pl.Series("line_number", range(1, len(raw_texts) + 1), dtype=pl.Int64),
     ).with_columns(
-        broken=is_rejected.then(pl.lit("the record is no flat object of OMM keywords")),
+        broken=is_rejected.then(pl.lit("the record is not a flat object of OMM keywords")),
         broken_as=is_rejected.then(pl.lit(str(RejectReason.UNSUPPORTED_MESSAGE))),
     )
 
@@ -74,9 +78,10 @@ def _is_flat(record: object) -> bool:
 
 
 def from_csv(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
-    """CSV whose header holds OMM keywords, in any order and with any others between them.
+    """Read CSV whose header holds OMM keywords, in any order and mixed with other names.
 
-    A row that has not as many fields as the header was cut, or has a damaged quote: it is broken, by line.
+    A row is marked as broken if its number of fields differs from the header's, if it has a damaged quote, or
+    if it is too long. Quoted values cannot contain line breaks.
 
     Raises:
         UnreadableCatalogueError: the header repeats a name or lacks NORAD_CAT_ID.
@@ -90,7 +95,7 @@ def from_csv(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
         )
         .filter(pl.col("raw_text") != "")
     )
-    # A comma in quotes parts no fields; with the quoted texts gone the others are counted.
+    # A quoted comma does not separate fields, so quoted texts are removed before commas are counted.
     unquoted_text = pl.col("raw_text").str.replace_all(r'"[^"]*"', "")
     lines = lines.with_columns(
         fields=unquoted_text.str.count_matches(",", literal=True).cast(pl.Int64) + 1,
@@ -114,9 +119,11 @@ def from_csv(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
             broken=pl.when(pl.col("long"))
             .then(pl.format("the row has more than {} characters", pl.lit(limits.max_record_chars)))
             .when(pl.col("odd_quote"))
-            .then(pl.lit("a quote is not closed, or not where a field begins or ends"))
+            .then(pl.lit("a quote is not closed, or is inside an unquoted field"))
             .when(pl.col("fields") != field_count)
-            .then(pl.format("the row has {} fields, the header {}", pl.col("fields"), pl.lit(field_count))),
+            .then(
+                pl.format("the row has {} fields, the header has {}", pl.col("fields"), pl.lit(field_count))
+            ),
             broken_as=pl.when(pl.col("long"))
             .then(pl.lit(str(RejectReason.RECORD_LENGTH)))
             .otherwise(pl.lit(str(RejectReason.TRUNCATED))),
@@ -137,10 +144,10 @@ def from_csv(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
 
 
 def from_kvn(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
-    """Keyword = value notation; each ``CCSDS_OMM_VERS`` starts a message. Units in [] are dropped.
+    """Read keyword = value notation (KVN). Each ``CCSDS_OMM_VERS`` starts a message; units in [] are dropped.
 
     Raises:
-        UnreadableCatalogueError: no message starts in it.
+        UnreadableCatalogueError: the text has no ``CCSDS_OMM_VERS``.
 
     """
     pair_pattern = r"^\s*([A-Za-z_0-9]+)\s*=\s*(.*?)\s*(?:\[[^\]]*\])?\s*$"
@@ -155,21 +162,26 @@ def from_kvn(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
             key=pl.col("text").str.extract(pair_pattern, 1).str.to_uppercase(),
             value=pl.col("text").str.extract(pair_pattern, 2),
         )
-        # Data of other parts: manoeuvres and covariance rows have keywords too; these two mark blocks.
+        # These lines only mark blocks. Maneuver and covariance blocks have keywords of their own.
         .filter(~pl.col("text").str.contains(r"^\s*(META|DATA|COVARIANCE)_(START|STOP)\s*$"))
         .with_columns(message=(pl.col("key") == "CCSDS_OMM_VERS").fill_null(False).cum_sum())
         .filter(pl.col("message") > 0)
     )
     if not lines.height:
         raise UnreadableCatalogueError(
-            source, "the KVN has no CCSDS_OMM_VERS", "Each message begins with it: give an OMM in KVN."
+            source,
+            "the KVN has no CCSDS_OMM_VERS",
+            "Each message begins with this keyword. Give an OMM in KVN.",
         )
     is_bad_line = pl.col("key").is_null() | pl.col("long")
     frame = lines.group_by("message", maintain_order=True).agg(
         pl.col("line_number").first(),
         raw_text=pl.lit(""),
         broken=pl.when(is_bad_line.any()).then(
-            pl.format("line {} is no keyword = value", pl.col("line_number").filter(is_bad_line).first())
+            pl.format(
+                "line {} is not a valid keyword = value line",
+                pl.col("line_number").filter(is_bad_line).first(),
+            )
         ),
         broken_as=pl.when(pl.col("long").any())
         .then(pl.lit(str(RejectReason.RECORD_LENGTH)))
@@ -183,22 +195,24 @@ def from_kvn(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
 
 
 def from_xml(file_text: str, source: str, limits: ReadLimits) -> pl.DataFrame:
-    """NDM/XML: any number of ``omm`` elements, below ``ndm`` or alone, in any namespace.
+    """Read NDM/XML with any number of ``omm`` elements, below ``ndm`` or alone, in any namespace.
 
     Raises:
-        UnreadableCatalogueError: the text is not well-formed XML, declares entities or is nested too deeply.
+        UnreadableCatalogueError: the text is not well-formed XML, declares a DTD or is nested too deeply.
 
     """
     reader = _OmmXmlReader(source, limits)
     try:
         reader.parser.Parse(file_text.encode(), True)
     except expat.ExpatError as error:
-        raise UnreadableCatalogueError(source, f"not XML ({error})", "Fetch the file again.") from error
+        raise UnreadableCatalogueError(
+            source, f"the XML is invalid ({error})", "Fetch the file again."
+        ) from error
     return pl.DataFrame(reader.rows, schema=_COLUMNS, strict=False, orient="row")
 
 
 class _OmmXmlReader:
-    """Collects the keywords of each message as expat comes by them; no tree is built."""
+    """Collects the keywords of each message from the events of expat, without building a tree."""
 
     def __init__(self, source: str, limits: ReadLimits) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -207,19 +221,19 @@ class _OmmXmlReader:
         self._depth = 0
         self._keyword: str | None = None
         self._value_parts: list[str] = []
-        # The text is decoded already, whatever the declaration says of its bytes.
+        # The text is decoded already, so the encoding in the XML declaration is ignored.
         self.parser = expat.ParserCreate("utf-8", " ")
         self.parser.buffer_text = True
         self.parser.StartElementHandler = self._start_element
         self.parser.EndElementHandler = self._end_element
         self.parser.CharacterDataHandler = self._collect_characters
-        # Entities are the way to blow up an XML parser, and no NDM message needs them.
+        # Entity expansion can exhaust memory, and NDM messages need neither a DTD nor entities.
         self.parser.StartDoctypeDeclHandler = self._reject_doctype
         self._keywords = frozenset(KEYWORDS)
 
     def _reject_doctype(self, *_: object) -> None:
         raise UnreadableCatalogueError(
-            self._source, "the XML declares a DTD", "NDM/XML needs none: remove it."
+            self._source, "the XML declares a DTD", "NDM/XML does not need a DTD. Remove it."
         )
 
     def _start_element(self, tag: str, _: object) -> None:

@@ -1,4 +1,4 @@
-"""From a file's bytes to its text, within limits: a megabyte of gzip may hold gigabytes."""
+"""Decode the bytes of a GP file within limits, because a megabyte of gzip may hold gigabytes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs
 
 @dataclass(frozen=True)
 class ReadLimits:
-    """What a GP file may cost. `max_bytes` is the size after unpacking, `max_record_chars` of one record.
+    """Limits on the size of a GP file: `max_bytes` after unpacking, `max_record_chars` for each record.
 
-    All objects of Earth orbit as OMM XML, the largest encoding, are about 90 MB.
+    All objects in Earth orbit as OMM XML, the largest encoding, take about 90 MB.
     """
 
     max_bytes: int = 256 * 1024 * 1024
@@ -27,13 +27,13 @@ class ReadLimits:
 
 
 def decode_gp_file(content: bytes, source: str, limits: ReadLimits) -> str:
-    r"""Text of a GP file, unpacked when gzipped, its lines ended by ``\n`` whatever they were ended by.
+    r"""Decode the text of a GP file, gzipped or not, and normalize its line ends to ``\n``.
 
-    UTF-8, or what the byte order mark says (UTF-8, UTF-16). Bytes outside of it become ``?`` and fail as
-    records.
+    The encoding is UTF-8, or UTF-16 if the byte order mark announces it. Invalid bytes become ``?``, so only
+    the records that contain them are rejected.
 
     Raises:
-        TooLargeCatalogueError: it unpacks to more than the limit; no more than that is ever held.
+        TooLargeCatalogueError: the file unpacks to more than the limit. Unpacking stops there.
         UnreadableCatalogueError: the gzip stream is cut short or damaged.
 
     """
@@ -49,7 +49,7 @@ def decode_gp_file(content: bytes, source: str, limits: ReadLimits) -> str:
 
 
 def _unpack_gzip(content: bytes, source: str, limits: ReadLimits) -> bytes:
-    """Never a step further than the limit."""
+    """Unpack a gzip stream; stop as soon as the limit is exceeded."""
     chunks: list[bytes] = []
     size = 0
     try:
@@ -60,13 +60,15 @@ def _unpack_gzip(content: bytes, source: str, limits: ReadLimits) -> bytes:
                     raise _too_large_error(source, limits)
                 chunks.append(chunk)
     except (EOFError, OSError, zlib.error) as error:
-        raise UnreadableCatalogueError(source, f"damaged gzip ({error})", "Fetch the file again.") from error
+        raise UnreadableCatalogueError(
+            source, f"the gzip stream is damaged ({error})", "Fetch the file again."
+        ) from error
     return b"".join(chunks)
 
 
 def _too_large_error(source: str, limits: ReadLimits) -> TooLargeCatalogueError:
     return TooLargeCatalogueError(
         source,
-        f"more than {limits.max_bytes:,} bytes after unpacking",
-        "If it is no mistake or attack, raise the GP source's max_unpacked_mb or divide the file.",
+        f"it has more than {limits.max_bytes:,} bytes after unpacking",
+        "If this size is expected, raise the GP source's max_unpacked_mb or divide the file.",
     )

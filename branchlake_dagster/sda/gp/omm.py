@@ -1,7 +1,6 @@
-"""Orbit Mean-Elements Messages (CCSDS 502.0-B-3): from keywords as text to typed element sets.
+"""Convert the keywords of Orbit Mean-Elements Messages (CCSDS 502.0-B-3) to typed element sets.
 
-All encodings come here as one frame of keyword columns (`encodings`), so that they cannot disagree about a
-rule.
+All encodings arrive as one frame of keyword columns (see `encodings`), so the same rules apply to each.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _OPTIONAL_NUMBERS = {
     "MEAN_MOTION_DOT": "mean_motion_dot",
     "MEAN_MOTION_DDOT": "mean_motion_ddot",
 }
-"""Zero where a message has none of it, which is what element lines write for the same."""
+"""These keywords default to zero, as in the TLE format."""
 
 _OPTIONAL_COUNTERS = {
     "EPHEMERIS_TYPE": "ephemeris_type",
@@ -50,7 +49,8 @@ _SUPPORTED_VALUES = {
     "TIME_SYSTEM": ("UTC",),
     "MEAN_ELEMENT_THEORY": ("SGP4", "SGP", "SGP/SGP4"),
 }
-"""What an SGP4 propagator can use at all; a message that states something else is rejected by name."""
+"""The values that an SGP4 propagator supports. A message with another value is rejected; a missing value is
+accepted."""
 
 KEYWORDS = (
     *("EPOCH", "NORAD_CAT_ID"),
@@ -65,9 +65,12 @@ _FIRST_YEAR = 1957
 
 
 def elements_from_keywords(frame: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Typed candidates and rejected rows from a frame of `encodings`.
+    """Convert a frame of `encodings` to typed candidates and rejected rows.
 
-    Keywords may be missing altogether. A rejected row without a text of its own shows the keywords read.
+    Keyword columns may be missing. The ``raw_text`` of a rejected row without text lists its keywords.
+
+    Returns:
+        Candidates with ``CANDIDATE_COLUMNS`` and rejected rows with ``REJECTED_COLUMNS``.
     """
     missing_keywords = [k for k in KEYWORDS if k not in frame.columns]
     frame = frame.with_columns(
@@ -93,14 +96,14 @@ def elements_from_keywords(frame: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFr
 
 
 def _readable_field_rule(keyword: str, column: str, *, required: bool) -> RecordRule:
-    """Text that cannot be read, or none where there must be some."""
+    """Reject a value that cannot be converted, or a required value that is missing."""
     is_unreadable = pl.col(column).is_null() & (pl.lit(required) | pl.col(keyword).is_not_null())
     message = pl.format("cannot read {}={}", pl.lit(keyword), pl.col(keyword).fill_null("nothing"))
     return RecordRule(RejectReason.FIELD, column, is_unreadable, message)
 
 
 def _apply_record_rules(parsed: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Apply the record rules in order; the first that fails names the reason."""
+    """Apply the record rules in order; the first broken rule determines the reason."""
     optional = _OPTIONAL_NUMBERS | _OPTIONAL_COUNTERS
     rules = [
         RecordRule(RejectReason.UNSUPPORTED_MESSAGE, None, pl.col("broken").is_not_null(), pl.col("broken")),
@@ -109,7 +112,7 @@ def _apply_record_rules(parsed: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFram
             "sat_no",
             (~pl.col("sat_no").is_between(1, MAX_SAT_NO)).fill_null(True),
             pl.format(
-                "NORAD_CAT_ID {} is no number of at most nine digits", pl.col("NORAD_CAT_ID").fill_null("")
+                "NORAD_CAT_ID {} is not a number of at most nine digits", pl.col("NORAD_CAT_ID").fill_null("")
             ),
         ),
         ephemeris_rule((pl.col("MEAN_ELEMENT_THEORY").str.to_uppercase() == "SGP4-XP").fill_null(False)),

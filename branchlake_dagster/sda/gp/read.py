@@ -1,4 +1,4 @@
-"""From the bytes of a GP file to one element set per object, whatever the format."""
+"""Read a GP file in any supported format to one element set per object."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from branchlake_dagster.sda.gp.tle import parse_tle
 
 _KVN_START = re.compile(r"\A(?:\s*COMMENT\b[^\n]*(?:\n|\Z))*\s*[A-Z_0-9]+\s*=")
 _HEAD_CHARS = 65_536
-"""Where the format shows; comments before a KVN's first keyword may be long."""
+"""The format is detected in this many characters; comments before the first keyword of a KVN may be long."""
 
 
 def read_catalogue(
@@ -25,15 +25,15 @@ def read_catalogue(
     Args:
         content: the file's bytes.
         source: name of the file or snapshot, for messages.
-        collected_at: when the file was collected, UTC; element sets of more than `MAX_AHEAD` later are
-            rejected. None takes any epoch.
-        limits: what the file may cost, default `ReadLimits()`.
+        collected_at: UTC time of the file's collection. Element sets with an epoch more than
+            `MAX_EPOCH_LEAD` later are rejected. None accepts any epoch.
+        limits: limits on the file's size, by default `ReadLimits()`.
 
     Raises:
-        EmptyCatalogueError: the file holds no record.
-        TooLargeCatalogueError: it is, or unpacks to, more than the limit.
-        UnreadableCatalogueError: the file is damaged as a whole. A damaged record never raises; it becomes
-            a row of ``rejected``.
+        EmptyCatalogueError: the file has no records.
+        TooLargeCatalogueError: the file, or its unpacked content, exceeds the limit.
+        UnreadableCatalogueError: the file as a whole is damaged. A damaged record does not raise an error;
+            it becomes a row of ``rejected``.
 
     """
     limits = limits or ReadLimits()
@@ -52,7 +52,7 @@ def read_catalogue(
         candidates, rejected = parse_tle(file_text)
     if candidates.height == 0 and rejected.height == 0:
         raise EmptyCatalogueError(
-            source, "no records in it", "Check that the download was complete; nothing was ingested."
+            source, "it has no records", "Nothing was ingested. Check that the download was complete."
         )
     if collected_at is not None:
         candidates, future_rejections = split_by_rules(candidates, [future_epoch_rule(collected_at)])

@@ -1,4 +1,4 @@
-"""What a parsed GP file is: typed element sets, rejected records, and the errors of a whole file.
+"""The result of parsing a GP file: typed element sets, rejected records, and errors of the whole file.
 
 Field names follow the CCSDS Orbit Mean-Elements Message (502.0-B-3, section 4) in snake case, with its
 units: degrees, revolutions per day, and 1/earth-radii for BSTAR. ``sat_no`` is the Unified Data Library's
@@ -37,11 +37,11 @@ ELEMENT_COLUMNS: dict[str, pl.DataType] = {
 """Columns of ``ParsedCatalogue.elements``; angles in degrees, mean motion in rev/day and its derivatives."""
 
 CANDIDATE_COLUMNS: dict[str, pl.DataType] = {**ELEMENT_COLUMNS, "raw_text": pl.String()}
-"""What the format parsers return: every readable record, duplicates included, with its text."""
+"""Columns of the format parsers' results: every readable record with its text, duplicates included."""
 
 
 class CatalogueError(Exception):
-    """A GP file as a whole cannot be used; nothing was taken from it."""
+    """A GP file as a whole cannot be used; none of its records were accepted."""
 
     def __init__(self, source: str, problem: str, remedy: str) -> None:
         super().__init__(f"GP file {source}: {problem}. {remedy}")
@@ -55,15 +55,15 @@ class CatalogueError(Exception):
 
 
 class EmptyCatalogueError(CatalogueError):
-    """The file holds no records at all: publishing it would look like every object had decayed."""
+    """The file has no records. Publishing it would suggest that every object had decayed."""
 
 
 class UnreadableCatalogueError(CatalogueError):
-    """The file is not one of the formats this package reads, or is cut short."""
+    """The file has an unknown format, is damaged or is cut short."""
 
 
 class TooLargeCatalogueError(CatalogueError):
-    """The file is, or unpacks to, more than a catalogue can be; reading stopped there."""
+    """The file, or its unpacked content, exceeds the size limit; reading stopped there."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class ParsedCatalogue:
 
     ``elements`` has ``ELEMENT_COLUMNS``, one row per object, sorted by ``sat_no``; ``rejected`` has
     ``REJECTED_COLUMNS``. Every non-blank record of the file is in exactly one of the two. ``line_number``
-    is the 1-based line of a TLE's line 1, of a CSV row, of a KVN message's first keyword and of an XML
-    message's element; in JSON it is the ordinal of the message.
+    is the 1-based line of a TLE's line 1, of a CSV row, of a KVN message's first keyword or of an XML
+    message's element. In JSON it is the ordinal of the message.
     """
 
     elements: pl.DataFrame
@@ -83,7 +83,7 @@ class ParsedCatalogue:
 def latest_per_object(candidates: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Split candidates into one element set per object and the rejected duplicates.
 
-    The latest epoch wins; on equal epochs the later record does, as a correction follows what it corrects.
+    The latest epoch wins. At equal epochs the later record wins, because corrections come later in a file.
     """
     ordered = candidates.sort("sat_no", "epoch", "line_number")
     is_latest = pl.col("sat_no") != pl.col("sat_no").shift(-1)

@@ -1,7 +1,7 @@
-"""What a record must be to become an element set, and what is said of one that is not.
+"""The rules that a record must satisfy to become an element set, and the report of a rejected record.
 
-The rules of both formats are written as one list of conditions over columns. They stand in the order of what
-they prove, and the first broken one names the reason and the field.
+The rules of each format are one list of conditions over columns. Their order matters: the first broken rule
+determines the reason, the field and the message.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import polars as pl
 
 MAX_SAT_NO = 999_999_999
 MAX_MEAN_MOTION = 17.5
-"""Revolutions per day; a circular orbit at the surface makes 17.0."""
+"""Revolutions per day. A circular orbit at the Earth's surface would make 17.0."""
 
 MAX_BSTAR = 10.0
-"""Per Earth radius. Fits of objects under thrust reach 3.6 in real catalogues; lines can state 1e9."""
+"""In 1/Earth radii. Fits of objects under thrust reach 3.6 in real catalogues; the TLE format allows 1e9."""
 
 MAX_EPOCH_LEAD = timedelta(days=2)
-"""How far an epoch may lie ahead of the file's collection: operators issue elements for planned manoeuvres a
-day ahead. A later one would win over every true one that follows."""
+"""How far an epoch may be after the file's collection. Operators issue elements for planned maneuvers a day
+ahead. An epoch further in the future would win over all correct element sets until then."""
 
 SGP4_EPHEMERIS_TYPE = 0
 MAX_RAW_CHARS = 4_096
-"""Of a rejected record's text that is kept; a damaged file may be one line."""
+"""Maximum stored length of a rejected record's text; a damaged file may be a single line."""
 
 
 class RejectReason(StrEnum):
-    """Why a record did not become an element set."""
+    """The reason why a record did not become an element set."""
 
     ORPHAN_LINE = "orphan_line"
     LINE_LENGTH = "line_length"
@@ -53,12 +53,12 @@ REJECTED_COLUMNS: dict[str, pl.DataType] = {
     "field": pl.String(),
     "message": pl.String(),
 }
-"""Columns of ``ParsedCatalogue.rejected``; ``field`` is the column of the element set that is at fault."""
+"""Columns of ``ParsedCatalogue.rejected``; ``field`` is the element-set column with the error."""
 
 
 @dataclass(frozen=True)
 class RecordRule:
-    """A condition over a row that makes it no element set; a null condition is not broken."""
+    """A condition that rejects a row. A row whose condition is null passes."""
 
     reason: RejectReason
     field: str | pl.Expr | None
@@ -73,7 +73,7 @@ def build_rejections(
     message: str | pl.Expr,
     field: str | pl.Expr | None = None,
 ) -> pl.DataFrame:
-    """Rejected-record rows from a frame with ``line_number``, ``raw_text`` and perhaps ``sat_no``."""
+    """Build ``REJECTED_COLUMNS`` from a frame with ``line_number``, ``raw_text`` and perhaps ``sat_no``."""
     sat_no = pl.col("sat_no") if "sat_no" in frame.columns else pl.lit(None)
     return frame.select(
         pl.col("line_number").cast(pl.Int32),
@@ -86,11 +86,11 @@ def build_rejections(
 
 
 def split_by_rules(frame: pl.DataFrame, rules: Sequence[RecordRule]) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The rows that keep all rules, and rejected rows (``REJECTED_COLUMNS``) for the others.
+    """Split rows into those that pass all rules and rejected rows (``REJECTED_COLUMNS``).
 
-    ``frame`` has ``line_number``, ``raw_text`` and what the rules ask for.
+    ``frame`` has ``line_number``, ``raw_text`` and the columns that the rules use.
     """
-    # One pass to find the broken rows; the words are made for these alone, and of what they broke first.
+    # One pass finds the failing rows. Messages are built for these rows only, by their first broken rule.
     first_rule = pl.coalesce(
         pl.when(rule.is_broken).then(pl.lit(number, dtype=pl.Int32)) for number, rule in enumerate(rules)
     )
@@ -100,7 +100,7 @@ def split_by_rules(frame: pl.DataFrame, rules: Sequence[RecordRule]) -> tuple[pl
     rules_by_number = {number: rules[number] for number in failing_rows["_rule"].unique().sort()}
 
     def first_rule_value(value: Callable[[RecordRule], str | pl.Expr | None]) -> pl.Expr:
-        # Null stands for none: a frame without broken rows has no words, and coalesce wants something.
+        # The null literal serves frames without failing rows: coalesce needs at least one expression.
         return pl.coalesce(
             *(
                 pl.when(pl.col("_rule") == number).then(_to_expression(value(rule)).cast(pl.String))
@@ -123,7 +123,7 @@ def _to_expression(value: str | pl.Expr | None) -> pl.Expr:
 
 
 def range_rules() -> list[RecordRule]:
-    """Limits of the format and of physics, on the columns of both formats. NaN is outside of every range."""
+    """Return the rules that check formal and physical limits of values. NaN is outside of every range."""
     return [
         *(_range_rule(name, 0.0, 360.0) for name in ("ra_of_asc_node", "arg_of_pericenter", "mean_anomaly")),
         _range_rule("inclination", 0.0, 180.0),
@@ -135,7 +135,7 @@ def range_rules() -> list[RecordRule]:
                 RejectReason.FIELD,
                 name,
                 ~pl.col(name).is_finite(),
-                pl.format("{} is {}, which is no number", pl.lit(name), pl.col(name)),
+                pl.format("{} is {}, which is not a finite number", pl.lit(name), pl.col(name)),
             )
             for name in ("mean_motion_dot", "mean_motion_ddot")
         ),
@@ -144,7 +144,7 @@ def range_rules() -> list[RecordRule]:
                 RejectReason.FIELD,
                 name,
                 pl.col(name) < 0,
-                pl.format("{} is {}, a count below zero", pl.lit(name), pl.col(name)),
+                pl.format("{} is {}, but a count cannot be negative", pl.lit(name), pl.col(name)),
             )
             for name in ("element_set_no", "rev_at_epoch")
         ),
@@ -154,7 +154,7 @@ def range_rules() -> list[RecordRule]:
 def _range_rule(
     name: str, low: float, high: float, *, low_allowed: bool = True, high_allowed: bool = True
 ) -> RecordRule:
-    """`low_allowed` and `high_allowed`: whether the limit itself is allowed."""
+    """Build a range rule; `low_allowed` and `high_allowed` state whether the limits belong to the range."""
     column = pl.col(name)
     is_inside = (column >= low if low_allowed else column > low) & (
         column <= high if high_allowed else column < high
@@ -165,7 +165,10 @@ def _range_rule(
 
 
 def ephemeris_rule(is_other_theory: pl.Expr | None = None) -> RecordRule:
-    """Only SGP4's mean elements may be propagated by SGP4; `is_other_theory` tells other theories by another field."""
+    """Return the rule that rejects mean elements of theories other than SGP4.
+
+    `is_other_theory` is an additional condition that detects such a theory by another field.
+    """
     is_not_sgp4 = (pl.col("ephemeris_type") != SGP4_EPHEMERIS_TYPE).fill_null(False)
     return RecordRule(
         RejectReason.EPHEMERIS_TYPE,
@@ -179,7 +182,7 @@ def ephemeris_rule(is_other_theory: pl.Expr | None = None) -> RecordRule:
 
 
 def future_epoch_rule(collected_at: datetime) -> RecordRule:
-    """Elements of a later time than the file can know of."""
+    """Return the rule that rejects epochs more than `MAX_EPOCH_LEAD` after the file's collection."""
     limit = collected_at + MAX_EPOCH_LEAD
     return RecordRule(
         RejectReason.FUTURE_EPOCH,

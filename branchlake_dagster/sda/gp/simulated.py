@@ -1,9 +1,8 @@
-"""A seeded catalogue in realistic shells, emitted as the text of a GP file.
+"""Simulate a seeded catalogue in realistic orbital shells, as the text of a GP file.
 
-The shells are those that hold most of today's objects (compare CelesTrak's active catalogue: about two
-thirds in low constellations, then sun-synchronous, geostationary, navigation and transfer orbits, and the
-wide debris clouds). The same seed always gives the same orbits; the snapshot's time only says how
-recent each object's elements are.
+The shells resemble CelesTrak's active catalogue: about two thirds of the objects in low constellations, then
+sun-synchronous, geostationary, navigation and transfer orbits, and wide debris clouds. The same seed always
+gives the same orbits; the snapshot's time sets the epochs and advances the angles along these orbits.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from branchlake_dagster.sda.gp.records import ELEMENT_COLUMNS
 from branchlake_dagster.sda.gp.write import format_omm_json, format_tle
 
 MU_KM3_S2 = 398_600.8
-"""WGS-72, the constant the SGP4 theory is written in."""
+"""The WGS-72 gravitational parameter, which SGP4 uses."""
 
 EARTH_RADIUS_KM = 6_378.135
 REFERENCE_EPOCH = datetime.fromisoformat("2026-08-08T00:00:00+00:00")
-"""When the simulated orbits have the mean anomalies drawn from the seed."""
+"""The time at which the simulated orbits have the angles drawn from the seed."""
 
 ABSURD_MEAN_MOTION = 40.0
-"""Revolutions per day. An orbit grazing the surface makes 17; no object can do this."""
+"""Revolutions per day. An orbit at the Earth's surface makes 17, so this value is impossible."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ SHELLS = (
 
 
 def simulated_elements(*, seed: int, objects: int, epoch: datetime) -> pl.DataFrame:
-    """Element sets with ``ELEMENT_COLUMNS`` for ``objects`` objects, sorted by ``sat_no``.
+    """Simulate element sets (``ELEMENT_COLUMNS``) of ``objects`` objects, sorted by ``sat_no``.
 
     Epochs lie within the twelve hours before ``epoch`` (UTC, aware). Every tenth object is numbered
     above 99999, as objects catalogued since July 2026 are.
@@ -68,8 +67,8 @@ def simulated_elements(*, seed: int, objects: int, epoch: datetime) -> pl.DataFr
     sat_no = np.where(ordinal % 10 == 9, 270_000 + ordinal, 60_000 + ordinal % 30_000).astype(np.int64)
     age_s = rng.uniform(0, 43_200, objects)
     elapsed_s = (epoch - REFERENCE_EPOCH).total_seconds() - age_s
-    # Carry node, perigee and anomaly with the J2 secular rates, so that successive snapshots of one seed
-    # describe the same orbits and not new ones.
+    # Node, perigee and anomaly move at the J2 secular rates, so that successive snapshots of one seed
+    # describe the same orbits.
     columns = _advance_angles(columns, elapsed_s)
     micros = np.round(age_s * 1e6).astype("timedelta64[us]")
     epochs = np.datetime64(epoch.replace(tzinfo=None), "us") - micros
@@ -118,7 +117,7 @@ def _draw_shell(rng: np.random.Generator, shell: Shell, n: int) -> dict[str, npt
 def _advance_angles(
     columns: dict[str, npt.NDArray[np.float64]], seconds: npt.NDArray[np.float64]
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """J2 secular advance of the angles (Vallado, Fundamentals of Astrodynamics, section 9.6)."""
+    """Advance the angles at the J2 secular rates (Vallado, Fundamentals of Astrodynamics, section 9.6)."""
     n_rad_s = columns["mean_motion"] * 2 * np.pi / 86_400
     a_km = (MU_KM3_S2 / n_rad_s**2) ** (1 / 3)
     semilatus_rectum = a_km * (1 - columns["eccentricity"] ** 2)
@@ -136,10 +135,10 @@ def _advance_angles(
 
 
 def simulated_gp_file(*, seed: int, objects: int, epoch: datetime, bad: bool = False) -> str:
-    """Text of a simulated GP file: OMM JSON, or for ``bad`` a TLE file that no gate may let through.
+    """Return the text of a simulated GP file: OMM JSON, or with ``bad`` a TLE file that checks must refuse.
 
-    The bad file has every eighth record's checksum damaged and every ninth object flying at
-    ``ABSURD_MEAN_MOTION`` under a correct checksum.
+    In the bad file every eighth record has a wrong checksum, and every ninth object has the mean motion
+    ``ABSURD_MEAN_MOTION`` with a correct checksum.
     """
     elements = simulated_elements(seed=seed, objects=objects, epoch=epoch)
     if not bad:
@@ -149,6 +148,6 @@ def simulated_gp_file(*, seed: int, objects: int, epoch: datetime, bad: bool = F
         mean_motion=pl.when(row % 9 == 4).then(ABSURD_MEAN_MOTION).otherwise(pl.col("mean_motion"))
     )
     lines = format_tle(absurd_elements).split("\n")
-    # Line 2 of every eighth object: its checksum digit, moved on by one.
+    # Increment the checksum digit in line 2 of every eighth object.
     lines[2::24] = [line[:-1] + str((int(line[-1]) + 1) % 10) for line in lines[2::24]]
     return "\n".join(lines)

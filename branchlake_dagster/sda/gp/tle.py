@@ -1,8 +1,8 @@
-"""Two-line and three-line element sets, parsed column by column.
+"""Parse two-line and three-line element sets (TLE) with operations over whole columns.
 
 Layout: Hoots and Roehrich, Spacetrack Report No. 3 (1980), and Vallado et al., AIAA 2006-6753, appendix B.
 Alpha-5 catalogue numbers: Space-Track's documentation (first character A-Z without I and O stands for 10-33).
-A file of 16,000 objects is some fifty vectorised operations, no Python per record.
+A file of 16,000 objects takes about fifty vectorized operations, without a Python loop over records.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ALPHA5 = {c: 10 + i for i, c in enumerate(c for c in string.ascii_uppercase if 
 
 
 def compute_checksums(lines: pl.Series) -> npt.NDArray[np.int64]:
-    """Modulo-10 checksum of the first 68 columns: digits count their value, a minus sign counts one."""
+    """Compute the modulo-10 checksum of the first 68 columns. A digit counts its value, a minus sign one."""
     if lines.len() == 0:
         return np.zeros(0, dtype=np.int64)
     padded = lines.str.slice(0, LINE_LENGTH - 1).str.pad_end(LINE_LENGTH - 1).to_numpy()
@@ -40,7 +40,7 @@ def compute_checksums(lines: pl.Series) -> npt.NDArray[np.int64]:
 
 
 def _slice_columns(line: str, first: int, last: int) -> pl.Expr:
-    """Columns ``first`` to ``last`` of a line, numbered from 1 as the format's description does."""
+    """Return columns ``first`` to ``last`` of a line, counted from 1 as in the format's description."""
     return pl.col(line).str.slice(first - 1, last - first + 1)
 
 
@@ -49,13 +49,13 @@ def _float_field(line: str, first: int, last: int) -> pl.Expr:
 
 
 def _integer_field(line: str, first: int, last: int) -> pl.Expr:
-    """A right-aligned integer; blank means zero, as old element sets leave counters empty."""
+    """Parse a right-aligned integer. A blank field means zero: old element sets leave counters empty."""
     field = _slice_columns(line, first, last).str.strip_chars()
     return pl.when(field == "").then(0).otherwise(field.cast(pl.Int64, strict=False)).cast(pl.Int32)
 
 
 def _exponent_field(line: str, first: int, last: int) -> pl.Expr:
-    """A field like `` 36362-3``: implied leading decimal point, two-character exponent."""
+    """Parse a field like `` 36362-3``, with an implied leading decimal point and a two-character exponent."""
     field = _slice_columns(line, first, last)
     mantissa = field.str.slice(1, 5).str.strip_chars().str.replace("^$", "0")
     sign = pl.when(field.str.slice(0, 1) == "-").then(-1.0).otherwise(1.0)
@@ -64,7 +64,7 @@ def _exponent_field(line: str, first: int, last: int) -> pl.Expr:
 
 
 def catalogue_number(line: str) -> pl.Expr:
-    """Columns 3-7 as a 64-bit number, Alpha-5 decoded; null when they are neither digits nor Alpha-5."""
+    """Parse columns 3-7 as a 64-bit number, decoding Alpha-5. The result is null for other texts."""
     field = _slice_columns(line, 3, 7).str.strip_chars_start()
     leading = field.str.slice(0, 1)
     alpha = leading.replace_strict(_ALPHA5, default=None, return_dtype=pl.Int64)
@@ -74,16 +74,16 @@ def catalogue_number(line: str) -> pl.Expr:
 
 
 def _epoch_field(line: str) -> pl.Expr:
-    """Columns 19-32 as a UTC instant. Integer arithmetic: 1e-8 day is exactly 864 microseconds."""
+    """Parse columns 19-32 as a UTC instant. Integer arithmetic is exact: 1e-8 day is 864 microseconds."""
     year = _slice_columns(line, 19, 20).str.replace_all(" ", "0").cast(pl.Int64, strict=False)
-    # The format's own pivot: Sputnik flew in 1957.
+    # The format's pivot year is 1957, the year of the first satellite.
     full_year = pl.when(year < 57).then(year + 2000).otherwise(year + 1900)
     day = _slice_columns(line, 21, 23).str.replace_all(" ", "0").cast(pl.Int64, strict=False)
     fraction = _slice_columns(line, 25, 32).str.replace_all(" ", "0").cast(pl.Int64, strict=False)
     has_point = _slice_columns(line, 24, 24) == "."
     year_micros = (day - 1) * 86_400_000_000 + fraction * 864
     year_start = pl.datetime(full_year, 1, 1, time_unit="us", time_zone="UTC")
-    # The last century's end is no exception among the years 1957 to 2056.
+    # 2000 was a leap year, so the rule has no exception from 1957 to 2056.
     days_in_year = pl.when(full_year % 4 == 0).then(366).otherwise(365)
     return pl.when(has_point & day.is_between(1, days_in_year)).then(
         year_start + pl.duration(microseconds=year_micros)
@@ -91,7 +91,7 @@ def _epoch_field(line: str) -> pl.Expr:
 
 
 def _object_id_field(line: str) -> pl.Expr:
-    """International designator as CCSDS writes it (``1998-067A``); null when the field is blank."""
+    """Parse the international designator as CCSDS writes it (``1998-067A``); null for other texts."""
     field = _slice_columns(line, 10, 17).str.strip_chars()
     year = field.str.slice(0, 2).cast(pl.Int64, strict=False)
     century = pl.when(year < 57).then(pl.lit("20")).otherwise(pl.lit("19"))
@@ -101,10 +101,12 @@ def _object_id_field(line: str) -> pl.Expr:
 
 
 def pair_lines(file_text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Group a file's lines into element sets.
+    """Group a file's lines into element sets. No line of the file is dropped silently.
 
-    Returns ``(sets, orphans)``: sets with ``name, l1, l2, line_number, raw_text``, and the lines that
-    belong to none (with ``line_number, raw_text``), so that nothing in a file is ever skipped unseen.
+    Returns:
+        Element sets with ``name, l1, l2, line_number, raw_text``, and the lines outside of all sets with
+        ``line_number, raw_text``.
+
     """
     lines = (
         pl.DataFrame({"text": pl.Series(file_text.split("\n"), dtype=pl.String)})
@@ -112,7 +114,7 @@ def pair_lines(file_text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
         .with_columns(pl.col("text").str.strip_chars_end(" \t\x00\x1a"))
         .filter(pl.col("text") != "")
     )
-    # A name may begin with "1 " too; an element line is recognised by its length as well.
+    # A name may also begin with "1 ", so an element line is recognized by its length as well.
     is_long_enough = pl.col("text").str.len_chars() > 24
     kind = (
         pl.when(pl.col("text").str.starts_with("1 ") & is_long_enough)
@@ -147,14 +149,14 @@ def parse_tle(file_text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
 
     Returns:
         Candidates with ``CANDIDATE_COLUMNS`` (duplicates still in) and rejected rows with
-        ``REJECTED_COLUMNS``. Never raises for what the text holds.
+        ``REJECTED_COLUMNS``. No content of the text raises an error.
 
     """
     sets, orphans = pair_lines(file_text)
     rejected_orphans = build_rejections(
         orphans,
         reason=RejectReason.ORPHAN_LINE,
-        message="the line belongs to no complete pair of element lines 1 and 2",
+        message="the line does not belong to a complete pair of element lines 1 and 2",
     )
     if sets.height == 0:
         return pl.DataFrame(schema=CANDIDATE_COLUMNS), rejected_orphans
@@ -181,7 +183,7 @@ def parse_tle(file_text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
         element_set_no=_integer_field("l1", 65, 68),
         rev_at_epoch=_integer_field("l2", 64, 68),
         bstar=_exponent_field("l1", 54, 61),
-        # The lines carry half the first and a sixth of the second derivative; OMM states the same numbers.
+        # The lines hold half of the first and a sixth of the second derivative. OMM holds the same numbers.
         mean_motion_dot=_float_field("l1", 34, 43),
         mean_motion_ddot=_exponent_field("l1", 45, 52),
         source_format=pl.lit("TLE"),
@@ -190,14 +192,14 @@ def parse_tle(file_text: str) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def _apply_record_rules(parsed: pl.DataFrame, orphans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Apply the record rules in order of what they prove; the first that fails names the reason."""
+    """Apply the record rules in order; the first broken rule determines the reason."""
     required = [
         *("epoch", "mean_motion", "eccentricity", "inclination", "ra_of_asc_node", "arg_of_pericenter"),
         *("mean_anomaly", "ephemeris_type", "element_set_no", "rev_at_epoch", "bstar", "mean_motion_dot"),
         "mean_motion_ddot",
     ]
     lengths = pl.col("l1").str.len_chars(), pl.col("l2").str.len_chars()
-    # Checksum columns hold a digit; anything else reads as null and fails the comparison.
+    # A checksum column that does not hold a digit becomes null and counts as wrong.
     stated_checksums = [_slice_columns(f"l{n}", 69, 69).cast(pl.Int64, strict=False) for n in (1, 2)]
     is_checksum_wrong = [(stated_checksums[n] != pl.col(f"sum{n + 1}")).fill_null(True) for n in (0, 1)]
     rules = [

@@ -1,6 +1,6 @@
-"""Element sets written as TLE or OMM text, column by column; the inverse of the readers.
+"""Format element sets as TLE or OMM text, the inverse of the readers.
 
-Needed to emit simulated catalogues as real files, so that the readers run on them unchanged.
+Simulated catalogues become real files in this way, so that the readers process them like any other file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _format_column(pattern: str, values: npt.NDArray[np.generic]) -> pl.Series:
 
 
 def _format_sat_no(sat_no: npt.NDArray[np.int64]) -> pl.Series:
-    """Five characters, Alpha-5 from 100000 on."""
+    """Format a catalogue number in five characters, as Alpha-5 from 100000 on."""
     leading = pl.Series(
         np.array([*"0123456789", *_ALPHA5_LETTERS])[sat_no // 10_000].tolist(), dtype=pl.String
     )
@@ -30,14 +30,14 @@ def _format_sat_no(sat_no: npt.NDArray[np.int64]) -> pl.Series:
 
 
 def _format_exponent_field(values: npt.NDArray[np.float64]) -> pl.Series:
-    """`` 36362-3`` for 0.36362e-3: mantissa in [0.1, 1), so the exponent is one above scientific notation."""
+    """Format 0.36362e-3 as `` 36362-3``. The mantissa is in [0.1, 1), not in [1, 10)."""
     magnitude = np.abs(values)
     exponent = np.where(magnitude > 0, np.floor(np.log10(np.maximum(magnitude, 1e-300))) + 1, 0)
     mantissa = np.round(magnitude / 10.0**exponent * 1e5)
     has_carry = mantissa >= 1e5
     mantissa = np.where(has_carry, mantissa / 10, mantissa).astype(np.int64)
     exponent = np.where(has_carry, exponent + 1, exponent).astype(np.int64)
-    # Below 1e-9 the single exponent digit cannot say it; the format writes zero.
+    # The exponent has a single digit, so smaller magnitudes are written as zero.
     is_too_small = exponent < -9
     mantissa, exponent = np.where(is_too_small, 0, mantissa), np.where(is_too_small, 0, exponent)
     sign = pl.Series(np.where((values < 0) & (mantissa > 0), "-", " ").tolist(), dtype=pl.String)
@@ -46,17 +46,20 @@ def _format_exponent_field(values: npt.NDArray[np.float64]) -> pl.Series:
 
 
 def format_tle(elements: pl.DataFrame) -> str:
-    """Three-line text of element sets with ``ELEMENT_COLUMNS``.
+    """Format element sets (``ELEMENT_COLUMNS``) as three-line text.
 
     Raises:
-        ValueError: a catalogue number above 339999, which TLE cannot hold.
+        ValueError: a catalogue number is above 339999, the largest in a TLE.
 
     """
     sat_no = elements["sat_no"].to_numpy()
     if sat_no.size and int(sat_no.max()) > MAX_TLE_SAT_NO:
-        raise ValueError(f"TLE holds catalogue numbers up to {MAX_TLE_SAT_NO}, got {sat_no.max()}: write OMM")
+        raise ValueError(
+            f"A TLE cannot hold catalogue number {sat_no.max()}; the largest is {MAX_TLE_SAT_NO}. Use OMM."
+        )
     sat_no_field = _format_sat_no(sat_no)
-    # Rounded to the format's 1e-8 day as a whole number, so that 23:59:59.9999 carries into the next day.
+    # The time is rounded to the format's 1e-8 day before it is divided into fields, so that 23:59:59.9999
+    # carries into the next day.
     micros = elements["epoch"].dt.epoch("us").to_numpy()
     ticks = (micros + 432) // 864
     rounded = pl.Series((ticks * 864).tolist(), dtype=pl.Int64).cast(pl.Datetime("us"))
@@ -117,7 +120,7 @@ def format_tle(elements: pl.DataFrame) -> str:
 
 
 def format_omm_json(elements: pl.DataFrame) -> str:
-    """OMM JSON as CelesTrak serves it: one array, numbers as numbers, ``EPOCH`` without a zone letter."""
+    """Format OMM JSON as CelesTrak does: one array, JSON numbers, ``EPOCH`` without a time zone letter."""
     records = elements.select(
         "object_name",
         "object_id",
