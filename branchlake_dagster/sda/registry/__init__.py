@@ -1,1 +1,1 @@
-"""The registry of objects: many catalogues merged to one, its history, and what became of each object."""
+"""Merge the catalogues of many sources into one registry, with the history and the state of each object."""

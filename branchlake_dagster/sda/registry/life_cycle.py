@@ -1,4 +1,4 @@
-"""What became of each object: seen when, tracked, stale, decayed."""
+"""Compute the state of each object (such as tracked, stale or decayed) and the facts known about it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,25 @@ from branchlake_dagster.sda.registry.merge import is_epoch_plausible
 from branchlake_dagster.sda.registry.sources import feed_name
 
 STALE_AFTER = timedelta(days=30)
-"""Age of an element set at the newest pull. Space-Track's own current catalogue ends there."""
+"""An object is stale if its element set is older than this at the newest pull. The limit is that of Space-Track's
+current catalogue."""
 
 GONE_AFTER = timedelta(days=3)
-"""How long an object may be missing from a feed that goes on; feeds drop and bring back objects for hours."""
+"""An object is stale if its feed has continued without it for longer than this. Feeds often drop objects for
+some hours."""
 
 DECAY_TOLERANCE = timedelta(days=1)
-"""A decay has a date without a time. An epoch later than that day says that the object flies."""
+"""Decays have a date without a time. An epoch after the end of that day shows that the object still flies."""
 
 STATES = ("tracked", "stale", "decayed", "invalid", "untracked")
-"""tracked: may be propagated. stale: its elements are old, or its source has dropped it. decayed: by the
-satellite catalogue, without later elements. invalid: it has only elements of the future. untracked: none."""
+"""The possible states of an object:
+
+- tracked: the object may be propagated.
+- stale: its elements are old, or its feed has dropped it.
+- decayed: the satellite catalogue states a decay, and there are no later elements.
+- invalid: it has only elements with epochs in the future.
+- untracked: it has no elements.
+"""
 
 OBJECT_COLUMNS: dict[str, pl.DataType] = {
     "sat_no": pl.Int64(),
@@ -40,7 +48,7 @@ OBJECT_COLUMNS: dict[str, pl.DataType] = {
     "rcs_size": pl.String(),
     "satcat_at": pl.Datetime("us", "UTC"),
 }
-"""One row per object; ``satcat_at`` is when the satellite catalogue was collected that the facts are from."""
+"""One row per object. ``satcat_at`` is the collection time of the satellite catalogue with its facts."""
 
 FACT_COLUMNS = ("owner", "object_type", "launch_date", "decay_date", "rcs_m2", "rcs_size")
 
@@ -48,10 +56,17 @@ FACT_COLUMNS = ("owner", "object_type", "launch_date", "decay_date", "rcs_m2", "
 def update_objects(
     objects: pl.DataFrame, winners: pl.DataFrame, pulled_sets: pl.DataFrame, entries: pl.DataFrame
 ) -> pl.DataFrame:
-    """All objects after pulls (``OBJECT_COLUMNS``), sorted by ``sat_no``.
+    """Return all objects (``OBJECT_COLUMNS``) after one or more pulls, sorted by ``sat_no``.
 
-    Each column is a least, a greatest or the newest by time of collection, and the state is a function of the
-    whole: the order of pulls does not matter. ``entries`` are rows of satellite catalogues.
+    The order of pulls does not matter: each column is a minimum, a maximum or the newest value by collection
+    time, and the state is computed from the whole registry.
+
+    Args:
+        objects: the objects before, ``OBJECT_COLUMNS``.
+        winners: the merged catalogue, see `CatalogueMerge`.
+        pulled_sets: the element sets of the pulls, ``PULLED_COLUMNS``.
+        entries: rows of satellite catalogues, ``ENTRY_COLUMNS`` with ``collected_at``.
+
     """
     sightings = _update_sightings(objects, pulled_sets)
     facts = _latest_facts(objects, entries)
@@ -74,7 +89,7 @@ def update_objects(
 
 
 def _update_sightings(objects: pl.DataFrame, pulled_sets: pl.DataFrame) -> pl.DataFrame:
-    """First and last sighting of each object, and the feed of the last one."""
+    """Return the first and last sighting of each object, and the feed of the last one."""
     feeds = {name: feed_name(name) for name in pulled_sets["snapshot_id"].unique()}
     new_sightings = pulled_sets.select(
         "sat_no",
@@ -90,7 +105,7 @@ def _update_sightings(objects: pl.DataFrame, pulled_sets: pl.DataFrame) -> pl.Da
 
 
 def _latest_facts(objects: pl.DataFrame, entries: pl.DataFrame) -> pl.DataFrame:
-    """What the newest satellite catalogue says of each object."""
+    """Return the facts about each object from the newest satellite catalogue that lists it."""
     names = ["sat_no", "satcat_at", *FACT_COLUMNS]
     old_facts = objects.filter(pl.col("satcat_at").is_not_null()).select(
         *names, _satcat_name="object_name", _satcat_id="object_id"
@@ -101,7 +116,7 @@ def _latest_facts(objects: pl.DataFrame, entries: pl.DataFrame) -> pl.DataFrame:
     facts = pl.concat([old_facts, new_facts])
     if not new_facts.height:
         return facts
-    # Two catalogues of one minute cannot be told apart by time: then their content decides.
+    # Catalogues with the same collection time are ordered by their content, so that the result is unique.
     ordered = facts.sort("satcat_at", *FACT_COLUMNS, "_satcat_name", "_satcat_id", nulls_last=False)
     return ordered.unique("sat_no", keep="last", maintain_order=True)
 

@@ -1,16 +1,15 @@
-"""Which element set of an object is the current one, of all that any source has ever issued.
+"""Select the current element set of each object from the element sets of all sources.
 
-The order is total and looks at data alone, never at when a run came by:
+The order is total and depends on data only, not on the time or order of runs:
 
-1. the newest epoch;
-2. at equal epochs the source of higher priority (`SOURCES`);
-3. of one source's different sets at one epoch the one that was **first collected last**: a correction
-   follows what it corrects, and a mirror that shows the old one again does not bring it back;
-4. what is left are equal times of collection: the greater snapshot id, then the elements themselves.
+1. The newest epoch wins.
+2. At equal epochs the source of higher priority wins (see `SOURCES`).
+3. Of different sets of one source at one epoch, the set whose **first collection** is the latest wins. A
+   correction comes after the set that it corrects, and a mirror that repeats the old set does not restore it.
+4. At equal collection times the greater snapshot id wins, then the greater elements.
 
-The row in the catalogue is the winner as it was first collected, so a pull that repeats what is known changes
-nothing. Rule 3 cannot be told from the winner alone. The few objects for which it decides are looked up in
-all pulls.
+The catalogue holds each winner as it was first collected, so a pull that repeats known sets changes nothing.
+Rule 3 needs more than the current winner, so the few objects that it concerns are looked up in all pulls.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ ELEMENT_VALUES = (
     *("mean_motion", "eccentricity", "inclination", "ra_of_asc_node", "arg_of_pericenter", "mean_anomaly"),
     *("bstar", "mean_motion_dot", "mean_motion_ddot"),
 )
-"""What makes two sets of one epoch different."""
+"""Two sets of one epoch are different if one of these columns differs."""
 
 SET_KEY = ("sat_no", "epoch", "source", *ELEMENT_VALUES)
-"""What an element set is known by."""
+"""The columns that identify an element set."""
 
 PULLED_COLUMNS: dict[str, pl.DataType] = {
     "snapshot_id": pl.String(),
@@ -40,7 +39,7 @@ PULLED_COLUMNS: dict[str, pl.DataType] = {
     "source": pl.String(),
     "collected_at": pl.Datetime("us", "UTC"),
 }
-"""Element sets as they are pulled and merged; one row per snapshot and object."""
+"""Columns of pulled and merged element sets, one row per snapshot and object."""
 
 AUDIT_COLUMNS: dict[str, pl.DataType] = {
     "snapshot_id": pl.String(),
@@ -54,18 +53,26 @@ AUDIT_COLUMNS: dict[str, pl.DataType] = {
     "winner_epoch": pl.Datetime("us", "UTC"),
 }
 OUTCOMES = ("won", "repeated", "older", "outranked", "superseded")
-"""What became of a pulled set: it is the current one; says the same as it; has an older epoch; is of a source
-of lower priority at the same epoch; is of the same source and epoch, and was corrected."""
+"""The outcome of a pulled set, compared with the winner of its object:
+
+- won: the set is the winner.
+- repeated: the set has the same elements, epoch and source, but is from another snapshot.
+- older: the set has an older epoch.
+- outranked: the set has the same epoch, but is from a source of lower priority.
+- superseded: the set has the same source and epoch, but was corrected.
+"""
 
 SetLookup = Callable[[pl.Series], pl.DataFrame]
-"""From catalogue numbers to all their rows (``PULLED_COLUMNS``) in all pulls, those of the run included."""
+"""Returns the rows (``PULLED_COLUMNS``) of catalogue numbers in all pulls, this run's pulls included."""
 
 
 @dataclass(frozen=True)
 class CatalogueMerge:
-    """``winners`` (``PULLED_COLUMNS``) is the whole catalogue, one row per object, sorted by ``sat_no``.
+    """The result of a merge.
 
-    ``audit`` (``AUDIT_COLUMNS``) has a row for each pulled set, ``lookup_count`` counts the objects looked up.
+    ``winners`` (``PULLED_COLUMNS``) is the whole catalogue, one row per object, sorted by ``sat_no``.
+    ``audit`` (``AUDIT_COLUMNS``) has a row for each pulled set. ``lookup_count`` is the number of objects
+    that were looked up in all pulls.
     """
 
     winners: pl.DataFrame
@@ -74,22 +81,24 @@ class CatalogueMerge:
 
 
 def is_epoch_plausible(collected_at: str = "collected_at") -> pl.Expr:
-    """Whether an epoch is not of a time that its pull could not know of."""
+    """Return the condition that an epoch is at most `MAX_EPOCH_LEAD` after its set's collection."""
     return pl.col("epoch") <= pl.col(collected_at) + MAX_EPOCH_LEAD
 
 
 def merge_pulled_sets(current: pl.DataFrame, pulled_sets: pl.DataFrame, lookup: SetLookup) -> CatalogueMerge:
-    """The catalogue after pulls, in whatever order and how often they come.
+    """Merge pulled element sets into the catalogue.
+
+    The result does not depend on the order of pulls, nor on their repetition.
 
     Args:
         current: the catalogue before, ``PULLED_COLUMNS``.
-        pulled_sets: element sets of one pull or of several.
-        lookup: asked once, for the objects that the winner alone does not decide.
+        pulled_sets: element sets of one or more pulls.
+        lookup: called at most once, with the objects for which rule 3 or a withdrawn set needs all pulls.
 
     """
     names = list(PULLED_COLUMNS)
     pulled_sets = pulled_sets.select(names)
-    # A set that froze its object by an epoch of the future does not compete any more.
+    # A set with an epoch too far in the future would never be replaced, so it does not compete.
     future_sets = current.filter(~is_epoch_plausible())
     current_sets = current.select(names).filter(is_epoch_plausible())
     current_sets, withdrawn_sat_nos = _drop_withdrawn_sets(current_sets, pulled_sets)
@@ -113,14 +122,14 @@ def merge_pulled_sets(current: pl.DataFrame, pulled_sets: pl.DataFrame, lookup: 
         )
         top_sets = pl.concat([certain_sets, uncertain_sets.filter(_is_top_ranked())])
     winners = _select_winners(top_sets).select(names)
-    # A frozen object that has no other set stays as it is, for its state to tell.
+    # An object without any other set keeps its row; its state becomes invalid.
     unreplaced_sets = future_sets.select(names).join(winners, on="sat_no", how="anti")
     winners = pl.concat([winners, unreplaced_sets]).sort("sat_no")
     return CatalogueMerge(winners, _build_audit(pulled_sets, winners), uncertain_sat_nos.len())
 
 
 def _is_top_ranked() -> pl.Expr:
-    """Of each object the rows of its newest epoch, and of these those of the source to believe."""
+    """Select each object's rows of the newest epoch, and among them those of the highest-ranked source."""
     newest = pl.col("epoch") == pl.col("epoch").max().over("sat_no")
     rank = pl.when(newest).then(pl.col("_rank"))
     return newest & (pl.col("_rank") == rank.min().over("sat_no"))
@@ -129,7 +138,10 @@ def _is_top_ranked() -> pl.Expr:
 def _drop_withdrawn_sets(
     current_sets: pl.DataFrame, pulled_sets: pl.DataFrame
 ) -> tuple[pl.DataFrame, pl.Series]:
-    """What is known, without rows of snapshots that are pulled again and do not have them any more."""
+    """Drop the current sets of objects that a repeated pull of the same snapshot no longer contains.
+
+    Returns the remaining sets and the catalogue numbers of the dropped ones.
+    """
     snapshot_ids = pulled_sets["snapshot_id"].unique()
     sets_of_snapshots = current_sets.filter(pl.col("snapshot_id").is_in(snapshot_ids.implode()))
     withdrawn_sat_nos = sets_of_snapshots.join(
@@ -139,7 +151,7 @@ def _drop_withdrawn_sets(
 
 
 def _find_uncertain_objects(top_sets: pl.DataFrame, current_sets: pl.DataFrame) -> pl.Series:
-    """Objects with different sets of one epoch and source, or with a winner collected earlier than known."""
+    """Find objects with different sets of one epoch and source, or a set collected before the current one."""
     competing_sets = top_sets.filter(pl.len().over("sat_no") > 1)
     set_counts = competing_sets.group_by("sat_no").agg(pl.struct(ELEMENT_VALUES).n_unique().alias("sets"))
     current_keys = current_sets.select("sat_no", "epoch", "source", _known="collected_at", _id="snapshot_id")
@@ -151,7 +163,7 @@ def _find_uncertain_objects(top_sets: pl.DataFrame, current_sets: pl.DataFrame) 
 
 
 def _select_winners(top_sets: pl.DataFrame) -> pl.DataFrame:
-    """One row per object of rows that agree on epoch and source."""
+    """Select one row per object from rows that agree on epoch and source."""
     has_several = pl.len().over("sat_no") > 1
     single_sets, competing_sets = top_sets.filter(~has_several), top_sets.filter(has_several)
     collection_order = ("collected_at", "snapshot_id")
@@ -165,7 +177,7 @@ def _select_winners(top_sets: pl.DataFrame) -> pl.DataFrame:
 
 
 def _build_audit(pulled_sets: pl.DataFrame, winners: pl.DataFrame) -> pl.DataFrame:
-    """What became of each pulled set."""
+    """Build the audit row of each pulled set."""
     winner_columns = {name: f"winner_{name}" for name in ("source", "snapshot_id", "epoch")}
     winner_values = winners.select("sat_no", pl.col(*winner_columns, *ELEMENT_VALUES).name.prefix("winner_"))
     has_same_elements = pl.all_horizontal(pl.col(n).eq_missing(pl.col(f"winner_{n}")) for n in ELEMENT_VALUES)
@@ -189,7 +201,7 @@ def _build_audit(pulled_sets: pl.DataFrame, winners: pl.DataFrame) -> pl.DataFra
 
 
 def select_new_sets(history: pl.DataFrame, pulled_sets: pl.DataFrame) -> pl.DataFrame:
-    """Of pulled sets those that are not in the history, each as it was first collected."""
+    """Select the pulled sets that are not in the history, each as it was first collected."""
     first_collected = pulled_sets.sort("collected_at", "snapshot_id").unique(
         list(SET_KEY), keep="first", maintain_order=True
     )

@@ -1,4 +1,4 @@
-"""A table of hard-body radii by catalog number, as NASA CARA publishes one."""
+"""Read a table of hard-body radii by catalogue number, as NASA CARA publishes it."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from branchlake_dagster.sda.gp.records import UnreadableCatalogueError
 from branchlake_dagster.sda.gp.rules import MAX_SAT_NO
 
 RADIUS_COLUMNS = {"sat_no": pl.Int64(), "radius_m": pl.Float64(), "is_default": pl.Boolean()}
-"""``is_default``: the table has the radius for want of a better one."""
+"""``is_default`` is true if the table states a default radius instead of an estimate."""
 _MAX_RADIUS_M = 1_000.0
-"""A radius above it is a mistake of the file; the largest protected object of CARA's table has 250 m."""
+"""A larger radius is an error in the file; the largest object in CARA's table has 250 m."""
 
 
 def read_radius_table(content: bytes, source: str, limits: ReadLimits) -> pl.DataFrame:
-    """Radii by object (``RADIUS_COLUMNS``) from a CSV file, gzipped or not.
+    """Read radii by object (``RADIUS_COLUMNS``) from a CSV file, gzipped or not.
 
-    The layout is that of NASA CARA's table: ``ObjectID``, ``HBR`` (m) and, if it is there, ``HBRSource``.
-    Rows without a positive radius or a catalog number are left out; of several of an object the last counts.
+    The layout is that of NASA CARA's table: ``ObjectID``, ``HBR`` (m) and optionally ``HBRSource``. Rows
+    without a valid catalogue number or radius are left out. The last row of an object counts.
 
     Raises:
         TooLargeCatalogueError: the file unpacks to more than the limit.
-        UnreadableCatalogueError: it is not CSV, or has not those columns.
+        UnreadableCatalogueError: the file is not CSV, or lacks ``ObjectID`` or ``HBR``.
 
     """
     try:
         frame = pl.read_csv(io.BytesIO(decode_gp_file(content, source, limits).encode()), infer_schema=False)
     except pl.exceptions.PolarsError as error:
-        raise UnreadableCatalogueError(source, f"not CSV ({error})", "Fetch the file again.") from error
+        raise UnreadableCatalogueError(
+            source, f"the CSV is invalid ({error})", "Fetch the file again."
+        ) from error
     if not {"ObjectID", "HBR"} <= set(frame.columns):
         raise UnreadableCatalogueError(
-            source, "it has no columns ObjectID and HBR", "Give a file in the layout of NASA CARA's table."
+            source, "it lacks the columns ObjectID and HBR", "Give a file in the layout of NASA CARA's table."
         )
     source_column = pl.col("HBRSource") if "HBRSource" in frame.columns else pl.lit(None, pl.String)
     rows = frame.select(

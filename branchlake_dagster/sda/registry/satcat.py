@@ -1,7 +1,7 @@
-"""Satellite catalogues: who owns an object, when it was launched and came down, how large it is.
+"""Read satellite catalogues: the owner, launch, decay and size of each object.
 
-Read are CelesTrak's SATCAT as CSV or JSON, Space-Track's class ``satcat`` as JSON, and the short names that
-mirrors of it use. Effective dating is a function of all entries, so late ones find their place.
+Supported are CelesTrak's SATCAT as CSV or JSON, Space-Track's class ``satcat`` as JSON, and the short field
+names of its mirrors. Validity periods are computed from all entries, so late entries are placed correctly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from branchlake_dagster.sda.gp.rules import (
 )
 
 SATCAT_PREFIX = "satcat"
-"""First word of the snapshot ids of satellite catalogues."""
+"""Snapshot ids of satellite catalogues begin with this prefix."""
 
 ENTRY_COLUMNS: dict[str, pl.DataType] = {
     "sat_no": pl.Int64(),
@@ -40,7 +40,7 @@ ENTRY_COLUMNS: dict[str, pl.DataType] = {
     "rcs_m2": pl.Float64(),
     "rcs_size": pl.String(),
 }
-"""What an entry says; the orbit's figures change daily and open no new period of validity."""
+"""Columns of an entry. The orbit's figures change daily, so they do not start a new validity period."""
 
 EFFECTIVE_COLUMNS = (
     "object_name",
@@ -71,16 +71,17 @@ _COLUMN_ALIASES = {
 
 
 def is_satcat(snapshot_id: str) -> bool:
-    """Whether a snapshot id is one of a satellite catalogue."""
+    """Return whether a snapshot id denotes a satellite catalogue."""
     return snapshot_id.lower().startswith(SATCAT_PREFIX)
 
 
 def read_satcat(content: bytes, source: str, limits: ReadLimits) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Entries (``ENTRY_COLUMNS``) sorted by ``sat_no``, and rejected records (``REJECTED_COLUMNS``).
+    """Read entries (``ENTRY_COLUMNS``) sorted by ``sat_no``, and rejected records (``REJECTED_COLUMNS``).
 
     Raises:
         EmptyCatalogueError: the file has no entry.
-        UnreadableCatalogueError: it is neither JSON nor CSV with known names.
+        TooLargeCatalogueError: the file unpacks to more than the limit.
+        UnreadableCatalogueError: the file is neither JSON nor CSV, or has no column for the catalogue number.
 
     """
     file_text = decode_gp_file(content, source, limits)
@@ -94,11 +95,11 @@ def read_satcat(content: bytes, source: str, limits: ReadLimits) -> tuple[pl.Dat
         for column, names in _COLUMN_ALIASES.items()
     }
     if not frame.height:
-        raise EmptyCatalogueError(source, "no entries in it", "Check that the download was complete.")
+        raise EmptyCatalogueError(source, "it has no entries", "Check that the download was complete.")
     if source_columns["sat_no"] is None:
         raise UnreadableCatalogueError(
             source,
-            "no satellite catalogue: it has no NORAD_CAT_ID",
+            "it is not a satellite catalogue, because it has no NORAD_CAT_ID",
             "Give CelesTrak's or Space-Track's SATCAT.",
         )
     stripped_columns = {
@@ -130,7 +131,7 @@ def read_satcat(content: bytes, source: str, limits: ReadLimits) -> tuple[pl.Dat
                 (~pl.col("sat_no").is_between(1, MAX_SAT_NO)).fill_null(True),
                 "the entry has no catalogue number",
             ),
-            # Without it a decayed object would be believed to fly.
+            # If the unreadable date became null, a decayed object would look as if it still flew.
             RecordRule(
                 RejectReason.FIELD,
                 "decay_date",
@@ -147,7 +148,9 @@ def _read_json(file_text: str, source: str) -> pl.DataFrame:
     try:
         decoded_json = json.loads(file_text, parse_float=str, parse_int=str)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise UnreadableCatalogueError(source, f"not JSON ({error})", "Fetch the file again.") from error
+        raise UnreadableCatalogueError(
+            source, f"the JSON is invalid ({error})", "Fetch the file again."
+        ) from error
     alias_names = [name for names in _COLUMN_ALIASES.values() for name in names]
     rows: list[dict[str, Any]] = (
         [r for r in decoded_json if isinstance(r, dict)] if isinstance(decoded_json, list) else []
@@ -161,14 +164,16 @@ def _read_csv(file_text: str, source: str) -> pl.DataFrame:
     try:
         return pl.read_csv(io.BytesIO(file_text.encode()), infer_schema=False)
     except pl.exceptions.PolarsError as error:
-        raise UnreadableCatalogueError(source, f"not CSV ({error})", "Fetch the file again.") from error
+        raise UnreadableCatalogueError(
+            source, f"the CSV is invalid ({error})", "Fetch the file again."
+        ) from error
 
 
 def build_validity_periods(entries: pl.DataFrame) -> pl.DataFrame:
-    """Periods in which an object's entry said the same: `EFFECTIVE_COLUMNS` with ``valid_from`` and ``valid_to``.
+    """Return the periods in which an object's `EFFECTIVE_COLUMNS` were unchanged.
 
-    ``valid_from`` is the first collection that said so, ``valid_to`` the first that said something else, null
-    for what holds. ``snapshot_id`` is that of ``valid_from``.
+    ``valid_from`` is the first collection with these values. ``valid_to`` is the first collection with other
+    values, or null for the current period. ``snapshot_id`` is the snapshot of ``valid_from``.
     """
     ordered = entries.sort("sat_no", "collected_at", "snapshot_id")
     facts = pl.struct(EFFECTIVE_COLUMNS)
