@@ -1,8 +1,8 @@
-"""CelesTrak's GP queries.
+"""Download GP catalogues from CelesTrak, within its usage policy.
 
-Its rules (celestrak.org/usage-policy.php and the notes to gp.php): data change every two hours at most, so
-no query is made more often; what is known is asked for conditionally; who asks more often is refused with 403
-and after a hundred errors blocked.
+CelesTrak's data change at most every two hours, so queries are not repeated sooner, and repeated queries are
+conditional. CelesTrak refuses more frequent queries with 403 and blocks a client after a hundred errors
+(celestrak.org/usage-policy.php and the notes to gp.php).
 """
 
 from __future__ import annotations
@@ -33,43 +33,45 @@ _MAX_SHOWN_BYTES = 160
 class CelesTrak(GpProvider):
     """GP element sets of a CelesTrak group (``active``, ``stations``, …).
 
-    Answers are kept in `cache_dir` for `keep_s` seconds, also across restarts; then they are asked for
-    again conditionally. Each fixed number is a setting because the provider's rules change.
+    Answers are cached in `cache_dir` for `keep_s` seconds, also across restarts. Later queries are
+    conditional. All limits are settings because the provider's rules change.
     """
 
     cache_dir: str
     group: str = "active"
     format: str = Field("csv", description="csv, json, xml, kvn, tle or 3le.")
     url: str = "https://celestrak.org/NORAD/elements/gp.php"
-    keep_s: float = Field(7_200.0, ge=0, description="Shortest time between two questions, seconds.")
+    keep_s: float = Field(7_200.0, ge=0, description="Minimum time between two requests, seconds.")
     connect_s: float = Field(3.0, gt=0)
     read_s: float = Field(15.0, gt=0)
     tries: int = Field(4, ge=1)
-    give_up_s: float = Field(45.0, gt=0, description="A schedule's tick ends after a minute.")
+    give_up_s: float = Field(
+        45.0, gt=0, description="No attempt starts later, seconds; a schedule's tick ends after a minute."
+    )
     max_download_mb: int = Field(256, ge=1)
 
     def pull(self, clock: ProviderClock | None = None) -> Pull:
-        """The group's newest elements, from the provider or from what is kept.
+        """Return the group's newest elements, from the cache or from the provider.
 
         Raises:
-            ProviderRefused: the query is wrong, or the provider does not want to be asked.
-            ProviderUnavailable: it gave no whole answer, and nothing was kept.
+            ProviderRefused: the query is wrong, the provider refuses it, or the answer has no data.
+            ProviderUnavailable: the provider gave no complete answer in any attempt.
 
         """
         clock = clock or ProviderClock()
         query = f"{self.url}?{urlencode({'GROUP': self.group, 'FORMAT': self.format})}"
         cache = AnswerCache(Path(self.cache_dir) / "celestrak", clock)
-        # Two processes that pull at once are one question.
+        # Of two processes that pull at the same time, only the first one sends a request.
         with lock_file(cache.answer_path(query)):
             cached_answer = self._load_answer(query, cache, clock)
         return Pull(
             "celestrak", self.group, self.format, cached_answer.body, utc_datetime(cached_answer.fetched_at)
         )
 
-    def _load_answer(self, query: str, cache: AnswerCache, around: ProviderClock) -> CachedAnswer:
+    def _load_answer(self, query: str, cache: AnswerCache, clock: ProviderClock) -> CachedAnswer:
         cached_answer = cache.get(query)
-        # An answer of the future is of a clock that was wrong: it must not be kept for ever.
-        if cached_answer is not None and 0 <= around.wall_time() - cached_answer.asked_at < self.keep_s:
+        # A request time in the future comes from a wrong clock; the answer would stay cached for too long.
+        if cached_answer is not None and 0 <= clock.wall_time() - cached_answer.asked_at < self.keep_s:
             return cached_answer
         downloader = Downloader(
             "CelesTrak",
@@ -77,7 +79,7 @@ class CelesTrak(GpProvider):
             read_s=self.read_s,
             max_bytes=self.max_download_mb << 20,
             retry=RetryRule(tries=self.tries, give_up_s=self.give_up_s),
-            clock=around,
+            clock=clock,
         )
         answer = downloader.request(
             query, headers=cached_answer.conditional_headers() if cached_answer else {}
@@ -87,10 +89,10 @@ class CelesTrak(GpProvider):
         if answer.status != _OK or not answer.body.strip() or _NO_DATA.match(answer.body):
             body_start = answer.body[:_MAX_SHOWN_BYTES].decode(errors="replace").strip() or "nothing"
             raise ProviderRefused(
-                f"CelesTrak answered {answer.status} to GROUP={self.group}: {body_start}.",
-                hint="See celestrak.org/NORAD/documentation/gp-data-formats.php for groups and limits.",
+                f"CelesTrak answered GROUP={self.group} with status {answer.status}: {body_start}.",
+                hint="Check the group and the limits: celestrak.org/NORAD/documentation/gp-data-formats.php.",
             )
-        now = around.wall_time()
+        now = clock.wall_time()
         new_answer = CachedAnswer(
             answer.body, now, now, answer.headers.get("etag"), answer.headers.get("last-modified")
         )
@@ -98,6 +100,6 @@ class CelesTrak(GpProvider):
 
 
 def _is_unchanged(answer: ProviderAnswer) -> bool:
-    """304, or CelesTrak's own word for it."""
+    """Return whether the answer is 304 or CelesTrak's own notice of unchanged data."""
     has_notice = _NOT_UPDATED.encode() in answer.body
     return answer.status == NOT_MODIFIED or (answer.status in (_OK, _FORBIDDEN) and has_notice)

@@ -1,4 +1,4 @@
-"""One bounded, retried GET (or login POST): timeouts, sizes, and which failures are worth another try."""
+"""Send a GET or login POST request with limits on time and size, and retry temporary failures."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ class ProviderAnswer:
 
 @dataclass(frozen=True)
 class RetryRule:
-    """Seconds. Waits double from `first_wait_s` to `most_wait_s`, by half to all of that, `tries` in all.
+    """The number of attempts and the waits between them, in seconds.
 
-    Nothing is begun later than `give_up_s` after the first try.
+    The wait doubles from `first_wait_s` up to `most_wait_s`; a random part of up to half is subtracted. No
+    attempt starts later than `give_up_s` after the first one, and at most `tries` attempts are made.
     """
 
     tries: int = 4
@@ -45,7 +46,11 @@ class RetryRule:
 
 @dataclass(frozen=True)
 class ProviderClock:
-    """Time and chance, passed in: wall clock for what is kept, a monotonic one for spans, seconds."""
+    """The sources of time and randomness, replaceable in tests.
+
+    `wall_time` (UTC seconds since 1970) dates stored data, `monotonic` (seconds) measures durations, `sleep`
+    waits for seconds, and `random` returns a number from 0 to 1.
+    """
 
     wall_time: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
@@ -54,7 +59,7 @@ class ProviderClock:
 
 
 class _RetryableFailure(Exception):  # noqa: N818
-    """Internal: an answer or a silence that a later try may mend."""
+    """Internal: a failed attempt that may succeed later. `wait_s` is the wait that the provider asks for."""
 
     def __init__(self, message: str, wait_s: float | None = None) -> None:
         super().__init__(message)
@@ -62,7 +67,7 @@ class _RetryableFailure(Exception):  # noqa: N818
 
 
 class Downloader:
-    """Asks one provider. Not thread-safe, as its session's cookies are not."""
+    """Sends requests to one provider. It is not thread-safe, because its session's cookies are not."""
 
     def __init__(
         self,
@@ -90,13 +95,14 @@ class Downloader:
         form: Mapping[str, str] | None = None,
         before_attempt: Callable[[], None] = lambda: None,
     ) -> ProviderAnswer:
-        """The answer to a GET, or with `form` to a POST; `before_attempt` is called before every try.
+        """Send a GET request, or with `form` a POST request, and return the answer.
 
-        Any status that is not worth another try is an answer, also one that refuses.
+        Statuses 408, 429 and 5xx are retried; any other status is returned, refusals included.
+        `before_attempt` is called before every attempt.
 
         Raises:
-            ProviderRefused: the answer is larger than what is accepted.
-            ProviderUnavailable: no whole answer after all tries.
+            ProviderRefused: the answer is larger than the limit.
+            ProviderUnavailable: the provider gave no complete answer in any attempt.
 
         """
         rule, clock = self._retry, self._clock
@@ -130,8 +136,8 @@ class Downloader:
             return retrying(attempt)
         except _RetryableFailure as failure:
             raise ProviderUnavailable(
-                f"{self._provider} gave no catalogue: {failure}.",
-                hint="Nothing was ingested; the next pull tries again.",
+                f"{self._provider} did not answer the request: {failure}.",
+                hint="Nothing was ingested. The next pull tries again.",
             ) from failure.__cause__
 
     def _request_once(
@@ -147,11 +153,11 @@ class Downloader:
                 response_headers = {name.lower(): value for name, value in response.headers.items()}
                 body = self._read_body(response, deadline)
         except requests.RequestException as error:
-            # Its text may hold the query but never the form, in which a password is.
+            # The message may show the query, but never the form, which may hold a password.
             raise _RetryableFailure(f"{type(error).__name__} at {url.partition('?')[0]}") from error
         if response.status_code in _RETRYABLE_STATUSES:
             body_start = body[:_MAX_SHOWN_BYTES].decode(errors="replace").strip()
-            message = f"it answered {response.status_code} {body_start}".strip()
+            message = f"status {response.status_code} {body_start}".strip()
             raise _RetryableFailure(message, self._retry_after_s(response_headers))
         return ProviderAnswer(response.status_code, body, response_headers)
 
@@ -162,16 +168,16 @@ class Downloader:
             size += len(chunk)
             if size > self._max_bytes:
                 raise ProviderRefused(
-                    f"{self._provider} sends more than {self._max_bytes:,} bytes.",
-                    hint="Ask for a smaller group, or raise max_download_mb.",
+                    f"The answer of {self._provider} has more than {self._max_bytes:,} bytes.",
+                    hint="Query a smaller group, or raise max_download_mb.",
                 )
-            # The read timeout is for each block; a server that drips one at a time would never be late.
+            # The read timeout applies to each chunk, so a slow stream of chunks needs this deadline.
             if self._clock.monotonic() > deadline:
-                raise _RetryableFailure("the answer took too long")
+                raise _RetryableFailure("the answer was not complete in time")
         return b"".join(chunks)
 
     def _retry_after_s(self, headers: Mapping[str, str]) -> float | None:
-        """Seconds that the provider asks to be left alone for: a number, or a date."""
+        """Return the seconds of `Retry-After`, a number or a date; None if it is missing or invalid."""
         header_value = headers.get("retry-after", "").strip()
         if header_value.isdigit():
             return float(header_value)

@@ -1,4 +1,4 @@
-"""What can go wrong with a provider. Only reads are made, so nothing is ever half done."""
+"""Errors of providers. Providers are only read, so an error never leaves a partial change."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from branchlake_dagster import BranchlakeError, Terminal, Transient
 
 
 class ProviderUnavailable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """It did not answer, or not in full, or said that it cannot now; the retries are used up."""
+    """The provider did not answer, answered incompletely or failed temporarily, in all attempts."""
 
 
 class ProviderBusy(BranchlakeError, Transient):  # noqa: N818
-    """Asking now would exceed what the provider allows in an hour; nothing was asked."""
+    """A request now would exceed the provider's rate limit, so it was not sent."""
 
 
 class ProviderRefused(BranchlakeError, Terminal):  # noqa: N818
-    """It answered that the query is wrong or not allowed, or sent no catalogue."""
+    """The provider refused the query, or its answer is too large or has no catalogue."""
 
 
 class ProviderLoginFailed(BranchlakeError, Terminal):  # noqa: N818
-    """It knows no such user and password."""
+    """The login at the provider failed: user or password are missing or not accepted."""

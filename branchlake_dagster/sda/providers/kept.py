@@ -1,4 +1,4 @@
-"""What is remembered on disk of a provider, so that limits hold across restarts and between processes."""
+"""Store a provider's answers and request times on disk, so that limits hold across processes and restarts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from branchlake_dagster.sda.providers.errors import ProviderBusy
 
 @contextmanager
 def lock_file(path: Path) -> Iterator[None]:
-    """Alone with a file among the processes of this machine."""
+    """Hold an exclusive lock on a file among the processes of this machine."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with Path(f"{path}.lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -25,7 +25,7 @@ def lock_file(path: Path) -> Iterator[None]:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    """Whole or not at all: a reader after a crash finds the old file."""
+    """Replace a file atomically: after a crash it is either the old one or the new one."""
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
     temporary_path.write_bytes(content)
     temporary_path.replace(path)
@@ -33,7 +33,10 @@ def _write_atomically(path: Path, content: bytes) -> None:
 
 @dataclass(frozen=True)
 class CachedAnswer:
-    """An answer that is kept. Times are UTC seconds since 1970: of its download, and of the last question."""
+    """A cached answer.
+
+    `fetched_at` is the time of its download and `asked_at` of the last request, in UTC seconds since 1970.
+    """
 
     body: bytes
     fetched_at: float
@@ -42,24 +45,24 @@ class CachedAnswer:
     last_modified: str | None
 
     def conditional_headers(self) -> dict[str, str]:
-        """Headers that ask for an answer only if it is another one."""
+        """Return the headers of a conditional request, which transfers the answer only if it changed."""
         headers = {"If-None-Match": self.etag, "If-Modified-Since": self.last_modified}
         return {name: value for name, value in headers.items() if value}
 
 
 class AnswerCache:
-    """Answers by query, one file for the body and one for what is known of it."""
+    """Caches answers by query, with one file for the body and one for its metadata."""
 
     def __init__(self, folder: Path, clock: ProviderClock) -> None:
         self._folder = folder
         self._wall_time = clock.wall_time
 
     def answer_path(self, query: str) -> Path:
-        """Where the answer to a query is kept."""
+        """Return the path of a query's files, without suffix."""
         return self._folder / hashlib.sha256(query.encode()).hexdigest()[:32]
 
     def get(self, query: str) -> CachedAnswer | None:
-        """The kept answer; None when there is none, or none that is whole."""
+        """Return the cached answer, or None if it is missing or damaged."""
         path = self.answer_path(query)
         try:
             metadata = json.loads(path.with_suffix(".json").read_text())
@@ -68,10 +71,10 @@ class AnswerCache:
                 return None
             return CachedAnswer(body=body, **metadata)
         except (OSError, ValueError, TypeError, KeyError):
-            return None  # a crash between the two files, or a damaged disk: it is fetched again
+            return None  # a crash between the two files, or a damaged file: the caller downloads it again
 
     def store(self, query: str, answer: CachedAnswer) -> CachedAnswer:
-        """Keep an answer in place of the one before."""
+        """Store an answer in place of the previous one, and return it."""
         path = self.answer_path(query)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         metadata = {name: value for name, value in asdict(answer).items() if name != "body"}
@@ -81,12 +84,15 @@ class AnswerCache:
         return answer
 
     def mark_unchanged(self, query: str, answer: CachedAnswer) -> CachedAnswer:
-        """Note that the provider was asked just now and has nothing newer."""
+        """Record that the provider was asked now and has nothing newer; return the updated answer."""
         return self.store(query, replace(answer, asked_at=self._wall_time()))
 
 
 class RateLimit:
-    """At most so many requests in so many seconds, by each of several windows; waits for its turn."""
+    """Limits the requests of all processes that share a file.
+
+    Each of the `windows` (requests, seconds) allows so many requests in any span of so many seconds.
+    """
 
     def __init__(
         self,
@@ -107,13 +113,13 @@ class RateLimit:
         """Wait until a request is allowed, and count it.
 
         Raises:
-            ProviderBusy: that would be longer than `most_wait_s`.
+            ProviderBusy: the wait would be longer than `most_wait_s`.
 
         """
         with lock_file(self._path):
             now = self._clock.wall_time()
             longest_window_s = max(seconds for _, seconds in self._windows)
-            # A clock that was set back leaves requests of the future: they count, or the limit would break.
+            # After the clock was set back, request times in the future still count, so that the limit holds.
             request_times = sorted(
                 request_time
                 for request_time in self._load_request_times()
@@ -126,7 +132,7 @@ class RateLimit:
             if wait > self._most_wait_s:
                 raise ProviderBusy(
                     f"{self._provider} allows no further request for {wait:.0f} s.",
-                    hint="Its limits are for all processes together; the next pull asks again.",
+                    hint="The limits apply to all processes together. The next pull tries again.",
                 )
             if wait > 0:
                 self._clock.sleep(wait)

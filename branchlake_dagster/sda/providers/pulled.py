@@ -1,4 +1,4 @@
-"""A pull: what a provider gave for one query, and the GP file that it becomes."""
+"""Define a pull, the answer of a provider to one query, and write it as a GP file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from branchlake_dagster.sda.providers.download import ProviderClock
 
 @dataclass(frozen=True)
 class Pull:
-    """Content and its name: ``{provider}-{group}-{time}`` with the UTC minute of its download."""
+    """A downloaded catalogue, named ``{provider}-{group}-{time}`` by the UTC minute of its download."""
 
     provider: str
     group: str
@@ -26,11 +26,11 @@ class Pull:
 
     @property
     def snapshot_id(self) -> str:
-        """The snapshot id, a partition of the graph."""
+        """The snapshot id, which is a partition key of the graph."""
         return f"{self.provider}-{self.group}-{self.fetched_at:%Y%m%dT%H%M}Z"
 
     def write(self, folder: Path) -> Path:
-        """The gzipped file in `folder`; written whole or not at all, and the same when written again."""
+        """Write the gzipped file to `folder` atomically; return its path. Equal pulls give equal files."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.snapshot_id}.{self.format}.gz"
         temporary_path = folder / f".{path.name}.{os.getpid()}"
@@ -40,15 +40,15 @@ class Pull:
 
 
 class GpProvider(dg.ConfigurableResource[Any]):
-    """Who is asked for catalogues; this one is nobody, for files that come by other ways."""
+    """The provider of catalogues. This base class has none, for files that arrive in other ways."""
 
     group: str = ""
 
-    def pull(self, clock: ProviderClock | None = None) -> Pull | None:  # noqa: ARG002 - of those that ask
-        """The newest catalogue; None where there is nobody to ask."""
+    def pull(self, clock: ProviderClock | None = None) -> Pull | None:  # noqa: ARG002 - subclasses use it
+        """Return the newest catalogue, or None if there is no provider."""
         return None
 
 
 def utc_datetime(seconds: float) -> datetime:
-    """An instant from seconds since 1970."""
+    """Convert seconds since 1970 to a UTC datetime."""
     return datetime.fromtimestamp(seconds, UTC)

@@ -1,7 +1,7 @@
-"""Space-Track's GP class, behind its login.
+"""Download GP catalogues from Space-Track, which needs a login.
 
-Its rules (space-track.org/documentation#/api): fewer than 30 requests a minute and 300 an hour, the current
-GP catalogue at most once an hour, off the full and half hours.
+Space-Track allows fewer than 30 requests a minute and 300 an hour. It allows the current GP catalogue at most
+once an hour, and not at full or half hours (space-track.org/documentation#/api).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MAX_SHOWN_BYTES = 160
 class SpaceTrack(GpProvider):
     """The current GP catalogue of Space-Track.
 
-    User and password are read from the environment when they are needed, so that Dagster never has them.
-    Requests of all processes that share `cache_dir` are counted together.
+    User and password are read from the environment when they are needed, so Dagster never stores them.
+    The limits apply to all processes that share `cache_dir`.
     """
 
     cache_dir: str
@@ -35,24 +35,26 @@ class SpaceTrack(GpProvider):
     group: str = "current"
     format: str = "json"
     url: str = "https://www.space-track.org"
-    keep_s: float = Field(3_600.0, ge=0, description="Shortest time between two questions, seconds.")
+    keep_s: float = Field(3_600.0, ge=0, description="Minimum time between two requests, seconds.")
     per_minute: int = Field(29, ge=1, description="The provider allows fewer than 30.")
     per_hour: int = Field(299, ge=1, description="The provider allows fewer than 300.")
-    most_wait_s: float = Field(30.0, ge=0, description="Longest wait for a turn, seconds.")
+    most_wait_s: float = Field(30.0, ge=0, description="Maximum wait for the rate limit, seconds.")
     connect_s: float = Field(3.0, gt=0)
     read_s: float = Field(15.0, gt=0)
     tries: int = Field(4, ge=1)
-    give_up_s: float = Field(45.0, gt=0, description="A schedule's tick ends after a minute.")
+    give_up_s: float = Field(
+        45.0, gt=0, description="No attempt starts later, seconds; a schedule's tick ends after a minute."
+    )
     max_download_mb: int = Field(256, ge=1)
 
     def pull(self, clock: ProviderClock | None = None) -> Pull:
-        """The newest catalogue, from the provider or from what is kept.
+        """Return the newest catalogue, from the cache or from the provider.
 
         Raises:
-            ProviderBusy: the limits leave no request for now.
-            ProviderLoginFailed: identity and password are not accepted.
-            ProviderRefused: the query is wrong.
-            ProviderUnavailable: it gave no whole answer.
+            ProviderBusy: the rate limit does not allow a request now.
+            ProviderLoginFailed: user or password are missing or not accepted.
+            ProviderRefused: the query is wrong, or the answer has no catalogue.
+            ProviderUnavailable: the provider gave no complete answer in any attempt.
 
         """
         clock = clock or ProviderClock()
@@ -86,15 +88,15 @@ class SpaceTrack(GpProvider):
         )
         self._log_in(downloader, limit)
         answer = downloader.request(query, before_attempt=limit.acquire)
-        if answer.status == _UNAUTHORIZED:  # the session ended between the two
+        if answer.status == _UNAUTHORIZED:  # the session ended after the login
             self._log_in(downloader, limit)
             answer = downloader.request(query, before_attempt=limit.acquire)
         first_byte = answer.body.lstrip()[:1]
         if answer.status != _OK or (self.format == "json" and first_byte != b"["):
             body_start = answer.body[:_MAX_SHOWN_BYTES].decode(errors="replace").strip() or "nothing"
             raise ProviderRefused(
-                f"Space-Track answered {answer.status}: {body_start}.",
-                hint="Try the query in its query builder, and see its API guidelines.",
+                f"Space-Track answered the query with status {answer.status}: {body_start}.",
+                hint="Check the setting query in Space-Track's query builder, and see its API guidelines.",
             )
         return answer.body
 
@@ -103,8 +105,9 @@ class SpaceTrack(GpProvider):
         form = {name: os.environ.get(variable, "") for name, variable in variable_names.items()}
         if missing_variables := [variable_names[name] for name, value in form.items() if not value]:
             raise ProviderLoginFailed(
-                f"{' and '.join(missing_variables)} must be set to log in to Space-Track.",
-                hint="Set them where the code location runs; an account is free.",
+                "The login to Space-Track needs environment variables that are not set:"
+                f" {', '.join(missing_variables)}.",
+                hint="Set them in the environment of the code location. An account is free.",
                 reason="variables_missing",
                 subject=", ".join(missing_variables),
             )
@@ -112,5 +115,5 @@ class SpaceTrack(GpProvider):
         if answer.status != _OK or _LOGIN_FAILED in answer.body:
             raise ProviderLoginFailed(
                 f"Space-Track refused the login (status {answer.status}).",
-                hint="Check identity and password on its site; after several failures it locks the account.",
+                hint="Check user and password on its site. After several failures it locks the account.",
             )

@@ -10,8 +10,8 @@ from branchlake_dagster.sda.registry.merge import is_epoch_plausible
 from branchlake_dagster.sda.registry.sources import feed_name
 
 STALE_AFTER = timedelta(days=30)
-"""An object is stale if its element set is older than this at the newest pull. The limit is that of Space-Track's
-current catalogue."""
+"""An object is stale if its element set is older than this at the newest pull. Space-Track's
+current catalogue has the same limit."""
 
 GONE_AFTER = timedelta(days=3)
 """An object is stale if its feed has continued without it for longer than this. Feeds often drop objects for
