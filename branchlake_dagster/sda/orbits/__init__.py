@@ -1,1 +1,1 @@
-"""Orbital mechanics on arrays: time, frames, SGP4 propagation and the two-body mapping."""
+"""Orbital mechanics on arrays: time, frames, SGP4 propagation and two-body motion."""

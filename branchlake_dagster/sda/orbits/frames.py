@@ -1,7 +1,7 @@
-"""Time and frames: UTC microseconds, sidereal time, Earth-fixed sites, the Sun.
+"""Convert times and Earth-fixed positions to TEME, and compute the Sun's position.
 
-Error budget of this stage: UT1 is taken as UTC (at most 0.9 s, 0.42 km at the equator) and polar motion is
-neglected (15 m). Simulation and estimation share the mapping, so neither enters the estimates here; real
+Errors: UT1 is assumed equal to UTC (at most 0.9 s, 0.42 km at the equator), and polar motion is neglected
+(15 m). Simulation and estimation share this mapping, so these errors do not affect the estimates here. Real
 measurements would need Earth orientation parameters.
 """
 
@@ -24,13 +24,13 @@ _AU_KM = 149_597_870.7
 
 
 def julian_dates(micros: Micros) -> tuple[Floats, Floats]:
-    """Julian date in two parts (whole plus half day, fraction) from UTC microseconds since 1970."""
+    """Convert UTC microseconds since 1970 to Julian dates in two parts, start and fraction of the day."""
     day, rest = np.divmod(micros, _DAY_MICROS)
     return day + 2_440_587.5, rest / _DAY_MICROS
 
 
 def sidereal_angle(micros: Micros) -> Floats:
-    """Greenwich mean sidereal time 1982, in rad (Vallado, eq. 3-47), the angle from TEME to Earth-fixed."""
+    """Return Greenwich mean sidereal time 1982 (Vallado, eq. 3-47) in rad, from TEME to Earth-fixed."""
     days = (micros - _J2000_MICROS) / _DAY_MICROS
     t = days / 36_525
     seconds = 67_310.54841 + (876_600 * 3600 + 8_640_184.812866) * t + 0.093104 * t**2 - 6.2e-6 * t**3
@@ -38,7 +38,7 @@ def sidereal_angle(micros: Micros) -> Floats:
 
 
 def site_ecef(lat_deg: Floats, lon_deg: Floats, alt_km: Floats) -> Floats:
-    """Earth-fixed positions (..., 3) in km of geodetic WGS-84 coordinates."""
+    """Convert geodetic WGS-84 coordinates to Earth-fixed positions (..., 3) in km."""
     lat, lon = np.radians(lat_deg), np.radians(lon_deg)
     e2 = _FLATTENING * (2 - _FLATTENING)
     n = EARTH_RADIUS_KM / np.sqrt(1 - e2 * np.sin(lat) ** 2)
@@ -53,14 +53,14 @@ def site_ecef(lat_deg: Floats, lon_deg: Floats, alt_km: Floats) -> Floats:
 
 
 def rotate_z(vectors: Floats, angle: Floats) -> Floats:
-    """Components (..., 3) in a frame turned by ``angle`` (rad) about the third axis."""
+    """Return components (..., 3) of vectors in a frame rotated by ``angle`` (rad) about the third axis."""
     c, s = np.cos(angle), np.sin(angle)
     x, y, z = vectors[..., 0], vectors[..., 1], vectors[..., 2]
     return np.stack([c * x + s * y, c * y - s * x, z + np.zeros_like(c)], axis=-1)
 
 
 def site_teme(lat_deg: Floats, lon_deg: Floats, alt_km: Floats, micros: Micros) -> tuple[Floats, Floats]:
-    """Position (km) and velocity (km/s) in TEME of ground sites at UTC instants, shapes (..., 3)."""
+    """Return position (km) and velocity (km/s), both (..., 3), of ground sites in TEME at UTC instants."""
     position = rotate_z(site_ecef(lat_deg, lon_deg, alt_km), -sidereal_angle(micros))
     velocity = EARTH_ROTATION_RAD_S * np.stack(
         [-position[..., 1], position[..., 0], np.zeros_like(position[..., 0])], axis=-1
@@ -69,7 +69,7 @@ def site_teme(lat_deg: Floats, lon_deg: Floats, alt_km: Floats, micros: Micros) 
 
 
 def local_axes(lat_deg: Floats, lon_deg: Floats, micros: Micros) -> tuple[Floats, Floats, Floats]:
-    """East, north and up unit vectors (..., 3) in TEME at ground sites."""
+    """Return the east, north and up unit vectors (..., 3) of ground sites in TEME."""
     lat = np.radians(lat_deg)
     lon = np.radians(lon_deg) + sidereal_angle(micros)
     lat, lon = np.broadcast_arrays(lat, lon)
@@ -81,7 +81,7 @@ def local_axes(lat_deg: Floats, lon_deg: Floats, micros: Micros) -> tuple[Floats
 
 
 def sun_position(micros: Micros) -> Floats:
-    """Sun (..., 3) in km, mean equator of date, good to 0.01 degree (Vallado, algorithm 29)."""
+    """Return the Sun's position (..., 3) in km, mean equator of date, to 0.01 degree (Vallado, alg. 29)."""
     t = (micros - _J2000_MICROS) / _DAY_MICROS / 36_525
     anomaly = np.radians(357.5291092 + 35_999.05034 * t)
     longitude = np.radians(
@@ -97,7 +97,7 @@ def sun_position(micros: Micros) -> Floats:
 
 
 def is_sunlit(position: Floats, sun: Floats) -> npt.NDArray[np.bool_]:
-    """Whether positions (..., 3) are outside the Earth's shadow, taken as a cylinder (no penumbra)."""
+    """Return which positions (..., 3) are outside the Earth's shadow, a cylinder without penumbra."""
     direction = sun / np.linalg.norm(sun, axis=-1, keepdims=True)
     along = np.sum(position * direction, axis=-1)
     across = np.linalg.norm(position - along[..., None] * direction, axis=-1)

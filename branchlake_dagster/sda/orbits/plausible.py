@@ -1,8 +1,8 @@
-"""Whether propagated states can be true: SGP4 gives absurd ones, without an error, for elements gone stale.
+"""Check whether propagated states are plausible: SGP4 gives absurd states for stale elements, without error.
 
-Three things are asked of a state, each against the elements that it was propagated from or against its
-neighbour: that the object is above the atmosphere's floor and not beyond its apogee, that its specific energy
-is that of its orbit, and that it moved from instant to instant as fast as its velocity says.
+There are three checks. The altitude must be at least 80 km, and the radius at most 5 % above the apogee. The
+specific energy must be that of the orbit. The displacement from the neighboring instant must agree with the
+velocities.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements, 
 from branchlake_dagster.sda.orbits.two_body import MU_KM3_S2
 
 MIN_ALTITUDE_KM = 80.0
-"""Nothing completes a revolution below it."""
+"""No object completes a revolution below this altitude."""
 
 RADIUS_MARGIN = 1.05
-"""Of the apogee that the elements state. Mean elements of high orbits are two percent off the true ones."""
+"""Factor on the apogee radius of the elements. Mean elements of high orbits are two percent off the true
+ones."""
 
 MAX_ENERGY_DEVIATION = 0.05
-"""Relative, of specific energy. In real catalogues it is at most 1.3 % while the elements are new and 3.6 %
-for all but one in a thousand objects two weeks later."""
+"""Maximum relative deviation of the specific energy. In real catalogues the deviation is at most 1.3 % for
+new elements. Two weeks later it is at most 3.6 % for 99.9 % of the objects."""
 
 MAX_DISPLACEMENT_ERROR = 0.01
-"""Of the way between two instants: what may remain between it and the integral of the velocity."""
+"""Maximum difference of the displacement between two instants from the integral of the velocity, relative to
+this integral."""
 
 _ERROR_ALLOWANCE_KM = 1.0
 
 
 class Fault(IntEnum):
-    """Why a state cannot be true; in tables by its name in lower case."""
+    """The reason why a state is not plausible. Tables store its name in lower case."""
 
     NONE = 0
     SGP4 = 1
@@ -48,10 +50,11 @@ FAULT_NAMES = tuple(fault.name.lower() for fault in Fault if fault is not Fault.
 
 @dataclass(frozen=True)
 class StateFaults:
-    """Faults of n objects on m instants, ``fault`` (n, m) of `Fault`; the first that applies.
+    """The faults of n objects at m instants.
 
-    ``altitude_km`` (n, m) is above a sphere of the equatorial radius, ``energy_ratio`` (n, m) the state's
-    specific energy over that of the elements.
+    ``fault`` (n, m) is the first `Fault` that applies. ``altitude_km`` (n, m) is the altitude above a sphere
+    of the equatorial radius. ``energy_ratio`` (n, m) is the state's specific energy over that of the
+    elements.
     """
 
     fault: npt.NDArray[np.int8]
@@ -60,7 +63,7 @@ class StateFaults:
 
     @property
     def plausible_states(self) -> npt.NDArray[np.bool_]:
-        """Which states (n, m) can be true."""
+        """Which states (n, m) are plausible."""
         return np.asarray(self.fault == Fault.NONE)
 
     @property
@@ -69,20 +72,21 @@ class StateFaults:
         return np.asarray(self.plausible_states.all(axis=1))
 
     def first_faulty_instant(self) -> npt.NDArray[np.int64]:
-        """Index of each object's first faulty instant (n,); 0 for those without."""
+        """Return the index (n,) of each object's first faulty instant, or 0 for an object without faults."""
         return np.asarray(np.argmax(self.fault != Fault.NONE, axis=1))
 
 
 def find_state_faults(ephemeris: Ephemeris, elements: Elements) -> StateFaults:
-    """Judge states against the elements that they come from; row by row the same objects.
+    """Check states against the elements that they were propagated from, in the same order of objects.
 
-    Instants may be up to ten minutes apart; with one alone, displacement is not asked. All of it is a
-    dozen passes over the states.
+    Instants may be up to ten minutes apart. Displacement is not checked if there is only one instant. The
+    cost is a dozen passes over the states.
     """
     radius, ratio, max_radius = _compare_to_orbit(ephemeris, elements)
     altitude = radius - EARTH_RADIUS_KM
     fault = np.zeros(radius.shape, dtype=np.int8)
-    # In reverse, so that the first one stays. Comparisons with NaN are false, so they ask what is right.
+    # The order is reversed, so that the first fault remains. Comparisons with NaN are false, so each check
+    # states the valid range and is negated.
     fault[~_is_motion_consistent(ephemeris, radius)] = Fault.DISPLACEMENT
     fault[~_is_energy_plausible(ratio)] = Fault.ENERGY
     fault[~_is_altitude_plausible(radius, max_radius)] = Fault.ALTITUDE
@@ -91,13 +95,13 @@ def find_state_faults(ephemeris: Ephemeris, elements: Elements) -> StateFaults:
 
 
 def possible_states(ephemeris: Ephemeris, elements: Elements) -> npt.NDArray[np.bool_]:
-    """Which states (n, m) can be true taken each by itself: all but displacement."""
+    """Return which states (n, m) pass all checks except displacement, which needs several instants."""
     radius, ratio, max_radius = _compare_to_orbit(ephemeris, elements)
     return ephemeris.valid & _is_altitude_plausible(radius, max_radius) & _is_energy_plausible(ratio)
 
 
 def _compare_to_orbit(ephemeris: Ephemeris, elements: Elements) -> tuple[Floats, Floats, Floats]:
-    """Radius and ratio of specific energies (n, m), and the largest radius that the elements allow (n, 1)."""
+    """Return radius and ratio of specific energies (n, m), and the maximum radius of the elements (n, 1)."""
     position, velocity = ephemeris.position, ephemeris.velocity
     motion, eccentricity = (
         elements.values[:, ELEMENT_FIELDS.index(name)] for name in ("mean_motion", "eccentricity")
@@ -118,10 +122,10 @@ def _is_energy_plausible(ratio: Floats) -> npt.NDArray[np.bool_]:
 
 
 def _is_motion_consistent(ephemeris: Ephemeris, radius: Floats) -> npt.NDArray[np.bool_]:
-    """Whether each state (n, m) fits the one before it, and the first the one after it.
+    """Return which states (n, m) agree with the previous state; the first state is compared with the second.
 
-    The way is the corrected trapezoid of the velocities, h (v0 + v1) / 2 + h² (a0 - a1) / 12 with the
-    two-body acceleration: exact to 1 km over ten minutes in low orbit.
+    The predicted displacement is the corrected trapezoid of the velocities, h (v0 + v1) / 2 +
+    h² (a0 - a1) / 12 with the two-body acceleration. Its error is at most 1 km over ten minutes in low orbit.
     """
     if len(ephemeris.micros) < 2:
         return np.ones(radius.shape, dtype=np.bool_)

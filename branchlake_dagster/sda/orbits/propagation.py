@@ -1,8 +1,8 @@
-"""SGP4 over a whole catalogue at once, in TEME, km and km/s.
+"""Propagate a whole catalogue with SGP4, in TEME, km and km/s.
 
-Theory: Vallado et al., AIAA 2006-6753, through the sgp4 package's compiled array calls; WGS-72, as the
-elements are fitted with it. Model error is 1-3 km a day from epoch (python-sgp4's own documentation), far
-above every numerical error made here.
+The theory (Vallado et al., AIAA 2006-6753) runs in the compiled array calls of the sgp4 package, with WGS-72
+because elements are fitted with it. The model error is 1-3 km per day from epoch (documentation of
+python-sgp4), which is far above the numerical errors here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sgp4.api import WGS72, Satrec, SatrecArray
 from branchlake_dagster.sda.orbits.frames import Floats, Micros, julian_dates
 
 _SGP4_EPOCH_MICROS = -631_238_400_000_000
-"""1949-12-31T00:00:00Z, from which sgp4init counts days."""
+"""1949-12-31T00:00:00Z; sgp4init counts days from this instant."""
 
 ELEMENT_FIELDS = (
     *("bstar", "mean_motion_dot", "mean_motion_ddot", "eccentricity", "arg_of_pericenter"),
@@ -30,8 +30,8 @@ ELEMENT_FIELDS = (
 class Elements:
     """Element sets as arrays: ``sat_no`` and ``epoch_micros`` (n,), ``values`` (n, 9).
 
-    ``values`` holds ``ELEMENT_FIELDS`` in CCSDS units. Plain arrays, so that it travels in a Spark closure
-    (16,000 objects are 1.4 MB), which compiled Satrec records do not.
+    ``values`` holds ``ELEMENT_FIELDS`` in CCSDS units. Plain arrays can be part of a Spark closure (1.4 MB
+    for 16,000 objects); compiled Satrec records cannot.
     """
 
     COLUMNS: ClassVar[tuple[str, ...]] = ("sat_no", "epoch", *ELEMENT_FIELDS)
@@ -42,7 +42,7 @@ class Elements:
 
     @classmethod
     def from_arrow(cls, table: pa.Table) -> Elements:
-        """Element sets of a table with ``sat_no``, ``epoch`` (timestamp) and ``ELEMENT_FIELDS``."""
+        """Read element sets from a table with ``sat_no``, ``epoch`` (timestamp) and ``ELEMENT_FIELDS``."""
         epoch = table.column("epoch").cast(pa.timestamp("us", "UTC")).cast(pa.int64()).to_numpy()
         values = np.stack([table.column(f).to_numpy() for f in ELEMENT_FIELDS], axis=1)
         sat_no = table.column("sat_no").to_numpy()
@@ -52,18 +52,18 @@ class Elements:
         return len(self.sat_no)
 
     def take(self, rows: npt.NDArray[np.int64]) -> Elements:
-        """The element sets of some rows."""
+        """Return the element sets of the given rows."""
         return Elements(self.sat_no[rows], self.epoch_micros[rows], self.values[rows])
 
     def to_satrec_array(self) -> SatrecArray:
-        """Initialised SGP4 records, for one call."""
+        """Return initialized SGP4 records as one array for `propagate_satellites`."""
         return SatrecArray(self.to_satrecs())
 
     def to_satrecs(self) -> list[Satrec]:
-        """Initialised SGP4 records, one by one.
+        """Return initialized SGP4 records as a list.
 
-        The theory's initialisation has no array call; this loop over compiled calls takes 3 microseconds
-        an object and is the only one over objects in this package.
+        The sgp4 package has no array call for the initialization. This loop over compiled calls takes 3
+        microseconds per object.
         """
         per_minute = 2 * np.pi / 1440
         b, ndot, nddot, ecc, argp, inc, anomaly, motion, node = self.values.T
@@ -86,7 +86,7 @@ class Elements:
         records = []
         for row in arguments.tolist():
             record = Satrec()
-            # The number is only a label in SGP4, and its field is too small for OMM's nine digits.
+            # SGP4 uses the catalogue number as a label only, and its field is too small for nine digits.
             record.sgp4init(WGS72, "i", 0, *row)
             records.append(record)
         return records
@@ -94,9 +94,9 @@ class Elements:
 
 @dataclass(frozen=True)
 class Ephemeris:
-    """States of n objects on m common instants: position (km), velocity (km/s), both (n, m, 3), in TEME.
+    """States of n objects at m common instants: position (km) and velocity (km/s), both (n, m, 3), in TEME.
 
-    ``valid`` (n, m) is false where SGP4 reports an error (decayed, for one); states there are NaN.
+    ``valid`` (n, m) is false where SGP4 reports an error, for example after decay. Such states are NaN.
     """
 
     micros: Micros
@@ -105,10 +105,10 @@ class Ephemeris:
     valid: npt.NDArray[np.bool_]
 
     def interpolate(self, rows: npt.NDArray[np.int64], micros: Micros) -> tuple[Floats, Floats]:
-        """States (k, 3) of object ``rows`` at instants inside an evenly spaced grid.
+        """Interpolate states (k, 3) of objects ``rows`` at instants ``micros`` (k,) within an even time grid.
 
-        Cubic Hermite interpolation: the position error is below h^4/384 times the fourth derivative,
-        n^4 r, for a step h and mean motion n: at 30 s in low orbit 2 cm, at 60 s 35 cm.
+        With cubic Hermite interpolation the position error is below h^4/384 times the fourth derivative
+        n^4 r, for a step h and mean motion n. In low orbit it is 2 cm for steps of 30 s and 35 cm for 60 s.
         """
         step = int(self.micros[1] - self.micros[0])
         cell = np.clip((micros - self.micros[0]) // step, 0, len(self.micros) - 2)
@@ -125,7 +125,7 @@ class Ephemeris:
 def interpolate_hermite(
     start: tuple[Floats, Floats], end: tuple[Floats, Floats], s: Floats, h: float | Floats
 ) -> tuple[Floats, Floats]:
-    """Position and velocity at fraction ``s`` (k, 1) of cells of ``h`` seconds, from both ends' states."""
+    """Interpolate position and velocity between two states at fraction ``s`` (k, 1) of ``h`` seconds."""
     (r0, v0), (r1, v1) = start, end
     position = (
         (2 * s**3 - 3 * s**2 + 1) * r0
@@ -138,7 +138,7 @@ def interpolate_hermite(
 
 
 def propagate_satellites(satellites: SatrecArray, micros: Micros) -> Ephemeris:
-    """States of all satellites at all instants (UTC microseconds since 1970)."""
+    """Propagate all satellites to all instants (UTC microseconds since 1970)."""
     whole, fraction = julian_dates(micros)
     error, position, velocity = satellites.sgp4(whole, fraction)
     valid = error == 0
@@ -148,7 +148,7 @@ def propagate_satellites(satellites: SatrecArray, micros: Micros) -> Ephemeris:
 
 
 def time_grid(start_micros: int, end_micros: int, step_s: float) -> Micros:
-    """Evenly spaced instants from start to at least end, both included."""
+    """Return evenly spaced instants from the start to the end, or to less than one step after the end."""
     step = round(step_s * 1e6)
     cells = max(1, -(-(end_micros - start_micros) // step))
     return start_micros + step * np.arange(cells + 1, dtype=np.int64)

@@ -1,6 +1,6 @@
-"""Two-body motion of many orbits at once, and its derivative by the initial state.
+"""Propagate many orbits at once by two-body motion, and differentiate it by the initial state.
 
-Universal variables (Vallado, algorithm 8; Bate, Mueller and White, section 4.4).
+The method uses universal variables (Vallado, algorithm 8; Bate, Mueller and White, section 4.4).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MU_KM3_S2 = 398_600.4418
 
 
 def _stumpff_functions(z: Floats) -> tuple[Floats, Floats]:
-    """The functions c2 and c3, by series near zero where the closed forms cancel."""
+    """Return the functions c2 and c3, by series near zero where the closed forms cancel."""
     safe = np.where(np.abs(z) < 1e-3, 1.0, z)
     root = np.sqrt(np.abs(safe))
     bound = safe > 0
@@ -28,13 +28,13 @@ def _stumpff_functions(z: Floats) -> tuple[Floats, Floats]:
 
 
 def propagate_two_body(position: Floats, velocity: Floats, seconds: Floats) -> tuple[Floats, Floats]:
-    """States (..., 3) after ``seconds`` (...), km and km/s."""
+    """Propagate states (..., 3) in km and km/s by ``seconds`` (...)."""
     r0 = np.linalg.norm(position, axis=-1)
     rv = np.sum(position * velocity, axis=-1) / np.sqrt(MU_KM3_S2)
     alpha = 2 / r0 - np.sum(velocity**2, axis=-1) / MU_KM3_S2
     target = np.sqrt(MU_KM3_S2) * seconds
     chi = target * np.abs(alpha)
-    # Newton from the mean-motion guess; twelve rounds reach rounding error for spans below an orbit.
+    # Newton iteration reaches rounding error within twelve rounds for spans below one revolution.
     for _ in range(12):
         c2, c3 = _stumpff_functions(alpha * chi**2)
         r = chi**2 * c2 + rv * chi * (1 - alpha * chi**2 * c3) + r0 * (1 - alpha * chi**2 * c2)
@@ -51,11 +51,11 @@ def propagate_two_body(position: Floats, velocity: Floats, seconds: Floats) -> t
 
 
 def transition_matrices(position: Floats, velocity: Floats, seconds: Floats) -> Floats:
-    """State transition matrices (n, 6, 6) of two-body motion from states (n, 3) over ``seconds`` (n,).
+    """Return state transition matrices (n, 6, 6) of two-body motion from states (n, 3) over ``seconds`` (n,).
 
-    Central differences of ``propagate_two_body`` with steps of 1 km and 1 m/s, whose truncation error is below 1e-6
-    relative. What the two-body model itself leaves out is the differential J2 effect, about 1e-3 of the
-    offset that is mapped over half a revolution: half a metre for an offset of 500 m.
+    They are central differences of ``propagate_two_body`` with steps of 1 km and 1 m/s; the relative
+    truncation error is below 1e-6. The two-body model neglects the differential J2 effect. Over half a
+    revolution this is about 1e-3 of a mapped offset: half a meter for 500 m.
     """
     steps = np.array([1.0, 1.0, 1.0, 1e-3, 1e-3, 1e-3])
     offsets = np.concatenate([np.diag(steps), -np.diag(steps)])[:, None, :]
