@@ -1,1 +1,1 @@
-"""Read general perturbations (GP) element sets from TLE and OMM files, and simulate catalogues."""
+"""Read general perturbations (GP) element sets from TLE and OMM files, and simulate catalogs."""

@@ -18,7 +18,7 @@ MAX_MEAN_MOTION = 17.5
 """Revolutions per day. A circular orbit at the Earth's surface would make 17.0."""
 
 MAX_BSTAR = 10.0
-"""In 1/Earth radii. Fits of objects under thrust reach 3.6 in real catalogues; the TLE format allows 1e9."""
+"""In 1/Earth radii. Fits of objects under thrust reach 3.6 in real catalogs; the TLE format allows 1e9."""
 
 MAX_EPOCH_LEAD = timedelta(days=2)
 """How far an epoch may be after the file's collection. Operators issue elements for planned maneuvers a day

@@ -1,6 +1,6 @@
-"""Simulate a seeded catalogue in realistic orbital shells, as the text of a GP file.
+"""Simulate a seeded catalog in realistic orbital shells, as the text of a GP file.
 
-The shells resemble CelesTrak's active catalogue: about two thirds of the objects in low constellations, then
+The shells resemble CelesTrak's active catalog: about two thirds of the objects in low constellations, then
 sun-synchronous, geostationary, navigation and transfer orbits, and wide debris clouds. The same seed always
 gives the same orbits; the snapshot's time sets the epochs and advances the angles along these orbits.
 """
@@ -95,7 +95,7 @@ def simulated_elements(*, seed: int, objects: int, epoch: datetime) -> pl.DataFr
 def _draw_shell(rng: np.random.Generator, shell: Shell, n: int) -> dict[str, npt.NDArray[np.float64]]:
     perigee = EARTH_RADIUS_KM + rng.uniform(*shell.perigee_km, n)
     if shell.apogee_km is None:
-        # Operators keep circular orbits circular to a few kilometres.
+        # Operators keep circular orbits circular to a few kilometers.
         apogee = perigee + rng.uniform(0, 3, n)
     else:
         apogee = np.maximum(EARTH_RADIUS_KM + rng.uniform(*shell.apogee_km, n), perigee)

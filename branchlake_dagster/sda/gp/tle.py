@@ -1,7 +1,7 @@
 """Parse two-line and three-line element sets (TLE) with operations over whole columns.
 
 Layout: Hoots and Roehrich, Spacetrack Report No. 3 (1980), and Vallado et al., AIAA 2006-6753, appendix B.
-Alpha-5 catalogue numbers: Space-Track's documentation (first character A-Z without I and O stands for 10-33).
+Alpha-5 catalog numbers: Space-Track's documentation (first character A-Z without I and O stands for 10-33).
 A file of 16,000 objects takes about fifty vectorized operations, without a Python loop over records.
 """
 
@@ -227,7 +227,7 @@ def _apply_record_rules(parsed: pl.DataFrame, orphans: pl.DataFrame) -> tuple[pl
             RejectReason.CATALOGUE_NUMBER,
             "sat_no",
             pl.col("sat_no").is_null() | (pl.col("sat_no") < 1),
-            pl.format("catalogue number {} is neither digits nor Alpha-5", _slice_columns("l1", 3, 7)),
+            pl.format("catalog number {} is neither digits nor Alpha-5", _slice_columns("l1", 3, 7)),
         ),
         RecordRule(
             RejectReason.CATALOGUE_NUMBER,

@@ -1,6 +1,6 @@
 """Format element sets as TLE or OMM text, the inverse of the readers.
 
-Simulated catalogues become real files in this way, so that the readers process them like any other file.
+Simulated catalogs become real files in this way, so that the readers process them like any other file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _format_column(pattern: str, values: npt.NDArray[np.generic]) -> pl.Series:
 
 
 def _format_sat_no(sat_no: npt.NDArray[np.int64]) -> pl.Series:
-    """Format a catalogue number in five characters, as Alpha-5 from 100000 on."""
+    """Format a catalog number in five characters, as Alpha-5 from 100000 on."""
     leading = pl.Series(
         np.array([*"0123456789", *_ALPHA5_LETTERS])[sat_no // 10_000].tolist(), dtype=pl.String
     )
@@ -49,13 +49,13 @@ def format_tle(elements: pl.DataFrame) -> str:
     """Format element sets (``ELEMENT_COLUMNS``) as three-line text.
 
     Raises:
-        ValueError: a catalogue number is above 339999, the largest in a TLE.
+        ValueError: a catalog number is above 339999, the largest in a TLE.
 
     """
     sat_no = elements["sat_no"].to_numpy()
     if sat_no.size and int(sat_no.max()) > MAX_TLE_SAT_NO:
         raise ValueError(
-            f"A TLE cannot hold catalogue number {sat_no.max()}; the largest is {MAX_TLE_SAT_NO}. Use OMM."
+            f"A TLE cannot hold catalog number {sat_no.max()}; the largest is {MAX_TLE_SAT_NO}. Use OMM."
         )
     sat_no_field = _format_sat_no(sat_no)
     # The time is rounded to the format's 1e-8 day before it is divided into fields, so that 23:59:59.9999

@@ -25,7 +25,7 @@ RADIUS_MARGIN = 1.05
 ones."""
 
 MAX_ENERGY_DEVIATION = 0.05
-"""Maximum relative deviation of the specific energy. In real catalogues the deviation is at most 1.3 % for
+"""Maximum relative deviation of the specific energy. In real catalogs the deviation is at most 1.3 % for
 new elements. Two weeks later it is at most 3.6 % for 99.9 % of the objects."""
 
 MAX_DISPLACEMENT_ERROR = 0.01

@@ -1,4 +1,4 @@
-"""Propagate a whole catalogue with SGP4, in TEME, km and km/s.
+"""Propagate a whole catalog with SGP4, in TEME, km and km/s.
 
 The theory (Vallado et al., AIAA 2006-6753) runs in the compiled array calls of the sgp4 package, with WGS-72
 because elements are fitted with it. The model error is 1-3 km per day from epoch (documentation of
@@ -86,7 +86,7 @@ class Elements:
         records = []
         for row in arguments.tolist():
             record = Satrec()
-            # SGP4 uses the catalogue number as a label only, and its field is too small for nine digits.
+            # SGP4 uses the catalog number as a label only, and its field is too small for nine digits.
             record.sgp4init(WGS72, "i", 0, *row)
             records.append(record)
         return records

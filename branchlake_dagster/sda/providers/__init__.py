@@ -1,1 +1,1 @@
-"""Where catalogues are fetched from: CelesTrak and Space-Track, within the limits that they ask of users."""
+"""Where catalogs are fetched from: CelesTrak and Space-Track, within the limits that they ask of users."""

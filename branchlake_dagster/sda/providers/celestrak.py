@@ -1,4 +1,4 @@
-"""Download GP catalogues from CelesTrak, within its usage policy.
+"""Download GP catalogs from CelesTrak, within its usage policy.
 
 CelesTrak's data change at most every two hours, so queries are not repeated sooner, and repeated queries are
 conditional. CelesTrak refuses more frequent queries with 403 and blocks a client after a hundred errors

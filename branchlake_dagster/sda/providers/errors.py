@@ -14,7 +14,7 @@ class ProviderBusy(BranchlakeError, Transient):  # noqa: N818
 
 
 class ProviderRefused(BranchlakeError, Terminal):  # noqa: N818
-    """The provider refused the query, or its answer is too large or has no catalogue."""
+    """The provider refused the query, or its answer is too large or has no catalog."""
 
 
 class ProviderLoginFailed(BranchlakeError, Terminal):  # noqa: N818

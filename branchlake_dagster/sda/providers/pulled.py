@@ -16,7 +16,7 @@ from branchlake_dagster.sda.providers.download import ProviderClock
 
 @dataclass(frozen=True)
 class Pull:
-    """A downloaded catalogue, named ``{provider}-{group}-{time}`` by the UTC minute of its download."""
+    """A downloaded catalog, named ``{provider}-{group}-{time}`` by the UTC minute of its download."""
 
     provider: str
     group: str
@@ -40,12 +40,12 @@ class Pull:
 
 
 class GpProvider(dg.ConfigurableResource[Any]):
-    """The provider of catalogues. This base class has none, for files that arrive in other ways."""
+    """The provider of catalogs. This base class has none, for files that arrive in other ways."""
 
     group: str = ""
 
     def pull(self, clock: ProviderClock | None = None) -> Pull | None:  # noqa: ARG002 - subclasses use it
-        """Return the newest catalogue, or None if there is no provider."""
+        """Return the newest catalog, or None if there is no provider."""
         return None
 
 

@@ -1,6 +1,6 @@
-"""Download GP catalogues from Space-Track, which needs a login.
+"""Download GP catalogs from Space-Track, which needs a login.
 
-Space-Track allows fewer than 30 requests a minute and 300 an hour. It allows the current GP catalogue at most
+Space-Track allows fewer than 30 requests a minute and 300 an hour. It allows the current GP catalog at most
 once an hour, and not at full or half hours (space-track.org/documentation#/api).
 """
 
@@ -22,7 +22,7 @@ _MAX_SHOWN_BYTES = 160
 
 
 class SpaceTrack(GpProvider):
-    """The current GP catalogue of Space-Track.
+    """The current GP catalog of Space-Track.
 
     User and password are read from the environment when they are needed, so Dagster never stores them.
     The limits apply to all processes that share `cache_dir`.
@@ -48,12 +48,12 @@ class SpaceTrack(GpProvider):
     max_download_mb: int = Field(256, ge=1)
 
     def pull(self, clock: ProviderClock | None = None) -> Pull:
-        """Return the newest catalogue, from the cache or from the provider.
+        """Return the newest catalog, from the cache or from the provider.
 
         Raises:
             ProviderBusy: the rate limit does not allow a request now.
             ProviderLoginFailed: user or password are missing or not accepted.
-            ProviderRefused: the query is wrong, or the answer has no catalogue.
+            ProviderRefused: the query is wrong, or the answer has no catalog.
             ProviderUnavailable: the provider gave no complete answer in any attempt.
 
         """

@@ -1,1 +1,1 @@
-"""Merge the catalogues of many sources into one registry, with the history and the state of each object."""
+"""Merge the catalogs of many sources into one registry, with the history and the state of each object."""

@@ -11,7 +11,7 @@ from branchlake_dagster.sda.registry.sources import feed_name
 
 STALE_AFTER = timedelta(days=30)
 """An object is stale if its element set is older than this at the newest pull. Space-Track's
-current catalogue has the same limit."""
+current catalog has the same limit."""
 
 GONE_AFTER = timedelta(days=3)
 """An object is stale if its feed has continued without it for longer than this. Feeds often drop objects for
@@ -25,7 +25,7 @@ STATES = ("tracked", "stale", "decayed", "invalid", "untracked")
 
 - tracked: the object may be propagated.
 - stale: its elements are old, or its feed has dropped it.
-- decayed: the satellite catalogue states a decay, and there are no later elements.
+- decayed: the satellite catalog states a decay, and there are no later elements.
 - invalid: it has only elements with epochs in the future.
 - untracked: it has no elements.
 """
@@ -48,7 +48,7 @@ OBJECT_COLUMNS: dict[str, pl.DataType] = {
     "rcs_size": pl.String(),
     "satcat_at": pl.Datetime("us", "UTC"),
 }
-"""One row per object. ``satcat_at`` is the collection time of the satellite catalogue with its facts."""
+"""One row per object. ``satcat_at`` is the collection time of the satellite catalog with its facts."""
 
 FACT_COLUMNS = ("owner", "object_type", "launch_date", "decay_date", "rcs_m2", "rcs_size")
 
@@ -63,9 +63,9 @@ def update_objects(
 
     Args:
         objects: the objects before, ``OBJECT_COLUMNS``.
-        winners: the merged catalogue, see `CatalogueMerge`.
+        winners: the merged catalog, see `CatalogueMerge`.
         pulled_sets: the element sets of the pulls, ``PULLED_COLUMNS``.
-        entries: rows of satellite catalogues, ``ENTRY_COLUMNS`` with ``collected_at``.
+        entries: rows of satellite catalogs, ``ENTRY_COLUMNS`` with ``collected_at``.
 
     """
     sightings = _update_sightings(objects, pulled_sets)
@@ -105,7 +105,7 @@ def _update_sightings(objects: pl.DataFrame, pulled_sets: pl.DataFrame) -> pl.Da
 
 
 def _latest_facts(objects: pl.DataFrame, entries: pl.DataFrame) -> pl.DataFrame:
-    """Return the facts about each object from the newest satellite catalogue that lists it."""
+    """Return the facts about each object from the newest satellite catalog that lists it."""
     names = ["sat_no", "satcat_at", *FACT_COLUMNS]
     old_facts = objects.filter(pl.col("satcat_at").is_not_null()).select(
         *names, _satcat_name="object_name", _satcat_id="object_id"
@@ -116,7 +116,7 @@ def _latest_facts(objects: pl.DataFrame, entries: pl.DataFrame) -> pl.DataFrame:
     facts = pl.concat([old_facts, new_facts])
     if not new_facts.height:
         return facts
-    # Catalogues with the same collection time are ordered by their content, so that the result is unique.
+    # Catalogs with the same collection time are ordered by their content, so that the result is unique.
     ordered = facts.sort("satcat_at", *FACT_COLUMNS, "_satcat_name", "_satcat_id", nulls_last=False)
     return ordered.unique("sat_no", keep="last", maintain_order=True)
 

@@ -8,7 +8,7 @@ The order is total and depends on data only, not on the time or order of runs:
    correction comes after the set that it corrects, and a mirror that repeats the old set does not restore it.
 4. At equal collection times the greater snapshot id wins, then the greater elements.
 
-The catalogue holds each winner as it was first collected, so a pull that repeats known sets changes nothing.
+The catalog holds each winner as it was first collected, so a pull that repeats known sets changes nothing.
 Rule 3 needs more than the current winner, so the few objects that it concerns are looked up in all pulls.
 """
 
@@ -63,14 +63,14 @@ OUTCOMES = ("won", "repeated", "older", "outranked", "superseded")
 """
 
 SetLookup = Callable[[pl.Series], pl.DataFrame]
-"""Returns the rows (``PULLED_COLUMNS``) of catalogue numbers in all pulls, this run's pulls included."""
+"""Returns the rows (``PULLED_COLUMNS``) of catalog numbers in all pulls, this run's pulls included."""
 
 
 @dataclass(frozen=True)
 class CatalogueMerge:
     """The result of a merge.
 
-    ``winners`` (``PULLED_COLUMNS``) is the whole catalogue, one row per object, sorted by ``sat_no``.
+    ``winners`` (``PULLED_COLUMNS``) is the whole catalog, one row per object, sorted by ``sat_no``.
     ``audit`` (``AUDIT_COLUMNS``) has a row for each pulled set. ``lookup_count`` is the number of objects
     that were looked up in all pulls.
     """
@@ -86,12 +86,12 @@ def is_epoch_plausible(collected_at: str = "collected_at") -> pl.Expr:
 
 
 def merge_pulled_sets(current: pl.DataFrame, pulled_sets: pl.DataFrame, lookup: SetLookup) -> CatalogueMerge:
-    """Merge pulled element sets into the catalogue.
+    """Merge pulled element sets into the catalog.
 
     The result does not depend on the order of pulls, nor on their repetition.
 
     Args:
-        current: the catalogue before, ``PULLED_COLUMNS``.
+        current: the catalog before, ``PULLED_COLUMNS``.
         pulled_sets: element sets of one or more pulls.
         lookup: called at most once, with the objects for which rule 3 or a withdrawn set needs all pulls.
 
@@ -140,7 +140,7 @@ def _drop_withdrawn_sets(
 ) -> tuple[pl.DataFrame, pl.Series]:
     """Drop the current sets of objects that a repeated pull of the same snapshot no longer contains.
 
-    Returns the remaining sets and the catalogue numbers of the dropped ones.
+    Returns the remaining sets and the catalog numbers of the dropped ones.
     """
     snapshot_ids = pulled_sets["snapshot_id"].unique()
     sets_of_snapshots = current_sets.filter(pl.col("snapshot_id").is_in(snapshot_ids.implode()))

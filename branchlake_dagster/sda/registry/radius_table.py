@@ -1,4 +1,4 @@
-"""Read a table of hard-body radii by catalogue number, as NASA CARA publishes it."""
+"""Read a table of hard-body radii by catalog number, as NASA CARA publishes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_radius_table(content: bytes, source: str, limits: ReadLimits) -> pl.Dat
     """Read radii by object (``RADIUS_COLUMNS``) from a CSV file, gzipped or not.
 
     The layout is that of NASA CARA's table: ``ObjectID``, ``HBR`` (m) and optionally ``HBRSource``. Rows
-    without a valid catalogue number or radius are left out. The last row of an object counts.
+    without a valid catalog number or radius are left out. The last row of an object counts.
 
     Raises:
         TooLargeCatalogueError: the file unpacks to more than the limit.

@@ -1,4 +1,4 @@
-"""Read satellite catalogues: the owner, launch, decay and size of each object.
+"""Read satellite catalogs: the owner, launch, decay and size of each object.
 
 Supported are CelesTrak's SATCAT as CSV or JSON, Space-Track's class ``satcat`` as JSON, and the short field
 names of its mirrors. Validity periods are computed from all entries, so late entries are placed correctly.
@@ -23,7 +23,7 @@ from branchlake_dagster.sda.gp.rules import (
 )
 
 SATCAT_PREFIX = "satcat"
-"""Snapshot ids of satellite catalogues begin with this prefix."""
+"""Snapshot ids of satellite catalogs begin with this prefix."""
 
 ENTRY_COLUMNS: dict[str, pl.DataType] = {
     "sat_no": pl.Int64(),
@@ -71,7 +71,7 @@ _COLUMN_ALIASES = {
 
 
 def is_satcat(snapshot_id: str) -> bool:
-    """Return whether a snapshot id denotes a satellite catalogue."""
+    """Return whether a snapshot id denotes a satellite catalog."""
     return snapshot_id.lower().startswith(SATCAT_PREFIX)
 
 
@@ -81,7 +81,7 @@ def read_satcat(content: bytes, source: str, limits: ReadLimits) -> tuple[pl.Dat
     Raises:
         EmptyCatalogueError: the file has no entry.
         TooLargeCatalogueError: the file unpacks to more than the limit.
-        UnreadableCatalogueError: the file is neither JSON nor CSV, or has no column for the catalogue number.
+        UnreadableCatalogueError: the file is neither JSON nor CSV, or has no column for the catalog number.
 
     """
     file_text = decode_gp_file(content, source, limits)
@@ -99,7 +99,7 @@ def read_satcat(content: bytes, source: str, limits: ReadLimits) -> tuple[pl.Dat
     if source_columns["sat_no"] is None:
         raise UnreadableCatalogueError(
             source,
-            "it is not a satellite catalogue, because it has no NORAD_CAT_ID",
+            "it is not a satellite catalog, because it has no NORAD_CAT_ID",
             "Give CelesTrak's or Space-Track's SATCAT.",
         )
     stripped_columns = {
@@ -129,7 +129,7 @@ def read_satcat(content: bytes, source: str, limits: ReadLimits) -> tuple[pl.Dat
                 RejectReason.CATALOGUE_NUMBER,
                 "sat_no",
                 (~pl.col("sat_no").is_between(1, MAX_SAT_NO)).fill_null(True),
-                "the entry has no catalogue number",
+                "the entry has no catalog number",
             ),
             # If the unreadable date became null, a decayed object would look as if it still flew.
             RecordRule(

@@ -7,7 +7,7 @@ import re
 import polars as pl
 
 SOURCES = ("18SDS", "ESA_SST", "LEOLABS", "EXOANALYTIC", "NUMERICA", "SIMULATED")
-"""Sources by priority at equal epochs. The catalogue of record comes first, then the survey that observes
+"""Sources by priority at equal epochs. The catalog of record comes first, then the survey that observes
 most of it. Commercial networks follow: those with range measurements before those with angles only. Simulated
 sources come last."""
 
@@ -32,7 +32,7 @@ def feed_name(snapshot_id: str) -> str:
 
 
 def source_name(snapshot_id: str) -> str:
-    """Return the source of a snapshot by the first word of its id; the default is the catalogue of record."""
+    """Return the source of a snapshot by the first word of its id; the default is the catalog of record."""
     return _SOURCE_OF_PROVIDER.get(re.split(r"[-_.]", snapshot_id, maxsplit=1)[0].lower(), SOURCES[0])
 
 

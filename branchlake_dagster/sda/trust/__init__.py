@@ -1,1 +1,1 @@
-"""How far element sets can be trusted: their error against age, jumps, covariance and probability."""
+"""Estimate the errors of element sets by age, their jumps, and from these the probability of collision."""

@@ -1,8 +1,8 @@
-"""What a close approach may come to: covariance of both objects by age, and probability of collision.
+"""Assess close approaches: the covariance of both objects by the age of their elements, and the probability.
 
-The covariance is no measured one. It says what later element sets usually said of sets of that age, of the
-object's class and of the object itself; it is diagonal in each object's own R, T and N, and the errors of the
-two are taken as independent.
+The covariance is not measured. It is the usual difference between later element sets and sets of that age,
+for the object's class and the object itself. It is diagonal in each object's own R (radial), T (transverse)
+and N (normal) axes, and the errors of the two objects are assumed to be independent.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from branchlake_dagster.sda.trust.radii import ObjectRadii
 from branchlake_dagster.sda.trust.tables import COVARIANCE_SOURCE, POSITION_AXES, PublishedErrors
 
 MIN_SPEED_KM_S = 0.01
-"""Slower than that two objects do not pass, they stay."""
+"""Slower objects do not pass each other; they stay together."""
 MAX_CROSSING_REVOLUTIONS = 0.05
-"""Of a revolution: while the relative motion crosses six sigma along itself, it has to be a straight line."""
+"""Maximum time, as a fraction of a revolution, in which the relative motion may cross six sigma along its
+direction. Within this time the relative motion is nearly a straight line."""
 NO_MODEL, NO_ENCOUNTER, TOO_OLD, TOO_SLOW = NO_PROBABILITY_REASONS = (
     *("no error model", "not an encounter"),
     *("older than the error model reaches", "too slow for a short encounter"),
@@ -44,21 +45,21 @@ ASSESSMENT_COLUMNS = (
     "no_probability_because",
     "error_model_id",
 )
-"""The columns that an assessment adds."""
+"""The columns that `assess_approaches` adds."""
 
 
 def assess_approaches(
     approaches: pl.DataFrame, elements: Elements, published_errors: PublishedErrors | None, radii: ObjectRadii
 ) -> pl.DataFrame:
-    """Close approaches with `ASSESSMENT_COLUMNS`.
+    """Add `ASSESSMENT_COLUMNS` to close approaches.
 
-    Each row depends on itself, its two element sets, their objects' radii and the error model only.
+    Each row depends only on itself, its two element sets, the radii of the two objects and the error model.
 
     Args:
         approaches: close approaches.
-        elements: those that were screened, sorted by ``sat_no``.
-        published_errors: the error model; None: there is none, and no row has a probability.
-        radii: of the objects.
+        elements: the screened element sets, sorted by ``sat_no``.
+        published_errors: the error model. If it is None, no row gets a probability.
+        radii: the hard-body radii of the objects.
 
     """
     micros = approaches["tca"].dt.epoch("us").to_numpy()
@@ -143,24 +144,24 @@ def combine_covariances(
     sigma: list[Floats],
     micros: npt.NDArray[np.int64],
 ) -> Floats:
-    """Both objects' covariance (k, 3, 3) in the first one's R, T and N, km².
+    """Return the sum of both objects' covariances (k, 3, 3) in the first object's R, T and N axes, km².
 
     Args:
-        elements: those that were screened.
-        rows: of each of k pairs the first's and the second's row.
-        sigma: of both (k, 3) one sigma along the own R, T and N, km.
-        micros: (k,) when.
+        elements: the screened element sets.
+        rows: two arrays (k,), the rows of the first and of the second objects.
+        sigma: two arrays (k, 3), one sigma of each object along its own R, T and N axes, km.
+        micros: (k,) the instants of the approaches.
 
     """
     axes = [rtn_axes(*states_at(elements, pair_rows, micros)) for pair_rows in rows]
-    # The second's axes along the first's.
+    # The components of the second object's axes along the first object's axes.
     second_axes = np.einsum("kij,klj->kil", axes[0], axes[1])
     second_covariance = np.einsum("kij,kj,klj->kil", second_axes, sigma[1] ** 2, second_axes)
     return np.asarray(second_covariance + sigma[0][:, :, None] ** 2 * np.eye(3))
 
 
 def _is_too_slow(velocity: Floats, covariance: Floats, mean_motion: Floats) -> npt.NDArray[np.bool_]:
-    """Whether a straight line is too bold (k,)."""
+    """Return which encounters (k,) are too slow for a straight relative motion."""
     speed = np.linalg.norm(velocity, axis=1)
     along = velocity / np.maximum(speed, 1e-12)[:, None]
     sigma = np.sqrt(np.einsum("ki,kij,kj->k", along, covariance, along))

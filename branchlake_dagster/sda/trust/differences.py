@@ -1,10 +1,11 @@
-"""What a later element set of the same object says of an earlier one: the earlier one's error at that age.
+"""Estimate the error of an element set at some age by comparing it with a later set of the same object.
 
-Both are propagated to an instant within the revolution before the later one's epoch, another one for each
-pair: most epochs are at a node, where part of the error is never seen. The difference of positions is told
-along the later one's radius, along its arc and across its plane. The later set has an error of its own, so a
-difference is rather too large; and both may have been fitted to the same observations, so for young sets it
-is rather too small. It is no measurement.
+Both sets are propagated to an instant within the revolution before the later epoch. The instant varies from
+pair to pair, because most epochs are at a node, where part of the error is never visible. The difference of
+the positions is given along the later set's radius, along its arc and across its plane.
+
+A difference is not a measurement. The later set has an error of its own, so differences tend to be too large.
+Both sets may have been fitted to the same observations, so differences of young sets tend to be too small.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ from branchlake_dagster.sda.trust.classes import semi_major_axis
 
 DAY_MICROS = 86_400_000_000
 LAGS = (1, 2, 4, 8)
-"""Sets of an object are held against the next one, the second, fourth and eighth: ages of hours and weeks."""
+"""Each set is compared with the first, second, fourth and eighth set after it, over hours to weeks."""
 MIN_AGE_DAYS = 0.02
-"""Sets with nearer epochs are corrections of one and the same."""
+"""Sets with closer epochs are corrections of the same set."""
 MAX_AGE_DAYS = 21.0
 _BATCH_SIZE = 100_000
 _GOLDEN = 0.618_033_988_749_895
-"""Spreads instants evenly over a revolution, however many there are."""
+"""Multiples of the golden ratio, modulo one, spread any number of instants evenly over a revolution."""
 
 Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Of k pairs of element sets of one object, older less newer.
+    """Differences of k pairs of element sets, each of one object: older minus newer set.
 
-    Rows ``older`` and ``newer`` of the history, ``lag``, ``age_days`` (k,), and ``values`` (k, 5): position
-    along R, T (the arc) and N in km, semi-major axis in km (less its change by drag, as the elements state
-    it) and inclination in degrees.
+    ``older`` and ``newer`` (k,) are rows of the history and ``lag`` (k,) their distance. ``age_days`` (k,) is
+    the age of the older set at the instant of comparison. ``values`` (k, 5) has the position along R, T (the
+    arc) and N in km, the semi-major axis in km (without its change by drag, which the elements state) and the
+    inclination in degrees.
     """
 
     older: Rows
@@ -50,16 +52,17 @@ class Differences:
         return len(self.older)
 
     def take(self, rows: Rows | npt.NDArray[np.bool_]) -> Differences:
-        """Some of them."""
+        """Return the pairs of the given rows."""
         return Differences(
             self.older[rows], self.newer[rows], self.lag[rows], self.age_days[rows], self.values[rows]
         )
 
 
 def compute_differences(history: Elements) -> Differences:
-    """All that a history (sorted by ``sat_no`` and epoch, no epoch twice) has of up to `MAX_AGE_DAYS`.
+    """Compute all differences of a history up to `MAX_AGE_DAYS`.
 
-    Pairs of which SGP4 refuses a state are left out.
+    The history must be sorted by ``sat_no`` and epoch, without repeated epochs. Pairs with a state that SGP4
+    cannot compute are left out.
     """
     count = len(history)
     older = np.concatenate([np.arange(max(0, count - lag)) for lag in LAGS]).astype(np.int64)
@@ -76,7 +79,7 @@ def compute_differences(history: Elements) -> Differences:
     newer_position, velocity = states_at(history, newer, micros)
     radial, transverse, normal = np.einsum("kij,kj->ik", rtn_axes(newer_position, velocity), older_position)
     radius = np.linalg.norm(newer_position, axis=1)
-    # Along the arc: on the tangent, what is 100 km behind would also be 0.7 km too low.
+    # T is measured along the arc: on the tangent, an object 100 km behind would also be 0.7 km too low.
     rtn = np.column_stack(
         [np.hypot(radial, transverse) - radius, radius * np.arctan2(transverse, radial), normal]
     )
@@ -90,7 +93,7 @@ def _element_differences(history: Elements, older: Rows, newer: Rows, age: Float
     motion, inclination, dot = (
         _element_column(history, name) for name in ("mean_motion", "inclination", "mean_motion_dot")
     )
-    # Element lines state half the derivative.
+    # Element sets state half of the derivative.
     drag = (dot[older] + dot[newer]) * age
     change = motion[newer] - motion[older] - drag
     axis = 2 / 3 * semi_major_axis(history)[newer] / motion[newer] * change
@@ -102,10 +105,14 @@ def _element_column(elements: Elements, name: str) -> Floats:
 
 
 def states_at(elements: Elements, rows: Rows, micros: Micros) -> tuple[Floats, Floats]:
-    """Position (km) and velocity (km/s) in TEME, both (k, 3), of ``rows`` each at its own instant; else NaN.
+    """Propagate ``rows`` (k,) of element sets, each to its own instant.
 
-    SGP4's array call knows common instants only, so this is a loop over compiled calls: a second for half a
-    million.
+    The array call of the sgp4 package supports common instants only, so this is a loop over compiled calls.
+    It takes a second for half a million states.
+
+    Returns:
+        Position (km) and velocity (km/s) in TEME, both (k, 3); NaN where SGP4 reports an error.
+
     """
     position, velocity = np.full((len(rows), 3), np.nan), np.full((len(rows), 3), np.nan)
     unique_rows, record_index = np.unique(rows, return_inverse=True)
@@ -126,7 +133,7 @@ def states_at(elements: Elements, rows: Rows, micros: Micros) -> tuple[Floats, F
 
 
 def rtn_axes(position: Floats, velocity: Floats) -> Floats:
-    """Radial, transverse and normal unit vectors as rows (k, 3, 3) of states (k, 3)."""
+    """Return the radial, transverse and normal unit vectors of states (k, 3), as rows of (k, 3, 3)."""
     radial = position / np.linalg.norm(position, axis=1, keepdims=True)
     normal = np.cross(position, velocity)
     normal = normal / np.linalg.norm(normal, axis=1, keepdims=True)

@@ -1,10 +1,10 @@
-"""Error against age as figures: by class of orbit from robust statistics, by object as a factor on its class.
+"""Fit curves of the error against age for each orbit class, and a factor on them for each object.
 
-In a class the error along an axis is what 68.27 % of the absolute differences of an age do not exceed: one
-sigma if they were Gaussian, and of the middle of the distribution only, whatever its tail is. To the ages
-a curve is fitted that cannot fall, ``sigma0 + rate * age^power``, by relative least squares. An object's
-factor is the same quantile of its own differences over its class's curve, drawn towards one as far as it has
-few of them.
+The error of a class along an axis at some age is the 68.27 % quantile of the absolute differences. For a
+Gaussian distribution this is one sigma, and it does not depend on the tails. A curve that cannot decrease,
+``sigma0 + rate * age^power``, is fitted to the ages by relative least squares. The factor of an object is the
+same quantile of its own differences divided by the curve of its class. The fewer differences an object has,
+the closer its factor is to one.
 """
 
 from __future__ import annotations
@@ -19,32 +19,35 @@ from branchlake_dagster.sda.trust.classes import CLASSES, OWN_CLASSES, WIDER_CLA
 from branchlake_dagster.sda.trust.differences import MAX_AGE_DAYS, MIN_AGE_DAYS
 
 AXES = ("r", "t", "n", "a", "i")
-"""Radial, transverse, normal, km; semi-major axis, km; inclination, degrees."""
+"""The axes of errors: radial, transverse, normal (km), semi-major axis (km) and inclination (degrees)."""
 AGE_EDGES_DAYS = (MIN_AGE_DAYS, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 14.0, MAX_AGE_DAYS)
 AGE_BINS = len(AGE_EDGES_DAYS) - 1
 ONE_SIGMA_QUANTILE = 0.682_689_492
 MIN_SAMPLES = 60
-"""Of a bin, or it is not used."""
+"""Age bins with fewer samples are not used."""
 MIN_BINS = 4
-"""Of a class, or it takes the figures of the wider one."""
+"""Classes with fewer used bins take the figures of a wider class."""
 SHRINK_SAMPLES = 8
-"""With so many differences an object's factor is half its own."""
+"""With this number of differences the weight of an object's own factor is one half."""
 MAX_FACTOR = 20.0
 MAX_SIGMA_KM = 500.0
-"""Along the track. Beyond it the arc bends away from its tangent by 18 km in low orbit, and an ellipsoid says
-nothing of a position any more: the class's curve ends there."""
+"""Maximum error along the track at which a class's curve ends. At 500 km in low orbit the arc deviates from
+its tangent by 18 km, so an ellipsoid no longer describes the position."""
 _POWERS = np.arange(0.25, 3.01, 0.05)
 _MIN_SIGMA0 = np.array([0.005, 0.02, 0.005, 1e-4, 1e-5])
-"""Below it no element set is right: five metres, the resolution of the lines along the track."""
+"""Minimum errors by axis: five meters, and along the track the resolution of TLEs."""
 
 
 @dataclass(frozen=True)
 class ErrorGrowth:
-    """Curves by class and axis, the classes in the order of `CLASSES`, the axes in that of `AXES`.
+    """Error curves and statistics by class (c, in the order of `CLASSES`) and axis (5, as in `AXES`).
 
-    ``sigma0``, ``rate``, ``power`` (c, 5): NaN where there are none. ``source_class`` (c,) the class that the
-    figures are of, -1: none. ``until_days`` (c,) the oldest age with samples. ``count`` (c, b) and ``sigma``,
-    ``p95``, ``median`` (c, b, 5) are the statistics by age; NaN where there are too few samples.
+    ``sigma0``, ``rate`` and ``power`` (c, 5) are the curves, NaN if unknown. ``source_class`` (c,) is the
+    index of the class with the samples of the curve, or -1. ``until_days`` (c,) is the maximum age of the
+    curve.
+
+    The statistics by age bin (b) are ``count`` and ``age_days`` (c, b), and ``sigma``, ``p95`` and ``median``
+    (c, b, 5). They are NaN where there are too few samples.
     """
 
     sigma0: Floats
@@ -59,7 +62,7 @@ class ErrorGrowth:
     median: Floats
 
     def sigma_at(self, classes: npt.NDArray[np.int64], age_days: Floats) -> Floats:
-        """One sigma of each axis (k, 5) of objects of these classes at these ages; NaN where unknown."""
+        """Return one sigma of each axis (k, 5) for objects of these classes and ages; NaN where unknown."""
         return evaluate_curve(
             self.sigma0[classes], self.rate[classes], self.power[classes], self.until_days[classes], age_days
         )
@@ -68,9 +71,9 @@ class ErrorGrowth:
 def evaluate_curve(
     sigma0: Floats, rate: Floats, power: Floats, until_days: Floats, age_days: Floats
 ) -> Floats:
-    """``sigma0 + rate * age^power`` of k curves with any number of axes; NaN at ages beyond ``until_days``.
+    """Evaluate ``sigma0 + rate * age^power`` of k curves; the result is NaN at ages above ``until_days``.
 
-    An instant before the epoch is as uncertain as one that is as long after it.
+    A negative age, of an instant before the epoch, is as uncertain as the same age after the epoch.
     """
     age = np.abs(age_days)[:, None]
     is_covered = age <= np.maximum(until_days, 0.0)[:, None]
@@ -80,7 +83,7 @@ def evaluate_curve(
 def fit_growth(
     classes: npt.NDArray[np.int64], age_days: Floats, values: Floats, *, max_sigma_km: float = MAX_SIGMA_KM
 ) -> ErrorGrowth:
-    """Curves of differences: their classes (k,), ages (k,) and values (k, 5)."""
+    """Fit curves to differences with classes (k,), ages (k,) and values (k, 5)."""
     n, axes = len(CLASSES), values.shape[1]
     count = np.zeros((n, AGE_BINS), np.int64)
     age = np.full((n, AGE_BINS), np.nan)
@@ -103,7 +106,7 @@ def fit_growth(
     source_class = np.full(n, -1)
     for code in range(n):
         is_usable = np.isfinite(age[code]) & (np.nan_to_num(sigma[code, :, 1]) <= max_sigma_km)
-        # Of ages one after the other: what comes after one that tells nothing is left out.
+        # The used bins are contiguous in age: all bins after the first unusable one are left out.
         unusable_bins = np.flatnonzero(np.isfinite(age[code]) & ~is_usable)
         used_bins = np.flatnonzero(is_usable[: unusable_bins[0]] if len(unusable_bins) else is_usable)
         if len(used_bins) >= MIN_BINS:
@@ -135,7 +138,7 @@ def fit_growth(
 
 
 def member_classes(name: OrbitClass) -> npt.NDArray[np.bool_]:
-    """Which classes (c,), as an object's own, a class consists of."""
+    """Return which of `CLASSES` (c,) belong to this class. Only classes in `OWN_CLASSES` are marked."""
     is_member = np.zeros(len(CLASSES), np.bool_)
     for code, own_class in enumerate(OWN_CLASSES):
         is_member[code] = name in (own_class, WIDER_CLASS[own_class], OrbitClass.ALL)
@@ -143,12 +146,12 @@ def member_classes(name: OrbitClass) -> npt.NDArray[np.bool_]:
 
 
 def fit_curve(age_days: Floats, sigma: Floats, min_sigma0: float = 0.0) -> tuple[float, float, float]:
-    """``sigma0 >= floor``, ``rate >= 0`` and ``power`` with the least squares of the relative residuals."""
+    """Fit ``sigma0 >= min_sigma0``, ``rate >= 0`` and ``power`` by least squares of relative residuals."""
     y = np.maximum(sigma, max(min_sigma0, 1e-12))
     best = (np.inf, 0.0, 0.0, 1.0)
     for power in _POWERS:
         a, b = 1 / y, age_days**power / y
-        # The best inside, if it is inside; else one of the best on the two edges.
+        # The optimum is the unconstrained one if it is feasible, else the better one on the two bounds.
         interior = _solve_normal_equations(a, b)
         rate_at_min = max(0.0, float(b @ (1 - a * min_sigma0) / (b @ b)))
         candidates = [(min_sigma0, rate_at_min), (max(min_sigma0, float(a.sum() / (a @ a))), 0.0)]
@@ -162,7 +165,7 @@ def fit_curve(age_days: Floats, sigma: Floats, min_sigma0: float = 0.0) -> tuple
 
 
 def _solve_normal_equations(a: Floats, b: Floats) -> tuple[float, float]:
-    """The coefficients x, y of the least squares of ``a x + b y = 1``."""
+    """Solve ``a x + b y = 1`` for x and y by least squares; return -1, -1 if the system is singular."""
     aa, ab, bb = a @ a, a @ b, b @ b
     determinant = aa * bb - ab * ab
     if determinant <= 1e-12 * aa * bb:
@@ -174,13 +177,13 @@ def _solve_normal_equations(a: Floats, b: Floats) -> tuple[float, float]:
 def object_factors(
     object_index: npt.NDArray[np.int64], count: int, ratio: Floats, quantile: float = ONE_SIGMA_QUANTILE
 ) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Samples (count,) and factors (count, 5) of objects, from absolute differences over their class's sigma.
+    """Return the number of samples (count,) and the factors (count, 5) of objects.
 
     Args:
-        object_index: (k,) each difference's object, 0 to count - 1.
-        count: objects.
-        ratio: (k, 5) NaN where the class has no curve.
-        quantile: of an object's ratios that its class's curve stands for.
+        object_index: (k,) the object of each difference, 0 to count - 1.
+        count: the number of objects.
+        ratio: (k, 5) absolute difference divided by the class's sigma; NaN where the class has no curve.
+        quantile: the quantile of an object's ratios that corresponds to the curve of its class.
 
     """
     is_valid = np.isfinite(ratio).all(axis=1)

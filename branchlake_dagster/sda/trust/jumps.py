@@ -1,11 +1,14 @@
-"""Element sets that do not continue the ones before: candidates for manoeuvres, bad sets, mixed-up objects.
+"""Find jumps: element sets that do not continue the previous ones, after maneuvers, bad sets or mix-ups.
 
-A set is held against the one before by semi-major axis, inclination and transverse position, each over what
-is usual for the object's class and for the object itself at that age. What is far outside is a jump, and what
-it is follows from the set after it: is that far from the set before as well, the orbit has changed (a
-manoeuvre, or drag that no set foresaw); is it as the set before told, the one between was wrong; there may be
-none yet, or none within three weeks. Two objects of which each has jumped onto the other's orbit are
-taken for each other.
+Each set is compared with the previous set of its object by semi-major axis, inclination and transverse
+position. The differences are relative to the usual error of the object's class and of the object itself at
+that age. A set far outside is a jump, and the next set determines its kind:
+
+- The next set is also far from the previous one: the orbit has changed, by a maneuver or unexpected drag.
+- The next set agrees with the previous one: the set between them was wrong (a lone set).
+- There is no next set yet, or none within three weeks: the jump is unconfirmed.
+
+If two objects have each jumped onto the other's orbit, they were taken for each other (a swap).
 """
 
 from __future__ import annotations
@@ -25,16 +28,16 @@ from branchlake_dagster.sda.trust.growth import AXES
 
 MIN_SIGMAS = 6.0
 _MIN_JUMP = {"a": 0.1, "i": 0.005, "t": 1.0}
-"""A smaller jump (km, degrees) is none, however regular the object is."""
+"""Minimum jumps (km, degrees), which also apply to very regular objects."""
 _MAX_REMAINDER = 0.3
-"""Of the jump: what may be left of it in the set after a wrong one."""
+"""Maximum remainder in the set after a lone set, relative to the jump."""
 _MAX_SWAP_RATIO = 0.1
 _NEIGHBOR_COUNT = 8
 _MAX_SWAP_DAYS = 30.0
 
 
 class JumpKind(StrEnum):
-    """What an element set that does not continue the ones before may be."""
+    """The probable kind of a jump."""
 
     MANOEUVRE = "manoeuvre"
     LONE_SET = "lone set"
@@ -43,7 +46,7 @@ class JumpKind(StrEnum):
 
 
 class JumpSign(StrEnum):
-    """In what a jump is seen."""
+    """The quantity that shows a jump."""
 
     SEMI_MAJOR_AXIS = "semi-major axis"
     INCLINATION = "inclination"
@@ -56,10 +59,11 @@ _JUMP_COLUMNS = tuple(AXES.index(axis) for axis in ("a", "i", "t"))
 
 @dataclass(frozen=True)
 class Jumps:
-    """m candidates.
+    """The m candidates for jumps.
 
-    ``pair`` (m,) the row of the differences, ``sign`` the place in `JUMP_SIGNS`, ``sigmas`` how far outside,
-    ``kind`` a `JumpKind`, ``swapped_set`` the row of the history that the object was taken for, else -1.
+    ``pair`` (m,) is the row of the differences, ``sign`` the index in `JUMP_SIGNS`, ``sigmas`` the size of
+    the jump in sigmas and ``kind`` a `JumpKind`. ``swapped_set`` is the row in the history of the other
+    object's set that the object was taken for, or -1.
     """
 
     pair: Rows
@@ -70,11 +74,11 @@ class Jumps:
 
 
 def find_jumps(history: Elements, differences: Differences, expected_sigma: Floats) -> Jumps:
-    """Candidates among the differences.
+    """Find candidates for jumps among differences.
 
     Args:
-        history: what the differences are of.
-        differences: the differences, of lags 1 and 2 at least.
+        history: the element sets of the differences.
+        differences: k differences, of lags 1 and 2 at least.
         expected_sigma: (k, 5) one sigma of each difference, NaN where unknown.
 
     """
@@ -88,7 +92,7 @@ def find_jumps(history: Elements, differences: Differences, expected_sigma: Floa
     for lag, pair_of_set in ((1, pair_before), (2, pair_around)):
         rows = np.flatnonzero(differences.lag == lag)
         pair_of_set[differences.newer[rows] if lag == 1 else differences.older[rows] + 1] = rows
-    # By the set that jumps: the pair with the set before, and that of its neighbours on both sides.
+    # By set: its pair with the previous set, and the pair of its two neighbors.
     jump_sets = np.flatnonzero(pair_before >= 0)
     jump_sets = jump_sets[is_outside[pair_before[jump_sets]].any(axis=1)]
     around_pairs = pair_around[jump_sets]
@@ -99,7 +103,7 @@ def find_jumps(history: Elements, differences: Differences, expected_sigma: Floa
     is_lone = has_next & (
         remaining < _MAX_REMAINDER * np.take_along_axis(size[pair_before[jump_sets]], sign[:, None], 1)[:, 0]
     )
-    # The way back from a lone set is no jump of its own.
+    # The return from a lone set is not another jump.
     is_return = np.isin(jump_sets - 1, jump_sets[is_lone])
     pair, sign, has_next, is_lone = (
         pair_before[jump_sets[~is_return]],
@@ -115,7 +119,10 @@ def find_jumps(history: Elements, differences: Differences, expected_sigma: Floa
 
 
 def _find_swapped_sets(history: Elements, differences: Differences, pair: Rows) -> Rows:
-    """Of each jump the older set of another one that the newer set continues, if that is mutual; else -1."""
+    """Find, for each jump, the older set of another object that the newer set continues.
+
+    The result has rows of the history, and -1 unless the two jumps continue each other's orbit.
+    """
     swapped_sets = np.full(len(pair), -1)
     if len(pair) < 2:
         return swapped_sets
@@ -141,7 +148,7 @@ def _find_swapped_sets(history: Elements, differences: Differences, pair: Rows) 
 
 
 def _orbit_normal_points(elements: Elements) -> Floats:
-    """What hardly changes from set to set, as a point (n, 3), km: the orbit's normal, as long as its axis."""
+    """Return the orbit normals times the semi-major axes (n, 3), km, which hardly change from set to set."""
     inclination, node = (
         np.radians(elements.values[:, ELEMENT_FIELDS.index(name)])
         for name in ("inclination", "ra_of_asc_node")
@@ -153,7 +160,7 @@ def _orbit_normal_points(elements: Elements) -> Floats:
 
 
 def is_affected_by_jump(history: Elements, differences: Differences, jumps: Jumps) -> npt.NDArray[np.bool_]:
-    """Which differences (k,) are across a jump, or of a set that is wrong: they tell nothing of the error."""
+    """Return which differences (k,) span a jump or involve a lone set. They do not show the usual error."""
     jump_marks = np.zeros(len(history), np.int64)
     jump_marks[differences.newer[jumps.pair]] = 1
     jump_counts = np.cumsum(jump_marks)

@@ -1,4 +1,4 @@
-"""From a history of element sets to what their error is expected to be, in two passes around the jumps."""
+"""Build the error model of element sets from a history, in two passes to exclude jumps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from branchlake_dagster.sda.trust.jumps import Jumps, find_jumps, is_affected_by
 
 @dataclass(frozen=True)
 class ErrorModel:
-    """What a history says: curves by class, and of n objects their factor on them.
+    """The error model of a history: curves by class, and factors on them for n objects.
 
-    ``sat_no`` (n,) sorted, ``classes`` (n,) of the newest set, ``samples`` (n,), ``factors`` (n, 5).
-    ``differences`` and ``is_affected`` (k,), those that were left out because a jump is between the two sets.
+    ``sat_no`` (n,) is sorted, ``classes`` (n,) are those of the newest sets, and ``samples`` (n,) belong to
+    ``factors`` (n, 5). ``is_affected`` (k,) marks the ``differences`` that were left out because of a jump.
     """
 
     growth: ErrorGrowth
@@ -34,10 +34,11 @@ class ErrorModel:
 
 
 def build_error_model(history: Elements) -> ErrorModel:
-    """The model of a history, sorted by ``sat_no`` and epoch, no epoch twice.
+    """Build the model of a history, which must be sorted by ``sat_no`` and epoch, without repeated epochs.
 
-    The first pass takes all differences, to know what is usual for an object: its median, which half of them
-    being across jumps does not move far. The second leaves out those across jumps.
+    The first pass uses all differences and takes the median of each object as its usual error. The median
+    changes little even if half of the differences span jumps. The second pass leaves out differences that
+    span jumps.
     """
     all_differences = compute_differences(history)
     sat_nos, object_index = np.unique(history.sat_no, return_inverse=True)
@@ -67,4 +68,4 @@ def build_error_model(history: Elements) -> ErrorModel:
 
 
 _MEDIAN_OF_SIGMA = 0.674_489_750
-"""The median of the absolute value of a Gaussian of sigma one."""
+"""The median of the absolute value of a Gaussian variable with sigma one."""

@@ -1,10 +1,11 @@
-"""Probability of collision of a short encounter, and how far it is diluted.
+"""Compute the probability of collision of a short encounter, and its dilution.
 
-The relative motion is a straight line, the positions are Gaussian, and both objects together are a sphere:
-then it is the integral of a two-dimensional Gaussian over a disc in the plane across the relative velocity
-(Foster and Estes 1992; Chan 2008). The disc is cut into strips along the wide axis, whose share is known in
-closed form (as Alfano 2005 does), and the strips are summed by Gauss-Legendre in the disc's angle, over no
-more of the disc than counts.
+The model assumes a straight relative motion, Gaussian positions and a sphere for both objects together. The
+probability is then the integral of a two-dimensional Gaussian over a disc in the plane across the relative
+velocity (Foster and Estes 1992; Chan 2008).
+
+The disc is cut into strips along the wide axis, whose integral has a closed form (as in Alfano 2005). The
+strips are summed by Gauss-Legendre quadrature in the disc's angle, only where the density matters.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from branchlake_dagster.sda.orbits.frames import Floats
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(48)
 _MAX_EXPONENT = 40.0
-"""Strips whose density is e^-40 of the densest one's are left out."""
+"""Strips with less than e^-40 of the maximum density are left out."""
 _GOLDEN = (np.sqrt(5.0) - 1) / 2
 _SEARCH_STEPS = 26
 _MIN_SIGMAS = 1e-9
@@ -26,9 +27,10 @@ _BATCH_SIZE = 20_000
 
 
 class EncounterPlane(NamedTuple):
-    """Of k encounters, in the plane across the relative velocity and along the error ellipse's own axes, km.
+    """The k encounters in the plane across the relative velocity, along the axes of the error ellipse, km.
 
-    ``miss`` (k, 2) the second object from the first, ``sigma`` (k, 2) of both, the narrow axis first.
+    ``miss`` (k, 2) is the position of the second object relative to the first. ``sigma`` (k, 2) is the
+    combined error of both, with the narrow axis first.
     """
 
     miss: Floats
@@ -36,9 +38,12 @@ class EncounterPlane(NamedTuple):
 
 
 def build_encounter_plane(position: Floats, velocity: Floats, covariance: Floats) -> EncounterPlane:
-    """The plane of relative positions and velocities (k, 3), km and km/s, and both's covariance (k, 3, 3)."""
+    """Project relative positions (k, 3), km, and combined covariances (k, 3, 3), km², to encounter planes.
+
+    The planes are perpendicular to the relative velocities (k, 3), km/s.
+    """
     along = velocity / np.linalg.norm(velocity, axis=1, keepdims=True)
-    # The axis that the velocity has least of makes the best-conditioned plane.
+    # The axis with the smallest component of the velocity gives the best-conditioned plane.
     helper = np.eye(3)[np.argmin(np.abs(along), axis=1)]
     first_axis = np.cross(along, helper)
     first_axis = first_axis / np.linalg.norm(first_axis, axis=1, keepdims=True)
@@ -50,9 +55,10 @@ def build_encounter_plane(position: Floats, velocity: Floats, covariance: Floats
 
 
 def collision_probability(plane: EncounterPlane, radius_km: float | Floats) -> Floats:
-    """Probability (k,) that the two come nearer than the sum of their radii, of all or of each (k,).
+    """Return the probability (k,) that two objects come closer than the sum of their radii.
 
-    NaN where a sigma is not a positive number.
+    ``radius_km`` is this sum, one for all encounters or one for each (k,). The result is NaN where a sigma is
+    not a positive number.
     """
     radius = _radius_per_encounter(radius_km, plane)
     parts = [np.zeros(0)]
@@ -68,7 +74,7 @@ def _radius_per_encounter(radius_km: float | Floats, plane: EncounterPlane) -> F
 
 def _integrate_disc(miss: Floats, sigma: Floats, radius: Floats) -> Floats:
     is_valid = np.asarray(np.isfinite(miss).all(axis=1) & (np.nan_to_num(sigma) > 0).all(axis=1))
-    # The distribution is even in both axes.
+    # The distribution is symmetric in both axes.
     (x0, y0), (sx, sy) = np.abs(miss).T, np.where(is_valid[:, None], sigma, 1.0).T
     nearest = np.minimum(x0, radius)
     reach = np.sqrt((x0 - nearest) ** 2 + 2 * _MAX_EXPONENT * sx**2)
@@ -78,16 +84,17 @@ def _integrate_disc(miss: Floats, sigma: Floats, radius: Floats) -> Floats:
     angle = (high + low)[:, None] / 2 + half * _NODES
     x, chord = radius[:, None] * np.sin(angle), radius[:, None] * np.cos(angle)
     across = np.exp(-0.5 * ((x - x0[:, None]) / sx[:, None]) ** 2) / (np.sqrt(2 * np.pi) * sx[:, None])
-    # Both bounds on the side where the tail is small, or the difference is lost in a difference of ones.
+    # Both arguments are on the side of the small tail: a difference of values near one would lose digits.
     strip = ndtr((chord - y0[:, None]) / sy[:, None]) - ndtr((-chord - y0[:, None]) / sy[:, None])
     total = np.sum(across * strip * chord * half * _WEIGHTS, axis=1)
     return np.asarray(np.where(is_valid, np.clip(total, 0.0, 1.0), np.nan))
 
 
 class Dilution(NamedTuple):
-    """The largest probability (k,) over all sizes of the covariance.
+    """The maximum probability (k,) over all scales of the covariance.
 
-    ``factor`` (k,) on the sigmas gives it; below one the true point is in the dilution region.
+    ``factor`` (k,) on the sigmas gives this maximum. If it is below one, the encounter is in the dilution
+    region.
     """
 
     probability: Floats
@@ -95,16 +102,16 @@ class Dilution(NamedTuple):
 
 
 def compute_dilution(plane: EncounterPlane, radius_km: float | Floats) -> Dilution:
-    """The largest probability if both objects' errors were all larger or smaller by one factor.
+    """Return the maximum probability over one common factor on the errors of both objects.
 
-    A probability in the dilution region is small because little is known: with better elements it would
-    first rise. Where the miss is less than the radius the largest one is 1, of no error at all.
+    A probability in the dilution region is small because the positions are uncertain: with better elements it
+    would rise at first. Where the miss distance is at most the radius, the maximum is 1 at factor 0.
     """
     radius = _radius_per_encounter(radius_km, plane)
     is_inside = np.linalg.norm(plane.miss, axis=1) <= radius
     sigma = np.where(plane.sigma > 0, plane.sigma, np.nan)
-    # At a point of the disc of m sigma the density is largest where m is sqrt(2); so below the nearest and
-    # above the farthest point of the disc all of it rises, or falls.
+    # Over all factors, the density at a point is largest where the point is sqrt(2) sigma away. If all points
+    # of the disc are nearer, or all are farther, the probability is monotonic, which bounds the search.
     distance = np.linalg.norm(plane.miss, axis=1)
     outside_sigmas = np.maximum(np.abs(plane.miss) - radius[:, None], 0.0) / sigma
     nearest = np.fmax(outside_sigmas.max(axis=1), (distance - radius) / sigma[:, 1])

@@ -1,7 +1,7 @@
-"""The hard-body radius of each object: from a radius table, else from its radar size class, else a default.
+"""Determine the hard-body radius of each object: from a radius table, its radar size class or a default.
 
-The probability of collision grows with the square of the radius. Ten meters for both objects together
-overstate it by up to 2,500 for two pieces of small debris.
+The probability of collision grows with the square of the radius. A radius of ten meters for both objects
+together overstates it by a factor of up to 2,500 for two pieces of small debris.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ import polars as pl
 from branchlake_dagster.sda.registry.radius_table import RADIUS_COLUMNS
 
 DEFAULT_RADIUS_M = 5.0
-"""Of an object whose size nobody states: a satellite of ten meters across."""
+"""The radius of an object of unknown size: a satellite ten meters across."""
 
 RADIUS_BY_SIZE = {"SMALL": 0.12, "MEDIUM": 0.45, "LARGE": DEFAULT_RADIUS_M}
-"""Meters by size class of Space-Track's satellite catalog: radar cross section below 0.1, to 1, above 1 m².
+"""Radius in meters by size class of Space-Track's satellite catalog.
 
-Nine tenths of NASA CARA's estimates from radar cross sections (June 2026) are below, within each class.
+The classes have radar cross sections below 0.1 m², up to 1 m², and above 1 m². In each class nine tenths of
+NASA CARA's estimates from radar cross sections (June 2026) are below this radius.
 """
 _SMALL_M2, _MEDIUM_M2 = 0.1, 1.0
 
 FROM_TABLE, FROM_SIZE, FROM_DEFAULT = RADIUS_SOURCES = ("radius table", "size class", "default")
-"""Where a radius is from."""
+"""The possible sources of a radius."""
 
 _SIZE_COLUMNS = {"sat_no": pl.Int64(), "rcs_size": pl.String(), "rcs_m2": pl.Float64()}
 
 
 @dataclass(frozen=True)
 class ObjectRadii:
-    """Looks radii up by catalog number. Without tables every object has the default.
+    """The radii of objects by catalog number. Without tables every object has the default radius.
 
     Args:
-        default_m: of an object that neither table knows.
-        table: as `read_radius_table` returns it.
-        sizes: ``sat_no``, and what the satellite catalog says: ``rcs_size`` (SMALL, MEDIUM or LARGE) and
-            ``rcs_m2``, from which the class follows where it is not stated.
+        default_m: the radius of an object in neither table.
+        table: the result of `read_radius_table`.
+        sizes: ``sat_no``, ``rcs_size`` (SMALL, MEDIUM or LARGE) and ``rcs_m2`` from the satellite catalog.
+            ``rcs_m2`` determines the class where ``rcs_size`` is missing.
 
     """
 
@@ -45,10 +46,10 @@ class ObjectRadii:
     sizes: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=_SIZE_COLUMNS))
 
     def get_radii(self, sat_nos: pl.Series) -> tuple[pl.Series, pl.Series]:
-        """The radius (m) of each object and where it is from, one of `RADIUS_SOURCES`.
+        """Return the radius (m) of each object and its source, one of `RADIUS_SOURCES`.
 
-        A measured or estimated radius of the table comes before the size class, the table's own default after
-        it.
+        The order of preference is: a measured or estimated radius of the table, the size class, the table's
+        own default, `default_m`.
         """
         size_radii = self.sizes.select("sat_no", _radius_by_size()).unique("sat_no", keep="last")
         objects = (
@@ -75,11 +76,11 @@ class ObjectRadii:
 
 
 def _radius_by_size() -> pl.Expr:
-    """The radius of an object's size class; null where the satellite catalog states no size."""
+    """Return the radius of an object's size class; null where the satellite catalog states no size."""
     stated_class = pl.col("rcs_size").str.strip_chars().str.to_uppercase()
     cross_section = pl.col("rcs_m2").fill_nan(None)
     measured_class = (
-        pl.when(cross_section <= 0)  # Space-Track's catalog has 0 where it states the class only
+        pl.when(cross_section <= 0)  # Space-Track's catalog has 0 where it states only the class
         .then(None)
         .when(cross_section < _SMALL_M2)
         .then(pl.lit("SMALL"))

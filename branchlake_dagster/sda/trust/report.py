@@ -1,4 +1,4 @@
-"""What an operator looks at first: the day's top conjunctions as a table, and three pictures."""
+"""Report the most important conjunctions of a day to an operator, as a table and three pictures."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TOP_COUNT = 15
 _BIN_KM = 25.0
 _MAX_ALTITUDE_KM = 2_000.0
 _DISTANCE_SPAN = 5.0
-"""Of the miss distance: how far the two are apart at the ends of the picture, about."""
+"""Approximate distance of the two objects at the ends of the picture, as a multiple of the miss distance."""
 _MAX_DRAWN, _REACH_MARGIN = 8, 1.3
 _MIN_MISS_KM, _MAX_SPAN_S, _INSTANT_COUNT = 0.1, 60.0, 101
 
 
 def select_top_approaches(approaches: pl.DataFrame, count: int = TOP_COUNT) -> pl.DataFrame:
-    """The encounters that are most likely to be collisions, then the nearest."""
+    """Return the first encounters by probability of collision, then by miss distance."""
     return (
         approaches.filter(pl.col("kind") == "encounter")
         .sort(
@@ -36,7 +36,7 @@ def select_top_approaches(approaches: pl.DataFrame, count: int = TOP_COUNT) -> p
 
 
 def format_approaches(approaches: pl.DataFrame, names: dict[int, str]) -> str:
-    """A table of close approaches, with the objects' names where they are known."""
+    """Format close approaches as a Markdown table, with the names of objects where they are known."""
     lines = [
         "| TCA, UTC | object 1 | object 2 | miss, km | km/s | probability | largest | ages, d |",
         "|---|---|---|---|---|---|---|---|",
@@ -62,10 +62,10 @@ def format_approaches(approaches: pl.DataFrame, names: dict[int, str]) -> str:
 
 
 def altitude_chart(elements: Elements) -> str:
-    """An SVG of how many objects there are at each altitude in low orbit."""
+    """Draw the number of objects at each altitude in low orbit, as an SVG."""
     edges = np.arange(100.0, _MAX_ALTITUDE_KM + _BIN_KM, _BIN_KM)
     count, _ = np.histogram(semi_major_axis(elements) - EARTH_RADIUS_KM, edges)
-    # As steps: each bin from its lower edge to its upper one.
+    # Each bin is drawn as a step from its lower to its upper edge.
     points = [(edge, float(n)) for k, n in enumerate(count.tolist()) for edge in edges[k : k + 2].tolist()]
     return chart(
         "Objects in low orbit",
@@ -76,7 +76,7 @@ def altitude_chart(elements: Elements) -> str:
 
 
 def distance_chart(row: dict[str, Any], elements: Elements) -> str:
-    """An SVG of the distance of a close approach's two objects in the seconds on both sides of it."""
+    """Draw the distance of two objects in the seconds before and after their closest approach, as an SVG."""
     numbers = [row[f"sat{k}_object_designator"] for k in (1, 2)]
     tca = int(pl.Series([row["tca"]]).dt.epoch("us")[0])
     end_distance_km = _DISTANCE_SPAN * max(row["miss_distance_km"], _MIN_MISS_KM)
@@ -91,11 +91,11 @@ def distance_chart(row: dict[str, Any], elements: Elements) -> str:
 
 
 def geometry_chart(approaches: pl.DataFrame, elements: Elements) -> str:
-    """An SVG of where the second object is at the closest approach, seen from the first.
+    """Draw the positions of the second objects relative to the first at the closest approach, as an SVG.
 
-    Shown are the first close approaches in the planes of in-track and radial, and of in-track and
-    cross-track: the point, the direction of the relative velocity, and the ellipse of one sigma of both
-    objects' position where an error is known.
+    The first few approaches are drawn in two planes, in-track with radial and in-track with cross-track. Each
+    has a point, the direction of the relative velocity and, where errors are known, the combined one-sigma
+    ellipse.
     """
     drawn_approaches = approaches.head(_MAX_DRAWN)
     position, velocity = (
@@ -107,7 +107,7 @@ def geometry_chart(approaches: pl.DataFrame, elements: Elements) -> str:
     names = drawn_approaches.select(
         pl.format("{} {}", *(f"sat{k}_object_designator" for k in (1, 2)))
     ).to_series()
-    # A pair may meet twice in a day.
+    # The number makes labels unique: a pair may meet twice in a day.
     labels = [f"{k}: {name}" for k, name in enumerate(names.to_list(), 1)]
     panels = [
         (
@@ -129,7 +129,7 @@ def geometry_chart(approaches: pl.DataFrame, elements: Elements) -> str:
 
 
 def _position_covariances(approaches: pl.DataFrame, elements: Elements) -> Floats:
-    """Of both objects (k, 3, 3) in the first's R, T and N, km²; NaN where it is not known."""
+    """Return the combined covariance (k, 3, 3) in the first object's R, T and N, km²; NaN where unknown."""
     sigma = [
         approaches.select([pl.col(f"sat{k}_sigma_{axis}_km").cast(pl.Float64) for axis in "rtn"])
         .fill_null(float("nan"))
@@ -152,6 +152,6 @@ def _sigma_ellipse(covariance: Floats) -> tuple[float, float, float] | None:
 
 
 def _round_up(reach: float) -> float:
-    """The next of 1, 2 and 5 times a power of ten."""
+    """Round up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** np.floor(np.log10(reach))
     return float(next(k * power for k in (1, 2, 5, 10) if k * power >= reach))

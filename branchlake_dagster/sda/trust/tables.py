@@ -1,4 +1,4 @@
-"""The error model as tables, and back: what a probability is computed with is what was published."""
+"""Convert the error model to tables and back, so that probabilities use the published model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UTC_MICROS = pl.Datetime("us", "UTC")
 
 
 def build_model_id(model: ErrorModel, history: Elements) -> str:
-    """The name of a model: the newest epoch of its history, and a hash of that history and of its figures."""
+    """Build a model's id from the newest epoch of its history and a hash of the history and the figures."""
     newest = np.datetime64(int(history.epoch_micros.max()) if len(history) else 0, "us")
     growth = model.growth
     hashed_arrays = (
@@ -41,7 +41,7 @@ def build_model_id(model: ErrorModel, history: Elements) -> str:
 
 
 def element_errors(model: ErrorModel, history: Elements) -> pl.DataFrame:
-    """Rows of `ElementError`: each class at each age, with the curve of the class."""
+    """Return the rows of `ElementError`: each class at each age bin, with the curve of the class."""
     growth = model.growth
     code, age_bin = (part.ravel() for part in np.indices((len(CLASSES), AGE_BINS)))
     names = [name.value for name in CLASSES]
@@ -81,7 +81,7 @@ def element_errors(model: ErrorModel, history: Elements) -> pl.DataFrame:
 
 
 def object_errors(model: ErrorModel, history: Elements) -> pl.DataFrame:
-    """Rows of `ObjectError`: the factor of each object on its class's curves."""
+    """Return the rows of `ObjectError`: the factor of each object on its class's curves."""
     return pl.DataFrame(
         {
             "sat_no": pl.Series(model.sat_no, dtype=pl.Int64),
@@ -93,7 +93,7 @@ def object_errors(model: ErrorModel, history: Elements) -> pl.DataFrame:
 
 
 def element_jumps(model: ErrorModel, history: Elements) -> pl.DataFrame:
-    """Rows of `ElementJump`: the candidates, by time."""
+    """Return the rows of `ElementJump`: the candidates for jumps, ordered by epoch."""
     differences, jumps = model.differences, model.jumps
     older, newer = differences.older[jumps.pair], differences.newer[jumps.pair]
     values = differences.values[jumps.pair]
@@ -128,7 +128,7 @@ def _nullable_floats(values: Floats) -> pl.Series:
 
 @dataclass(frozen=True)
 class PublishedErrors:
-    """A published model: curves (c, 3) by class, factors (n, 3) by object."""
+    """A published error model: curves (c, 3) by class and factors (n, 3) by object."""
 
     sigma0: Floats
     rate: Floats
@@ -140,7 +140,7 @@ class PublishedErrors:
 
     @classmethod
     def from_tables(cls, errors: pl.DataFrame, objects: pl.DataFrame) -> PublishedErrors:
-        """The model of the two tables."""
+        """Load the model from rows of `ElementError` and `ObjectError`."""
         by_class = pl.DataFrame({"orbit_class": [name.value for name in CLASSES]}).join(
             errors.unique("orbit_class", keep="first"), on="orbit_class", how="left", maintain_order="left"
         )
@@ -163,9 +163,9 @@ class PublishedErrors:
         )
 
     def position_sigma(self, elements: Elements, micros: npt.NDArray[np.int64]) -> Floats:
-        """One sigma along R, T and N (k, 3), km, of k element sets, each at its own instant; NaN if unknown.
+        """Return one sigma along R, T and N (k, 3), km, of k element sets at the instants ``micros`` (k,).
 
-        An object that the model does not have is as its class is.
+        The result is NaN if it is unknown. An object outside of the model has the curve of its class.
         """
         classes = orbit_class_codes(elements)
         age = (micros - elements.epoch_micros) / DAY_MICROS
