@@ -192,7 +192,7 @@ def test_a_cut_last_csv_row(keep):
     assert parsed.elements["sat_no"].to_list() == [7, 8]
     (row,) = parsed.rejected.to_dicts()
     assert (row["line_number"], row["reason"], row["raw_text"]) == (4, "truncated", cut)
-    assert f"{keep} fields, the header 17" in row["message"]
+    assert f"{keep} fields, the header has 17" in row["message"]
 
 
 def test_an_open_quote_harms_no_neighbour():
