@@ -13,7 +13,7 @@ import polars as pl
 
 from branchlake_dagster.sda.gp.tle import compute_checksums
 
-_ALPHA5_LETTERS = [c for c in string.ascii_uppercase if c not in "IO"]
+_ALPHA5_CHARS = [c for c in string.ascii_uppercase if c not in "IO"]
 MAX_TLE_SAT_NO = 339_999
 
 
@@ -23,9 +23,7 @@ def _format_column(pattern: str, values: npt.NDArray[np.generic]) -> pl.Series:
 
 def _format_sat_no(sat_no: npt.NDArray[np.int64]) -> pl.Series:
     """Format a catalog number in five characters, as Alpha-5 from 100000 on."""
-    leading = pl.Series(
-        np.array([*"0123456789", *_ALPHA5_LETTERS])[sat_no // 10_000].tolist(), dtype=pl.String
-    )
+    leading = pl.Series(np.array([*"0123456789", *_ALPHA5_CHARS])[sat_no // 10_000].tolist(), dtype=pl.String)
     return leading + _format_column("%04d", sat_no % 10_000)
 
 
