@@ -111,7 +111,7 @@ def test_an_unbranched_run_in_trouble_is_set_aside_and_given_up_without_touching
             assert settle() == [PublicationAction.TRY_AGAIN]
             assert settle() == [PublicationAction.PARKED]
         (one,) = iter_parked_runs(p.instance)
-        assert "what it wrote stays" in discard_parked_run(p.lake.nessie, p.instance, one)
+        assert "its rows stay" in discard_parked_run(p.lake.nessie, p.instance, one)
         assert "discarded-main" not in p.branches()
         assert settle() == []
         assert p.rows(namespace, "t") == [{"n": 1}]

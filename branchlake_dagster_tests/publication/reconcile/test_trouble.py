@@ -181,7 +181,7 @@ def test_the_command_ends_it(aside: tuple[Project, str], monkeypatch: pytest.Mon
     assert run_branch_name(broken) not in p.branches()
     tags = run_of(p, broken).tags
     assert tags[RunTag.VERDICT] == "blocked"
-    assert tags[RunTag.REASON].startswith("Given up by hand")
+    assert tags[RunTag.REASON].startswith("Discarded by an operator")
     assert RunTag.PUBLICATION not in tags
     assert broken not in one_pass(p)
 
