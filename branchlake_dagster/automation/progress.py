@@ -124,7 +124,10 @@ def iter_input_backlogs(lake: Lakehouse) -> Iterator[InputBacklog | UnreadableTa
 
 
 def _table_position(positions: Positions) -> ConsumptionRecord | None:
-    """Return the common position of a table. Without one, return the position of its first partition."""
+    """Return the common record of a table; if there is none, the record of its first partition by name.
+
+    The common record is the record for all partitions without their own entry. None if the table has neither.
+    """
     if positions.common_position is not None:
         return positions.common_position
     return next((positions.partitions[name] for name in sorted(positions.partitions)), None)

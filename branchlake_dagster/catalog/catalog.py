@@ -269,7 +269,11 @@ class NessieCatalog(NoViews, NamespaceOperations):
         sort_order: SortOrder = UNSORTED_SORT_ORDER,
         properties: Properties = EMPTY_DICT,
     ) -> StagedTable:
-        """Create a table in memory only. PyIceberg's create transactions start from it too."""
+        """Plan a new table in memory, for `create_table` and `create_table_transaction`.
+
+        Nothing is committed, and no metadata file is written. Only the folders that the table's files will
+        have are recorded in the warehouse (see `record_prefixes`).
+        """
         key = self._key(identifier)
         namespace_key(key.parent)
         values: dict[str, Any] = {GC_ENABLED: "false", **properties}

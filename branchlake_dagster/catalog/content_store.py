@@ -82,10 +82,11 @@ class ReferenceStore:
         return self._cached.state.reference.hash if self._cached else None
 
     def get_cached(self, *keys: ContentKey) -> ContentsAt | None:
-        """Return what the last read or commit returned for `keys`; None if it is too old or lacks a key.
+        """Return the contents from the last read or commit; None if they are too old or lack one of `keys`.
 
-        Never decide by the cache, because other writers may have changed the keys since. But a commit may
-        start from it: the server refuses an outdated one, and then the cache is cleared.
+        Never make a decision from the cache, because other writers may have changed the keys since. But a
+        commit may start from the cached contents: the server refuses an outdated commit, and then the cache
+        is cleared.
         """
         cached = self._cached
         if cached is None or not cached.keys.issuperset(keys) or self._now() - cached.read_at > _CACHE_S:

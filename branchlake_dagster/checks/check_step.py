@@ -150,9 +150,10 @@ def build_check_step(
     description: str,
     kind: str,
 ) -> dg.AssetChecksDefinition:
-    """Return a step `name` that gives each check in `specs` its verdict.
+    """Build a step `name` that evaluates all checks in `specs`.
 
-    Checks that cannot be evaluated raise CheckFailedToRun at the end, after all others have their verdict.
+    If checks cannot be evaluated, the step raises CheckFailedToRun at its end, after it has yielded the
+    results of the others.
     """
 
     @dg.multi_asset_check(

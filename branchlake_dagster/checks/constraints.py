@@ -231,10 +231,10 @@ class Proof:
 
 @dataclass(frozen=True)
 class FailingPartitions:
-    """The partitions of failing rows with their numbers of failing rows, the largest number first.
+    """The partitions with failing rows and their numbers of failing rows, the largest number first.
 
-    `more_count` is the number of partitions that are not listed. `more_at_least` is True if it is a lower
-    bound.
+    `more_count` is the number of partitions that are not listed. `more_at_least` is True if `more_count` is a
+    lower bound.
     """
 
     rows_by_partition: Mapping[str, int]

@@ -112,7 +112,10 @@ def replaced_check(
 
 
 def _load_replaced_table(lake: LakehouseResource, rows: StoredRows) -> Table | None:
-    """Return the table on `main` at the start of the run; None if it did not exist."""
+    """Return the table on `main` at the start of the run; None if it does not exist there.
+
+    Outside a run, and in an unbranched run without base hash, return the table as it is now.
+    """
     branch = lake.run_branch
     base_hash = branch.open().base_hash if branch is not None else ""
     try:

@@ -156,24 +156,27 @@ class BranchRuns(Protocol):
 
 
 class Reaper:
-    """Judges the branches of the Nessie filter `ref_filter`, and ends those that the rules allow.
+    """Judges run branches: keeps each one, deletes it, or discards it (replaces it by a tag).
+
+    Also restores discarded branches whose runs have passed and wait for their publication.
 
     Args:
         client: The Nessie client.
         runs: The interface to Dagster.
-        limits: The limits for runs that recorded none, and for branches that a person has named.
+        limits: The limits for runs whose tags contain none; with `anyones`, the limits for all runs.
         heartbeats: The storage of heartbeats, if any.
         now: The wall clock.
         monotonic: The clock for watching silent writers, in seconds.
         sleep: Waits for a number of seconds between readings of heartbeats.
-        is_on_main: Returns whether `main`'s history has a commit.
-        ref_filter: Nessie's filter for the branches to judge.
+        is_on_main: Returns whether a given commit is in `main`'s history.
+        ref_filter: Nessie's filter for the branches to judge. It is not used with `only`.
         discarded_filter: Nessie's filter for the tags of discarded branches, which may be restored.
         claim_filter: Nessie's filter for the tags of the publishers' claims.
         instance: The id of this Dagster instance. Branches of other instances are kept.
         files: Reads table metadata, to find the instance that made a branch whose run Dagster does not have.
         only: The branches to judge; None judges all.
-        anyones: Whether a person has named the branches, so that branches of other instances may be ended.
+        anyones: True if a person has named the branches. Then branches of other instances are judged too, and
+            every branch by `limits`.
     """
 
     def __init__(
@@ -405,7 +408,10 @@ class Reaper:
         return self._limits if self._anyones else self._limits.for_run(owner.retention)
 
     def _is_own_heartbeat(self, beat: Heartbeat) -> bool:
-        """Return whether the heartbeat may be this instance's. A heartbeat without instance may be of any."""
+        """Return whether the heartbeat may belong to this instance.
+
+        A heartbeat that does not name an instance may belong to any. With `anyones`, every heartbeat counts.
+        """
         return self._anyones or not beat.instance or beat.instance == self._instance
 
     def _find_origin(

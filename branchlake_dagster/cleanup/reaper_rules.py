@@ -115,7 +115,10 @@ class Reaping:
 
     @property
     def deletes_branch(self) -> bool:
-        """Whether the branch is deleted."""
+        """Whether the decision deletes the branch.
+
+        Discarding deletes the branch too, and keeps its state as a tag.
+        """
         return self.action in (ReapingAction.DELETE, ReapingAction.DISCARD)
 
     def __str__(self) -> str:

@@ -22,8 +22,8 @@ from branchlake_dagster.tables.specification import parse_table_spec, table_iden
 class Dependent:
     """An asset, a check or a table that depends on the changed table.
 
-    `kind` is `asset`, `check` or `consumer`. `declares` are the changed columns by which an asset consumes
-    changes.
+    `kind` is `asset`, `check`, or `consumer`: a table on `main` that was computed from changes of the changed
+    table. `declares` are those of the changed columns that the asset names in `consumes`.
     """
 
     kind: str

@@ -45,7 +45,7 @@ class CommandSettings:
 
 
 def find_project_files() -> list[Path]:
-    """Return the files of the working folder that may name code locations. Empty outside a project."""
+    """Return the files of the working folder that may name code locations; empty outside a project."""
     paths = (Path(name) for name in _FILES)
     return [
         path for path in paths if path.is_file() and (path.suffix != ".toml" or _may_name_locations(path))

@@ -40,7 +40,11 @@ class CommandGroup(click.Group):
         return sorted({*super().list_commands(ctx), *self._sources})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of that name, or None. Imports a command of `sources`."""
+        """Return the command of that name, or None.
+
+        A command that `sources` names is imported now. If an extra is missing, a substitute is returned that
+        raises MissingExtra when it is run.
+        """
         source = self._sources.get(cmd_name)
         if source is None:
             return super().get_command(ctx, cmd_name)

@@ -112,9 +112,9 @@ def find_archive(name: str, java: Path, jars: Sequence[Path]) -> Archive | None:
 
 @contextlib.contextmanager
 def lock_archives() -> Iterator[None]:
-    """Hold the lock for making archives, and delete archives unused for a month. Raises OSError.
+    """Hold the lock for making archives, and delete archives that were not used for a month.
 
-    Only one process at a time makes archives.
+    With the lock, only one process at a time makes archives. Raises OSError.
     """
     folder = make_private_folder(archives_folder())
     with file_lock(folder / "lock"):

@@ -136,7 +136,7 @@ class Consumption:
 
     @cached_property
     def positions(self) -> Positions:
-        """What the asset's table on `main` had consumed where the run began.
+        """The positions up to which the asset's table on `main` had consumed its inputs at the run's start.
 
         The branch is not read, because an earlier attempt of this step may have written there. Raises
         PositionUnreadable and ChangeLost.

@@ -269,7 +269,7 @@ def runs_by_partition(
 def _group_by_position(
     backlog: Backlog, partitions: Iterable[str]
 ) -> Iterator[tuple[ConsumptionRecord | None, list[str]]]:
-    """Yield each consumption record with its partitions. None groups those without a record."""
+    """Yield each consumption record with its partitions, and None with the partitions without a record."""
     definition, positions = _require_definition(backlog), backlog.positions
     common_keys: list[str] = []
     new_keys: list[str] = []

@@ -56,9 +56,11 @@ def same_keys(keys: pa.Table, left: Callable[[str], Column], right: Callable[[st
 
 
 def key_prefilter(keys: pa.Table, column: Callable[[str], Column]) -> Column:
-    """Return a filter that matches all rows of the keys, and few others.
+    """Return a filter that matches at least all rows of the keys.
 
-    It may match other rows, but Spark passes it to the scan of files. Spark does not pass the keys of a join.
+    For each column, the filter tests the values, or their range if there are more than `MAX_LITERALS`. Only
+    columns of integers, dates and texts are tested. Spark passes this filter to the scan of files, but not
+    the keys of a join.
     """
     parts = [_value_prefilter(keys[name], column(name)) for name in keys.column_names]
     return reduce(Column.__and__, parts, F.lit(True))

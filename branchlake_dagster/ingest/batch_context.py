@@ -52,9 +52,9 @@ from branchlake_dagster.stored_names import LakeProperty
 class IngestionTables:
     """The tables of an ingestion at one Nessie reference, by dotted name; the dead letters come last.
 
-    `loaded_tables` maps a name to the table, or to None if it does not exist yet. In tables that were loaded
-    without `create_missing`, only tables with a declared key can be None: a dropped table that records had
-    named is left out, and is created again by the next record that names it.
+    `loaded_tables` maps a name to the table, or to None if the table does not exist yet. Declared tables and
+    the dead letters can be None. A table of a family that does not exist is left out, unless `create_missing`
+    was given; the next record that names it creates it again.
     """
 
     ingest: ExpandedIngest

@@ -88,7 +88,7 @@ class RegistryAvro:
 
     `url` is the address of the schema registry, and `subject` the subject whose versions are read, usually
     `<topic>-value`. All versions are fetched once at the start of each batch. A record whose schema id is not
-    in the subject becomes a dead letter; reprocess it when the registry has the schema.
+    in the subject becomes a dead letter; reprocess it when the schema is registered under the subject.
 
     Examples:
         .. code-block:: python

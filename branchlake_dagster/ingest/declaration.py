@@ -356,7 +356,7 @@ class ExpandedIngest(Ingest):
 
     @property
     def family_tables(self) -> list[FamilyTable]:
-        """The tables of families, which records have named."""
+        """The tables that belong to families: one for each route that records have named."""
         return [one for one in self.tables if isinstance(one, FamilyTable)]
 
 

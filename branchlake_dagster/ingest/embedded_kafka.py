@@ -60,7 +60,7 @@ class BrokerLogin:
         return self._stored_password() is not None
 
     def create_password(self) -> str:
-        """Return the password, created if it is missing, and write the file for Kafka's console tools."""
+        """Return the existing password or create one, and write the file for Kafka's console tools."""
         password = self._stored_password() or secrets.token_urlsafe(24)
         write_secret(self._password_path, password)
         login = f'{_LOGIN_MODULE} required username="{BROKER_USER}" password="{password}";'

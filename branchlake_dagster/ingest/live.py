@@ -2,8 +2,8 @@
 
 This module does not depend on Dagster. A batch may be interrupted at any point, by a signal or by the death
 of its process. Then `main` is unchanged, and the next batch starts at the position of `main`. The reaper
-removes the remaining branch, by its name. Of two batches for the same offsets only one is published, because
-both set the same table property.
+recognizes the remaining branch by its name and removes it. Of two batches for the same offsets only one is
+published, because both set the same table property.
 """
 
 from __future__ import annotations

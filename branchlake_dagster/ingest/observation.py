@@ -49,7 +49,10 @@ def receiver_observations(
 
 
 def counts_metadata(counts: TopicCounts) -> dict[str, Any]:
-    """Build the metadata of a receiver's counts since its start, and of its buffers."""
+    """Build the metadata of counts since the receivers' start, and of their buffers.
+
+    The counts are those of one receiver over all its topics, or of one topic over all its receivers.
+    """
     metadata: dict[str, Any] = {
         EventMetadata.RECEIVED: dg.MetadataValue.int(counts.received),
         EventMetadata.HANDED_OVER: dg.MetadataValue.int(counts.handed_over),

@@ -94,7 +94,10 @@ class KafkaRecords:
         self._topics = topics
 
     def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
-        """See `Records`. The batch fails if a record was deleted meanwhile."""
+        """See `Records`.
+
+        Spark reads the records later; if one is deleted before that, the batch fails.
+        """
         starts, ends = _offsets_by_topic(ranges, "start"), _offsets_by_topic(ranges, "end")
         options = {
             **self._cluster.spark_options(),
@@ -156,7 +159,7 @@ class LandingRecords:
     def load_frame(self, session: SparkSession, ranges: Ranges, *, tasks: int) -> DataFrame:
         """See `Records`. Raises LandingDamaged, OffsetsGone, LandingUnavailable or TopicReplaced.
 
-        The batch fails if a file is removed meanwhile.
+        Spark reads the files later; if one is removed before that, the batch fails.
         """
         _require_same_topics(ranges, self._topic_ids(ranges))
         files = [

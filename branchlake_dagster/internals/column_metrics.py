@@ -224,7 +224,10 @@ class ReliableInclusiveEvaluator(_InclusiveMetricsEvaluator):  # type: ignore[mi
         self._fields = [schema.find_field(number) for number in extract_field_ids(self.expr)]
 
     def eval(self, file: DataFile) -> bool:
-        """False is a proof, True is not."""
+        """Return False only if certainly no row of the file matches.
+
+        True proves nothing.
+        """
         return bool(super().eval(reliable_metrics(file, self._fields)))
 
 
@@ -242,7 +245,10 @@ class ReliableStrictEvaluator(_StrictMetricsEvaluator):  # type: ignore[misc]  #
         self._fields = [schema.find_field(number) for number in extract_field_ids(self.expr)]
 
     def eval(self, file: DataFile) -> bool:
-        """True is a proof, False is not."""
+        """Return True only if all rows of the file certainly match.
+
+        False proves nothing.
+        """
         metrics = reliable_metrics(file, self._fields).for_every_row(self._fields)
         return bool(super().eval(metrics))
 

@@ -60,7 +60,8 @@ __all__ = [
 class _FixedTransaction(Transaction):
     """A transaction whose metadata is always that of the table.
 
-    The producers read it often, and PyIceberg's own transaction copies all of it each time.
+    PyIceberg's snapshot producers read the metadata often, and PyIceberg's own transaction copies all of it
+    each time.
     """
 
     @property
@@ -71,8 +72,9 @@ class _FixedTransaction(Transaction):
 class _CachingTransaction(Transaction):
     """A transaction that computes its metadata once for each change.
 
-    PyIceberg's own computes it whenever its producers read it, forty times for one overwrite, and copies all
-    snapshots of the table each time. That was half the cost of a small write, and grew with each write.
+    PyIceberg's own transaction computes the metadata whenever a snapshot producer reads it, forty times for
+    one overwrite, and copies all snapshots of the table each time. That was half the cost of a small write,
+    and grew with each write.
     """
 
     _cached_metadata: tuple[TableMetadata, tuple[TableUpdate, ...], TableMetadata] | None = None

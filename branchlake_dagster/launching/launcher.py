@@ -91,7 +91,8 @@ class WarmRunLauncher(DefaultRunLauncher):
     def terminate(self, run_id: str) -> bool:
         """Interrupt the run's process, which then ends the run as canceled.
 
-        Return whether that is under way.
+        If the process has already ended, report the run as canceled. Return False if the run has finished, or
+        if its process is on another machine or in another container.
         """
         run = self._instance.get_run_by_id(run_id)
         worker = WorkerProcess.from_tag(run.tags.get(RunTag.WORKER)) if run else None

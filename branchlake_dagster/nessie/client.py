@@ -287,9 +287,9 @@ class NessieClient:
         params: Mapping[str, str],
         page_size: int,
     ) -> Iterator[LogEntry]:
-        """Iterate over the commits after `since`.
+        """Iterate over the commits of `ref` after `since`, newest first.
 
-        The entry of `since` itself proves that the listing reached it.
+        Raises ReferenceNotFound at the end if the history does not contain the commit `since`.
         """
         since_filter = f"commit.hash == '{since}'"
         # The server applies the filter first and searches for `limit-hash` in the remaining commits. So the

@@ -97,7 +97,12 @@ class CommitMeta:
 
 @dataclass(frozen=True)
 class ReferenceMetadata:
-    """The comparison of a reference with the default branch. The counts are numbers of commits."""
+    """Nessie's metadata of a reference: its head, and its commits compared with the default branch.
+
+    `commits_ahead` and `commits_behind` are the numbers of commits that only the reference, or only the
+    default branch, has. `common_ancestor_hash` is the newest commit that both have. `total_commits` is the
+    number of commits in the reference's history.
+    """
 
     commits_ahead: int | None
     commits_behind: int | None

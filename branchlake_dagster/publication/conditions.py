@@ -295,9 +295,11 @@ def publication_automation_sensor(
 
 
 def never_evaluated(repository: RepositoryDefinition) -> list[AssetOrCheckKey]:
-    """Return the assets and checks with a condition of this package that no sensor evaluates.
+    """Return the assets and checks with a condition of this package that no suitable sensor selects.
 
-    Dagster itself does not report them.
+    Suitable are sensors that evaluate conditions in the code server, even if they are stopped. Dagster's
+    default sensor evaluates conditions in the daemon, so it is not suitable. Dagster itself does not report
+    these assets and checks.
     """
     graph = repository.asset_graph
     covered_keys: set[AssetOrCheckKey] = set()

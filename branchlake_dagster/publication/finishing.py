@@ -285,9 +285,10 @@ class LostBranches:
         self._location = location
 
     def report(self, existing_branches: Collection[str]) -> Iterator[Outcome]:
-        """Report the runs whose branch is not among `existing_branches`, as listed before this call.
+        """Report the finished runs whose unpublished work is lost because their branch is gone.
 
-        Costs one query to Dagster's run storage, and three requests to Nessie for each run without a branch.
+        `existing_branches` must have been listed before this call. Costs one query to Dagster's run storage,
+        and three requests to Nessie for each run without a branch.
         """
         pending_runs = self._instance.get_runs(
             RunsFilter(tags={RunTag.STATUS: str(Status.PENDING)}, statuses=_FINISHED_STATUSES),

@@ -209,11 +209,11 @@ class _PublishingExecutor(Executor):
 
 
 def _publish_within(timeout_s: float, publish: Callable[[], Outcome], branch: str, run_id: str) -> Outcome:
-    """Return the outcome of `publish`, or `try again` if it does not end within `timeout_s` seconds.
+    """Return the outcome of `publish`, or TRY_AGAIN if it takes longer than `timeout_s` seconds.
 
-    A storage or database that does not answer must not keep the run from ending. The call continues in its
-    thread as long as the process lives. The sensor may publish at the same time, and completes what the call
-    leaves.
+    Errors of `publish` are raised. A storage or database that does not answer must not keep the run from
+    ending. The call continues in its thread as long as the process lives. The sensor may publish at the same
+    time; it also finishes a publication that the call left half done.
     """
     outcomes: Queue[Outcome | BaseException] = Queue()
 

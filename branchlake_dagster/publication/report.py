@@ -221,9 +221,10 @@ def _table_name(report: RunReport, asset: str) -> str:
 def _load_row_counts(
     report: RunReport, tables: Collection[str], main_view: MainView | None
 ) -> Mapping[str, int | None]:
-    """Return the rows of each table on `main`, by dotted table name.
+    """Return the number of rows of each table on `main` by dotted table name; None if it is unknown.
 
-    If the branch was merged, the counts of the run are valid; other counts are read from `main`.
+    If branchlake merged the branch, the run's own counts are valid for tables that were not rebased. All
+    other counts are read from `main`; without `main_view` they are None.
     """
     row_counts: dict[str, int | None] = {}
     if report.publication and not report.merged_outside and not report.on_main:

@@ -84,7 +84,7 @@ class DeleteFile:
     """Checks whether it may delete rows of a predicate."""
 
     def may_delete_from(self, file: File) -> bool:
-        """Check whether it may delete rows of a data file that is older."""
+        """Return whether this delete file may delete rows of `file`, an older data file."""
         if self.paths is not None:
             return self.paths.may_name(file.path)
         return self.everywhere or self.partition == file.partition

@@ -48,7 +48,10 @@ class ReceiverSource(Protocol):
 
     @property
     def task(self) -> asyncio.Task[None] | None:
-        """The task of the source, None if it has none. It must not end before `stop`."""
+        """The source's task; None if it has none.
+
+        If it ends before `stop`, the service stops too.
+        """
 
     def resume(self, resume_state: ResumeState) -> None:
         """Continue from this state. Called once, before `start`, after the sink was opened."""

@@ -57,7 +57,7 @@ _HASH_PATTERN = re.compile(r"[0-9a-f]{16,64}")
 def find_check_reference(run_id: str, tags: Mapping[str, str]) -> str | None:
     """Return the reference `name@hash` that a check run reads; None for every other run.
 
-    The tags come from the launcher of the run. Only a publication branch at a fixed hash is accepted, because
+    Whoever launches the run sets its tags. So only a publication branch at a fixed hash is accepted, because
     a catalog or Spark session at a fixed hash is read-only. A tag that named `main` once let a run write
     there without any check.
 

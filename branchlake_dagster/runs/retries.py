@@ -177,8 +177,10 @@ def undo_earlier_attempts(
     """Restore the tables that the code of earlier attempts of `step` wrote, and return their names.
 
     Atomic: all tables change in one commit on the run's branch, with these `properties`. Call it at the first
-    access to the lake by a step that was attempted before. Cost: three requests, and one file for each commit
-    since the base that names no step.
+    access to the lake by a step that was attempted before.
+
+    Cost: three requests, and a fourth to restore tables. In addition, one metadata file is read for each
+    table of each commit since the base without the property `CODE_OF_STEP`.
 
     Raises:
         RetryNeedsFullRun: Another step has written to one of the tables since. Nothing was changed.

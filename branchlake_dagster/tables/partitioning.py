@@ -158,7 +158,10 @@ def _is_transform_aligned(transform: Transform, condition: Condition) -> bool:  
 
 
 def _is_period_start(transform: Transform, moment: datetime) -> bool:  # type: ignore[type-arg]
-    """Return whether a period of the transform starts at the moment (in UTC)."""
+    """Return whether a period of the transform starts at the moment (in UTC).
+
+    False for transforms other than hour, day, month and year.
+    """
     if (moment.minute, moment.second, moment.microsecond) != (0, 0, 0):
         return False
     periods: dict[type, bool] = {

@@ -272,7 +272,7 @@ class _SchemaComparison:
         self, path: ColumnPath, table_type: pa.DataType, frame_type: pa.DataType
     ) -> Iterator[SchemaChange]:
         if self.widen and (frame_type, table_type) in _WIDENINGS:
-            return  # the frame's values are cast later later later
+            return  # the frame's values are cast later
         if self.widen and (table_type, frame_type) in _WIDENINGS:
             yield WidenedColumn(path, frame_type)
         elif self.widen and pa.types.is_decimal(table_type) and pa.types.is_decimal(frame_type):

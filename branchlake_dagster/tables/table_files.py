@@ -50,14 +50,20 @@ class TableFiles:
         return load_file_io(self._properties, location)
 
     def metadata(self, location: str) -> TableMetadata | None:
-        """Load the table metadata in a file. Raises FileUnreadable."""
+        """Load the table metadata in a file; None if the file is missing.
+
+        Raises FileUnreadable.
+        """
         if location not in self._metadata:
             source = self.io(location).new_input(location)
             self._metadata[location] = _read_or_none(location, lambda: FromInputFile.table_metadata(source))
         return self._metadata[location]
 
     def manifests(self, snapshot: Snapshot) -> tuple[ManifestFile, ...] | None:
-        """Load the manifests of a snapshot. Raises FileUnreadable."""
+        """Load the manifest list of a snapshot; None if the file is missing.
+
+        Raises FileUnreadable.
+        """
         location = snapshot.manifest_list
         if location not in self._lists:
             # PyIceberg caches manifest lists, even of deleted files, so the file itself is checked first.
@@ -68,7 +74,10 @@ class TableFiles:
         return self._lists[location]
 
     def manifest_files(self, manifest: ManifestFile) -> ManifestFiles | None:
-        """Load the data and delete files that a manifest lists. Raises FileUnreadable."""
+        """Load the data and delete files that a manifest lists; None if the manifest is missing.
+
+        Raises FileUnreadable.
+        """
         path = manifest.manifest_path
         if path not in self._entries:
             io = self.io(path)

@@ -1,4 +1,4 @@
-"""Objects of the catalogue that a window cannot use: their propagated states cannot be true."""
+"""The asset of the catalogue's objects whose propagated states in a window cannot be true."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 import dagster as dg

@@ -39,11 +39,12 @@ _SPANS_AT_ONCE = 40
 
 @dataclass(frozen=True)
 class Candidates:
-    """Row pairs with first < second; an encounter may be repeated, or be none.
+    """The pairs of objects that may come within the threshold, by their rows; the first row is the smaller.
 
-    ``first``, ``second``, ``earliest``, ``latest`` (k,): pairs that pass each other, and between which
-    instants (UTC microseconds). ``slow_first``, ``slow_second`` (m,): pairs, each once, that may stay within
-    the threshold for a minute.
+    ``first`` and ``second`` (k,) are pairs that pass each other between the instants ``earliest`` and
+    ``latest`` (k,) in UTC microseconds. A pair may be listed twice for one encounter, or without an
+    encounter. ``slow_first`` and ``slow_second`` (m,) are pairs that may stay within the threshold for a
+    minute; each is listed once.
     """
 
     first: Rows
