@@ -163,7 +163,8 @@ def approve_command(backfill_id: str, assets: tuple[str, ...], module: str | Non
     """
     from branchlake_dagster.cli import backfill
 
-    approval = backfill.approve_assets(load_command_settings(module).settings, backfill_id, assets)
+    settings = load_command_settings(module).require_named_lake()
+    approval = backfill.approve_assets(settings, backfill_id, assets)
     if as_json:
         click.echo(json.dumps(backfill.approval_to_dict(approval), indent=2))
     else:

@@ -80,7 +80,7 @@ def _change_columns(
     from branchlake_dagster.wording import format_names
 
     loaded_settings = load_command_settings(module)
-    settings = loaded_settings.settings
+    settings = loaded_settings.settings if dry_run else loaded_settings.require_named_lake()
     try:
         key = ContentKey.from_path(table)
     except ValueError as error:

@@ -5,12 +5,14 @@ This module imports Dagster only if a code location is named, so that other comm
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.settings import Settings
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ ENVIRONMENT = "the environment"
 MODULE_HELP = "The module with your Definitions; default: those of the project's files."
 _FILES = ("dg.toml", "pyproject.toml", "workspace.yaml", "workspace.yml")
 """Files that name code locations, in the order in which dg and Dagster look for them."""
+_LAKE_VARIABLES = ("BRANCHLAKE_NESSIE_URI", "BRANCHLAKE_STATE_DIR")
+"""Variables that name a lake."""
 _TABLES = ("[tool.dagster", "[tool.dg")
 """Prefixes of the tables in a pyproject.toml that may name code locations."""
 
@@ -42,6 +46,21 @@ class CommandSettings:
     def description(self) -> str:
         """The source in words, with the code locations that could not be loaded."""
         return f"{self.source}; {self.trouble}" if self.trouble else self.source
+
+    def require_named_lake(self) -> Settings:
+        """Return the settings for a command that changes the lake.
+
+        Raises:
+            ConfigurationError: A code location could not be loaded, and the environment names no lake. The
+                default lake may be another one than that of the code location.
+        """
+        if self.trouble and self.source == ENVIRONMENT and not any(map(os.environ.get, _LAKE_VARIABLES)):
+            raise ConfigurationError(
+                f"The lake to change is unknown: {self.trouble}.",
+                hint=f"Correct the code location, or name the lake with {' or '.join(_LAKE_VARIABLES)}.",
+                reason="lake_unknown",
+            )
+        return self.settings
 
 
 def find_project_files() -> list[Path]:

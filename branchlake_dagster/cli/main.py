@@ -263,7 +263,7 @@ def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
     from branchlake_dagster.publication.cleanup_jobs import end_named_refs, reap_branches, sweep_discarded
 
     loaded_settings = load_command_settings(module)
-    settings = loaded_settings.settings
+    settings = loaded_settings.settings if dry_run else loaded_settings.require_named_lake()
     lake = Lakehouse(settings, say=print_progress, start=False)
     lake.endpoints(spark=False)
     dagster_home(settings)
@@ -306,7 +306,7 @@ def retry(module: str | None, run_id: str) -> None:
     """Let the publication sensor try the run again."""
     from branchlake_dagster.cli.set_aside import retry_run
 
-    click.echo(retry_run(load_command_settings(module).settings, run_id))
+    click.echo(retry_run(load_command_settings(module).require_named_lake(), run_id))
 
 
 @set_aside.command()
@@ -316,4 +316,4 @@ def end(module: str | None, run_id: str) -> None:
     """Discard the run's branch and publish nothing."""
     from branchlake_dagster.cli.set_aside import end_run
 
-    click.echo(end_run(load_command_settings(module).settings, run_id))
+    click.echo(end_run(load_command_settings(module).require_named_lake(), run_id))

@@ -225,6 +225,30 @@ def test_a_location_that_cannot_be_loaded_is_reported_in_one_line(
         require_location(None)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["reap"],
+        ["set-aside", "retry", "a"],
+        ["set-aside", "end", "a"],
+        ["columns", "drop", "shop.prices", "n"],
+        ["backfill", "approve", "a"],
+    ],
+)
+def test_a_command_that_changes_the_lake_must_know_which_lake(
+    project: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    """With a broken code location, the environment's default lake may be somebody else's."""
+    write(project, "broken", "raise RuntimeError")
+    workspace(project, "broken")
+    monkeypatch.delenv("BRANCHLAKE_STATE_DIR")
+    done = CliRunner().invoke(main, command)
+    assert (done.exit_code, "BRANCHLAKE_STATE_DIR" in done.output) == (1, True)
+    assert not (project / ".branchlake").exists()
+    monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(project / "of_environment"))
+    assert load_command_settings(None).require_named_lake().state_dir == project / "of_environment"
+
+
 def test_a_file_that_dagster_cannot_read_is_reported_in_one_line(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
