@@ -11,6 +11,7 @@ revoked.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 
 from dagster import (
@@ -98,17 +99,27 @@ def take_over_branch(client: NessieClient, branch: str, own_name: str) -> Refere
         try:
             if is_new or own_branch.hash == source.hash:
                 _delete_reference(client, source)
-        except (NessieConflict, ReferenceNotFound):
-            # The source was written to, discarded or claimed meanwhile, so the new branch is not complete.
-            if is_new:
-                _delete_branch(client, own_branch)
+        except (NessieConflict, ReferenceNotFound) as error:
+            if is_new and (isinstance(error, NessieConflict) or _has_tag(client, branch)):
+                # The source was written to, discarded or claimed meanwhile: the new branch is not complete.
+                with contextlib.suppress(NessieConflict):  # another step of this run has written to it
+                    _delete_branch(client, own_branch)
                 continue
+            # Without a tag, another step of this run has deleted the source after it found the new branch.
         return own_branch
     raise RetryNeedsFullRun(
         "The branch of the run's parent is being written to or cleaned up.",
         branch=branch,
         hint="Re-execute all steps of the run.",
         reason="branch_busy",
+    )
+
+
+def _has_tag(client: NessieClient, branch: str) -> bool:
+    """Check whether the branch was discarded, or its data is being swept."""
+    return any(
+        _find_reference(client, name)
+        for name in (discarded_tag_name(branch), f"{ReferencePrefix.SWEEPING}{run_id_of_branch(branch)}")
     )
 
 

@@ -192,6 +192,35 @@ def test_a_late_write_of_the_parent_is_taken_over_too(branch: Branch) -> None:
     assert branch.state() == {"own": written[0].hash}
 
 
+@pytest.mark.parametrize("discarded", [False, True])
+@pytest.mark.parametrize("writes", [False, True])
+def test_two_steps_of_a_retry_take_the_work_over_at_once(
+    branch: Branch, writes: bool, discarded: bool
+) -> None:
+    """The other step is done with it, between the first one's request for the new branch and the next one."""
+    seen = branch.write()
+    if discarded:
+        discard_branch(branch.nessie, seen)
+    real = NessieClient.create_branch
+    others: list[Reference | None] = []
+
+    def slow(self: NessieClient, *args: Any, **kwargs: Any) -> Reference:
+        created = real(self, *args, **kwargs)
+        if not others:
+            others.append(None)
+            others[0] = take_over_branch(branch.nessie, branch.name, branch.own)
+            if writes:
+                branch.lake.catalog(branch.own).create_namespace(f"{branch.own.replace('-', '_')}_late")
+        return created
+
+    with patch.object(NessieClient, "create_branch", slow):
+        first = take_over_branch(branch.nessie, branch.name, branch.own)
+    assert (first and first.name) == branch.own
+    assert (others[0] and others[0].name) == branch.own
+    assert branch.state().keys() == {"own"}
+    assert (branch.state()["own"] == seen.hash) is not writes
+
+
 def test_a_branch_that_is_discarded_meanwhile_is_taken_over_as_a_tag(branch: Branch) -> None:
     seen = branch.write()
     real = NessieClient.create_branch
@@ -213,9 +242,12 @@ def test_the_sweeper_is_not_robbed(branch: Branch) -> None:
 
     def sweeper_first(self: NessieClient, *args: Any, **kwargs: Any) -> Reference:
         found = real(self, *args, **kwargs)
-        self.delete_tag(branch.tag, expected_hash=seen.hash)
+        if "tag" in branch.state():
+            self.create_tag(sweeping, from_ref=branch.tag, from_hash=seen.hash)
+            self.delete_tag(branch.tag, expected_hash=seen.hash)
         return found
 
+    sweeping = branch.name.replace("run-", "sweeping-")
     with patch.object(NessieClient, "create_branch", sweeper_first):
         assert take_over_branch(branch.nessie, branch.name, branch.own) is None
     assert branch.state() == {}
