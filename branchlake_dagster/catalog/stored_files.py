@@ -249,12 +249,12 @@ class StoredFile:
     size: int
 
 
-def file_errors(files: Sequence[StoredFile]) -> list[FileNotFoundError | StoredFileDamaged | OSError | None]:
+def file_errors(files: Sequence[StoredFile]) -> list[Exception | None]:
     """Find what is wrong with each file, in the order of `files`; None if it exists and is long enough.
 
     FileNotFoundError and StoredFileDamaged are answers of the storage; any other OSError means that it did
-    not answer. No file is opened. Costs one request per file, or one listing per folder if many files are
-    requested.
+    not answer. An error of another class, as for an unknown scheme, concerns its file alone. No file is
+    opened. Costs one request per file, or one listing per folder if many files are requested.
     """
     sizes = _list_sizes([file for file in files if not is_local(file.location)])
     return map_concurrently(lambda file: _file_error(file, sizes.get(file.location)), files, _get_location)
@@ -264,12 +264,12 @@ def _get_location(file: StoredFile) -> str:
     return file.location
 
 
-def _file_error(file: StoredFile, size: int | None) -> FileNotFoundError | StoredFileDamaged | OSError | None:
+def _file_error(file: StoredFile, size: int | None) -> Exception | None:
     try:
         if size is None:
             with _wrap_io_errors(file.location):
                 size = len(file.io.new_input(file.location))
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - PyIceberg raises ValueError for a scheme that it does not know
         return error
     if size >= file.size:
         return None
@@ -301,14 +301,14 @@ def _list_folder(files: Sequence[StoredFile]) -> dict[str, int]:
     if not isinstance(io, PyArrowFileIO):
         return {}
     locations = {}
-    for file in files:
-        scheme, netloc, path = io.parse_location(file.location, io.properties)
-        locations[path] = file.location
-    selector = FileSelector(path.rpartition("/")[0], allow_not_found=True)
     try:
+        for file in files:
+            scheme, netloc, path = io.parse_location(file.location, io.properties)
+            locations[path] = file.location
+        selector = FileSelector(path.rpartition("/")[0], allow_not_found=True)
         listing = io.fs_by_scheme(scheme, netloc).get_file_info(selector)
-    except OSError:
-        return {}  # without the permission to list, single requests may still work
+    except Exception:  # noqa: BLE001 - the requests for single files give the errors, or work without listing
+        return {}
     return {locations[info.path]: info.size for info in listing if info.path in locations and info.is_file}
 
 

@@ -55,8 +55,9 @@ class TableFiles:
         Raises FileUnreadable.
         """
         if location not in self._metadata:
-            source = self.io(location).new_input(location)
-            self._metadata[location] = _read_or_none(location, lambda: FromInputFile.table_metadata(source))
+            self._metadata[location] = _read_or_none(
+                location, lambda: FromInputFile.table_metadata(self.io(location).new_input(location))
+            )
         return self._metadata[location]
 
     def manifests(self, snapshot: Snapshot) -> tuple[ManifestFile, ...] | None:
@@ -95,21 +96,22 @@ class TableFiles:
     def modified_at(self, location: str) -> datetime | None:
         """Return when a file was written, by the store's clock.
 
-        None if the file is missing or the time is unknown.
+        None if the file is missing or the time is unknown. Raises FileUnreadable.
         """
         io = self.io(location)
         if not isinstance(io, PyArrowFileIO):
             return None
-        scheme, netloc, path = io.parse_location(location, io.properties)
-        modified_at: datetime | None = io.fs_by_scheme(scheme, netloc).get_file_info(path).mtime
-        return modified_at
+
+        def read_time() -> datetime | None:
+            scheme, netloc, path = io.parse_location(location, io.properties)
+            modified_at: datetime | None = io.fs_by_scheme(scheme, netloc).get_file_info(path).mtime
+            return modified_at
+
+        return _read_or_none(location, read_time)
 
     def size(self, location: str) -> int:
-        """Return the size of a file in bytes; 0 if it is missing."""
-        try:
-            return len(self.io(location).new_input(location))
-        except FileNotFoundError:
-            return 0
+        """Return the size of a file in bytes; 0 if it is missing. Raises FileUnreadable."""
+        return _read_or_none(location, lambda: len(self.io(location).new_input(location))) or 0
 
     def delete(self, location: str) -> None:
         """Delete a file if it exists. Raises OSError."""

@@ -36,6 +36,8 @@ from branchlake_dagster.catalog.stored_files import (
     read_manifests,
     read_metadata,
 )
+from branchlake_dagster.tables.table_files import FileUnreadable, TableFiles
+from branchlake_dagster_tests.suite.raised import raising
 
 ROWS = Schema(NestedField(1, "n", LongType()))
 S3 = {"s3.access-key-id": "test", "s3.secret-access-key": "test", "s3.region": "us-east-1"}
@@ -81,6 +83,28 @@ def test_local_files(tmp_path: Path) -> None:
     assert short.file == files[1].location
     assert isinstance(lost, FileNotFoundError)
     assert lost.filename == files[2].location
+
+
+def test_a_location_that_no_file_system_knows_concerns_its_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyIceberg raises ValueError for it."""
+    monkeypatch.setattr(stored_files, "MIN_LISTED_FILES", 1)
+    monkeypatch.setattr(stored_files, "_MIN_FOLDER_FILES", 1)
+    io = PyArrowFileIO()
+    (tmp_path / "whole").write_bytes(b"1234")
+    files = [StoredFile(io, "cosn://lake/a", 4), StoredFile(io, f"file://{tmp_path}/whole", 4)]
+    unknown, whole = file_errors(files)
+    assert isinstance(unknown, ValueError)
+    assert whole is None
+
+
+@pytest.mark.filterwarnings("ignore:No preferred file implementation")
+def test_table_files_in_an_unknown_place_are_unreadable_and_not_missing() -> None:
+    files, location = TableFiles({}), "cosn://lake/t/metadata/1.metadata.json"
+    for read in (files.metadata, files.size, files.modified_at):
+        with raising(FileUnreadable):
+            read(location)
 
 
 @pytest.mark.parametrize("count", [29, 30])
