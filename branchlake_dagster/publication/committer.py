@@ -149,26 +149,29 @@ class Committer:
 
         `alive` is called before each commit and may raise to stop it. An error of one candidate is returned
         as its result; an error that concerns all candidates is raised. Raises PublicationContended after five
-        attempts.
+        attempts. If the outcome of an attempt is unknown and no later attempt clears it up, raises
+        NessieOutcomeUnknown, whatever failed last.
         """
         keys = _involved_keys(batch)
+        unknown_outcome: NessieOutcomeUnknown | None = None
         for _ in range(_MAX_ATTEMPTS):
-            main_contents = self._client.contents_at(MAIN, keys)
-            plan, results = self._build_plan(batch, main_contents)
-            if not plan.accepted:
-                return results
             try:
-                alive()
-            except BranchlakeError:
-                plan.discard()
-                raise
-            commit_hash = self.send_commit(plan, MAIN)
-            if commit_hash is not None:
-                published = {
-                    candidate.branch: Published(commit_hash, rebased_tables=tables)
-                    for candidate, tables in plan.accepted.items()
-                }
-                return {**results, **published}
+                results = self._try_publish(batch, keys, alive)
+            except NessieOutcomeUnknown as error:
+                unknown_outcome = unknown_outcome or error
+                continue
+            except Exception as error:
+                if unknown_outcome is None:
+                    raise
+                raise unknown_outcome from error
+            if results is None:
+                continue
+            for branch, result in results.items():
+                if unknown_outcome is not None and isinstance(result, Exception):
+                    results[branch] = unknown_outcome
+            return results
+        if unknown_outcome is not None:
+            raise unknown_outcome
         raise PublicationContended(
             f"Main changed {_MAX_ATTEMPTS} times while the publication was planned.",
             table=", ".join(batch[0].tables),
@@ -176,6 +179,23 @@ class Committer:
             run_id=batch[0].run_id,
             hint="Nothing is lost. The next tick of the publication sensor tries again.",
         )
+
+    def _try_publish(
+        self, batch: Sequence[Candidate], keys: list[ContentKey], alive: Callable[[], None]
+    ) -> dict[str, Result | Exception] | None:
+        """Plan and commit once. Return None if `main` has changed keys of the plan meanwhile."""
+        main_contents = self._client.contents_at(MAIN, keys)
+        plan, results = self._build_plan(batch, main_contents)
+        if not plan.accepted:
+            return results
+        commit_hash = self.send_commit(plan, MAIN, alive=alive)
+        if commit_hash is None:
+            return None
+        published = {
+            candidate.branch: Published(commit_hash, rebased_tables=tables)
+            for candidate, tables in plan.accepted.items()
+        }
+        return {**results, **published}
 
     def plan_for_checks(self, batch: Sequence[Candidate]) -> tuple[CommitPlan, dict[str, Result | Exception]]:
         """Return a plan whose result must pass checks, and the reasons why other candidates are not in it.
@@ -298,16 +318,23 @@ class Committer:
         return self._client.contents(f"@{candidate.base_hash}", sorted(candidate.read_set))
 
     def send_commit(
-        self, plan: CommitPlan, branch: str, extra_properties: Mapping[str, str] = MappingProxyType({})
+        self,
+        plan: CommitPlan,
+        branch: str,
+        extra_properties: Mapping[str, str] = MappingProxyType({}),
+        *,
+        alive: Callable[[], None] = lambda: None,
     ) -> str | None:
-        """Commit the plan to `branch` and return the hash.
+        """Commit the plan to `branch` and return the hash; None if one of its keys has changed.
 
-        Returns None if one of its keys has changed, or if the outcome is unknown.
+        `alive` is called after the files of the plan are written, immediately before the request, and may
+        raise. Raises NessieOutcomeUnknown if the commit may exist; the plan's files are kept then.
         """
         entries = [candidate.to_publication() for candidate in plan.accepted]
         with wrap_file_errors(next(iter(plan.accepted))):
             operations = plan.build_operations()
         try:
+            alive()
             return self._client.commit(
                 branch,
                 expected_hash=plan.main_hash,
@@ -318,7 +345,7 @@ class Committer:
         except NessieOutcomeUnknown:
             # Keep the files: the commit may exist, or still arrive. The next attempt finds it in the ledger.
             # If it arrives later, it fails because the keys have changed.
-            return None
+            raise
         except NessieConflict:
             plan.discard()
             return None

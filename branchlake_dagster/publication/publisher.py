@@ -24,7 +24,7 @@ from itertools import islice
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.errors import NessieConflict, ReferenceNotFound, may_succeed_later
+from branchlake_dagster.nessie.errors import NessieConflict, NessieError, ReferenceNotFound, may_succeed_later
 from branchlake_dagster.nessie.model import ContentKey, DiffEntry
 from branchlake_dagster.publication.committer import Committer, PublicationContended
 from branchlake_dagster.publication.ledger import (
@@ -219,18 +219,34 @@ class Publisher:
         Safe to call again after any failure. An error for which `may_succeed_later` is true means "try
         again". The failure of one candidate, with an error of any class, does not delay another.
 
-        `alive` is called immediately before a commit is sent, and raises if the commit must not be sent. A
+        `alive` is called immediately before a merge or commit is sent, and raises if it must not be sent. A
         commit does not need the run branch, so Nessie would accept it for a run that was fenced meanwhile.
 
         A candidate whose files cannot be read gets TableFilesMissing, TableFilesDamaged or
         TableFilesUnreadable, because Nessie's merge does not open files.
         """
-        results: dict[str, Result | Exception] = {**self._committer.find_unreadable(candidates)}
+        results: dict[str, Result | Exception] = {**self._find_unreadable(candidates)}
         for group in group_by_shared_keys(
             candidate for candidate in candidates if candidate.branch not in results
         ):
             results |= self._publish_isolated(partial(self._publish_group, alive=alive), group)
         return results
+
+    def _find_unreadable(self, candidates: Sequence[Candidate]) -> dict[str, Exception]:
+        """Return the errors of candidates whose files cannot be read, by branch.
+
+        An error of any class concerns its candidate alone.
+        """
+        try:
+            return self._committer.find_unreadable(candidates)
+        except Exception as error:  # noqa: BLE001 - the error becomes the outcome of its candidate
+            if len(candidates) == 1:
+                return {candidates[0].branch: error}
+        return {
+            branch: error
+            for candidate in candidates
+            for branch, error in self._find_unreadable([candidate]).items()
+        }
 
     def _publish_isolated(
         self,
@@ -270,6 +286,7 @@ class Publisher:
         # Nessie 0.99 merges a rename as a deletion, so the table was lost. A planned commit keeps it.
         is_mergeable = not (first.is_serializable or first.leases or first.has_renames)
         if len(group) == 1 and is_mergeable:
+            alive()
             merged = self._merge(first.branch, first.head_hash, first.to_publication())
             if merged is not None:
                 return {first.branch: merged}
@@ -306,15 +323,19 @@ class Publisher:
             return Published(result.target_hash)
         if not result.successful:
             return None
-        earlier_merge = self.find_publication(branch, publication.base_hash, head_hash)
-        earlier_merge = earlier_merge or self._find_later_merge(publication.base_hash, head_hash)
+        unexplained = PublicationUnexplained(
+            "Nessie reports that main holds this branch, but main's log has no merge of it.",
+            branch=publication.branch,
+            run_id=publication.run_id,
+            hint="Look in main's log for who merged it. If main has its rows, delete the branch.",
+        )
+        try:
+            earlier_merge = self.find_publication(branch, publication.base_hash, head_hash)
+            earlier_merge = earlier_merge or self._find_later_merge(publication.base_hash, head_hash)
+        except NessieError as error:
+            raise unexplained from error  # main has the branch, so this is no failure that changed nothing
         if earlier_merge is None:
-            raise PublicationUnexplained(
-                "Nessie reports that main holds this branch, but main's log has no merge of it.",
-                branch=publication.branch,
-                run_id=publication.run_id,
-                hint="Look in main's log for who merged it. If main has its rows, delete the branch.",
-            )
+            raise unexplained
         return earlier_merge
 
     def _find_later_merge(self, base_hash: str, head_hash: str) -> Published | None:

@@ -16,7 +16,7 @@ import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
+from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable, ReferenceNotFound
 from branchlake_dagster.nessie.retry import RetryPolicy
 from branchlake_dagster.nessie.transport import HttpTransport
 from branchlake_dagster.publication.ledger import Published, Refused, iter_publications
@@ -220,6 +220,46 @@ def test_5_a_publication_in_doubt_is_not_cleaned_up(bench: Workbench) -> None:
     assert isinstance(again, Published)
     assert again.is_new is False
     assert bench.rows() == [("a", 1)]
+
+
+@pytest.mark.parametrize("later", ["contents_at", "alive"])
+def test_a_commit_in_doubt_stays_in_doubt_whatever_fails_after_it(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    """The answer to the commit is lost, then the server is away, or the run is found to be fenced."""
+    bench.seeded([])
+    first, second = bench.run(), bench.run()
+    first.append([("a", 1)])
+    second.append([("b", 2)])
+    bench.publish(first)
+    client, lost = bench.lake.nessie, []
+    commit, contents_at = client.commit, client.contents_at
+
+    def lose_answer(*args: Any, **named: Any) -> Any:
+        commit(*args, **named)
+        lost.append(True)
+        raise NessieOutcomeUnknown("the answer was lost")
+
+    def away(*args: Any, **named: Any) -> Any:
+        if lost and later == "contents_at":
+            raise NessieUnavailable("away")
+        return contents_at(*args, **named)
+
+    def alive() -> None:
+        if lost:
+            raise ReferenceNotFound("fenced")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "commit", lose_answer)
+        patch.setattr(client, "contents_at", away)
+        result = Publisher(client, IcebergTableFormat(bench.lake.catalog())).publish(
+            [second.candidate()], alive=alive
+        )[second.name]
+    if later == "contents_at":
+        assert isinstance(result, NessieOutcomeUnknown)
+    else:  # the second attempt finds the commit in the log before it would send another one
+        assert isinstance(result, Published)
+    assert sorted(bench.rows()) == [("a", 1), ("b", 2)]
 
 
 def test_a_second_head_of_one_branch_is_not_a_second_publication(bench: Workbench) -> None:
