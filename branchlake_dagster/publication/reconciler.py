@@ -51,6 +51,7 @@ from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import FENCED, Status, find_recorded_base, is_judged
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import ReferencePrefix, RunTag
+from branchlake_dagster.tables.errors import RunBranchGone
 from branchlake_dagster.tables.table_files import TableFiles
 
 RUN_BRANCH_FILTER = branch_filter(ReferencePrefix.RUN)
@@ -349,7 +350,7 @@ class Reconciler:
         candidates = [item.candidate for item in ready_runs if item.candidate]
         results = (
             # The run may have been taken for dead while its process was suspended.
-            self._publisher.publish(candidates, alive=lambda: self._require_branches(candidates))
+            self._publisher.publish(candidates, alive=lambda: self._require_publishable(candidates))
             if inside
             else self._publisher.publish(candidates)
         )
@@ -386,9 +387,19 @@ class Reconciler:
 
     # -- one run ---------------------------------------------------------------------------------------
 
-    def _require_branches(self, candidates: Sequence[Candidate]) -> None:
+    def _require_publishable(self, candidates: Sequence[Candidate]) -> None:
+        """Raise if a run that publishes itself was fenced, ended or judged while it was suspended."""
         for candidate in candidates:
             self._client.reference(candidate.branch)
+            run = self._instance.get_run_by_id(candidate.run_id)
+            if run is None or run.is_finished or is_judged(run.tags, candidate.branch):
+                raise RunBranchGone(
+                    "The run was ended while it published itself.",
+                    branch=candidate.branch,
+                    run_id=candidate.run_id,
+                    hint="Launch the run again.",
+                    reason="ended_meanwhile",
+                )
 
     def _assess(self, ended_run: EndedRun, *, inside: bool) -> Outcome | AssessedRun:
         waiting = self._failed_attempts.waiting_outcome(ended_run.branch, ended_run.run)

@@ -230,6 +230,22 @@ def test_the_run_and_the_sensor_race_to_one_publication(
             assert len(entries) == 1
 
 
+def test_a_run_that_was_ended_meanwhile_does_not_publish_itself(
+    lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int
+) -> None:
+    """Its process was suspended, was taken for dead, and wakes up. Its branch may be kept for some hours."""
+    with environment.context() as patch:
+        patch.setattr(Reconciler, "publish_now", lambda *_, **__: None)
+        with instance() as store, run(store) as result:
+            patch.undo()
+            found = store.get_run_by_id(result.run_id)
+            assert found is not None
+            assert found.is_finished
+            outcome = reconciler(lakehouse, store).publish_now(found)
+            assert outcome.action is PublicationAction.TRY_AGAIN
+            assert times(lakehouse, token) == 0
+
+
 def test_a_publication_that_does_not_end_is_left_to_the_sensor(
     lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int
 ) -> None:
