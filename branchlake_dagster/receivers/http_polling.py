@@ -296,7 +296,7 @@ class HttpSource:
         except ValueError:
             try:
                 until = parsedate_to_datetime(header)
-            except ValueError:
+            except (ValueError, OverflowError):  # no date, or one that no datetime can hold
                 return None
             until = until if until.tzinfo else until.replace(tzinfo=UTC)
             seconds = (until - datetime.fromtimestamp(self._now_ns() / 1e9, UTC)).total_seconds()

@@ -278,6 +278,7 @@ def test_retry_after_is_kept_to_and_bounded() -> None:
     async def play() -> None:
         archive, sink = Archive(item(1)), MemorySink()
         told = ["7", "Thu, 01 Jan 1970 00:00:42 GMT", "99999", "nonsense", "-5", "nan", "Thu, 99 Jan"]
+        told += ["Thu, 01 Jan 99999999999 00:00:00 GMT", "Thu, 01 Jan 1970 00:00:42 +99999999999999"]
         archive.faults = [web.Response(status=429, headers={"Retry-After": text}) for text in told]
         async with serving(archive.answer) as url:
             intake = asking(url, sink)
