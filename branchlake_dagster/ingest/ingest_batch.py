@@ -11,6 +11,7 @@ from functools import reduce
 from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 
+from branchlake_dagster.errors import OutcomeUnknown, Transient
 from branchlake_dagster.ingest.batch_commit import (
     BatchTableChange,
     commit_tables,
@@ -401,6 +402,8 @@ def _ingest_divided_batch(
     try:
         passes.run_on_empty_record()
     except Exception as other:
+        if isinstance(other, Transient | OutcomeUnknown):
+            raise  # Spark, Nessie or Kafka has failed meanwhile, and not because of a record
         error.add_note(f"A pass over one record without a value failed too: {error_reason(other)}")
         raise error from other
     finally:

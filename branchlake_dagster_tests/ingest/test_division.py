@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from branchlake_dagster.ingest import ingest_batch
 from branchlake_dagster.ingest.division import (
     RecordPosition,
     exclude_records,
@@ -13,6 +18,8 @@ from branchlake_dagster.ingest.division import (
     split_in_halves,
 )
 from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, count_offsets
+from branchlake_dagster.nessie.errors import NessieUnavailable
+from branchlake_dagster.spark.session import SparkGone
 
 PARTS = [TopicPartition("t", "i", number) for number in range(3)]
 
@@ -103,3 +110,19 @@ def test_halves_are_what_they_are_made_of(ranges: Ranges) -> None:
     left, right = split_in_halves(ranges)
     assert _positions(left) + _positions(right) == _positions(ranges)
     assert abs(count_offsets(left) - count_offsets(right)) <= 1
+
+
+@pytest.mark.parametrize("failure", [SparkGone("Spark is gone."), NessieUnavailable("away"), OSError("full")])
+def test_a_server_that_fails_during_the_search_is_no_fault_of_a_record(failure: Exception) -> None:
+    """The batch is then tried again; for a disk that is full, the first error is raised as before."""
+
+    def fail() -> None:
+        raise failure
+
+    first = ValueError("a record could not be written")
+    tables = SimpleNamespace(identifiers={}, without_unknown_columns=lambda: tables)
+    planned: Any = SimpleNamespace(ingestion_tables=tables)
+    passes: Any = SimpleNamespace(undo_table_changes=lambda _: None, run_on_empty_record=fail)
+    with pytest.raises(ValueError if isinstance(failure, OSError) else type(failure)) as raised:
+        ingest_batch._ingest_divided_batch(planned, passes, "hash", first)
+    assert raised.value is (first if isinstance(failure, OSError) else failure)
