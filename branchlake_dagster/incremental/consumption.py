@@ -15,6 +15,7 @@ from pyiceberg.types import IcebergType
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import ConfigurationError, call_all
 from branchlake_dagster.history.capture import (
+    ancestors_after,
     capture_change,
     contains_snapshot,
     position_on_branch,
@@ -233,11 +234,23 @@ class Consumption:
         if declaration.start == "beginning":
             return None
         if declaration.start_time is None:
-            return upstream.up_to
+            return self._earliest_start(upstream) or upstream.up_to
         identifier = self.consumer.inputs[upstream.key]
         return position_at(self._lake.lakehouse, identifier, declaration.start_time) or Position(
             upstream.up_to.table_uuid, None
         )
+
+    def _earliest_start(self, upstream: UpstreamTable) -> Position | None:
+        """Return the earliest position of an input that partitions have recorded; None if there is none.
+
+        With `start="now"` all partitions begin at the same time, also those whose first run comes hours after
+        the others'. The first runs record it.
+        """
+        recorded = [record.inputs.get(upstream.name) for record in self.positions.partitions.values()]
+        starts = [one for one in recorded if one and one.table_uuid == upstream.up_to.table_uuid]
+        ancestors, _ = ancestors_after(upstream.table.metadata)
+        order = {snapshot.snapshot_id: number for number, snapshot in enumerate(ancestors)}
+        return min(starts, key=lambda one: order.get(one.snapshot_id or 0, -1), default=None)
 
     def _position_or_fallback(self, upstream: UpstreamTable, since: Position | None) -> Position | None:
         """Return the position; if its change is lost, the position that `when_lost` asks for."""

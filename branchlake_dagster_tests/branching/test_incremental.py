@@ -430,6 +430,31 @@ def test_a_partition_that_comes_later_is_new_whenever_its_consumer_began(
         assert values(p, three) == [(date(2026, 8, 3), 3)]
 
 
+def test_a_consumer_that_begins_now_begins_once_for_all_partitions(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    """The first run of another partition comes after a row was published for it."""
+    events = Source(namespace, "events")
+    events.columns = {"day": pl.Date, "price": pl.Int64}
+
+    @dg.asset(
+        key=[namespace, "lines"],
+        partitions_def=dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-04"),
+        ins={"events": dg.AssetIn(events.key)},
+        metadata=table_metadata(write_mode="append", partition_by="day", **FREE)
+        | consumes({events.key: "rows"}, start="now"),
+    )
+    def lines(events: pl.DataFrame) -> pl.DataFrame:
+        return events
+
+    with project(lakehouse, events.asset, lines) as p:
+        events.publish(p, *((date(2026, 8, number), 0) for number in (1, 2, 3)))
+        published(p, lines, partition="2026-08-01")
+        events.publish(p, (date(2026, 8, 2), 2))
+        published(p, lines, partition="2026-08-02")
+        assert values(p, lines) == [(date(2026, 8, 2), 2)]
+
+
 DAYS = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-05")
 
 
