@@ -201,7 +201,7 @@ class ColumnRanges:
         """Return the values in a file's rows; for a delete file, in the rows that it may delete."""
         try:
             return self._ranges_of_file(changed_file.file, self._specs[changed_file.file.spec_id])
-        except OverflowError:  # a date far outside Python's calendar, from a broken clock
+        except (OverflowError, ValueError):  # outside Python's calendar: a broken clock, or the year 10000
             return Ranges(anything=True, nulls=True)
 
     def _ranges_of_file(self, file: DataFile, spec: PartitionSpec) -> Ranges:

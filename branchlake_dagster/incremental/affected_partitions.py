@@ -25,6 +25,8 @@ from branchlake_dagster.history.ranges import Range, Ranges, merge_ranges
 
 _ZERO = timedelta()
 _DAY = timedelta(days=1)
+_WITHOUT = " without "
+_CALENDAR_END = datetime.max.replace(tzinfo=UTC)
 LAST_DAY = date(9999, 12, 30)
 """The last day whose next day is a date too. Half-open ranges need that next day."""
 
@@ -286,18 +288,26 @@ def partition_coverage(
 ) -> dict[str, Any]:
     """Describe the partitions that exist now, by dimension.
 
-    A dimension of time windows has the text `start/end` in UTC, the empty text if it has no window yet. Any
-    other dimension has the sorted list of its keys.
+    A dimension of time windows has the text `start/end` in UTC, the empty text if it has no window yet. If
+    the definition has exclusions, ` without ` and these follow. Any other dimension has the sorted list of
+    its keys.
     """
     by_dimension: dict[str, Any] = {}
     for name, part in dimension_definitions(definition).items():
         if isinstance(part, TimeWindowPartitionsDefinition):
             first, last = part.get_first_partition_window(), part.get_last_partition_window()
             ends = (first.start, last.end) if first and last else ()
-            by_dimension[name] = "/".join(end.astimezone(UTC).isoformat() for end in ends)
+            extent = "/".join(end.astimezone(UTC).isoformat() for end in ends)
+            by_dimension[name] = extent + _format_exclusions(part) if extent else ""
         else:
             by_dimension[name] = sorted(part.get_partition_keys(dynamic_partitions_store=instance))
     return by_dimension
+
+
+def _format_exclusions(definition: TimeWindowPartitionsDefinition) -> str:
+    """Format the exclusions of a definition; empty without them."""
+    exclusions = sorted(map(str, definition.exclusions or ()))
+    return f"{_WITHOUT}{'; '.join(exclusions)}" if exclusions else ""
 
 
 def is_covered_partition(
@@ -316,10 +326,15 @@ def is_covered_partition(
 
 def _is_covered_key(coverage: Any, definition: PartitionsDefinition[str], key: str) -> bool:
     if isinstance(definition, TimeWindowPartitionsDefinition):
-        if not isinstance(coverage, str) or coverage.count("/") != 1:
+        if not isinstance(coverage, str):
+            return False
+        extent, separator, exclusions = coverage.partition(_WITHOUT)
+        if separator and _WITHOUT + exclusions != _format_exclusions(definition):
+            return False  # windows that were excluded then may exist now, so every partition counts as new
+        if extent.count("/") != 1:
             return False  # no window existed, or the text has another format: the partition counts as new
         window = definition.time_window_for_partition_key(key)
-        start, end = map(datetime.fromisoformat, coverage.split("/"))
+        start, end = map(datetime.fromisoformat, extent.split("/"))
         return start <= window.start and window.end <= end
     return isinstance(coverage, list) and key in coverage
 
@@ -351,6 +366,12 @@ def _affected_window_keys(
     if first is None or last is None:
         return []
     if reach != _OWN_ROWS:
+        # Other rows affect no window. A row of the year 9999, a usual mark for an open end, would lead the
+        # search for window borders out of the calendar.
+        start = max(start, reach.required_window(definition, first).start)
+        end = min(end, reach.required_window(definition, last).end)
+        if start >= end:
+            return []
         interval = reach.affected_interval(definition, start, end)
         candidate_keys = _overlapping_window_keys(definition, first, last, interval.start, interval.end)
         windows = {key: definition.time_window_for_partition_key(key) for key in candidate_keys}
@@ -382,9 +403,10 @@ def _to_datetime(value: Any, zone: tzinfo) -> datetime:
 
 
 def _exclusive_end(value: Any, zone: tzinfo) -> datetime:
-    """Return the first moment after a day or a time stamp."""
-    return (
-        _to_datetime(value, zone) + _TICK
-        if isinstance(value, datetime)
-        else _to_datetime(value + timedelta(1), zone)
-    )
+    """Return the first moment after a day or a time stamp; at most the end of Python's calendar."""
+    try:
+        if isinstance(value, datetime):
+            return _to_datetime(value, zone) + _TICK
+        return _to_datetime(value + _DAY, zone)
+    except OverflowError:
+        return _CALENDAR_END

@@ -64,7 +64,7 @@ def select_ranges(ranges: Ranges, column: str, schema: Schema, *, table: str) ->
     """Return a selection of the rows whose column has a value in the ranges.
 
     On a column of time stamps, a date means its whole day in UTC. Raises SchemaMismatch for a column that is
-    neither a date nor a time stamp.
+    neither a date nor a time stamp, and for a range that ends after `LAST_DAY`.
     """
     try:
         kind = schema.find_type(column)
@@ -74,16 +74,25 @@ def select_ranges(ranges: Ranges, column: str, schema: Schema, *, table: str) ->
             table=table,
             hint=f"Its columns are {', '.join(field.name for field in schema.fields)}.",
         ) from error
-    if isinstance(kind, DateType):
-        days = widen_to_days(ranges)
-        return Selection(tuple((DateRange(column, part.low, part.high + _DAY),) for part in days.parts))
-    if not isinstance(kind, TimestampType | TimestamptzType):
+    try:
+        if isinstance(kind, DateType):
+            days = widen_to_days(ranges)
+            return Selection(tuple((DateRange(column, part.low, part.high + _DAY),) for part in days.parts))
+        if isinstance(kind, TimestampType | TimestamptzType):
+            intervals = _iter_time_ranges(ranges)
+            return Selection(tuple((TimeRange(column, start, end),) for start, end in intervals))
+    except OverflowError as error:
         raise SchemaMismatch(
-            f"Column {column} has type {kind}. Only ranges of dates and time stamps can be replaced.",
+            f"Column {column} has changed rows at the end of the calendar. A range of results cannot end"
+            f" after {LAST_DAY}.",
             table=table,
-            hint="Name a date or time stamp column, or use the pattern `keys`.",
-        )
-    return Selection(tuple((TimeRange(column, start, end),) for start, end in _iter_time_ranges(ranges)))
+            hint="Mark an open end by null or by an earlier day, or use the pattern `keys`.",
+        ) from error
+    raise SchemaMismatch(
+        f"Column {column} has type {kind}. Only ranges of dates and time stamps can be replaced.",
+        table=table,
+        hint="Name a date or time stamp column, or use the pattern `keys`.",
+    )
 
 
 def _iter_time_ranges(ranges: Ranges) -> Iterable[tuple[datetime, datetime]]:

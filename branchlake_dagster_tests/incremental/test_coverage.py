@@ -37,3 +37,19 @@ def test_keys_that_came_later_are_not_covered() -> None:
 def test_no_window_yet_covers_nothing() -> None:
     none = dg.DailyPartitionsDefinition("2099-01-01")
     assert not is_covered_partition(partition_coverage(none), AUGUST, "2026-08-01")
+
+
+def test_a_window_whose_exclusion_was_removed_is_not_covered() -> None:
+    """Nothing was consumed for it while it did not exist."""
+    weekdays = dg.TimeWindowPartitionsDefinition(
+        start="2026-08-01",
+        end="2026-08-15",
+        fmt="%Y-%m-%d",
+        cron_schedule="0 0 * * *",
+        exclusions=["0 0 * * 0,6"],
+    )
+    all_days = dg.DailyPartitionsDefinition("2026-08-01", end_date="2026-08-15")
+    recorded = partition_coverage(weekdays)
+    assert is_covered_partition(recorded, weekdays, "2026-08-04")
+    assert not is_covered_partition(recorded, all_days, "2026-08-08")
+    assert is_covered_partition(partition_coverage(all_days), weekdays, "2026-08-04")

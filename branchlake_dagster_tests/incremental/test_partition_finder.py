@@ -67,3 +67,17 @@ def test_without_partitions_nothing_is_found() -> None:
         PartitionFinder(DAYS, []).affected_keys({"": Ranges((Range(date(2026, 8, 1), date(2026, 8, 2)),))})
         == set()
     )
+
+
+@pytest.mark.parametrize("reach", [Reach(), Reach(timedelta(hours=30), timedelta(hours=5), -1, 1)])
+@pytest.mark.parametrize("last", [date.max, datetime.max, datetime.max.replace(tzinfo=UTC)])
+def test_the_end_of_the_calendar_marks_an_open_end(last: date, reach: Reach) -> None:
+    first = datetime(2026, 8, 18, 12, tzinfo=UTC) if isinstance(last, datetime) else date(2026, 8, 18)
+    if isinstance(last, datetime) and last.tzinfo is None:
+        first = datetime(2026, 8, 18, 12)
+    for low, expected in ((first, {"2026-08-18", "2026-08-19"}), (last, set())):
+        changed = {"": Ranges((Range(low, last),))}
+        keys = affected_partition_keys(DAYS, changed, reach=reach)
+        assert expected <= keys
+        assert bool(keys) is bool(expected)
+        assert PartitionFinder(DAYS, DAYS.get_partition_keys(), reach=reach).affected_keys(changed) == keys
