@@ -195,7 +195,7 @@ def test_a_run_whose_base_was_rolled_back_is_told(lakehouse: Lakehouse, namespac
         assert outcome.codes == ("base_not_on_main",)
         run = p.instance.get_run_by_id(run_id)
         assert run is not None
-        assert "rolled back" in run.tags[RunTag.REASON]
+        assert "set back" in run.tags[RunTag.REASON]
         assert run_branch_name(run_id) not in p.branches()
 
 
