@@ -238,7 +238,7 @@ _BUGS: dict[str, Any] = {
     "new partitions are not looked for": (pending_partitions, "_partitions_with_rows", lambda *_: set()),
     "a lost floor never moves again": (Consumption, "_pending_or_none", _lost),
     "runs of one consumer look alike": (
-        (ConsumptionRecord, "to_json", lambda self: _TEXT(replace(self, run_id="", base=""))),
+        (ConsumptionRecord, "to_json", lambda self: _TEXT(replace(self, run_id="", base_hash=""))),
         (positions, "advance_positions", _only_the_floor),
     ),
     "appending runs do not meet": (positions, "advance_positions", _only_the_floor),

@@ -99,11 +99,11 @@ _SENDS: ContextVar[bool] = ContextVar("_SENDS", default=False)
 """Whether this actor is inside `send`: what one of them patches for a while, others restore too early."""
 
 
-def _discarding_send(self: Committer, plan: CommitPlan, branch: str, *more: object) -> str | None:
+def _discarding_send(self: Committer, plan: CommitPlan, branch: str, *more: Any, **named: Any) -> str | None:
     """`send`, whose commits are judged as `_judged` does."""
     token = _SENDS.set(True)
     try:
-        return _SEND(self, plan, branch, *more)  # type: ignore[arg-type]
+        return _SEND(self, plan, branch, *more, **named)
     finally:
         _SENDS.reset(token)
 
@@ -206,7 +206,7 @@ def _everything_named(
 
 
 def _without_hands(
-    self: MainLog, client: NessieClient, branch: str, *, head: object = None, **of: Any
+    self: MainLog, client: NessieClient, branch: str, *, head_hash: object = None, **of: Any
 ) -> object:
     return _PUBLISHED(self, client, branch, **of)
 
