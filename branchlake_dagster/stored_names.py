@@ -1,8 +1,9 @@
-"""Every name under which branchlake stores something: tags, metadata, properties and more.
+"""The names of tags, metadata, properties, references and record headers that branchlake stores.
 
 These names are in users' lakes, event logs and code, so they never change. All of them came with version
-0.1.0; a later name states its version. The package creates no others: a test compares this module with a
-stored lake (`branchlake_dagster_tests.baseline`).
+0.1.0; a later name states its version. A test compares the names in the code with those in a stored lake
+(`branchlake_dagster_tests.baseline`). The columns of dead letters and of change tables are defined where the
+tables are (`ingest/batch_tables.py`, `history/rows.py`).
 """
 
 from __future__ import annotations

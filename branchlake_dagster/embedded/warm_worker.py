@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -118,12 +119,27 @@ def _run_daemon(request: dict[str, Any], descriptors: list[int], connection: soc
         sys.path[0] = request["folder"]
     sys.argv = ["pyspark.daemon", *request["arguments"]]
     os.register_at_fork(after_in_child=lambda: _reset_worker(connection))
-    manager = load_daemon_manager(request["arguments"][0])
+    manager = load_daemon_manager(
+        request["arguments"][0], before_task=partial(_restore_folder, request["folder"])
+    )
     send_message(connection, {"daemon": os.getpid()})
     # If the requesting process gave up, it closed the connection and became a daemon with the same pipes.
     # Then this call raises ChannelClosed.
     receive_message(connection)
     manager()
+
+
+def _restore_folder(folder: str) -> None:
+    """Create and enter the session's folder again if Spark has deleted it.
+
+    An executor keeps the folders of the 100 sessions that ran a task last. It deletes the folder of another
+    session even if the session continues. Then `os.getcwd`, and so the import of many libraries, would fail.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        os.chdir(folder)
 
 
 def _reset_worker(connection: socket.socket) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from importlib import import_module
+from io import BufferedReader
 from typing import Any, NoReturn, cast
 
 _FIRST_WAIT_MS, _GROWTH, _LONGEST_WAIT_MS = 50, 4.0, 4_000
@@ -88,12 +89,20 @@ def _is_log_enabled(_: logging.LogRecord) -> bool:
     return "SPARK_CONNECT_LOG_LEVEL" in os.environ
 
 
-def load_daemon_manager(worker_module: str) -> Callable[[], None]:
+def load_daemon_manager(worker_module: str, *, before_task: Callable[[], None]) -> Callable[[], None]:
     """Return the function that `python -m pyspark.daemon WORKER_MODULE` runs.
 
-    It works in a process that has imported pyspark already.
+    It works in a process that has imported pyspark already. `before_task` is called in the worker when a task
+    arrives, before the task's code runs.
     """
     import pyspark.daemon as daemon
 
-    daemon.worker_main = import_module(worker_module).main
+    run_task = import_module(worker_module).main
+
+    def wait_and_run_task(requests: BufferedReader, replies: Any) -> None:
+        requests.peek(1)  # a worker waits here between two tasks
+        before_task()
+        run_task(requests, replies)
+
+    daemon.worker_main = wait_and_run_task
     return cast("Callable[[], None]", daemon.manager)

@@ -84,8 +84,9 @@ class Finisher:
         if (refusal or (result is None and assessed_run.was_claimed)) and not self._keep_hours(
             assessed_run.run
         ):
-            # Another publisher, perhaps inside the run, may still be working on the branch. Only after the
-            # branch is deleted is it certain that it was not published.
+            # Another publisher, perhaps inside the run, may still be working on the branch. A deleted branch
+            # cannot be merged. A publisher inside the run sends no commit for it either, because it checks
+            # the branch immediately before the request.
             end_judged_branch(self._client, assessed_run.branch, keep_data=False)
         publication = result if isinstance(result, Published) else self._find_publication(assessed_run)
         if (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -18,6 +19,7 @@ import numpy
 import psutil
 import pyarrow as pa
 import pytest
+from pyspark.sql import SparkSession
 
 from branchlake_dagster.embedded import warm_worker as warm
 from branchlake_dagster.embedded import worker_daemon as daemon
@@ -211,3 +213,21 @@ def test_sessions_of_spark_share_what_is_imported_and_no_workers(lakehouse: Lake
     assert all(one["imported"] for one in found)
     # A worker that serves two tasks draws twice, and other numbers.
     assert len({one["drawn"] for one in found}) == len(found), "they draw the same numbers"
+
+
+@pytest.mark.spark
+def test_a_session_works_on_after_spark_deleted_its_folder(spark_session: SparkSession) -> None:
+    # Spark does so when a hundred other sessions have run tasks since.
+    def find_folder(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for _ in batches:
+            yield pa.RecordBatch.from_pydict({"folder": [str(Path.cwd())]})
+
+    rows = spark_session.range(0, 4, 1, 2).mapInArrow(find_folder, "folder string")
+    (folder,) = set(rows.toArrow()["folder"].to_pylist())
+    for _ in range(2):  # the idle workers of the earlier tasks, and new ones
+        shutil.rmtree(folder)
+        assert {*rows.toArrow()["folder"].to_pylist()} == {folder}
+        for worker in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if worker.cwd() == folder and not worker.children():
+                    worker.kill()
