@@ -29,10 +29,20 @@ from branchlake_dagster.receivers.records import (
 )
 
 DEFAULT_ROLL = Roll(records=10_000, size_bytes=4 * 1024 * 1024, age_s=0.02)
-PRODUCER_OPTIONS = {"enable.idempotence": True, "acks": "all", "message.timeout.ms": 0, "linger.ms": 5}
+_IN_FLIGHT = ("max.in.flight.requests.per.connection", "max.in.flight")
+PRODUCER_OPTIONS = {
+    "enable.idempotence": True,
+    "acks": "all",
+    "message.timeout.ms": 0,
+    "linger.ms": 5,
+    _IN_FLIGHT[0]: 1,
+}
 """Options of every producer. Users may only change ``linger.ms``.
 
 There is no message timeout: after one, librdkafka reports records as failed that the broker may have stored.
+There is one request in flight: a broker that has just become the leader of an empty partition may refuse a
+producer's first request and accept its second one. Then librdkafka reports the records of the first request
+as stored, although they are lost (KAFKA-15591).
 """
 _REQUIRED_VALUES = {
     "enable.idempotence": ("true",),
@@ -41,6 +51,7 @@ _REQUIRED_VALUES = {
     **dict.fromkeys(("message.timeout.ms", "delivery.timeout.ms"), ("0",)),
     # With few retries a record can be reported as failed although its last attempt reached the broker.
     **dict.fromkeys(("message.send.max.retries", "retries"), (str(2**31 - 1),)),
+    **dict.fromkeys(_IN_FLIGHT, ("1",)),
 }
 """Required values of options. With other values records would be lost or duplicated."""
 
