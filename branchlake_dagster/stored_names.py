@@ -88,6 +88,7 @@ class AssetMetadata:
 
     WRITE_MODE = "branchlake/write_mode"
     KEYS = "branchlake/keys"
+    WHEN_MATCHED = "branchlake/when_matched"
     LAYOUT = "branchlake/layout"
     PROPERTIES = "branchlake/properties"
     COLUMNS = "branchlake/columns"

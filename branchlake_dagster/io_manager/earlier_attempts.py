@@ -57,7 +57,7 @@ def remove_late_commits(table: Table, spec: TableSpec, properties: Mapping[str, 
 
     A commit of an earlier attempt may arrive after `undo_earlier_attempts` has read the table.
     """
-    if spec.write_mode != "append" or LakeProperty.STEP not in properties:
+    if not spec.only_adds_rows or LakeProperty.STEP not in properties:
         return table
     attempts = _active_attempts(list(_iter_ancestors(table)), properties)
     late = [
@@ -116,7 +116,7 @@ def _remove_added_files(
 
     Raises RetryNeedsFullRun if one of the files is no longer in the table.
     """
-    if spec.write_mode != "append":
+    if not spec.only_adds_rows:
         raise _mixed_rows_error(spec)
     added = {file.file_path: file for snapshot in earlier for file in _iter_added_files(table, snapshot)}
     current = table.current_snapshot()

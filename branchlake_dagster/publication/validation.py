@@ -38,6 +38,7 @@ _METADATA_KEYS = frozenset(
     (
         AssetMetadata.WRITE_MODE,
         AssetMetadata.KEYS,
+        AssetMetadata.WHEN_MATCHED,
         AssetMetadata.REQUIRE_CHECKS,
         AssetMetadata.ISOLATION,
         AssetMetadata.COLUMNS,

@@ -12,7 +12,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.types import StructType
+from pyspark.sql.types import DateType, StructType, TimestampNTZType, TimestampType
 
 from branchlake_dagster.spark.session import quote_spark_name
 from branchlake_dagster.tables.arrow_frames import duplicate_key_error, format_required_rows
@@ -129,7 +129,11 @@ def _merge_by_keys(
     selection: Selection | None,
     properties: Mapping[str, str],
 ) -> None:
-    """MERGE by the keys. A null or duplicate key fails the job, because Iceberg would insert both rows."""
+    """MERGE by the keys. A null or duplicate key fails the job, because Iceberg would insert both rows.
+
+    If rows with known keys are dropped, Spark adds data files only, and it reads the table's key columns in
+    the files whose bounds contain times of the frame.
+    """
     require_key_columns(spec, frame.columns)
     copies = F.count(F.lit(1)).over(Window.partitionBy(*map(quote_spark_name, spec.keys)))
     keys_present = " AND ".join(f"{quote_spark_name(key)} IS NOT NULL" for key in spec.keys)
@@ -144,23 +148,51 @@ def _merge_by_keys(
     join_condition = " AND ".join(
         f"{spec.spark_name}.{quote_spark_name(key)} = incoming.{quote_spark_name(key)}" for key in spec.keys
     )
+    if spec.keeps_matched:
+        join_condition = " AND ".join([join_condition, *_time_key_bounds(frame, spec)])
     columns = {quote_spark_name(name): F.col(f"incoming.{quote_spark_name(name)}") for name in frame.columns}
     with set_session_properties(frame.sparkSession, properties):
         try:
-            (
-                source.mergeInto(spec.spark_name, F.expr(join_condition))
-                .whenMatched()
-                .update(columns)
-                .whenNotMatched()
-                .insert(columns)
-                .merge()
-            )
+            merge = source.mergeInto(spec.spark_name, F.expr(join_condition))
+            if not spec.keeps_matched:
+                merge = merge.whenMatched().update(columns)
+            merge.whenNotMatched().insert(columns).merge()
         except Exception as error:
             if _NOT_UNIQUE_MESSAGE in str(error):
                 raise duplicate_key_error(spec) from error
             if OUTSIDE_MESSAGE in str(error):
                 raise partition_mismatch_error(spec, schema, selection, "Rows") from error
             raise
+
+
+def _time_key_bounds(frame: DataFrame, spec: TableSpec) -> list[str]:
+    """Return conditions on the table that hold for all rows with keys of the frame, to skip data files.
+
+    Only dates and timestamps count: files are usually written in their order. Computes these columns of the
+    frame once more. Without rows in the frame there are no conditions.
+    """
+    times = [
+        key
+        for key in spec.keys
+        if isinstance(frame.schema[key].dataType, DateType | TimestampType | TimestampNTZType)
+    ]
+    if not times:
+        return []
+    # As text, because the client would convert timestamps to its own time zone.
+    bounds = frame.select(
+        *(
+            bound(quote_spark_name(key)).cast("string").alias(f"{name}{number}")
+            for number, key in enumerate(times)
+            for name, bound in (("low", F.min), ("high", F.max))
+        )
+    ).head()
+    return [
+        f"{spec.spark_name}.{quote_spark_name(key)} BETWEEN"
+        f" CAST('{bounds[f'low{number}']}' AS {frame.schema[key].dataType.simpleString()})"
+        f" AND CAST('{bounds[f'high{number}']}' AS {frame.schema[key].dataType.simpleString()})"
+        for number, key in enumerate(times)
+        if bounds is not None and bounds[f"low{number}"] is not None
+    ]
 
 
 def partition_mismatch_error(

@@ -16,6 +16,7 @@ from branchlake_dagster.spark.session import quote_spark_path
 from branchlake_dagster.stored_names import AssetMetadata
 
 WriteMode = Literal["replace_partitions", "replace_table", "append", "upsert"]
+WhenMatched = Literal["update", "keep"]
 Isolation = Literal["snapshot", "serializable"]
 ColumnContract = Literal["evolve", "freeze"]
 
@@ -33,6 +34,7 @@ def table_metadata(
     *,
     write_mode: WriteMode | None = None,
     keys: Sequence[str] = (),
+    when_matched: WhenMatched | None = None,
     partition_by: str | Mapping[str, str] | None = None,
     require_checks: bool | None = None,
     isolation: Isolation | None = None,
@@ -51,6 +53,10 @@ def table_metadata(
             materialization changes the table. (default: `replace_partitions` when the asset is partitioned by
             a column, else `replace_table`)
         keys (Sequence[str]): The columns that an `upsert` matches on.
+        when_matched (Optional[Literal["update", "keep"]]): What an `upsert` does with a row whose keys are in
+            the table already. `update` replaces the table's row. `keep` leaves it as it is and drops the new
+            row, as for records that a source repeats. If a key is a date or timestamp, only files whose
+            bounds contain values of the frame are read. (default: `update`)
         partition_by (Optional[str | Mapping[str, str]]): The column that holds the partition, or for
             multi-dimensional partitions `{dimension: column}`. A time window needs a timestamp column, or a
             date column if it consists of whole days. Other partitions need a string column with the key.
@@ -98,6 +104,8 @@ def table_metadata(
         metadata[AssetMetadata.WRITE_MODE] = write_mode
     if keys:
         metadata[AssetMetadata.KEYS] = list(keys)
+    if when_matched is not None:
+        metadata[AssetMetadata.WHEN_MATCHED] = when_matched
     if partition_by is not None:
         metadata[PARTITION_EXPR] = partition_by if isinstance(partition_by, str) else dict(partition_by)
     if require_checks is not None:
@@ -147,7 +155,8 @@ class TableSpec:
 
     `identifier` is (namespace…, table). `columns_by_dimension` maps a partition dimension to its column; the
     dimension of one-dimensional partitions is the empty string. `layout` and `properties` apply to a new
-    table. `frozen` means that runs may not change the columns of the existing table.
+    table. `frozen` means that runs may not change the columns of the existing table. `keeps_matched` means
+    that an upsert adds the rows with new keys only.
     """
 
     identifier: tuple[str, ...]
@@ -158,6 +167,12 @@ class TableSpec:
     layout: tuple[LayoutField, ...] = ()
     properties: Mapping[str, str] = field(default_factory=dict)
     frozen: bool = False
+    keeps_matched: bool = False
+
+    @property
+    def only_adds_rows(self) -> bool:
+        """Whether a write leaves the table's rows as they are."""
+        return self.write_mode == "append" or (self.write_mode == "upsert" and self.keeps_matched)
 
     @property
     def name(self) -> str:
@@ -236,6 +251,21 @@ def parse_table_spec(
             hint="Declare table_metadata(keys=[…]).",
             reason="keys_missing",
         )
+    when_matched: Any = unwrap_metadata(metadata.get(AssetMetadata.WHEN_MATCHED)) or "update"
+    if when_matched not in get_args(WhenMatched):
+        raise ConfigurationError(
+            f"Unknown value {when_matched!r} of table_metadata(when_matched=…).",
+            table=table_name,
+            hint=f"Use {' or '.join(get_args(WhenMatched))}.",
+            reason="when_matched",
+        )
+    if when_matched == "keep" and mode != "upsert":
+        raise ConfigurationError(
+            f"when_matched='keep' has no effect with the write mode {mode}.",
+            table=table_name,
+            hint='Declare write_mode="upsert", or remove when_matched.',
+            reason="when_matched_without_upsert",
+        )
     if any("," in key for key in keys):
         raise ConfigurationError(
             f"The keys {', '.join(map(repr, keys))} contain a comma. It separates keys in snapshot"
@@ -288,6 +318,7 @@ def parse_table_spec(
         tuple(LayoutField.from_declaration(declaration) for declaration in layout),
         table_properties,
         contract == "freeze",
+        when_matched == "keep",
     )
 
 

@@ -211,6 +211,10 @@ def _plan_from_candidates(
 ) -> UpsertPlan | SparkReason:
     parts = _read_files(table, table.schema().select(*spec.keys), candidates)
     rows = _match_rows(_concat_parts(parts), frame, spec)
+    if spec.keeps_matched:
+        has_new_keys = np.ones(frame.num_rows, dtype=np.bool_)
+        has_new_keys[rows.drop_nulls().to_numpy()] = False
+        return UpsertPlan(frame.filter(pa.array(has_new_keys)), table)
     if rows.drop_nulls().is_duplicated().any():
         return SparkReason.SHARED_KEYS
     end_rows = np.cumsum([part.num_rows for part in parts])
@@ -243,6 +247,8 @@ def _read_other_rows(
 def write_upsert(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
     """Write a planned upsert in one commit, and return the table with its new state.
 
+    Without rows to write, the table is returned unchanged.
+
     Atomic: all rows are written, or none. The matched files are removed. Their other rows are written again
     together with the frame's rows, in one file per partition, or more above the table's target file size.
 
@@ -250,6 +256,8 @@ def write_upsert(upsert: UpsertPlan, properties: Mapping[str, str]) -> Table:
     rows with the same keys may have been added.
     """
     table = upsert.table
+    if not upsert.frame.num_rows:
+        return table
     rows = pa.concat_tables([upsert.frame, *upsert.other_rows])
     files = write_data_files(table.metadata, rows, table.io, commit=uuid.uuid4(), numbers=itertools.count())
     removed_files = [task.file for task in upsert.matched_files]

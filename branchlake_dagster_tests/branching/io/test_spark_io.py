@@ -261,6 +261,45 @@ def test_an_upsert_updates_known_keys_and_inserts_new_ones(lakehouse: Lakehouse,
         ]
 
 
+def test_an_upsert_that_keeps_known_keys_reads_files_with_its_times_only(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    rows: Rows = [{"ts": at(3), "id": 1, "n": 1}, {"ts": at(3), "id": 2, "n": 1}]
+    keep = table_metadata(write_mode="upsert", keys=["ts", "id"], when_matched="keep", require_checks=False)
+    with project(lakehouse, sparks(namespace, rows, "ts timestamp, id long, n long", metadata=keep)) as p:
+        settled(p)
+        rows[:] = [
+            {"ts": at(4), "id": 1, "n": 2},
+            {"ts": at(3), "id": 2, "n": 2},
+            {"ts": at(5), "id": 1, "n": 2},
+        ]
+        settled(p)
+        # Files with later times only are not read: the next run succeeds without them.
+        later = [
+            Path(task.file.file_path.removeprefix("file:"))
+            for task in lakehouse.catalog()
+            .load_table((namespace, "t"))
+            .scan(f"ts > '{at(3).isoformat()}'")
+            .plan_files()
+        ]
+        moved = [(file, file.rename(file.with_suffix(".away"))) for file in later]
+        rows[:] = [{"ts": at(3), "id": 1, "n": 3}, {"ts": at(3), "id": 9, "n": 3}]
+        settled(p)
+        for file, away in moved:
+            away.rename(file)
+        table = lakehouse.catalog().load_table((namespace, "t"))
+        assert table.current_snapshot().summary.operation.value == "append"
+        assert sorted((row["ts"].hour, row["id"], row["n"]) for row in p.rows(namespace, "t")) == [
+            (3, 1, 1),
+            (3, 2, 1),
+            (3, 9, 3),
+            (4, 1, 2),
+            (5, 1, 2),
+        ]
+        rows[:] = []
+        settled(p)
+
+
 @pytest.mark.parametrize(
     "bad",
     [

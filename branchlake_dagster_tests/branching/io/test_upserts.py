@@ -11,16 +11,18 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame
 
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster.tables.errors import PartitionMismatch, UpsertKeyInvalid
-from branchlake_dagster.tables.specification import table_metadata
+from branchlake_dagster.tables.specification import parse_table_spec, table_metadata
 from branchlake_dagster.tables.upsert_engine import SparkReason
 from branchlake_dagster_tests.harness import Project, project, retry
 from branchlake_dagster_tests.suite import memory
+from branchlake_dagster_tests.suite.raised import raising
 
 lakehouse = memory.lakehouse
 
@@ -201,3 +203,55 @@ def test_a_materialization_says_why_spark_wrote_an_upsert(lakehouse: Lakehouse, 
         settled(p)
         assert engine_of(p) == ("Spark", SparkReason.SPARK_FRAME.value)
         assert by_id(p.rows(namespace, "t")) == [{"id": 0.5, "n": 4}, {"id": 1.0, "n": 3}]
+
+
+KEEP = table_metadata(
+    write_mode="upsert", keys=["at", "id"], when_matched="keep", preview_rows=0, require_checks=False
+)
+
+
+@pytest.mark.usefixtures("no_spark")
+def test_rows_with_known_keys_are_kept_and_new_ones_added(lakehouse: Lakehouse, namespace: str) -> None:
+    at = datetime(2026, 11, 1, 12, tzinfo=UTC)
+    left: list[Any] = [
+        pl.DataFrame({"at": [at] * len(ids), "id": ids, "n": [n] * len(ids)})
+        for n, ids in enumerate([[1, 2], [2, 3], [1, 3]])
+    ]
+    with project(lakehouse, of(left, namespace, metadata=KEEP)) as p:
+        settled(p)
+        settled(p)
+        table = lakehouse.catalog().load_table((namespace, "t"))
+        assert table.current_snapshot().summary.additional_properties["added-records"] == "1"
+        assert table.current_snapshot().summary.operation.value == "append"
+        nothing = p.run()
+        assert p.settle(nothing).action is PublicationAction.DISCARDED
+        rows = by_id(p.rows(namespace, "t"))
+    assert [(row["id"], row["n"]) for row in rows] == [(1, 0), (2, 0), (3, 1)]
+
+
+@pytest.mark.usefixtures("no_spark")
+def test_two_runs_do_not_both_add_a_key(lakehouse: Lakehouse, namespace: str) -> None:
+    at = datetime(2026, 11, 1, 12, tzinfo=UTC)
+    left: list[Any] = [
+        pl.DataFrame({"at": [at], "id": [number], "n": [n]}) for n, number in enumerate([1, 2, 2])
+    ]
+    with project(lakehouse, of(left, namespace, metadata=KEEP)) as p:
+        settled(p)
+        first, second = p.run(), p.run()
+        assert p.settle(first).action is PublicationAction.PUBLISHED
+        assert p.settle(second).action is PublicationAction.REFUSED
+        assert [(row["id"], row["n"]) for row in by_id(p.rows(namespace, "t"))] == [(1, 0), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"write_mode": "upsert", "keys": ["id"], "when_matched": "ignore"}, "when_matched"),
+        ({"write_mode": "append", "when_matched": "keep"}, "when_matched_without_upsert"),
+    ],
+)
+def test_a_wrong_when_matched_is_refused(options: dict[str, Any], reason: str) -> None:
+    with raising(ConfigurationError, reason=reason, table="lake.t"):
+        parse_table_spec(
+            dg.AssetKey("t"), table_metadata(**options), default_namespace="lake", partitioned=False
+        )
