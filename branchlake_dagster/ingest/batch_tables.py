@@ -211,6 +211,7 @@ _ATTRIBUTE_TYPES: Mapping[str, pa.DataType] = {
     "offset": pa.int64(),
     "timestamp": pa.timestamp("us", "UTC"),
     "key": pa.binary(),
+    "digest": pa.string(),
 }
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dagster import AssetKey, FreshnessPolicy
 
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from pandera.pyspark import DataFrameModel
 
 _INGESTION_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-Attribute = Literal["topic", "partition", "offset", "timestamp", "key"]
+Attribute = Literal["topic", "partition", "offset", "timestamp", "key", "digest"]
 IngestMode = Literal["append", "upsert", "changes"]
 RecordOperation = Literal["insert", "update", "delete"]
 Evolution = Literal["add", "widen", "relax"]
-_ATTRIBUTES = ("topic", "partition", "offset", "timestamp", "key")
 TOMBSTONE = "tombstone"
 """The operation of a record that has a key and no value."""
 ROUTE = "{route}"
@@ -57,7 +56,7 @@ class IngestTable:
         required (Sequence[str]): Columns that must have a value, in addition to the keys. A record without
             one of them is a dead letter.
         attributes (Mapping[str, str]): Columns that are filled from the record itself: `topic`, `partition`,
-            `offset`, `timestamp` or `key`.
+            `offset`, `timestamp`, `key`, or `digest`, the SHA-256 digest of its value in hexadecimal.
         contract (Optional[type[DataFrameModel]]): The contract of each row, as for `pandera_checks`.
         layout (Sequence[str]): Partition transforms of a table that is created, as in `table_metadata`.
         properties (Mapping[str, str]): Iceberg table properties of a table that is created.
@@ -128,11 +127,11 @@ class IngestTable:
                 hint='keys=["id"]',
             )
         for column, attribute in self.attributes.items():
-            if attribute not in _ATTRIBUTES:
+            if attribute not in get_args(Attribute):
                 raise ConfigurationError(
                     f"Column {column} has the unknown record attribute {attribute!r}.",
                     table=table_name,
-                    hint=f"Use one of {', '.join(_ATTRIBUTES)}.",
+                    hint=f"Use one of {', '.join(get_args(Attribute))}.",
                 )
         require_parquet(
             {str(key): str(value) for key, value in self.properties.items()}, table_name=table_name

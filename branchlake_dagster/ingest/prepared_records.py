@@ -157,6 +157,8 @@ class PreparedRecords:
         together.
         """
         frame = frame.withColumn("__op", self._operation())
+        if self._needs_attribute("digest"):
+            frame = frame.withColumn("__digest", F.sha2("__value", 256))
         shapes = dict(zip(self._rows, self._targets, strict=True))
         for row, target in shapes.items():
             frame = self._with_rows(frame, row, target)
@@ -197,7 +199,7 @@ class PreparedRecords:
             self._topic_number().alias("__topic"),
             "__partition",
             "__timestamp",
-            *(f"__{name}" for name in (*_RECORD_PARTS, "op") if self._needs_attribute(name)),
+            *(f"__{name}" for name in (*_RECORD_PARTS, "op", "digest") if self._needs_attribute(name)),
             F.when(is_bad, bad_record).alias("__rest"),
             *([] if unknown_fields is None else [unknown_fields.alias("__unknown")]),
             *(f"__new{number}" for number in range(len(self._ingest.families))),
