@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import dagster as dg
 import pytest
 from click.testing import CliRunner, Result
 
@@ -19,9 +18,8 @@ from branchlake_dagster.embedded import jars
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.sda.commands.demo_run import BAD_SNAPSHOT, Plan, plan_for
+from branchlake_dagster.sda.commands.demo_run import BAD_SNAPSHOT, INGEST_JOBS, Plan, plan_for
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, windows
-from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeProperty
@@ -166,10 +164,9 @@ def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 def valid(plan: Plan, snapshots: list[str]) -> bool:
     if plan.job == "catalogue_job":
         return plan.partition in snapshots
-    if plan.job == "observations_job":
-        kind, window = plan.partition.split("|")
-        return kind in SOURCE_KINDS and windows.has_partition_key(window)
-    return plan.job == "window_job" and windows.has_partition_key(plan.partition)
+    if plan.job in INGEST_JOBS:
+        return plan.partition is None
+    return plan.job in ("observations_job", "window_job") and windows.has_partition_key(plan.partition)
 
 
 @pytest.mark.parametrize(
@@ -183,16 +180,16 @@ def valid(plan: Plan, snapshots: list[str]) -> bool:
 )
 def test_the_plan_ingests_then_observes_then_fuses(snapshots: list[str], window: str | None) -> None:
     rounds = plan_for(snapshots)
-    assert [len(plans) for plans in rounds] == [*[1] * (len(snapshots) + 1), len(SOURCE_KINDS), 1]
+    assert [len(plans) for plans in rounds] == [*[1] * (len(snapshots) + 1), len(INGEST_JOBS), 1, 1]
     plans = [plan for plans in rounds for plan in plans]
     assert [plan.partition for plan in plans if plan.blocked] == [BAD_SNAPSHOT]
     assert [plan.job for plan in plans] == [
         *["catalogue_job"] * (len(snapshots) + 1),
-        *["observations_job"] * len(SOURCE_KINDS),
+        *INGEST_JOBS,
+        "observations_job",
         "window_job",
     ]
     assert all(valid(plan, [*snapshots, BAD_SNAPSHOT]) for plan in plans)
     if window is not None:
         assert plans[-1].partition == window
-    kinds = {dg.MultiPartitionKey({"source_kind": k, "window": plans[-1].partition}) for k in SOURCE_KINDS}
-    assert {plan.partition for plan in plans if plan.job == "observations_job"} == kinds
+    assert plans[-2].partition == plans[-1].partition

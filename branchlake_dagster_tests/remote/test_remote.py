@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import dagster as dg
 import pytest
@@ -14,10 +15,12 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
+from branchlake_dagster.sda.feeds.landing import land_simulated_window
 from branchlake_dagster.sda.graph.code_location import build_definitions
-from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots
-from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
+from branchlake_dagster.sda.orbits.propagation import Elements
+from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots, windows
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT
+from branchlake_dagster.sda.windows import micros
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.harness import project, retry
@@ -66,7 +69,7 @@ def test_the_graph_is_published_on_the_whole_stack(instance: dg.DagsterInstance,
     reconciler = Reconciler.from_lake(lake, instance, definitions.get_repository_def().asset_graph)
     instance.add_dynamic_partitions(gp_snapshots.name or "", [DEFAULT_SNAPSHOT])
 
-    def run(job: str, partition: str) -> str:
+    def run(job: str, partition: str | None) -> str:
         done = definitions.resolve_job_def(job).execute_in_process(
             instance=instance,
             partition_key=partition,
@@ -86,12 +89,21 @@ def test_the_graph_is_published_on_the_whole_stack(instance: dg.DagsterInstance,
     list(reconciler.reconcile_branches())
     assert RunTag.PUBLICATION in tags(catalogue), tags(catalogue)
 
-    kinds = [
-        run("observations_job", str(dg.MultiPartitionKey({"window": FIRST_WINDOW, "source_kind": kind})))
-        for kind in SOURCE_KINDS[:2]
-    ]
+    objects = lake.catalog().load_table(("sda", "catalogue")).scan().to_arrow().sort_by("sat_no")
+    start = micros(datetime.strptime(FIRST_WINDOW, windows.fmt).replace(tzinfo=UTC))
+    land_simulated_window(
+        lake.settings.landing_folder,
+        Elements.from_arrow(objects),
+        start=start,
+        end=start + 3_600_000_000,
+        seed=1,
+    )
+    for name in ("radar", "optical", "links"):
+        run(f"ingest_{name}_job", None)
     list(reconciler.reconcile_branches())
-    assert len({tags(run_id)[RunTag.PUBLICATION] for run_id in kinds}) == 1, "in one commit"
+    observed = run("observations_job", FIRST_WINDOW)
+    list(reconciler.reconcile_branches())
+    assert RunTag.PUBLICATION in tags(observed), tags(observed)
 
     window = run("window_job", FIRST_WINDOW)
     list(reconciler.reconcile_branches())
@@ -101,7 +113,7 @@ def test_the_graph_is_published_on_the_whole_stack(instance: dg.DagsterInstance,
     assert all(table.location().startswith("s3://lake/warehouse/sda/") for table in tables.values())
     rows = {name: table.scan().to_arrow().num_rows for name, table in tables.items()}
     assert rows["catalogue"] == 150
-    assert rows["observations"] == rows["sensor_observations"] > 0
+    assert rows["observations"] == sum(rows[f"raw_{name}"] for name in ("radar", "optical", "links")) > 0
     assert rows["fused_tracks"] > 0
     assert [ref.name for ref in lake.nessie.references() if ref.name.startswith("run-")] == []
 

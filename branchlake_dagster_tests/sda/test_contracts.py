@@ -16,7 +16,7 @@ from branchlake_dagster.sda.assets.catalogue import (
 )
 from branchlake_dagster.sda.assets.conjunctions import CONJUNCTION_CANDIDATES, CONJUNCTIONS, listed
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS
-from branchlake_dagster.sda.assets.observations import OBSERVATIONS, SENSOR_OBSERVATIONS
+from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
 from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS
 from branchlake_dagster.sda.assets.registry import (
     CATALOGUE_COLUMNS,
@@ -36,7 +36,6 @@ from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS
 from branchlake_dagster.sda.registry.merge import AUDIT_COLUMNS, PULLED_COLUMNS
 from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS
-from branchlake_dagster.sda.sensors.native import NATIVE_COLUMNS
 from branchlake_dagster.sda.trust.assessment import assess_approaches
 from branchlake_dagster.sda.trust.model import build_error_model
 from branchlake_dagster.sda.trust.radii import ObjectRadii
@@ -52,8 +51,8 @@ CONTRACTS = {
     ELEMENT_HISTORY: contracts.ElementSet,
     MERGE_AUDIT: contracts.MergeOutcome,
     SATELLITES: contracts.Satellite,
-    SENSOR_OBSERVATIONS: contracts.SensorObservation,
     OBSERVATIONS: contracts.Observation,
+    REJECTED_OBSERVATIONS: contracts.RejectedObservation,
     QUARANTINED_OBJECTS: contracts.QuarantinedObject,
     FUSED_TRACKS: contracts.FusedTrack,
     CONJUNCTION_CANDIDATES: contracts.ConjunctionCandidate,
@@ -107,7 +106,6 @@ def test_the_contracts_are_the_tables_column_by_column():
     entries = {**text, **of_polars(ENTRY_COLUMNS), "collected_at": "timestamptz"}
     assert in_order(types(contracts.SatelliteEntry)) == in_order(entries)
     assert in_order(types(contracts.RejectedRecord)) == in_order({**text, **of_polars(REJECTED_COLUMNS)})
-    assert in_order(types(contracts.SensorObservation)) == in_order(of_polars(NATIVE_COLUMNS))
     assert in_order(types(contracts.FusedTrack)) == in_order(stored(TRACK_SCHEMA))
     hourly = {**stored(ENCOUNTER_SCHEMA), "window_start": "timestamptz"}
     assert in_order(types(contracts.ConjunctionCandidate)) == in_order(hourly)

@@ -1,6 +1,8 @@
-"""The parts that only Spark can run: the normalisation, the shipped functions."""
+"""The parts that only Spark can run: the envelope of observations, and the functions for workers."""
 
+import hashlib
 import uuid
+from datetime import UTC, datetime
 
 import numpy as np
 import polars as pl
@@ -12,13 +14,22 @@ from branchlake_dagster.sda.conjunctions.arrow import as_batch
 from branchlake_dagster.sda.conjunctions.distributed import close_approaches, close_approaches_here
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span, screen
 from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
-from branchlake_dagster.sda.contracts import Observation
+from branchlake_dagster.sda.contracts import Observation, RejectedObservation
+from branchlake_dagster.sda.envelope import (
+    OBSERVATION_NAMESPACE,
+    REJECTION_REASONS,
+    build_observations,
+    build_rejected_observations,
+    identify_measurements,
+)
 from branchlake_dagster.sda.estimation.arrow import ELEMENT_INPUT, TRACK_SCHEMA, fuse_batches
-from branchlake_dagster.sda.observing import OBSERVATION_NAMESPACE, normalise
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sensors.simulate import simulate
 from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster.sda.wire.links import decode_links, encode_links
+from branchlake_dagster.sda.wire.optical import decode_optical, encode_optical
+from branchlake_dagster.sda.wire.radar import decode_radar, encode_radar
 from branchlake_dagster_tests.sda.test_tracks import END, SEED, START, catalogue, envelope, fuse
 
 __all__ = ["catalogue"]
@@ -43,18 +54,61 @@ def native(catalogue) -> pl.DataFrame:
     )
 
 
+def raw_rows(native: pl.DataFrame, kind: str) -> pl.DataFrame:
+    """The rows of a raw table, as the ingestion would make them of the measurements' bytes."""
+    encode, decode = {
+        "radar": (encode_radar, decode_radar),
+        "optical": (encode_optical, decode_optical),
+        "isl": (encode_links, decode_links),
+    }[kind]
+    sent = native.filter(pl.col("source_kind") == kind)
+    values = encode(sent)
+    decoded, reasons = decode(values)
+    assert reasons.null_count == len(reasons)
+    received = (
+        (sent["received_ns"] // 1_000_000).cast(pl.Datetime("ms", "UTC")).cast(pl.Datetime("us", "UTC"))
+    )
+    return (
+        pl.DataFrame(pl.from_arrow(decoded))
+        .with_columns(
+            received_at=received,
+            topic_partition=pl.lit(0, pl.Int32),
+            topic_offset=pl.int_range(sent.height, dtype=pl.Int64),
+            frame_digest=pl.Series([hashlib.sha256(value).hexdigest() for value in values.to_pylist()]),
+        )
+        .drop("source_kind")
+    )
+
+
 @pytest.fixture(scope="module")
-def normalised(session, native):
-    return normalise(session.createDataFrame(native.to_arrow()))
+def raw(native) -> dict[str, pl.DataFrame]:
+    return {kind: raw_rows(native, kind) for kind in SOURCE_KINDS}
 
 
-def test_normalisation_gives_uuid5_units_and_skew(native, normalised):
-    rows = pl.DataFrame(pl.from_arrow(normalised.toArrow()))
+@pytest.fixture(scope="module")
+def objects(catalogue) -> pl.DataFrame:
+    return catalogue.select("sat_no", state=pl.lit("tracked"))
+
+
+def identified(session, raw: dict[str, pl.DataFrame], objects: pl.DataFrame):
+    frames = {kind: session.createDataFrame(rows.to_arrow()) for kind, rows in raw.items()}
+    return identify_measurements(frames, session.createDataFrame(objects.to_arrow()))
+
+
+@pytest.fixture(scope="module")
+def observed(session, raw, objects):
+    return build_observations(identified(session, raw, objects), data_mode="SIMULATED")
+
+
+def test_observations_have_uuid5_units_and_skew(native, raw, observed):
+    rows = pl.DataFrame(pl.from_arrow(observed.toArrow()))
     assert rows.height == native.height
     assert rows["observation_id"].n_unique() == rows.height
+    assert set(rows["data_mode"]) == {"SIMULATED"}
     for kind in SOURCE_KINDS:
-        given = native.filter(pl.col("source_kind") == kind).row(0, named=True)
-        name = f"{kind}|{given['orig_sensor_id']}|{given['track_id']}|{given['timestamp_ns']}"
+        given = raw[kind].row(0, named=True)
+        record = given["obs_id"] if kind == "optical" else given["frame_digest"]
+        name = f"{kind}|{given['orig_sensor_id']}|{record}"
         (row,) = rows.filter(
             pl.col("observation_id") == str(uuid.uuid5(OBSERVATION_NAMESPACE, name))
         ).to_dicts()
@@ -65,23 +119,87 @@ def test_normalisation_gives_uuid5_units_and_skew(native, normalised):
             "isl": 1e-4 * given["clock_sync_age_s"],
         }
         assert row["max_skew_s"] == pytest.approx(skew[kind])
-    usual = envelope(native).sort("sat_no", "sensor_timestamp", "source_kind")
-    same = rows.sort("sat_no", "sensor_timestamp", "source_kind")
+    usual = envelope(native).sort("sat_no", "sensor_timestamp", "source_kind", "pos_x_km")
+    same = rows.sort("sat_no", "sensor_timestamp", "source_kind", "pos_x_km")
     for column in usual.columns:
         if usual.schema[column] == pl.Float64:
-            np.testing.assert_allclose(same[column].to_numpy(), usual[column].to_numpy(), rtol=1e-12)
+            # A radar's frame has its uncertainties in 32 bits.
+            rounded = 1e-7 if column.endswith(("_unc_km", "_unc_km_s", "_unc_deg")) else 1e-12
+            np.testing.assert_allclose(same[column].to_numpy(), usual[column].to_numpy(), rtol=rounded)
 
 
-def test_the_envelope_is_its_contract_column_by_column(normalised):
-    promised = Observation.to_schema().columns
-    assert [(one.name, one.dataType) for one in normalised.schema] == [
-        (name, column.dtype.type) for name, column in promised.items()
-    ]
+def test_the_envelope_is_its_contract_column_by_column(session, raw, objects, observed):
+    rejected = build_rejected_observations(identified(session, raw, objects))
+    for frame, contract in ((observed, Observation), (rejected, RejectedObservation)):
+        promised = contract.to_schema().columns
+        assert [(one.name, one.dataType) for one in frame.schema] == [
+            (name, column.dtype.type) for name, column in promised.items()
+        ]
 
 
-def test_tracks_over_spark_are_those_of_the_function(session, native, normalised, catalogue):
+def test_what_is_received_again_is_one_observation_whatever_the_order(session, raw, objects):
+    radar = raw["radar"].head(20)
+    later = pl.col("received_at") + pl.duration(seconds=3)
+    twice = pl.concat([radar, radar.head(5).with_columns(later, topic_offset=pl.col("topic_offset") + 1_000)])
+    few = {"radar": twice, "optical": raw["optical"].head(3), "isl": raw["isl"].head(3)}
+
+    def rows(given):
+        made = build_observations(identified(session, given, objects), data_mode="REAL")
+        return pl.DataFrame(pl.from_arrow(made.toArrow())).sort("observation_id")
+
+    found = rows(few)
+    assert found.height == 26
+    shuffled = {kind: one.sample(fraction=1.0, shuffle=True, seed=5) for kind, one in few.items()}
+    assert rows(shuffled).equals(found)
+    first = found.filter(pl.col("source_kind") == "radar")["ingest_timestamp"].sort()
+    assert first.equals(radar["received_at"].sort(), check_names=False)
+
+
+def test_each_measurement_that_cannot_be_true_has_its_reason(session, raw, objects):
+    radar, isl = raw["radar"].head(8), raw["isl"].head(3)
+    early = datetime(2026, 8, 7, 23, tzinfo=UTC)
+    numbers = pl.int_range(pl.len())
+
+    def nth(number: int, value: pl.Expr, column: str) -> pl.Expr:
+        return pl.when(numbers == number).then(value).otherwise(pl.col(column)).alias(column)
+
+    sat_no = pl.Series([None, None, None, 999_999, 123_456, None, None, None], dtype=pl.Int64)
+    radar = radar.with_columns(
+        nth(2, pl.lit(30_000.0), "range_rate_m_s"),
+        sat_no=pl.when(numbers >= 3).then(sat_no).otherwise("sat_no"),
+        sensor_timestamp=pl.when(numbers == 0)
+        .then(pl.lit(early))
+        .when(numbers == 1)
+        .then(pl.col("received_at") + pl.duration(milliseconds=5))
+        .otherwise("sensor_timestamp"),
+    )
+    isl = (
+        isl.with_columns(nth(0, pl.col("x_m") * 0.1, "x_m"), nth(1, pl.lit(3e8), "vx_m_s"))
+        .with_columns(nth(0, pl.col("y_m") * 0.1, "y_m"))
+        .with_columns(nth(0, pl.col("z_m") * 0.1, "z_m"))
+    )
+    dead = pl.concat([objects, pl.DataFrame({"sat_no": [123_456], "state": ["decayed"]})])
+    found = identified(session, {"radar": radar, "optical": raw["optical"].head(2), "isl": isl}, dead)
+    rejected = pl.DataFrame(pl.from_arrow(build_rejected_observations(found).toArrow()))
+    told = dict(
+        rejected.select(pl.concat_str("source_kind", pl.lit(" "), "topic_offset"), "reason").iter_rows()
+    )
+    assert told == {
+        "radar 0": "before_first_window",
+        "radar 1": "time_beyond_skew",
+        "radar 2": "impossible_range_rate",
+        "radar 3": "unknown_object",
+        "radar 4": "decommissioned_object",
+        "isl 0": "below_surface",
+        "isl 1": "faster_than_light",
+    }
+    assert {*told.values()} == {*REJECTION_REASONS}
+    assert build_observations(found, data_mode="REAL").count() == 3 + 2 + 1
+
+
+def test_tracks_over_spark_are_those_of_the_function(session, native, observed, catalogue):
     elements = session.createDataFrame(catalogue.select(ELEMENT_INPUT).to_arrow())
-    joined = normalised.join(elements, on="sat_no").repartition("sat_no")
+    joined = observed.join(elements, on="sat_no").repartition("sat_no")
     tracks = joined.mapInArrow(carried(fuse_batches(START, END)), from_arrow_schema(TRACK_SCHEMA)).toArrow()
     expected = fuse(native, catalogue)
     assert tracks.num_rows == expected.num_rows

@@ -48,16 +48,21 @@ def test_what_is_sent_is_had_again(kind: str) -> None:
     batch.validate(full=True)
     had = pl.DataFrame(pl.from_arrow(batch))
     # Tracks of a radar and a link are numbered by the object on the wire; 32-bit sigmas are rounded.
-    exact = [c for c in had.columns if c not in ("observation_id", "track_id") and not c.startswith("sigma")]
+    exact = [
+        c
+        for c in had.columns
+        if c not in ("obs_id", "sensor_timestamp", "track_id") and not c.startswith("sigma")
+    ]
     assert had.select(exact).equals(sent.select(exact))
     for name in (c for c in had.columns if c.startswith("sigma")):
         assert np.allclose(had[name].cast(pl.Float64), sent[name], rtol=1e-7, equal_nan=True) or (
             had[name].null_count() == sent[name].null_count() == sent.height
         )
+    assert had["sensor_timestamp"].dt.timestamp("us").equals(sent["timestamp_ns"] // 1_000, null_equal=True)
     if kind == "optical":
         assert had["track_id"].equals(sent["track_id"])
-        assert had["observation_id"].n_unique() == sent.height
-        assert {uuid.UUID(one).version for one in had["observation_id"]} == {8}
+        assert had["obs_id"].n_unique() == sent.height
+        assert {uuid.UUID(one).version for one in had["obs_id"]} == {8}
 
 
 def test_the_layouts_have_the_sizes_and_offsets_that_are_told() -> None:
@@ -116,7 +121,7 @@ def test_every_good_item_is_read_as_it_is(items: list[dict[str, Any]]) -> None:
     for had, item in zip(batch.to_pylist(), items, strict=True):
         same = ("timestamp_ns", "ra_rad", "dec_rad", "sigma_arcsec")
         assert [had[name] for name in same] == [item[name] for name in same]
-        assert (had["observation_id"], had["orig_sensor_id"]) == (item["obs_id"], item["site_id"])
+        assert (had["obs_id"], had["orig_sensor_id"]) == (item["obs_id"], item["site_id"])
         assert (had["clock_source"], had["clock_sync_age_s"], had["sat_no"]) == ("unknown", 0.0, None)
 
 

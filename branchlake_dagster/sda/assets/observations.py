@@ -1,67 +1,112 @@
-"""Group ``observations``: simulated native measurements and their normalised envelope."""
+"""Group ``observations``: the measurements of all sensors in one envelope, and those that are rejected."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
+from typing import Literal
+
 import dagster as dg
-import polars as pl
-import pyarrow as pa
 from pyspark.sql import DataFrame
 
-from branchlake_dagster import column_metadata, table_metadata
-from branchlake_dagster.sda.assets.catalogue import CATALOGUE
-from branchlake_dagster.sda.assets.quarantine import of_tracked
+from branchlake_dagster import column_metadata, consumes, table_metadata
+from branchlake_dagster.sda.assets.raw import RAW_LINKS, RAW_OPTICAL, RAW_RADAR
+from branchlake_dagster.sda.assets.registry import OBJECTS
 from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
-from branchlake_dagster.sda.contracts import Observation, SensorObservation
-from branchlake_dagster.sda.observing import normalise
-from branchlake_dagster.sda.orbits.propagation import Elements
-from branchlake_dagster.sda.partitions import whole_catalogue, windows_by_kind
-from branchlake_dagster.sda.sensors.simulate import simulate
-from branchlake_dagster.sda.windows import window_of
+from branchlake_dagster.sda.contracts import Observation, RejectedObservation
+from branchlake_dagster.sda.envelope import (
+    build_observations,
+    build_rejected_observations,
+    identify_measurements,
+)
+from branchlake_dagster.sda.partitions import whole_catalogue, windows
 
 GROUP = "observations"
-SENSOR_OBSERVATIONS = dg.AssetKey(["sda", "sensor_observations"])
 OBSERVATIONS = dg.AssetKey(["sda", "observations"])
-_BY_WINDOW_AND_KIND = {"window": "window_start", "source_kind": "source_kind"}
-
-
-class SimulationConfig(dg.Config):
-    """Seed of the simulated sensors; the same seed, window and source kind give the same measurements."""
-
-    seed: int = 2026
-
-
-@dg.asset(
-    key=SENSOR_OBSERVATIONS,
-    group_name=GROUP,
-    partitions_def=windows_by_kind,
-    owners=OWNERS,
-    kinds={"iceberg", "numpy"},
-    freshness_policy=OF_WINDOWS,
-    ins={"catalogue": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue)},
-    metadata=table_metadata(partition_by=_BY_WINDOW_AND_KIND, require_checks=True)
-    | column_metadata(SensorObservation),
+REJECTED_OBSERVATIONS = dg.AssetKey(["sda", "rejected_observations"])
+_INPUTS = {
+    "raw_radar": dg.AssetIn(RAW_RADAR),
+    "raw_optical": dg.AssetIn(RAW_OPTICAL),
+    "raw_links": dg.AssetIn(RAW_LINKS),
+    "objects": dg.AssetIn(OBJECTS, partition_mapping=whole_catalogue),
+}
+_NEW_ROWS = consumes(
+    {RAW_RADAR: "rows", RAW_OPTICAL: "rows", RAW_LINKS: "rows"}, on="sensor_timestamp", when_removed="fail"
 )
-def sensor_observations(
-    context: dg.AssetExecutionContext, config: SimulationConfig, catalogue: pa.Table
-) -> pl.DataFrame:
-    """Native measurements of catalogue objects by one kind of sensor in one window (simulated)."""
-    key = context.partition_key
-    assert isinstance(key, dg.MultiPartitionKey)  # noqa: S101 - by the asset's definition
-    start, end = window_of(context)
-    elements = Elements.from_arrow(of_tracked(catalogue).sort_by("sat_no"))
-    kind = key.keys_by_dimension["source_kind"]
-    return simulate(elements, kind=kind, start=start, end=end, seed=config.seed)
+_KEYS = ["sensor_timestamp", "observation_id"]
+
+
+class ObservationConfig(dg.Config):
+    """What the receivers' records do not say of the measurements.
+
+    Attributes:
+        data_mode: whether they are real, simulated, of a test or of an exercise.
+
+    """
+
+    data_mode: Literal["REAL", "SIMULATED", "TEST", "EXERCISE"] = "REAL"
+
+
+# A multi-asset, because `@dg.asset` warns that its backfill policy is a beta.
+@dg.multi_asset(
+    name="observations",
+    group_name=GROUP,
+    partitions_def=windows,
+    # All hours with new measurements are one run: after an interruption there are many.
+    backfill_policy=dg.BackfillPolicy.single_run(),
+    ins=_INPUTS,
+    outs={
+        "observations": dg.AssetOut(
+            key=OBSERVATIONS,
+            description="Measurements of all sensors in one envelope: ids, units, uncertainties, clocks."
+            " Each is one row, however often it was received.",
+            owners=OWNERS,
+            kinds={"iceberg", "spark"},
+            freshness_policy=OF_WINDOWS,
+            metadata=table_metadata(
+                write_mode="upsert",
+                keys=_KEYS,
+                when_matched="keep",
+                partition_by="window_start",
+                require_checks=True,
+            )
+            | _NEW_ROWS
+            | column_metadata(Observation),
+        )
+    },
+)
+def observations(
+    config: ObservationConfig,
+    raw_radar: DataFrame,
+    raw_optical: DataFrame,
+    raw_links: DataFrame,
+    objects: DataFrame,
+) -> DataFrame:
+    """Return the observations among the new raw measurements of the run's hours."""
+    measurements = identify_measurements(
+        {"radar": raw_radar, "optical": raw_optical, "isl": raw_links}, objects
+    )
+    return build_observations(measurements, data_mode=config.data_mode)
 
 
 @dg.asset(
-    key=OBSERVATIONS,
+    key=REJECTED_OBSERVATIONS,
     group_name=GROUP,
-    partitions_def=windows_by_kind,
     owners=OWNERS,
     kinds={"iceberg", "spark"},
-    freshness_policy=OF_WINDOWS,
-    metadata=table_metadata(partition_by=_BY_WINDOW_AND_KIND, require_checks=True)
-    | column_metadata(Observation),
+    ins=_INPUTS,
+    metadata=table_metadata(
+        write_mode="upsert",
+        keys=_KEYS,
+        when_matched="keep",
+        layout=["day(sensor_timestamp)"],
+        require_checks=True,
+    )
+    | _NEW_ROWS
+    | column_metadata(RejectedObservation),
 )
-def observations(sensor_observations: DataFrame) -> DataFrame:
-    """Observations in one envelope for all kinds: ids, units, uncertainties and clock quality."""
-    return normalise(sensor_observations)
+def rejected_observations(
+    raw_radar: DataFrame, raw_optical: DataFrame, raw_links: DataFrame, objects: DataFrame
+) -> DataFrame:
+    """Measurements that cannot be true, or are of an object that nobody knows, each with its reason."""
+    measurements = identify_measurements(
+        {"radar": raw_radar, "optical": raw_optical, "isl": raw_links}, objects
+    )
+    return build_rejected_observations(measurements)

@@ -21,10 +21,14 @@ from branchlake_dagster.sda.wire.optical import decode_optical
 from branchlake_dagster.sda.wire.radar import decode_radar
 
 Where = Literal["kafka", "landing"]
+RAW_RADAR = dg.AssetKey(["sda", "raw_radar"])
+RAW_OPTICAL = dg.AssetKey(["sda", "raw_optical"])
+RAW_LINKS = dg.AssetKey(["sda", "raw_links"])
 _OF_THE_RECORD: Mapping[str, Any] = {
     "received_at": "timestamp",
     "topic_partition": "partition",
     "topic_offset": "offset",
+    "frame_digest": "digest",
 }
 
 
@@ -39,9 +43,9 @@ def live_sensors(source: Where, receivers: Sequence[str] = ()) -> dg.Definitions
 def raw_ingests(source: Where) -> list[Ingest]:
     """Their declarations, of the topics as `branchlake sda receive` names them."""
     return [
-        _ingest("radar", "sda.radar", decode_radar, RawRadar, "raw_radar", source),
-        _ingest("optical", "sda.optical", decode_optical, RawOptical, "raw_optical", source),
-        _ingest("links", "sda.isl", decode_links, RawLink, "raw_links", source),
+        _ingest("radar", "sda.radar", decode_radar, RawRadar, RAW_RADAR, source),
+        _ingest("optical", "sda.optical", decode_optical, RawOptical, RAW_OPTICAL, source),
+        _ingest("links", "sda.isl", decode_links, RawLink, RAW_LINKS, source),
     ]
 
 
@@ -50,7 +54,7 @@ def _ingest(
     topic: str,
     decode: Callable[[Any], tuple[pa.RecordBatch, pa.StringArray]],
     contract: type[Contract],
-    table: str,
+    table: dg.AssetKey,
     source: Where,
 ) -> Ingest:
     def structs(values: pa.BinaryArray) -> tuple[pa.StructArray, pa.StringArray]:
@@ -58,13 +62,14 @@ def _ingest(
         return rows.to_struct_array(), reasons
 
     columns = contract.to_schema().columns
+    attributes = {one: of for one, of in _OF_THE_RECORD.items() if one in columns}
     types = {one: column.dtype.type.simpleString() for one, column in columns.items()}
     raw = IngestTable(
-        key=["sda", table],
-        columns={one: kind for one, kind in types.items() if one not in _OF_THE_RECORD},
-        attributes=_OF_THE_RECORD,
+        key=table,
+        columns={one: kind for one, kind in types.items() if one not in attributes},
+        attributes=attributes,
         contract=contract,
-        layout=["day(received_at)"],
+        layout=["day(sensor_timestamp)"],
         description=" ".join((contract.__doc__ or "").split())
         + " As it was received, one row for each record.",
         freshness_policy=OF_LIVE,

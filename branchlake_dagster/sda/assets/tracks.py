@@ -5,14 +5,14 @@ import dagster as dg
 from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from branchlake_dagster import column_metadata, table_metadata
+from branchlake_dagster import column_metadata, consumes, table_metadata
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS
 from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS, usable
 from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
 from branchlake_dagster.sda.contracts import FusedTrack
 from branchlake_dagster.sda.estimation.arrow import ELEMENT_INPUT, TRACK_SCHEMA, fuse_batches
-from branchlake_dagster.sda.partitions import all_kinds_of_window, whole_catalogue, windows
+from branchlake_dagster.sda.partitions import whole_catalogue, windows
 from branchlake_dagster.sda.shipping import carried
 from branchlake_dagster.sda.windows import window_of
 
@@ -27,11 +27,13 @@ FUSED_TRACKS = dg.AssetKey(["sda", "fused_tracks"])
     kinds={"iceberg", "spark"},
     freshness_policy=OF_WINDOWS,
     ins={
-        "observations": dg.AssetIn(OBSERVATIONS, partition_mapping=all_kinds_of_window),
+        "observations": dg.AssetIn(OBSERVATIONS),
         "catalogue": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue),
         "quarantined_objects": dg.AssetIn(QUARANTINED_OBJECTS),
     },
-    metadata=table_metadata(partition_by="window_start", require_checks=True) | column_metadata(FusedTrack),
+    metadata=table_metadata(partition_by="window_start", require_checks=True)
+    | consumes({OBSERVATIONS: "range"}, on="sensor_timestamp")
+    | column_metadata(FusedTrack),
 )
 def fused_tracks(
     context: dg.AssetExecutionContext,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,25 @@ from rich.console import Console
 
 from branchlake_dagster.cli.dagster_home import dagster_home
 from branchlake_dagster.cli.server_starts import BackgroundServerStart
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER, Reconciler
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
+from branchlake_dagster.sda.assets.quarantine import of_tracked
+from branchlake_dagster.sda.feeds.landing import land_simulated_window
 from branchlake_dagster.sda.graph.code_location import build_definitions, gp_folder
+from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots, windows
-from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT, snapshot_id, snapshot_time
+from branchlake_dagster.sda.windows import micros
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
 
 BAD_SNAPSHOT = "sim-bad-20260808T0600Z"
+INGEST_JOBS = ("ingest_radar_job", "ingest_optical_job", "ingest_links_job")
+SEED = 2026
+"""The seed of the simulated sensors: the same catalogue and window give the same measurements."""
 _INDENT = " " * 14
 _INTERRUPTS = ("DagsterExecutionInterruptedError", "KeyboardInterrupt")
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
@@ -34,11 +42,15 @@ _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 
 @dataclass(frozen=True)
 class Plan:
-    """One run of the demo: a job, its partition, and whether the gate is expected to block it."""
+    """One run of the demo: a job, its partition, and whether the gate is expected to block it.
+
+    `partition` is None for a job without partitions. `ops` is the configuration of the job's ops.
+    """
 
     job: str
-    partition: str
+    partition: str | None = None
     blocked: bool = False
+    ops: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,7 @@ class Line:
 
     run: str
     job: str
-    partition: str
+    partition: str | None
     branch: str
     checks: str
     verdict: str
@@ -100,10 +112,12 @@ def run_demo(
         reconciler = Reconciler.from_lake(lake, instance, graph)
         instance.add_dynamic_partitions(gp_snapshots.name or "", [*snapshots, BAD_SNAPSHOT])
         for plans in rounds:
+            if any(plan.job == INGEST_JOBS[0] for plan in plans):
+                _simulate_sensors(lake, _window(snapshots), say)
             done = []
             for number, plan in enumerate(plans, start=len(result.lines) + 1):
                 at = time.monotonic() - began
-                say(f"[{number}/{count}] {plan.job} {plan.partition} … (at {at:.0f} s)")
+                say(f"[{number}/{count}] {_name(plan)} … (at {at:.0f} s)")
                 done.append(_run(plan, definitions, instance))
                 _stop_if_interrupted(done[-1][0])
             # One pass, as the sensor's: runs of one table go in one commit.
@@ -111,7 +125,7 @@ def run_demo(
             for plan, (run, seconds) in zip(plans, done, strict=True):
                 line = _line(plan, run, outcomes.get(run.run_id), instance, lake, seconds)
                 told = f"published as {line.publication[:12]}" if line.publication else str(line.reason)
-                say(f"      {plan.partition}: {line.verdict}, {told} ({line.seconds:.1f} s)")
+                say(f"      {plan.partition or plan.job}: {line.verdict}, {told} ({line.seconds:.1f} s)")
                 result.lines.append(line)
                 result.as_expected &= (line.publication is None) is plan.blocked
             if not all(run.success for run, _ in done):
@@ -131,22 +145,47 @@ def run_demo(
 
 
 def plan_for(snapshots: Sequence[str]) -> list[list[Plan]]:
-    """The runs: the catalogue, a bad snapshot, then one window's observations by kind and its products.
+    """Return the runs: the catalogue, a bad snapshot, then one window's measurements and its products.
 
-    Those of one round start from the same `main` and are published together.
+    The runs of one round start from the same `main` and are published together.
     """
-    times = [moment for name in snapshots if (moment := snapshot_time(name))]
-    window = max(times).replace(minute=0).strftime(windows.fmt) if times else FIRST_WINDOW
-    kinds = [
-        Plan("observations_job", str(dg.MultiPartitionKey({"window": window, "source_kind": kind})))
-        for kind in SOURCE_KINDS
-    ]
+    window = _window(snapshots)
+    simulated = {"observations": {"config": {"data_mode": "SIMULATED"}}}
     return [
         *([Plan("catalogue_job", name)] for name in snapshots),
         [Plan("catalogue_job", BAD_SNAPSHOT, blocked=True)],
-        kinds,
+        [Plan(job) for job in INGEST_JOBS],
+        [Plan("observations_job", window, ops=simulated)],
         [Plan("window_job", window)],
     ]
+
+
+def _window(snapshots: Sequence[str]) -> str:
+    """Return the window of the newest snapshot."""
+    times = [moment for name in snapshots if (moment := snapshot_time(name))]
+    return max(times).replace(minute=0).strftime(windows.fmt) if times else FIRST_WINDOW
+
+
+def _name(plan: Plan) -> str:
+    return plan.job if plan.partition is None else f"{plan.job} {plan.partition}"
+
+
+def _simulate_sensors(lake: Lakehouse, window: str, say: Callable[[str], None]) -> None:
+    """Write what simulated sensors measure in the window of the objects on `main` to the landing folder."""
+    if lake.settings.landing is not None:
+        raise ConfigurationError(
+            "The demo would write simulated measurements into the landing folder of BRANCHLAKE_LANDING.",
+            hint="Unset BRANCHLAKE_LANDING for the demo.",
+            reason="landing_of_others",
+            subject=str(lake.settings.landing),
+        )
+    catalogue = lake.catalog(MAIN).load_table(tuple(CATALOGUE.path)).scan().to_arrow()
+    elements = Elements.from_arrow(of_tracked(catalogue).sort_by("sat_no"))
+    start = micros(datetime.strptime(window, windows.fmt).replace(tzinfo=UTC))
+    folder = lake.settings.landing_folder
+    counts = land_simulated_window(folder, elements, start=start, end=start + 3_600_000_000, seed=SEED)
+    told = ", ".join(f"{count:,} of {kind}" for kind, count in counts.items())
+    say(f"Simulated sensors wrote an hour of measurements to the landing folder: {told}.")
 
 
 def _run(
@@ -155,7 +194,10 @@ def _run(
     started = time.monotonic()
     job = definitions.resolve_job_def(plan.job)
     done = job.execute_in_process(
-        instance=instance, partition_key=plan.partition, run_config=_QUIET, raise_on_error=False
+        instance=instance,
+        partition_key=plan.partition,
+        run_config=_QUIET | ({"ops": dict(plan.ops)} if plan.ops else {}),
+        raise_on_error=False,
     )
     return done, time.monotonic() - started
 
@@ -259,8 +301,9 @@ def show(result: DemoResult) -> None:
     for line in result.lines:
         colour = "green" if line.publication else "red"
         hash_ = line.publication[:8] if line.publication else "none"
+        what = line.partition or line.job
         console.print(
-            f"{line.branch[:12]:14}{line.partition:27}{line.checks:8}[{colour}]{line.verdict:22}[/]{hash_}",
+            f"{line.branch[:12]:14}{what:27}{line.checks:8}[{colour}]{line.verdict:22}[/]{hash_}",
             soft_wrap=True,
         )
         rows = ", ".join(f"{count:,} {name.split('.')[-1]}" for name, count in (line.rows or {}).items())

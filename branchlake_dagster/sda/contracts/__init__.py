@@ -20,7 +20,7 @@ from branchlake_dagster.sda.contracts.catalogue import (
 )
 from branchlake_dagster.sda.contracts.conjunctions import Conjunction, ConjunctionCandidate
 from branchlake_dagster.sda.contracts.ephemerides import EphemerisConjunction
-from branchlake_dagster.sda.contracts.observations import Observation, SensorObservation
+from branchlake_dagster.sda.contracts.observations import Observation, RejectedObservation
 from branchlake_dagster.sda.contracts.raw import RawLink, RawOptical, RawRadar
 from branchlake_dagster.sda.contracts.states import FusedTrack, QuarantinedObject
 from branchlake_dagster.sda.contracts.trust import ElementError, ElementJump, ObjectError
@@ -42,8 +42,8 @@ __all__ = [
     "RawOptical",
     "RawRadar",
     "RegisteredObject",
+    "RejectedObservation",
     "RejectedRecord",
     "Satellite",
     "SatelliteEntry",
-    "SensorObservation",
 ]

@@ -1,53 +1,13 @@
-"""Contracts of measurements, as sensors deliver them and in the common envelope."""
+"""Contracts of observations in the common envelope, and of rejected ones."""
 
 # No `from __future__ import annotations`: pandera reads the annotations.
 import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
 
 from branchlake_dagster.sda.contracts.fields import DATA_MODES, Contract, catalogue_number, may, must, window
+from branchlake_dagster.sda.envelope import REJECTION_REASONS
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 
 _UUID5 = "^[0-9a-f]{8}-[0-9a-f]{4}-5[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$"
-
-
-class SensorObservation(Contract):
-    """A native measurement; which fields a kind must fill is a SQL check.
-
-    Source: names of the sensors' own making with the units that they deliver in; ``orig_sensor_id``,
-    ``track_id`` and ``sat_no`` are the Unified Data Library's.
-    """
-
-    window_start: T.TimestampType = window()
-    source_kind: T.StringType = must(
-        "Kind of sensor; isl is an inter-satellite link.", isin=list(SOURCE_KINDS)
-    )
-    orig_sensor_id: T.StringType = must("Sensor, as its owner calls it.")
-    track_id: T.StringType = must("Track of the sensor that the measurement belongs to.")
-    sat_no: T.LongType = may("Catalogue number that the sensor gives the object; none if uncorrelated.")
-    timestamp_ns: T.LongType = must("Instant by the sensor's clock, since 1970 UTC.", "ns", gt=0)
-    received_ns: T.LongType = must("Instant of the receipt, since 1970 UTC.", "ns", gt=0)
-    sensor_lat_deg: T.DoubleType = may("Geodetic latitude of a ground sensor, WGS-84.", "deg")
-    sensor_lon_deg: T.DoubleType = may("Longitude of a ground sensor, east positive, WGS-84.", "deg")
-    sensor_alt_km: T.DoubleType = may("Height of a ground sensor above the WGS-84 ellipsoid.", "km")
-    range_m: T.DoubleType = may("Radar: distance from the sensor.", "m", gt=0.0)
-    range_rate_m_s: T.DoubleType = may("Radar: rate of the distance, positive away from the sensor.", "m/s")
-    az_rad: T.DoubleType = may("Radar: azimuth from north over east.", "rad")
-    el_rad: T.DoubleType = may("Radar: elevation above the horizon.", "rad")
-    ra_rad: T.DoubleType = may("Optical: topocentric right ascension, axes of TEME.", "rad")
-    dec_rad: T.DoubleType = may("Optical: topocentric declination, axes of TEME.", "rad")
-    x_m: T.DoubleType = may("ISL: position along x, TEME.", "m")
-    y_m: T.DoubleType = may("ISL: position along y, TEME.", "m")
-    z_m: T.DoubleType = may("ISL: position along z, TEME.", "m")
-    vx_m_s: T.DoubleType = may("ISL: velocity along x, TEME.", "m/s")
-    vy_m_s: T.DoubleType = may("ISL: velocity along y, TEME.", "m/s")
-    vz_m_s: T.DoubleType = may("ISL: velocity along z, TEME.", "m/s")
-    sigma_range_m: T.DoubleType = may("Radar: standard deviation of the distance.", "m")
-    sigma_range_rate_m_s: T.DoubleType = may("Radar: standard deviation of the range rate.", "m/s")
-    sigma_angle_rad: T.DoubleType = may("Radar: standard deviation of a direction on the sphere.", "rad")
-    sigma_arcsec: T.DoubleType = may("Optical: standard deviation of a direction on the sphere.", "arcsec")
-    sigma_position_m: T.DoubleType = may("ISL: standard deviation of the position, per axis.", "m")
-    sigma_velocity_m_s: T.DoubleType = may("ISL: standard deviation of the velocity, per axis.", "m/s")
-    clock_source: T.StringType = must("What disciplines the sensor's clock: gps, ntp or onboard.")
-    clock_sync_age_s: T.DoubleType = must("Time since that clock was last set.", "s", ge=0.0)
 
 
 class Observation(Contract):
@@ -59,7 +19,8 @@ class Observation(Contract):
     """
 
     observation_id: T.StringType = must(
-        "UUID version 5 of source kind, sensor, track and instant: a replay has the same.", str_matches=_UUID5
+        "UUID version 5 of source kind, source and the source's own record: a replay has the same.",
+        str_matches=_UUID5,
     )
     window_start: T.TimestampType = window()
     source_kind: T.StringType = must(
@@ -104,3 +65,18 @@ class Observation(Contract):
     velocity_unc_km_s: T.DoubleType = may("ISL: standard deviation of the velocity, per axis.", "km/s")
     clock_quality: T.StringType = may("What disciplines the sensor's clock: gps, ntp or onboard.")
     max_skew_s: T.DoubleType = must("Largest error of the sensor's clock, by its quality.", "s", ge=0.0)
+
+
+class RejectedObservation(Contract):
+    """A measurement that is no observation. The record is in the raw table of its kind."""
+
+    observation_id: T.StringType = must("The id that the observation would have.", str_matches=_UUID5)
+    reason: T.StringType = must("Why it is rejected: the first reason.", isin=list(REJECTION_REASONS))
+    source_kind: T.StringType = must("Kind of sensor.", isin=list(SOURCE_KINDS))
+    source_id: T.StringType = must("Source of the measurement: the sensor.")
+    sensor_timestamp: T.TimestampType = must("Instant of the measurement by the sensor's clock, UTC.")
+    ingest_timestamp: T.TimestampType = may("Instant of the receipt, UTC.")
+    sat_no: T.LongType = may("Catalogue number that the sensor gives the object.")
+    track_id: T.StringType = may("Track of the sensor that the measurement belongs to.")
+    topic_partition: T.IntegerType = may("Partition of the topic that the record came by.")
+    topic_offset: T.LongType = may("Offset of the record in that partition.")

@@ -17,6 +17,7 @@ class _Received(Contract):
     track_id: T.StringType = must("Track of the sensor that the measurement belongs to.")
     sat_no: T.LongType = may("Catalogue number that the sensor gives the object; none if uncorrelated.")
     timestamp_ns: T.LongType = must("Instant by the sensor's clock, since 1970 UTC.", "ns", gt=0)
+    sensor_timestamp: T.TimestampType = must("The same instant in microseconds, UTC.")
     clock_source: T.StringType = must(
         "What disciplines the sensor's clock.", isin=["gps", "ntp", "onboard", "unknown"]
     )
@@ -37,6 +38,8 @@ class _OnGround(_Received):
 class RawRadar(_OnGround):
     """A radar's datagram."""
 
+    frame_digest: T.StringType = may("SHA-256 digest of the datagram, in hexadecimal.")
+
     range_m: T.DoubleType = must("Distance from the sensor.", "m", gt=0.0)
     range_rate_m_s: T.DoubleType = must(
         "Rate of the distance, positive away from the sensor.", "m/s", ge=-25_000.0, le=25_000.0
@@ -51,7 +54,7 @@ class RawRadar(_OnGround):
 class RawOptical(_OnGround):
     """An item of a telescope's page."""
 
-    observation_id: T.StringType = must("UUID that the telescope gave the measurement, in lower case.")
+    obs_id: T.StringType = must("UUID that the telescope gave the measurement, in lower case.")
     ra_rad: T.DoubleType = must("Topocentric right ascension, axes of TEME.", "rad", ge=0.0)
     dec_rad: T.DoubleType = must("Topocentric declination, axes of TEME.", "rad")
     sigma_arcsec: T.DoubleType = must("Standard deviation of a direction on the sphere.", "arcsec", gt=0.0)
@@ -59,6 +62,8 @@ class RawOptical(_OnGround):
 
 class RawLink(_Received):
     """A frame of an inter-satellite link."""
+
+    frame_digest: T.StringType = may("SHA-256 digest of the frame, in hexadecimal.")
 
     x_m: T.DoubleType = must("Position along x, TEME.", "m")
     y_m: T.DoubleType = must("Position along y, TEME.", "m")

@@ -41,7 +41,7 @@ def messages_of(kind: str, batch: Batch) -> Iterator[Message]:
 
 def _ids(values: pa.BinaryArray) -> list[bytes | None]:
     decoded, _ = optical.decode_optical(values)
-    return [None if one is None else one.encode() for one in decoded["observation_id"].to_pylist()]
+    return [None if one is None else one.encode() for one in decoded["obs_id"].to_pylist()]
 
 
 def run_into(

@@ -7,6 +7,7 @@ import dagster as dg
 
 from branchlake_dagster import Settings, branchlake_definitions
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.sda.assets.raw import live_sensors
 from branchlake_dagster.sda.graph.definitions import (
     fusion_assets,
     fusion_checks,
@@ -28,21 +29,16 @@ GP_PULL = "BRANCHLAKE_GP_PULL"
 
 
 LIVE_SENSORS = "BRANCHLAKE_LIVE_SENSORS"
-"""Environment variable: where live sensors' topics are, `landing` or `kafka`; unset: there are none."""
+"""Environment variable: where the sensors' topics are, `landing` or `kafka`; unset: in the landing folder."""
 
 
-def live(settings: Settings) -> dg.Definitions:
-    """The ingestions of live sensors, if the environment asks for them. Their sensors are off at first."""
-    wanted = os.environ.get(LIVE_SENSORS, "").strip().lower()
-    if not wanted:
-        return dg.Definitions()
+def raw_measurements(settings: Settings) -> dg.Definitions:
+    """The ingestions of the sensors' measurements. Their sensors are off at first."""
+    wanted = os.environ.get(LIVE_SENSORS, "").strip().lower() or "landing"
     if wanted not in ("landing", "kafka"):
         raise ConfigurationError(
             f"{LIVE_SENSORS} is {wanted!r}.", hint="Set it to landing or kafka, or unset it."
         )
-    # Others do not wait for what only ingestion imports.
-    from branchlake_dagster.sda.assets.raw import live_sensors
-
     return live_sensors("kafka" if wanted == "kafka" else "landing", settings.receiver_monitors)
 
 
@@ -80,4 +76,4 @@ def build_definitions(settings: Settings) -> dg.Definitions:
         # One process per run: a process per step costs its start-up for each, and the work is Spark's.
         executor=dg.in_process_executor,
     )
-    return branchlake_definitions(settings, dg.Definitions.merge(graph, live(settings)))
+    return branchlake_definitions(settings, dg.Definitions.merge(graph, raw_measurements(settings)))

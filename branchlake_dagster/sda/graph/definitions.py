@@ -24,9 +24,9 @@ from branchlake_dagster.sda.assets.conjunctions import (
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS, ephemeris_conjunctions
 from branchlake_dagster.sda.assets.observations import (
     OBSERVATIONS,
-    SENSOR_OBSERVATIONS,
+    REJECTED_OBSERVATIONS,
     observations,
-    sensor_observations,
+    rejected_observations,
 )
 from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS, quarantined_objects
 from branchlake_dagster.sda.assets.registry import (
@@ -45,7 +45,6 @@ from branchlake_dagster.sda.graph.quality import fusion_checks
 from branchlake_dagster.sda.partitions import gp_snapshots, windows
 from branchlake_dagster.sda.providers.pulled import GpProvider
 from branchlake_dagster.sda.registry.satcat import is_satcat
-from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sources import DEFAULT_SNAPSHOT, GpSource, snapshot_time
 
 __all__ = [
@@ -61,8 +60,8 @@ fusion_assets: list[dg.AssetsDefinition] = [
     gp_ingest,
     registry,
     satellites,
-    sensor_observations,
     observations,
+    rejected_observations,
     quarantined_objects,
     fused_tracks,
     conjunction_candidates,
@@ -87,8 +86,13 @@ satellites_job = dg.define_asset_job(
 )
 observations_job = dg.define_asset_job(
     "observations_job",
-    selection=dg.AssetSelection.assets(SENSOR_OBSERVATIONS, OBSERVATIONS),
-    description="Simulate and normalise the observations of one source kind in one window.",
+    selection=dg.AssetSelection.assets(OBSERVATIONS),
+    description="Bring the new raw measurements of one hour or several into the common envelope.",
+)
+rejected_observations_job = dg.define_asset_job(
+    "rejected_observations_job",
+    selection=dg.AssetSelection.assets(REJECTED_OBSERVATIONS),
+    description="Record the new raw measurements that are no observations, with the reason.",
 )
 window_job = dg.define_asset_job(
     "window_job",
@@ -114,6 +118,7 @@ fusion_jobs = [
     catalogue_job,
     satellites_job,
     observations_job,
+    rejected_observations_job,
     window_job,
     element_trust_job,
     conjunctions_job,
@@ -135,33 +140,13 @@ def stale_catalogue(instance: dg.DagsterInstance, now: datetime) -> str | None:
 
 
 @dg.schedule(
-    job=observations_job,
-    cron_schedule="5 * * * *",
-    execution_timezone="UTC",
-    default_status=dg.DefaultScheduleStatus.RUNNING,
-)
-def hourly_observations(context: dg.ScheduleEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
-    """The last full hour's observations, one run per source kind, all at once: they write one table."""
-    if reason := stale_catalogue(context.instance, context.scheduled_execution_time):
-        return dg.SkipReason(f"Nothing to observe: {reason}.")
-    window = _last_window(context)
-    return [
-        dg.RunRequest(
-            run_key=f"{window}/{kind}",
-            partition_key=dg.MultiPartitionKey({"window": window, "source_kind": kind}),
-        )
-        for kind in SOURCE_KINDS
-    ]
-
-
-@dg.schedule(
     job=window_job,
     cron_schedule="20 * * * *",
     execution_timezone="UTC",
     default_status=dg.DefaultScheduleStatus.RUNNING,
 )
 def hourly_window(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
-    """The last full hour's tracks and conjunctions, after its observations of all kinds."""
+    """The last full hour's tracks and conjunctions. Late observations are fused by `observations_sensor`."""
     if reason := stale_catalogue(context.instance, context.scheduled_execution_time):
         return dg.SkipReason(f"Nothing to fuse: {reason}.")
     window = _last_window(context)
@@ -186,7 +171,7 @@ def daily_element_trust(context: dg.ScheduleEvaluationContext) -> dg.RunRequest 
     return dg.RunRequest(run_key=f"{context.scheduled_execution_time:%Y-%m-%d}")
 
 
-fusion_schedules = [hourly_observations, hourly_window, daily_element_trust]
+fusion_schedules = [hourly_window, daily_element_trust]
 """Running by default, and idle until a current GP snapshot is registered."""
 
 
@@ -259,4 +244,13 @@ satellite_catalogues = published_sensor(
     description="Dates the objects anew when a satellite catalogue was published.",
 )
 
-fusion_sensors = [gp_snapshot_files, satellite_catalogues, conjunctions_sensor]
+observations_sensor = incremental_sensor(
+    "observations_sensor",
+    target=dg.AssetSelection.assets(OBSERVATIONS, REJECTED_OBSERVATIONS, FUSED_TRACKS),
+    max_age_s=30.0,
+    min_rows=100_000,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+)
+"""Makes observations of new raw measurements, and tracks of new observations, also of late ones."""
+
+fusion_sensors = [gp_snapshot_files, satellite_catalogues, conjunctions_sensor, observations_sensor]

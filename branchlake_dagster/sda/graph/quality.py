@@ -14,14 +14,15 @@ from branchlake_dagster.sda.assets.catalogue import (
 )
 from branchlake_dagster.sda.assets.conjunctions import CONJUNCTION_CANDIDATES, CONJUNCTIONS
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS
-from branchlake_dagster.sda.assets.observations import OBSERVATIONS, SENSOR_OBSERVATIONS
+from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
 from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS
 from branchlake_dagster.sda.assets.registry import ELEMENT_HISTORY, MERGE_AUDIT, OBJECTS, SATELLITES
 from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS
 from branchlake_dagster.sda.graph.agreement import tracked_have_elements
+from branchlake_dagster.sda.graph.balance import balance
 from branchlake_dagster.sda.graph.listing import listing_checks
-from branchlake_dagster.sda.partitions import gp_snapshots, windows, windows_by_kind
+from branchlake_dagster.sda.partitions import gp_snapshots, windows
 
 MAX_REJECTED_SHARE = 0.01
 """Of a snapshot's records. Real snapshots have one in ten thousand: one in a hundred means a broken feed."""
@@ -56,7 +57,6 @@ WHERE (source_kind = 'radar')
    OR (source_kind = 'isl'
        AND pos_x_km * pos_x_km + pos_y_km * pos_y_km + pos_z_km * pos_z_km < 6378.137 * 6378.137)
    OR sensor_timestamp < window_start OR sensor_timestamp >= window_start + INTERVAL 1 HOUR
-   OR ingest_timestamp < sensor_timestamp
 """
 
 
@@ -107,16 +107,17 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
         """,
             description="Of each object one period is open.",
         ),
-        pandera_checks(SENSOR_OBSERVATIONS, contracts.SensorObservation, partitions_def=windows_by_kind),
-        pandera_checks(OBSERVATIONS, contracts.Observation, partitions_def=windows_by_kind),
-        _unique(OBSERVATIONS, "observation_id", windows_by_kind),
+        pandera_checks(OBSERVATIONS, contracts.Observation, partitions_def=windows),
+        _unique(OBSERVATIONS, "observation_id", windows),
         sql_check(
             OBSERVATIONS,
             "fields_of_kind",
             _WRONG_FIELDS,
-            partitions_def=windows_by_kind,
+            partitions_def=windows,
             description="Each kind has its own measurement and no other, above ground, within its window.",
         ),
+        balance,
+        pandera_checks(REJECTED_OBSERVATIONS, contracts.RejectedObservation, whole_table=True),
         pandera_checks(QUARANTINED_OBJECTS, contracts.QuarantinedObject, partitions_def=windows),
         sql_check(
             QUARANTINED_OBJECTS,

@@ -22,11 +22,13 @@ NOT_OF_THE_WIRE = ("window_start", "received_ns")
 def _schema() -> pa.Schema:
     kinds = {pl.String(): pa.string(), pl.Int64(): pa.int64(), pl.Float64(): pa.float64()}
     native = [(name, kinds[kind]) for name, kind in NATIVE_COLUMNS.items() if name not in NOT_OF_THE_WIRE]
-    return pa.schema([("observation_id", pa.string()), *native])
+    own = [("obs_id", pa.string()), ("sensor_timestamp", pa.timestamp("us", "UTC"))]
+    return pa.schema([*own, *native])
 
 
 DECODED = _schema()
-"""Native columns without `NOT_OF_THE_WIRE`, after ``observation_id``, which only optical sensors give."""
+"""Native columns without `NOT_OF_THE_WIRE`, after ``obs_id``, which only optical sensors give, and
+``sensor_timestamp``, which is ``timestamp_ns`` in microseconds."""
 
 WRONG_SIZE, NOT_FINITE = "wrong size", "a value is not finite"
 BAD_TIME, BAD_UNCERTAINTY = "timestamp out of range", "uncertainty is not positive"
@@ -82,6 +84,8 @@ def decoded(
     index[rows] = np.arange(len(rows))
     sound = reasons.sound
     taken = pa.array(index, mask=~sound)
+    micros = np.asarray(columns["timestamp_ns"]).astype(np.int64) // 1_000
+    columns = {**columns, "sensor_timestamp": pa.array(micros).cast(pa.timestamp("us", "UTC"))}
     arrays = []
     for field in DECODED:
         value = columns.get(field.name)

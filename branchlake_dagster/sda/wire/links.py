@@ -65,7 +65,8 @@ KEY_BYTES = (4, 8)
 
 UNKNOWN_VERSION, BELOW_SURFACE = "unknown version", "below the Earth's surface"
 FASTER_THAN_LIGHT, BAD_AGE = "faster than light", "clock age is negative"
-_LIGHT_M_S = 299_792_458.0
+LIGHT_M_S = 299_792_458.0
+"""The speed of light in vacuum."""
 _SCALARS = ("sigma_position_m", "sigma_velocity_m_s", "since_sync_s")
 
 
@@ -105,7 +106,7 @@ def decode_links(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa
             NOT_FINITE: ~finite,
             BAD_TIME: (rows["timestamp_ns"] == 0) | (rows["timestamp_ns"] > LATEST_NS),
             BELOW_SURFACE: ~(np.linalg.norm(position, axis=1) >= EARTH_RADIUS_KM * 1e3),
-            FASTER_THAN_LIGHT: ~(np.linalg.norm(velocity, axis=1) <= _LIGHT_M_S),
+            FASTER_THAN_LIGHT: ~(np.linalg.norm(velocity, axis=1) <= LIGHT_M_S),
             BAD_UNCERTAINTY: ~((rows["sigma_position_m"] > 0) & (rows["sigma_velocity_m_s"] > 0)),
             BAD_AGE: ~(rows["since_sync_s"] >= 0),
         }

@@ -121,7 +121,7 @@ def decode_optical(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, 
     place = _PLACES[pc.fill_null(site, 0).to_numpy(zero_copy_only=False)]
     synced = pc.is_valid(fields["clock_sync_age_s"])
     columns = {
-        "observation_id": pc.utf8_lower(fields["obs_id"]),
+        "obs_id": pc.utf8_lower(fields["obs_id"]),
         "source_kind": "optical",
         "orig_sensor_id": fields["site_id"],
         "track_id": pc.coalesce(fields["track_id"], fields["obs_id"]),

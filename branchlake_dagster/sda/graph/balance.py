@@ -1,0 +1,122 @@
+"""The balance of observations: every raw measurement is an observation, rejected, or was received before."""
+
+# No `from __future__ import annotations`: Dagster reads the annotations of the check.
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+import dagster as dg
+import numpy as np
+import polars as pl
+from pyiceberg.catalog import Catalog
+from pyiceberg.expressions import And, GreaterThanOrEqual, LessThan
+from pyiceberg.table import DataScan
+
+from branchlake_dagster import LakehouseResource
+from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
+from branchlake_dagster.sda.assets.raw import RAW_LINKS, RAW_OPTICAL, RAW_RADAR
+
+MAX_REPEATED_SHARE = 0.01
+"""The largest share of measurements that may have been received before. About one in a thousand is usual."""
+MAX_REPEATED = 10
+"""A number of repeated measurements that never matters, as in an hour with few measurements."""
+
+_RECORD_IDS = {RAW_RADAR: "frame_digest", RAW_OPTICAL: "obs_id", RAW_LINKS: "frame_digest"}
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Numbers of rows of one span of event time.
+
+    Args:
+        raw: measurements in the raw tables.
+        observations: observations.
+        rejected: rejected measurements.
+
+    """
+
+    raw: int
+    observations: int
+    rejected: int
+
+    @property
+    def repeated(self) -> int:
+        """Measurements that were received before. Negative if there are more observations than that."""
+        return self.raw - self.observations - self.rejected
+
+    @property
+    def is_even(self) -> bool:
+        """Whether no observation is invented, and few measurements are missing or repeated."""
+        return 0 <= self.repeated <= max(MAX_REPEATED, MAX_REPEATED_SHARE * self.raw)
+
+    def without_repeated(self, distinct: int) -> "Balance":
+        """Return the balance of the distinct measurements alone."""
+        return replace(self, raw=distinct)
+
+
+@dg.asset_check(
+    asset=OBSERVATIONS,
+    additional_deps=[RAW_RADAR, RAW_OPTICAL, RAW_LINKS, REJECTED_OBSERVATIONS],
+    description="Each raw measurement is an observation, rejected, or one of few that were received again.",
+    metadata={"branchlake/scope": "rows"},
+)
+def balance(context: dg.AssetCheckExecutionContext, lakehouse: LakehouseResource) -> dg.AssetCheckResult:
+    """Count the rows of the run's hours from metadata; only files across an hour's border are read.
+
+    If many measurements seem to be repeated, as after a replay, the distinct ones are counted: that reads the
+    ids of the hours' raw measurements.
+    """
+    window, catalog = context.op_execution_context.partition_time_window, lakehouse.catalog()
+    found = count_balance(catalog, window.start, window.end)
+    passed = found.is_even
+    if not passed and found.repeated > 0:
+        distinct = count_distinct_measurements(catalog, window.start, window.end)
+        passed = found.without_repeated(distinct).is_even
+    return dg.AssetCheckResult(
+        passed=passed,
+        metadata={
+            "raw_measurements": found.raw,
+            "observations": found.observations,
+            "rejected": found.rejected,
+            "repeated": found.repeated,
+        },
+    )
+
+
+def count_balance(catalog: Catalog, start: datetime, end: datetime) -> Balance:
+    """Count rows with a sensor time from `start` (inclusive) to `end`. A missing table has none."""
+
+    def count(*keys: dg.AssetKey) -> int:
+        return sum(_count_rows(catalog, key, start, end) for key in keys)
+
+    raw = count(RAW_RADAR, RAW_OPTICAL, RAW_LINKS)
+    return Balance(raw, count(OBSERVATIONS), count(REJECTED_OBSERVATIONS))
+
+
+def count_distinct_measurements(catalog: Catalog, start: datetime, end: datetime) -> int:
+    """Count the records with a sensor time in the span, each once. Holds eight bytes for each measurement."""
+    hashes = [np.empty(0, np.uint64)]
+    for key, record_id in _RECORD_IDS.items():
+        if (scan := _scan_span(catalog, key, start, end, ("orig_sensor_id", record_id))) is not None:
+            for batch in scan.to_arrow_batch_reader():
+                ids = pl.DataFrame(pl.from_arrow(batch)).select("orig_sensor_id", record_id)
+                hashes.append(np.unique(ids.hash_rows().to_numpy()))
+    return len(np.unique(np.concatenate(hashes)))
+
+
+def _count_rows(catalog: Catalog, key: dg.AssetKey, start: datetime, end: datetime) -> int:
+    scan = _scan_span(catalog, key, start, end, ("sensor_timestamp",))
+    return scan.count() if scan is not None else 0
+
+
+def _scan_span(
+    catalog: Catalog, key: dg.AssetKey, start: datetime, end: datetime, columns: tuple[str, ...]
+) -> DataScan | None:
+    """Return a scan of the rows with a sensor time in the span; None if the table does not exist."""
+    identifier = tuple(key.path)
+    if not catalog.table_exists(identifier):
+        return None
+    row_filter = And(
+        GreaterThanOrEqual("sensor_timestamp", start.isoformat()),
+        LessThan("sensor_timestamp", end.isoformat()),
+    )
+    return catalog.load_table(identifier).scan(row_filter=row_filter, selected_fields=columns)
