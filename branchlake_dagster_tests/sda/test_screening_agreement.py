@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 from click.testing import CliRunner
+from sgp4.api import jday
 
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.sda.benchmarks import brute_force
@@ -97,6 +98,28 @@ def test_real_objects_have_the_events_of_brute_force() -> None:
     assert compared.matched.height > 200
     # The screening interpolates within a minute. Measured: 4.3 m, for an eccentric orbit near its perigee.
     assert_equal_events(compared, miss_difference_km=1e-2)
+
+
+@pytest.mark.skipif(
+    not WHOLE_CATALOG.is_file(), reason=f"no real catalog {WHOLE_CATALOG.name} in {SNAPSHOTS}"
+)
+@pytest.mark.parametrize(
+    ("number", "low", "high"), [(44638, 5.0, 6.0), (16446, 2.0, 3.0), (25544, 0.01, 0.03)]
+)
+def test_the_velocity_of_sgp4_is_not_the_derivative_of_its_position(
+    number: int, low: float, high: float
+) -> None:
+    """The reason why an interpolation between velocities differs from SGP4: by m/s for decaying eccentric orbits."""
+    catalog = read_reference_catalog(WHOLE_CATALOG.read_bytes()).take(np.array([number]))
+    julian_date, _ = jday(2024, 11, 1, 0, 0, 0)
+    seconds = np.arange(0, 86_400, 60.0)
+    days = np.full(len(seconds), julian_date)
+    (record,) = catalog.records
+    _, before, _ = record.sgp4_array(days, (seconds - 0.5) / 86_400)
+    _, after, _ = record.sgp4_array(days, (seconds + 0.5) / 86_400)
+    _, _, velocity = record.sgp4_array(days, seconds / 86_400)
+    off_m_s = np.linalg.norm(after - before - velocity, axis=1).max() * 1e3
+    assert low < off_m_s < high
 
 
 def test_the_reference_shares_no_code_with_the_product() -> None:
