@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -80,4 +81,28 @@ def live(as_json: bool, seconds: float, bursts: bool) -> None:
     from branchlake_dagster.sda.benchmarks.live import measure, show
 
     found = measure(Settings(), seconds=seconds, bursts=bursts, say=print_progress)
+    click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option(
+    "--hours", default=6.0, type=click.FloatRange(min=0.1), show_default=True, help="Length of the span."
+)
+@click.option("--threshold-km", default=5.0, show_default=True, help="The largest distance that counts.")
+@click.option(
+    "--start", type=click.DateTime(["%Y-%m-%dT%H:%M"]), help="UTC; after 99 % of the epochs if absent."
+)
+@click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def agreement(
+    as_json: bool, hours: float, threshold_km: float, start: datetime | None, file: Path | None
+) -> None:
+    """Compare the screening with brute force, event by event.
+
+    FILE is a GP file, OMM in CSV or TLE; without it 2,000 objects are simulated.
+    """
+    from branchlake_dagster.sda.benchmarks.agreement import measure, show
+
+    begin = start.replace(tzinfo=UTC) if start else None
+    found = measure(file, start=begin, hours=hours, threshold_km=threshold_km, say=print_progress)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
