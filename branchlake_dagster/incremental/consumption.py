@@ -104,16 +104,25 @@ class Consumption:
 
     @cached_property
     def inputs(self) -> dict[AssetKey, UpstreamTable]:
-        """The consumed inputs on the run's branch. Raises TableMissing."""
-        return {
-            key: self._load_upstream(key, pattern)
-            for key, pattern in self.consumer.declaration.inputs.items()
-        }
+        """The consumed inputs on the run's branch, without optional ones that have no table.
 
-    def _load_upstream(self, key: AssetKey, pattern: Pattern) -> UpstreamTable:
+        Raises TableMissing if another input, or every input, has none.
+        """
+        declaration = self.consumer.declaration
+        upstreams: dict[AssetKey, UpstreamTable] = {}
+        for key, pattern in declaration.inputs.items():
+            is_last = not upstreams and key == [*declaration.inputs][-1]
+            upstream = self._load_upstream(key, pattern, required=is_last or key not in declaration.optional)
+            if upstream is not None:
+                upstreams[key] = upstream
+        return upstreams
+
+    def _load_upstream(self, key: AssetKey, pattern: Pattern, *, required: bool) -> UpstreamTable | None:
         identifier = self.consumer.inputs[key]
         name = format_table_name(identifier)
         table = _load_table_or_none(self._lake.own_catalog(), identifier)
+        if table is None and not required:
+            return None
         if table is None:
             branch = self._lake.open_branch()
             raise TableMissing(

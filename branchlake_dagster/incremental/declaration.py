@@ -29,14 +29,18 @@ class ConsumedInput:
     pattern: Pattern
     keys: tuple[str, ...] = ()
     on: str | None = None
+    optional: bool = False
 
 
-def rows(*, on: str | None = None) -> ConsumedInput:
+def rows(*, on: str | None = None, optional: bool = False) -> ConsumedInput:
     """Describe an input for `consumes` from which the asset gets only the changed rows.
 
     Args:
         on (Optional[str]): The date or time stamp column of this input that decides on the partitions of the
             asset. (default: `on` of `consumes`)
+        optional (bool): Whether this input may have no table yet. Then the asset gets an empty frame without
+            columns for it, and everything is computed anew once the table exists. At least one input must
+            have a table. (default: False: the run fails)
 
     Returns:
         ConsumedInput: For the mapping that `consumes` takes.
@@ -48,7 +52,7 @@ def rows(*, on: str | None = None) -> ConsumedInput:
 
             consumes({"orders": rows(on="ordered_at"), "refunds": rows(on="refunded_at")})
     """
-    return ConsumedInput("rows", (), on)
+    return ConsumedInput("rows", (), on, optional)
 
 
 def keys(*columns: str, on: str | None = None) -> ConsumedInput:
@@ -208,6 +212,8 @@ class Declaration:
     widen: tuple[timedelta, timedelta] = (timedelta(), timedelta())
     column_overrides: Mapping[AssetKey, ConsumedInput] = field(default_factory=dict)
     """The inputs that name their own columns."""
+    optional: frozenset[AssetKey] = frozenset()
+    """The inputs that may have no table."""
     patterns: frozenset[Pattern] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
@@ -279,6 +285,7 @@ def _build_declaration(values: Mapping[str, Any], asset: str) -> Declaration:
             for key, consumed_input in inputs.items()
             if consumed_input.keys or consumed_input.on is not None
         },
+        frozenset(key for key, consumed_input in inputs.items() if consumed_input.optional),
     )
     problem = _find_problem(declaration)
     if problem:
@@ -288,7 +295,12 @@ def _build_declaration(values: Mapping[str, Any], asset: str) -> Declaration:
 
 def _parse_input(value: Any) -> ConsumedInput:
     if isinstance(value, Mapping):
-        return ConsumedInput(value["pattern"], tuple(value.get("keys") or ()), value.get("on"))
+        return ConsumedInput(
+            value["pattern"],
+            tuple(value.get("keys") or ()),
+            value.get("on"),
+            bool(value.get("optional")),
+        )
     return ConsumedInput(value)
 
 

@@ -167,7 +167,8 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
             try:
                 table = self.lakehouse.own_catalog().load_table(spec.identifier)
             except NoSuchTableError as error:
-                if _reads_own_table(context) and not wants_stored_rows(context.dagster_type):
+                may_be_missing = _reads_own_table(context) or self._is_optional_input(context)
+                if may_be_missing and not wants_stored_rows(context.dagster_type):
                     return self._empty_frame(annotation, is_spark=is_spark)
                 raise TableMissing(
                     f"Asset {context.asset_key.to_user_string()} has no table on branch {ref}.",
@@ -214,6 +215,15 @@ class NessieBranchIOManager(CopiedByFields, ConfigurableIOManager):
                 )
                 return frame if columns is None else _select_columns(frame, columns, existing)
             return arrow_frames.read_frame(table, annotation, selection, columns)
+
+    def _is_optional_input(self, context: InputContext) -> bool:
+        """Whether the asset consumes this input only if it has a table. Raises TableMissing."""
+        consumption = consumption_of(context.step_context, self.lakehouse) if _is_in_step(context) else None
+        return (
+            consumption is not None
+            and context.asset_key in consumption.consumer.declaration.optional
+            and context.asset_key not in consumption.inputs
+        )
 
     def _empty_frame(self, annotation: Any, *, is_spark: bool) -> Any:
         empty = pa.table({})

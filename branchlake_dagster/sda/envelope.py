@@ -16,6 +16,7 @@ from functools import reduce
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
+from branchlake_dagster.sda.contracts.raw import RawLink, RawOptical, RawRadar
 from branchlake_dagster.sda.orbits.frames import EARTH_RADIUS_KM
 from branchlake_dagster.sda.partitions import FIRST_WINDOW
 from branchlake_dagster.sda.wire.links import LIGHT_M_S
@@ -34,17 +35,11 @@ that arrives twice and a reprocessed dead letter are the same observation.
 RECEIPT_RESOLUTION_S = 0.001
 """Times of receipt are milliseconds, rounded down. An instant may be this much later than its receipt."""
 
-REJECTION_REASONS = (
-    "before_first_window",
-    "time_beyond_skew",
-    "impossible_range_rate",
-    "below_surface",
-    "faster_than_light",
-    "unknown_object",
-    "decommissioned_object",
-)
-"""Why a measurement is no observation. The first one that applies is recorded."""
-
+_RAW_TYPES = {
+    name: column.dtype.type
+    for contract in (RawRadar, RawOptical, RawLink)
+    for name, column in contract.to_schema().columns.items()
+}
 _RECORD_IDS = {"radar": "frame_digest", "optical": "obs_id", "isl": "frame_digest"}
 
 _DIGEST = f"sha1(concat(unhex('{OBSERVATION_NAMESPACE.hex}'), encode({OBSERVATION_NAME}, 'UTF-8')))"
@@ -129,7 +124,8 @@ def identify_measurements(raw_by_kind: Mapping[str, DataFrame], objects: DataFra
     """Unite raw measurements and identify each: its `observation_id`, and the `reason` if it is rejected.
 
     A measurement that was received several times is one row: the one that was received first. The columns
-    are those of the raw tables; a column that a kind does not have is null.
+    are those of the raw tables; a column that a kind does not have is null. A frame without columns is of a
+    kind that no sensor has sent yet.
 
     Args:
         raw_by_kind: rows of the raw tables by source kind (`radar`, `optical`, `isl`).
@@ -138,8 +134,12 @@ def identify_measurements(raw_by_kind: Mapping[str, DataFrame], objects: DataFra
     frames = [
         frame.selectExpr(f"'{kind}' AS source_kind", f"{_RECORD_IDS[kind]} AS record_id", "*")
         for kind, frame in raw_by_kind.items()
+        if frame.columns
     ]
     united = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), frames)
+    for name, kind in _RAW_TYPES.items():
+        if name not in united.columns:
+            united = united.withColumn(name, F.lit(None).cast(kind))
     states = F.broadcast(objects.selectExpr("sat_no", "state AS object_state"))
     named = united.join(states, on="sat_no", how="left").withColumn("name_digest", F.expr(_DIGEST))
     identified = named.withColumn("observation_id", F.expr(_UUID5)).withColumn("reason", F.expr(_REJECTION))

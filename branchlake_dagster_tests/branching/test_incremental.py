@@ -14,6 +14,7 @@ from branchlake_dagster import (
     LakehouseResource,
     consumes,
     read_changes,
+    rows,
     table_metadata,
 )
 from branchlake_dagster.automation.backlog import ConsumerBacklog
@@ -27,7 +28,7 @@ from branchlake_dagster.internals.dagster import report_engine_event
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.stored_names import EventMetadata, LakeProperty
-from branchlake_dagster.tables.errors import PartitionMismatch, PositionUnreadable, RowsRemoved
+from branchlake_dagster.tables.errors import PartitionMismatch, PositionUnreadable, RowsRemoved, TableMissing
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
 from branchlake_dagster_tests.suite import memory
@@ -599,3 +600,31 @@ def test_an_asset_that_writes_by_sql(lakehouse: Lakehouse, namespace: str, order
         names = {entry.key.name for entry in lakehouse.nessie.entries("main")}
         assert not any("__change__" in name for name in names)
         assert len(lakehouse.catalog().load_table(tuple(source.path)).scan().to_arrow()) == 3
+
+
+def test_an_optional_input_counts_once_its_table_exists(lakehouse: Lakehouse, namespace: str) -> None:
+    sources = [Source(namespace, name) for name in ("first", "second")]
+
+    @dg.asset(
+        key=[namespace, "both"],
+        ins={name: dg.AssetIn(one.key) for name, one in zip(("first", "second"), sources, strict=True)},
+        metadata=table_metadata(write_mode="append", **FREE)
+        | consumes({one.key: rows(optional=True) for one in sources}),
+    )
+    def both(first: pl.DataFrame, second: pl.DataFrame) -> pl.DataFrame:
+        return pl.concat([one for one in (first, second) if one.width])
+
+    with project(lakehouse, *(one.asset for one in sources), both) as p:
+        p.run(both.key, ok=False)
+        p.failed_with(TableMissing)
+        sources[1].publish(p, ("a", 1))
+        published(p, both)
+        sources[1].publish(p, ("b", 2))
+        published(p, both)
+        assert values(p, both) == [("a", 1), ("b", 2)]
+        sources[0].publish(p, ("c", 3))
+        published(p, both)
+        sources[0].publish(p, ("d", 4))
+        sources[1].publish(p, ("e", 5))
+        published(p, both)
+        assert values(p, both) == [("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5)]

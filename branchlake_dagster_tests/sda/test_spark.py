@@ -15,9 +15,9 @@ from branchlake_dagster.sda.conjunctions.distributed import close_approaches, cl
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span, screen
 from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.sda.contracts import Observation, RejectedObservation
+from branchlake_dagster.sda.contracts.observations import REJECTION_REASONS
 from branchlake_dagster.sda.envelope import (
     OBSERVATION_NAMESPACE,
-    REJECTION_REASONS,
     build_observations,
     build_rejected_observations,
     identify_measurements,
@@ -153,6 +153,13 @@ def test_what_is_received_again_is_one_observation_whatever_the_order(session, r
     assert rows(shuffled).equals(found)
     first = found.filter(pl.col("source_kind") == "radar")["ingest_timestamp"].sort()
     assert first.equals(radar["received_at"].sort(), check_names=False)
+
+
+def test_one_kind_of_sensor_is_enough(session, raw, objects):
+    nothing = session.createDataFrame(pa.table({}))
+    frames = {"radar": nothing, "optical": session.createDataFrame(raw["optical"].to_arrow()), "isl": nothing}
+    found = identify_measurements(frames, session.createDataFrame(objects.to_arrow()))
+    assert build_observations(found, data_mode="REAL").count() == raw["optical"].height
 
 
 def test_each_measurement_that_cannot_be_true_has_its_reason(session, raw, objects):

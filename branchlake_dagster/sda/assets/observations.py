@@ -6,7 +6,7 @@ from typing import Literal
 import dagster as dg
 from pyspark.sql import DataFrame
 
-from branchlake_dagster import column_metadata, consumes, table_metadata
+from branchlake_dagster import column_metadata, consumes, rows, table_metadata
 from branchlake_dagster.sda.assets.raw import RAW_LINKS, RAW_OPTICAL, RAW_RADAR
 from branchlake_dagster.sda.assets.registry import OBJECTS
 from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
@@ -28,7 +28,9 @@ _INPUTS = {
     "objects": dg.AssetIn(OBJECTS, partition_mapping=whole_catalogue),
 }
 _NEW_ROWS = consumes(
-    {RAW_RADAR: "rows", RAW_OPTICAL: "rows", RAW_LINKS: "rows"}, on="sensor_timestamp", when_removed="fail"
+    dict.fromkeys((RAW_RADAR, RAW_OPTICAL, RAW_LINKS), rows(optional=True)),
+    on="sensor_timestamp",
+    when_removed="fail",
 )
 _KEYS = ["sensor_timestamp", "observation_id"]
 

@@ -4,10 +4,20 @@
 import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
 
 from branchlake_dagster.sda.contracts.fields import DATA_MODES, Contract, catalogue_number, may, must, window
-from branchlake_dagster.sda.envelope import REJECTION_REASONS
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 
 _UUID5 = "^[0-9a-f]{8}-[0-9a-f]{4}-5[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$"
+
+REJECTION_REASONS = (
+    "before_first_window",
+    "time_beyond_skew",
+    "impossible_range_rate",
+    "below_surface",
+    "faster_than_light",
+    "unknown_object",
+    "decommissioned_object",
+)
+"""Why a measurement is no observation. The first one that applies is recorded."""
 
 
 class Observation(Contract):
