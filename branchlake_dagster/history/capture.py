@@ -26,7 +26,8 @@ from branchlake_dagster.stored_names import LakeProperty
 
 def summary_value(snapshot: Snapshot, name: str) -> str | None:
     """Return an entry of a snapshot's summary, or None if the summary lacks it."""
-    return snapshot.summary.additional_properties.get(name) if snapshot.summary else None
+    # Compared with None, because the truth value of a summary checks each of its fields.
+    return None if snapshot.summary is None else snapshot.summary.additional_properties.get(name)
 
 
 def replayed_from(snapshot: Snapshot) -> int | None:

@@ -13,6 +13,7 @@ from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.snapshots import Operation, Snapshot
 
 from branchlake_dagster.history.ancestry import snapshots_between
+from branchlake_dagster.history.capture import replayed_from, summary_value
 from branchlake_dagster.history.manifests import read_live_files
 from branchlake_dagster.publication.snapshot_files import TouchedFiles
 from branchlake_dagster.publication.table_change import (
@@ -107,8 +108,8 @@ def load_table_change(
         else SnapshotChange(
             snapshot.snapshot_id,
             ChangeMode.UNKNOWN,
-            run_id=_summary_property(snapshot, LakeProperty.RUN_ID),
-            original_id=_original_id(snapshot),
+            run_id=summary_value(snapshot, LakeProperty.RUN_ID),
+            original_id=replayed_from(snapshot),
         )
         for snapshot in snapshots
     ]
@@ -160,16 +161,6 @@ def _table_properties(metadata: TableMetadata) -> dict[str, str]:
     return {key: value for key, value in metadata.properties.items() if not key.startswith("nessie.")}
 
 
-def _original_id(snapshot: Snapshot) -> int | None:
-    value = _summary_property(snapshot, LakeProperty.REPLAYED_FROM) or ""
-    return int(value) if value.isdigit() else None
-
-
-def _summary_property(snapshot: Snapshot, name: str) -> str | None:
-    # Compared with None, because the truth value of a summary checks each of its fields.
-    return None if snapshot.summary is None else snapshot.summary.additional_properties.get(name)
-
-
 def _build_step(snapshot: Snapshot, files: TouchedFiles, before: Table | None) -> SnapshotChange:
     summary = snapshot.summary.additional_properties if snapshot.summary else {}
     keys = tuple(name for name in summary.get(LakeProperty.KEYS, "").split(",") if name)
@@ -183,7 +174,7 @@ def _build_step(snapshot: Snapshot, files: TouchedFiles, before: Table | None) -
         key_columns=keys,
         run_id=summary.get(LakeProperty.RUN_ID),
         properties={key: value for key, value in summary.items() if not key.startswith(_TOTALS)},
-        original_id=_original_id(snapshot),
+        original_id=replayed_from(snapshot),
         deletes=files.deletes,
         recorded_predicate=from_json(recorded_predicate) if recorded_predicate is not None else None,
         partition_names=tuple(name for name in summary.get(LakeProperty.PARTITION, "").split(",") if name),
@@ -195,7 +186,7 @@ def _infer_mode(snapshot: Snapshot, removed: Sequence[File], before: Table | Non
 
     Without a record, return the mode with the strictest conflict rules that fits the operation.
     """
-    recorded = _summary_property(snapshot, LakeProperty.WRITE_MODE)
+    recorded = summary_value(snapshot, LakeProperty.WRITE_MODE)
     if recorded in _MODES:
         return _MODES[recorded]
     if snapshot.summary and snapshot.summary.operation == Operation.APPEND and not removed:
