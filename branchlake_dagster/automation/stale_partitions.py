@@ -9,7 +9,8 @@ from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.table import Table
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.history import capture as history
+from branchlake_dagster.history.ancestry import ancestors_after
+from branchlake_dagster.history.capture import summary_value
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.stored_names import LakeProperty
@@ -50,14 +51,11 @@ def find_stale_partitions(
 
 def _iter_writes(table: Table, key: AssetKey) -> Iterator[tuple[list[str], str]]:
     """Yield the partitions and the code version of each write of the asset, newest first."""
-    snapshots, _ = history.ancestors_after(table.metadata)
+    snapshots, _ = ancestors_after(table.metadata)
     for snapshot in reversed(snapshots):
-        code_version = history.summary_value(snapshot, LakeProperty.CODE_VERSION)
-        if (
-            code_version is not None
-            and history.summary_value(snapshot, LakeProperty.ASSET) == key.to_user_string()
-        ):
-            partition_list = history.summary_value(snapshot, LakeProperty.PARTITION) or ""
+        code_version = summary_value(snapshot, LakeProperty.CODE_VERSION)
+        if code_version is not None and summary_value(snapshot, LakeProperty.ASSET) == key.to_user_string():
+            partition_list = summary_value(snapshot, LakeProperty.PARTITION) or ""
             yield [name for name in partition_list.split(",") if name], code_version
 
 

@@ -9,12 +9,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pyiceberg import types as ice
 from pyiceberg.conversions import to_bytes
-from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, clear_manifest_cache
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -26,6 +27,7 @@ from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.embedded import logs as spark_log
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown
 from branchlake_dagster.history.capture import capture_change, current_position
+from branchlake_dagster.history.manifests import read_manifest_entries, read_manifests
 from branchlake_dagster.history.snapshot_files import OwnFilesCache
 from branchlake_dagster.internals.pyiceberg import apply_updates, build_snapshot, write_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -210,11 +212,8 @@ def measure_capture(
     for name, (files, commits) in FILES.items():
         fake_files = _FakeDataFiles()
         table = _create_table(catalog, f"table_{name}", files=fake_files, count=files, commits=commits)
-        snapshot = table.current_snapshot()
-        old_files = [
-            manifest.fetch_manifest_entry(table.io)[0].data_file
-            for manifest in (snapshot.manifests(table.io) if snapshot else ())[:_CHANGED]
-        ]
+        manifests = islice(read_manifests(table.io, table.current_snapshot()), _CHANGED)
+        old_files = [next(read_manifest_entries(table.io, manifest)).data_file for manifest in manifests]
         appended_table = _with_snapshot(table, fake_files.build_files(_CHANGED))
         overwritten_table = _with_snapshot(table, fake_files.build_files(_CHANGED), old_files)
         before_delete, after_delete = _merge_then_delete(lake, catalog, table)
@@ -270,7 +269,7 @@ def _merge_then_delete(lake: Lakehouse, catalog: NessieCatalog, table: Table) ->
     name = ".".join(table.name())
     count = sum(
         manifest.existing_files_count or manifest.added_files_count or 0
-        for manifest in _current_manifests(table)
+        for manifest in read_manifests(table.io, table.current_snapshot())
     )
     numbers = [1 + index * (count // _CHANGED) for index in range(_CHANGED)]
     session = lake.spark_session(MAIN)
@@ -284,17 +283,11 @@ def _merge_then_delete(lake: Lakehouse, catalog: NessieCatalog, table: Table) ->
     return before, catalog.load_table(table.name())
 
 
-def _current_manifests(table: Table) -> Sequence[Any]:
-    snapshot = table.current_snapshot()
-    return snapshot.manifests(table.io) if snapshot is not None else []
-
-
 def _time_cold_capture(
     before: Table, after: Table, rounds: int, *, added: int = 0, removed: int = 0
 ) -> float:
     durations = []
     for _ in range(rounds):
-        clear_manifest_cache()
         began = time.perf_counter()
         change = capture_change(after, current_position(before), name="bench", cache=OwnFilesCache())
         durations.append(time.perf_counter() - began)

@@ -12,6 +12,7 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
 from branchlake_dagster.bench.kafka_feed import BenchFeed
+from branchlake_dagster.history.manifests import read_added_files
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Put
 
@@ -51,15 +52,8 @@ def measure_delays(
 def iter_added_rows(table: Table, columns: Sequence[str]) -> Iterator[tuple[Snapshot, pa.Table]]:
     """Iterate over the data files of a table: the snapshot that added the file, and the file's rows."""
     for snapshot in table.metadata.snapshots:
-        added = [
-            entry.data_file.file_path
-            for manifest in snapshot.manifests(table.io)
-            if manifest.added_snapshot_id == snapshot.snapshot_id
-            for entry in manifest.fetch_manifest_entry(table.io)
-            if entry.snapshot_id == snapshot.snapshot_id
-        ]
-        for path in added:
-            with table.io.new_input(path).open() as file:
+        for added_file in read_added_files(table.io, snapshot):
+            with table.io.new_input(added_file.file_path).open() as file:
                 yield snapshot, pq.read_table(file, columns=[*columns])
 
 

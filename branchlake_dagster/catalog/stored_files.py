@@ -25,13 +25,10 @@ from pyarrow.fs import FileSelector
 from pydantic_core import from_json
 from pyiceberg.io import FileIO, InputFile, InputStream, OutputStream
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
-from pyiceberg.manifest import ManifestEntry, ManifestFile
 from pyiceberg.serializers import Compressor, FromInputFile
 from pyiceberg.table.metadata import TableMetadata
-from pyiceberg.table.snapshots import Snapshot
 
 from branchlake_dagster.errors import BranchlakeError, Terminal
-from branchlake_dagster.internals.pyiceberg_manifests import iter_entries, iter_manifests
 
 
 def is_local(location: str) -> bool:
@@ -167,19 +164,22 @@ class _Content(InputFile):
         return BytesIO(self._content)
 
 
-def read_content(io: FileIO, location: str) -> bytes:
-    """Read the bytes of a file.
+def read_content(io: FileIO, location: str, size: int = 0) -> bytes:
+    """Read the bytes of a file that must have at least `size` bytes.
 
-    Raises FileNotFoundError, with the location as `filename`, or another OSError.
+    Raises FileNotFoundError, with the location as `filename`, or another OSError, and StoredFileDamaged.
     """
     with _wrap_io_errors(location), io.new_input(location).open() as stream:
-        return stream.read()
+        content = stream.read()
+    if len(content) < size:
+        raise _truncation_error(location, len(content), size)
+    return content
 
 
 def read_metadata(io: FileIO, location: str) -> TableMetadata:
     """Read the table metadata in a file. Raises as `read_content`, and StoredFileDamaged."""
     content = _Content(location, read_content(io, location))
-    with _wrap_parse_errors(location):
+    with wrap_parse_errors(location):
         return FromInputFile.table_metadata(content)
 
 
@@ -190,32 +190,12 @@ def read_metadata_fields(io: FileIO, location: str) -> dict[str, Any]:
     the time of Python's.
     """
     content = read_content(io, location)
-    with _wrap_parse_errors(location):
+    with wrap_parse_errors(location):
         decompressed = Compressor.get_compressor(location).stream_decompressor(BytesIO(content))
         fields = from_json(decompressed.read())
         if fields["format-version"] < 1:
             raise ValueError("This is not table metadata.")
         return dict(fields)
-
-
-def read_manifests(io: FileIO, snapshot: Snapshot) -> list[ManifestFile]:
-    """Read the manifests of a snapshot from its manifest list. Raises as `read_metadata`."""
-    location = snapshot.manifest_list
-    if not location:
-        return []
-    content = read_content(io, location)
-    with _wrap_parse_errors(location):
-        return list(iter_manifests(content))
-
-
-def read_entries(io: FileIO, manifest: ManifestFile) -> list[ManifestEntry]:
-    """Read all entries of a manifest, including those of deleted files. Raises as `read_metadata`."""
-    location = manifest.manifest_path
-    content = read_content(io, location)
-    if len(content) < manifest.manifest_length:
-        raise _truncation_error(location, len(content), manifest.manifest_length)
-    with _wrap_parse_errors(location):
-        return list(iter_entries(manifest, content))
 
 
 @contextmanager
@@ -229,7 +209,8 @@ def _wrap_io_errors(location: str) -> Iterator[None]:
 
 
 @contextmanager
-def _wrap_parse_errors(location: str) -> Iterator[None]:
+def wrap_parse_errors(location: str) -> Iterator[None]:
+    """Raise StoredFileDamaged for an error that a parser raises for the content of a file."""
     try:
         yield
     except Exception as error:

@@ -23,6 +23,7 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Snapshot
 
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
+from branchlake_dagster.history.capture import summary_value
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import (
     Content,
@@ -63,11 +64,11 @@ class BranchOutput:
     def recorded_bases(self, run_id: str) -> frozenset[str]:
         """Return the base hashes in the run's snapshots, in metadata files that its branch wrote."""
         bases = {
-            _summary_entry(snapshot, LakeProperty.BASE_HASH)
+            summary_value(snapshot, LakeProperty.BASE_HASH)
             for metadata in self.own_metadata.values()
             for snapshot in metadata.snapshots
-            if _summary_entry(snapshot, LakeProperty.RUN_ID) == run_id
-            and not _summary_entry(snapshot, LakeProperty.REPLAYED_FROM)
+            if summary_value(snapshot, LakeProperty.RUN_ID) == run_id
+            and not summary_value(snapshot, LakeProperty.REPLAYED_FROM)
         }
         return frozenset(filter(None, bases))
 
@@ -91,7 +92,7 @@ class BranchOutput:
         if metadata is None:
             return True
         snapshots = (snapshot for snapshot in metadata.snapshots if snapshot.snapshot_id == table.snapshot_id)
-        return any(_summary_entry(snapshot, LakeProperty.RUN_ID) == run_id for snapshot in snapshots)
+        return any(summary_value(snapshot, LakeProperty.RUN_ID) == run_id for snapshot in snapshots)
 
     @cached_property
     def folders(self) -> frozenset[str]:
@@ -169,7 +170,7 @@ def collect_branch_output(
         snapshot_id: snapshot
         for snapshot_id, snapshot in snapshots.items()
         if snapshot_id not in registered_ids
-        and _summary_entry(snapshot, LakeProperty.BASE_HASH) in (None, base_hash)
+        and summary_value(snapshot, LakeProperty.BASE_HASH) in (None, base_hash)
     }
     return BranchOutput(frozenset(changed_keys), named_metadata, own_metadata, own_snapshots)
 
@@ -180,10 +181,6 @@ def _is_successor(metadata: TableMetadata, previous_location: str | None) -> boo
     return bool(metadata.metadata_log) and normalize_location(
         metadata.metadata_log[-1].metadata_file
     ) == normalize_location(previous_location)
-
-
-def _summary_entry(snapshot: Snapshot, name: str) -> str | None:
-    return snapshot.summary.additional_properties.get(name) if snapshot.summary else None
 
 
 class BorrowedFiles:
@@ -207,12 +204,12 @@ class BorrowedFiles:
         rows. Any other file must be newer than the base by the store's clock. No table at the base may
         contain it either, because a restored backup makes all files look new.
         """
-        if _summary_entry(snapshot, LakeProperty.CHANGE_OF):
+        if summary_value(snapshot, LakeProperty.CHANGE_OF):
             return not is_in_folders(path, (table_root(manifest.manifest_path),))
         commit_id = manifest.manifest_path.rpartition("/")[2].rpartition("-m")[0]
         if commit_id and commit_id in path.rpartition("/")[2]:
             return False
-        if _summary_entry(snapshot, LakeProperty.STEP) and not _summary_entry(
+        if summary_value(snapshot, LakeProperty.STEP) and not summary_value(
             snapshot, LakeProperty.REPLAYED_FROM
         ):
             return False

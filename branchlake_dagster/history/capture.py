@@ -9,6 +9,7 @@ from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation, Snapshot
 
+from branchlake_dagster.history.ancestry import ancestors_after, is_first
 from branchlake_dagster.history.change import (
     ChangedFile,
     ChangeKind,
@@ -25,37 +26,14 @@ from branchlake_dagster.stored_names import LakeProperty
 
 def summary_value(snapshot: Snapshot, name: str) -> str | None:
     """Return an entry of a snapshot's summary, or None if the summary lacks it."""
-    return snapshot.summary.additional_properties.get(name) if snapshot.summary else None
+    # Compared with None, because the truth value of a summary checks each of its fields.
+    return None if snapshot.summary is None else snapshot.summary.additional_properties.get(name)
 
 
 def replayed_from(snapshot: Snapshot) -> int | None:
     """Return the id of the run-branch snapshot that this snapshot repeats on `main`, or None."""
     value = summary_value(snapshot, LakeProperty.REPLAYED_FROM) or ""
     return int(value) if value.isdigit() else None
-
-
-def ancestors_after(metadata: TableMetadata, stop_id: int | None = None) -> tuple[list[Snapshot], bool]:
-    """Return the snapshots after `stop_id`, oldest first, and whether none of them is missing.
-
-    The snapshots end with the current one. None is missing if the chain of parents reaches `stop_id` or,
-    without `stop_id`, the table's first snapshot.
-    """
-    snapshots_by_id = {snapshot.snapshot_id: snapshot for snapshot in metadata.snapshots}
-    ancestors: list[Snapshot] = []
-    current = metadata.current_snapshot_id
-    while current is not None and current != stop_id and current in snapshots_by_id:
-        ancestors.append(snapshots_by_id[current])
-        current = snapshots_by_id[current].parent_snapshot_id
-    reached = current == stop_id and (stop_id is not None or not ancestors or _is_first(ancestors[-1]))
-    return ancestors[::-1], reached
-
-
-def _is_first(snapshot: Snapshot) -> bool:
-    """Whether the table had no snapshot before this one.
-
-    A missing parent id is not enough: PyIceberg removes the parent id of a snapshot whose parent has expired.
-    """
-    return snapshot.parent_snapshot_id is None and (snapshot.sequence_number or 0) <= 1
 
 
 def snapshots_since(metadata: TableMetadata, position: Position, *, table: str) -> list[Snapshot] | None:
@@ -91,7 +69,7 @@ def snapshots_since(metadata: TableMetadata, position: Position, *, table: str) 
     if position.snapshot_id is None and not unpublished_ids:
         return None  # the table had no snapshot when it was consumed
     snapshot_ids = {snapshot.snapshot_id for snapshot in metadata.snapshots}
-    if not snapshots or _is_first(snapshots[0]) or position.snapshot_id in snapshot_ids:
+    if not snapshots or is_first(snapshots[0]) or position.snapshot_id in snapshot_ids:
         raise _change_lost_error(LossReason.ROLLED_BACK, table)
     raise _change_lost_error(LossReason.EXPIRED, table)
 

@@ -13,20 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io.pyarrow import ArrowScan, schema_to_pyarrow
-from pyiceberg.manifest import (
-    DataFile,
-    DataFileContent,
-    ManifestContent,
-    ManifestEntry,
-    ManifestEntryStatus,
-)
+from pyiceberg.manifest import DataFile, DataFileContent, ManifestContent, ManifestEntryStatus
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
-from pyiceberg.table.snapshots import Snapshot
 
-from branchlake_dagster.history import capture as history
+from branchlake_dagster.history.ancestry import ancestors_after
 from branchlake_dagster.history.capture import files_gone_error
 from branchlake_dagster.history.change import ChangedFile, ChangeKind, ChangeSet, RowsUnreadable
+from branchlake_dagster.history.manifests import read_entries, read_live_files
 from branchlake_dagster.internals.column_metrics import data_paths
 from branchlake_dagster.internals.pyiceberg import read_deleted_positions
 
@@ -158,13 +152,13 @@ class RowReader:
         since, metadata = self._change.since, self._table.metadata
         if since is None:
             return []
-        ancestors, _ = history.ancestors_after(metadata, since.snapshot_id)
+        ancestors, _ = ancestors_after(metadata, since.snapshot_id)
         step_ids = {step.snapshot_id for step in self._change.steps}
         delete_files: list[DataFile] = []
         for number, snapshot in enumerate(ancestors):
             if number and snapshot.snapshot_id in step_ids:
                 continue
-            for entry in self._iter_delete_entries(snapshot):
+            for entry in read_entries(self._table.io, snapshot, ManifestContent.DELETES):
                 own = entry.snapshot_id == snapshot.snapshot_id
                 if entry.status == ManifestEntryStatus.DELETED:
                     is_in_force = own and not number
@@ -177,11 +171,6 @@ class RowReader:
         if any(file.content is DataFileContent.EQUALITY_DELETES for file in delete_files):
             raise self._equality_delete_error()
         return delete_files
-
-    def _iter_delete_entries(self, snapshot: Snapshot) -> Iterator[ManifestEntry]:
-        for manifest in snapshot.manifests(self._table.io):
-            if manifest.content == ManifestContent.DELETES:
-                yield from manifest.fetch_manifest_entry(self._table.io, discard_deleted=False)
 
     def _iter_deleted_rows(self, earlier_deletes: Sequence[DataFile]) -> Iterator[pa.Table]:
         """Yield the rows that delete files delete in files outside this change, each row once.
@@ -227,13 +216,12 @@ class RowReader:
     def _iter_live_files(self, file_paths: AbstractSet[str], snapshot_id: int) -> Iterator[DataFile]:
         """Yield the data files with these paths in a snapshot."""
         snapshot, paths = self._table.metadata.snapshot_by_id(snapshot_id), set(file_paths)
-        for manifest in snapshot.manifests(self._table.io) if snapshot and paths else ():
-            if manifest.content != ManifestContent.DATA or not paths:
-                continue
-            for entry in manifest.fetch_manifest_entry(self._table.io):
-                if entry.data_file.file_path in paths:
-                    paths.discard(entry.data_file.file_path)
-                    yield entry.data_file
+        for file in read_live_files(self._table.io, snapshot, ManifestContent.DATA) if paths else ():
+            if file.file_path in paths:
+                paths.discard(file.file_path)
+                yield file
+                if not paths:
+                    return
 
 
 def _step_key(file: ChangedFile) -> tuple[int, int]:

@@ -9,28 +9,18 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from io import BytesIO
 
-import polars as pl
 from cachetools import LRUCache
 from pyiceberg.io import FileIO
-from pyiceberg.manifest import (
-    DataFile,
-    ManifestContent,
-    ManifestEntryStatus,
-    ManifestFile,
-    read_manifest_list,
-)
+from pyiceberg.manifest import DataFile, ManifestContent, ManifestEntryStatus, ManifestFile
 from pyiceberg.table.snapshots import Operation, Snapshot
 
-from branchlake_dagster.internals.pyiceberg_manifests import iter_entries
+from branchlake_dagster.history.manifests import read_manifest_entries, read_manifests, read_own_entries
 
 _MAX_READERS = 8
 """How many manifests are read in parallel. Each is a request to the object store."""
 _LIVE = -1
 """Stands for a snapshot id in keys of the cache: all files in a manifest."""
-_FEW_ENTRIES = 500
-"""Up to this many entries of other snapshots are read and skipped, rather than located first."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +78,7 @@ class OwnFilesCache:
 
     def load_live_files(self, snapshot: Snapshot, io: FileIO) -> list[LiveFile]:
         """Return all files of a snapshot. Raises FileNotFoundError if a manifest is missing."""
-        manifests = snapshot.manifests(io)
+        manifests = list(read_manifests(io, snapshot))
         with ThreadPoolExecutor(min(_MAX_READERS, len(manifests)) or 1) as pool:
             return [
                 file
@@ -102,11 +92,9 @@ class OwnFilesCache:
         if isinstance(cached_files, tuple):
             return cached_files
         is_data = manifest.content is ManifestContent.DATA
-        with io.new_input(manifest.manifest_path).open() as stream:
-            content = stream.read()
         files = tuple(
             LiveFile(entry.data_file, entry.snapshot_id or manifest.added_snapshot_id or 0, is_data)
-            for entry in iter_entries(manifest, content)
+            for entry in read_manifest_entries(io, manifest)
             if entry.status != ManifestEntryStatus.DELETED
         )
         self._store_files(key, files)
@@ -152,7 +140,7 @@ def _read_snapshots(
     if head is not None and len(snapshots) > 1:
         # Read one manifest list instead of one per snapshot: later lists keep the manifests of an append.
         wanted = {one.snapshot_id for one in snapshots}
-        for manifest in head.manifests(io):
+        for manifest in read_manifests(io, head):
             if manifest.added_snapshot_id in wanted:
                 by_snapshot.setdefault(manifest.added_snapshot_id, []).append(manifest)
     with ThreadPoolExecutor(min(_MAX_READERS, len(snapshots))) as pool:
@@ -177,7 +165,7 @@ def _own_manifests(snapshot: Snapshot, known_manifests: list[ManifestFile], io: 
     if _is_whole_append(snapshot, known_manifests):
         return known_manifests
     own_manifests: list[ManifestFile] = []
-    for manifest in read_manifest_list(io.new_input(snapshot.manifest_list)):
+    for manifest in read_manifests(io, snapshot):
         if manifest.added_snapshot_id == snapshot.snapshot_id and _has_changes(manifest):
             own_manifests.append(manifest)
             if _is_whole_append(snapshot, own_manifests):
@@ -206,38 +194,11 @@ def _is_whole_append(snapshot: Snapshot, manifests: list[ManifestFile]) -> bool:
 
 
 def _read_own_entries(manifest: ManifestFile, snapshot_id: int, io: FileIO) -> OwnFiles:
-    with io.new_input(manifest.manifest_path).open() as stream:
-        content = stream.read()
-    entry_indexes = _find_entry_indexes(content, manifest, snapshot_id) if _mostly_others(manifest) else None
-    own_entries = [
-        entry
-        for entry in iter_entries(manifest, content, entry_indexes)
-        if entry.snapshot_id == snapshot_id and entry.status != ManifestEntryStatus.EXISTING
-    ]
+    own_entries = list(read_own_entries(io, manifest, snapshot_id))
     files_by_status: Callable[[bool], tuple[DataFile, ...]] = lambda is_new: tuple(  # noqa: E731
         entry.data_file for entry in own_entries if (entry.status == ManifestEntryStatus.ADDED) is is_new
     )
     return OwnFiles(files_by_status(True), files_by_status(False))
-
-
-def _mostly_others(manifest: ManifestFile) -> bool:
-    """Whether the manifest has so many entries of other snapshots that locating the own ones is cheaper."""
-    return manifest.existing_files_count is None or manifest.existing_files_count > _FEW_ENTRIES
-
-
-def _find_entry_indexes(content: bytes, manifest: ManifestFile, snapshot_id: int) -> list[int] | None:
-    """Return the indexes of the snapshot's own entries in a manifest; None if they are not known.
-
-    A merged manifest may list all files of a table. Reading only its status and snapshot columns takes a
-    tenth of the time.
-    """
-    try:
-        columns = pl.read_avro(BytesIO(content), columns=["status", "snapshot_id"])
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException):  # a codec that Polars does not support
-        return None
-    added_by = pl.col("snapshot_id").fill_null(manifest.added_snapshot_id)
-    is_own = (pl.col("status") != ManifestEntryStatus.EXISTING.value) & (added_by == snapshot_id)
-    return columns.select(is_own.arg_true()).to_series().to_list()
 
 
 def _merge_files(parts: Sequence[OwnFiles]) -> OwnFiles:

@@ -8,7 +8,7 @@ from datetime import datetime
 
 from pyiceberg.table import Table
 
-from branchlake_dagster.history import capture as history
+from branchlake_dagster.history.ancestry import ancestors_after
 from branchlake_dagster.history.capture import current_position
 from branchlake_dagster.history.change import ChangeSet, Position
 from branchlake_dagster.incremental.consumer import Identifier
@@ -61,7 +61,7 @@ def commits_of_change(
     """
     if change.since is None or not change.steps:
         return []
-    ancestors, _ = history.ancestors_after(table.metadata, change.since.snapshot_id)
+    ancestors, _ = ancestors_after(table.metadata, change.since.snapshot_id)
     ancestor_index = {snapshot.snapshot_id: number for number, snapshot in enumerate(ancestors)}
     heads: list[tuple[int, LogEntry]] = []
     for entry, snapshot_id in _iter_put_entries(

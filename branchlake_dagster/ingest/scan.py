@@ -31,6 +31,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.errors import OutcomeUnknown
+from branchlake_dagster.history.manifests import read_manifests
 from branchlake_dagster.ingest.batch_tables import BatchTargets, EvolutionNeeds
 from branchlake_dagster.ingest.declaration import ExpandedIngest
 from branchlake_dagster.ingest.formats import Format
@@ -206,7 +207,7 @@ def delete_staging_metadata(tables: Iterable[Table]) -> None:
         if snapshot is not None:
             paths.append(snapshot.manifest_list)
             try:
-                paths += [manifest.manifest_path for manifest in snapshot.manifests(table.io)]
+                paths += [manifest.manifest_path for manifest in read_manifests(table.io, snapshot)]
             except Exception as error:  # noqa: BLE001 - a store may raise anything; the error is logged
                 _log.warning(
                     "The manifests in %s were not deleted, because the list could not be read: %s: %s",

@@ -6,12 +6,13 @@ commit was lost, or the process died. Its snapshot is found by the properties in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from pyiceberg.manifest import DataFile, ManifestEntryStatus
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
+from branchlake_dagster.history.ancestry import ancestors_after
+from branchlake_dagster.history.manifests import read_added_files, read_live_files
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import TableSpec
@@ -43,7 +44,7 @@ def undo_earlier_attempts(table: Table, spec: TableSpec, properties: Mapping[str
     """
     if spec.write_mode not in ADDING or LakeProperty.STEP not in properties:
         return table
-    ancestors = list(_iter_ancestors(table))
+    ancestors = _newest_first(table)
     earlier = _active_attempts(ancestors, properties)
     if not earlier:
         return table
@@ -59,20 +60,17 @@ def remove_late_commits(table: Table, spec: TableSpec, properties: Mapping[str, 
     """
     if not spec.only_adds_rows or LakeProperty.STEP not in properties:
         return table
-    attempts = _active_attempts(list(_iter_ancestors(table)), properties)
+    attempts = _active_attempts(_newest_first(table), properties)
     late = [
         snapshot for snapshot in attempts if not _has_same_properties(snapshot, properties, _SAME_ATTEMPT)
     ]
     return _remove_added_files(table, spec, late, properties) if late else table
 
 
-def _iter_ancestors(table: Table) -> Iterator[Snapshot]:
-    """Yield the snapshots that led to the current one, newest first."""
-    by_id = {snapshot.snapshot_id: snapshot for snapshot in table.snapshots()}
-    snapshot = table.current_snapshot()
-    while snapshot is not None:
-        yield snapshot
-        snapshot = by_id.get(snapshot.parent_snapshot_id or 0)
+def _newest_first(table: Table) -> list[Snapshot]:
+    """Return the snapshots that led to the current one, newest first."""
+    ancestors, _ = ancestors_after(table.metadata)
+    return ancestors[::-1]
 
 
 def _summary_properties(snapshot: Snapshot) -> Mapping[str, str]:
@@ -118,13 +116,8 @@ def _remove_added_files(
     """
     if not spec.only_adds_rows:
         raise _mixed_rows_error(spec)
-    added = {file.file_path: file for snapshot in earlier for file in _iter_added_files(table, snapshot)}
-    current = table.current_snapshot()
-    live = {
-        entry.data_file.file_path
-        for manifest in (current.manifests(table.io) if current else [])
-        for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True)
-    }
+    added = {file.file_path: file for snapshot in earlier for file in read_added_files(table.io, snapshot)}
+    live = {file.file_path for file in read_live_files(table.io, table.current_snapshot())}
     if not added.keys() <= live:
         raise _mixed_rows_error(spec)  # a file was rewritten, perhaps together with other rows
     snapshot_properties = {
@@ -137,14 +130,6 @@ def _remove_added_files(
             overwrite.delete_data_file(added[path])
         overwrite.commit()
     return table.refresh()
-
-
-def _iter_added_files(table: Table, snapshot: Snapshot) -> Iterator[DataFile]:
-    for manifest in snapshot.manifests(table.io):
-        if manifest.added_snapshot_id == snapshot.snapshot_id:
-            for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True):
-                if entry.status is ManifestEntryStatus.ADDED:
-                    yield entry.data_file
 
 
 def _mixed_rows_error(spec: TableSpec) -> RetryNeedsFullRun:

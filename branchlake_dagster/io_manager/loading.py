@@ -16,12 +16,12 @@ import dagster as dg
 import pyarrow as pa
 import pyarrow.parquet as pq
 from dagster import FilesystemIOManager, InputContext, OutputContext, build_init_resource_context
-from pyiceberg.manifest import DataFileContent, FileFormat, ManifestEntryStatus
+from pyiceberg.manifest import DataFileContent, FileFormat
 from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.internals.pyiceberg_manifests import iter_entries
+from branchlake_dagster.history.manifests import read_added_files
 from branchlake_dagster.tables.errors import UnsupportedType
 from branchlake_dagster.tables.selection import Selection
 from branchlake_dagster.tables.specification import unwrap_metadata
@@ -141,18 +141,12 @@ def _first_rows(table: Table, rows: int) -> pa.Table | None:
     snapshot = table.current_snapshot()
     if snapshot is None:
         return None
-    for manifest in snapshot.manifests(table.io):
-        if manifest.added_snapshot_id != snapshot.snapshot_id:
-            continue
-        with table.io.new_input(manifest.manifest_path).open() as stream:
-            content = stream.read()
-        for entry in iter_entries(manifest, content):
-            file = entry.data_file
-            is_data = file.content == DataFileContent.DATA and file.file_format == FileFormat.PARQUET
-            if is_data and entry.status == ManifestEntryStatus.ADDED and file.record_count:
-                with table.io.new_input(file.file_path).open() as stream:
-                    batch = next(pq.ParquetFile(stream).iter_batches(batch_size=rows))
-                return pa.Table.from_batches([batch])
+    for file in read_added_files(table.io, snapshot):
+        is_data = file.content == DataFileContent.DATA and file.file_format == FileFormat.PARQUET
+        if is_data and file.record_count:
+            with table.io.new_input(file.file_path).open() as stream:
+                batch = next(pq.ParquetFile(stream).iter_batches(batch_size=rows))
+            return pa.Table.from_batches([batch])
     return None
 
 

@@ -46,6 +46,7 @@ from branchlake_dagster.catalog.stored_files import (
     synchronize_files,
 )
 from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.history.ancestry import follow_parents
 from branchlake_dagster.internals.pyiceberg import (
     add_log_entry,
     apply_updates,
@@ -55,9 +56,9 @@ from branchlake_dagster.internals.pyiceberg import (
     write_metadata,
 )
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.publication import table_history as manifests
 from branchlake_dagster.publication.snapshot_files import SnapshotFiles
 from branchlake_dagster.publication.table_change import ChangeMode, SnapshotChange, TableChange
+from branchlake_dagster.publication.table_history import build_layout, load_table_change
 from branchlake_dagster.stored_names import LakeProperty
 
 _log = logging.getLogger(__name__)
@@ -224,9 +225,7 @@ class IcebergTableFormat:
         """Load what was done between two states, from manifests."""
         table = after.table if isinstance(after, StagedState) else self._load_table(key, after)
         read_files = self._files.reader_for(table) if files else None
-        return manifests.load_table_change(
-            self._load_table(key, before) if before else None, table, read_files
-        )
+        return load_table_change(self._load_table(key, before) if before else None, table, read_files)
 
     def find_read_errors(self, states: Sequence[TableStates]) -> list[Exception | None]:
         """Find the first error of each table among its metadata, manifests, data and delete files.
@@ -288,8 +287,8 @@ class IcebergTableFormat:
             for fields in reversed(snapshots)
         )
         start, current = before.snapshot_id if before else NO_SNAPSHOT, after.get("current-snapshot-id")
-        new_snapshots, is_complete = manifests.follow_ancestors(
-            _to_snapshot_id(start), _to_snapshot_id(current), newest_first
+        new_snapshots, is_complete = follow_parents(
+            newest_first, _to_snapshot_id(current), _to_snapshot_id(start)
         )
         if not is_complete and before is not None:
             # The table was rolled back, or snapshots expired: only the older metadata shows which ones are
@@ -338,7 +337,7 @@ class IcebergTableFormat:
     ) -> tuple[TableUpdate, ...]:
         updates: tuple[TableUpdate, ...] = ()
         is_evolved = run_change.before is not None and run_change.before.shape != run_change.after.shape
-        if is_evolved and manifests.build_layout(target).shape != run_change.after.shape:
+        if is_evolved and build_layout(target).shape != run_change.after.shape:
             updates += _schema_updates(target, after.schema())
         if run_change.properties_set:
             updates += (SetPropertiesUpdate(updates=dict(run_change.properties_set)),)

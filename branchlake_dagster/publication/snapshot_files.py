@@ -40,8 +40,8 @@ from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.typedef import Record
 from pyiceberg.types import DateType, IcebergType, StringType, TimestampType, TimestamptzType
 
-from branchlake_dagster.catalog.stored_files import read_entries, read_manifests
 from branchlake_dagster.history.file_facts import column_facts
+from branchlake_dagster.history.manifests import is_own_entry, read_manifest_entries, read_manifests
 from branchlake_dagster.internals.column_metrics import ReliableInclusiveEvaluator, data_paths
 from branchlake_dagster.publication.table_change import ChangeMode, DeleteFile, File, FileBounds
 from branchlake_dagster.tables.replaced_rows import ReplacedCondition, ReplacedRows, ReplacedSlice, StringSet
@@ -147,7 +147,7 @@ class SnapshotFiles:
     def load_stored(self, snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
         """Load the snapshot from the storage, without the cache.
 
-        A plan that needs the snapshot next does not read it again. Raises as `stored_files.read_metadata`.
+        A plan that needs the snapshot next does not read it again. Raises as `history.manifests`.
         """
         stored = _load_snapshot(snapshot, io)
         if snapshot.manifest_list and len(stored.entries) < _MAX_ENTRIES:
@@ -225,8 +225,8 @@ def _load_snapshot(snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
     entries = (
         entry
         for manifest in own_manifests
-        for entry in read_entries(io, manifest)
-        if entry.snapshot_id == snapshot.snapshot_id and entry.status != ManifestEntryStatus.EXISTING
+        for entry in read_manifest_entries(io, manifest)
+        if is_own_entry(entry, snapshot.snapshot_id)
     )
     return StoredSnapshot(tuple(manifest.manifest_path for manifest in own_manifests), tuple(entries))
 

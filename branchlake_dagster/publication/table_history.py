@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from pyiceberg.manifest import ManifestContent
 from pyiceberg.table import Table
@@ -13,6 +12,9 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.snapshots import Operation, Snapshot
 
+from branchlake_dagster.history.ancestry import snapshots_between
+from branchlake_dagster.history.capture import replayed_from, summary_value
+from branchlake_dagster.history.manifests import read_live_files
 from branchlake_dagster.publication.snapshot_files import TouchedFiles
 from branchlake_dagster.publication.table_change import (
     ChangeMode,
@@ -24,9 +26,6 @@ from branchlake_dagster.publication.table_change import (
 )
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.replaced_rows import from_json
-
-T = TypeVar("T")
-
 
 _MODES = {
     "append": ChangeMode.APPEND,
@@ -99,8 +98,9 @@ def load_table_change(
     snapshots of `after`; without it, only layouts and snapshot ids are loaded.
     """
     old_metadata = before.metadata if before else None
-    snapshots, is_complete = snapshots_since(
-        old_metadata.current_snapshot_id if old_metadata else None, after.metadata
+    base_snapshot_id = old_metadata.current_snapshot_id if old_metadata else None
+    snapshots, is_complete = snapshots_between(
+        after.metadata, base_snapshot_id, after.metadata.current_snapshot_id
     )
     steps = [
         _build_step(snapshot, files(snapshot), before)
@@ -108,8 +108,8 @@ def load_table_change(
         else SnapshotChange(
             snapshot.snapshot_id,
             ChangeMode.UNKNOWN,
-            run_id=_summary_property(snapshot, LakeProperty.RUN_ID),
-            original_id=_original_id(snapshot),
+            run_id=summary_value(snapshot, LakeProperty.RUN_ID),
+            original_id=replayed_from(snapshot),
         )
         for snapshot in snapshots
     ]
@@ -137,7 +137,7 @@ def load_table_change(
             )
         },
         properties_removed=tuple(sorted(old_properties.keys() - new_properties.keys())),
-        base_snapshot_id=old_metadata.current_snapshot_id if old_metadata else None,
+        base_snapshot_id=base_snapshot_id,
         expired_count=_count_expired(old_metadata, after.metadata) if old_metadata else 0,
     )
 
@@ -161,46 +161,6 @@ def _table_properties(metadata: TableMetadata) -> dict[str, str]:
     return {key: value for key, value in metadata.properties.items() if not key.startswith("nessie.")}
 
 
-def snapshots_since(start: int | None, after: TableMetadata) -> tuple[list[Snapshot], bool]:
-    """Return the snapshots after `start`, oldest first, and whether their parents lead back to it.
-
-    If `start` is None, return all snapshots since the table was created.
-    """
-    newest_first = (
-        (snapshot.snapshot_id, snapshot.parent_snapshot_id, snapshot)
-        for snapshot in reversed(after.snapshots)
-    )
-    return follow_ancestors(start, after.current_snapshot_id, newest_first)
-
-
-def follow_ancestors(
-    start: int | None, current: int | None, newest_first: Iterable[tuple[int, int | None, T]]
-) -> tuple[list[T], bool]:
-    """Return the items after `start` up to `current`, oldest first, and whether they lead back to `start`.
-
-    `newest_first` has the id, the parent's id and the item of each snapshot. It is read only as far as
-    needed, so a long history costs nothing for two snapshots.
-    """
-    items: list[T] = []
-    for snapshot_id, parent, item in newest_first:
-        if current is None or current == start:
-            break
-        if snapshot_id == current:
-            items.append(item)
-            current = parent
-    return items[::-1], current == start
-
-
-def _original_id(snapshot: Snapshot) -> int | None:
-    value = _summary_property(snapshot, LakeProperty.REPLAYED_FROM) or ""
-    return int(value) if value.isdigit() else None
-
-
-def _summary_property(snapshot: Snapshot, name: str) -> str | None:
-    # Compared with None, because the truth value of a summary checks each of its fields.
-    return None if snapshot.summary is None else snapshot.summary.additional_properties.get(name)
-
-
 def _build_step(snapshot: Snapshot, files: TouchedFiles, before: Table | None) -> SnapshotChange:
     summary = snapshot.summary.additional_properties if snapshot.summary else {}
     keys = tuple(name for name in summary.get(LakeProperty.KEYS, "").split(",") if name)
@@ -214,7 +174,7 @@ def _build_step(snapshot: Snapshot, files: TouchedFiles, before: Table | None) -
         key_columns=keys,
         run_id=summary.get(LakeProperty.RUN_ID),
         properties={key: value for key, value in summary.items() if not key.startswith(_TOTALS)},
-        original_id=_original_id(snapshot),
+        original_id=replayed_from(snapshot),
         deletes=files.deletes,
         recorded_predicate=from_json(recorded_predicate) if recorded_predicate is not None else None,
         partition_names=tuple(name for name in summary.get(LakeProperty.PARTITION, "").split(",") if name),
@@ -226,7 +186,7 @@ def _infer_mode(snapshot: Snapshot, removed: Sequence[File], before: Table | Non
 
     Without a record, return the mode with the strictest conflict rules that fits the operation.
     """
-    recorded = _summary_property(snapshot, LakeProperty.WRITE_MODE)
+    recorded = summary_value(snapshot, LakeProperty.WRITE_MODE)
     if recorded in _MODES:
         return _MODES[recorded]
     if snapshot.summary and snapshot.summary.operation == Operation.APPEND and not removed:
@@ -252,12 +212,5 @@ def _adjust_modes(steps: list[SnapshotChange]) -> Iterator[SnapshotChange]:
 
 def list_live_paths(table: Table) -> set[str]:
     """List the paths of the data files in the current snapshot."""
-    snapshot = table.metadata.current_snapshot()
-    if snapshot is None:
-        return set()
-    return {
-        entry.data_file.file_path
-        for manifest in snapshot.manifests(table.io)
-        if manifest.content == ManifestContent.DATA
-        for entry in manifest.fetch_manifest_entry(table.io)
-    }
+    files = read_live_files(table.io, table.current_snapshot(), ManifestContent.DATA)
+    return {file.file_path for file in files}

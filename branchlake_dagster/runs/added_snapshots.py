@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Snapshot
 
+from branchlake_dagster.history.ancestry import snapshots_between
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, LogEntry, Put
 
 ReadMetadata = Callable[[str], TableMetadata | None]
@@ -53,16 +54,13 @@ def find_added_snapshots(
         return []
     content_id = content.content_id or ""
     metadata = read_metadata(content.metadata_location) or read_metadata(newest_locations[content_id])
-    snapshot = metadata.snapshot_by_id(content.snapshot_id) if metadata else None
-    if metadata is None or snapshot is None:
+    if metadata is None or metadata.snapshot_by_id(content.snapshot_id) is None:
         return None if content.snapshot_id > 0 else []
-    snapshots: list[Snapshot] = []
+    snapshots, _ = snapshots_between(metadata, previous_id, content.snapshot_id)
     previous_snapshot = metadata.snapshot_by_id(previous_id) if previous_id is not None else None
     previous_number = (previous_snapshot.sequence_number or 0) if previous_snapshot else 0
-    while snapshot is not None and snapshot.snapshot_id != previous_id:
-        if previous_number and (snapshot.sequence_number or 0) <= previous_number:
-            break
-        snapshots.append(snapshot)
-        parent_id = snapshot.parent_snapshot_id
-        snapshot = metadata.snapshot_by_id(parent_id) if parent_id is not None else None
-    return snapshots
+    return [
+        snapshot
+        for snapshot in reversed(snapshots)
+        if not previous_number or (snapshot.sequence_number or 0) > previous_number
+    ]

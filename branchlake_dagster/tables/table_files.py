@@ -17,6 +17,7 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Snapshot
 
 from branchlake_dagster.errors import BranchlakeError, Transient
+from branchlake_dagster.history.manifests import read_manifest_entries, read_manifests
 
 T = TypeVar("T")
 
@@ -67,10 +68,10 @@ class TableFiles:
         """
         location = snapshot.manifest_list
         if location not in self._lists:
-            # PyIceberg caches manifest lists, even of deleted files, so the file itself is checked first.
+            # After a power cut, a file may exist without content. It counts as missing.
             size = self.size(location)
             io = self.io(location)
-            manifests = _read_or_none(location, lambda: tuple(snapshot.manifests(io))) if size else None
+            manifests = _read_or_none(location, lambda: tuple(read_manifests(io, snapshot))) if size else None
             self._lists[location] = manifests
         return self._lists[location]
 
@@ -82,15 +83,7 @@ class TableFiles:
         path = manifest.manifest_path
         if path not in self._entries:
             io = self.io(path)
-            entries = _read_or_none(path, lambda: manifest.fetch_manifest_entry(io, discard_deleted=True))
-            if entries is None:
-                self._entries[path] = None
-                return None
-            new_files = [entry.data_file for entry in entries if entry.status is ManifestEntryStatus.ADDED]
-            self._entries[path] = ManifestFiles(
-                {file.file_path: file.file_size_in_bytes for file in new_files},
-                frozenset(entry.data_file.file_path for entry in entries),
-            )
+            self._entries[path] = _read_or_none(path, lambda: _read_manifest_files(io, manifest))
         return self._entries[path]
 
     def modified_at(self, location: str) -> datetime | None:
@@ -123,6 +116,18 @@ class TableFiles:
             folder, _, name = location.rpartition("/")
             with contextlib.suppress(FileNotFoundError):
                 io.delete(f"{folder}/.{name}.crc")
+
+
+def _read_manifest_files(io: FileIO, manifest: ManifestFile) -> ManifestFiles:
+    added: dict[str, int] = {}
+    live: set[str] = set()
+    for entry in read_manifest_entries(io, manifest):
+        file = entry.data_file
+        if entry.status != ManifestEntryStatus.DELETED:
+            live.add(file.file_path)
+        if entry.status == ManifestEntryStatus.ADDED:
+            added[file.file_path] = file.file_size_in_bytes
+    return ManifestFiles(added, frozenset(live))
 
 
 def _read_or_none(location: str, read_file: Callable[[], T]) -> T | None:

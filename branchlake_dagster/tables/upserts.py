@@ -22,6 +22,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
 
 from branchlake_dagster.history.file_facts import column_facts
+from branchlake_dagster.history.manifests import read_manifests
 from branchlake_dagster.internals.pyiceberg import commit_files, write_data_files
 from branchlake_dagster.tables.arrow_frames import (
     require_rows_inside,
@@ -143,8 +144,7 @@ def count_live_files(table: Table) -> tuple[int, bool]:
 
 
 def _iter_file_counts(table: Table) -> Iterator[tuple[int, bool]]:
-    snapshot = table.current_snapshot()
-    for manifest in snapshot.manifests(table.io) if snapshot is not None else ():
+    for manifest in read_manifests(table.io, table.current_snapshot()):
         counts = (manifest.added_files_count, manifest.existing_files_count)
         # Format version 1 does not require the counts. A missing count means that files may exist.
         yield sum(1 if count is None else count for count in counts), manifest.content.name == "DELETES"

@@ -7,11 +7,11 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
 from pyiceberg.catalog import Catalog
+from pyiceberg.io import FileIO
 from pyiceberg.manifest import ManifestEntry, ManifestFile
 from pyiceberg.table import Table
 
@@ -19,9 +19,9 @@ from branchlake_dagster.history import snapshot_files as own_files
 from branchlake_dagster.history.capture import capture_change, current_position, position_on_branch
 from branchlake_dagster.history.change import ChangeKind, ChangeLost, ChangeSet, LossReason, Position
 from branchlake_dagster.history.change_table import build_change_table, write_copied_rows
+from branchlake_dagster.history.manifests import read_manifest_entries
 from branchlake_dagster.history.rows import RowReader, drop_unchanged_rows
 from branchlake_dagster.history.snapshot_files import OwnFilesCache
-from branchlake_dagster.internals.pyiceberg_manifests import iter_entries
 from branchlake_dagster_tests.changes.tables import (
     BY_DAY,
     SCHEMA,
@@ -76,11 +76,11 @@ def test_a_new_consumer_gets_everything(table: Table) -> None:
 def test_what_was_read_of_everything_is_not_read_again(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
 
-    def counted_entries(manifest: ManifestFile, *more: Any) -> Iterator[ManifestEntry]:
+    def counted_entries(io: FileIO, manifest: ManifestFile) -> Iterator[ManifestEntry]:
         read.append(manifest.manifest_path)
-        return iter_entries(manifest, *more)
+        return read_manifest_entries(io, manifest)
 
-    monkeypatch.setattr(own_files, "iter_entries", counted_entries)
+    monkeypatch.setattr(own_files, "read_manifest_entries", counted_entries)
     cache = OwnFilesCache()
     append(table, [("c", 4)])
     first = capture_change(table, None, name="shop.t", cache=cache)

@@ -140,11 +140,6 @@ class Manifest:
     content: ManifestContent
     entries: tuple[Entry, ...]
 
-    def fetch_manifest_entry(self, io: object, discard_deleted: bool = True) -> list[Entry]:
-        return [
-            one for one in self.entries if not (discard_deleted and one.status == ManifestEntryStatus.DELETED)
-        ]
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -167,7 +162,7 @@ class Snapshot:
     kept: Mapping[Any, Any] = field(default_factory=dict)
     """What a consumer's table holds after it, by partition, key or day."""
 
-    def manifests(self, io: object) -> Iterator[Manifest]:
+    def manifests(self) -> Iterator[Manifest]:
         every = [
             *self.live,
             *(Entry(one, self.snapshot_id, ManifestEntryStatus.ADDED) for one in self.added),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -9,12 +10,20 @@ from unittest.mock import patch
 import pyarrow as pa
 from pyiceberg.manifest import DataFileContent
 
-from branchlake_dagster.history import rows
+from branchlake_dagster.history import manifests, rows
 from branchlake_dagster.history import snapshot_files as own_files
 from branchlake_dagster.history.rows import RowReader
 from branchlake_dagster.history.snapshot_files import LiveFile, OwnFiles, OwnFilesCache
 from branchlake_dagster_tests.dagster_internals import DynamicPartitionsStore
-from branchlake_dagster_tests.incremental.iceberg import File, Snapshot, arrow, arrow_schema, left
+from branchlake_dagster_tests.incremental.iceberg import (
+    Entry,
+    File,
+    Manifest,
+    Snapshot,
+    arrow,
+    arrow_schema,
+    left,
+)
 
 
 class Partitions(DynamicPartitionsStore):
@@ -47,6 +56,14 @@ def _live(self: object, snapshot: Snapshot, io: object) -> list[LiveFile]:
     ]
 
 
+def _manifests(io: object, snapshot: Snapshot | None) -> Iterator[Manifest]:
+    return snapshot.manifests() if snapshot is not None else iter(())
+
+
+def _entries(io: object, manifest: Manifest) -> Iterator[Entry]:
+    return iter(manifest.entries)
+
+
 def _scan(self: RowReader, tasks: Any) -> pa.Table:
     found = [row for task in tasks for row in left(task.file, task.delete_files)]
     return arrow(found, self._schema)
@@ -62,6 +79,8 @@ def model_files() -> Any:
     with ExitStack() as stack:
         stack.enter_context(patch.object(own_files, "_read_snapshots", _own))
         stack.enter_context(patch.object(OwnFilesCache, "load_live_files", _live))
+        stack.enter_context(patch.object(manifests, "read_manifests", _manifests))
+        stack.enter_context(patch.object(manifests, "read_manifest_entries", _entries))
         stack.enter_context(patch.object(RowReader, "_scan", _scan))
         stack.enter_context(patch.object(rows, "arrow_schema", arrow_schema))
         stack.enter_context(patch.object(rows, "read_deleted_positions", _deleted_positions))

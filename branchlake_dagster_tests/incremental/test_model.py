@@ -24,6 +24,7 @@ from dagster import TimeWindow
 
 from branchlake_dagster.history import capture
 from branchlake_dagster.history import capture as history
+from branchlake_dagster.history.ancestry import ancestors_after
 from branchlake_dagster.history.change import ChangeKind, ChangeLost, ChangeSet, Position
 from branchlake_dagster.history.rows import RowReader
 from branchlake_dagster.incremental import consumption as consuming
@@ -127,7 +128,7 @@ def _beyond_is_not_looked_for(metadata: Any, position: Position, *, table: str) 
     try:
         return _SINCE(metadata, position, table=table)
     except ChangeLost:
-        if position.unpublished_snapshots and history.ancestors_after(metadata, position.snapshot_id)[1]:
+        if position.unpublished_snapshots and ancestors_after(metadata, position.snapshot_id)[1]:
             return []
         raise
 

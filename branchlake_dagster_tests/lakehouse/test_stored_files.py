@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
-from pyiceberg.manifest import (
-    DataFile,
-    DataFileContent,
-    FileFormat,
-    ManifestEntry,
-    ManifestEntryStatus,
-    write_manifest,
-    write_manifest_list,
-)
-from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC
 from pyiceberg.schema import Schema
-from pyiceberg.table.snapshots import Snapshot
-from pyiceberg.typedef import Record
 from pyiceberg.types import LongType, NestedField
 
 from branchlake_dagster.catalog import stored_files
@@ -32,8 +20,6 @@ from branchlake_dagster.catalog.stored_files import (
     StoredFile,
     StoredFileDamaged,
     file_errors,
-    read_entries,
-    read_manifests,
     read_metadata,
 )
 from branchlake_dagster.tables.table_files import FileUnreadable, TableFiles
@@ -176,52 +162,3 @@ def test_metadata_that_cannot_be_parsed(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(StoredFileDamaged) as raised:
         read_metadata(PyArrowFileIO(), f"file://{path}")
     assert raised.value.file == f"file://{path}"
-
-
-def write_snapshot(folder: Path) -> Snapshot:
-    """A snapshot whose one manifest names 200 files."""
-    io = PyArrowFileIO()
-    path = f"file://{folder}/m0.avro"
-    with write_manifest(2, UNPARTITIONED_PARTITION_SPEC, ROWS, io.new_output(path), 1, "deflate") as writer:
-        for number in range(200):
-            file = DataFile.from_args(
-                content=DataFileContent.DATA,
-                file_path=f"s3://lake/{number}",
-                file_format=FileFormat.PARQUET,
-                partition=Record(),
-                record_count=number,
-                file_size_in_bytes=100,
-            )
-            writer.add_entry(
-                ManifestEntry.from_args(status=ManifestEntryStatus.ADDED, data_file=file, snapshot_id=1)
-            )
-    manifests = f"file://{folder}/snap.avro"
-    with write_manifest_list(2, io.new_output(manifests), 1, None, 1, "deflate") as lists:
-        lists.add_manifests([writer.to_manifest_file()])
-    return Snapshot(snapshot_id=1, manifest_list=manifests, timestamp_ms=1)
-
-
-def test_manifests_and_entries_are_those_of_pyiceberg(tmp_path: Path) -> None:
-    io, snapshot = PyArrowFileIO(), write_snapshot(tmp_path)
-    (manifest,) = read_manifests(io, snapshot)
-    (expected,) = snapshot.manifests(io)
-    assert manifest == expected
-    assert manifest.added_files_count == 200
-    assert read_entries(io, manifest) == expected.fetch_manifest_entry(io, discard_deleted=False)
-
-
-def test_a_truncated_manifest_or_manifest_list_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
-    io, snapshot = PyArrowFileIO(), write_snapshot(tmp_path)
-    (manifest,) = read_manifests(io, snapshot)
-    reads: dict[str, Callable[[], object]] = {
-        "m0.avro": lambda: read_entries(io, manifest),
-        "snap.avro": lambda: read_manifests(io, snapshot),
-    }
-    for name, read in reads.items():
-        content = (tmp_path / name).read_bytes()
-        for size in {*range(0, len(content), 97), *range(len(content) - 40, len(content))}:
-            (tmp_path / name).write_bytes(content[:size])
-            with pytest.raises(StoredFileDamaged):
-                read()
-        (tmp_path / name).write_bytes(content)
-        read()

@@ -1,4 +1,4 @@
-"""Which snapshots a change consists of, from metadata alone."""
+"""Which snapshots a table has lost, from metadata alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from branchlake_dagster.publication.table_history import _count_expired, snapshots_since
+from branchlake_dagster.publication.table_history import _count_expired
 
 
 def history(*parents: tuple[int, int | None], current: int | None = None) -> Any:
@@ -18,32 +18,6 @@ def history(*parents: tuple[int, int | None], current: int | None = None) -> Any
 
 
 BASE = history((1, None), (2, 1))
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "found", "complete"),
-    [
-        (BASE, BASE, [], True),
-        (BASE, history((1, None), (2, 1), (3, 2), (4, 3)), [3, 4], True),
-        (None, BASE, [1, 2], True),
-        (None, history(), [], True),
-        (history(), BASE, [1, 2], True),
-        # Another attempt was undone: its snapshot is still listed.
-        (BASE, history((1, None), (2, 1), (3, 2), (4, 2)), [4], True),
-        (BASE, history((1, None), (2, 1), current=1), [1], False),
-        (BASE, history((1, None), (2, 1), (3, 1)), [1, 3], False),
-        (BASE, history((2, None), (3, 2)), [3], True),
-        (BASE, history((3, 2), (4, 3)), [3, 4], True),
-        (BASE, history((4, 3)), [4], False),
-        (BASE, history((5, None)), [5], False),
-    ],
-)
-def test_the_snapshots_since_a_base(before: Any, after: Any, found: list[int], complete: bool) -> None:
-    snapshots, leads_back = snapshots_since(before.current_snapshot_id if before else None, after)
-    assert ([one.snapshot_id for one in snapshots], leads_back) == (
-        found,
-        complete,
-    )
 
 
 @pytest.mark.parametrize(
