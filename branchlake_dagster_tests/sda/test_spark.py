@@ -9,6 +9,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.types import StructType
 
 from branchlake_dagster.sda.conjunctions.arrow import as_batch
 from branchlake_dagster.sda.conjunctions.distributed import close_approaches, close_approaches_here
@@ -156,7 +157,7 @@ def test_what_is_received_again_is_one_observation_whatever_the_order(session, r
 
 
 def test_one_kind_of_sensor_is_enough(session, raw, objects):
-    nothing = session.createDataFrame(pa.table({}))
+    nothing = session.createDataFrame([], StructType([]))
     frames = {"radar": nothing, "optical": session.createDataFrame(raw["optical"].to_arrow()), "isl": nothing}
     found = identify_measurements(frames, session.createDataFrame(objects.to_arrow()))
     assert build_observations(found, data_mode="REAL").count() == raw["optical"].height
