@@ -26,12 +26,13 @@ def ingest_definitions(
     live_run_s: float = 6 * 3600.0,
     receivers: Iterable[str] = (),
     live: bool = True,
+    running: bool = False,
 ) -> dg.Definitions:
     """Build the assets, checks, jobs and sensors of ingestions, and their topics as external assets.
 
     Each ingestion has two jobs. `ingest_<name>_job` ingests one batch in each run and is started by
     `ingest_<name>_sensor`. `ingest_<name>_live` publishes batch after batch in one run and is kept running by
-    `ingest_<name>_live_sensor`. All sensors are off; turn on one of the two.
+    `ingest_<name>_live_sensor`. All sensors are off at first; turn on one of the two.
 
     Args:
         *ingests (Ingest): The ingestions.
@@ -44,6 +45,7 @@ def ingest_definitions(
             once in a code location. The metrics themselves come from the monitors in `BRANCHLAKE_RECEIVERS`.
         live (bool): Whether there are live runs. Live runs do not run your own checks, so
             `branchlake_definitions` refuses checks on these tables unless this is False.
+        running (bool): Whether the sensors for single batches are on at first.
 
     Returns:
         Definitions: Merge them with your own definitions.
@@ -86,6 +88,7 @@ def ingest_definitions(
                 lakehouse_key=lakehouse_key,
                 least_records=least_records,
                 most_age_s=most_age_s,
+                running=running,
             )
         )
         if live:

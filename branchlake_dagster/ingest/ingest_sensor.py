@@ -19,6 +19,7 @@ import dagster as dg
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.ingest.batch_context import PlannedBatch, plan_next_batch
 from branchlake_dagster.ingest.declaration import Ingest
+from branchlake_dagster.ingest.errors import LandingUnavailable
 from branchlake_dagster.ingest.observation import build_observations, build_offline_observations
 from branchlake_dagster.ingest.offsets import count_offsets
 from branchlake_dagster.ingest.topic_source import open_topic_source
@@ -144,6 +145,8 @@ def observe_topics(
         return now, build_observations(ingest, planned_batch, topics, monitors)
     except Exception as error:  # noqa: BLE001 - a failed observation must not delay the batches
         is_unexpected = not isinstance(error, BranchlakeError)
+        if isinstance(error, LandingUnavailable) and error.reason == "unknown_topic":
+            return now, build_offline_observations(ingest, monitors)  # the sensor's tick says it
         _log.warning(
             "The topics of ingestion %s could not be observed: %s", ingest.name, error, exc_info=is_unexpected
         )
@@ -158,6 +161,7 @@ def build_batch_sensor(
     least_records: int = 10_000,
     most_age_s: float = 60.0,
     interval_s: int = 5,
+    running: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> dg.SensorDefinition:
     """Build the sensor that starts the job for each batch, one run at a time.
@@ -172,6 +176,7 @@ def build_batch_sensor(
         job_name=job_name,
         minimum_interval_seconds=interval_s,
         required_resource_keys={lakehouse_key},
+        default_status=dg.DefaultSensorStatus.RUNNING if running else dg.DefaultSensorStatus.STOPPED,
         description=f"Starts a batch of {ingest.name} when {least_records:,} records wait, or when some"
         f" have waited for {most_age_s:g} s.",
     )

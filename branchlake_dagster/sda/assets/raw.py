@@ -24,6 +24,8 @@ Where = Literal["kafka", "landing"]
 RAW_RADAR = dg.AssetKey(["sda", "raw_radar"])
 RAW_OPTICAL = dg.AssetKey(["sda", "raw_optical"])
 RAW_LINKS = dg.AssetKey(["sda", "raw_links"])
+MAX_WAIT_S = 10.0
+"""The longest time that a measurement waits for a batch, in seconds."""
 _OF_THE_RECORD: Mapping[str, Any] = {
     "received_at": "timestamp",
     "topic_partition": "partition",
@@ -35,9 +37,9 @@ _OF_THE_RECORD: Mapping[str, Any] = {
 def live_sensors(source: Where, receivers: Sequence[str] = ()) -> dg.Definitions:
     """The ingestions of radars, telescopes and links, from topics on Kafka or in the landing folder.
 
-    `receivers` are the monitors of what fills these.
+    `receivers` are the monitors of what fills these. The sensors for single batches are on at first.
     """
-    return ingest_definitions(*raw_ingests(source), receivers=receivers)
+    return ingest_definitions(*raw_ingests(source), receivers=receivers, most_age_s=MAX_WAIT_S, running=True)
 
 
 def raw_ingests(source: Where) -> list[Ingest]:

@@ -33,7 +33,7 @@ LIVE_SENSORS = "BRANCHLAKE_LIVE_SENSORS"
 
 
 def raw_measurements(settings: Settings) -> dg.Definitions:
-    """The ingestions of the sensors' measurements. Their sensors are off at first."""
+    """The ingestions of the sensors' measurements."""
     wanted = os.environ.get(LIVE_SENSORS, "").strip().lower() or "landing"
     if wanted not in ("landing", "kafka"):
         raise ConfigurationError(

@@ -146,7 +146,7 @@ def stale_catalogue(instance: dg.DagsterInstance, now: datetime) -> str | None:
     default_status=dg.DefaultScheduleStatus.RUNNING,
 )
 def hourly_window(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
-    """The last full hour's tracks and conjunctions. Late observations are fused by `observations_sensor`."""
+    """The last full hour's tracks and conjunctions. `tracks_sensor` fuses late observations."""
     if reason := stale_catalogue(context.instance, context.scheduled_execution_time):
         return dg.SkipReason(f"Nothing to fuse: {reason}.")
     window = _last_window(context)
@@ -246,11 +246,26 @@ satellite_catalogues = published_sensor(
 
 observations_sensor = incremental_sensor(
     "observations_sensor",
-    target=dg.AssetSelection.assets(OBSERVATIONS, REJECTED_OBSERVATIONS, FUSED_TRACKS),
-    max_age_s=30.0,
+    target=dg.AssetSelection.assets(OBSERVATIONS, REJECTED_OBSERVATIONS),
+    max_age_s=10.0,
     min_rows=100_000,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
-"""Makes observations of new raw measurements, and tracks of new observations, also of late ones."""
+"""Makes observations of new raw measurements, also of late ones."""
 
-fusion_sensors = [gp_snapshot_files, satellite_catalogues, conjunctions_sensor, observations_sensor]
+tracks_sensor = incremental_sensor(
+    "tracks_sensor",
+    target=dg.AssetSelection.assets(FUSED_TRACKS),
+    max_age_s=60.0,
+    min_rows=1_000_000,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+)
+"""Fuses the hours that have new observations, once a minute while they come."""
+
+fusion_sensors = [
+    gp_snapshot_files,
+    satellite_catalogues,
+    conjunctions_sensor,
+    observations_sensor,
+    tracks_sensor,
+]
