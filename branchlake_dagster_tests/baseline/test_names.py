@@ -36,6 +36,7 @@ NOT_STORED = {
     ".dagster/branchlake_worker": "on a run while its process lives, and of no use after that",
     "branchlake.change_of": "on a change table, which goes with the branch of its run",
     "branchlake/read_untold": "on a run that read by Spark what its plan does not name",
+    "branchlake/when_matched": "on an asset's definition, which Dagster loads anew from the code",
     "branchlake/stored_rows": "marks a type of Dagster in the memory of a process",
 }
 """Names that the stored lake does not have, with the reason."""

@@ -15,7 +15,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
-from branchlake_dagster.sda.feeds.landing import land_simulated_window
+from branchlake_dagster.sda.commands.simulated_window import land_simulated_window
 from branchlake_dagster.sda.graph.code_location import build_definitions
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots, windows

@@ -17,13 +17,13 @@ from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span, screen
 from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.sda.contracts import Observation, RejectedObservation
 from branchlake_dagster.sda.contracts.observations import REJECTION_REASONS
-from branchlake_dagster.sda.envelope import (
+from branchlake_dagster.sda.estimation.arrow import ELEMENT_INPUT, TRACK_SCHEMA, fuse_batches
+from branchlake_dagster.sda.observations.envelope import (
     OBSERVATION_NAMESPACE,
     build_observations,
     build_rejected_observations,
     identify_measurements,
 )
-from branchlake_dagster.sda.estimation.arrow import ELEMENT_INPUT, TRACK_SCHEMA, fuse_batches
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sensors.simulate import simulate

@@ -11,7 +11,7 @@ from branchlake_dagster.sda.assets.raw import RAW_LINKS, RAW_OPTICAL, RAW_RADAR
 from branchlake_dagster.sda.assets.registry import OBJECTS
 from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
 from branchlake_dagster.sda.contracts import Observation, RejectedObservation
-from branchlake_dagster.sda.envelope import (
+from branchlake_dagster.sda.observations.envelope import (
     build_observations,
     build_rejected_observations,
     identify_measurements,

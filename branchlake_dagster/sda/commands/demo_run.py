@@ -21,7 +21,7 @@ from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER, Reconciler
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.assets.quarantine import of_tracked
-from branchlake_dagster.sda.feeds.landing import land_simulated_window
+from branchlake_dagster.sda.commands.simulated_window import land_simulated_window
 from branchlake_dagster.sda.graph.code_location import build_definitions, gp_folder
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.partitions import FIRST_WINDOW, gp_snapshots, windows

@@ -1,0 +1,1 @@
+"""Observations: raw measurements in one envelope."""
