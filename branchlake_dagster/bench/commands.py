@@ -14,6 +14,7 @@ from branchlake_dagster.settings import Settings
 @click.group(
     cls=CommandGroup,
     sources={
+        "association": "branchlake_dagster.sda.benchmarks.commands:association",
         "lifecycle": "branchlake_dagster.sda.benchmarks.commands:lifecycle",
         "live": "branchlake_dagster.sda.benchmarks.commands:live",
         "receive": "branchlake_dagster.sda.benchmarks.commands:receive",

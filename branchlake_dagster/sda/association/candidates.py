@@ -1,0 +1,162 @@
+"""Find the objects that an observation may be of, without a comparison of all pairs.
+
+Observations are grouped into short slices of time. All objects are placed once per slice, at its middle. A
+k-d tree of the slice's observations then finds, for each object, the observations within a radius that covers
+the motion during the slice and the error of the prediction. Radars and links are searched by position,
+telescopes by direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+from scipy.spatial import cKDTree
+
+from branchlake_dagster.sda.association.predictions import LINK, OPTICAL, PredictedCatalog, Rows
+from branchlake_dagster.sda.estimation.batch import Observations
+from branchlake_dagster.sda.orbits.frames import Floats, local_axes, site_teme
+
+SLICE_S = (30.0, 10.0, 30.0)
+"""Length of a slice by kind. Directions change faster than positions, relative to their density."""
+MAX_ACCELERATION_KM_S2 = 0.0098
+
+
+def find_candidates(
+    catalog: PredictedCatalog,
+    observations: Observations,
+    clock_sigma_s: Floats,
+    rows: Rows,
+    kind: int,
+    *,
+    reach: float,
+    sigma_factor: float,
+) -> Iterator[tuple[Rows, Rows]]:
+    """Yield pairs of rows, observations and objects, slice by slice in the order of time.
+
+    The result contains every pair within ``reach`` standard deviations, and others. Slices begin at multiples
+    of their length since 1970, so the pairs of an observation do not depend on other observations.
+
+    Args:
+        catalog: the predicted objects.
+        observations: the observations.
+        clock_sigma_s: (observations,) one standard deviation of the sensor's clock.
+        rows: the observations to search for, all of the same kind.
+        kind: that kind.
+        reach: number of standard deviations of the measurement and of the prediction.
+        sigma_factor: factor on the catalog's sigmas.
+
+    """
+    objects = np.flatnonzero(catalog.is_usable)
+    if not len(rows) or not len(objects):
+        return
+    sigma_km = sigma_factor * catalog.sigma_km[objects]
+    # Along the track the radial error appears twice.
+    error_km = reach * np.sqrt(5 * sigma_km[:, 0] ** 2 + sigma_km[:, 1] ** 2 + sigma_km[:, 2] ** 2)
+    length = round(SLICE_S[kind] * 1e6)
+    micros = observations.stations.micros[rows]
+    slices = micros // length
+    order = np.argsort(slices, kind="stable")
+    rows, slices = rows[order], slices[order]
+    starts = np.flatnonzero(np.diff(slices, prepend=slices[0] - 1))
+    for begin, end in zip(starts.tolist(), [*starts[1:].tolist(), len(rows)], strict=True):
+        middle = int(slices[begin]) * length + length // 2
+        position, velocity = catalog.ephemeris.interpolate(objects, np.full(len(objects), middle))
+        if kind == OPTICAL:
+            found = _search_directions(
+                observations, rows[begin:end], middle, position, velocity, error_km, reach, clock_sigma_s
+            )
+        else:
+            found = _search_positions(
+                observations, rows[begin:end], kind, position, velocity, error_km, reach, clock_sigma_s
+            )
+        for observation_rows, object_index in found:
+            yield observation_rows, objects[object_index]
+
+
+def _search_positions(
+    observations: Observations,
+    rows: Rows,
+    kind: int,
+    position: Floats,
+    velocity: Floats,
+    error_km: Floats,
+    reach: float,
+    clock_sigma_s: Floats,
+) -> Iterator[tuple[Rows, Rows]]:
+    measured, measured_sigma = _measured_positions(observations, rows, kind)
+    half_s = SLICE_S[kind] / 2 + reach * float(clock_sigma_s[rows].max())
+    radius = (
+        _distance_travelled(np.linalg.norm(velocity, axis=1), half_s)
+        + error_km
+        + reach * float(measured_sigma.max())
+    )
+    yield _within(rows, measured, position, radius)
+
+
+def _search_directions(
+    observations: Observations,
+    rows: Rows,
+    middle: int,
+    position: Floats,
+    velocity: Floats,
+    error_km: Floats,
+    reach: float,
+    clock_sigma_s: Floats,
+) -> Iterator[tuple[Rows, Rows]]:
+    stations = observations.stations
+    places = np.stack([stations.lat_deg[rows], stations.lon_deg[rows], stations.alt_km[rows]], axis=1)
+    at = np.array([middle])
+    for place in np.unique(places, axis=0):
+        here = rows[(places == place).all(axis=1)]
+        lat, lon, alt = (np.array([value]) for value in place)
+        site, site_velocity = site_teme(lat, lon, alt, at)
+        _, _, up = local_axes(lat, lon, at)
+        half_s = SLICE_S[OPTICAL] / 2 + reach * float(clock_sigma_s[here].max())
+        line = position - site
+        speed = np.linalg.norm(velocity - site_velocity, axis=1)
+        moved = _distance_travelled(speed, half_s) + error_km
+        visible = np.flatnonzero(line @ up[0] > -moved)
+        distance = np.linalg.norm(line[visible], axis=1)
+        measured_sigma = observations.sigma[here, 1].max()
+        # A chord between unit vectors is never longer than the angle; all directions are within 2.
+        nearest = np.maximum(distance - moved[visible], 1e-9)
+        radius = np.minimum(moved[visible] / nearest + 2 * reach * measured_sigma, 2.0)
+        ra, dec = observations.values[here, 0], observations.values[here, 1]
+        measured = np.stack([np.cos(dec) * np.cos(ra), np.cos(dec) * np.sin(ra), np.sin(dec)], axis=1)
+        observation_rows, index = _within(here, measured, line[visible] / distance[:, None], radius)
+        yield observation_rows, visible[index]
+
+
+def _within(rows: Rows, measured: Floats, points: Floats, radius: Floats) -> tuple[Rows, Rows]:
+    """Return all pairs (rows, indices of points) with a measured point within each point's own radius."""
+    lists = cKDTree(measured).query_ball_point(points, radius)
+    counts = np.fromiter(map(len, lists), np.int64, len(lists))
+    flat = np.fromiter(chain.from_iterable(lists), np.int64, int(counts.sum()))
+    return rows[flat], np.repeat(np.arange(len(points)), counts)
+
+
+def _distance_travelled(speed: Floats, seconds: float) -> Floats:
+    return np.asarray(speed * seconds + MAX_ACCELERATION_KM_S2 / 2 * seconds**2)
+
+
+def _measured_positions(observations: Observations, rows: Rows, kind: int) -> tuple[Floats, Floats]:
+    """Return positions (k, 3) in TEME, km, and one standard deviation (k,) in the worst direction."""
+    values, sigma = observations.values[rows], observations.sigma[rows]
+    if kind == LINK:
+        return values[:, :3], sigma[:, 0]
+    stations = observations.stations
+    lat, lon, alt, micros = (
+        getattr(stations, name)[rows] for name in ("lat_deg", "lon_deg", "alt_km", "micros")
+    )
+    distance, _, azimuth, elevation = values[:, :4].T
+    site, _ = site_teme(lat, lon, alt, micros)
+    east, north, up = local_axes(lat, lon, micros)
+    direction = (
+        (np.cos(elevation) * np.sin(azimuth))[:, None] * east
+        + (np.cos(elevation) * np.cos(azimuth))[:, None] * north
+        + np.sin(elevation)[:, None] * up
+    )
+    angle_sigma = np.hypot(sigma[:, 2] * np.cos(elevation), sigma[:, 3])
+    return site + distance[:, None] * direction, np.hypot(sigma[:, 0], distance * angle_sigma)
