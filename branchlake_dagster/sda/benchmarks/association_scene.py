@@ -98,10 +98,13 @@ def _replace_tracks(native: pl.DataFrame, generator: np.random.Generator) -> pl.
 def _exchange_tags(
     tagged: pl.DataFrame, share: float, generator: np.random.Generator
 ) -> tuple[pl.DataFrame, np.ndarray[Any, np.dtype[np.bool_]]]:
-    """Give some observations the track and the claim of an observation of the same sensor, close in time."""
+    """Give some observations the track and the claim of another object's observation of the same sensor.
+
+    The other observation is one of the next five in the order of time, before or after.
+    """
     count = len(tagged)
     sensor = tagged["orig_sensor_id"].cast(pl.Categorical).to_physical().to_numpy()
-    track = tagged["track_id"].cast(pl.Categorical).to_physical().to_numpy()
+    true_objects = tagged["true_sat_no"].to_numpy()
     order = np.lexsort((tagged["timestamp_ns"].to_numpy(), sensor))
     rank = np.empty(count, np.int64)
     rank[order] = np.arange(count)
@@ -111,7 +114,7 @@ def _exchange_tags(
     for _ in range(_DONOR_DRAWS):
         step = generator.integers(1, 6, len(waiting)) * generator.choice([-1, 1], len(waiting))
         donor = order[np.clip(rank[waiting] + step, 0, count - 1)]
-        is_possible = (sensor[donor] == sensor[waiting]) & (track[donor] != track[waiting])
+        is_possible = (sensor[donor] == sensor[waiting]) & (true_objects[donor] != true_objects[waiting])
         source[waiting[is_possible]] = donor[is_possible]
         waiting = waiting[~is_possible]
     given = tagged.select("track_id", "sat_no")[source.tolist()]
