@@ -12,11 +12,15 @@ from collections.abc import Iterator
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 from scipy.spatial import cKDTree
 
 from branchlake_dagster.sda.association.predictions import LINK, OPTICAL, PredictedCatalog, Rows
 from branchlake_dagster.sda.estimation.batch import Observations
 from branchlake_dagster.sda.orbits.frames import Floats, local_axes, site_teme
+from branchlake_dagster.sda.orbits.propagation import interpolate_hermite
+from branchlake_dagster.sda.orbits.two_body import MU_KM3_S2
+from branchlake_dagster.sda.trust.differences import rtn_axes
 
 SLICE_S = (30.0, 10.0, 30.0)
 """Length of a slice by kind. Directions change faster than positions, relative to their density."""
@@ -52,8 +56,6 @@ def find_candidates(
     if not len(rows) or not len(objects):
         return
     sigma_km = sigma_factor * catalog.sigma_km[objects]
-    # Along the track the radial error appears twice.
-    error_km = reach * np.sqrt(5 * sigma_km[:, 0] ** 2 + sigma_km[:, 1] ** 2 + sigma_km[:, 2] ** 2)
     length = round(SLICE_S[kind] * 1e6)
     micros = observations.stations.micros[rows]
     slices = micros // length
@@ -62,26 +64,53 @@ def find_candidates(
     starts = np.flatnonzero(np.diff(slices, prepend=slices[0] - 1))
     for begin, end in zip(starts.tolist(), [*starts[1:].tolist(), len(rows)], strict=True):
         middle = int(slices[begin]) * length + length // 2
-        position, velocity = catalog.ephemeris.interpolate(objects, np.full(len(objects), middle))
+        position, velocity = _states_at_instant(catalog, objects, middle)
         if kind == OPTICAL:
             found = _search_directions(
-                observations, rows[begin:end], middle, position, velocity, error_km, reach, clock_sigma_s
+                observations, rows[begin:end], middle, position, velocity, sigma_km, reach, clock_sigma_s
             )
         else:
             found = _search_positions(
-                observations, rows[begin:end], kind, position, velocity, error_km, reach, clock_sigma_s
+                observations,
+                rows[begin:end],
+                kind,
+                middle,
+                position,
+                velocity,
+                sigma_km,
+                reach,
+                clock_sigma_s,
             )
         for observation_rows, object_index in found:
             yield observation_rows, objects[object_index]
+
+
+def _states_at_instant(catalog: PredictedCatalog, objects: Rows, micros: int) -> tuple[Floats, Floats]:
+    """Return the states (k, 3) of objects at one instant, faster than for an instant of each object."""
+    ephemeris = catalog.ephemeris
+    step = int(ephemeris.micros[1] - ephemeris.micros[0])
+    cell = min(max((micros - int(ephemeris.micros[0])) // step, 0), len(ephemeris.micros) - 2)
+    fraction = np.array((micros - int(ephemeris.micros[cell])) / step)
+    start, end = (
+        (ephemeris.position[:, k][objects], ephemeris.velocity[:, k][objects]) for k in (cell, cell + 1)
+    )
+    return interpolate_hermite(start, end, fraction, step / 1e6)
+
+
+def _total_error(sigma_km: Floats, reach: float) -> Floats:
+    """Return the largest distance (k,) in km of a true position from its prediction."""
+    # Along the track the radial error appears twice.
+    return np.asarray(reach * np.sqrt(5 * sigma_km[:, 0] ** 2 + sigma_km[:, 1] ** 2 + sigma_km[:, 2] ** 2))
 
 
 def _search_positions(
     observations: Observations,
     rows: Rows,
     kind: int,
+    middle: int,
     position: Floats,
     velocity: Floats,
-    error_km: Floats,
+    sigma_km: Floats,
     reach: float,
     clock_sigma_s: Floats,
 ) -> Iterator[tuple[Rows, Rows]]:
@@ -89,10 +118,56 @@ def _search_positions(
     half_s = SLICE_S[kind] / 2 + reach * float(clock_sigma_s[rows].max())
     radius = (
         _distance_travelled(np.linalg.norm(velocity, axis=1), half_s)
-        + error_km
+        + _total_error(sigma_km, reach)
         + reach * float(measured_sigma.max())
     )
-    yield _within(rows, measured, position, radius)
+    index, objects = _within(np.arange(len(rows)), measured, position, radius)
+    seconds = (observations.stations.micros[rows[index]] - middle) / 1e6
+    near = _near_orbit(
+        measured[index],
+        position[objects],
+        velocity[objects],
+        seconds,
+        reach * (_WIDE * sigma_km[objects] + measured_sigma[index, None]),
+    )
+    yield rows[index[near]], objects[near]
+
+
+_WIDE = 1.1
+"""Covers the errors that observations of one pass do not share."""
+_ALLOWANCE_KM = 0.3
+
+
+def _near_orbit(
+    measured: Floats, position: Floats, velocity: Floats, seconds: Floats, tolerance: Floats
+) -> npt.NDArray[np.bool_]:
+    """Return which measured positions (k, 3) are near the orbits of their objects, anywhere along them.
+
+    The error along the track is by far the largest. So most pairs that are near each other differ in the
+    radius or across the plane by more than the object's errors there.
+
+    Args:
+        measured: (k, 3) measured positions, km.
+        position: (k, 3) positions of the objects, km.
+        velocity: (k, 3) velocities of the objects, km/s.
+        seconds: (k,) time of the measurement after that of the object, at most half a minute.
+        tolerance: (k, 3) the largest differences along R, T and N, km.
+
+    """
+    gravity = -MU_KM3_S2 * position / np.linalg.norm(position, axis=1, keepdims=True) ** 3
+    moved = position + velocity * seconds[:, None] + gravity / 2 * seconds[:, None] ** 2
+    speed = velocity + gravity * seconds[:, None]
+    radius = np.linalg.norm(moved, axis=1)
+    axes = rtn_axes(moved, speed)
+    radial, along, across = np.einsum("kij,kj->ik", axes, measured - moved)
+    up, forward, _ = np.einsum("kij,kj->ik", axes, speed)
+    # The radius of the orbit where the measurement is, to the second order of the time from here to there.
+    time = along / forward
+    orbit_radius = radius + up * time + (forward**2 / radius - MU_KM3_S2 / radius**2) / 2 * time**2
+    higher_orders = radius * np.abs(along / radius) ** 3 + 0.01 * along**2 / radius + _ALLOWANCE_KM
+    is_level = np.abs(np.hypot(radius + radial, along) - orbit_radius) <= tolerance[:, 0] + higher_orders
+    is_in_plane = np.abs(across) <= tolerance[:, 2] + 0.002 * np.abs(along) + _ALLOWANCE_KM
+    return np.asarray(is_level & is_in_plane)
 
 
 def _search_directions(
@@ -101,13 +176,14 @@ def _search_directions(
     middle: int,
     position: Floats,
     velocity: Floats,
-    error_km: Floats,
+    sigma_km: Floats,
     reach: float,
     clock_sigma_s: Floats,
 ) -> Iterator[tuple[Rows, Rows]]:
     stations = observations.stations
     places = np.stack([stations.lat_deg[rows], stations.lon_deg[rows], stations.alt_km[rows]], axis=1)
     at = np.array([middle])
+    error_km = _total_error(sigma_km, reach)
     for place in np.unique(places, axis=0):
         here = rows[(places == place).all(axis=1)]
         lat, lon, alt = (np.array([value]) for value in place)
