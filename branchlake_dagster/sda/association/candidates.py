@@ -23,8 +23,8 @@ from branchlake_dagster.sda.orbits.two_body import MU_KM3_S2
 from branchlake_dagster.sda.trust.differences import rtn_axes
 
 SLICE_S = (60.0, 20.0, 60.0)
-"""Length of a slice by kind. Directions change faster than positions, relative to their density. Measured with
-16,000 objects: shorter slices need more searches, longer ones find more pairs."""
+"""Length of a slice by kind. Shorter slices need more searches, longer ones find more pairs. Directions
+change faster than positions, relative to their density."""
 MAX_ACCELERATION_KM_S2 = 0.0098
 
 
