@@ -4,7 +4,8 @@ The four results, for each observation:
 
 - ``confirmed``: the observation belongs to the object of its claim.
 - ``reassigned``: it belongs to another object than its claim, which fits clearly better.
-- ``claimed``: its claim names an object without a usable prediction, so the claim stands untested.
+- ``claimed``: its claim names an object without a usable prediction, so the claim stands untested. It yields
+  only to an object of which the same sensor has a track that the observation fits: then it is reassigned.
 - ``uncorrelated``: no object is within the gate, or several fit about equally well.
 
 The claim of an observation is the catalog number that its source states: the partner of a link, or an earlier
@@ -104,6 +105,7 @@ def associate(
 
     The assignment is made per sensor. The result of an observation does not depend on the order of the rows,
     nor on observations of other sensors. Rows of one instant, sensor and track must be in a fixed order.
+    Observations with missing values or uncertainties are not compared with any object.
 
     Memory is bounded by the observations and the pairs within the gate, a few hundred bytes each, and by one
     batch of pairs and the catalog's ephemeris.
@@ -113,9 +115,10 @@ def associate(
     claimed_rows = catalog.usable_rows(observations.claimed_sat_no)
     is_untested = (observations.claimed_sat_no != _NO_NUMBER) & (claimed_rows < 0)
     widths = np.array(MEASUREMENT_WIDTHS)[observations.measured.kind]
+    is_complete = _has_all_values(observations.measured, widths)
     found = _Found.empty(count)
     for kind in range(len(MEASUREMENT_WIDTHS)):
-        rows = np.flatnonzero(observations.measured.kind == kind)
+        rows = np.flatnonzero((observations.measured.kind == kind) & is_complete)
         if len(rows):
             _associate_kind(catalog, observations, claimed_rows, is_untested, rows, kind, rules, found)
     claim = np.where(
@@ -138,6 +141,13 @@ def associate(
         widths,
         found.candidates,
     )
+
+
+def _has_all_values(measured: Observations, widths: Rows) -> npt.NDArray[np.bool_]:
+    """Return which observations (n,) have all values of their kind, with positive uncertainties."""
+    is_used = np.arange(measured.values.shape[1]) < widths[:, None]
+    is_valid = np.isfinite(measured.values) & np.isfinite(measured.sigma) & (measured.sigma > 0)
+    return np.asarray((is_valid | ~is_used).all(axis=1))
 
 
 @dataclass(frozen=True)

@@ -222,3 +222,16 @@ def test_the_sum_over_a_track_is_not_overconfident():
     dense = seconds(*np.linspace(-80, 80, 41))
     found = associated(catalog_of(orbit), observe("radar", late, dense, "t", noise=1.0, seed=3))
     assert results(found) == [("confirmed", 101)] * 41
+
+
+def test_an_observation_without_an_uncertainty_harms_no_other():
+    orbit = overhead(60)
+    rows = observe("radar", orbit, TRACK, "t", noise=1.0, seed=1)
+    is_third = pl.int_range(pl.len()) == 2
+    for value in (None, float("nan"), 0.0):
+        broken = rows.with_columns(
+            range_unc_km=pl.when(is_third).then(pl.lit(value, pl.Float64)).otherwise("range_unc_km")
+        )
+        expected = [("confirmed", 101)] * 6
+        expected[2] = ("uncorrelated", None)
+        assert results(associated(catalog_of(orbit), broken)) == expected
