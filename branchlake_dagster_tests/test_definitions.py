@@ -69,7 +69,7 @@ def test_asset_checks(definitions: dg.Definitions, snapshot: SnapshotAssertion) 
         spec = graph.get_check_spec(key)
         told = [f"{name}={plain(value)}" for name, value in sorted((spec.metadata or {}).items())]
         told += ["blocking" if spec.blocking else "not blocking", "described" if spec.description else "bare"]
-        told += [f"after {dep.asset_key.to_user_string()}" for dep in spec.additional_deps]
+        told += sorted(f"after {dep.asset_key.to_user_string()}" for dep in spec.additional_deps)
         told.append(f"partitions {partitions(spec.partitions_def)}")
         specs.setdefault(key.asset_key.to_user_string(), {})[key.name] = ", ".join(told)
     assert specs == snapshot

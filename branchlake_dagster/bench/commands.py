@@ -15,6 +15,7 @@ from branchlake_dagster.settings import Settings
     cls=CommandGroup,
     sources={
         "agreement": "branchlake_dagster.sda.benchmarks.commands:agreement",
+        "association": "branchlake_dagster.sda.benchmarks.commands:association",
         "lifecycle": "branchlake_dagster.sda.benchmarks.commands:lifecycle",
         "live": "branchlake_dagster.sda.benchmarks.commands:live",
         "receive": "branchlake_dagster.sda.benchmarks.commands:receive",

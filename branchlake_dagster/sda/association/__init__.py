@@ -1,0 +1,1 @@
+"""Associate sensor observations with catalog objects."""

@@ -1,0 +1,239 @@
+"""Find the objects that an observation may be of, without a comparison of all pairs.
+
+Observations are grouped into short slices of time. All objects are placed once per slice, at its middle. A
+k-d tree of the slice's observations then finds, for each object, the observations within a radius that covers
+the motion during the slice and the error of the prediction. Radars and links are searched by position,
+telescopes by direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+from scipy.spatial import cKDTree
+
+from branchlake_dagster.sda.association.predictions import LINK, OPTICAL, PredictedCatalog, Rows
+from branchlake_dagster.sda.estimation.batch import Observations
+from branchlake_dagster.sda.orbits.frames import Floats, local_axes, site_teme
+from branchlake_dagster.sda.orbits.propagation import interpolate_hermite
+from branchlake_dagster.sda.orbits.two_body import MU_KM3_S2
+from branchlake_dagster.sda.trust.differences import rtn_axes
+
+SLICE_S = (60.0, 20.0, 60.0)
+"""Length of a slice by kind. Shorter slices need more searches, longer ones find more pairs. Directions
+change faster than positions, relative to their density."""
+MAX_ACCELERATION_KM_S2 = 0.0098
+
+
+def find_candidates(
+    catalog: PredictedCatalog,
+    observations: Observations,
+    clock_sigma_s: Floats,
+    rows: Rows,
+    kind: int,
+    *,
+    reach: float,
+    sigma_factor: float,
+) -> Iterator[tuple[Rows, Rows]]:
+    """Yield pairs of rows, observations and objects, slice by slice in the order of time.
+
+    The result contains every pair within ``reach`` standard deviations, and others. Slices begin at multiples
+    of their length since 1970, so the pairs of an observation do not depend on other observations.
+
+    Args:
+        catalog: the predicted objects.
+        observations: the observations.
+        clock_sigma_s: (observations,) one standard deviation of the sensor's clock.
+        rows: the observations to search for, all of the same kind.
+        kind: that kind.
+        reach: number of standard deviations of the measurement and of the prediction.
+        sigma_factor: factor on the catalog's sigmas.
+
+    """
+    objects = np.flatnonzero(catalog.is_usable)
+    if not len(rows) or not len(objects):
+        return
+    sigma_km = sigma_factor * catalog.sigma_km[objects]
+    length = round(SLICE_S[kind] * 1e6)
+    micros = observations.stations.micros[rows]
+    slices = micros // length
+    order = np.argsort(slices, kind="stable")
+    rows, slices = rows[order], slices[order]
+    starts = np.flatnonzero(np.diff(slices, prepend=slices[0] - 1))
+    for begin, end in zip(starts.tolist(), [*starts[1:].tolist(), len(rows)], strict=True):
+        middle = int(slices[begin]) * length + length // 2
+        position, velocity = _states_at_instant(catalog, objects, middle)
+        if kind == OPTICAL:
+            found = _search_directions(
+                observations, rows[begin:end], middle, position, velocity, sigma_km, reach, clock_sigma_s
+            )
+        else:
+            found = _search_positions(
+                observations,
+                rows[begin:end],
+                kind,
+                middle,
+                position,
+                velocity,
+                sigma_km,
+                reach,
+                clock_sigma_s,
+            )
+        for observation_rows, object_index in found:
+            yield observation_rows, objects[object_index]
+
+
+def _states_at_instant(catalog: PredictedCatalog, objects: Rows, micros: int) -> tuple[Floats, Floats]:
+    """Return the states (k, 3) of objects at one instant, faster than for an instant of each object."""
+    ephemeris = catalog.ephemeris
+    step = int(ephemeris.micros[1] - ephemeris.micros[0])
+    cell = min(max((micros - int(ephemeris.micros[0])) // step, 0), len(ephemeris.micros) - 2)
+    fraction = np.array((micros - int(ephemeris.micros[cell])) / step)
+    start, end = (
+        (ephemeris.position[:, k][objects], ephemeris.velocity[:, k][objects]) for k in (cell, cell + 1)
+    )
+    return interpolate_hermite(start, end, fraction, step / 1e6)
+
+
+def _total_error(sigma_km: Floats, reach: float) -> Floats:
+    """Return the largest distance (k,) in km of a true position from its prediction."""
+    # Along the track the radial error appears twice.
+    return np.asarray(reach * np.sqrt(5 * sigma_km[:, 0] ** 2 + sigma_km[:, 1] ** 2 + sigma_km[:, 2] ** 2))
+
+
+def _search_positions(
+    observations: Observations,
+    rows: Rows,
+    kind: int,
+    middle: int,
+    position: Floats,
+    velocity: Floats,
+    sigma_km: Floats,
+    reach: float,
+    clock_sigma_s: Floats,
+) -> Iterator[tuple[Rows, Rows]]:
+    measured, measured_sigma = _measured_positions(observations, rows, kind)
+    half_s = SLICE_S[kind] / 2 + reach * float(clock_sigma_s[rows].max())
+    radius = (
+        _distance_travelled(np.linalg.norm(velocity, axis=1), half_s)
+        + _total_error(sigma_km, reach)
+        + reach * float(measured_sigma.max())
+    )
+    index, objects = _within(np.arange(len(rows)), measured, position, radius)
+    seconds = (observations.stations.micros[rows[index]] - middle) / 1e6
+    near = _near_orbit(
+        measured[index],
+        position[objects],
+        velocity[objects],
+        seconds,
+        reach * (_WIDE * sigma_km[objects] + measured_sigma[index, None]),
+    )
+    yield rows[index[near]], objects[near]
+
+
+_WIDE = 1.1
+"""Covers the errors that observations of one pass do not share."""
+_ALLOWANCE_KM = 0.3
+
+
+def _near_orbit(
+    measured: Floats, position: Floats, velocity: Floats, seconds: Floats, tolerance: Floats
+) -> npt.NDArray[np.bool_]:
+    """Return which measured positions (k, 3) are near the orbits of their objects, anywhere along them.
+
+    The error along the track is by far the largest. So most pairs that are near each other differ in the
+    radius or across the plane by more than the object's errors there.
+
+    Args:
+        measured: (k, 3) measured positions, km.
+        position: (k, 3) positions of the objects, km.
+        velocity: (k, 3) velocities of the objects, km/s.
+        seconds: (k,) time of the measurement after that of the object, at most half a minute.
+        tolerance: (k, 3) the largest differences along R, T and N, km.
+
+    """
+    gravity = -MU_KM3_S2 * position / np.linalg.norm(position, axis=1, keepdims=True) ** 3
+    moved = position + velocity * seconds[:, None] + gravity / 2 * seconds[:, None] ** 2
+    speed = velocity + gravity * seconds[:, None]
+    radius = np.linalg.norm(moved, axis=1)
+    axes = rtn_axes(moved, speed)
+    radial, along, across = np.einsum("kij,kj->ik", axes, measured - moved)
+    up, forward, _ = np.einsum("kij,kj->ik", axes, speed)
+    # The radius of the orbit where the measurement is, to the second order of the time from here to there.
+    time = along / forward
+    orbit_radius = radius + up * time + (forward**2 / radius - MU_KM3_S2 / radius**2) / 2 * time**2
+    higher_orders = radius * np.abs(along / radius) ** 3 + 0.01 * along**2 / radius + _ALLOWANCE_KM
+    is_level = np.abs(np.hypot(radius + radial, along) - orbit_radius) <= tolerance[:, 0] + higher_orders
+    is_in_plane = np.abs(across) <= tolerance[:, 2] + 0.002 * np.abs(along) + _ALLOWANCE_KM
+    return np.asarray(is_level & is_in_plane)
+
+
+def _search_directions(
+    observations: Observations,
+    rows: Rows,
+    middle: int,
+    position: Floats,
+    velocity: Floats,
+    sigma_km: Floats,
+    reach: float,
+    clock_sigma_s: Floats,
+) -> Iterator[tuple[Rows, Rows]]:
+    stations = observations.stations
+    places = np.stack([stations.lat_deg[rows], stations.lon_deg[rows], stations.alt_km[rows]], axis=1)
+    at = np.array([middle])
+    error_km = _total_error(sigma_km, reach)
+    for place in np.unique(places, axis=0):
+        here = rows[(places == place).all(axis=1)]
+        lat, lon, alt = (np.array([value]) for value in place)
+        site, site_velocity = site_teme(lat, lon, alt, at)
+        _, _, up = local_axes(lat, lon, at)
+        half_s = SLICE_S[OPTICAL] / 2 + reach * float(clock_sigma_s[here].max())
+        line = position - site
+        speed = np.linalg.norm(velocity - site_velocity, axis=1)
+        moved = _distance_travelled(speed, half_s) + error_km
+        visible = np.flatnonzero(line @ up[0] > -moved)
+        distance = np.linalg.norm(line[visible], axis=1)
+        measured_sigma = observations.sigma[here, 1].max()
+        # A chord between unit vectors is never longer than the angle; all directions are within 2.
+        nearest = np.maximum(distance - moved[visible], 1e-9)
+        radius = np.minimum(moved[visible] / nearest + 2 * reach * measured_sigma, 2.0)
+        ra, dec = observations.values[here, 0], observations.values[here, 1]
+        measured = np.stack([np.cos(dec) * np.cos(ra), np.cos(dec) * np.sin(ra), np.sin(dec)], axis=1)
+        observation_rows, index = _within(here, measured, line[visible] / distance[:, None], radius)
+        yield observation_rows, visible[index]
+
+
+def _within(rows: Rows, measured: Floats, points: Floats, radius: Floats) -> tuple[Rows, Rows]:
+    """Return all pairs (rows, indices of points) with a measured point within each point's own radius."""
+    lists = cKDTree(measured).query_ball_point(points, radius)
+    counts = np.fromiter(map(len, lists), np.int64, len(lists))
+    flat = np.fromiter(chain.from_iterable(lists), np.int64, int(counts.sum()))
+    return rows[flat], np.repeat(np.arange(len(points)), counts)
+
+
+def _distance_travelled(speed: Floats, seconds: float) -> Floats:
+    return np.asarray(speed * seconds + MAX_ACCELERATION_KM_S2 / 2 * seconds**2)
+
+
+def _measured_positions(observations: Observations, rows: Rows, kind: int) -> tuple[Floats, Floats]:
+    """Return positions (k, 3) in TEME, km, and one standard deviation (k,) in the worst direction."""
+    values, sigma = observations.values[rows], observations.sigma[rows]
+    if kind == LINK:
+        return values[:, :3], sigma[:, 0]
+    stations = observations.stations
+    lat, lon, alt, micros = (
+        getattr(stations, name)[rows] for name in ("lat_deg", "lon_deg", "alt_km", "micros")
+    )
+    distance, _, azimuth, elevation = values[:, :4].T
+    site, _ = site_teme(lat, lon, alt, micros)
+    east, north, up = local_axes(lat, lon, micros)
+    direction = (
+        (np.cos(elevation) * np.sin(azimuth))[:, None] * east
+        + (np.cos(elevation) * np.cos(azimuth))[:, None] * north
+        + np.sin(elevation)[:, None] * up
+    )
+    angle_sigma = np.hypot(sigma[:, 2] * np.cos(elevation), sigma[:, 3])
+    return site + distance[:, None] * direction, np.hypot(sigma[:, 0], distance * angle_sigma)

@@ -1,0 +1,339 @@
+"""Predict what a sensor measures of a catalog object, with the covariance of the prediction.
+
+The error of an element set changes smoothly along the orbit, so all observations of one pass share it. Its
+model has six parameters that are common to a pass:
+
+- ``R0`` and ``R1`` (km): amplitudes of the radial error, ``R0 cos(phi) + R1 sin(phi)``
+- ``T0`` (km): the error along the track, which is an error of time
+- ``N0`` and ``N1`` (km): amplitudes of the error across the plane, ``N0 cos(phi) + N1 sin(phi)``
+- the error of the sensor's clock (s)
+
+``phi`` is the angle along the orbit from a reference time of the pass. This is the solution of Hill's
+equations without secular drift (Clohessy and Wiltshire 1960; Vallado, section 6.8), with the instantaneous
+angular rate as mean motion.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from branchlake_dagster.sda.estimation.batch import Observations
+from branchlake_dagster.sda.orbits.frames import Floats, Micros
+from branchlake_dagster.sda.orbits.plausible import find_state_faults
+from branchlake_dagster.sda.orbits.propagation import Elements, Ephemeris, propagate_satellites, time_grid
+from branchlake_dagster.sda.orbits.two_body import MU_KM3_S2
+from branchlake_dagster.sda.sensors import measurement
+from branchlake_dagster.sda.sensors.measurement import Stations
+from branchlake_dagster.sda.trust.differences import rtn_axes
+
+Rows = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+RADAR, OPTICAL, LINK = range(3)
+"""The kinds of `Observations.kind`."""
+MEASUREMENT_WIDTHS = (4, 2, 6)
+"""Number of measured values by kind."""
+_ANGLE_COLUMNS = ((2, 3), (0, 1))
+"""Columns of azimuth and elevation, and of right ascension and declination, by kind."""
+EPHEMERIS_STEP_S = 30.0
+MAX_IN_TRACK_SIGMA_KM = 100.0
+"""Objects with a larger error along the track have no usable prediction. Neighbors in a plane of a
+constellation are a few hundred kilometers apart, so the prediction would fit several of them."""
+MAX_SHIFT_S = 120.0
+"""Maximum error of time along the track for which the prediction follows the arc instead of its tangent."""
+PARAMETERS = 6
+IN_TRACK = 2
+"""The index of ``T0`` among the parameters."""
+_CLOCK_STEP_S = 0.05
+MAX_ROUNDS = 4
+_SHIFT_TOLERANCE_S = 0.05
+_HOPELESS_DISTANCE = 1e4
+"""Squared distance above which another round cannot bring a pair within its gate."""
+
+
+@dataclass(frozen=True)
+class PredictedCatalog:
+    """The n objects of a catalog and their predicted states over a window.
+
+    ``elements`` are sorted by ``sat_no``. ``sigma_km`` (n, 3) is one standard deviation along R, T and N.
+    ``is_usable`` (n,) is false if an object has implausible states in the window, or an error that is unknown
+    or larger than `MAX_IN_TRACK_SIGMA_KM`.
+    """
+
+    elements: Elements
+    sigma_km: Floats
+    ephemeris: Ephemeris
+    is_usable: Flags
+
+    @classmethod
+    def predict(cls, elements: Elements, sigma_km: Floats, start: int, end: int) -> PredictedCatalog:
+        """Propagate one element set per object over a window (UTC microseconds since 1970).
+
+        ``sigma_km`` (n, 3) belongs to the rows of ``elements``; NaN marks an unknown error.
+        """
+        order = np.argsort(elements.sat_no, kind="stable")
+        elements, sigma_km = elements.take(order), sigma_km[order]
+        margin = round((EPHEMERIS_STEP_S + MAX_SHIFT_S) * 1e6)
+        ephemeris = propagate_satellites(
+            elements.to_satrec_array(), time_grid(start - margin, end + margin, EPHEMERIS_STEP_S)
+        )
+        is_plausible = find_state_faults(ephemeris, elements).plausible_objects
+        is_certain = np.isfinite(sigma_km).all(axis=1) & (sigma_km[:, 1] <= MAX_IN_TRACK_SIGMA_KM)
+        return cls(elements, sigma_km, ephemeris, is_plausible & is_certain)
+
+    def usable_rows(self, sat_no: Rows) -> Rows:
+        """Return the rows of objects by catalog number (k,), or -1 where no usable prediction exists."""
+        if not len(self.elements):
+            return np.full(len(sat_no), -1)
+        rows = np.minimum(np.searchsorted(self.elements.sat_no, sat_no), len(self.elements) - 1)
+        is_predicted = (self.elements.sat_no[rows] == sat_no) & self.is_usable[rows]
+        return np.asarray(np.where(is_predicted, rows, -1))
+
+
+@dataclass(frozen=True)
+class PairModel:
+    """The linear measurement model of k pairs of an observation and an object, of one kind of sensor.
+
+    The measurement minus its prediction is ``residual`` (k, m). ``local_slope`` (k, m, 6) is the derivative
+    of the measurement by position (km) and velocity (km/s) along the object's R, T and N. ``time_slope``
+    (k, 6) is the derivative of that local state by ``T0``, and ``clock_slope`` (k, m) the derivative of the
+    measurement by the time. ``weight`` (k, m, m) is the inverse covariance of the errors that observations do
+    not share, with ``noise_log_det`` (k,) of that covariance. ``scale`` (k, 6) is one standard deviation of
+    each parameter, ``rate`` (k,) the angular rate (rad/s) and ``micros`` (k,) the time of the observation.
+    """
+
+    residual: Floats
+    local_slope: Floats
+    time_slope: Floats
+    clock_slope: Floats
+    weight: Floats
+    noise_log_det: Floats
+    scale: Floats
+    rate: Floats
+    micros: Micros
+
+    def take(self, rows: Rows | Flags) -> PairModel:
+        """Return the pairs of the given rows."""
+        return PairModel(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+    @classmethod
+    def concatenate(cls, parts: list[PairModel]) -> PairModel:
+        """Join parts of one kind of sensor."""
+        return cls(
+            *(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__)
+        )
+
+    def design(self, reference_micros: Micros) -> Floats:
+        """Return the derivatives (k, m, 6) of the measurements by the parameters in units of their sigma.
+
+        ``reference_micros`` (k,) is the reference time of each pair's pass.
+        """
+        phase = self.rate * (self.micros - reference_micros) / 1e6
+        c, s, n = np.cos(phase), np.sin(phase), self.rate
+        state = np.zeros((len(phase), 6, 5))
+        state[:, 0, 0], state[:, 0, 1] = c, s
+        state[:, 1, 0], state[:, 1, 1] = -2 * s, -2 * (1 - c)
+        state[:, 2, 3], state[:, 2, 4] = c, s
+        # Velocities are inertial: the rates of change along the axes, and the rotation of the axes.
+        state[:, 3, 0], state[:, 3, 1] = n * s, n * (2 - c)
+        state[:, 4, 0], state[:, 4, 1] = -n * c, -n * s
+        state[:, 5, 3], state[:, 5, 4] = -n * s, n * c
+        state[:, :, IN_TRACK] = self.time_slope
+        slope = np.concatenate([self.local_slope @ state, self.clock_slope[:, :, None]], axis=2)
+        return np.asarray(slope * self.scale[:, None, :])
+
+    def own_distances(self) -> Floats:
+        """Return the squared Mahalanobis distance (k,) of each observation by itself."""
+        covariance = self.total_covariance(self.design(self.micros), None)
+        return solve_distances(covariance, self.residual)[0]
+
+    def total_covariance(self, design: Floats, parameter_covariance: Floats | None) -> Floats:
+        """Return the covariance (k, m, m) of the residuals.
+
+        ``parameter_covariance`` (k, 6, 6) is in units of the sigmas; None means the prior, the identity.
+        """
+        spread = design if parameter_covariance is None else design @ parameter_covariance
+        return np.asarray(np.linalg.inv(self.weight) + spread @ np.swapaxes(design, 1, 2))
+
+
+def solve_distances(covariance: Floats, residual: Floats) -> tuple[Floats, Floats]:
+    """Return squared Mahalanobis distances (k,) and log determinants (k,) of covariances (k, m, m)."""
+    solved = np.linalg.solve(covariance, residual[..., None])[..., 0]
+    return np.sum(residual * solved, axis=1), np.linalg.slogdet(covariance)[1]
+
+
+def predict_measurements(
+    kind: int, position: Floats, velocity: Floats, stations: Stations
+) -> tuple[Floats, Floats]:
+    """Return the measured values (k, m) of states (k, 3) and their derivatives (k, m, 6) by the state.
+
+    The derivatives of azimuth and right ascension are on the sphere: multiplied by the cosine of the
+    elevation or declination, as `subtract_measurements` gives the differences.
+    """
+    if kind == LINK:
+        values = np.concatenate([position, velocity], axis=1)
+        return values, np.broadcast_to(np.eye(6), (len(values), 6, 6))
+    if kind == RADAR:
+        values, slope = measurement.radar(position, velocity, stations)
+    else:
+        values, slope = measurement.optical(position, stations)
+    longitude, latitude = _ANGLE_COLUMNS[kind]
+    slope[:, longitude] *= np.cos(values[:, latitude])[:, None]
+    return values, slope
+
+
+def subtract_measurements(kind: int, values: Floats, predicted: Floats) -> Floats:
+    """Return the difference (k, m) of measured values.
+
+    Directions differ in the plane that touches the sphere at the predicted one. So nothing is singular at the
+    zenith or the pole, where azimuth and right ascension change fast.
+    """
+    difference = values - predicted
+    if kind != LINK:
+        longitude, latitude = _ANGLE_COLUMNS[kind]
+        turn, low, high = difference[:, longitude], predicted[:, latitude], values[:, latitude]
+        difference[:, latitude] = np.sin(high) * np.cos(low) - np.cos(high) * np.sin(low) * np.cos(turn)
+        difference[:, longitude] = np.cos(high) * np.sin(turn)
+    return difference
+
+
+def model_pairs(
+    catalog: PredictedCatalog,
+    observations: Observations,
+    clock_sigma_s: Floats,
+    pairs: tuple[Rows, Rows],
+    kind: int,
+    *,
+    sigma_factor: float,
+    independent_share: float,
+) -> PairModel:
+    """Build the measurement model of pairs of observations and objects of one kind.
+
+    The model is linearized where the object would be if the observation alone corrected its time along the
+    track. So it follows the arc of the orbit, however large that error is, up to `MAX_SHIFT_S`.
+
+    Args:
+        catalog: the predicted objects.
+        observations: the observations.
+        clock_sigma_s: (observations,) one standard deviation of the sensor's clock.
+        pairs: rows of the observations and rows of the objects, both (k,).
+        kind: the kind of all these observations.
+        sigma_factor: factor on the catalog's sigmas.
+        independent_share: share of the radial and normal error that observations of one pass do not share.
+
+    """
+    rows, objects = pairs
+    stations = _take_stations(observations.stations, rows)
+
+    def linearize(chosen: Rows, shift: Micros) -> PairModel:
+        return _linearize(
+            catalog,
+            observations,
+            clock_sigma_s,
+            (rows[chosen], objects[chosen]),
+            kind,
+            _take_stations(stations, chosen),
+            shift,
+            sigma_factor,
+            independent_share,
+        )
+
+    shift = np.zeros(len(rows), np.int64)
+    active = np.arange(len(rows))
+    model = linearize(active, shift)
+    _, velocity = catalog.ephemeris.interpolate(objects, stations.micros)
+    speed = np.linalg.norm(velocity, axis=1)
+    for rounds in range(MAX_ROUNDS):
+        if not len(active):
+            break
+        along_km, distance = _along_track_offsets(model.take(active))
+        shift_s = np.clip(along_km / speed[active], -MAX_SHIFT_S, MAX_SHIFT_S)
+        new_shift = np.round(shift_s * 1e6).astype(np.int64)
+        changes = np.abs(new_shift - shift[active]) > _SHIFT_TOLERANCE_S * 1e6
+        if rounds:
+            changes &= distance < _HOPELESS_DISTANCE
+        active, new_shift = active[changes], new_shift[changes]
+        shift[active] = new_shift
+        shifted = linearize(active, new_shift)
+        # The residual is referred back to the unshifted prediction, so that T0 keeps its prior of mean zero.
+        time_column = np.einsum("kmi,ki->km", shifted.local_slope, shifted.time_slope)
+        shifted.residual[:] += time_column * (new_shift / 1e6 * speed[active])[:, None]
+        for name in PairModel.__dataclass_fields__:
+            getattr(model, name)[active] = getattr(shifted, name)
+    return model
+
+
+def _along_track_offsets(model: PairModel) -> tuple[Floats, Floats]:
+    """Return ``T0`` (k,) in km by each observation alone, and its squared distance (k,)."""
+    design = model.design(model.micros)
+    covariance = model.total_covariance(design, None)
+    solved = np.linalg.solve(covariance, model.residual[..., None])[..., 0]
+    along = np.einsum("km,km->k", design[:, :, IN_TRACK], solved) * model.scale[:, IN_TRACK]
+    return along, np.sum(model.residual * solved, axis=1)
+
+
+def _linearize(
+    catalog: PredictedCatalog,
+    observations: Observations,
+    clock_sigma_s: Floats,
+    pairs: tuple[Rows, Rows],
+    kind: int,
+    stations: Stations,
+    shift_micros: Micros,
+    sigma_factor: float,
+    independent_share: float,
+) -> PairModel:
+    rows, objects = pairs
+    width = MEASUREMENT_WIDTHS[kind]
+    position, velocity = catalog.ephemeris.interpolate(objects, stations.micros + shift_micros)
+    radius, speed = np.linalg.norm(position, axis=1), np.linalg.norm(velocity, axis=1)
+    acceleration = -MU_KM3_S2 * position / radius[:, None] ** 3
+    predicted, slope = predict_measurements(kind, position, velocity, stations)
+    later = Stations(
+        stations.lat_deg,
+        stations.lon_deg,
+        stations.alt_km,
+        stations.micros + round(_CLOCK_STEP_S * 1e6),
+    )
+    ahead, _ = predict_measurements(
+        kind, position + velocity * _CLOCK_STEP_S, velocity + acceleration * _CLOCK_STEP_S, later
+    )
+    axes = rtn_axes(position, velocity)
+    local_slope = np.concatenate(
+        [slope[:, :, :3] @ np.swapaxes(axes, 1, 2), slope[:, :, 3:] @ np.swapaxes(axes, 1, 2)], axis=2
+    )
+    along = np.concatenate(
+        [np.einsum("kij,kj->ki", axes, velocity), np.einsum("kij,kj->ki", axes, acceleration)], axis=1
+    )
+    sigma = catalog.sigma_km[objects] * sigma_factor
+    radial, transverse, normal = sigma.T
+    # Along the track the radial error appears twice (Hill's equations).
+    slack = independent_share * np.stack([radial, 2 * radial, normal], axis=1)
+    spread = local_slope[:, :, :3] * slack[:, None, :]
+    noise = spread @ np.swapaxes(spread, 1, 2)
+    diagonal = np.arange(width)
+    sigma_measured = observations.sigma[rows, :width].copy()
+    if kind != LINK:
+        longitude, latitude = _ANGLE_COLUMNS[kind]
+        sigma_measured[:, longitude] *= np.cos(observations.values[rows, latitude])
+    noise[:, diagonal, diagonal] += sigma_measured**2
+    return PairModel(
+        residual=subtract_measurements(kind, observations.values[rows, :width], predicted),
+        local_slope=local_slope,
+        time_slope=along / speed[:, None],
+        clock_slope=subtract_measurements(kind, ahead, predicted) / _CLOCK_STEP_S,
+        weight=np.asarray(np.linalg.inv(noise), np.float64),
+        noise_log_det=np.linalg.slogdet(noise)[1],
+        scale=np.stack([radial, radial, transverse, normal, normal, clock_sigma_s[rows]], axis=1),
+        rate=np.linalg.norm(np.cross(position, velocity), axis=1) / radius**2,
+        micros=stations.micros,
+    )
+
+
+def _take_stations(stations: Stations, rows: Rows) -> Stations:
+    return Stations(
+        stations.lat_deg[rows], stations.lon_deg[rows], stations.alt_km[rows], stations.micros[rows]
+    )
