@@ -104,18 +104,25 @@ class Consumption:
 
     @cached_property
     def inputs(self) -> dict[AssetKey, UpstreamTable]:
-        """The consumed inputs on the run's branch, without optional ones that have no table.
+        """The consumed inputs on the run's branch, without optional ones that have no table yet.
 
-        Raises TableMissing if another input, or every input, has none.
+        Raises TableMissing if another input has none, or one that was consumed before, or every input.
         """
         declaration = self.consumer.declaration
         upstreams: dict[AssetKey, UpstreamTable] = {}
         for key, pattern in declaration.inputs.items():
             is_last = not upstreams and key == [*declaration.inputs][-1]
-            upstream = self._load_upstream(key, pattern, required=is_last or key not in declaration.optional)
+            may_be_missing = key in declaration.optional and not self._was_consumed(key)
+            upstream = self._load_upstream(key, pattern, required=is_last or not may_be_missing)
             if upstream is not None:
                 upstreams[key] = upstream
         return upstreams
+
+    def _was_consumed(self, key: AssetKey) -> bool:
+        """Whether the asset's table has recorded a position of this input."""
+        positions, name = self.positions, format_table_name(self.consumer.inputs[key])
+        records = [*positions.partitions.values(), positions.common_position]
+        return any(record is not None and name in record.inputs for record in records)
 
     def _load_upstream(self, key: AssetKey, pattern: Pattern, *, required: bool) -> UpstreamTable | None:
         identifier = self.consumer.inputs[key]
@@ -227,9 +234,14 @@ class Consumption:
             has_begun = (
                 record is not None or self.positions.common_position is not None or restart_reason != ""
             )
+            is_new_input = (
+                upstream.key in self.consumer.declaration.optional
+                and record is not None
+                and upstream.name not in record.inputs
+            )
             position = (
                 (record.inputs.get(upstream.name) if record else None)
-                if has_begun
+                if has_begun and not is_new_input
                 else self._first_position(upstream)
             )
             start_position = start_positions[upstream.name] = self._position_or_fallback(upstream, position)

@@ -22,6 +22,7 @@ from branchlake_dagster.internals.dagster import CoercibleToAssetKey
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.spark.session import quote_spark_path
 from branchlake_dagster.tables.errors import TableMissing
+from branchlake_dagster.tables.specification import format_table_name
 
 
 class Changes:
@@ -90,6 +91,12 @@ class Changes:
 
     def _require_input(self, asset: CoercibleToAssetKey) -> UpstreamTable:
         key = AssetKey.from_coercible(asset)
+        if key in self._consumption.consumer.declaration.optional and key not in self._consumption.inputs:
+            raise TableMissing(
+                f"Asset {key.to_user_string()} has no table yet.",
+                table=format_table_name(self._consumption.consumer.inputs[key]),
+                hint="The input is optional: leave it out until its table exists.",
+            )
         if key not in self._consumption.inputs:
             names = ", ".join(asset_key.to_user_string() for asset_key in self._consumption.inputs)
             raise ConfigurationError(

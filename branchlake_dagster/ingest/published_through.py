@@ -240,14 +240,18 @@ class TimeReader:
 
     def _consumed_time(self, consumer: Consumer, name: str, table: Table) -> PublishedTime:
         """Return the time of a consumer that this code location declares."""
-        times = {key: self.published_time(identifier) for key, identifier in consumer.inputs.items()}
+        tables = self.load_tables(
+            {format_table_name(identifier): identifier for identifier in consumer.inputs.values()}
+        )
+        times = {
+            key: self.published_time(identifier)
+            for key, identifier in consumer.inputs.items()
+            if key not in consumer.declaration.optional or tables[format_table_name(identifier)] is not None
+        }
         for key, time in times.items():
             if time.at is None:
                 reason = f"Table {name} consumes {key.to_user_string()}: {time.reason}"
                 return PublishedTime(None, reason, time.ingested)
-        tables = self.load_tables(
-            {format_table_name(identifier): identifier for identifier in consumer.inputs.values()}
-        )
         try:
             input_time = _consumer_time(consumer, table, tables, times, self.instance)
         except (ChangeLost, InputColumnGone, PositionUnreadable) as error:
@@ -277,8 +281,7 @@ def _consumer_time(
     if positions.common_position is None and not positions.partitions:
         return "has not recorded yet what it has consumed"
     inputs = [
-        _build_upstream(consumer, key, input_tables[format_table_name(identifier)])
-        for key, identifier in consumer.inputs.items()
+        _build_upstream(consumer, key, input_tables[format_table_name(consumer.inputs[key])]) for key in times
     ]
     changes: dict[tuple[str, Position | None], ChangeSet] = {}
 

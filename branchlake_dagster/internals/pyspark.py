@@ -100,8 +100,8 @@ def load_daemon_manager(worker_module: str, *, before_task: Callable[[], None]) 
     run_task = import_module(worker_module).main
 
     def wait_and_run_task(requests: BufferedReader, replies: Any) -> None:
-        requests.peek(1)  # a worker waits here between two tasks
-        before_task()
+        if requests.peek(1):  # a worker waits here between two tasks
+            before_task()
         run_task(requests, replies)
 
     daemon.worker_main = wait_and_run_task

@@ -58,13 +58,24 @@ def remove_late_commits(table: Table, spec: TableSpec, properties: Mapping[str, 
 
     A commit of an earlier attempt may arrive after `undo_earlier_attempts` has read the table.
     """
-    if not spec.only_adds_rows or LakeProperty.STEP not in properties:
+    if spec.write_mode != "append" or LakeProperty.STEP not in properties:
         return table
-    attempts = _active_attempts(_newest_first(table), properties)
-    late = [
-        snapshot for snapshot in attempts if not _has_same_properties(snapshot, properties, _SAME_ATTEMPT)
-    ]
+    late = _late_commits(table, properties)
     return _remove_added_files(table, spec, late, properties) if late else table
+
+
+def has_late_commits(table: Table, spec: TableSpec, properties: Mapping[str, str]) -> bool:
+    """Return whether rows of an earlier attempt decided which rows an upsert that keeps known keys added.
+
+    Then neither attempt has all rows: both must be undone, and the rows written again.
+    """
+    decides_by_rows = spec.write_mode == "upsert" and spec.keeps_matched
+    return decides_by_rows and LakeProperty.STEP in properties and bool(_late_commits(table, properties))
+
+
+def _late_commits(table: Table, properties: Mapping[str, str]) -> list[Snapshot]:
+    attempts = _active_attempts(_newest_first(table), properties)
+    return [one for one in attempts if not _has_same_properties(one, properties, _SAME_ATTEMPT)]
 
 
 def _newest_first(table: Table) -> list[Snapshot]:

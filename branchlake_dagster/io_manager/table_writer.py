@@ -32,6 +32,9 @@ from branchlake_dagster.tables.schemas import evolve_table, require_unchanged_co
 from branchlake_dagster.tables.specification import TableSpec
 from branchlake_dagster.tables.upsert_engine import SparkReason, engine_metadata
 
+_MAX_REWRITES = 3
+"""How often rows are written again because a commit of an earlier attempt arrived. Each attempt has one."""
+
 
 @dataclass(frozen=True)
 class PreparedWrite:
@@ -189,6 +192,12 @@ class TableWriter:
                 replace_keys.replace_by_spark(frame, table.schema(), spec, keys, properties, selection)
             else:
                 spark_frames.write_spark_frame(frame, spec, table.schema(), selection, properties)
+                for _ in range(_MAX_REWRITES):
+                    table = self.catalog.load_table(spec.identifier)
+                    if not earlier_attempts.has_late_commits(table, spec, properties):
+                        break
+                    table = earlier_attempts.undo_earlier_attempts(table, spec, properties)
+                    spark_frames.write_spark_frame(frame, spec, table.schema(), selection, properties)
         return self._without_late_commits(plan, properties)
 
     def _without_late_commits(self, plan: WritePlan, properties: Mapping[str, str]) -> Table:

@@ -248,6 +248,8 @@ def _check_step(step: SnapshotChange, own_paths: Set[str], main_change: TableCha
         name: [other for other in main_steps if name in other.partitions] for name in step.partitions
     }
     shared_steps = {name: steps for name, steps in shared_steps.items() if steps}
+    if mode is ChangeMode.UPSERT and not step.touched_files and not step.deletes:
+        return None  # it found no row to add
     if mode is ChangeMode.UPSERT:
         return _check_upsert(step, shared_steps, main_steps, main_change.after)
     if not shared_steps:

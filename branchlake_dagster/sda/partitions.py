@@ -16,7 +16,8 @@ def pulls_of(context: dg.AssetExecutionContext) -> list[str]:
     return [context.partition_key] if context.has_partition_key else list(context.partition_keys)
 
 
-windows = dg.HourlyPartitionsDefinition(start_date=FIRST_WINDOW, timezone="UTC")
+windows = dg.HourlyPartitionsDefinition(start_date=FIRST_WINDOW, timezone="UTC", end_offset=1)
+"""The hours of event time, with the one that has begun."""
 
 whole_catalogue = dg.AllPartitionMapping()
 """A window reads the whole current catalogue, whichever snapshots it came from."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 from pyiceberg.schema import Schema
@@ -12,7 +13,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.types import DateType, StructType, TimestampNTZType, TimestampType
+from pyspark.sql.types import DataType, DateType, StructType, TimestampNTZType, TimestampType
 
 from branchlake_dagster.spark.session import quote_spark_name
 from branchlake_dagster.tables.arrow_frames import duplicate_key_error, format_required_rows
@@ -30,6 +31,7 @@ _SNAPSHOT_PROPERTY = "snapshot-property."
 _SESSION_PROPERTY = "spark.sql.iceberg.snapshot-property."
 _COPIES_COLUMN = "__branchlake_copies"
 _NOT_UNIQUE_MESSAGE = "branchlake: upsert key not unique"
+_UNSTABLE_MESSAGE = "branchlake: frame changed while it was written"
 OUTSIDE_MESSAGE = "branchlake: row outside the partitions"
 _settings_lock = threading.Lock()
 
@@ -149,7 +151,9 @@ def _merge_by_keys(
         f"{spec.spark_name}.{quote_spark_name(key)} = incoming.{quote_spark_name(key)}" for key in spec.keys
     )
     if spec.keeps_matched:
-        join_condition = " AND ".join([join_condition, *_time_key_bounds(frame, spec)])
+        bounds = _time_key_bounds(frame, spec)
+        source = source.filter(_within_assertion(bounds))
+        join_condition = " AND ".join([join_condition, *bounds.conditions_on(spec.spark_name)])
     columns = {quote_spark_name(name): F.col(f"incoming.{quote_spark_name(name)}") for name in frame.columns}
     with set_session_properties(frame.sparkSession, properties):
         try:
@@ -162,37 +166,84 @@ def _merge_by_keys(
                 raise duplicate_key_error(spec) from error
             if OUTSIDE_MESSAGE in str(error):
                 raise partition_mismatch_error(spec, schema, selection, "Rows") from error
+            if _UNSTABLE_MESSAGE in str(error):
+                raise UpsertKeyInvalid(
+                    "The frame was computed twice, with different keys.",
+                    table=spec.name,
+                    hint="Return a frame that is the same each time: without sample(), limit() or random"
+                    " numbers. Or cache it in the asset.",
+                    reason="frame_not_stable",
+                ) from error
             raise
 
 
-def _time_key_bounds(frame: DataFrame, spec: TableSpec) -> list[str]:
-    """Return conditions on the table that hold for all rows with keys of the frame, to skip data files.
+@dataclass(frozen=True)
+class _KeyBounds:
+    """The lowest and highest value of the time keys of a frame, as SQL; empty if the frame has no rows."""
 
-    Only dates and timestamps count: files are usually written in their order. Computes these columns of the
-    frame once more. Without rows in the frame there are no conditions.
+    is_empty: bool
+    by_key: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def conditions_on(self, table: str) -> list[str]:
+        """Return conditions on a table that hold for all of its rows with keys of the frame."""
+        if self.is_empty:
+            return ["false"]
+        return [
+            f"{table}.{quote_spark_name(key)} BETWEEN {low} AND {high}"
+            for key, (low, high) in self.by_key.items()
+        ]
+
+
+def _time_key_bounds(frame: DataFrame, spec: TableSpec) -> _KeyBounds:
+    """Return the bounds of the frame's date and timestamp keys, which skip files: most are written in time.
+
+    Computes these columns of the frame once more.
     """
+    kinds = {key: frame.schema[key].dataType for key in spec.keys}
     times = [
-        key
-        for key in spec.keys
-        if isinstance(frame.schema[key].dataType, DateType | TimestampType | TimestampNTZType)
+        key for key, kind in kinds.items() if isinstance(kind, DateType | TimestampType | TimestampNTZType)
     ]
-    if not times:
-        return []
-    # As text, because the client would convert timestamps to its own time zone.
-    bounds = frame.select(
-        *(
-            bound(quote_spark_name(key)).cast("string").alias(f"{name}{number}")
-            for number, key in enumerate(times)
-            for name, bound in (("low", F.min), ("high", F.max))
-        )
-    ).head()
-    return [
-        f"{spec.spark_name}.{quote_spark_name(key)} BETWEEN"
-        f" CAST('{bounds[f'low{number}']}' AS {frame.schema[key].dataType.simpleString()})"
-        f" AND CAST('{bounds[f'high{number}']}' AS {frame.schema[key].dataType.simpleString()})"
+    columns = [F.count(F.lit(1)).alias("rows")]
+    for number, key in enumerate(times):
+        # As numbers: text of a timestamp depends on the session's time zone, and is ambiguous in autumn.
+        value = _as_number(quote_spark_name(key), kinds[key])
+        columns += [F.min(value).alias(f"low{number}"), F.max(value).alias(f"high{number}")]
+    found = frame.select(*columns).head()
+    if found is None or not found["rows"]:
+        return _KeyBounds(is_empty=True)
+    bounds = {
+        key: (_as_literal(found[f"low{number}"], kinds[key]), _as_literal(found[f"high{number}"], kinds[key]))
         for number, key in enumerate(times)
-        if bounds is not None and bounds[f"low{number}"] is not None
-    ]
+        if found[f"low{number}"] is not None
+    }
+    return _KeyBounds(is_empty=False, by_key=bounds)
+
+
+def _as_number(name: str, kind: DataType) -> Column:
+    if isinstance(kind, DateType):
+        return F.unix_date(name)
+    if isinstance(kind, TimestampType):
+        return F.unix_micros(name)
+    return F.col(name).cast("string")
+
+
+def _as_literal(value: int | str, kind: DataType) -> str:
+    if isinstance(kind, DateType):
+        return f"date_from_unix_date({value})"
+    if isinstance(kind, TimestampType):
+        return f"timestamp_micros({value})"
+    return f"TIMESTAMP_NTZ '{value}'"
+
+
+def _within_assertion(bounds: _KeyBounds) -> Column:
+    """Return a filter that fails the job for a row outside of the bounds.
+
+    Then the frame was computed twice with different results, and known keys could be added again.
+    """
+    within = " AND ".join(
+        f"{quote_spark_name(key)} BETWEEN {low} AND {high}" for key, (low, high) in bounds.by_key.items()
+    )
+    return F.expr(f"assert_true({within or 'true'}, '{_UNSTABLE_MESSAGE}') IS NULL")
 
 
 def partition_mismatch_error(

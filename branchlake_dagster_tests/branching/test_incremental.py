@@ -628,3 +628,32 @@ def test_an_optional_input_counts_once_its_table_exists(lakehouse: Lakehouse, na
         sources[1].publish(p, ("e", 5))
         published(p, both)
         assert values(p, both) == [("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5)]
+        lakehouse.catalog().drop_table(tuple(sources[0].key.path))
+        p.run(both.key, ok=False)
+        p.failed_with(TableMissing)
+
+
+def test_an_optional_input_that_appears_later_counts_from_then_on(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    first, second = (Source(namespace, name) for name in ("first", "second"))
+
+    @dg.asset(
+        key=[namespace, "both"],
+        ins={"first": dg.AssetIn(first.key), "second": dg.AssetIn(second.key)},
+        metadata=table_metadata(write_mode="append", **FREE)
+        | consumes({one.key: rows(optional=True) for one in (first, second)}, start="now"),
+    )
+    def both(first: pl.DataFrame, second: pl.DataFrame) -> pl.DataFrame:
+        return pl.concat([one for one in (first, second) if one.width])
+
+    with project(lakehouse, first.asset, second.asset, both) as p:
+        first.publish(p, ("a", 1))
+        published(p, both)
+        first.publish(p, ("b", 2))
+        published(p, both)
+        second.publish(p, ("c", 3))
+        published(p, both)
+        second.publish(p, ("d", 4))
+        published(p, both)
+        assert values(p, both) == [("b", 2), ("d", 4)]

@@ -166,7 +166,9 @@ def valid(plan: Plan, snapshots: list[str]) -> bool:
         return plan.partition in snapshots
     if plan.job in INGEST_JOBS:
         return plan.partition is None
-    return plan.job in ("observations_job", "window_job") and windows.has_partition_key(plan.partition)
+    return plan.job in ("observations_job", "tracks_job", "window_job") and windows.has_partition_key(
+        plan.partition
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,13 +182,14 @@ def valid(plan: Plan, snapshots: list[str]) -> bool:
 )
 def test_the_plan_ingests_then_observes_then_fuses(snapshots: list[str], window: str | None) -> None:
     rounds = plan_for(snapshots)
-    assert [len(plans) for plans in rounds] == [*[1] * (len(snapshots) + 1), len(INGEST_JOBS), 1, 1]
+    assert [len(plans) for plans in rounds] == [*[1] * (len(snapshots) + 1), len(INGEST_JOBS), 1, 2]
     plans = [plan for plans in rounds for plan in plans]
     assert [plan.partition for plan in plans if plan.blocked] == [BAD_SNAPSHOT]
     assert [plan.job for plan in plans] == [
         *["catalogue_job"] * (len(snapshots) + 1),
         *INGEST_JOBS,
         "observations_job",
+        "tracks_job",
         "window_job",
     ]
     assert all(valid(plan, [*snapshots, BAD_SNAPSHOT]) for plan in plans)

@@ -8,6 +8,7 @@ import pytest
 
 from branchlake_dagster import column_metadata
 from branchlake_dagster.sda import contracts
+from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
 from branchlake_dagster.sda.assets.catalogue import (
     CATALOGUE,
     ELEMENT_SETS,
@@ -27,6 +28,7 @@ from branchlake_dagster.sda.assets.registry import (
 )
 from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS
+from branchlake_dagster.sda.association.arrow import ASSOCIATION_SCHEMA
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span
 from branchlake_dagster.sda.estimation.arrow import TRACK_SCHEMA
@@ -52,6 +54,7 @@ CONTRACTS = {
     MERGE_AUDIT: contracts.MergeOutcome,
     SATELLITES: contracts.Satellite,
     OBSERVATIONS: contracts.Observation,
+    ASSOCIATIONS: contracts.Association,
     REJECTED_OBSERVATIONS: contracts.RejectedObservation,
     QUARANTINED_OBJECTS: contracts.QuarantinedObject,
     FUSED_TRACKS: contracts.FusedTrack,
@@ -106,6 +109,7 @@ def test_the_contracts_are_the_tables_column_by_column():
     entries = {**text, **of_polars(ENTRY_COLUMNS), "collected_at": "timestamptz"}
     assert in_order(types(contracts.SatelliteEntry)) == in_order(entries)
     assert in_order(types(contracts.RejectedRecord)) == in_order({**text, **of_polars(REJECTED_COLUMNS)})
+    assert in_order(types(contracts.Association)) == in_order(stored(ASSOCIATION_SCHEMA))
     assert in_order(types(contracts.FusedTrack)) == in_order(stored(TRACK_SCHEMA))
     hourly = {**stored(ENCOUNTER_SCHEMA), "window_start": "timestamptz"}
     assert in_order(types(contracts.ConjunctionCandidate)) == in_order(hourly)

@@ -108,7 +108,8 @@ def test_observations_have_uuid5_units_and_skew(native, raw, observed):
     assert set(rows["data_mode"]) == {"SIMULATED"}
     for kind in SOURCE_KINDS:
         given = raw[kind].row(0, named=True)
-        record = given["obs_id"] if kind == "optical" else given["frame_digest"]
+        optical = f"{given.get('obs_id')}|{given['timestamp_ns']}"
+        record = optical if kind == "optical" else given["frame_digest"]
         name = f"{kind}|{given['orig_sensor_id']}|{record}"
         (row,) = rows.filter(
             pl.col("observation_id") == str(uuid.uuid5(OBSERVATION_NAMESPACE, name))
@@ -120,8 +121,8 @@ def test_observations_have_uuid5_units_and_skew(native, raw, observed):
             "isl": 1e-4 * given["clock_sync_age_s"],
         }
         assert row["max_skew_s"] == pytest.approx(skew[kind])
-    usual = envelope(native).sort("sat_no", "sensor_timestamp", "source_kind", "pos_x_km")
-    same = rows.sort("sat_no", "sensor_timestamp", "source_kind", "pos_x_km")
+    order = ("source_kind", "sensor_timestamp", "range_km", "ra_deg", "pos_x_km")
+    usual, same = envelope(native).sort(order), rows.sort(order)
     for column in usual.columns:
         if usual.schema[column] == pl.Float64:
             # A radar's frame has its uncertainties in 32 bits.
@@ -205,8 +206,9 @@ def test_each_measurement_that_cannot_be_true_has_its_reason(session, raw, objec
     assert build_observations(found, data_mode="REAL").count() == 3 + 2 + 1
 
 
-def test_tracks_over_spark_are_those_of_the_function(session, native, observed, catalogue):
+def test_tracks_over_spark_are_those_of_the_function(session, native, catalogue):
     elements = session.createDataFrame(catalogue.select(ELEMENT_INPUT).to_arrow())
+    observed = session.createDataFrame(envelope(native).to_arrow())
     joined = observed.join(elements, on="sat_no").repartition("sat_no")
     tracks = joined.mapInArrow(carried(fuse_batches(START, END)), from_arrow_schema(TRACK_SCHEMA)).toArrow()
     expected = fuse(native, catalogue)

@@ -26,7 +26,7 @@ from branchlake_dagster import (
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS, of_tracked, usable
 from branchlake_dagster.sda.assets.registry import OBJECTS
-from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, OBJECT_ERRORS
+from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, OBJECT_ERRORS, published_errors
 from branchlake_dagster.sda.assets.upkeep import OF_SNAPSHOTS, OF_WINDOWS, OWNERS
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA
 from branchlake_dagster.sda.conjunctions.distributed import close_approaches, close_approaches_here
@@ -49,7 +49,6 @@ from branchlake_dagster.sda.trust.report import (
     geometry_chart,
     select_top_approaches,
 )
-from branchlake_dagster.sda.trust.tables import PublishedErrors
 from branchlake_dagster.sda.windows import window_of
 
 CONJUNCTION_CANDIDATES = dg.AssetKey(["sda", "conjunction_candidates"])
@@ -214,18 +213,6 @@ def with_kept(found: pl.DataFrame, earlier: pl.DataFrame | None, planned: Plan) 
         return found
     kept = earlier[planned.kept].select(pl.col(name).cast(kind) for name, kind in found.schema.items())
     return pl.concat([found, kept])
-
-
-def published_errors(tables: Catalog) -> PublishedErrors | None:
-    """The error model on the run's branch; None before there is one."""
-    try:
-        errors, objects = (
-            pl.DataFrame(tables.load_table(tuple(key.path)).scan().to_arrow())
-            for key in (ELEMENT_ERRORS, OBJECT_ERRORS)
-        )
-    except NoSuchTableError:
-        return None
-    return None if errors.is_empty() else PublishedErrors.from_tables(errors, objects)
 
 
 def radii_of(tables: Catalog, gp: GpSource, default_m: float) -> ObjectRadii:

@@ -51,7 +51,7 @@ class ObservationConfig(dg.Config):
     name="observations",
     group_name=GROUP,
     partitions_def=windows,
-    # All hours with new measurements are one run: after an interruption there are many.
+    # A backfill of many hours is one run.
     backfill_policy=dg.BackfillPolicy.single_run(),
     ins=_INPUTS,
     outs={

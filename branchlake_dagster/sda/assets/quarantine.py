@@ -40,9 +40,9 @@ def quarantined_objects(context: dg.AssetExecutionContext, catalogue: pa.Table) 
     without an hour of all others.
     """
     start, end = window_of(context)
-    tracked = of_tracked(catalogue)
-    found = quarantine(tracked, start, end)
-    context.log.info(f"{found.height} of {tracked.num_rows} tracked objects are quarantined.")
+    objects = of_tracked(catalogue)
+    found = quarantine(objects, start, end)
+    context.log.info(f"{found.height} of {objects.num_rows} tracked objects are quarantined.")
     return found
 
 
@@ -87,8 +87,12 @@ def quarantine(catalogue: pa.Table, start: int, end: int) -> pl.DataFrame:
     )
 
 
+def tracked(catalogue: DataFrame) -> DataFrame:
+    """The objects of the catalogue that may be propagated."""
+    # A table of before has no states; the next pull brings them.
+    return catalogue.where("state = 'tracked'") if "state" in catalogue.columns else catalogue
+
+
 def usable(catalogue: DataFrame, quarantined: DataFrame) -> DataFrame:
     """The tracked objects of the catalogue without a window's quarantined ones."""
-    # A table of before has no states; the next pull brings them.
-    tracked = catalogue.where("state = 'tracked'") if "state" in catalogue.columns else catalogue
-    return tracked.join(quarantined.select("sat_no"), on="sat_no", how="left_anti")
+    return tracked(catalogue).join(quarantined.select("sat_no"), on="sat_no", how="left_anti")

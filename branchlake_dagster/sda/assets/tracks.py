@@ -6,9 +6,10 @@ from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster import column_metadata, consumes, table_metadata
+from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS
-from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS, usable
+from branchlake_dagster.sda.assets.quarantine import tracked
 from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
 from branchlake_dagster.sda.contracts import FusedTrack
 from branchlake_dagster.sda.estimation.arrow import ELEMENT_INPUT, TRACK_SCHEMA, fuse_batches
@@ -28,23 +29,30 @@ FUSED_TRACKS = dg.AssetKey(["sda", "fused_tracks"])
     freshness_policy=OF_WINDOWS,
     ins={
         "observations": dg.AssetIn(OBSERVATIONS),
+        "associations": dg.AssetIn(ASSOCIATIONS),
         "catalogue": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue),
-        "quarantined_objects": dg.AssetIn(QUARANTINED_OBJECTS),
     },
     metadata=table_metadata(partition_by="window_start", require_checks=True)
-    | consumes({OBSERVATIONS: "range"}, on="sensor_timestamp")
+    | consumes({ASSOCIATIONS: "range"}, on="sensor_timestamp")
     | column_metadata(FusedTrack),
 )
 def fused_tracks(
     context: dg.AssetExecutionContext,
     observations: DataFrame,
+    associations: DataFrame,
     catalogue: DataFrame,
-    quarantined_objects: DataFrame,
 ) -> DataFrame:
-    """State and covariance of each object that the window's observations determine."""
+    """State and covariance of each object that the window's associated observations determine.
+
+    An observation whose claim could not be tested does not count, as its object has no plausible states.
+    """
     start, end = window_of(context)
-    objects = usable(catalogue, quarantined_objects).select(*ELEMENT_INPUT)
-    joined = observations.join(objects, on="sat_no")
+    assigned = associations.where("result IN ('confirmed', 'reassigned')").select("observation_id", "sat_no")
+    joined = (
+        observations.drop("sat_no")
+        .join(assigned, on="observation_id")
+        .join(tracked(catalogue).select(*ELEMENT_INPUT), on="sat_no")
+    )
     return joined.repartition("sat_no").mapInArrow(
         carried(fuse_batches(start, end)), from_arrow_schema(TRACK_SCHEMA)
     )

@@ -10,6 +10,8 @@ import numpy as np
 import polars as pl
 import pyarrow.compute as pc
 from pydantic import Field
+from pyiceberg.catalog import Catalog
+from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.expressions import GreaterThanOrEqual
 from pyiceberg.table import Table
 
@@ -22,6 +24,7 @@ from branchlake_dagster.sda.drawing import chart, in_markdown
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.trust.classes import OWN_CLASSES
 from branchlake_dagster.sda.trust.model import build_error_model
+from branchlake_dagster.sda.trust.tables import PublishedErrors
 from branchlake_dagster.sda.trust.tables import element_errors as errors_of
 from branchlake_dagster.sda.trust.tables import element_jumps as jumps_of
 from branchlake_dagster.sda.trust.tables import object_errors as objects_of
@@ -128,3 +131,15 @@ def growth_chart(errors: pl.DataFrame) -> str:
     return chart(
         "Error of element sets along the track (68 %)", "age, days", "km", lines, dots=dots, log=(True, True)
     )
+
+
+def published_errors(tables: Catalog) -> PublishedErrors | None:
+    """The error model on the run's branch; None before there is one."""
+    try:
+        errors, objects = (
+            pl.DataFrame(tables.load_table(tuple(key.path)).scan().to_arrow())
+            for key in (ELEMENT_ERRORS, OBJECT_ERRORS)
+        )
+    except NoSuchTableError:
+        return None
+    return None if errors.is_empty() else PublishedErrors.from_tables(errors, objects)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy.stats import chi2
 
 from branchlake_dagster.sda.orbits.frames import Floats
+from branchlake_dagster.sda.orbits.propagation import Elements
 
 
 @dataclass(frozen=True)
@@ -49,3 +51,16 @@ CLUTTER_VOLUMES = (
     4 / 3 * np.pi * 1_500.0**3 * 4 / 3 * np.pi * 15.0**3,
 )
 """The volume over which false measurements of each kind spread: km km/s rad², rad², and km³ (km/s)³."""
+
+ASSUMED_SIGMA_KM = (0.5, 1.0, 0.5)
+"""One sigma of an element set at its epoch, along R, T and N, where no error model is known yet."""
+ASSUMED_GROWTH_KM_PER_DAY = 3.0
+"""How much the sigma along T grows. SGP4 is 1 to 3 km off after a day."""
+
+
+def assumed_position_sigma(elements: Elements, micros: npt.NDArray[np.int64]) -> Floats:
+    """Return assumed sigmas along R, T and N (n, 3), km, of n element sets at the instants `micros` (n,)."""
+    age_days = np.abs(micros - elements.epoch_micros) / 86_400e6
+    sigma = np.tile(np.array(ASSUMED_SIGMA_KM), (len(elements), 1))
+    sigma[:, 1] += ASSUMED_GROWTH_KM_PER_DAY * age_days
+    return sigma

@@ -21,7 +21,7 @@ from branchlake_dagster.settings import Settings
 def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> None:
     """Run the space pipeline once, from start to end.
 
-    Six runs are published, and the gate blocks one.
+    Seven runs are published, and the gate blocks one.
 
     --catalogue FILE… takes real TLE or OMM files (.gz too); without it 2,000 objects are simulated.
     """
@@ -30,7 +30,7 @@ def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> No
     settings, files = Settings(), [*catalogue, *more]
     with interrupts_for_us_alone():
         if not files:
-            print_progress("Seven runs, one of which the gate blocks: about a minute on 2 idle cores.")
+            print_progress("Eight runs, one of which the gate blocks: about a minute on 2 idle cores.")
         starting = BackgroundServerStart(settings, say=print_progress)
         # Late: it takes as long as the servers do.
         from branchlake_dagster.sda.commands.demo_run import run_demo, show

@@ -156,7 +156,7 @@ def plan_for(snapshots: Sequence[str]) -> list[list[Plan]]:
         [Plan("catalogue_job", BAD_SNAPSHOT, blocked=True)],
         [Plan(job) for job in INGEST_JOBS],
         [Plan("observations_job", window, ops=simulated)],
-        [Plan("window_job", window)],
+        [Plan("tracks_job", window), Plan("window_job", window)],
     ]
 
 

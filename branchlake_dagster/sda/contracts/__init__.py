@@ -20,12 +20,13 @@ from branchlake_dagster.sda.contracts.catalogue import (
 )
 from branchlake_dagster.sda.contracts.conjunctions import Conjunction, ConjunctionCandidate
 from branchlake_dagster.sda.contracts.ephemerides import EphemerisConjunction
-from branchlake_dagster.sda.contracts.observations import Observation, RejectedObservation
+from branchlake_dagster.sda.contracts.observations import Association, Observation, RejectedObservation
 from branchlake_dagster.sda.contracts.raw import RawLink, RawOptical, RawRadar
 from branchlake_dagster.sda.contracts.states import FusedTrack, QuarantinedObject
 from branchlake_dagster.sda.contracts.trust import ElementError, ElementJump, ObjectError
 
 __all__ = [
+    "Association",
     "CatalogueEntry",
     "Conjunction",
     "ConjunctionCandidate",

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: pandera reads the annotations.
 import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
 
+from branchlake_dagster.sda.association.associate import REASON_NAMES, RESULT_NAMES
 from branchlake_dagster.sda.contracts.fields import DATA_MODES, Contract, catalogue_number, may, must, window
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 
@@ -39,10 +40,12 @@ class Observation(Contract):
     source_id: T.StringType = must("Source of the observation: the sensor.")
     orig_sensor_id: T.StringType = may("Sensor, as its owner calls it.")
     sensor_timestamp: T.TimestampType = must("Instant of the measurement by the sensor's clock, UTC.")
-    ingest_timestamp: T.TimestampType = must("Instant of the receipt, UTC.")
-    sat_no: T.LongType = catalogue_number("the observed object; none if it is uncorrelated", nullable=True)
+    ingest_timestamp: T.TimestampType = may("Instant of the receipt, UTC.")
+    sat_no: T.LongType = catalogue_number(
+        "the object that the source claims to observe; most sources do not know it", nullable=True
+    )
     track_id: T.StringType = may("Track of the sensor that the observation belongs to.")
-    uct: T.BooleanType = must("Whether the observation is of an uncorrelated track.")
+    uct: T.BooleanType = must("Whether the source does not say which object it observes.")
     classification_marking: T.StringType = must("Classification marking: U is unclassified.")
     data_mode: T.StringType = must("Real, simulated, of a test or of an exercise.", isin=DATA_MODES)
     sensor_lat_deg: T.DoubleType = may("Geodetic latitude of a ground sensor, WGS-84.", "deg")
@@ -90,3 +93,33 @@ class RejectedObservation(Contract):
     track_id: T.StringType = may("Track of the sensor that the measurement belongs to.")
     topic_partition: T.IntegerType = may("Partition of the topic that the record came by.")
     topic_offset: T.LongType = may("Offset of the record in that partition.")
+
+
+class Association(Contract):
+    """Which object an observation is of.
+
+    ``confirmed``: the object of its claim, or of its track. ``reassigned``: another object, which fits
+    clearly better. ``claimed``: the claimed object has no usable prediction, so the claim is untested.
+    ``uncorrelated``: none.
+    """
+
+    window_start: T.TimestampType = window()
+    observation_id: T.StringType = must("The observation.", str_matches=_UUID5)
+    source_kind: T.StringType = must("Kind of sensor.", isin=list(SOURCE_KINDS))
+    source_id: T.StringType = must("Source of the observation: the sensor.")
+    track_id: T.StringType = must("The sensor's own track; that of a single observation is its id.")
+    sensor_timestamp: T.TimestampType = must("Instant of the measurement by the sensor's clock, UTC.")
+    claimed_sat_no: T.LongType = catalogue_number(
+        "the object that the source claims to observe", nullable=True
+    )
+    sat_no: T.LongType = catalogue_number("the object; none if uncorrelated", nullable=True)
+    result: T.StringType = must("What became of the claim.", isin=list(RESULT_NAMES))
+    reason: T.StringType = may(
+        "Why it is uncorrelated.", isin=[name for name in REASON_NAMES if name != "none"]
+    )
+    normalized_distance: T.DoubleType = may(
+        "Mahalanobis distance of the observation from the object's prediction.", ge=0.0
+    )
+    degrees_of_freedom: T.LongType = must("Measured values of the observation.", ge=2, le=6)
+    candidates: T.LongType = must("Objects whose predictions are within the gate.", ge=0)
+    element_age_days: T.DoubleType = may("Time since the epoch of the object's elements.", "d")

@@ -1,6 +1,6 @@
 """Contracts of measurements as they are received live, a table for each kind of sensor.
 
-Names and units are those of `SensorObservation`. What is not of the measurement but of its record has no
+Names and units are the sensors' own. What is not of the measurement but of its record has no
 promise: the ingestion fills it for every row.
 """
 
@@ -14,8 +14,7 @@ class _Received(Contract):
     """What every kind has."""
 
     orig_sensor_id: T.StringType = must("Sensor, as its owner calls it.")
-    track_id: T.StringType = must("Track of the sensor that the measurement belongs to.")
-    sat_no: T.LongType = may("Catalogue number that the sensor gives the object; none if uncorrelated.")
+    track_id: T.StringType = may("The sensor's own track that the measurement belongs to.")
     timestamp_ns: T.LongType = must("Instant by the sensor's clock, since 1970 UTC.", "ns", gt=0)
     sensor_timestamp: T.TimestampType = must("The same instant in microseconds, UTC.")
     clock_source: T.StringType = must(
@@ -64,6 +63,7 @@ class RawLink(_Received):
     """A frame of an inter-satellite link."""
 
     frame_digest: T.StringType = may("SHA-256 digest of the frame, in hexadecimal.")
+    sat_no: T.LongType = may("Catalogue number of the partner, as the sending satellite names it.")
 
     x_m: T.DoubleType = must("Position along x, TEME.", "m")
     y_m: T.DoubleType = must("Position along y, TEME.", "m")

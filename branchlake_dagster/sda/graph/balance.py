@@ -40,17 +40,18 @@ class Balance:
 
     @property
     def repeated(self) -> int:
-        """Measurements that were received before. Negative if there are more observations than that."""
+        """Measurements that were received before, or are missing. Negative if rejections are outdated."""
         return self.raw - self.observations - self.rejected
 
     @property
-    def is_even(self) -> bool:
-        """Whether no observation is invented, and few measurements are missing or repeated."""
-        return 0 <= self.repeated <= max(MAX_REPEATED, MAX_REPEATED_SHARE * self.raw)
+    def has_invented(self) -> bool:
+        """Whether there are more observations than measurements."""
+        return self.observations > self.raw
 
-    def without_repeated(self, distinct: int) -> "Balance":
-        """Return the balance of the distinct measurements alone."""
-        return replace(self, raw=distinct)
+    @property
+    def is_even(self) -> bool:
+        """Whether few measurements are missing or repeated."""
+        return not self.has_invented and self.repeated <= max(MAX_REPEATED, MAX_REPEATED_SHARE * self.raw)
 
 
 @dg.asset_check(
@@ -60,19 +61,21 @@ class Balance:
     metadata={"branchlake/scope": "rows"},
 )
 def balance(context: dg.AssetCheckExecutionContext, lakehouse: LakehouseResource) -> dg.AssetCheckResult:
-    """Count the rows of the run's hours from metadata; only files across an hour's border are read.
+    """Count the rows of the run's hours; only the sensors' times are read.
 
     If many measurements seem to be repeated, as after a replay, the distinct ones are counted: that reads the
-    ids of the hours' raw measurements.
+    ids of the hours' raw measurements. More observations than measurements are an error. Measurements that
+    are neither observations nor rejected are a warning: another run records the rejections, perhaps later.
     """
     window, catalog = context.op_execution_context.partition_time_window, lakehouse.catalog()
     found = count_balance(catalog, window.start, window.end)
     passed = found.is_even
     if not passed and found.repeated > 0:
         distinct = count_distinct_measurements(catalog, window.start, window.end)
-        passed = found.without_repeated(distinct).is_even
+        passed = replace(found, raw=distinct).is_even
     return dg.AssetCheckResult(
         passed=passed,
+        severity=dg.AssetCheckSeverity.ERROR if found.has_invented else dg.AssetCheckSeverity.WARN,
         metadata={
             "raw_measurements": found.raw,
             "observations": found.observations,

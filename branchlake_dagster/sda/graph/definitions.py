@@ -8,6 +8,7 @@ from pathlib import Path
 import dagster as dg
 
 from branchlake_dagster import PublishedAssets, incremental_sensor, published_sensor
+from branchlake_dagster.sda.assets.associations import ASSOCIATIONS, associations
 from branchlake_dagster.sda.assets.catalogue import (
     CATALOGUE,
     ELEMENT_SETS,
@@ -62,6 +63,7 @@ fusion_assets: list[dg.AssetsDefinition] = [
     satellites,
     observations,
     rejected_observations,
+    associations,
     quarantined_objects,
     fused_tracks,
     conjunction_candidates,
@@ -96,8 +98,13 @@ rejected_observations_job = dg.define_asset_job(
 )
 window_job = dg.define_asset_job(
     "window_job",
-    selection=dg.AssetSelection.assets(QUARANTINED_OBJECTS, FUSED_TRACKS, CONJUNCTION_CANDIDATES),
-    description="Fuse one window's observations into tracks and screen it for conjunctions.",
+    selection=dg.AssetSelection.assets(QUARANTINED_OBJECTS, CONJUNCTION_CANDIDATES),
+    description="Screen one window for close approaches.",
+)
+tracks_job = dg.define_asset_job(
+    "tracks_job",
+    selection=dg.AssetSelection.assets(ASSOCIATIONS, FUSED_TRACKS),
+    description="Associate one window's observations with objects and fuse them into tracks.",
 )
 conjunctions_job = dg.define_asset_job(
     "conjunctions_job",
@@ -119,6 +126,7 @@ fusion_jobs = [
     satellites_job,
     observations_job,
     rejected_observations_job,
+    tracks_job,
     window_job,
     element_trust_job,
     conjunctions_job,
@@ -146,9 +154,9 @@ def stale_catalogue(instance: dg.DagsterInstance, now: datetime) -> str | None:
     default_status=dg.DefaultScheduleStatus.RUNNING,
 )
 def hourly_window(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
-    """The last full hour's tracks and conjunctions. `tracks_sensor` fuses late observations."""
+    """The close approaches of the last full hour."""
     if reason := stale_catalogue(context.instance, context.scheduled_execution_time):
-        return dg.SkipReason(f"Nothing to fuse: {reason}.")
+        return dg.SkipReason(f"Nothing to screen: {reason}.")
     window = _last_window(context)
     return dg.RunRequest(run_key=window, partition_key=window)
 
@@ -255,12 +263,12 @@ observations_sensor = incremental_sensor(
 
 tracks_sensor = incremental_sensor(
     "tracks_sensor",
-    target=dg.AssetSelection.assets(FUSED_TRACKS),
+    target=dg.AssetSelection.assets(ASSOCIATIONS, FUSED_TRACKS),
     max_age_s=60.0,
     min_rows=1_000_000,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
-"""Fuses the hours that have new observations, once a minute while they come."""
+"""Associates and fuses hours with new observations, once a minute while they come."""
 
 fusion_sensors = [
     gp_snapshot_files,

@@ -6,6 +6,7 @@ import dagster as dg
 
 from branchlake_dagster import join_checks, pandera_checks, sql_check
 from branchlake_dagster.sda import contracts
+from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
 from branchlake_dagster.sda.assets.catalogue import (
     CATALOGUE,
     ELEMENT_SETS,
@@ -31,6 +32,8 @@ MAX_REJECTED = 10
 """Records that say nothing of a feed, however few there are, unless they are most of the file."""
 
 MAX_CHI2_PER_DOF = 10.0
+MAX_UNCORRELATED_SHARE = 0.2
+"""Of a kind's observations. On real element sets up to two days old it is 5 to 11 %."""
 MAX_QUARANTINED_SHARE = 0.05
 MAX_ERROR_OF_A_DAY_KM = 50.0
 """Along the track. In real history the lowest class has 21 km, the others 0.2 to 6."""
@@ -118,6 +121,20 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
         ),
         balance,
         pandera_checks(REJECTED_OBSERVATIONS, contracts.RejectedObservation, whole_table=True),
+        pandera_checks(ASSOCIATIONS, contracts.Association, partitions_def=windows),
+        _unique(ASSOCIATIONS, "observation_id", windows),
+        sql_check(
+            ASSOCIATIONS,
+            "few_uncorrelated",
+            f"""
+        SELECT source_kind, count(*) AS observations, count_if(result = 'uncorrelated') AS uncorrelated
+        FROM {{this}} GROUP BY source_kind
+        HAVING count_if(result = 'uncorrelated') > {MAX_UNCORRELATED_SHARE} * count(*)
+        """,  # noqa: S608 - built from constants
+            severity="warn",
+            partitions_def=windows,
+            description=f"Of each kind of sensor at most {MAX_UNCORRELATED_SHARE:.0%} have no object.",
+        ),
         pandera_checks(QUARANTINED_OBJECTS, contracts.QuarantinedObject, partitions_def=windows),
         sql_check(
             QUARANTINED_OBJECTS,

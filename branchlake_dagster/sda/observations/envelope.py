@@ -28,8 +28,8 @@ OBSERVATION_NAMESPACE = uuid.UUID("5f0f8a3e-52d4-5c5e-9d0c-1b7f6c1e2a90")
 OBSERVATION_NAME = "concat_ws('|', source_kind, orig_sensor_id, record_id)"
 """What identifies an observation: the kind of source, the source, and the source's own record.
 
-The record is a telescope's `obs_id`, or the digest of a radar's or link's frame. So a repeated poll, a frame
-that arrives twice and a reprocessed dead letter are the same observation.
+The record is a telescope's `obs_id` with its instant, or the digest of a radar's or link's frame. So a
+repeated poll, a frame that arrives twice and a reprocessed dead letter are the same observation.
 """
 
 RECEIPT_RESOLUTION_S = 0.001
@@ -40,7 +40,11 @@ _RAW_TYPES = {
     for contract in (RawRadar, RawOptical, RawLink)
     for name, column in contract.to_schema().columns.items()
 }
-_RECORD_IDS = {"radar": "frame_digest", "optical": "obs_id", "isl": "frame_digest"}
+_RECORD_IDS = {
+    "radar": "frame_digest",
+    "optical": "concat(obs_id, '|', timestamp_ns)",
+    "isl": "frame_digest",
+}
 
 _DIGEST = f"sha1(concat(unhex('{OBSERVATION_NAMESPACE.hex}'), encode({OBSERVATION_NAME}, 'UTF-8')))"
 _VARIANT = "lower(hex((cast(conv(substr(name_digest, 17, 1), 16, 10) as int) & 3) | 8))"
@@ -73,7 +77,8 @@ _REJECTION = f"""
 
 _OBSERVATION_COLUMNS = [
     "observation_id",
-    "date_trunc('HOUR', sensor_timestamp) AS window_start",
+    # Not date_trunc, which depends on the session's time zone.
+    "timestamp_seconds(unix_micros(sensor_timestamp) div 3600000000 * 3600) AS window_start",
     "source_kind",
     "orig_sensor_id AS source_id",
     "orig_sensor_id",
@@ -123,7 +128,8 @@ _REJECTED_COLUMNS = [
 def identify_measurements(raw_by_kind: Mapping[str, DataFrame], objects: DataFrame) -> DataFrame:
     """Unite raw measurements and identify each: its `observation_id`, and the `reason` if it is rejected.
 
-    A measurement that was received several times is one row: the one that was received first. The columns
+    A measurement that was received several times is one row: the one that was received first, of those that
+    are not rejected. The columns
     are those of the raw tables; a column that a kind does not have is null. A frame without columns is of a
     kind that no sensor has sent yet.
 
@@ -143,7 +149,9 @@ def identify_measurements(raw_by_kind: Mapping[str, DataFrame], objects: DataFra
     states = F.broadcast(objects.selectExpr("sat_no", "state AS object_state"))
     named = united.join(states, on="sat_no", how="left").withColumn("name_digest", F.expr(_DIGEST))
     identified = named.withColumn("observation_id", F.expr(_UUID5)).withColumn("reason", F.expr(_REJECTION))
-    first = Window.partitionBy("observation_id").orderBy("received_at", "topic_partition", "topic_offset")
+    first = Window.partitionBy("observation_id").orderBy(
+        F.col("reason").isNotNull(), "received_at", "topic_partition", "topic_offset"
+    )
     return identified.withColumn("copy", F.row_number().over(first)).where("copy = 1").drop("copy")
 
 

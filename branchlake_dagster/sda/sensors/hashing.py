@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 
 from branchlake_dagster.sda.orbits.frames import Floats
 
@@ -30,6 +31,18 @@ def mixed(keys: npt.NDArray[np.int64], salt: int, *more: npt.NDArray[np.int64]) 
         for other in more:
             state = _mix(state ^ other.astype(np.uint64))
     return state
+
+
+def track_numbers(track_ids: pl.Series) -> npt.NDArray[np.uint32]:
+    """Return a local track number (n,) for each simulated track id: 1 to 2**32 - 1, without meaning.
+
+    A sensor does not know which object it sees, so its numbers must not tell.
+    """
+    texts = np.array(track_ids.to_list(), dtype=np.bytes_)
+    width = -(-max(texts.itemsize, 1) // 8) * 8
+    words = texts.astype(f"S{width}").view("<i8").reshape(len(texts), -1)
+    hashed = mixed(words[:, 0], 11, *(words[:, column] for column in range(1, words.shape[1])))
+    return (1 + hashed % np.uint64(2**32 - 1)).astype(np.uint32)
 
 
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -2,8 +2,8 @@
 
 Fields: ``obs_id`` (text, a UUID), ``timestamp_ns`` (integer, nanoseconds since 1970 UTC), ``ra_rad``,
 ``dec_rad`` (topocentric, TEME), ``sigma_arcsec``, ``site_id`` (as ``optical-01``). Ours beside these, each of
-which may be absent: ``sat_no`` (integer), ``track_id`` (text), ``clock_sync_age_s``; without the last one
-the clock counts as unknown. Other fields are not read.
+which may be absent: ``track_id`` (text: the telescope's own track), ``clock_sync_age_s``; without it the
+clock counts as unknown. Other fields are not read: a telescope does not know which object it sees.
 
 A page is asked for with ``since`` as an integer in ``timestamp_ns``' unit (elsewhere in the requirements it
 is a time of RFC 3339); items after it come, it itself not (the requirements leave that open).
@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from branchlake_dagster.sda.sensors.hashing import mixed
+from branchlake_dagster.sda.sensors.hashing import mixed, track_numbers
 from branchlake_dagster.sda.sensors.network import TELESCOPES
 from branchlake_dagster.sda.wire.columns import (
     BAD_ANGLE,
@@ -44,7 +44,7 @@ _REQUIRED = {
     "sigma_arcsec": pa.float64(),
     "site_id": pa.string(),
 }
-_OPTIONAL = {"sat_no": pa.int64(), "track_id": pa.string(), "clock_sync_age_s": pa.float64()}
+_OPTIONAL = {"track_id": pa.string(), "clock_sync_age_s": pa.float64()}
 _ITEM = pa.struct([*_REQUIRED.items(), *_OPTIONAL.items()])
 _UUID = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"
 _SITES = {site.sensor_id: number for number, site in enumerate(TELESCOPES)}
@@ -58,6 +58,7 @@ def missing(field: str) -> str:
 
 def encode_optical(native: pl.DataFrame) -> pa.BinaryArray:
     """Items of native measurements of telescopes. ``obs_id`` follows from site, object and instant."""
+    numbers = track_numbers(native["track_id"])
     named = native.select(
         obs_id=pl.Series(observation_ids(native), dtype=pl.String),
         timestamp_ns="timestamp_ns",
@@ -65,8 +66,7 @@ def encode_optical(native: pl.DataFrame) -> pa.BinaryArray:
         dec_rad="dec_rad",
         sigma_arcsec="sigma_arcsec",
         site_id="orig_sensor_id",
-        sat_no="sat_no",
-        track_id="track_id",
+        track_id=native["orig_sensor_id"] + "-" + pl.Series(numbers).cast(pl.String),
         clock_sync_age_s="clock_sync_age_s",
     )
     texts = named.select(pl.struct(pl.all()).struct.json_encode().cast(pl.Binary)).to_series()
@@ -125,7 +125,6 @@ def decode_optical(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, 
         "source_kind": "optical",
         "orig_sensor_id": fields["site_id"],
         "track_id": pc.coalesce(fields["track_id"], fields["obs_id"]),
-        "sat_no": fields["sat_no"],
         "timestamp_ns": time,
         "sensor_lat_deg": place[:, 0],
         "sensor_lon_deg": place[:, 1],

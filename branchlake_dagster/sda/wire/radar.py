@@ -4,7 +4,7 @@
 offset    type    field              meaning
 ========  ======  =================  ==========================================================
 0         u32     array_id           the radar: 1 is ``radar-01``
-4         u32     target_track_id    catalogue number; 0 or from 2^31 on: an uncorrelated track
+4         u32     target_track_id    the radar's own number of the track; 0: none
 8         u64     timestamp_ns       the sensor's clock, nanoseconds since 1970 UTC
 16        f64     range_m
 24        f64     range_rate_m_s     positive away from the radar
@@ -27,6 +27,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from branchlake_dagster.sda.sensors.hashing import track_numbers
 from branchlake_dagster.sda.sensors.network import RADARS, Noise
 from branchlake_dagster.sda.wire.columns import (
     BAD_ANGLE,
@@ -62,9 +63,6 @@ RADAR = np.dtype(
 KEY_BYTES = (0, 16)
 """Radar, track and instant: the datagram's natural key."""
 
-UNCORRELATED = 2**31
-"""Track numbers from here on are the radar's own."""
-
 BAD_RANGE, IMPOSSIBLE_RATE = "range is not positive", "impossible range rate"
 FASTEST_M_S = 25_000.0
 """Faster than two objects at escape speed can close."""
@@ -79,7 +77,7 @@ def radar_rows(native: pl.DataFrame) -> npt.NDArray[np.void]:
     rows = np.zeros(native.height, RADAR)
     number = native["orig_sensor_id"].str.strip_prefix("radar-").cast(pl.UInt32)
     rows["array_id"] = number.to_numpy()
-    rows["target_track_id"] = native["sat_no"].fill_null(0).to_numpy()
+    rows["target_track_id"] = track_numbers(native["track_id"])
     same = {"azimuth_rad": "az_rad", "elevation_rad": "el_rad", "sigma_rate_m_s": "sigma_range_rate_m_s"}
     for name in ("timestamp_ns", *_FLOATS):
         rows[name] = native[same.get(name, name)].to_numpy()
@@ -118,13 +116,13 @@ def decode_radar(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa
         whole[where] = fault
         reasons.add(whole, text)
     track = rows["target_track_id"]
-    correlated = (track > 0) & (track < UNCORRELATED)
     sensors = pa.array([one.sensor_id for one in RADARS]).take(pa.array(site))
     columns = {
         "source_kind": "radar",
         "orig_sensor_id": sensors,
-        "track_id": pc.binary_join_element_wise(sensors, pa.array(track).cast(pa.string()), "-"),
-        "sat_no": pa.array(track.astype(np.int64), mask=~correlated),
+        "track_id": pc.binary_join_element_wise(
+            sensors, pa.array(track, mask=track == 0).cast(pa.string()), "-", null_handling="emit_null"
+        ),
         "timestamp_ns": rows["timestamp_ns"].astype(np.int64),
         "sensor_lat_deg": _PLACES[site, 0],
         "sensor_lon_deg": _PLACES[site, 1],

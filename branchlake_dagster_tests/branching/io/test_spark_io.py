@@ -21,7 +21,8 @@ from branchlake_dagster.runs.discarding import discard_branch, discarded_tag_nam
 from branchlake_dagster.runs.origin import load_instance_id
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
-from branchlake_dagster.stored_names import RunTag
+from branchlake_dagster.stored_names import LakeProperty, RunTag
+from branchlake_dagster.tables import spark_frames
 from branchlake_dagster.tables.errors import (
     ColumnsFrozen,
     ColumnUnsupported,
@@ -259,6 +260,55 @@ def test_an_upsert_updates_known_keys_and_inserts_new_ones(lakehouse: Lakehouse,
             {"kind": "a", "id": 2, "n": 20},
             {"kind": "b", "id": 2, "n": 30},
         ]
+
+
+def test_a_late_commit_of_an_earlier_attempt_takes_no_row_from_an_upsert_that_keeps_known_keys(
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: Rows = [{"kind": "a", "id": 1, "n": 1}]
+    keep = UPSERT | table_metadata(when_matched="keep")
+    t = sparks(namespace, rows, "kind string, id long, n long", metadata=keep)
+    write, late = spark_frames.write_spark_frame, []
+
+    def write_after_another(
+        frame: DataFrame, spec: Any, schema: Any, selection: Any, properties: Any
+    ) -> None:
+        if late:
+            write(frame, spec, schema, selection, {**properties, LakeProperty.ATTEMPT: late.pop()})
+        write(frame, spec, schema, selection, properties)
+
+    monkeypatch.setattr(spark_frames, "write_spark_frame", write_after_another)
+    with project(lakehouse, t) as p:
+        settled(p)
+        rows[:] = [{"kind": "a", "id": 1, "n": 2}, {"kind": "b", "id": 2, "n": 2}]
+        late.append("0")
+        settled(p)
+        assert by_n(p.rows(namespace, "t")) == [
+            {"kind": "a", "id": 1, "n": 1},
+            {"kind": "b", "id": 2, "n": 2},
+        ]
+        table = lakehouse.catalog().load_table((namespace, "t"))
+        assert table.current_snapshot().summary.additional_properties[LakeProperty.ATTEMPT] == "1"
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin"])
+def test_an_upsert_that_keeps_known_keys_finds_them_in_the_hour_that_a_zone_has_twice(
+    lakehouse: Lakehouse, namespace: str, zone: str
+) -> None:
+    keep = table_metadata(write_mode="upsert", keys=["ts"], when_matched="keep", require_checks=False)
+    instants = [datetime(2026, 10, 25, hour, 30, tzinfo=UTC) for hour in (0, 1)]
+
+    @dg.asset(key=[namespace, "t"], metadata=keep)
+    def t(spark: BranchSparkResource) -> DataFrame:
+        session = spark.spark_session
+        session.conf.set("spark.sql.session.timeZone", zone)
+        seconds = ", ".join(f"({int(one.timestamp())})" for one in instants)
+        return session.sql(f"SELECT timestamp_seconds(s) AS ts FROM VALUES {seconds} AS v(s)")
+
+    with project(lakehouse, t) as p:
+        settled(p)
+        settled(p)
+        assert sorted(row["ts"] for row in p.rows(namespace, "t")) == instants
 
 
 def test_an_upsert_that_keeps_known_keys_reads_files_with_its_times_only(

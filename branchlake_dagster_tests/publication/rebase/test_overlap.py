@@ -76,6 +76,7 @@ def theirs(step_: SnapshotChange, run: str = "them") -> TableChange:
         (REPLACE_1, REPLACE_2),
         (REPLACE_1, step(ChangeMode.APPEND, (file("x", "day=2"),))),
         (UPSERT_1, REPLACE_2),
+        (step(ChangeMode.UPSERT, (), (), ("id",)), step(ChangeMode.APPEND, (THEIRS,))),  # found no new key
         (UPSERT_1, step(ChangeMode.UPSERT, (file("x", "day=2"),), (OLD2,), BY_KEY)),
         (step(ChangeMode.REWRITE, (MINE,), (OLD,)), REPLACE_2),
         (step(ChangeMode.COMPACT, (MINE,), (OLD,)), step(ChangeMode.APPEND, (THEIRS,))),

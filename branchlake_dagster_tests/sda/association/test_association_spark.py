@@ -4,6 +4,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
+from branchlake_dagster.sda.observing import normalise
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster.sda.association.arrow import (
@@ -13,7 +14,6 @@ from branchlake_dagster.sda.association.arrow import (
 )
 from branchlake_dagster.sda.benchmarks.association import Catalogs, simulate_catalogs
 from branchlake_dagster.sda.benchmarks.association_scene import to_envelope
-from branchlake_dagster.sda.observing import normalise
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sensors.network import Tasking
 from branchlake_dagster.sda.sensors.simulate import simulate
