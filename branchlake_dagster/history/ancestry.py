@@ -14,11 +14,11 @@ T = TypeVar("T")
 def follow_parents(
     newest_first: Iterable[tuple[int, int | None, T]], current_id: int | None, stop_id: int | None = None
 ) -> tuple[list[T], bool]:
-    """Return the items after `stop_id` up to `current_id`, oldest first, and whether they lead back to it.
+    """Return the items after `stop_id` up to `current_id`, oldest first, and whether they reach `stop_id`.
 
-    Without `stop_id`, the items lead back if the oldest one has no parent. `newest_first` has the id, the
-    parent's id and the item of each snapshot. It is read only as far as needed, so a long history costs
-    nothing for two snapshots. A parent may be listed after its children.
+    Without `stop_id`, the second value is whether the oldest item has no parent. `newest_first` has the id,
+    the parent's id and the item of each snapshot. It is read only as far as needed, so a long history costs
+    nothing for two snapshots. A parent may also be listed before its child.
     """
     items: list[T] = []
     passed: dict[int, tuple[int | None, T]] = {}

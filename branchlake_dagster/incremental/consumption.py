@@ -112,7 +112,7 @@ class Consumption:
         upstreams: dict[AssetKey, UpstreamTable] = {}
         for key, pattern in declaration.inputs.items():
             is_last = not upstreams and key == [*declaration.inputs][-1]
-            may_be_missing = key in declaration.optional and not self._was_consumed(key)
+            may_be_missing = key in declaration.optional and (self._rebuild or not self._was_consumed(key))
             upstream = self._load_upstream(key, pattern, required=is_last or not may_be_missing)
             if upstream is not None:
                 upstreams[key] = upstream

@@ -32,7 +32,7 @@ def ingest_definitions(
 
     Each ingestion has two jobs. `ingest_<name>_job` ingests one batch in each run and is started by
     `ingest_<name>_sensor`. `ingest_<name>_live` publishes batch after batch in one run and is kept running by
-    `ingest_<name>_live_sensor`. All sensors are off at first; turn on one of the two.
+    `ingest_<name>_live_sensor`. All sensors are off by default: turn on one of the two.
 
     Args:
         *ingests (Ingest): The ingestions.

@@ -126,11 +126,11 @@ def _remove_added_files(
     Raises RetryNeedsFullRun if one of the files is no longer in the table.
     """
     if not spec.only_adds_rows:
-        raise _mixed_rows_error(spec)
+        raise mixed_rows_error(spec)
     added = {file.file_path: file for snapshot in earlier for file in read_added_files(table.io, snapshot)}
     live = {file.file_path for file in read_live_files(table.io, table.current_snapshot())}
     if not added.keys() <= live:
-        raise _mixed_rows_error(spec)  # a file was rewritten, perhaps together with other rows
+        raise mixed_rows_error(spec)  # a file was rewritten, perhaps together with other rows
     snapshot_properties = {
         **properties,
         LakeProperty.UNDOES: ",".join(str(snapshot.snapshot_id) for snapshot in earlier),
@@ -143,7 +143,8 @@ def _remove_added_files(
     return table.refresh()
 
 
-def _mixed_rows_error(spec: TableSpec) -> RetryNeedsFullRun:
+def mixed_rows_error(spec: TableSpec) -> RetryNeedsFullRun:
+    """Return the error for rows of several attempts that can no longer be separated."""
     return RetryNeedsFullRun(
         "An earlier attempt of this step wrote to the table, and other writes have changed its rows since.",
         table=spec.name,

@@ -198,6 +198,8 @@ class TableWriter:
                         break
                     table = earlier_attempts.undo_earlier_attempts(table, spec, properties)
                     spark_frames.write_spark_frame(frame, spec, table.schema(), selection, properties)
+                else:
+                    raise earlier_attempts.mixed_rows_error(spec)
         return self._without_late_commits(plan, properties)
 
     def _without_late_commits(self, plan: WritePlan, properties: Mapping[str, str]) -> Table:

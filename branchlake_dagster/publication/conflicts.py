@@ -249,7 +249,10 @@ def _check_step(step: SnapshotChange, own_paths: Set[str], main_change: TableCha
     }
     shared_steps = {name: steps for name, steps in shared_steps.items() if steps}
     if mode is ChangeMode.UPSERT and not step.touched_files and not step.deletes:
-        return None  # it found no row to add
+        # It found all of its keys. If main removed rows since, they may be gone.
+        main_removes = any(other.removed or other.deletes for other in main_steps)
+        if not main_removes:
+            return None
     if mode is ChangeMode.UPSERT:
         return _check_upsert(step, shared_steps, main_steps, main_change.after)
     if not shared_steps:

@@ -195,7 +195,7 @@ class _KeyBounds:
 
 
 def _time_key_bounds(frame: DataFrame, spec: TableSpec) -> _KeyBounds:
-    """Return the bounds of the frame's date and timestamp keys, which skip files: most are written in time.
+    """Return the bounds of the frame's date and timestamp keys, with which Spark skips files.
 
     Computes these columns of the frame once more.
     """
@@ -205,7 +205,8 @@ def _time_key_bounds(frame: DataFrame, spec: TableSpec) -> _KeyBounds:
     ]
     columns = [F.count(F.lit(1)).alias("rows")]
     for number, key in enumerate(times):
-        # As numbers: text of a timestamp depends on the session's time zone, and is ambiguous in autumn.
+        # Numbers, because the text of a timestamp depends on the session's time zone, and is ambiguous when
+        # clocks go back.
         value = _as_number(quote_spark_name(key), kinds[key])
         columns += [F.min(value).alias(f"low{number}"), F.max(value).alias(f"high{number}")]
     found = frame.select(*columns).head()
@@ -238,12 +239,16 @@ def _as_literal(value: int | str, kind: DataType) -> str:
 def _within_assertion(bounds: _KeyBounds) -> Column:
     """Return a filter that fails the job for a row outside of the bounds.
 
-    Then the frame was computed twice with different results, and known keys could be added again.
+    Such a row means that Spark computed the frame twice with different results: known keys could be added
+    again.
     """
-    within = " AND ".join(
-        f"{quote_spark_name(key)} BETWEEN {low} AND {high}" for key, (low, high) in bounds.by_key.items()
-    )
-    return F.expr(f"assert_true({within or 'true'}, '{_UNSTABLE_MESSAGE}') IS NULL")
+    # A null key is not within any bounds. Another assertion reports it.
+    conditions = [
+        f"({quote_spark_name(key)} IS NULL OR {quote_spark_name(key)} BETWEEN {low} AND {high})"
+        for key, (low, high) in bounds.by_key.items()
+    ]
+    within = "false" if bounds.is_empty else " AND ".join(["true", *conditions])
+    return F.expr(f"assert_true({within}, '{_UNSTABLE_MESSAGE}') IS NULL")
 
 
 def partition_mismatch_error(

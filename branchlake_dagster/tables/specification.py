@@ -55,8 +55,8 @@ def table_metadata(
         keys (Sequence[str]): The columns that an `upsert` matches on.
         when_matched (Optional[Literal["update", "keep"]]): What an `upsert` does with a row whose keys are in
             the table already. `update` replaces the table's row. `keep` leaves it as it is and drops the new
-            row, as for records that a source repeats. If a key is a date or timestamp, only files whose
-            bounds contain values of the frame are read. (default: `update`)
+            row, as for records that a source repeats. If a key is a date or timestamp, only files that
+            overlap the span of the frame's values are read. (default: `update`)
         partition_by (Optional[str | Mapping[str, str]]): The column that holds the partition, or for
             multi-dimensional partitions `{dimension: column}`. A time window needs a timestamp column, or a
             date column if it consists of whole days. Other partitions need a string column with the key.

@@ -2,7 +2,7 @@
 
 import hashlib
 import uuid
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 
 import numpy as np
 import polars as pl
@@ -88,7 +88,7 @@ def raw(native) -> dict[str, pl.DataFrame]:
 
 @pytest.fixture(scope="module")
 def objects(catalogue) -> pl.DataFrame:
-    return catalogue.select("sat_no", state=pl.lit("tracked"))
+    return catalogue.select("sat_no", state=pl.lit("tracked"), decay_date=pl.lit(None, pl.Date))
 
 
 def identified(session, raw: dict[str, pl.DataFrame], objects: pl.DataFrame):
@@ -165,16 +165,19 @@ def test_one_kind_of_sensor_is_enough(session, raw, objects):
 
 
 def test_each_measurement_that_cannot_be_true_has_its_reason(session, raw, objects):
-    radar, isl = raw["radar"].head(8), raw["isl"].head(3)
+    radar, isl = raw["radar"].head(12), raw["isl"].head(3)
     early = datetime(2026, 8, 7, 23, tzinfo=UTC)
     numbers = pl.int_range(pl.len())
 
     def nth(number: int, value: pl.Expr, column: str) -> pl.Expr:
         return pl.when(numbers == number).then(value).otherwise(pl.col(column)).alias(column)
 
-    sat_no = pl.Series([None, None, None, 999_999, 123_456, None, None, None], dtype=pl.Int64)
+    sat_no = pl.Series([None, None, None, 999_999, 123_456, 123_457, *[None] * 6], dtype=pl.Int64)
     radar = radar.with_columns(
         nth(2, pl.lit(30_000.0), "range_rate_m_s"),
+        nth(6, pl.lit(6e8), "range_m"),
+        nth(7, pl.lit(-0.001), "el_rad"),
+        nth(8, pl.lit(1e30), "sigma_range_m"),
         sat_no=pl.when(numbers >= 3).then(sat_no).otherwise("sat_no"),
         sensor_timestamp=pl.when(numbers == 0)
         .then(pl.lit(early))
@@ -187,7 +190,12 @@ def test_each_measurement_that_cannot_be_true_has_its_reason(session, raw, objec
         .with_columns(nth(0, pl.col("y_m") * 0.1, "y_m"))
         .with_columns(nth(0, pl.col("z_m") * 0.1, "z_m"))
     )
-    dead = pl.concat([objects, pl.DataFrame({"sat_no": [123_456], "state": ["decayed"]})])
+    gone = {
+        "sat_no": [123_456, 123_457],
+        "state": ["decayed"] * 2,
+        "decay_date": [date(2026, 8, 1), date(2026, 9, 1)],
+    }
+    dead = pl.concat([objects, pl.DataFrame(gone)])
     found = identified(session, {"radar": radar, "optical": raw["optical"].head(2), "isl": isl}, dead)
     rejected = pl.DataFrame(pl.from_arrow(build_rejected_observations(found).toArrow()))
     told = dict(
@@ -199,11 +207,14 @@ def test_each_measurement_that_cannot_be_true_has_its_reason(session, raw, objec
         "radar 2": "impossible_range_rate",
         "radar 3": "unknown_object",
         "radar 4": "decommissioned_object",
+        "radar 6": "impossible_range",
+        "radar 7": "below_horizon",
+        "radar 8": "implausible_uncertainty",
         "isl 0": "below_surface",
         "isl 1": "faster_than_light",
     }
     assert {*told.values()} == {*REJECTION_REASONS}
-    assert build_observations(found, data_mode="REAL").count() == 3 + 2 + 1
+    assert build_observations(found, data_mode="REAL").count() == 4 + 2 + 1
 
 
 def test_tracks_over_spark_are_those_of_the_function(session, native, catalogue):

@@ -1,4 +1,4 @@
-"""Associations: which object of the catalogue each observation is of."""
+"""Associations: the object of the catalogue that each observation belongs to."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 import dagster as dg
@@ -46,7 +46,7 @@ def associations(
     catalogue: pa.Table,
     lakehouse: LakehouseResource,
 ) -> DataFrame:
-    """The object of the catalogue that each observation of the hour is of, or none, with the distance.
+    """The object of the catalogue that each observation of the hour belongs to, or none, with the distance.
 
     Predictions have the errors of the published error model, or assumed ones before there is a model.
     """

@@ -36,7 +36,7 @@ _KEYS = ["sensor_timestamp", "observation_id"]
 
 
 class ObservationConfig(dg.Config):
-    """What the receivers' records do not say of the measurements.
+    """The run configuration for facts that the records do not contain.
 
     Attributes:
         data_mode: whether they are real, simulated, of a test or of an exercise.
@@ -51,7 +51,7 @@ class ObservationConfig(dg.Config):
     name="observations",
     group_name=GROUP,
     partitions_def=windows,
-    # A backfill of many hours is one run.
+    # A backfill is one run. The sensor launches a run for each hour.
     backfill_policy=dg.BackfillPolicy.single_run(),
     ins=_INPUTS,
     outs={
@@ -107,7 +107,7 @@ def observations(
 def rejected_observations(
     raw_radar: DataFrame, raw_optical: DataFrame, raw_links: DataFrame, objects: DataFrame
 ) -> DataFrame:
-    """Measurements that cannot be true, or are of an object that nobody knows, each with its reason."""
+    """Measurements that are no observations, with the reason: impossible, or of no known object."""
     measurements = identify_measurements(
         {"radar": raw_radar, "optical": raw_optical, "isl": raw_links}, objects
     )

@@ -34,7 +34,7 @@ _DAY_MICROS = 86_400e6
     | column_metadata(QuarantinedObject),
 )
 def quarantined_objects(context: dg.AssetExecutionContext, catalogue: pa.Table) -> pl.DataFrame:
-    """Objects whose states in the window cannot be true; tracks and screening leave them out.
+    """Objects whose states in the window cannot be true; the screening leaves them out.
 
     SGP4 gives absurd states without an error for elements gone stale. A few of them are no reason to do
     without an hour of all others.

@@ -1,6 +1,6 @@
-"""Measurements of live sensors, as their receivers hand them over: a raw table for each kind.
+"""Raw tables of sensor measurements, one for each kind of sensor.
 
-They are ingestions: each record once, whole batches published, what cannot be decoded kept as a dead letter.
+Ingestions fill them: each record is written once, and records that cannot be decoded become dead letters.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _OF_THE_RECORD: Mapping[str, Any] = {
 def live_sensors(source: Where, receivers: Sequence[str] = ()) -> dg.Definitions:
     """The ingestions of radars, telescopes and links, from topics on Kafka or in the landing folder.
 
-    `receivers` are the monitors of what fills these. The sensors for single batches are on at first.
+    `receivers` are the URLs of the receivers' monitors. The sensors for single batches are on at first.
     """
     return ingest_definitions(*raw_ingests(source), receivers=receivers, most_age_s=MAX_WAIT_S, running=True)
 
 
 def raw_ingests(source: Where) -> list[Ingest]:
-    """Their declarations, of the topics as `branchlake sda receive` names them."""
+    """Return the declarations of the ingestions, for the topics of `branchlake sda receive`."""
     return [
         _ingest("radar", "sda.radar", decode_radar, RawRadar, RAW_RADAR, source),
         _ingest("optical", "sda.optical", decode_optical, RawOptical, RAW_OPTICAL, source),

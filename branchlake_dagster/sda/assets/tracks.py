@@ -44,7 +44,7 @@ def fused_tracks(
 ) -> DataFrame:
     """State and covariance of each object that the window's associated observations determine.
 
-    An observation whose claim could not be tested does not count, as its object has no plausible states.
+    Observations with the result `claimed` are not used, because their object has no usable prediction.
     """
     start, end = window_of(context)
     assigned = associations.where("result IN ('confirmed', 'reassigned')").select("observation_id", "sat_no")

@@ -3,13 +3,15 @@
 The four results, for each observation:
 
 - ``confirmed``: the observation belongs to the object of its claim.
-- ``reassigned``: it belongs to another object than its claim, which fits clearly better.
+- ``reassigned``: it belongs to another object than its claim, which fits clearly better. Or its track has no
+  object, and it fits an object of which the same sensor has a track.
 - ``claimed``: its claim names an object without a usable prediction, so the claim stands untested. It yields
   only to an object of which the same sensor has a track that the observation fits: then it is reassigned.
-- ``uncorrelated``: no object is within the gate, or several fit about equally well.
+- ``uncorrelated``: several objects fit about equally well (`ambiguous`), or it was not assigned for any other
+  reason (`outside_gate`): for example, no object is within the gate, or a value is missing.
 
-The claim of an observation is the catalog number that its source states: the partner of a link, or an earlier
-association of the same local track. An observation without such a number claims what its local track claims:
+The claim of an observation is the catalog number that its source states. Only links state one: the number of
+their partner. An observation without such a number claims what its local track claims:
 the object that the track is assigned to.
 """
 

@@ -120,7 +120,7 @@ def run_demo(
                 say(f"[{number}/{count}] {_name(plan)} … (at {at:.0f} s)")
                 done.append(_run(plan, definitions, instance))
                 _stop_if_interrupted(done[-1][0])
-            # One pass, as the sensor's: runs of one table go in one commit.
+            # One pass, as the publication sensor makes it.
             outcomes = {outcome.run_id: outcome for outcome in reconciler.reconcile_branches()}
             for plan, (run, seconds) in zip(plans, done, strict=True):
                 line = _line(plan, run, outcomes.get(run.run_id), instance, lake, seconds)
@@ -176,7 +176,7 @@ def _simulate_sensors(lake: Lakehouse, window: str, say: Callable[[str], None]) 
         raise ConfigurationError(
             "The demo would write simulated measurements into the landing folder of BRANCHLAKE_LANDING.",
             hint="Unset BRANCHLAKE_LANDING for the demo.",
-            reason="landing_of_others",
+            reason="configured_landing_folder",
             subject=str(lake.settings.landing),
         )
     catalogue = lake.catalog(MAIN).load_table(tuple(CATALOGUE.path)).scan().to_arrow()

@@ -9,10 +9,15 @@ from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 
 _UUID5 = "^[0-9a-f]{8}-[0-9a-f]{4}-5[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$"
 
+MAX_RANGE_KM = 500_000.0
+"""Farther than the Moon."""
 REJECTION_REASONS = (
     "before_first_window",
     "time_beyond_skew",
     "impossible_range_rate",
+    "impossible_range",
+    "below_horizon",
+    "implausible_uncertainty",
     "below_surface",
     "faster_than_light",
     "unknown_object",
@@ -51,7 +56,7 @@ class Observation(Contract):
     sensor_lat_deg: T.DoubleType = may("Geodetic latitude of a ground sensor, WGS-84.", "deg")
     sensor_lon_deg: T.DoubleType = may("Longitude of a ground sensor, east positive, WGS-84.", "deg")
     sensor_alt_km: T.DoubleType = may("Height of a ground sensor above the WGS-84 ellipsoid.", "km")
-    range_km: T.DoubleType = may("Radar: distance from the sensor.", "km", gt=0.0, lt=500_000.0)
+    range_km: T.DoubleType = may("Radar: distance from the sensor.", "km", gt=0.0, lt=MAX_RANGE_KM)
     range_unc_km: T.DoubleType = may("Radar: standard deviation of the distance.", "km")
     # Faster than two objects at escape speed can close; the seed's "impossible range rate".
     range_rate_km_s: T.DoubleType = may(
@@ -76,7 +81,7 @@ class Observation(Contract):
     vel_z_km_s: T.DoubleType = may("ISL: velocity along z, TEME.", "km/s")
     position_unc_km: T.DoubleType = may("ISL: standard deviation of the position, per axis.", "km")
     velocity_unc_km_s: T.DoubleType = may("ISL: standard deviation of the velocity, per axis.", "km/s")
-    clock_quality: T.StringType = may("What disciplines the sensor's clock: gps, ntp or onboard.")
+    clock_quality: T.StringType = may("What disciplines the sensor's clock: gps, ntp, onboard or unknown.")
     max_skew_s: T.DoubleType = must("Largest error of the sensor's clock, by its quality.", "s", ge=0.0)
 
 
@@ -96,7 +101,7 @@ class RejectedObservation(Contract):
 
 
 class Association(Contract):
-    """Which object an observation is of.
+    """The object that an observation belongs to.
 
     ``confirmed``: the object of its claim, or of its track. ``reassigned``: another object, which fits
     clearly better. ``claimed``: the claimed object has no usable prediction, so the claim is untested.

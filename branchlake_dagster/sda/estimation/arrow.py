@@ -13,6 +13,7 @@ from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.sensors.measurement import Stations
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 
+_SORT_KEYS = ("sat_no", "sensor_timestamp", "observation_id")
 ELEMENT_INPUT = ("sat_no", "snapshot_id", "epoch", *ELEMENT_FIELDS)
 """Columns of the catalogue that the fusion joins to each observation."""
 
@@ -55,9 +56,10 @@ def fuse_batches(start: int, end: int) -> Callable[[Iterable[pa.RecordBatch]], I
     def fuse(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         held = list(batches)
         if held and sum(b.num_rows for b in held):
-            table = pa.Table.from_batches(held).sort_by(
-                [("sat_no", "ascending"), ("sensor_timestamp", "ascending")]
-            )
+            table = pa.Table.from_batches(held)
+            # Sums depend on the order of equal instants in their last bits.
+            names = [name for name in _SORT_KEYS if name in table.column_names]
+            table = table.sort_by([(name, "ascending") for name in names])
             yield from fuse_table(table, start, end).to_batches()
 
     return fuse

@@ -20,7 +20,12 @@ MAX_REPEATED_SHARE = 0.01
 MAX_REPEATED = 10
 """A number of repeated measurements that never matters, as in an hour with few measurements."""
 
-_RECORD_IDS = {RAW_RADAR: "frame_digest", RAW_OPTICAL: "obs_id", RAW_LINKS: "frame_digest"}
+_RECORD_IDS = {
+    RAW_RADAR: ("frame_digest",),
+    RAW_OPTICAL: ("obs_id", "timestamp_ns"),
+    RAW_LINKS: ("frame_digest",),
+}
+"""The columns that identify a record of one sensor, as in the id of an observation."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +104,10 @@ def count_distinct_measurements(catalog: Catalog, start: datetime, end: datetime
     """Count the records with a sensor time in the span, each once. Holds eight bytes for each measurement."""
     hashes = [np.empty(0, np.uint64)]
     for key, record_id in _RECORD_IDS.items():
-        if (scan := _scan_span(catalog, key, start, end, ("orig_sensor_id", record_id))) is not None:
+        columns = ("orig_sensor_id", *record_id)
+        if (scan := _scan_span(catalog, key, start, end, columns)) is not None:
             for batch in scan.to_arrow_batch_reader():
-                ids = pl.DataFrame(pl.from_arrow(batch)).select("orig_sensor_id", record_id)
+                ids = pl.DataFrame(pl.from_arrow(batch)).select(columns)
                 hashes.append(np.unique(ids.hash_rows().to_numpy()))
     return len(np.unique(np.concatenate(hashes)))
 

@@ -16,6 +16,7 @@ from functools import reduce
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
+from branchlake_dagster.sda.contracts.observations import MAX_RANGE_KM
 from branchlake_dagster.sda.contracts.raw import RawLink, RawOptical, RawRadar
 from branchlake_dagster.sda.orbits.frames import EARTH_RADIUS_KM
 from branchlake_dagster.sda.partitions import FIRST_WINDOW
@@ -32,6 +33,8 @@ The record is a telescope's `obs_id` with its instant, or the digest of a radar'
 repeated poll, a frame that arrives twice and a reprocessed dead letter are the same observation.
 """
 
+MAX_CLOCK_ERROR_S = 600.0
+"""A clock that may be further off says nothing of where an object is: ten minutes are a tenth of an orbit."""
 RECEIPT_RESOLUTION_S = 0.001
 """Times of receipt are milliseconds, rounded down. An instant may be this much later than its receipt."""
 
@@ -69,10 +72,16 @@ _REJECTION = f"""
       WHEN unix_micros(sensor_timestamp)
         > unix_micros(received_at) + 1e6D * ({MAX_SKEW_S} + {RECEIPT_RESOLUTION_S}) THEN 'time_beyond_skew'
       WHEN abs(range_rate_m_s) > {FASTEST_M_S} THEN 'impossible_range_rate'
+      WHEN range_m >= {MAX_RANGE_KM * 1e3} THEN 'impossible_range'
+      WHEN el_rad < 0 THEN 'below_horizon'
+      WHEN sigma_range_m > 1e5 OR sigma_range_rate_m_s > 1e4 OR sigma_arcsec > 3600
+        OR sigma_position_m > 1e6 OR sigma_velocity_m_s > 1e4 OR {MAX_SKEW_S} > {MAX_CLOCK_ERROR_S}
+        THEN 'implausible_uncertainty'
       WHEN x_m * x_m + y_m * y_m + z_m * z_m < {(EARTH_RADIUS_KM * 1e3) ** 2} THEN 'below_surface'
       WHEN vx_m_s * vx_m_s + vy_m_s * vy_m_s + vz_m_s * vz_m_s > {LIGHT_M_S**2} THEN 'faster_than_light'
       WHEN sat_no IS NOT NULL AND object_state IS NULL THEN 'unknown_object'
-      WHEN object_state = 'decayed' THEN 'decommissioned_object'
+      WHEN object_state = 'decayed' AND coalesce(sensor_timestamp >= decayed_on + INTERVAL 2 DAYS, true)
+        THEN 'decommissioned_object'
     END"""
 
 _OBSERVATION_COLUMNS = [
@@ -128,14 +137,13 @@ _REJECTED_COLUMNS = [
 def identify_measurements(raw_by_kind: Mapping[str, DataFrame], objects: DataFrame) -> DataFrame:
     """Unite raw measurements and identify each: its `observation_id`, and the `reason` if it is rejected.
 
-    A measurement that was received several times is one row: the one that was received first, of those that
-    are not rejected. The columns
-    are those of the raw tables; a column that a kind does not have is null. A frame without columns is of a
-    kind that no sensor has sent yet.
+    Measurements with the same id become one row: the first received that is not rejected, else the first. The
+    columns are those of the raw tables; a column that a kind does not have is null. A frame without columns
+    means that the raw table does not exist yet.
 
     Args:
         raw_by_kind: rows of the raw tables by source kind (`radar`, `optical`, `isl`).
-        objects: the registry of objects, with `sat_no` and `state`.
+        objects: the registry of objects, with `sat_no`, `state` and `decay_date`.
     """
     frames = [
         frame.selectExpr(f"'{kind}' AS source_kind", f"{_RECORD_IDS[kind]} AS record_id", "*")
@@ -146,7 +154,7 @@ def identify_measurements(raw_by_kind: Mapping[str, DataFrame], objects: DataFra
     for name, kind in _RAW_TYPES.items():
         if name not in united.columns:
             united = united.withColumn(name, F.lit(None).cast(kind))
-    states = F.broadcast(objects.selectExpr("sat_no", "state AS object_state"))
+    states = F.broadcast(objects.selectExpr("sat_no", "state AS object_state", "decay_date AS decayed_on"))
     named = united.join(states, on="sat_no", how="left").withColumn("name_digest", F.expr(_DIGEST))
     identified = named.withColumn("observation_id", F.expr(_UUID5)).withColumn("reason", F.expr(_REJECTION))
     first = Window.partitionBy("observation_id").orderBy(
@@ -159,13 +167,13 @@ def build_observations(measurements: DataFrame, *, data_mode: str) -> DataFrame:
     """Return the observations of identified measurements, without the rejected ones.
 
     ``observation_id`` is a version 5 UUID (RFC 9562) of `OBSERVATION_NAME`. Instants are microseconds, as
-    Iceberg v2 stores them; the sensors' nanoseconds below that are cut. State vectors, right ascension and
-    declination are in TEME.
+    Iceberg v2 stores them; the sensors' nanoseconds below that are truncated. State vectors, right ascension
+    and declination are in TEME.
     """
     accepted = measurements.where("reason IS NULL").withColumn("data_mode", F.lit(data_mode))
     return accepted.selectExpr(*_OBSERVATION_COLUMNS)
 
 
 def build_rejected_observations(measurements: DataFrame) -> DataFrame:
-    """Return the rejected ones of identified measurements, with the reason and the position of the record."""
+    """Return the rejected measurements, each with the reason and the topic position of its record."""
     return measurements.where("reason IS NOT NULL").selectExpr(*_REJECTED_COLUMNS)

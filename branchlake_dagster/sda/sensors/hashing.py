@@ -38,6 +38,8 @@ def track_numbers(track_ids: pl.Series) -> npt.NDArray[np.uint32]:
 
     A sensor does not know which object it sees, so its numbers must not tell.
     """
+    if track_ids.is_empty():
+        return np.zeros(0, np.uint32)
     texts = np.array(track_ids.to_list(), dtype=np.bytes_)
     width = -(-max(texts.itemsize, 1) // 8) * 8
     words = texts.astype(f"S{width}").view("<i8").reshape(len(texts), -1)

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from branchlake_dagster.sda.orbits.frames import EARTH_RADIUS_KM
 from branchlake_dagster.sda.wire.columns import (
@@ -118,7 +119,9 @@ def decode_links(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa
     columns = {
         "source_kind": "isl",
         "orig_sensor_id": numbered("isl", rows["observer"]),
-        "track_id": numbered("isl", rows["observer"], rows["target"]),
+        "track_id": pc.if_else(
+            pa.array(target != 0), numbered("isl", rows["observer"], rows["target"]), None
+        ),
         "sat_no": pa.array(target, mask=target == 0),
         "timestamp_ns": rows["timestamp_ns"].astype(np.int64),
         **{f"{axis}_m": position[:, number] for number, axis in enumerate("xyz")},

@@ -104,6 +104,7 @@ def test_what_does_not_overlap_is_replayed(mine: SnapshotChange, main: SnapshotC
         (step(ChangeMode.ROW_DELETES), step(ChangeMode.APPEND, (OLD2,)), "run_wrote_delete_files", ()),
         (step(ChangeMode.UNKNOWN), step(ChangeMode.APPEND, (OLD2,)), "history_lost", ()),
         (REPLACE_1, step(ChangeMode.UNKNOWN), "history_lost", ()),
+        (step(ChangeMode.UPSERT, (), (), ("id",)), step(ChangeMode.REWRITE, (), (OLD,)), "same_keys", ()),
         (step(ChangeMode.OLD_LAYOUT), step(ChangeMode.APPEND, (OLD2,)), "older_partition_spec", ()),
         (
             step(ChangeMode.COMPACT, (MINE,), (OLD,)),
