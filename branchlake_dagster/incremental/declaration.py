@@ -39,8 +39,8 @@ def rows(*, on: str | None = None, optional: bool = False) -> ConsumedInput:
         on (Optional[str]): The date or time stamp column of this input that decides on the partitions of the
             asset. (default: `on` of `consumes`)
         optional (bool): Whether this input may have no table yet. Then the asset gets an empty frame without
-            columns for it, and everything is computed anew once the table exists. At least one input must
-            have a table. (default: False: the run fails)
+            columns for it. Once the table exists, it counts from `start` on: with `beginning`, everything is
+            computed anew. At least one input must have a table. (default: False: the run fails)
 
     Returns:
         ConsumedInput: For the mapping that `consumes` takes.

@@ -192,15 +192,25 @@ class TableWriter:
                 replace_keys.replace_by_spark(frame, table.schema(), spec, keys, properties, selection)
             else:
                 spark_frames.write_spark_frame(frame, spec, table.schema(), selection, properties)
-                for _ in range(_MAX_REWRITES):
-                    table = self.catalog.load_table(spec.identifier)
-                    if not earlier_attempts.has_late_commits(table, spec, properties):
-                        break
-                    table = earlier_attempts.undo_earlier_attempts(table, spec, properties)
-                    spark_frames.write_spark_frame(frame, spec, table.schema(), selection, properties)
-                else:
-                    raise earlier_attempts.mixed_rows_error(spec)
+                if spec.keeps_matched:
+                    self._rewrite_after_late_commits(plan, frame, properties)
         return self._without_late_commits(plan, properties)
+
+    def _rewrite_after_late_commits(
+        self, plan: WritePlan, frame: DataFrame, properties: Mapping[str, str]
+    ) -> None:
+        """Write the rows again while commits of earlier attempts have decided which rows were added.
+
+        Raises RetryNeedsFullRun if such commits keep arriving.
+        """
+        spec = plan.spec
+        for _ in range(_MAX_REWRITES):
+            table = self.catalog.load_table(spec.identifier)
+            if not earlier_attempts.has_late_commits(table, spec, properties):
+                return
+            table = earlier_attempts.undo_earlier_attempts(table, spec, properties)
+            spark_frames.write_spark_frame(frame, spec, table.schema(), plan.selection, properties)
+        raise earlier_attempts.mixed_rows_error(spec)
 
     def _without_late_commits(self, plan: WritePlan, properties: Mapping[str, str]) -> Table:
         table = self.catalog.load_table(plan.spec.identifier)

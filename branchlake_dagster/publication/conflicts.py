@@ -248,11 +248,9 @@ def _check_step(step: SnapshotChange, own_paths: Set[str], main_change: TableCha
         name: [other for other in main_steps if name in other.partitions] for name in step.partitions
     }
     shared_steps = {name: steps for name, steps in shared_steps.items() if steps}
-    if mode is ChangeMode.UPSERT and not step.touched_files and not step.deletes:
-        # It found all of its keys. If main removed rows since, they may be gone.
-        main_removes = any(other.removed or other.deletes for other in main_steps)
-        if not main_removes:
-            return None
+    added_nothing = mode is ChangeMode.UPSERT and not step.touched_files and not step.deletes
+    if added_nothing and not any(other.removed or other.deletes for other in main_steps):
+        return None  # all of its keys were in the table, and main has removed no row since
     if mode is ChangeMode.UPSERT:
         return _check_upsert(step, shared_steps, main_steps, main_change.after)
     if not shared_steps:

@@ -39,7 +39,7 @@ class ObservationConfig(dg.Config):
     """The run configuration for facts that the records do not contain.
 
     Attributes:
-        data_mode: whether they are real, simulated, of a test or of an exercise.
+        data_mode: whether the measurements are real, simulated, of a test or of an exercise.
 
     """
 
@@ -107,7 +107,7 @@ def observations(
 def rejected_observations(
     raw_radar: DataFrame, raw_optical: DataFrame, raw_links: DataFrame, objects: DataFrame
 ) -> DataFrame:
-    """Measurements that are no observations, with the reason: impossible, or of no known object."""
+    """Rejected measurements, each with the reason: impossible, or of an unknown or decayed object."""
     measurements = identify_measurements(
         {"radar": raw_radar, "optical": raw_optical, "isl": raw_links}, objects
     )

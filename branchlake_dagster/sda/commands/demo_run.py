@@ -184,8 +184,8 @@ def _simulate_sensors(lake: Lakehouse, window: str, say: Callable[[str], None]) 
     start = micros(datetime.strptime(window, windows.fmt).replace(tzinfo=UTC))
     folder = lake.settings.landing_folder
     counts = land_simulated_window(folder, elements, start=start, end=start + 3_600_000_000, seed=SEED)
-    told = ", ".join(f"{count:,} of {kind}" for kind, count in counts.items())
-    say(f"Simulated sensors wrote an hour of measurements to the landing folder: {told}.")
+    by_kind = ", ".join(f"{count:,} of {kind}" for kind, count in counts.items())
+    say(f"Simulated sensors wrote an hour of measurements to the landing folder: {by_kind}.")
 
 
 def _run(

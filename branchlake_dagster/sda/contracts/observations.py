@@ -23,7 +23,7 @@ REJECTION_REASONS = (
     "unknown_object",
     "decommissioned_object",
 )
-"""Why a measurement is no observation. The first one that applies is recorded."""
+"""The reasons for which a measurement is rejected. The first one that applies is recorded."""
 
 
 class Observation(Contract):
@@ -86,7 +86,7 @@ class Observation(Contract):
 
 
 class RejectedObservation(Contract):
-    """A measurement that is no observation. The record is in the raw table of its kind."""
+    """A rejected measurement. Its record is in the raw table of its kind."""
 
     observation_id: T.StringType = must("The id that the observation would have.", str_matches=_UUID5)
     reason: T.StringType = must("Why it is rejected: the first reason.", isin=list(REJECTION_REASONS))

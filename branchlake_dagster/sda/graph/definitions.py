@@ -94,7 +94,7 @@ observations_job = dg.define_asset_job(
 rejected_observations_job = dg.define_asset_job(
     "rejected_observations_job",
     selection=dg.AssetSelection.assets(REJECTED_OBSERVATIONS),
-    description="Record the new raw measurements that are no observations, with the reason.",
+    description="Record which new raw measurements are rejected, with the reason.",
 )
 window_job = dg.define_asset_job(
     "window_job",

@@ -36,7 +36,7 @@ def mixed(keys: npt.NDArray[np.int64], salt: int, *more: npt.NDArray[np.int64]) 
 def track_numbers(track_ids: pl.Series) -> npt.NDArray[np.uint32]:
     """Return a local track number (n,) for each simulated track id: 1 to 2**32 - 1, without meaning.
 
-    A sensor does not know which object it sees, so its numbers must not tell.
+    A sensor does not know which object it sees, so the numbers must not depend on the object alone.
     """
     if track_ids.is_empty():
         return np.zeros(0, np.uint32)
