@@ -30,7 +30,7 @@ def test_what_is_registered_is_called_after_the_threads_have_ended() -> None:
         atexit.register(print, "registered last")
         def work():
             time.sleep(0.3)
-            print("thread")
+            print("thread\\n", end="")  # one write: two threads at once would mix their texts and line ends
         threading.Thread(target=work).start()
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
         concurrent.futures.ThreadPoolExecutor().submit(work)
