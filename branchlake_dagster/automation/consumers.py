@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 
 from dagster import AssetKey, BackfillPolicy
 
@@ -45,3 +46,29 @@ def iter_consumers(
 def partitions_per_run(policy: BackfillPolicy | None) -> int | None:
     """Return the number of partitions that a backfill policy allows in one run; None means any number."""
     return policy.max_partitions_per_run if policy is not None else 1
+
+
+def order_by_inputs(assets: Sequence[ConsumingAsset]) -> list[ConsumingAsset]:
+    """Return the assets in an order in which each comes after the assets whose changes it consumes."""
+    by_key = {asset.key: asset for asset in assets}
+    consumed = {asset.key: by_key.keys() & asset.consumer.declaration.inputs.keys() for asset in assets}
+    return [by_key[key] for key in TopologicalSorter(consumed).static_order()]
+
+
+def find_downstream(assets: Sequence[ConsumingAsset]) -> dict[AssetKey, tuple[AssetKey, ...]]:
+    """Return the assets that one run can compute together with each asset, in the order of their inputs.
+
+    These are the assets that consume its changes, directly or through each other, and have its partitions.
+    """
+    ordered = order_by_inputs(assets)
+    downstream: dict[AssetKey, tuple[AssetKey, ...]] = {}
+    for asset in ordered:
+        changed, followers = {asset.key}, []
+        for other in ordered:
+            is_same = other.consumer.definition == asset.consumer.definition
+            is_limited = other.per_run != asset.per_run
+            if is_same and not is_limited and changed & other.consumer.declaration.inputs.keys():
+                changed.add(other.key)
+                followers.append(other.key)
+        downstream[asset.key] = tuple(followers)
+    return downstream

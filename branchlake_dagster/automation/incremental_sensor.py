@@ -4,7 +4,7 @@ This module has no postponed annotations: Dagster compares the annotation of `co
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -29,7 +29,12 @@ from dagster import (
 from branchlake_dagster.automation.attempts import iter_histories
 from branchlake_dagster.automation.backlog import ConsumerBacklog, Unconsumed
 from branchlake_dagster.automation.backlog_report import SHOWN_PARTITIONS, backlog_metadata
-from branchlake_dagster.automation.consumers import ConsumingAsset, iter_consumers
+from branchlake_dagster.automation.consumers import (
+    ConsumingAsset,
+    find_downstream,
+    iter_consumers,
+    order_by_inputs,
+)
 from branchlake_dagster.automation.in_flight import InFlightRuns
 from branchlake_dagster.automation.launch_decision import (
     STUCK_STATES,
@@ -64,6 +69,7 @@ def incremental_sensor(
     retries: int = 0,
     retry_delay_seconds: float = 60.0,
     minimum_interval_seconds: int = 5,
+    with_downstream: bool = False,
     default_status: DefaultSensorStatus = DefaultSensorStatus.RUNNING,
     lakehouse_key: str = "lakehouse",
 ) -> SensorDefinition:
@@ -92,6 +98,9 @@ def incremental_sensor(
             waits twice as long as the one before it, up to a day. (default: 60)
         minimum_interval_seconds (int): Seconds between two ticks. Dagster looks for due sensors every 5 s.
             (default: 5)
+        with_downstream (bool): Whether the run of an asset also computes the assets of `target` that consume
+            its changes and have the same partitions. So one run and one publication bring a chain of assets
+            up to date. (default: False: each asset gets runs of its own)
         default_status (DefaultSensorStatus): The sensor's status when it is first loaded. (default: RUNNING)
         lakehouse_key (str): The resource key of the lake. (default: `lakehouse`)
 
@@ -143,6 +152,9 @@ def incremental_sensor(
             )
         now = datetime.now(UTC)
         tick = _SensorTick(lake, context.instance, policy, now, max_runs)
+        if with_downstream:
+            tick.downstream = find_downstream(assets)
+            assets = order_by_inputs(assets)
         for asset in assets:
             tick.evaluate_consumer(asset)
         observations = [*tick.iter_observations(last_shown)]
@@ -199,6 +211,10 @@ class _SensorTick:
         self._backlogs: dict[AssetKey, ConsumerBacklog] = {}
         self._decisions: dict[AssetKey, Sequence[tuple[str | None, LaunchDecision]]] = {}
         """The decisions about the first partitions of each consumer that have a backlog."""
+        self.downstream: Mapping[AssetKey, Sequence[AssetKey]] = {}
+        """The assets that the run of an asset computes, too."""
+        self._requested: set[tuple[AssetKey, str | None]] = set()
+        """The partitions that runs of this tick compute together with an asset upstream."""
         self.is_quiet = True
         """Whether no consumer has a backlog or a problem."""
 
@@ -271,12 +287,18 @@ class _SensorTick:
         A partition that is not published yet holds back the partitions that are computed from it. A change
         that waits for approval is launched after its approval.
         """
-        if not self._policy.is_reached(unconsumed, self._now) or self._in_flight.has_whole_run(asset.key):
+        computed_keys = [asset.key, *self.downstream.get(asset.key, ())]
+        if not self._policy.is_reached(unconsumed, self._now) or any(
+            map(self._in_flight.has_whole_run, computed_keys)
+        ):
             return
-        busy_partitions = self._in_flight.single_partitions(asset.key)
+        busy_partitions = {
+            partition for key in computed_keys for partition in self._in_flight.single_partitions(key)
+        }
         runs: list[tuple[str, ...]] = [()]
         if backlog.by_partition:
             runs = [run.partitions for run in backlog.batches if busy_partitions.isdisjoint(run.partitions)]
+        runs = [run for run in runs if not any((asset.key, key) in self._requested for key in run or (None,))]
         partitions: list[str | None] = [None]
         if backlog.by_partition:
             partitions = [key for run in runs for key in run]
@@ -294,9 +316,12 @@ class _SensorTick:
                 )
                 if len(run) > 1:
                     tags |= {RANGE_START_TAG: run[0], RANGE_END_TAG: run[-1]}
+                self._requested |= {
+                    (key, partition) for key in computed_keys[1:] for partition in run or (None,)
+                }
                 yield RunRequest(
                     decision.run_key,
-                    asset_selection=[asset.key],
+                    asset_selection=computed_keys,
                     partition_key=run[0] if len(run) == 1 else None,
                     tags=tags,
                 )

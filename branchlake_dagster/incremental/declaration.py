@@ -76,12 +76,13 @@ def keys(*columns: str, on: str | None = None) -> ConsumedInput:
     return ConsumedInput("keys", columns, on)
 
 
-def range_(on: str | None = None) -> ConsumedInput:
+def range_(on: str | None = None, *, optional: bool = False) -> ConsumedInput:
     """Describe an input for `consumes` from which the asset gets all rows in the changed ranges.
 
     Args:
         on (Optional[str]): The date or time stamp column of this input. The changed values of all inputs are
             combined; dates and time stamps can be compared. (default: `on` of `consumes`)
+        optional (bool): Whether this input may have no table yet, as for `rows`. (default: False)
 
     Returns:
         ConsumedInput: For the mapping that `consumes` takes.
@@ -93,7 +94,7 @@ def range_(on: str | None = None) -> ConsumedInput:
 
             consumes({"orders": range_("ordered_at"), "refunds": range_("refunded_at")}, into="day")
     """
-    return ConsumedInput("range", (), on)
+    return ConsumedInput("range", (), on, optional)
 
 
 def consumes(

@@ -13,8 +13,6 @@ from pyiceberg.catalog import Catalog
 from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
-from pyspark.sql import DataFrame
-from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster import (
     BranchSparkResource,
@@ -24,21 +22,20 @@ from branchlake_dagster import (
     table_metadata,
 )
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
-from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS, of_tracked, usable
+from branchlake_dagster.sda.assets.quarantine import of_tracked
 from branchlake_dagster.sda.assets.registry import OBJECTS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, OBJECT_ERRORS, published_errors
-from branchlake_dagster.sda.assets.upkeep import OF_SNAPSHOTS, OF_WINDOWS, OWNERS
+from branchlake_dagster.sda.assets.upkeep import OF_SNAPSHOTS, OWNERS
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA
 from branchlake_dagster.sda.conjunctions.distributed import close_approaches, close_approaches_here
 from branchlake_dagster.sda.conjunctions.identity import identified
 from branchlake_dagster.sda.conjunctions.rescreening import Earlier, Plan, plan
-from branchlake_dagster.sda.conjunctions.screening import MINUTE, THRESHOLD_KM, Kind, Span
-from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
-from branchlake_dagster.sda.contracts import Conjunction, ConjunctionCandidate
+from branchlake_dagster.sda.conjunctions.screening import MINUTE, Kind, Span
+from branchlake_dagster.sda.contracts import Conjunction
 from branchlake_dagster.sda.drawing import in_markdown
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH
 from branchlake_dagster.sda.orbits.propagation import Elements
-from branchlake_dagster.sda.partitions import whole_catalogue, windows
+from branchlake_dagster.sda.partitions import whole_catalogue
 from branchlake_dagster.sda.sources import GpSource, snapshot_time
 from branchlake_dagster.sda.trust.assessment import assess_approaches
 from branchlake_dagster.sda.trust.radii import DEFAULT_RADIUS_M, RADIUS_SOURCES, ObjectRadii
@@ -49,9 +46,7 @@ from branchlake_dagster.sda.trust.report import (
     geometry_chart,
     select_top_approaches,
 )
-from branchlake_dagster.sda.windows import window_of
 
-CONJUNCTION_CANDIDATES = dg.AssetKey(["sda", "conjunction_candidates"])
 CONJUNCTIONS = dg.AssetKey(["sda", "conjunctions"])
 LIST_THRESHOLD_KM = 5.0
 HORIZON_H = 24.0
@@ -59,43 +54,6 @@ MAX_ELEMENT_AGE_DAYS = 14.0
 _DAY_MICROS = 86_400_000_000
 _ASSET = "branchlake.asset"
 """What our writes say in a snapshot's summary."""
-
-
-class ScreeningConfig(dg.Config):
-    """What counts as a close approach and how the window is divided."""
-
-    threshold_km: float = Field(THRESHOLD_KM, gt=0, description="Largest miss distance kept, km.")
-    chunks: int = Field(4, ge=1, description="Spark tasks a window is divided into.")
-
-
-@dg.asset(
-    key=CONJUNCTION_CANDIDATES,
-    group_name="conjunctions",
-    partitions_def=windows,
-    owners=OWNERS,
-    kinds={"iceberg", "spark"},
-    freshness_policy=OF_WINDOWS,
-    ins={
-        "catalogue": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue),
-        "quarantined_objects": dg.AssetIn(QUARANTINED_OBJECTS),
-    },
-    metadata=table_metadata(partition_by="window_start", require_checks=True)
-    | column_metadata(ConjunctionCandidate),
-)
-def conjunction_candidates(
-    context: dg.AssetExecutionContext,
-    config: ScreeningConfig,
-    catalogue: DataFrame,
-    quarantined_objects: DataFrame,
-) -> DataFrame:
-    """Close approaches of all objects that the hour can use, by their element sets alone."""
-    start, end = window_of(context)
-    objects = usable(catalogue, quarantined_objects)
-    elements = Elements.from_arrow(objects.select(*Elements.COLUMNS).toArrow().sort_by("sat_no"))
-    tasks = in_parts(Span.whole(start, end), Pairs.ALL, config.chunks)
-    screening = Screening.of_all(elements, config.threshold_km)
-    found = close_approaches(catalogue.sparkSession, screening, tasks)
-    return found.withColumn("window_start", F.timestamp_micros(F.lit(start)))
 
 
 class ConjunctionsConfig(dg.Config):

@@ -18,7 +18,7 @@ from branchlake_dagster.sda.contracts.catalogue import (
     Satellite,
     SatelliteEntry,
 )
-from branchlake_dagster.sda.contracts.conjunctions import Conjunction, ConjunctionCandidate
+from branchlake_dagster.sda.contracts.conjunctions import Conjunction, ConjunctionAlert, ConjunctionRisk
 from branchlake_dagster.sda.contracts.ephemerides import EphemerisConjunction
 from branchlake_dagster.sda.contracts.observations import Association, Observation, RejectedObservation
 from branchlake_dagster.sda.contracts.raw import RawLink, RawOptical, RawRadar
@@ -29,7 +29,8 @@ __all__ = [
     "Association",
     "CatalogueEntry",
     "Conjunction",
-    "ConjunctionCandidate",
+    "ConjunctionAlert",
+    "ConjunctionRisk",
     "ElementError",
     "ElementJump",
     "ElementSet",

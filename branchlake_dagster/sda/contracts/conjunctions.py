@@ -3,8 +3,17 @@
 # No `from __future__ import annotations`: pandera reads the annotations.
 import pyspark.sql.types as T  # noqa: N812 - the name every Spark reader expects
 
+from branchlake_dagster.sda.alerts.corrections import ENTRY_KINDS, PRIORITIES, REASONS
+from branchlake_dagster.sda.conjunctions.risks import STATE_SOURCES
 from branchlake_dagster.sda.conjunctions.screening import Kind
-from branchlake_dagster.sda.contracts.fields import Contract, catalogue_number, may, must, window
+from branchlake_dagster.sda.contracts.fields import (
+    UUID5_PATTERN,
+    Contract,
+    catalogue_number,
+    may,
+    must,
+    window,
+)
 from branchlake_dagster.sda.trust.assessment import NO_PROBABILITY_REASONS
 from branchlake_dagster.sda.trust.radii import RADIUS_SOURCES
 from branchlake_dagster.sda.trust.tables import COVARIANCE_SOURCE
@@ -50,10 +59,113 @@ class CloseApproach(Contract):
     sat2_element_epoch: T.TimestampType = must("Epoch of object 2's element set, UTC.")
 
 
-class ConjunctionCandidate(CloseApproach):
-    """A close approach of two catalogue objects within an hour."""
+class ConjunctionRisk(Contract):
+    """A close approach of two objects within an hour, by the best known states, with its probability.
+
+    Source: CDM, CCSDS 508.0-B-1, with kilometers where it has meters. The key is the pair and
+    ``risk_window_start``. Distances are rounded to 1 m, times to 1 ms, probabilities to three digits.
+    """
 
     window_start: T.TimestampType = window()
+    risk_window_start: T.TimestampType = must("Start of the 30 s window that has the closest approach, UTC.")
+    sat1_object_designator: T.LongType = catalogue_number("object 1, the smaller number")
+    sat2_object_designator: T.LongType = catalogue_number("object 2")
+    kind: T.StringType = must(
+        "An encounter, or minutes spent together.", isin=[Kind.ENCOUNTER.value, Kind.TOGETHER.value]
+    )
+    tca: T.TimestampType = must("Time of closest approach, UTC.")
+    miss_distance_km: T.DoubleType = must("Distance at the closest approach.", "km", ge=0.0)
+    relative_speed_km_s: T.DoubleType = must(
+        "Relative speed at the closest approach.", "km/s", ge=0.0, le=25.0
+    )
+    relative_position_r_km: T.DoubleType = must("Object 2 from object 1, along its radial axis.", "km")
+    relative_position_t_km: T.DoubleType = must(
+        "Object 2 from object 1, along its transverse (in-track) axis.", "km"
+    )
+    relative_position_n_km: T.DoubleType = must(
+        "Object 2 from object 1, along its normal (cross-track) axis.", "km"
+    )
+    relative_velocity_r_km_s: T.DoubleType = must(
+        "Velocity of object 2 relative to object 1, along its radial axis.", "km/s"
+    )
+    relative_velocity_t_km_s: T.DoubleType = must(
+        "Velocity of object 2 relative to object 1, along its transverse axis.", "km/s"
+    )
+    relative_velocity_n_km_s: T.DoubleType = must(
+        "Velocity of object 2 relative to object 1, along its normal axis.", "km/s"
+    )
+    together_min: T.LongType = must(
+        "Minutes at whose both ends the two are within the threshold; 0 of an encounter.", "min", ge=0
+    )
+    sat1_state_source: T.StringType = must(
+        "Whether object 1's state is from its track or its element set.", isin=list(STATE_SOURCES)
+    )
+    sat2_state_source: T.StringType = must(
+        "Whether object 2's state is from its track or its element set.", isin=list(STATE_SOURCES)
+    )
+    sat1_element_epoch: T.TimestampType = must("Epoch of object 1's element set, UTC.")
+    sat2_element_epoch: T.TimestampType = must("Epoch of object 2's element set, UTC.")
+    hard_body_radius_m: T.DoubleType = must("Radius of both objects together: the sum.", "m", gt=0.0)
+    sigma_minor_km: T.DoubleType = may(
+        "Error of both together across the relative velocity, along its narrow axis.", "km", ge=0.0
+    )
+    sigma_major_km: T.DoubleType = may("The same, along its wide axis.", "km", ge=0.0)
+    collision_probability: T.DoubleType = may(
+        "Probability that the two come nearer than the radius.", ge=0.0, le=1.0
+    )
+    max_collision_probability: T.DoubleType = may(
+        "The largest probability if both errors were larger or smaller by one factor.", ge=0.0, le=1.0
+    )
+    no_probability_because: T.StringType = may(
+        "Why there is no probability.", isin=list(NO_PROBABILITY_REASONS)
+    )
+    error_model_id: T.StringType = may("The error model of element sets, as in element_errors.")
+
+
+class ConjunctionAlert(Contract):
+    """An entry of the log of alerts: the insert or the retract of an alert.
+
+    An alert's entries have sequence numbers: insert 0, retract 0, insert 1, retract 1 … The last entry holds.
+    """
+
+    alert_id: T.StringType = must(
+        "UUID version 5 of the pair and the ten minutes in which the approach was first expected.",
+        str_matches=UUID5_PATTERN,
+    )
+    sequence: T.LongType = must("Number of the alert's version, from 0.", ge=0)
+    kind: T.StringType = must("Whether this entry inserts or retracts the version.", isin=list(ENTRY_KINDS))
+    reason: T.StringType = must("Why the entry was made.", isin=list(REASONS))
+    window_start: T.TimestampType = window()
+    sat1_object_designator: T.LongType = catalogue_number("object 1, the smaller number")
+    sat2_object_designator: T.LongType = catalogue_number("object 2")
+    priority: T.StringType = must("How urgent it is.", isin=list(PRIORITIES))
+    tca: T.TimestampType = must("Time of closest approach, UTC, to 0.1 s.")
+    miss_distance_km: T.DoubleType = must("Distance at the closest approach, to 10 m.", "km", ge=0.0)
+    relative_speed_km_s: T.DoubleType = must(
+        "Relative speed at the closest approach, to 1 m/s.", "km/s", ge=0.0, le=25.0
+    )
+    collision_probability: T.DoubleType = may(
+        "Probability that the two come nearer than the radius, to two digits.", ge=0.0, le=1.0
+    )
+    max_collision_probability: T.DoubleType = may(
+        "The largest probability if both errors were larger or smaller by one factor.", ge=0.0, le=1.0
+    )
+    hard_body_radius_m: T.DoubleType = must("Radius of both objects together: the sum.", "m", gt=0.0)
+    sat1_state_source: T.StringType = must(
+        "Whether object 1's state is from its track or its element set.", isin=list(STATE_SOURCES)
+    )
+    sat2_state_source: T.StringType = must(
+        "Whether object 2's state is from its track or its element set.", isin=list(STATE_SOURCES)
+    )
+    reported_at: T.TimestampType = must("When the entry was made, UTC.")
+    sat1_observation_ids: T.ArrayType = may(
+        "The observations of object 1's track, for an insert.",
+        dtype_kwargs={"elementType": T.StringType(), "containsNull": True},
+    )
+    sat2_observation_ids: T.ArrayType = may(
+        "The observations of object 2's track, for an insert.",
+        dtype_kwargs={"elementType": T.StringType(), "containsNull": True},
+    )
 
 
 class Conjunction(CloseApproach):

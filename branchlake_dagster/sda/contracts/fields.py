@@ -13,6 +13,8 @@ else:
     # Generic to type checkers only: at run time pandera refuses the parameter.
     Contract = pa.DataFrameModel
 
+UUID5_PATTERN = "^[0-9a-f]{8}-[0-9a-f]{4}-5[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$"
+
 DATA_MODES = ["REAL", "SIMULATED", "TEST", "EXERCISE"]
 
 

@@ -4,10 +4,16 @@
 import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
 
 from branchlake_dagster.sda.association.associate import REASON_NAMES, RESULT_NAMES
-from branchlake_dagster.sda.contracts.fields import DATA_MODES, Contract, catalogue_number, may, must, window
+from branchlake_dagster.sda.contracts.fields import (
+    DATA_MODES,
+    UUID5_PATTERN,
+    Contract,
+    catalogue_number,
+    may,
+    must,
+    window,
+)
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
-
-_UUID5 = "^[0-9a-f]{8}-[0-9a-f]{4}-5[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$"
 
 MAX_RANGE_KM = 500_000.0
 """Farther than the Moon."""
@@ -36,7 +42,7 @@ class Observation(Contract):
 
     observation_id: T.StringType = must(
         "UUID version 5 of source kind, source and the source's own record: a replay has the same.",
-        str_matches=_UUID5,
+        str_matches=UUID5_PATTERN,
     )
     window_start: T.TimestampType = window()
     source_kind: T.StringType = must(
@@ -88,7 +94,7 @@ class Observation(Contract):
 class RejectedObservation(Contract):
     """A rejected measurement. Its record is in the raw table of its kind."""
 
-    observation_id: T.StringType = must("The id that the observation would have.", str_matches=_UUID5)
+    observation_id: T.StringType = must("The id that the observation would have.", str_matches=UUID5_PATTERN)
     reason: T.StringType = must("Why it is rejected: the first reason.", isin=list(REJECTION_REASONS))
     source_kind: T.StringType = must("Kind of sensor.", isin=list(SOURCE_KINDS))
     source_id: T.StringType = must("Source of the measurement: the sensor.")
@@ -109,7 +115,7 @@ class Association(Contract):
     """
 
     window_start: T.TimestampType = window()
-    observation_id: T.StringType = must("The observation.", str_matches=_UUID5)
+    observation_id: T.StringType = must("The observation.", str_matches=UUID5_PATTERN)
     source_kind: T.StringType = must("Kind of sensor.", isin=list(SOURCE_KINDS))
     source_id: T.StringType = must("Source of the observation: the sensor.")
     track_id: T.StringType = must("The sensor's own track; that of a single observation is its id.")

@@ -8,6 +8,7 @@ from pathlib import Path
 import dagster as dg
 
 from branchlake_dagster import PublishedAssets, incremental_sensor, published_sensor
+from branchlake_dagster.sda.assets.alerts import CONJUNCTION_ALERTS, conjunction_alerts
 from branchlake_dagster.sda.assets.associations import ASSOCIATIONS, associations
 from branchlake_dagster.sda.assets.catalogue import (
     CATALOGUE,
@@ -16,12 +17,7 @@ from branchlake_dagster.sda.assets.catalogue import (
     SATELLITE_ENTRIES,
     gp_ingest,
 )
-from branchlake_dagster.sda.assets.conjunctions import (
-    CONJUNCTION_CANDIDATES,
-    CONJUNCTIONS,
-    conjunction_candidates,
-    conjunctions,
-)
+from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS, conjunctions
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS, ephemeris_conjunctions
 from branchlake_dagster.sda.assets.observations import (
     OBSERVATIONS,
@@ -38,6 +34,7 @@ from branchlake_dagster.sda.assets.registry import (
     registry,
     satellites,
 )
+from branchlake_dagster.sda.assets.risks import CONJUNCTION_RISKS, conjunction_risks
 from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS, fused_tracks
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS, element_trust
 from branchlake_dagster.sda.assets.upkeep import MAX_CATALOGUE_AGE
@@ -66,7 +63,8 @@ fusion_assets: list[dg.AssetsDefinition] = [
     associations,
     quarantined_objects,
     fused_tracks,
-    conjunction_candidates,
+    conjunction_risks,
+    conjunction_alerts,
     element_trust,
     conjunctions,
     ephemeris_conjunctions,
@@ -98,13 +96,18 @@ rejected_observations_job = dg.define_asset_job(
 )
 window_job = dg.define_asset_job(
     "window_job",
-    selection=dg.AssetSelection.assets(QUARANTINED_OBJECTS, CONJUNCTION_CANDIDATES),
-    description="Screen one window for close approaches.",
+    selection=dg.AssetSelection.assets(QUARANTINED_OBJECTS, CONJUNCTION_RISKS),
+    description="Compute one window's conjunction risks anew, by the current catalog and tracks.",
 )
 tracks_job = dg.define_asset_job(
     "tracks_job",
-    selection=dg.AssetSelection.assets(ASSOCIATIONS, FUSED_TRACKS),
-    description="Associate one window's observations with objects and fuse them into tracks.",
+    selection=dg.AssetSelection.assets(ASSOCIATIONS, FUSED_TRACKS, CONJUNCTION_RISKS),
+    description="From one window's new observations to associations, tracks and conjunction risks.",
+)
+alerts_job = dg.define_asset_job(
+    "alerts_job",
+    selection=dg.AssetSelection.assets(CONJUNCTION_ALERTS),
+    description="Insert, correct and retract alerts for risks that have changed.",
 )
 conjunctions_job = dg.define_asset_job(
     "conjunctions_job",
@@ -127,6 +130,7 @@ fusion_jobs = [
     observations_job,
     rejected_observations_job,
     tracks_job,
+    alerts_job,
     window_job,
     element_trust_job,
     conjunctions_job,
@@ -154,11 +158,12 @@ def stale_catalogue(instance: dg.DagsterInstance, now: datetime) -> str | None:
     default_status=dg.DefaultScheduleStatus.RUNNING,
 )
 def hourly_window(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
-    """The close approaches of the last full hour."""
+    """The conjunction risks of the last full hour, by the catalog of now and the tracks of the hour."""
     if reason := stale_catalogue(context.instance, context.scheduled_execution_time):
         return dg.SkipReason(f"Nothing to screen: {reason}.")
     window = _last_window(context)
-    return dg.RunRequest(run_key=window, partition_key=window)
+    # The current catalog counts, also where no track has changed.
+    return dg.RunRequest(run_key=window, partition_key=window, tags={"branchlake/rebuild": "true"})
 
 
 def _last_window(context: dg.ScheduleEvaluationContext) -> str:
@@ -263,12 +268,20 @@ observations_sensor = incremental_sensor(
 
 tracks_sensor = incremental_sensor(
     "tracks_sensor",
-    target=dg.AssetSelection.assets(ASSOCIATIONS, FUSED_TRACKS),
-    max_age_s=60.0,
+    target=dg.AssetSelection.assets(ASSOCIATIONS, FUSED_TRACKS, CONJUNCTION_RISKS),
+    max_age_s=10.0,
     min_rows=1_000_000,
+    with_downstream=True,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
-"""Associates and fuses hours with new observations, once a minute while they come."""
+"""Associates and fuses an hour with new observations and computes its risks, in one run."""
+
+alerts_sensor = incremental_sensor(
+    "alerts_sensor",
+    target=dg.AssetSelection.assets(CONJUNCTION_ALERTS),
+    default_status=dg.DefaultSensorStatus.RUNNING,
+)
+"""Brings the alerts up to date when risks have changed."""
 
 fusion_sensors = [
     gp_snapshot_files,
@@ -276,4 +289,5 @@ fusion_sensors = [
     conjunctions_sensor,
     observations_sensor,
     tracks_sensor,
+    alerts_sensor,
 ]

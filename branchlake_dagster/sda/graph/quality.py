@@ -6,6 +6,7 @@ import dagster as dg
 
 from branchlake_dagster import join_checks, pandera_checks, sql_check
 from branchlake_dagster.sda import contracts
+from branchlake_dagster.sda.assets.alerts import CONJUNCTION_ALERTS
 from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
 from branchlake_dagster.sda.assets.catalogue import (
     CATALOGUE,
@@ -13,11 +14,12 @@ from branchlake_dagster.sda.assets.catalogue import (
     REJECTED_RECORDS,
     SATELLITE_ENTRIES,
 )
-from branchlake_dagster.sda.assets.conjunctions import CONJUNCTION_CANDIDATES, CONJUNCTIONS
+from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
 from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS
 from branchlake_dagster.sda.assets.registry import ELEMENT_HISTORY, MERGE_AUDIT, OBJECTS, SATELLITES
+from branchlake_dagster.sda.assets.risks import CONJUNCTION_RISKS
 from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS
 from branchlake_dagster.sda.graph.agreement import tracked_have_elements
@@ -62,6 +64,12 @@ WHERE (source_kind = 'radar')
    OR sensor_timestamp < window_start OR sensor_timestamp >= window_start + INTERVAL 1 HOUR
 """
 
+_UNORDERED_ENTRIES = """
+SELECT alert_id, count(*) AS entries, max(sequence) AS last_sequence FROM {this} GROUP BY alert_id
+HAVING count_if(kind = 'insert') <> max(sequence) + 1
+    OR count(DISTINCT sequence, kind) <> count(*)
+    OR count_if(kind = 'retract') < max(sequence)
+"""
 
 _REPEATED = """
 SELECT sat1_object_designator, sat2_object_designator, {tca}, count(*) AS copies FROM {{this}}
@@ -158,13 +166,20 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
             partitions_def=windows,
             description="Residuals agree with the stated noise; if not, a manoeuvre or a wrong object.",
         ),
-        pandera_checks(CONJUNCTION_CANDIDATES, contracts.ConjunctionCandidate, partitions_def=windows),
+        pandera_checks(CONJUNCTION_RISKS, contracts.ConjunctionRisk, partitions_def=windows),
         sql_check(
-            CONJUNCTION_CANDIDATES,
+            CONJUNCTION_RISKS,
             "ordered_and_unique",
-            _REPEATED.format(tca="tca"),
+            _REPEATED.format(tca="risk_window_start"),
             partitions_def=windows,
-            description="Each close approach once, the smaller catalogue number first.",
+            description="Each pair once in a window of 30 s, the smaller catalog number first.",
+        ),
+        pandera_checks(CONJUNCTION_ALERTS, contracts.ConjunctionAlert),
+        sql_check(
+            CONJUNCTION_ALERTS,
+            "entries_alternate",
+            _UNORDERED_ENTRIES,
+            description="Of each alert insert and retract alternate, and their numbers have no gap.",
         ),
         pandera_checks(EPHEMERIS_CONJUNCTIONS, contracts.EphemerisConjunction, whole_table=True),
         pandera_checks(ELEMENT_ERRORS, contracts.ElementError, whole_table=True),

@@ -88,13 +88,13 @@ def assess_approaches(
         [object_sigma[computed_rows] for object_sigma in sigma],
         micros[computed_rows],
     )
-    is_too_slow = np.zeros(count, np.bool_)
-    is_too_slow[computed_rows] = _is_too_slow(
+    is_slow = np.zeros(count, np.bool_)
+    is_slow[computed_rows] = is_too_slow(
         velocity[computed_rows],
         covariance,
         both_elements[0].values[computed_rows, ELEMENT_FIELDS.index("mean_motion")],
     )
-    is_fast = ~is_too_slow[computed_rows]
+    is_fast = ~is_slow[computed_rows]
     used_rows = computed_rows[is_fast]
     plane = build_encounter_plane(position[used_rows], velocity[used_rows], covariance[is_fast])
     radius_m = [radii.get_radii(approaches[f"sat{k}_object_designator"]) for k in (1, 2)]
@@ -102,7 +102,7 @@ def assess_approaches(
     radius = combined_radius_m[used_rows] / 1000
     max_dilution = compute_dilution(plane, radius)
     reasons = np.select(
-        [np.full(count, published_errors is None), ~is_encounter, ~has_sigma, is_too_slow],
+        [np.full(count, published_errors is None), ~is_encounter, ~has_sigma, is_slow],
         [NO_MODEL, NO_ENCOUNTER, TOO_OLD, TOO_SLOW],
         "",
     )
@@ -160,8 +160,15 @@ def combine_covariances(
     return np.asarray(second_covariance + sigma[0][:, :, None] ** 2 * np.eye(3))
 
 
-def _is_too_slow(velocity: Floats, covariance: Floats, mean_motion: Floats) -> npt.NDArray[np.bool_]:
-    """Return which encounters (k,) are too slow for a straight relative motion."""
+def is_too_slow(velocity: Floats, covariance: Floats, mean_motion: Floats) -> npt.NDArray[np.bool_]:
+    """Return which encounters (k,) are too slow for a straight relative motion.
+
+    Args:
+        velocity: (k, 3) relative velocities, km/s, in the axes of the covariance.
+        covariance: (k, 3, 3) the combined covariance of the positions, km².
+        mean_motion: (k,) revolutions per day of one object.
+
+    """
     speed = np.linalg.norm(velocity, axis=1)
     along = velocity / np.maximum(speed, 1e-12)[:, None]
     sigma = np.sqrt(np.einsum("ki,kij,kj->k", along, covariance, along))

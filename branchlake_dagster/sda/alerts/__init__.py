@@ -1,0 +1,1 @@
+"""Alerts of expected close approaches, and their corrections."""
