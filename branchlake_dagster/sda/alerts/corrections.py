@@ -40,9 +40,6 @@ ENTRY_COLUMNS = ("alert_id", "sequence", "kind", "reason", *ALERT_FIELDS)
 
 _PAIR = ("sat1_object_designator", "sat2_object_designator")
 _SAME_MICROS = SAME_APPROACH // timedelta(microseconds=1)
-_ALERT_ID = uuid5_sql(
-    ALERT_NAMESPACE, "concat_ws('|', sat1_object_designator, sat2_object_designator, first_expected)"
-)
 
 
 @dataclass(frozen=True)
@@ -103,6 +100,8 @@ def _two_digits(name: str) -> Column:
 def derive_entries(changed: DataFrame, reported: DataFrame | None, *, is_whole: bool = False) -> DataFrame:
     """Return the entries (`ENTRY_COLUMNS`) that bring the log of alerts up to date.
 
+    Cost: one shuffle, of the changed risks and of the log's entries about the same time.
+
     Args:
         changed: reportable risks that were added or removed (`select_reportable`), with ``_change_type``
             ``INSERT`` or ``DELETE``.
@@ -111,95 +110,94 @@ def derive_entries(changed: DataFrame, reported: DataFrame | None, *, is_whole: 
         is_whole: whether ``changed`` has all risks, so that alerts without a risk are canceled.
 
     """
-    expected = changed.where("_change_type = 'INSERT'").select(*ALERT_FIELDS)
-    if reported is None:
-        return _new_entries(expected)
-    latest = _latest_entries(reported)
-    matched = _match(expected, latest)
-    unknown = expected.join(matched.select(*_PAIR, "tca"), on=[*_PAIR, "tca"], how="left_anti")
-    # An id that exists belongs to another risk of the same ten minutes, which is nearer to that alert.
-    new = _new_entries(unknown).join(latest.select("alert_id"), on="alert_id", how="left_anti")
-    known = latest.select("alert_id", "sequence", F.col("kind").alias("last_kind"), *_renamed("old"))
-    corrections = matched.join(known, on="alert_id").where(
-        f"last_kind = '{RETRACT}' OR NOT ({' AND '.join(f'{name} <=> old_{name}' for name in ALERT_FIELDS)})"
+    rows = changed.select(
+        *_PAIR, "tca", "_change_type", F.expr(_FIELDS), F.expr(f"cast(NULL AS {_ENTRY_TYPE}) AS entry")
     )
-    retracted = corrections.where(f"last_kind = '{INSERT}'")
-    without_risk = known.where(f"last_kind = '{INSERT}'").join(
-        matched.select("alert_id"), on="alert_id", how="left_anti"
-    )
-    if not is_whole:
-        without_risk = _with_removed_risk(without_risk, changed.where("_change_type = 'DELETE'"))
-    return (
-        new.unionByName(_entries(retracted, "sequence", RETRACT, F.lit(CORRECTED), "old_"))
-        .unionByName(
-            _entries(
-                corrections,
-                "sequence + 1",
-                INSERT,
-                F.expr(f"if(last_kind = '{RETRACT}', '{EXPECTED_AGAIN}', '{CORRECTED}')"),
-                "",
-            )
+    if reported is not None:
+        entry = F.expr(f"struct(alert_id, sequence, kind = '{RETRACT}' AS is_retracted) AS entry")
+        rows = rows.unionByName(
+            reported.select(*_PAIR, "tca", F.lit("LOG").alias("_change_type"), F.expr(_FIELDS), entry)
         )
-        .unionByName(_entries(without_risk, "sequence", RETRACT, F.lit(CANCELED), "old_"))
+    micros = F.unix_micros("tca")
+    by_time = Window.partitionBy(*_PAIR).orderBy("tca")
+    is_next = F.coalesce(micros - F.lag(micros).over(by_time) > _SAME_MICROS, F.lit(True)).cast("int")
+    until_here = by_time.rowsBetween(Window.unboundedPreceding, Window.currentRow)
+    numbered = rows.withColumn("is_next", is_next).withColumn("approach", F.sum("is_next").over(until_here))
+    approaches = numbered.groupBy(*_PAIR, "approach").agg(
+        F.expr(
+            "min_by(fields, struct(fields.miss_distance_km, tca)) FILTER (WHERE _change_type = 'INSERT')"
+            " AS expected"
+        ),
+        F.expr("collect_list(unix_micros(tca)) FILTER (WHERE _change_type = 'DELETE') AS removed"),
+        F.expr("collect_list(struct(entry.*, fields)) FILTER (WHERE _change_type = 'LOG') AS log"),
+    )
+    decided = (
+        approaches.withColumn("alerts", F.expr(_LAST_ENTRIES))
+        .withColumn("matched", F.expr(_nearest_alert("unix_micros(expected.tca)")))
+        .withColumn("new_id", F.expr(_NEW_ID))
+        .withColumn("canceled", F.expr(_canceled(is_whole=is_whole)))
+        .withColumn("made", F.explode(F.expr(_MADE)))
+    )
+    return decided.select(
+        *(f"made.{name}" for name in ("alert_id", "sequence", "kind", "reason")), "made.fields.*"
     )
 
 
-def _renamed(prefix: str) -> list[Column]:
-    return [F.col(name).alias(f"{prefix}_{name}") for name in ALERT_FIELDS]
+_FIELDS = f"struct({', '.join(ALERT_FIELDS)}) AS fields"
+_ENTRY_TYPE = "struct<alert_id: string, sequence: bigint, is_retracted: boolean>"
+_LAST_ENTRIES = """
+    filter(log, one -> NOT exists(log, other -> other.alert_id = one.alert_id
+        AND struct(other.sequence, other.is_retracted) > struct(one.sequence, one.is_retracted)))"""
+"""The last entry of each alert of the approach: nearly always of one."""
 
 
-def _entries(frame: DataFrame, sequence: str, kind: str, reason: Column, prefix: str) -> DataFrame:
-    return frame.select(
-        "alert_id",
-        F.expr(sequence).cast("long").alias("sequence"),
-        F.lit(kind).alias("kind"),
-        reason.alias("reason"),
-        *(F.col(f"{prefix}{name}").alias(name) for name in ALERT_FIELDS),
+def _nearest_alert(micros: str) -> str:
+    """Return SQL of the alert that is nearest in time to an instant; null without an alert or an instant."""
+    apart = f"abs(unix_micros(one.fields.tca) - {micros})"
+    ordered = f"transform(alerts, one -> struct({apart} AS apart, one.alert_id AS alert_id))"
+    is_nearest = f"one.alert_id = array_min({ordered}).alert_id"
+    return f"if({micros} IS NULL, NULL, get(filter(alerts, one -> {is_nearest}), 0))"
+
+
+def _canceled(*, is_whole: bool) -> str:
+    """Return SQL of the alerts that no longer have a risk."""
+    is_open = "NOT one.is_retracted AND NOT (one.alert_id <=> matched.alert_id)"
+    if is_whole:
+        return f"filter(alerts, one -> {is_open})"
+    # A removed risk belongs to the alert that is nearest to it.
+    nearest = _nearest_alert("at")
+    of_removed = f"transform(removed, at -> {nearest}.alert_id)"
+    return f"filter(alerts, one -> {is_open} AND array_contains({of_removed}, one.alert_id))"
+
+
+_NEW_ID = (
+    "if(expected IS NOT NULL AND matched IS NULL, "
+    + uuid5_sql(
+        ALERT_NAMESPACE,
+        "concat_ws('|', expected.sat1_object_designator, expected.sat2_object_designator,"
+        f" unix_micros(expected.tca) div {_SAME_MICROS})",
     )
+    + ", NULL)"
+)
 
 
-def _latest_entries(reported: DataFrame) -> DataFrame:
-    """Return the last entry of each alert."""
-    order = Window.partitionBy("alert_id").orderBy(
-        F.col("sequence").desc(), (F.col("kind") == RETRACT).desc()
-    )
-    return reported.withColumn("rank", F.row_number().over(order)).where("rank = 1").drop("rank")
-
-
-def _match(expected: DataFrame, latest: DataFrame) -> DataFrame:
-    """Return the expected risks that have a known alert, with its ``alert_id``; each alert at most once."""
-    alerts = latest.select("alert_id", *_PAIR, F.col("tca").alias("known_tca"))
-    apart = F.abs(F.unix_micros("tca") - F.unix_micros("known_tca"))
-    pairs = expected.join(alerts, on=list(_PAIR)).withColumn("apart", apart).where(f"apart <= {_SAME_MICROS}")
-    nearest_alert = Window.partitionBy(*_PAIR, "tca").orderBy("apart", "alert_id")
-    nearest_risk = Window.partitionBy("alert_id").orderBy("apart", "tca")
+def _entry(alert_id: str, sequence: str, kind: str, reason: str, fields: str) -> str:
     return (
-        pairs.withColumn("rank", F.row_number().over(nearest_alert))
-        .where("rank = 1")
-        .withColumn("rank", F.row_number().over(nearest_risk))
-        .where("rank = 1")
-        .select("alert_id", *ALERT_FIELDS)
+        f"named_struct('alert_id', {alert_id}, 'sequence', cast({sequence} AS bigint), 'kind', '{kind}',"
+        f" 'reason', '{reason}', 'fields', {fields})"
     )
 
 
-def _new_entries(unknown: DataFrame) -> DataFrame:
-    """Return the first entries of alerts that are not known; of several with one id the nearest approach."""
-    named = unknown.withColumn("first_expected", F.expr(f"unix_micros(tca) div {_SAME_MICROS}")).withColumn(
-        "alert_id", F.expr(_ALERT_ID)
-    )
-    nearest = Window.partitionBy("alert_id").orderBy("miss_distance_km", "tca")
-    first = named.withColumn("rank", F.row_number().over(nearest)).where("rank = 1")
-    return _entries(first, "0", INSERT, F.lit(NEW), "")
-
-
-def _with_removed_risk(alerts: DataFrame, removed: DataFrame) -> DataFrame:
-    """Return the alerts whose risk was removed: a risk of the same pair at about the same time."""
-    risks = removed.select(
-        *(F.col(name).alias(f"old_{name}") for name in _PAIR), F.col("tca").alias("removed_tca")
-    )
-    apart = F.abs(F.unix_micros("old_tca") - F.unix_micros("removed_tca"))
-    near = alerts.join(risks, on=[f"old_{name}" for name in _PAIR]).where(apart <= _SAME_MICROS)
-    return alerts.join(near.select("alert_id").distinct(), on="alert_id", how="left_semi")
+_RETRACTED = _entry("matched.alert_id", "matched.sequence", RETRACT, CORRECTED, "matched.fields")
+_CORRECTED = _entry("matched.alert_id", "matched.sequence + 1", INSERT, CORRECTED, "expected")
+_EXPECTED_AGAIN = _entry("matched.alert_id", "matched.sequence + 1", INSERT, EXPECTED_AGAIN, "expected")
+_MADE = f"""concat(
+    CASE WHEN expected IS NULL THEN array()
+        WHEN matched IS NULL THEN array({_entry("new_id", "0", INSERT, NEW, "expected")})
+        WHEN matched.is_retracted THEN array({_EXPECTED_AGAIN})
+        WHEN matched.fields = expected THEN array()
+        ELSE array({_RETRACTED}, {_CORRECTED}) END,
+    transform(canceled, one -> {_entry("one.alert_id", "one.sequence", RETRACT, CANCELED, "one.fields")}))"""
 
 
 def add_observations(entries: DataFrame, associations: DataFrame | None, reported_at: datetime) -> DataFrame:

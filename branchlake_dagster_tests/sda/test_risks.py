@@ -1,0 +1,190 @@
+"""Conjunction risks: element sets as in the list of conjunctions, tracks by their own state and covariance."""
+
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from branchlake_dagster.sda.conjunctions.arrow import as_batch
+from branchlake_dagster.sda.conjunctions.risks import (
+    RISK_SCHEMA,
+    TRACK_ELEMENT_SCHEMA,
+    TRACK_STATE_COLUMNS,
+    ObjectStates,
+    assess_batches,
+    assess_table,
+    fit_track_elements,
+    round_digits,
+)
+from branchlake_dagster.sda.conjunctions.screening import MINUTE, Kind, Span, screen
+from branchlake_dagster.sda.estimation.arrow import COVARIANCE_COLUMNS
+from branchlake_dagster.sda.gp.simulated import simulated_elements
+from branchlake_dagster.sda.orbits.element_fitting import fit_elements
+from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements, propagate_satellites
+from branchlake_dagster.sda.trust.assessment import NO_ENCOUNTER, NO_MODEL, assess_approaches
+from branchlake_dagster.sda.trust.model import build_error_model
+from branchlake_dagster.sda.trust.radii import ObjectRadii
+from branchlake_dagster.sda.trust.tables import PublishedErrors, element_errors, object_errors
+from branchlake_dagster_tests.sda.test_trust import history, joined
+
+NOON = datetime(2026, 8, 8, 12, 0, tzinfo=UTC)
+BEGIN = int(NOON.timestamp()) * 1_000_000
+MIDDLE = BEGIN + 30 * MINUTE
+
+
+@pytest.fixture(scope="module")
+def elements() -> Elements:
+    frame = simulated_elements(seed=4, objects=400, epoch=NOON - timedelta(days=1)).sort("sat_no")
+    return Elements.from_arrow(frame.to_arrow())
+
+
+@pytest.fixture(scope="module")
+def errors() -> PublishedErrors:
+    past = joined(history(150, 14, 1.0, 0.01))
+    model = build_error_model(past)
+    return PublishedErrors.from_tables(element_errors(model, past), object_errors(model, past))
+
+
+@pytest.fixture(scope="module")
+def approaches(elements: Elements) -> pa.Table:
+    found = screen(elements, Span.whole(BEGIN, BEGIN + 60 * MINUTE), threshold_km=60.0)
+    return pa.Table.from_batches([as_batch(found, elements)])
+
+
+def states_of(elements: Elements, errors: PublishedErrors | None, tracks: pa.Table | None = None):
+    nothing = TRACK_ELEMENT_SCHEMA.empty_table()
+    return ObjectStates.build(
+        elements, nothing if tracks is None else tracks, errors, np.full(len(elements), 5.0)
+    )
+
+
+def track_states(elements: Elements, rows: list[int], covariance: np.ndarray, offset: np.ndarray) -> pa.Table:
+    """Preferred tracks at the middle of the hour, joined with element sets, as the asset joins them."""
+    few = elements.take(np.array(rows))
+    at = propagate_satellites(few.to_satrec_array(), np.array([MIDDLE]))
+    state = np.concatenate([at.position[:, 0], at.velocity[:, 0]], axis=1) + offset
+    lower = [(i, j) for i in range(6) for j in range(i + 1)]
+    return pa.table(
+        {
+            "sat_no": few.sat_no,
+            "track_epoch": pa.array(np.full(len(rows), MIDDLE), pa.timestamp("us", "UTC")),
+            **{name: state[:, k] for k, name in enumerate(TRACK_STATE_COLUMNS[2:8])},
+            **{
+                name: np.full(len(rows), covariance[i, j])
+                for name, (i, j) in zip(COVARIANCE_COLUMNS, lower, strict=True)
+            },
+            "element_epoch": pa.array(few.epoch_micros, pa.timestamp("us", "UTC")),
+            **{name: few.values[:, k] for k, name in enumerate(ELEMENT_FIELDS)},
+        }
+    )
+
+
+def fitted(table: pa.Table) -> pa.Table:
+    return pa.Table.from_batches(
+        fit_track_elements(table.combine_chunks().to_batches()), schema=TRACK_ELEMENT_SCHEMA
+    )
+
+
+def test_element_sets_are_assessed_as_in_the_list_of_conjunctions(elements, errors, approaches):
+    risks = pl.DataFrame(assess_table(approaches, states_of(elements, errors), BEGIN))
+    listed = assess_approaches(pl.DataFrame(approaches), elements, errors, ObjectRadii(5.0)).filter(
+        pl.col("kind") != Kind.EDGE.value
+    )
+    assert risks.height == listed.height > 20
+    np.testing.assert_allclose(
+        risks["collision_probability"].fill_null(-1).to_numpy(),
+        listed["collision_probability"].fill_null(-1).to_numpy(),
+        rtol=6e-3,
+        atol=1e-290,
+    )
+    assert risks["no_probability_because"].to_list() == listed["no_probability_because"].to_list()
+    assert risks["sat1_state_source"].unique().to_list() == ["element set"]
+
+
+def test_the_window_of_a_risk_has_its_closest_approach(elements, errors, approaches):
+    risks = pl.DataFrame(assess_table(approaches, states_of(elements, errors), BEGIN))
+    into = risks["tca"] - risks["risk_window_start"]
+    assert into.min() >= timedelta(0)
+    assert into.max() < timedelta(seconds=30)
+    assert risks.unique(["sat1_object_designator", "sat2_object_designator", "tca"]).height == risks.height
+    assert (risks["miss_distance_km"].round(3) == risks["miss_distance_km"]).all()
+
+
+def test_without_an_error_model_only_tracks_give_probabilities(elements, approaches):
+    risks = pl.DataFrame(assess_table(approaches, states_of(elements, None), BEGIN))
+    assert risks["collision_probability"].null_count() == risks.height
+    assert set(risks["no_probability_because"]) <= {NO_MODEL, NO_ENCOUNTER}
+    encounter = risks.filter(pl.col("kind") == Kind.ENCOUNTER.value).row(0, named=True)
+    numbers = [encounter[f"sat{k}_object_designator"] for k in (1, 2)]
+    rows = np.searchsorted(elements.sat_no, numbers).tolist()
+    small = np.diag([1e-2, 1e-2, 1e-2, 1e-8, 1e-8, 1e-8])
+    tracks = fitted(track_states(elements, rows, small, np.zeros(6)))
+    known = pl.DataFrame(assess_table(approaches, states_of(elements, None, tracks), BEGIN)).filter(
+        pl.col("collision_probability").is_not_null()
+    )
+    pairs = known.select("sat1_object_designator", "sat2_object_designator").unique().rows()
+    assert pairs == [tuple(numbers)]
+    assert known["sat1_state_source"].unique().to_list() == ["track"]
+
+
+def test_a_preferred_track_moves_the_object(elements):
+    offset = np.array([3.0, -2.0, 1.0, 1e-3, 0.0, -1e-3])
+    rows = [5, 60, 200]
+    tracks = fitted(track_states(elements, rows, np.eye(6), offset))
+    states = states_of(elements, None, tracks)
+    before, after = (
+        propagate_satellites(one.take(np.array(rows)).to_satrec_array(), np.array([MIDDLE])).position[:, 0]
+        for one in (elements, states.elements)
+    )
+    np.testing.assert_allclose(after - before, np.tile(offset[:3], (3, 1)), atol=2e-3)
+    others = np.setdiff1d(np.arange(len(elements)), rows)
+    np.testing.assert_array_equal(states.elements.values[others], elements.values[others])
+    assert (states.track_row >= 0).sum() == 3
+
+
+def test_the_covariance_of_a_track_is_that_of_states_that_were_drawn_from_it(elements):
+    """Monte Carlo: states drawn from the covariance, propagated by SGP4 over 25 minutes."""
+    seed = 11
+    print(f"seed {seed}")  # noqa: T201 - shown if the test fails
+    root = np.diag([0.4, 0.9, 0.3, 3e-4, 5e-4, 4e-4])
+    root[1, 3] = 2e-4
+    covariance = root @ root.T
+    row = [17]
+    states = states_of(elements, None, fitted(track_states(elements, row, covariance, np.zeros(6))))
+    instant = np.array([MIDDLE + 25 * MINUTE])
+    (computed,) = states.position_covariances(np.array(row), instant)
+    one = elements.take(np.array(row))
+    at = propagate_satellites(one.to_satrec_array(), np.array([MIDDLE]))
+    count = 3_000
+    drawn = np.random.default_rng(seed).normal(size=(count, 6)) @ root.T
+    many = elements.take(np.full(count, row[0]))
+    sets = fit_elements(many, at.position[0, 0] + drawn[:, :3], at.velocity[0, 0] + drawn[:, 3:], int(MIDDLE))
+    ends = propagate_satellites(sets.elements.take(np.flatnonzero(sets.is_fitted)).to_satrec_array(), instant)
+    sampled = np.cov(ends.position[:, 0].T)
+    scale = np.sqrt(np.outer(np.diag(computed), np.diag(computed)))
+    np.testing.assert_allclose(sampled / scale, computed / scale, atol=0.1)
+
+
+def test_the_same_input_in_other_batches_gives_the_same_risks(elements, errors, approaches):
+    states = states_of(elements, errors)
+    assess = assess_batches(states, BEGIN)
+    whole = pa.Table.from_batches(assess(approaches.to_batches()), schema=RISK_SCHEMA)
+    parts = pa.Table.from_batches(assess(approaches.to_batches(max_chunksize=7)), schema=RISK_SCHEMA)
+    assert parts.equals(whole)
+    assert pa.Table.from_batches(assess([]), schema=RISK_SCHEMA).num_rows == 0
+
+
+def test_tracks_that_no_element_set_can_have_are_left_out(elements):
+    table = track_states(elements, [3, 4], np.eye(6), np.array([0, 0, 0, 9.0, 0, 0]))
+    assert fitted(table).num_rows == 0
+    assert fitted(table.slice(0, 0)).num_rows == 0
+
+
+def test_numbers_are_rounded_to_significant_digits():
+    values = np.array([0.0, 1.23456e-7, 9.9999e-5, np.nan, 1.0, 5e-324])
+    rounded = round_digits(values, 3)
+    np.testing.assert_array_equal(rounded[[0, 1, 2, 4]], [0.0, 1.23e-7, 1e-4, 1.0])
+    assert np.isnan(rounded[3])
+    assert rounded[5] >= 0
