@@ -100,7 +100,9 @@ def incremental_sensor(
             (default: 5)
         with_downstream (bool): Whether the run of an asset also computes the assets of `target` that consume
             its changes and have the same partitions. So one run and one publication bring a chain of assets
-            up to date. (default: False: each asset gets runs of its own)
+            up to date. Such runs are launched one after the other: an asset that consumed all that the run's
+            own branch has would conflict with the same asset in a run beside it. (default: False: each asset
+            gets runs of its own)
         default_status (DefaultSensorStatus): The sensor's status when it is first loaded. (default: RUNNING)
         lakehouse_key (str): The resource key of the lake. (default: `lakehouse`)
 
@@ -213,8 +215,8 @@ class _SensorTick:
         """The decisions about the first partitions of each consumer that have a backlog."""
         self.downstream: Mapping[AssetKey, Sequence[AssetKey]] = {}
         """The assets that the run of an asset computes, too."""
-        self._requested: set[tuple[AssetKey, str | None]] = set()
-        """The partitions that runs of this tick compute together with an asset upstream."""
+        self._requested: set[AssetKey] = set()
+        """The assets of chains for which this tick has launched a run."""
         self.is_quiet = True
         """Whether no consumer has a backlog or a problem."""
 
@@ -295,10 +297,14 @@ class _SensorTick:
         busy_partitions = {
             partition for key in computed_keys for partition in self._in_flight.single_partitions(key)
         }
+        is_chain = len(computed_keys) > 1
+        if is_chain and (busy_partitions or not self._requested.isdisjoint(computed_keys)):
+            return
         runs: list[tuple[str, ...]] = [()]
         if backlog.by_partition:
             runs = [run.partitions for run in backlog.batches if busy_partitions.isdisjoint(run.partitions)]
-        runs = [run for run in runs if not any((asset.key, key) in self._requested for key in run or (None,))]
+        if asset.key in self._requested:
+            return
         partitions: list[str | None] = [None]
         if backlog.by_partition:
             partitions = [key for run in runs for key in run]
@@ -316,15 +322,15 @@ class _SensorTick:
                 )
                 if len(run) > 1:
                     tags |= {RANGE_START_TAG: run[0], RANGE_END_TAG: run[-1]}
-                self._requested |= {
-                    (key, partition) for key in computed_keys[1:] for partition in run or (None,)
-                }
+                self._requested.update(computed_keys if is_chain else ())
                 yield RunRequest(
                     decision.run_key,
                     asset_selection=computed_keys,
                     partition_key=run[0] if len(run) == 1 else None,
                     tags=tags,
                 )
+                if is_chain:
+                    return
 
     def format_summary(self) -> str:
         """Return a one-line summary of the tick."""

@@ -303,3 +303,86 @@ def test_an_error_of_any_class_is_told_and_nothing_is_called_consumed(
             assert ticks.tick() == []
         orders.publish(p, ("a", 1))
         assert len(ticks.tick()) == 1
+
+
+def test_one_run_computes_an_asset_and_those_that_consume_it(lakehouse: Lakehouse, namespace: str) -> None:
+    raw = Source(namespace, "raw")
+    raw.columns = {"day": pl.Date, "price": pl.Int64}
+
+    def daily(name: str, upstream: dg.AssetKey, definition: dg.PartitionsDefinition[str] | None) -> Any:
+        partitioned = {} if definition is None else {"partition_by": "day"}
+
+        @dg.asset(
+            key=[namespace, name],
+            ins={
+                "rows": dg.AssetIn(
+                    upstream, partition_mapping=dg.AllPartitionMapping() if definition is None else None
+                )
+            },
+            partitions_def=definition,
+            metadata=table_metadata(**partitioned, **FREE) | consumes({upstream: "range"}, on="day"),
+        )
+        def copied(rows: pl.DataFrame) -> pl.DataFrame:
+            return rows.select("day", "price")
+
+        return copied
+
+    # By name the last one comes first.
+    first = daily("c", raw.key, DAYS)
+    second = daily("b", first.key, DAYS)
+    third = daily("a", second.key, DAYS)
+    total = daily("total", third.key, None)
+    target = dg.AssetSelection.assets(first.key, second.key, third.key, total.key)
+    with project(lakehouse, raw.asset, first, second, third, total) as p:
+        ticks = Ticks(p, target=target, with_downstream=True)
+        raw.publish(p, (date(2026, 8, 1), 1), (date(2026, 8, 2), 3))
+        chain = [first.key, second.key, third.key]
+        for day in ("2026-08-01", "2026-08-02"):
+            (request,) = [one for one in ticks.tick() if one.asset_selection != [total.key]]
+            assert (request.asset_selection, request.partition_key) == (chain, day)
+            pending = p.run(*chain, partition=day)
+            # Beside this run, the next one would be refused.
+            assert {one.asset_selection[0] for one in ticks.tick() if one.asset_selection} <= {total.key}
+            assert p.settle(pending).publication
+        assert values(p, third) == [(date(2026, 8, 1), 1), (date(2026, 8, 2), 3)]
+        # Another partition definition has a run of its own, and the chain has nothing left.
+        (after,) = ticks.tick()
+        assert after.asset_selection == [total.key]
+        p.settle(p.run(total.key))
+        # What changes in the middle of the chain is computed from there on.
+        p.settle(p.run(second.key, partition="2026-08-01", tags={RunTag.REBUILD: "true"}))
+        (last,) = ticks.tick()
+        assert (last.asset_selection, last.partition_key) == ([third.key], "2026-08-01")
+        p.settle(p.run(third.key, partition="2026-08-01"))
+        raw.publish(p, (date(2026, 8, 1), 5))
+        p.settle(p.run(first.key, partition="2026-08-01"))
+        (middle,) = [one for one in ticks.tick() if one.asset_selection != [total.key]]
+        assert middle.asset_selection == [second.key, third.key]
+        assert middle.partition_key == "2026-08-01"
+
+
+def test_a_partition_of_a_chain_waits_while_a_later_asset_of_it_is_computed(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    first = spent_of(orders, namespace)
+
+    @dg.asset(
+        key=[namespace, "listed"],
+        ins={"spent": dg.AssetIn(first.key)},
+        metadata=table_metadata(write_mode="upsert", keys=["account"], **FREE)
+        | consumes({first.key: "keys"}, keys=["account"]),
+    )
+    def listed(spent: pl.DataFrame) -> pl.DataFrame:
+        return spent
+
+    with project(lakehouse, orders.asset, first, listed) as p:
+        ticks = Ticks(p, with_downstream=True)
+        orders.publish(p, ("a", 1))
+        (request,) = ticks.tick()
+        assert request.asset_selection == [first.key, listed.key]
+        p.settle(p.run(first.key, listed.key))
+        orders.publish(p, ("a", 2))
+        pending = p.run(listed.key)  # it has no verdict yet
+        assert ticks.tick() == []
+        p.settle(pending)
+        assert [one.asset_selection for one in ticks.tick()] == [[first.key, listed.key]]
