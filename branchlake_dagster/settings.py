@@ -26,6 +26,7 @@ _PIPELINE_VARIABLES = (
     f"{VARIABLE_PREFIX}GP_DIR",
     f"{VARIABLE_PREFIX}GP_PULL",
     f"{VARIABLE_PREFIX}LIVE_SENSORS",
+    f"{VARIABLE_PREFIX}SENSORS",
 )
 """Variables that only the space pipeline reads."""
 _TEST_PREFIX = f"{VARIABLE_PREFIX}TEST_"

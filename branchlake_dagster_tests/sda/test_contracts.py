@@ -31,19 +31,28 @@ from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, O
 from branchlake_dagster.sda.association.arrow import ASSOCIATION_SCHEMA
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span
-from branchlake_dagster.sda.estimation.arrow import TRACK_SCHEMA
+from branchlake_dagster.sda.contracts.by_kind import (
+    association_contract,
+    fused_track_contract,
+    observation_contract,
+    rejected_observation_contract,
+)
+from branchlake_dagster.sda.estimation.arrow import track_schema
 from branchlake_dagster.sda.gp.rules import REJECTED_COLUMNS
 from branchlake_dagster.sda.graph.definitions import fusion_assets
+from branchlake_dagster.sda.graph.sensor_graph import sensor_assets
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS
 from branchlake_dagster.sda.registry.merge import AUDIT_COLUMNS, PULLED_COLUMNS
 from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS
+from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS
 from branchlake_dagster.sda.trust.assessment import assess_approaches
 from branchlake_dagster.sda.trust.model import build_error_model
 from branchlake_dagster.sda.trust.radii import ObjectRadii
 from branchlake_dagster.sda.trust.tables import element_errors, element_jumps, object_errors
 from branchlake_dagster.tables.schemas import format_type, stored_type
 
+SOURCE_KINDS = [kind.source_kind for kind in DEFAULT_SENSOR_KINDS]
 CONTRACTS = {
     ELEMENT_SETS: contracts.ElementSet,
     REJECTED_RECORDS: contracts.RejectedRecord,
@@ -53,11 +62,11 @@ CONTRACTS = {
     ELEMENT_HISTORY: contracts.ElementSet,
     MERGE_AUDIT: contracts.MergeOutcome,
     SATELLITES: contracts.Satellite,
-    OBSERVATIONS: contracts.Observation,
-    ASSOCIATIONS: contracts.Association,
-    REJECTED_OBSERVATIONS: contracts.RejectedObservation,
+    OBSERVATIONS: observation_contract(SOURCE_KINDS),
+    ASSOCIATIONS: association_contract(SOURCE_KINDS),
+    REJECTED_OBSERVATIONS: rejected_observation_contract(SOURCE_KINDS),
     QUARANTINED_OBJECTS: contracts.QuarantinedObject,
-    FUSED_TRACKS: contracts.FusedTrack,
+    FUSED_TRACKS: fused_track_contract(SOURCE_KINDS),
     CONJUNCTION_CANDIDATES: contracts.ConjunctionCandidate,
     CONJUNCTIONS: contracts.Conjunction,
     EPHEMERIS_CONJUNCTIONS: contracts.EphemerisConjunction,
@@ -109,8 +118,8 @@ def test_the_contracts_are_the_tables_column_by_column():
     entries = {**text, **of_polars(ENTRY_COLUMNS), "collected_at": "timestamptz"}
     assert in_order(types(contracts.SatelliteEntry)) == in_order(entries)
     assert in_order(types(contracts.RejectedRecord)) == in_order({**text, **of_polars(REJECTED_COLUMNS)})
-    assert in_order(types(contracts.Association)) == in_order(stored(ASSOCIATION_SCHEMA))
-    assert in_order(types(contracts.FusedTrack)) == in_order(stored(TRACK_SCHEMA))
+    assert in_order(types(CONTRACTS[ASSOCIATIONS])) == in_order(stored(ASSOCIATION_SCHEMA))
+    assert in_order(types(CONTRACTS[FUSED_TRACKS])) == in_order(stored(track_schema(SOURCE_KINDS)))
     hourly = {**stored(ENCOUNTER_SCHEMA), "window_start": "timestamptz"}
     assert in_order(types(contracts.ConjunctionCandidate)) == in_order(hourly)
     nothing = listed(pl.DataFrame(ENCOUNTER_SCHEMA.empty_table()), None, Span.whole(0, MINUTE), 5.0)
@@ -141,14 +150,18 @@ def test_elements_and_covariance_have_the_units_of_the_orbit_messages():
     assert units["mean_motion"] == "rev/day"
     assert {units[name] for name in ("inclination", "ra_of_asc_node", "mean_anomaly")} == {"deg"}
     assert units["eccentricity"] is None
-    for column in described(contracts.FusedTrack):
+    for column in described(CONTRACTS[FUSED_TRACKS]):
         if column.name.startswith("c") and column.name[1:2] in "xyz":
             per_second = column.name.count("dot")
             assert column.tags["unit"] == ("km²", "km²/s", "km²/s²")[per_second], column.name
 
 
 def test_every_asset_shows_the_columns_of_its_own_contract():
-    specs = {spec.key: spec for asset in fusion_assets for spec in asset.specs}
+    specs = {
+        spec.key: spec
+        for asset in [*fusion_assets, *sensor_assets(DEFAULT_SENSOR_KINDS)]
+        for spec in asset.specs
+    }
     assert specs.keys() == CONTRACTS.keys()
     for key, model in CONTRACTS.items():
         assert specs[key].metadata["dagster/column_schema"] == column_metadata(model)["dagster/column_schema"]

@@ -23,12 +23,12 @@ from branchlake_dagster.receivers.tcp import TcpConfig, TcpSource
 from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
 from branchlake_dagster.sda.commands.simulate import served
 from branchlake_dagster.sda.feeds.direct import Message, run_into
-from branchlake_dagster.sda.feeds.feed import LATEST_S, Feed
+from branchlake_dagster.sda.feeds.feed import Feed
 from branchlake_dagster.sda.feeds.network import Datagrams, Frames, Pages, run_over
 from branchlake_dagster.sda.feeds.plan import Batch, Burst, Plan
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.sda.orbits.propagation import Elements
-from branchlake_dagster.sda.sensors.network import RADARS, TELESCOPES
+from branchlake_dagster.sda.sensors.network import ALLOWED_LATENESS_S, RADARS, TELESCOPES
 from branchlake_dagster.sda.wire.links import decode_links
 from branchlake_dagster.sda.wire.optical import decode_optical
 from branchlake_dagster.sda.wire.radar import KEY_BYTES, decode_radar
@@ -74,7 +74,7 @@ def test_the_account_is_exact(kind: str) -> None:
     assert len(good) == tally.sent - sum(tally.corrupted.values())
     distinct = {tuple(row.values()) for row in good}
     assert len(good) - len(distinct) == tally.duplicates > 0
-    late = sent.send_ns - sent.measured_ns > LATEST_S[kind] * 1e9
+    late = sent.send_ns - sent.measured_ns > ALLOWED_LATENESS_S[kind] * 1e9
     assert tally.stragglers <= np.count_nonzero(late) <= 2 * tally.stragglers + tally.duplicates
     assert np.all(np.diff(sent.send_ns) >= 0)
     assert np.all(sent.send_ns >= sent.measured_ns)
@@ -236,7 +236,7 @@ def test_a_sender_sees_that_its_connection_was_closed_and_loses_nothing() -> Non
 def test_the_latest_of_a_telescopes_items_is_still_looked_for() -> None:
     """It may come just after one look back, and be that much further behind at the next."""
     config = HttpConfig("http://127.0.0.1:1")
-    latest_s = 2 * LATEST_S["optical"]
+    latest_s = 2 * ALLOWED_LATENESS_S["optical"]
     assert config.look_back / 1e9 >= latest_s + config.look_back_every_s
 
 

@@ -7,10 +7,11 @@ from pyspark.sql import DataFrame
 
 from branchlake_dagster import BranchSparkResource, LakehouseResource
 from branchlake_dagster.sda.assets.catalogue import gp_ingest
-from branchlake_dagster.sda.assets.raw import live_sensors
 from branchlake_dagster.sda.gp.records import EmptyCatalogueError
 from branchlake_dagster.sda.graph import definitions
+from branchlake_dagster.sda.graph.sensor_graph import sensor_assets, sensor_graph
 from branchlake_dagster.sda.providers.pulled import GpProvider, Pull
+from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS
 from branchlake_dagster.sda.sources import (
     DEFAULT_SNAPSHOT,
     GpSource,
@@ -48,10 +49,11 @@ def code_location(gp: GpSource) -> dg.Definitions:
         sensors=definitions.fusion_sensors,
         resources=resources,
     )
-    return dg.Definitions.merge(graph, live_sensors("landing"))
+    return dg.Definitions.merge(graph, sensor_graph(DEFAULT_SENSOR_KINDS))
 
 
-OWN_KEYS = {spec.key for one in definitions.fusion_assets for spec in one.specs}
+OWN_ASSETS = [*definitions.fusion_assets, *sensor_assets(DEFAULT_SENSOR_KINDS)]
+OWN_KEYS = {spec.key for one in OWN_ASSETS for spec in one.specs}
 
 
 def test_groups_come_in_the_order_of_the_pipeline():
@@ -193,7 +195,7 @@ def test_a_pull_becomes_a_file_a_partition_and_a_run_and_again_the_same(instance
 
 
 def test_an_asset_of_kind_spark_returns_what_spark_computes():
-    for definition in definitions.fusion_assets:
+    for definition in OWN_ASSETS:
         returned = get_type_hints(definition.op.compute_fn.decorated_fn).get("return")
         for spec in definition.specs:
             assert ("spark" in spec.kinds) is (returned is DataFrame), spec.key

@@ -17,7 +17,7 @@ from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span, screen
 from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.sda.contracts import Observation, RejectedObservation
 from branchlake_dagster.sda.contracts.observations import REJECTION_REASONS
-from branchlake_dagster.sda.estimation.arrow import ELEMENT_INPUT, TRACK_SCHEMA, fuse_batches
+from branchlake_dagster.sda.estimation.arrow import ELEMENT_INPUT, fuse_batches
 from branchlake_dagster.sda.observations.envelope import (
     OBSERVATION_NAMESPACE,
     build_observations,
@@ -25,13 +25,23 @@ from branchlake_dagster.sda.observations.envelope import (
     identify_measurements,
 )
 from branchlake_dagster.sda.orbits.propagation import Elements
+from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS
 from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 from branchlake_dagster.sda.sensors.simulate import simulate
 from branchlake_dagster.sda.shipping import carried
 from branchlake_dagster.sda.wire.links import decode_links, encode_links
 from branchlake_dagster.sda.wire.optical import decode_optical, encode_optical
 from branchlake_dagster.sda.wire.radar import decode_radar, encode_radar
-from branchlake_dagster_tests.sda.test_tracks import END, SEED, START, catalogue, envelope, fuse
+from branchlake_dagster_tests.sda.test_tracks import (
+    END,
+    MODELS,
+    SEED,
+    START,
+    TRACK_SCHEMA,
+    catalogue,
+    envelope,
+    fuse,
+)
 
 __all__ = ["catalogue"]
 
@@ -93,7 +103,7 @@ def objects(catalogue) -> pl.DataFrame:
 
 def identified(session, raw: dict[str, pl.DataFrame], objects: pl.DataFrame):
     frames = {kind: session.createDataFrame(rows.to_arrow()) for kind, rows in raw.items()}
-    return identify_measurements(frames, session.createDataFrame(objects.to_arrow()))
+    return identify_measurements(frames, session.createDataFrame(objects.to_arrow()), DEFAULT_SENSOR_KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -160,25 +170,23 @@ def test_what_is_received_again_is_one_observation_whatever_the_order(session, r
 def test_one_kind_of_sensor_is_enough(session, raw, objects):
     nothing = session.createDataFrame([], StructType([]))
     frames = {"radar": nothing, "optical": session.createDataFrame(raw["optical"].to_arrow()), "isl": nothing}
-    found = identify_measurements(frames, session.createDataFrame(objects.to_arrow()))
+    found = identify_measurements(frames, session.createDataFrame(objects.to_arrow()), DEFAULT_SENSOR_KINDS)
     assert build_observations(found, data_mode="REAL").count() == raw["optical"].height
 
 
 def test_each_measurement_that_cannot_be_true_has_its_reason(session, raw, objects):
-    radar, isl = raw["radar"].head(12), raw["isl"].head(3)
+    radar, isl = raw["radar"].head(12), raw["isl"].head(7)
     early = datetime(2026, 8, 7, 23, tzinfo=UTC)
     numbers = pl.int_range(pl.len())
 
     def nth(number: int, value: pl.Expr, column: str) -> pl.Expr:
         return pl.when(numbers == number).then(value).otherwise(pl.col(column)).alias(column)
 
-    sat_no = pl.Series([None, None, None, 999_999, 123_456, 123_457, *[None] * 6], dtype=pl.Int64)
     radar = radar.with_columns(
         nth(2, pl.lit(30_000.0), "range_rate_m_s"),
         nth(6, pl.lit(6e8), "range_m"),
         nth(7, pl.lit(-0.001), "el_rad"),
         nth(8, pl.lit(1e30), "sigma_range_m"),
-        sat_no=pl.when(numbers >= 3).then(sat_no).otherwise("sat_no"),
         sensor_timestamp=pl.when(numbers == 0)
         .then(pl.lit(early))
         .when(numbers == 1)
@@ -189,6 +197,12 @@ def test_each_measurement_that_cannot_be_true_has_its_reason(session, raw, objec
         isl.with_columns(nth(0, pl.col("x_m") * 0.1, "x_m"), nth(1, pl.lit(3e8), "vx_m_s"))
         .with_columns(nth(0, pl.col("y_m") * 0.1, "y_m"))
         .with_columns(nth(0, pl.col("z_m") * 0.1, "z_m"))
+        .with_columns(
+            pl.when(numbers.is_between(3, 5))
+            .then(pl.Series([0, 0, 0, 999_999, 123_456, 123_457, 0], dtype=pl.Int64))
+            .otherwise("sat_no")
+            .alias("sat_no")
+        )
     )
     gone = {
         "sat_no": [123_456, 123_457],
@@ -205,8 +219,8 @@ def test_each_measurement_that_cannot_be_true_has_its_reason(session, raw, objec
         "radar 0": "before_first_window",
         "radar 1": "time_beyond_skew",
         "radar 2": "impossible_range_rate",
-        "radar 3": "unknown_object",
-        "radar 4": "decommissioned_object",
+        "isl 3": "unknown_object",
+        "isl 4": "decommissioned_object",
         "radar 6": "impossible_range",
         "radar 7": "below_horizon",
         "radar 8": "implausible_uncertainty",
@@ -214,14 +228,16 @@ def test_each_measurement_that_cannot_be_true_has_its_reason(session, raw, objec
         "isl 1": "faster_than_light",
     }
     assert {*told.values()} == {*REJECTION_REASONS}
-    assert build_observations(found, data_mode="REAL").count() == 4 + 2 + 1
+    assert build_observations(found, data_mode="REAL").count() == 6 + 2 + 3
 
 
 def test_tracks_over_spark_are_those_of_the_function(session, native, catalogue):
     elements = session.createDataFrame(catalogue.select(ELEMENT_INPUT).to_arrow())
     observed = session.createDataFrame(envelope(native).to_arrow())
     joined = observed.join(elements, on="sat_no").repartition("sat_no")
-    tracks = joined.mapInArrow(carried(fuse_batches(START, END)), from_arrow_schema(TRACK_SCHEMA)).toArrow()
+    tracks = joined.mapInArrow(
+        carried(fuse_batches(START, END, MODELS)), from_arrow_schema(TRACK_SCHEMA)
+    ).toArrow()
     expected = fuse(native, catalogue)
     assert tracks.num_rows == expected.num_rows
     x = tracks.sort_by("sat_no").column("x_km").to_numpy()

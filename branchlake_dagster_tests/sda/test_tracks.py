@@ -6,11 +6,12 @@ import pytest
 from branchlake_dagster.sda.estimation.arrow import (
     COVARIANCE_COLUMNS,
     ELEMENT_INPUT,
-    TRACK_SCHEMA,
     fuse_batches,
+    track_schema,
 )
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites
+from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS, measurement_models
 from branchlake_dagster.sda.sensors.hashing import normal, uniform
 from branchlake_dagster.sda.sensors.native import NATIVE_COLUMNS, SOURCE_KINDS
 from branchlake_dagster.sda.sensors.network import CATALOGUE_TIMING_SIGMA_S, Noise, Tasking
@@ -19,6 +20,8 @@ from branchlake_dagster.sda.sensors.simulate import simulate
 START = int(np.datetime64("2026-08-08T03:00:00", "us").astype(np.int64))
 END = START + 3_600_000_000
 SEED = 7
+MODELS = measurement_models(DEFAULT_SENSOR_KINDS)
+TRACK_SCHEMA = track_schema(list(MODELS))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def envelope(native: pl.DataFrame) -> pl.DataFrame:
 
 def fuse(native: pl.DataFrame, catalogue: pl.DataFrame, batch_rows: int = 1000) -> pa.Table:
     joined = envelope(native).join(catalogue.select(ELEMENT_INPUT), on="sat_no").to_arrow()
-    batches = list(fuse_batches(START, END)(joined.to_batches(max_chunksize=batch_rows)))
+    batches = list(fuse_batches(START, END, MODELS)(joined.to_batches(max_chunksize=batch_rows)))
     return pa.Table.from_batches(batches, schema=TRACK_SCHEMA)
 
 
@@ -160,7 +163,7 @@ def test_an_undetermined_object_gets_no_track(catalogue, native):
 
 
 def test_no_observations_give_no_batches():
-    assert list(fuse_batches(START, END)(iter([]))) == []
+    assert list(fuse_batches(START, END, MODELS)(iter([]))) == []
 
 
 def test_stated_noise_is_the_noise(catalogue):

@@ -1,6 +1,8 @@
 """Associations: the object of the catalogue that each observation belongs to."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
+from collections.abc import Sequence
+
 import dagster as dg
 import numpy as np
 import pyarrow as pa
@@ -15,50 +17,58 @@ from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, OBJECT_ERRORS, p
 from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
 from branchlake_dagster.sda.association.arrow import ASSOCIATION_SCHEMA, OBSERVATION_INPUT, associate_batches
 from branchlake_dagster.sda.association.rules import assumed_position_sigma
-from branchlake_dagster.sda.contracts import Association
+from branchlake_dagster.sda.contracts.by_kind import association_contract
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.partitions import whole_catalogue, windows
+from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
+from branchlake_dagster.sda.sensor_kinds.registered import measurement_models
 from branchlake_dagster.sda.shipping import carried
 from branchlake_dagster.sda.windows import window_of
 
 ASSOCIATIONS = dg.AssetKey(["sda", "associations"])
 
 
-@dg.asset(
-    key=ASSOCIATIONS,
-    group_name=GROUP,
-    partitions_def=windows,
-    owners=OWNERS,
-    kinds={"iceberg", "spark"},
-    freshness_policy=OF_WINDOWS,
-    ins={
-        "observations": dg.AssetIn(OBSERVATIONS),
-        "catalogue": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue),
-    },
-    deps=[ELEMENT_ERRORS, OBJECT_ERRORS],
-    metadata=table_metadata(partition_by="window_start", require_checks=True)
-    | consumes({OBSERVATIONS: "range"}, on="sensor_timestamp")
-    | column_metadata(Association),
-)
-def associations(
-    context: dg.AssetExecutionContext,
-    observations: DataFrame,
-    catalogue: pa.Table,
-    lakehouse: LakehouseResource,
-) -> DataFrame:
-    """The object of the catalogue that each observation of the hour belongs to, or none, with the distance.
+def association_asset(kinds: Sequence[SensorKind]) -> dg.AssetsDefinition:
+    """Build `associations` of observations of the given kinds of sensor."""
+    models = measurement_models(kinds)
 
-    Predictions have the errors of the published error model, or assumed ones before there is a model.
-    """
-    start, end = window_of(context)
-    elements = Elements.from_arrow(of_tracked(catalogue).sort_by("sat_no"))
-    middle = np.full(len(elements), (start + end) // 2)
-    model = published_errors(lakehouse.catalog())
-    if model is None:
-        context.log.warning("There is no error model yet: the errors of the element sets are assumed.")
-        sigma_km = assumed_position_sigma(elements, middle)
-    else:
-        sigma_km = model.position_sigma(elements, middle)
-    associate = carried(associate_batches(elements, sigma_km, start, end))
-    by_sensor = observations.select(*OBSERVATION_INPUT).repartition("source_id")
-    return by_sensor.mapInArrow(associate, from_arrow_schema(ASSOCIATION_SCHEMA))
+    @dg.asset(
+        key=ASSOCIATIONS,
+        group_name=GROUP,
+        partitions_def=windows,
+        owners=OWNERS,
+        kinds={"iceberg", "spark"},
+        freshness_policy=OF_WINDOWS,
+        ins={
+            "observations": dg.AssetIn(OBSERVATIONS),
+            "catalogue": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue),
+        },
+        deps=[ELEMENT_ERRORS, OBJECT_ERRORS],
+        metadata=table_metadata(partition_by="window_start", require_checks=True)
+        | consumes({OBSERVATIONS: "range"}, on="sensor_timestamp")
+        | column_metadata(association_contract(list(models))),
+    )
+    def associations(
+        context: dg.AssetExecutionContext,
+        observations: DataFrame,
+        catalogue: pa.Table,
+        lakehouse: LakehouseResource,
+    ) -> DataFrame:
+        """The object that each observation of the hour belongs to, or none, with the distance.
+
+        Predictions have the errors of the published error model, or assumed ones before there is a model.
+        """
+        start, end = window_of(context)
+        elements = Elements.from_arrow(of_tracked(catalogue).sort_by("sat_no"))
+        middle = np.full(len(elements), (start + end) // 2)
+        model = published_errors(lakehouse.catalog())
+        if model is None:
+            context.log.warning("There is no error model yet: the errors of the element sets are assumed.")
+            sigma_km = assumed_position_sigma(elements, middle)
+        else:
+            sigma_km = model.position_sigma(elements, middle)
+        associate = carried(associate_batches(elements, sigma_km, start, end, models))
+        by_sensor = observations.select(*OBSERVATION_INPUT).repartition("source_id")
+        return by_sensor.mapInArrow(associate, from_arrow_schema(ASSOCIATION_SCHEMA))
+
+    return associations

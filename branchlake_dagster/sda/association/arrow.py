@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -17,21 +17,13 @@ from branchlake_dagster.sda.association.associate import (
 )
 from branchlake_dagster.sda.association.predictions import PredictedCatalog, Rows
 from branchlake_dagster.sda.association.rules import AssociationRules
-from branchlake_dagster.sda.estimation.arrow import observations_of
+from branchlake_dagster.sda.estimation.arrow import observations_of, of_known_kinds
 from branchlake_dagster.sda.orbits.frames import Floats
 from branchlake_dagster.sda.orbits.propagation import Elements
+from branchlake_dagster.sda.sensors.models import MEASUREMENT_COLUMNS, MeasurementModel
 
 _KEYS = ("observation_id", "source_kind", "source_id", "track_id", "sensor_timestamp", "sat_no", "max_skew_s")
-MEASUREMENT_INPUT = (
-    *("sensor_lat_deg", "sensor_lon_deg", "sensor_alt_km"),
-    *("range_km", "range_unc_km", "range_rate_km_s", "range_rate_unc_km_s"),
-    *("azimuth_deg", "azimuth_unc_deg", "elevation_deg", "elevation_unc_deg"),
-    *("ra_deg", "ra_unc_deg", "declination_deg", "declination_unc_deg"),
-    *(f"pos_{a}_km" for a in "xyz"),
-    *(f"vel_{a}_km_s" for a in "xyz"),
-    *("position_unc_km", "velocity_unc_km_s"),
-)
-OBSERVATION_INPUT = (*_KEYS, *MEASUREMENT_INPUT)
+OBSERVATION_INPUT = (*_KEYS, *MEASUREMENT_COLUMNS)
 """Columns of the envelope that the association reads. ``sat_no`` is the claim."""
 
 ASSOCIATION_SCHEMA = pa.schema(
@@ -65,7 +57,12 @@ _SORT_KEYS = [
 
 
 def associate_batches(
-    elements: Elements, sigma_km: Floats, start: int, end: int, rules: AssociationRules | None = None
+    elements: Elements,
+    sigma_km: Floats,
+    start: int,
+    end: int,
+    models: Mapping[str, MeasurementModel],
+    rules: AssociationRules | None = None,
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """Build a function from batches of observations (`OBSERVATION_INPUT`) to batches of `ASSOCIATION_SCHEMA`.
 
@@ -78,6 +75,7 @@ def associate_batches(
             `PublishedErrors.position_sigma`, at the middle of the window.
         start: the start of the window, UTC microseconds since 1970.
         end: its end. All observations lie within the window, up to the errors of their clocks.
+        models: measurement models by source kind. Observations of other kinds are left out.
         rules: the gates, by default `AssociationRules()`.
 
     """
@@ -85,28 +83,34 @@ def associate_batches(
     def associate_all(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         held = [batch for batch in batches if batch.num_rows]
         if held:
-            table = pa.Table.from_batches(held).select(list(OBSERVATION_INPUT))
+            table = of_known_kinds(pa.Table.from_batches(held).select(list(OBSERVATION_INPUT)), models)
+            if not table.num_rows:
+                return
             catalog = PredictedCatalog.predict(elements, sigma_km, start, end)
-            yield from associate_table(table, catalog, start, rules).to_batches()
+            yield from associate_table(table, catalog, start, models, rules).to_batches()
 
     return associate_all
 
 
 def associate_table(
-    table: pa.Table, catalog: PredictedCatalog, start: int, rules: AssociationRules | None = None
+    table: pa.Table,
+    catalog: PredictedCatalog,
+    start: int,
+    models: Mapping[str, MeasurementModel],
+    rules: AssociationRules | None = None,
 ) -> pa.Table:
     """Return the associations (`ASSOCIATION_SCHEMA`) of observations (`OBSERVATION_INPUT`) in any order.
 
-    An observation without a track is a track by itself.
+    An observation without a track is a track by itself. Every kind must have a model.
     """
     track_id = pc.coalesce(table.column("track_id"), table.column("observation_id"))
     table = table.set_column(table.schema.get_field_index("track_id"), "track_id", track_id)
     table = table.sort_by(_SORT_KEYS)
-    observations = tracked_observations(table)
+    observations = tracked_observations(table, models)
     return _association_table(table, associate(catalog, observations, rules), catalog, start)
 
 
-def tracked_observations(table: pa.Table) -> TrackedObservations:
+def tracked_observations(table: pa.Table, models: Mapping[str, MeasurementModel]) -> TrackedObservations:
     """Build the arrays of a table that is sorted by kind, sensor and track.
 
     The largest error of a clock is taken as the half width of a uniform distribution.
@@ -115,7 +119,8 @@ def tracked_observations(table: pa.Table) -> TrackedObservations:
     track = _number_runs(table, ("source_kind", "source_id", "track_id"))
     claims = pc.fill_null(table.column("sat_no"), -1).to_numpy().astype(np.int64)
     skew = table.column("max_skew_s").to_numpy().astype(np.float64)
-    return TrackedObservations(observations_of(table, track), sensor, claims, skew / np.sqrt(3.0))
+    measured = observations_of(table, track, models)
+    return TrackedObservations(measured, sensor, claims, skew / np.sqrt(3.0))
 
 
 def _number_runs(table: pa.Table, names: tuple[str, ...]) -> Rows:

@@ -10,9 +10,9 @@ The four results, for each observation:
 - ``uncorrelated``: several objects fit about equally well (`ambiguous`), or it was not assigned for any other
   reason (`outside_gate`): for example, no object is within the gate, or a value is missing.
 
-The claim of an observation is the catalog number that its source states. Only links state one: the number of
-their partner. An observation without such a number claims what its local track claims:
-the object that the track is assigned to.
+The claim of an observation is the catalog number that its source states: links name their partner, and laser
+stations their target. An observation without such a number claims what its local track claims: the object
+that the track is assigned to.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from branchlake_dagster.sda.association.assignment import assign_tracks, number_
 from branchlake_dagster.sda.association.candidates import find_candidates
 from branchlake_dagster.sda.association.passes import PassFits, fit_passes
 from branchlake_dagster.sda.association.predictions import (
-    MEASUREMENT_WIDTHS,
     PairModel,
     PredictedCatalog,
     Rows,
     model_pairs,
     solve_distances,
 )
-from branchlake_dagster.sda.association.rules import CLUTTER_VOLUMES, AssociationRules
+from branchlake_dagster.sda.association.rules import AssociationRules
 from branchlake_dagster.sda.estimation.batch import Observations
 from branchlake_dagster.sda.orbits.frames import Floats
+from branchlake_dagster.sda.sensors.models import MeasurementModel
 
 _BATCH_PAIRS = 100_000
 _NO_NUMBER = -1
@@ -116,10 +116,10 @@ def associate(
     count = len(observations)
     claimed_rows = catalog.usable_rows(observations.claimed_sat_no)
     is_untested = (observations.claimed_sat_no != _NO_NUMBER) & (claimed_rows < 0)
-    widths = np.array(MEASUREMENT_WIDTHS)[observations.measured.kind]
+    widths = observations.measured.widths
     is_complete = _has_all_values(observations.measured, widths)
     found = _Found.empty(count)
-    for kind in range(len(MEASUREMENT_WIDTHS)):
+    for kind in range(len(observations.measured.models)):
         rows = np.flatnonzero((observations.measured.kind == kind) & is_complete)
         if len(rows):
             _associate_kind(catalog, observations, claimed_rows, is_untested, rows, kind, rules, found)
@@ -208,7 +208,7 @@ def _associate_kind(
 
     Observations whose claim cannot be tested take no part in the assignment of tracks.
     """
-    pairs = _pairs_within_gate(catalog, observations, rows, kind, rules)
+    pairs = _pairs_within_gate(catalog, observations, claimed_rows, rows, kind, rules)
     found.candidates[rows] = np.bincount(pairs.observation, minlength=len(observations))[rows]
     if not len(pairs.observation):
         return
@@ -229,7 +229,8 @@ def _associate_kind(
     track_claim = _track_claims(track_of_row[rows], claimed_rows[rows], tracks)
     track_sensor = np.zeros(tracks, np.int64)
     track_sensor[track_of_row[rows]] = observations.sensor[rows]
-    chosen, is_ambiguous = _choose_fits(fits, track_size, track_claim, track_sensor, kind, rules)
+    measurement = observations.measured.models[kind]
+    chosen, is_ambiguous = _choose_fits(fits, track_size, track_claim, track_sensor, measurement, rules)
     track_object = np.where(chosen >= 0, fits.object_row[chosen], -1)
     sat_no = catalog.elements.sat_no
     assigned = np.flatnonzero(track_object[track_of_row[rows]] >= 0)
@@ -251,12 +252,14 @@ def _write(found: _Found, pairs: _Pairs, pair_rows: Rows, sat_no: Rows) -> None:
 def _pairs_within_gate(
     catalog: PredictedCatalog,
     observations: TrackedObservations,
+    claimed_rows: Rows,
     rows: Rows,
     kind: int,
     rules: AssociationRules,
 ) -> _Pairs:
-    gate = float(rules.gate(MEASUREMENT_WIDTHS[kind]))
     measured, clock = observations.measured, observations.clock_sigma_s
+    width = measured.models[kind].width
+    gate = float(rules.gate(width))
     parts: list[tuple[Rows, Rows, PairModel, Floats]] = []
     waiting: list[tuple[Rows, Rows]] = []
 
@@ -282,7 +285,14 @@ def _pairs_within_gate(
 
     size = 0
     for candidate in find_candidates(
-        catalog, measured, clock, rows, kind, reach=rules.reach, sigma_factor=rules.sigma_factor
+        catalog,
+        measured,
+        clock,
+        rows,
+        kind,
+        claimed_rows=claimed_rows,
+        reach=rules.reach,
+        sigma_factor=rules.sigma_factor,
     ):
         waiting.append(candidate)
         size += len(candidate[0])
@@ -292,7 +302,7 @@ def _pairs_within_gate(
     flush()
     if not parts:
         nothing = np.zeros(0, np.int64)
-        return _Pairs(nothing, nothing, nothing, _empty_model(kind), np.zeros(0))
+        return _Pairs(nothing, nothing, nothing, _empty_model(width), np.zeros(0))
     observation, object_row = (np.concatenate([part[k] for part in parts]) for k in (0, 1))
     distance = np.concatenate([part[3] for part in parts])
     track = measured.row[observation]
@@ -301,8 +311,8 @@ def _pairs_within_gate(
     return _Pairs(observation[order], object_row[order], track[order], model, distance[order])
 
 
-def _empty_model(kind: int) -> PairModel:
-    m = MEASUREMENT_WIDTHS[kind]
+def _empty_model(width: int) -> PairModel:
+    m = width
     shapes = ((m,), (m, 6), (6,), (m,), (m, m), (), (6,), (), ())
     return PairModel(*(np.zeros((0, *shape)) for shape in shapes))
 
@@ -339,7 +349,7 @@ def _choose_fits(
     track_size: Rows,
     track_claim: Rows,
     track_sensor: Rows,
-    kind: int,
+    measurement: MeasurementModel,
     rules: AssociationRules,
 ) -> tuple[Rows, npt.NDArray[np.bool_]]:
     """Choose the fit (tracks,) of each track, or -1, and report which tracks (tracks,) are ambiguous.
@@ -348,10 +358,10 @@ def _choose_fits(
     or all of them are false. A claim counts as much as a clear margin, so that another object must fit
     clearly better.
     """
-    width = MEASUREMENT_WIDTHS[kind]
+    width = measurement.width
     size = track_size[fits.track]
     is_option = fits.is_within_gate & (fits.members >= rules.min_track_share * size) & (fits.members > 0)
-    volume_cost = 2 * np.log(CLUTTER_VOLUMES[kind])
+    volume_cost = 2 * np.log(measurement.clutter_volume)
     gain = (
         fits.members * (volume_cost - width * np.log(2 * np.pi) + 2 * np.log(1 - rules.stray_share))
         + (size - fits.members) * 2 * np.log(rules.stray_share)

@@ -2,8 +2,9 @@
 
 Observations are grouped into short slices of time. All objects are placed once per slice, at its middle. A
 k-d tree of the slice's observations then finds, for each object, the observations within a radius that covers
-the motion during the slice and the error of the prediction. Radars and links are searched by position,
-telescopes by direction.
+the motion during the slice and the error of the prediction. Observations with a position are searched by
+position, others by direction. A kind that measures neither cannot find an object. Its observations are only
+compared with the object that they claim.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import numpy as np
 import numpy.typing as npt
 from scipy.spatial import cKDTree
 
-from branchlake_dagster.sda.association.predictions import LINK, OPTICAL, PredictedCatalog, Rows
+from branchlake_dagster.sda.association.predictions import PredictedCatalog, Rows
 from branchlake_dagster.sda.estimation.batch import Observations
 from branchlake_dagster.sda.orbits.frames import Floats, local_axes, site_teme
 from branchlake_dagster.sda.orbits.propagation import interpolate_hermite
 from branchlake_dagster.sda.orbits.two_body import MU_KM3_S2
+from branchlake_dagster.sda.sensors.models import MeasurementModel
 from branchlake_dagster.sda.trust.differences import rtn_axes
 
-SLICE_S = (60.0, 20.0, 60.0)
-"""Length of a slice by kind. Shorter slices need more searches, longer ones find more pairs. Directions
-change faster than positions, relative to their density."""
+POSITION_SLICE_S = 60.0
+DIRECTION_SLICE_S = 20.0
+"""Length of a slice. Shorter slices need more searches, longer ones find more pairs. Directions change faster
+than positions, relative to their density."""
 MAX_ACCELERATION_KM_S2 = 0.0098
 
 
@@ -35,6 +38,7 @@ def find_candidates(
     rows: Rows,
     kind: int,
     *,
+    claimed_rows: Rows,
     reach: float,
     sigma_factor: float,
 ) -> Iterator[tuple[Rows, Rows]]:
@@ -49,6 +53,7 @@ def find_candidates(
         clock_sigma_s: (observations,) one standard deviation of the sensor's clock.
         rows: the observations to search for, all of the same kind.
         kind: that kind.
+        claimed_rows: (observations,) rows of the claimed objects, or -1.
         reach: number of standard deviations of the measurement and of the prediction.
         sigma_factor: factor on the catalog's sigmas.
 
@@ -56,8 +61,15 @@ def find_candidates(
     objects = np.flatnonzero(catalog.is_usable)
     if not len(rows) or not len(objects):
         return
+    model = observations.models[kind]
+    direction = None if model.has_position else model.direction
+    if not model.has_position and direction is None:
+        claiming = rows[claimed_rows[rows] >= 0]
+        yield claiming, claimed_rows[claiming]
+        return
     sigma_km = sigma_factor * catalog.sigma_km[objects]
-    length = round(SLICE_S[kind] * 1e6)
+    slice_s = POSITION_SLICE_S if model.has_position else DIRECTION_SLICE_S
+    length = round(slice_s * 1e6)
     micros = observations.stations.micros[rows]
     slices = micros // length
     order = np.argsort(slices, kind="stable")
@@ -66,15 +78,24 @@ def find_candidates(
     for begin, end in zip(starts.tolist(), [*starts[1:].tolist(), len(rows)], strict=True):
         middle = int(slices[begin]) * length + length // 2
         position, velocity = _states_at_instant(catalog, objects, middle)
-        if kind == OPTICAL:
+        if direction is not None:
             found = _search_directions(
-                observations, rows[begin:end], middle, position, velocity, sigma_km, reach, clock_sigma_s
+                observations,
+                rows[begin:end],
+                model,
+                direction,
+                middle,
+                position,
+                velocity,
+                sigma_km,
+                reach,
+                clock_sigma_s,
             )
         else:
             found = _search_positions(
                 observations,
                 rows[begin:end],
-                kind,
+                model,
                 middle,
                 position,
                 velocity,
@@ -107,7 +128,7 @@ def _total_error(sigma_km: Floats, reach: float) -> Floats:
 def _search_positions(
     observations: Observations,
     rows: Rows,
-    kind: int,
+    model: MeasurementModel,
     middle: int,
     position: Floats,
     velocity: Floats,
@@ -115,8 +136,8 @@ def _search_positions(
     reach: float,
     clock_sigma_s: Floats,
 ) -> Iterator[tuple[Rows, Rows]]:
-    measured, measured_sigma = _measured_positions(observations, rows, kind)
-    half_s = SLICE_S[kind] / 2 + reach * float(clock_sigma_s[rows].max())
+    measured, measured_sigma = _measured_positions(observations, rows, model)
+    half_s = POSITION_SLICE_S / 2 + reach * float(clock_sigma_s[rows].max())
     radius = (
         _distance_travelled(np.linalg.norm(velocity, axis=1), half_s)
         + _total_error(sigma_km, reach)
@@ -174,6 +195,8 @@ def _near_orbit(
 def _search_directions(
     observations: Observations,
     rows: Rows,
+    model: MeasurementModel,
+    direction: tuple[int, int],
     middle: int,
     position: Floats,
     velocity: Floats,
@@ -190,18 +213,17 @@ def _search_directions(
         lat, lon, alt = (np.array([value]) for value in place)
         site, site_velocity = site_teme(lat, lon, alt, at)
         _, _, up = local_axes(lat, lon, at)
-        half_s = SLICE_S[OPTICAL] / 2 + reach * float(clock_sigma_s[here].max())
+        half_s = DIRECTION_SLICE_S / 2 + reach * float(clock_sigma_s[here].max())
         line = position - site
         speed = np.linalg.norm(velocity - site_velocity, axis=1)
         moved = _distance_travelled(speed, half_s) + error_km
         visible = np.flatnonzero(line @ up[0] > -moved)
         distance = np.linalg.norm(line[visible], axis=1)
-        measured_sigma = observations.sigma[here, 1].max()
+        measured, sigma = _measured_directions(observations, here, model, direction)
+        measured_sigma = sigma.max()
         # A chord between unit vectors is never longer than the angle; all directions are within 2.
         nearest = np.maximum(distance - moved[visible], 1e-9)
         radius = np.minimum(moved[visible] / nearest + 2 * reach * measured_sigma, 2.0)
-        ra, dec = observations.values[here, 0], observations.values[here, 1]
-        measured = np.stack([np.cos(dec) * np.cos(ra), np.cos(dec) * np.sin(ra), np.sin(dec)], axis=1)
         observation_rows, index = _within(here, measured, line[visible] / distance[:, None], radius)
         yield observation_rows, visible[index]
 
@@ -218,22 +240,43 @@ def _distance_travelled(speed: Floats, seconds: float) -> Floats:
     return np.asarray(speed * seconds + MAX_ACCELERATION_KM_S2 / 2 * seconds**2)
 
 
-def _measured_positions(observations: Observations, rows: Rows, kind: int) -> tuple[Floats, Floats]:
+def _measured_positions(
+    observations: Observations, rows: Rows, model: MeasurementModel
+) -> tuple[Floats, Floats]:
     """Return positions (k, 3) in TEME, km, and one standard deviation (k,) in the worst direction."""
     values, sigma = observations.values[rows], observations.sigma[rows]
-    if kind == LINK:
+    if model.direction is None:
         return values[:, :3], sigma[:, 0]
     stations = observations.stations
     lat, lon, alt, micros = (
         getattr(stations, name)[rows] for name in ("lat_deg", "lon_deg", "alt_km", "micros")
     )
-    distance, _, azimuth, elevation = values[:, :4].T
+    longitude, latitude = model.direction
+    distance, range_sigma = (of[:, model.columns.index("range_km")] for of in (values, sigma))
+    elevation = values[:, latitude]
     site, _ = site_teme(lat, lon, alt, micros)
-    east, north, up = local_axes(lat, lon, micros)
-    direction = (
-        (np.cos(elevation) * np.sin(azimuth))[:, None] * east
-        + (np.cos(elevation) * np.cos(azimuth))[:, None] * north
-        + np.sin(elevation)[:, None] * up
+    toward, _ = _measured_directions(observations, rows, model, model.direction)
+    angle_sigma = np.hypot(sigma[:, longitude] * np.cos(elevation), sigma[:, latitude])
+    return site + distance[:, None] * toward, np.hypot(range_sigma, distance * angle_sigma)
+
+
+def _measured_directions(
+    observations: Observations, rows: Rows, model: MeasurementModel, direction: tuple[int, int]
+) -> tuple[Floats, Floats]:
+    """Return unit vectors (k, 3) along the axes of TEME, and one standard deviation (k,) in rad."""
+    longitude, latitude = direction
+    turn, height = observations.values[rows, longitude], observations.values[rows, latitude]
+    sigma = observations.sigma[rows, latitude]
+    if model.geometry == "celestial":
+        vector = np.stack(
+            [np.cos(height) * np.cos(turn), np.cos(height) * np.sin(turn), np.sin(height)], axis=1
+        )
+        return vector, sigma
+    stations = observations.stations
+    east, north, up = local_axes(stations.lat_deg[rows], stations.lon_deg[rows], stations.micros[rows])
+    vector = (
+        (np.cos(height) * np.sin(turn))[:, None] * east
+        + (np.cos(height) * np.cos(turn))[:, None] * north
+        + np.sin(height)[:, None] * up
     )
-    angle_sigma = np.hypot(sigma[:, 2] * np.cos(elevation), sigma[:, 3])
-    return site + distance[:, None] * direction, np.hypot(sigma[:, 0], distance * angle_sigma)
+    return vector, sigma

@@ -25,19 +25,13 @@ from branchlake_dagster.sda.orbits.frames import Floats, Micros
 from branchlake_dagster.sda.orbits.plausible import find_state_faults
 from branchlake_dagster.sda.orbits.propagation import Elements, Ephemeris, propagate_satellites, time_grid
 from branchlake_dagster.sda.orbits.two_body import MU_KM3_S2
-from branchlake_dagster.sda.sensors import measurement
 from branchlake_dagster.sda.sensors.measurement import Stations
+from branchlake_dagster.sda.sensors.models import MeasurementModel
 from branchlake_dagster.sda.trust.differences import rtn_axes
 
 Rows = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-RADAR, OPTICAL, LINK = range(3)
-"""The kinds of `Observations.kind`."""
-MEASUREMENT_WIDTHS = (4, 2, 6)
-"""Number of measured values by kind."""
-_ANGLE_COLUMNS = ((2, 3), (0, 1))
-"""Columns of azimuth and elevation, and of right ascension and declination, by kind."""
 EPHEMERIS_STEP_S = 30.0
 MAX_IN_TRACK_SIGMA_KM = 100.0
 """Objects with a larger error along the track have no usable prediction. Neighbors in a plane of a
@@ -166,34 +160,29 @@ def solve_distances(covariance: Floats, residual: Floats) -> tuple[Floats, Float
 
 
 def predict_measurements(
-    kind: int, position: Floats, velocity: Floats, stations: Stations
+    measured: MeasurementModel, position: Floats, velocity: Floats, stations: Stations
 ) -> tuple[Floats, Floats]:
     """Return the measured values (k, m) of states (k, 3) and their derivatives (k, m, 6) by the state.
 
     The derivatives of azimuth and right ascension are on the sphere: multiplied by the cosine of the
     elevation or declination, as `subtract_measurements` gives the differences.
     """
-    if kind == LINK:
-        values = np.concatenate([position, velocity], axis=1)
-        return values, np.broadcast_to(np.eye(6), (len(values), 6, 6))
-    if kind == RADAR:
-        values, slope = measurement.radar(position, velocity, stations)
-    else:
-        values, slope = measurement.optical(position, stations)
-    longitude, latitude = _ANGLE_COLUMNS[kind]
-    slope[:, longitude] *= np.cos(values[:, latitude])[:, None]
+    values, slope = measured.predict(position, velocity, stations)
+    if measured.direction is not None:
+        longitude, latitude = measured.direction
+        slope[:, longitude] *= np.cos(values[:, latitude])[:, None]
     return values, slope
 
 
-def subtract_measurements(kind: int, values: Floats, predicted: Floats) -> Floats:
+def subtract_measurements(measured: MeasurementModel, values: Floats, predicted: Floats) -> Floats:
     """Return the difference (k, m) of measured values.
 
     Directions differ in the plane that touches the sphere at the predicted one. So nothing is singular at the
     zenith or the pole, where azimuth and right ascension change fast.
     """
     difference = values - predicted
-    if kind != LINK:
-        longitude, latitude = _ANGLE_COLUMNS[kind]
+    if measured.direction is not None:
+        longitude, latitude = measured.direction
         turn, low, high = difference[:, longitude], predicted[:, latitude], values[:, latitude]
         difference[:, latitude] = np.sin(high) * np.cos(low) - np.cos(high) * np.sin(low) * np.cos(turn)
         difference[:, longitude] = np.cos(high) * np.sin(turn)
@@ -220,7 +209,7 @@ def model_pairs(
         observations: the observations.
         clock_sigma_s: (observations,) one standard deviation of the sensor's clock.
         pairs: rows of the observations and rows of the objects, both (k,).
-        kind: the kind of all these observations.
+        kind: the kind of all these observations, an index of `Observations.models`.
         sigma_factor: factor on the catalog's sigmas.
         independent_share: share of the radial and normal error that observations of one pass do not share.
 
@@ -287,11 +276,12 @@ def _linearize(
     independent_share: float,
 ) -> PairModel:
     rows, objects = pairs
-    width = MEASUREMENT_WIDTHS[kind]
+    measured = observations.models[kind]
+    width = measured.width
     position, velocity = catalog.ephemeris.interpolate(objects, stations.micros + shift_micros)
     radius, speed = np.linalg.norm(position, axis=1), np.linalg.norm(velocity, axis=1)
     acceleration = -MU_KM3_S2 * position / radius[:, None] ** 3
-    predicted, slope = predict_measurements(kind, position, velocity, stations)
+    predicted, slope = predict_measurements(measured, position, velocity, stations)
     later = Stations(
         stations.lat_deg,
         stations.lon_deg,
@@ -299,7 +289,7 @@ def _linearize(
         stations.micros + round(_CLOCK_STEP_S * 1e6),
     )
     ahead, _ = predict_measurements(
-        kind, position + velocity * _CLOCK_STEP_S, velocity + acceleration * _CLOCK_STEP_S, later
+        measured, position + velocity * _CLOCK_STEP_S, velocity + acceleration * _CLOCK_STEP_S, later
     )
     axes = rtn_axes(position, velocity)
     local_slope = np.concatenate(
@@ -316,15 +306,15 @@ def _linearize(
     noise = spread @ np.swapaxes(spread, 1, 2)
     diagonal = np.arange(width)
     sigma_measured = observations.sigma[rows, :width].copy()
-    if kind != LINK:
-        longitude, latitude = _ANGLE_COLUMNS[kind]
+    if measured.direction is not None:
+        longitude, latitude = measured.direction
         sigma_measured[:, longitude] *= np.cos(observations.values[rows, latitude])
     noise[:, diagonal, diagonal] += sigma_measured**2
     return PairModel(
-        residual=subtract_measurements(kind, observations.values[rows, :width], predicted),
+        residual=subtract_measurements(measured, observations.values[rows, :width], predicted),
         local_slope=local_slope,
         time_slope=along / speed[:, None],
-        clock_slope=subtract_measurements(kind, ahead, predicted) / _CLOCK_STEP_S,
+        clock_slope=subtract_measurements(measured, ahead, predicted) / _CLOCK_STEP_S,
         weight=np.asarray(np.linalg.inv(noise), np.float64),
         noise_log_det=np.linalg.slogdet(noise)[1],
         scale=np.stack([radial, radial, transverse, normal, normal, clock_sigma_s[rows]], axis=1),

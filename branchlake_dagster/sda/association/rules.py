@@ -45,13 +45,6 @@ class AssociationRules:
         return float(np.sqrt(self.gate(6)))
 
 
-CLUTTER_VOLUMES = (
-    5_500.0 * 15.0 * 2 * np.pi * 1.4,
-    2 * np.pi,
-    4 / 3 * np.pi * 1_500.0**3 * 4 / 3 * np.pi * 15.0**3,
-)
-"""The volume over which false measurements of each kind spread: km km/s rad², rad², and km³ (km/s)³."""
-
 ASSUMED_SIGMA_KM = (0.5, 1.0, 0.5)
 """One sigma of an element set at its epoch, along R, T and N, where no error model is known yet."""
 ASSUMED_GROWTH_KM_PER_DAY = 3.0

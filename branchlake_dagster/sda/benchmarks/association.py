@@ -20,6 +20,7 @@ from branchlake_dagster.sda.gp.read import read_catalogue
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.sda.orbits.frames import Floats
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
+from branchlake_dagster.sda.sensor_kinds.registered import SENSOR_KINDS, measurement_models
 from branchlake_dagster.sda.trust.classes import semi_major_axis
 from branchlake_dagster.sda.trust.model import build_error_model
 from branchlake_dagster.sda.trust.tables import PublishedErrors, element_errors, object_errors
@@ -65,7 +66,9 @@ def measure_association(
     began = time.process_time()
     catalog = PredictedCatalog.predict(catalogs.earlier, catalogs.sigma_km, catalogs.start, end)
     predicted = time.process_time()
-    associations = pl.DataFrame(associate_table(table, catalog, catalogs.start))
+    associations = pl.DataFrame(
+        associate_table(table, catalog, catalogs.start, measurement_models(SENSOR_KINDS))
+    )
     done = time.process_time()
     usable = pl.Series(catalog.elements.sat_no[catalog.is_usable])
     age = associations["element_age_days"].drop_nulls().median()

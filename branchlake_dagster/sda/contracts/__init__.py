@@ -22,7 +22,7 @@ from branchlake_dagster.sda.contracts.conjunctions import Conjunction, Conjuncti
 from branchlake_dagster.sda.contracts.ephemerides import EphemerisConjunction
 from branchlake_dagster.sda.contracts.observations import Association, Observation, RejectedObservation
 from branchlake_dagster.sda.contracts.raw import RawLink, RawOptical, RawRadar
-from branchlake_dagster.sda.contracts.states import FusedTrack, QuarantinedObject
+from branchlake_dagster.sda.contracts.states import QuarantinedObject
 from branchlake_dagster.sda.contracts.trust import ElementError, ElementJump, ObjectError
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "ElementJump",
     "ElementSet",
     "EphemerisConjunction",
-    "FusedTrack",
     "MergeOutcome",
     "ObjectError",
     "Observation",

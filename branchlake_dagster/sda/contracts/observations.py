@@ -13,7 +13,6 @@ from branchlake_dagster.sda.contracts.fields import (
     must,
     window,
 )
-from branchlake_dagster.sda.sensors.native import SOURCE_KINDS
 
 MAX_RANGE_KM = 500_000.0
 """Farther than the Moon."""
@@ -45,9 +44,7 @@ class Observation(Contract):
         str_matches=UUID5_PATTERN,
     )
     window_start: T.TimestampType = window()
-    source_kind: T.StringType = must(
-        "Kind of sensor; isl is an inter-satellite link.", isin=list(SOURCE_KINDS)
-    )
+    source_kind: T.StringType = must("Kind of sensor; isl is an inter-satellite link.")
     source_id: T.StringType = must("Source of the observation: the sensor.")
     orig_sensor_id: T.StringType = may("Sensor, as its owner calls it.")
     sensor_timestamp: T.TimestampType = must("Instant of the measurement by the sensor's clock, UTC.")
@@ -96,7 +93,7 @@ class RejectedObservation(Contract):
 
     observation_id: T.StringType = must("The id that the observation would have.", str_matches=UUID5_PATTERN)
     reason: T.StringType = must("Why it is rejected: the first reason.", isin=list(REJECTION_REASONS))
-    source_kind: T.StringType = must("Kind of sensor.", isin=list(SOURCE_KINDS))
+    source_kind: T.StringType = must("Kind of sensor.")
     source_id: T.StringType = must("Source of the measurement: the sensor.")
     sensor_timestamp: T.TimestampType = must("Instant of the measurement by the sensor's clock, UTC.")
     ingest_timestamp: T.TimestampType = may("Instant of the receipt, UTC.")
@@ -116,7 +113,7 @@ class Association(Contract):
 
     window_start: T.TimestampType = window()
     observation_id: T.StringType = must("The observation.", str_matches=UUID5_PATTERN)
-    source_kind: T.StringType = must("Kind of sensor.", isin=list(SOURCE_KINDS))
+    source_kind: T.StringType = must("Kind of sensor.")
     source_id: T.StringType = must("Source of the observation: the sensor.")
     track_id: T.StringType = must("The sensor's own track; that of a single observation is its id.")
     sensor_timestamp: T.TimestampType = must("Instant of the measurement by the sensor's clock, UTC.")

@@ -10,8 +10,8 @@ import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
 from branchlake_dagster.sda.contracts.fields import Contract, may, must
 
 
-class _Received(Contract):
-    """What every kind has."""
+class Received(Contract):
+    """The columns of every raw table: the sensor, its track, the instant, the clock and the record."""
 
     orig_sensor_id: T.StringType = must("Sensor, as its owner calls it.")
     track_id: T.StringType = may("The sensor's own track that the measurement belongs to.")
@@ -26,15 +26,15 @@ class _Received(Contract):
     topic_offset: T.LongType = may("Offset of the record in that partition.")
 
 
-class _OnGround(_Received):
-    """What a sensor on the ground has beside."""
+class OnGround(Received):
+    """The columns of every raw table of sensors on the ground: also where the sensor stands."""
 
     sensor_lat_deg: T.DoubleType = must("Geodetic latitude of the sensor, WGS-84.", "deg", ge=-90.0, le=90.0)
     sensor_lon_deg: T.DoubleType = must("Longitude of the sensor, east positive, WGS-84.", "deg")
     sensor_alt_km: T.DoubleType = must("Height of the sensor above the WGS-84 ellipsoid.", "km")
 
 
-class RawRadar(_OnGround):
+class RawRadar(OnGround):
     """A radar's datagram."""
 
     frame_digest: T.StringType = may("SHA-256 digest of the datagram, in hexadecimal.")
@@ -50,7 +50,7 @@ class RawRadar(_OnGround):
     sigma_angle_rad: T.DoubleType = must("Standard deviation of a direction on the sphere.", "rad", gt=0.0)
 
 
-class RawOptical(_OnGround):
+class RawOptical(OnGround):
     """An item of a telescope's page."""
 
     obs_id: T.StringType = must("UUID that the telescope gave the measurement, in lower case.")
@@ -59,7 +59,7 @@ class RawOptical(_OnGround):
     sigma_arcsec: T.DoubleType = must("Standard deviation of a direction on the sphere.", "arcsec", gt=0.0)
 
 
-class RawLink(_Received):
+class RawLink(Received):
     """A frame of an inter-satellite link."""
 
     frame_digest: T.StringType = may("SHA-256 digest of the frame, in hexadecimal.")

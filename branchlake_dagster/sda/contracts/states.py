@@ -20,8 +20,8 @@ def covariance(one: str, other: str, unit: str) -> Any:
     return may(what, unit)
 
 
-class FusedTrack(Contract):
-    """An estimated state with its formal covariance.
+class TrackState(Contract):
+    """The state of a track: its first columns.
 
     Source: OPM, CCSDS 502.0-B-3 section 3: state vector and the lower triangle of its covariance matrix
     (CX_X, CY_X, CY_Y …), km and s.
@@ -58,9 +58,11 @@ class FusedTrack(Contract):
     cz_dot_x_dot: T.DoubleType = covariance("z_dot", "x_dot", "km²/s²")
     cz_dot_y_dot: T.DoubleType = covariance("z_dot", "y_dot", "km²/s²")
     cz_dot_z_dot: T.DoubleType = covariance("z_dot", "z_dot", "km²/s²")
-    n_radar: T.LongType = may("Radar observations that were used.")
-    n_optical: T.LongType = may("Optical observations that were used.")
-    n_isl: T.LongType = may("Inter-satellite link observations that were used.")
+
+
+class TrackFit(Contract):
+    """How well a track agrees with its measurements and with the catalogue: its last columns."""
+
     n_measurements: T.LongType = must("Measured numbers that were used: an observation has several.", gt=6)
     chi2_per_dof: T.DoubleType = must(
         "Squared residuals over their variances, per degree of freedom.", ge=0.0

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from branchlake_dagster.sda.orbits.frames import Floats
 from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites, time_grid
 from branchlake_dagster.sda.orbits.two_body import transition_matrices
-from branchlake_dagster.sda.sensors import measurement
 from branchlake_dagster.sda.sensors.measurement import Stations, wrap
+from branchlake_dagster.sda.sensors.models import MAX_WIDTH, MeasurementModel
 
 REFERENCE_STEP_S = 30.0
 ITERATIONS = 5
@@ -27,15 +27,14 @@ MAX_POSITION_SIGMA_KM = 20.0
 """A wider estimate says less than the element set it would correct."""
 
 _RCOND = 1e-12
-_MEASUREMENTS = 6
 
 
 @dataclass(frozen=True)
 class Observations:
     """Measurements sorted by object, n rows: values and standard deviations (n, 6) in km, km/s and rad.
 
-    ``kind`` is 0 radar (range, range rate, azimuth, elevation), 1 optical (right ascension, declination)
-    or 2 state vector (position, velocity); unused columns are ignored. ``row`` is the index of the object.
+    ``kind`` is the index of a row's model in ``models``; columns beyond its width are ignored. ``row`` is the
+    index of the object.
     """
 
     row: npt.NDArray[np.int64]
@@ -43,6 +42,12 @@ class Observations:
     values: Floats
     sigma: Floats
     stations: Stations
+    models: tuple[MeasurementModel, ...]
+
+    @property
+    def widths(self) -> npt.NDArray[np.int64]:
+        """The number of measured values (n,) of each row."""
+        return np.array([model.width for model in self.models], np.int64)[self.kind]
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,8 @@ class Tracks:
 
     States (k, 3) and covariance (k, 6, 6) are TEME at the epoch, km and km/s; the covariance is the formal
     one, from the stated sensor noise alone. ``offset`` (k, 6) is the state minus the catalogue's and
-    ``offset_ric`` (k, 3) its position part along radial, in-track and cross-track.
+    ``offset_ric`` (k, 3) its position part along radial, in-track and cross-track. ``counts`` (k, kinds) are
+    the observations of each kind.
     """
 
     row: npt.NDArray[np.int64]
@@ -84,7 +90,7 @@ def estimate(elements: Elements, observations: Observations, *, start: int, end:
     epoch = (start + end) // 2
     everyone = np.arange(objects)
     epoch_r, epoch_v = reference.interpolate(everyone, np.full(objects, epoch))
-    counts = np.zeros((objects, 3), np.int64)
+    counts = np.zeros((objects, len(observations.models)), np.int64)
     np.add.at(counts, (row, observations.kind), 1)
     usable = reference.valid.all(axis=1) & (counts.sum(axis=1) >= MIN_OBSERVATIONS)
     # Objects without a reference stay in the arrays with weight zero, so that indices need no mapping.
@@ -94,7 +100,7 @@ def estimate(elements: Elements, observations: Observations, *, start: int, end:
     start_r = np.where(usable[:, None], epoch_r, [7000.0, 0.0, 0.0])
     start_v = np.where(usable[:, None], epoch_v, [0.0, 7.5, 0.0])
     mapping = transition_matrices(start_r[row], start_v[row], (micros - epoch) / 1e6)
-    used = np.arange(_MEASUREMENTS) < np.array([4, 2, 6])[observations.kind][:, None]
+    used = np.arange(MAX_WIDTH) < observations.widths[:, None]
     weight = np.where(used & here[:, None], 1 / np.where(used, observations.sigma, 1.0), 0.0)
     offset = np.zeros((objects, 6))
     for _ in range(ITERATIONS):
@@ -132,24 +138,18 @@ def _linearise(
     """Residuals (n, 6) and measurement slopes (n, 6, 6) at the reference plus the mapped offset."""
     moved = np.einsum("nij,nj->ni", mapping, offset[obs.row])
     r, v = at_r + moved[:, :3], at_v + moved[:, 3:]
-    residual = np.zeros((len(r), _MEASUREMENTS))
-    slope = np.zeros((len(r), _MEASUREMENTS, 6))
-    for kind, width in ((0, 4), (1, 2), (2, 6)):
+    residual = np.zeros((len(r), MAX_WIDTH))
+    slope = np.zeros((len(r), MAX_WIDTH, 6))
+    for kind, model in enumerate(obs.models):
         rows = np.flatnonzero(obs.kind == kind)
         s = obs.stations
         where = Stations(s.lat_deg[rows], s.lon_deg[rows], s.alt_km[rows], s.micros[rows])
-        if kind == 0:
-            expected, derivative = measurement.radar(r[rows], v[rows], where)
-        elif kind == 1:
-            expected, derivative = measurement.optical(r[rows], where)
-        else:
-            expected = np.concatenate([r[rows], v[rows]], axis=1)
-            derivative = np.broadcast_to(np.eye(6), (len(rows), 6, 6))
-        difference = obs.values[rows, :width] - expected
-        angles = {0: [2, 3], 1: [0, 1], 2: []}[kind]
+        expected, derivative = model.predict(r[rows], v[rows], where)
+        difference = obs.values[rows, : model.width] - expected
+        angles = list(model.direction or ())
         difference[:, angles] = wrap(difference[:, angles])
-        residual[rows, :width] = difference
-        slope[rows, :width] = derivative
+        residual[rows, : model.width] = difference
+        slope[rows, : model.width] = derivative
     return residual, slope
 
 

@@ -17,7 +17,7 @@ from branchlake_dagster.sda.feeds.damage import encoded
 from branchlake_dagster.sda.feeds.plan import Batch, Plan, Tally
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.sensors.native import NATIVE_COLUMNS
-from branchlake_dagster.sda.sensors.network import Noise, Tasking
+from branchlake_dagster.sda.sensors.network import ALLOWED_LATENESS_S, Noise, Tasking
 from branchlake_dagster.sda.sensors.simulate import (
     STEP_S,
     Scene,
@@ -33,9 +33,6 @@ Rows = npt.NDArray[np.int64]
 
 WINDOW_S = round(STEP_S)
 """Who sees what is looked up once in so long."""
-
-LATEST_S = {"radar": 0.1, "optical": 30.0, "isl": 10.0}
-"""How late a kind may be."""
 
 _RELEASE_S = 5.0
 """A telescope's site gives out what it has in rounds of so long."""
@@ -111,7 +108,7 @@ class Feed:
         straggling = np.flatnonzero(drawn[:, 1] < plan.stragglers)
         measured = native["timestamp_ns"].to_numpy()
         send = measured + _delays(kind, measured, rng)
-        latest = round(LATEST_S[kind] * 1e9)
+        latest = round(ALLOWED_LATENESS_S[kind] * 1e9)
         send[straggling] = (
             measured[straggling] + latest + (rng.random(len(straggling)) * latest).astype(np.int64)
         )
@@ -132,7 +129,7 @@ class Feed:
 def _delays(kind: str, measured: Rows, rng: np.random.Generator) -> Rows:
     """From measurement to sending. Radars' differ, which is disorder; a link's are all the same."""
     if kind == "radar":
-        latest = LATEST_S[kind]
+        latest = ALLOWED_LATENESS_S[kind]
         return (np.minimum(rng.exponential(latest / 5, len(measured)), latest) * 1e9).astype(np.int64)
     if kind == "optical":
         release = round(_RELEASE_S * 1e9)

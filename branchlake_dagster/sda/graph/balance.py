@@ -1,6 +1,7 @@
 """The balance of observations: every raw measurement is an observation, rejected, or was received before."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the check.
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -13,19 +14,12 @@ from pyiceberg.table import DataScan
 
 from branchlake_dagster import LakehouseResource
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
-from branchlake_dagster.sda.assets.raw import RAW_LINKS, RAW_OPTICAL, RAW_RADAR
+from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
 
 MAX_REPEATED_SHARE = 0.01
 """The largest share of measurements that may have been received before. About one in a thousand is usual."""
 MAX_REPEATED = 10
 """A number of repeated measurements that never matters, as in an hour with few measurements."""
-
-_RECORD_IDS = {
-    RAW_RADAR: ("frame_digest",),
-    RAW_OPTICAL: ("obs_id", "timestamp_ns"),
-    RAW_LINKS: ("frame_digest",),
-}
-"""The columns that identify a record of one sensor, as in the id of an observation."""
 
 
 @dataclass(frozen=True)
@@ -59,53 +53,62 @@ class Balance:
         return not self.has_invented and self.repeated <= max(MAX_REPEATED, MAX_REPEATED_SHARE * self.raw)
 
 
-@dg.asset_check(
-    asset=OBSERVATIONS,
-    additional_deps=[RAW_RADAR, RAW_OPTICAL, RAW_LINKS, REJECTED_OBSERVATIONS],
-    description="Each raw measurement is an observation, rejected, or one of few that were received again.",
-    metadata={"branchlake/scope": "rows"},
-)
-def balance(context: dg.AssetCheckExecutionContext, lakehouse: LakehouseResource) -> dg.AssetCheckResult:
-    """Count the rows of the run's hours; only the sensors' times are read.
+def balance_check(kinds: Sequence[SensorKind]) -> dg.AssetChecksDefinition:
+    """Build the check `balance` of the given kinds of sensor."""
 
-    If many measurements seem to be repeated, as after a replay, the distinct ones are counted: that reads the
-    ids of the hours' raw measurements. More observations than measurements are an error. Measurements that
-    are neither observations nor rejected are a warning: another run records the rejections, perhaps later.
-    """
-    window, catalog = context.op_execution_context.partition_time_window, lakehouse.catalog()
-    found = count_balance(catalog, window.start, window.end)
-    passed = found.is_even
-    if not passed and found.repeated > 0:
-        distinct = count_distinct_measurements(catalog, window.start, window.end)
-        passed = replace(found, raw=distinct).is_even
-    return dg.AssetCheckResult(
-        passed=passed,
-        severity=dg.AssetCheckSeverity.ERROR if found.has_invented else dg.AssetCheckSeverity.WARN,
-        metadata={
-            "raw_measurements": found.raw,
-            "observations": found.observations,
-            "rejected": found.rejected,
-            "repeated": found.repeated,
-        },
+    @dg.asset_check(
+        asset=OBSERVATIONS,
+        additional_deps=[*(kind.raw_table for kind in kinds), REJECTED_OBSERVATIONS],
+        description="Each raw measurement is an observation, rejected, or one of few that were received"
+        " again.",
+        metadata={"branchlake/scope": "rows"},
     )
+    def balance(context: dg.AssetCheckExecutionContext, lakehouse: LakehouseResource) -> dg.AssetCheckResult:
+        """Count the rows of the run's hours; only the sensors' times are read.
+
+        If many measurements seem to be repeated, as after a replay, the distinct ones are counted: that reads
+        the ids of the hours' raw measurements. More observations than measurements are an error. Measurements
+        that are neither observations nor rejected are a warning: another run records the rejections, perhaps
+        later.
+        """
+        window, catalog = context.op_execution_context.partition_time_window, lakehouse.catalog()
+        found = count_balance(catalog, kinds, window.start, window.end)
+        passed = found.is_even
+        if not passed and found.repeated > 0:
+            distinct = count_distinct_measurements(catalog, kinds, window.start, window.end)
+            passed = replace(found, raw=distinct).is_even
+        return dg.AssetCheckResult(
+            passed=passed,
+            severity=dg.AssetCheckSeverity.ERROR if found.has_invented else dg.AssetCheckSeverity.WARN,
+            metadata={
+                "raw_measurements": found.raw,
+                "observations": found.observations,
+                "rejected": found.rejected,
+                "repeated": found.repeated,
+            },
+        )
+
+    return balance
 
 
-def count_balance(catalog: Catalog, start: datetime, end: datetime) -> Balance:
+def count_balance(catalog: Catalog, kinds: Sequence[SensorKind], start: datetime, end: datetime) -> Balance:
     """Count rows with a sensor time from `start` (inclusive) to `end`. A missing table has none."""
 
     def count(*keys: dg.AssetKey) -> int:
         return sum(_count_rows(catalog, key, start, end) for key in keys)
 
-    raw = count(RAW_RADAR, RAW_OPTICAL, RAW_LINKS)
+    raw = count(*(kind.raw_table for kind in kinds))
     return Balance(raw, count(OBSERVATIONS), count(REJECTED_OBSERVATIONS))
 
 
-def count_distinct_measurements(catalog: Catalog, start: datetime, end: datetime) -> int:
+def count_distinct_measurements(
+    catalog: Catalog, kinds: Sequence[SensorKind], start: datetime, end: datetime
+) -> int:
     """Count the records with a sensor time in the span, each once. Holds eight bytes for each measurement."""
     hashes = [np.empty(0, np.uint64)]
-    for key, record_id in _RECORD_IDS.items():
-        columns = ("orig_sensor_id", *record_id)
-        if (scan := _scan_span(catalog, key, start, end, columns)) is not None:
+    for kind in kinds:
+        columns = ("orig_sensor_id", *kind.record_id)
+        if (scan := _scan_span(catalog, kind.raw_table, start, end, columns)) is not None:
             for batch in scan.to_arrow_batch_reader():
                 ids = pl.DataFrame(pl.from_arrow(batch)).select(columns)
                 hashes.append(np.unique(ids.hash_rows().to_numpy()))

@@ -7,7 +7,6 @@ import dagster as dg
 
 from branchlake_dagster import Settings, branchlake_definitions
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.sda.assets.raw import live_sensors
 from branchlake_dagster.sda.graph.definitions import (
     fusion_assets,
     fusion_checks,
@@ -16,9 +15,11 @@ from branchlake_dagster.sda.graph.definitions import (
     fusion_sensors,
     pull_schedule,
 )
+from branchlake_dagster.sda.graph.sensor_graph import sensor_graph
 from branchlake_dagster.sda.providers.celestrak import CelesTrak
 from branchlake_dagster.sda.providers.pulled import GpProvider
 from branchlake_dagster.sda.providers.space_track import SpaceTrack
+from branchlake_dagster.sda.sensor_kinds.registered import select_sensor_kinds
 from branchlake_dagster.sda.sources import GpSource
 
 GP_DIR = "BRANCHLAKE_GP_DIR"
@@ -32,14 +33,19 @@ LIVE_SENSORS = "BRANCHLAKE_LIVE_SENSORS"
 """Environment variable: where the sensors' topics are, `landing` or `kafka`; unset: in the landing folder."""
 
 
-def raw_measurements(settings: Settings) -> dg.Definitions:
-    """The ingestions of the sensors' measurements."""
+SENSORS = "BRANCHLAKE_SENSORS"
+"""Environment variable: the kinds of sensor, as `select_sensor_kinds` reads them; unset: `default`."""
+
+
+def sensor_measurements(settings: Settings) -> dg.Definitions:
+    """The graph of the sensors' measurements, from bytes to tracks."""
     wanted = os.environ.get(LIVE_SENSORS, "").strip().lower() or "landing"
     if wanted not in ("landing", "kafka"):
         raise ConfigurationError(
             f"{LIVE_SENSORS} is {wanted!r}.", hint="Set it to landing or kafka, or unset it."
         )
-    return live_sensors("kafka" if wanted == "kafka" else "landing", settings.receiver_monitors)
+    kinds = select_sensor_kinds(os.environ.get(SENSORS, ""))
+    return sensor_graph(kinds, "kafka" if wanted == "kafka" else "landing", settings.receiver_monitors)
 
 
 def gp_provider(settings: Settings) -> GpProvider | None:
@@ -76,4 +82,4 @@ def build_definitions(settings: Settings) -> dg.Definitions:
         # One process per run: a process per step costs its start-up for each, and the work is Spark's.
         executor=dg.in_process_executor,
     )
-    return branchlake_definitions(settings, dg.Definitions.merge(graph, raw_measurements(settings)))
+    return branchlake_definitions(settings, dg.Definitions.merge(graph, sensor_measurements(settings)))

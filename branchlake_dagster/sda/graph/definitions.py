@@ -9,7 +9,7 @@ import dagster as dg
 
 from branchlake_dagster import PublishedAssets, incremental_sensor, published_sensor
 from branchlake_dagster.sda.assets.alerts import CONJUNCTION_ALERTS, conjunction_alerts
-from branchlake_dagster.sda.assets.associations import ASSOCIATIONS, associations
+from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
 from branchlake_dagster.sda.assets.catalogue import (
     CATALOGUE,
     ELEMENT_SETS,
@@ -19,12 +19,7 @@ from branchlake_dagster.sda.assets.catalogue import (
 )
 from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS, conjunctions
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS, ephemeris_conjunctions
-from branchlake_dagster.sda.assets.observations import (
-    OBSERVATIONS,
-    REJECTED_OBSERVATIONS,
-    observations,
-    rejected_observations,
-)
+from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
 from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS, quarantined_objects
 from branchlake_dagster.sda.assets.registry import (
     ELEMENT_HISTORY,
@@ -35,7 +30,7 @@ from branchlake_dagster.sda.assets.registry import (
     satellites,
 )
 from branchlake_dagster.sda.assets.risks import CONJUNCTION_RISKS, conjunction_risks
-from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS, fused_tracks
+from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS, element_trust
 from branchlake_dagster.sda.assets.upkeep import MAX_CATALOGUE_AGE
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH
@@ -58,18 +53,14 @@ fusion_assets: list[dg.AssetsDefinition] = [
     gp_ingest,
     registry,
     satellites,
-    observations,
-    rejected_observations,
-    associations,
     quarantined_objects,
-    fused_tracks,
     conjunction_risks,
     conjunction_alerts,
     element_trust,
     conjunctions,
     ephemeris_conjunctions,
 ]
-"""All assets of the graph."""
+"""The assets of the graph, without those of `sensor_graph`."""
 
 catalogue_job = dg.define_asset_job(
     "catalogue_job",

@@ -7,7 +7,6 @@ import dagster as dg
 from branchlake_dagster import join_checks, pandera_checks, sql_check
 from branchlake_dagster.sda import contracts
 from branchlake_dagster.sda.assets.alerts import CONJUNCTION_ALERTS
-from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
 from branchlake_dagster.sda.assets.catalogue import (
     CATALOGUE,
     ELEMENT_SETS,
@@ -16,15 +15,13 @@ from branchlake_dagster.sda.assets.catalogue import (
 )
 from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS
-from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
 from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS
 from branchlake_dagster.sda.assets.registry import ELEMENT_HISTORY, MERGE_AUDIT, OBJECTS, SATELLITES
 from branchlake_dagster.sda.assets.risks import CONJUNCTION_RISKS
-from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS
 from branchlake_dagster.sda.graph.agreement import tracked_have_elements
-from branchlake_dagster.sda.graph.balance import balance
 from branchlake_dagster.sda.graph.listing import listing_checks
+from branchlake_dagster.sda.graph.unique_keys import DUPLICATES, unique_key
 from branchlake_dagster.sda.partitions import gp_snapshots, windows
 
 MAX_REJECTED_SHARE = 0.01
@@ -33,15 +30,11 @@ MAX_REJECTED_SHARE = 0.01
 MAX_REJECTED = 10
 """Records that say nothing of a feed, however few there are, unless they are most of the file."""
 
-MAX_CHI2_PER_DOF = 10.0
-MAX_UNCORRELATED_SHARE = 0.2
-"""Of a kind's observations. On real element sets up to two days old it is 5 to 11 %."""
 MAX_QUARANTINED_SHARE = 0.05
 MAX_ERROR_OF_A_DAY_KM = 50.0
 """Along the track. In real history the lowest class has 21 km, the others 0.2 to 6."""
 MAX_MISFIT = 3.0
 
-_DUPLICATES = "SELECT {key}, count(*) AS copies FROM {{this}} GROUP BY {key} HAVING count(*) > 1"
 
 _REJECTED_SHARE = f"""
 SELECT r.snapshot_id, r.rejected, coalesce(e.accepted, 0) AS accepted
@@ -52,17 +45,6 @@ LEFT JOIN (SELECT snapshot_id, count(*) AS accepted FROM nessie.sda.element_sets
 WHERE r.rejected > {MAX_REJECTED_SHARE} * (r.rejected + coalesce(e.accepted, 0))
   AND r.rejected > least({MAX_REJECTED}, coalesce(e.accepted, 0))
 """  # noqa: S608 - built from constants
-
-_WRONG_FIELDS = """
-SELECT source_kind, observation_id FROM {this}
-WHERE (source_kind = 'radar')
-        <> (range_km IS NOT NULL AND azimuth_deg IS NOT NULL AND elevation_deg IS NOT NULL)
-   OR (source_kind = 'optical') <> (ra_deg IS NOT NULL AND declination_deg IS NOT NULL)
-   OR (source_kind = 'isl') <> (pos_x_km IS NOT NULL AND vel_x_km_s IS NOT NULL)
-   OR (source_kind = 'isl'
-       AND pos_x_km * pos_x_km + pos_y_km * pos_y_km + pos_z_km * pos_z_km < 6378.137 * 6378.137)
-   OR sensor_timestamp < window_start OR sensor_timestamp >= window_start + INTERVAL 1 HOUR
-"""
 
 _UNORDERED_ENTRIES = """
 SELECT alert_id, count(*) AS entries, max(sequence) AS last_sequence FROM {this} GROUP BY alert_id
@@ -78,22 +60,10 @@ HAVING count(*) > 1 OR sat1_object_designator >= sat2_object_designator
 """
 
 
-def _unique(
-    asset: dg.AssetKey, key: str, partitions: dg.PartitionsDefinition[str]
-) -> dg.AssetChecksDefinition:
-    return sql_check(
-        asset,
-        "no_duplicates",
-        _DUPLICATES.format(key=key),
-        partitions_def=partitions,
-        description=f"No two rows share {key}.",
-    )
-
-
 fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
     [
         pandera_checks(ELEMENT_SETS, contracts.ElementSet, partitions_def=gp_snapshots),
-        _unique(ELEMENT_SETS, "snapshot_id, sat_no", gp_snapshots),
+        unique_key(ELEMENT_SETS, "snapshot_id, sat_no", gp_snapshots),
         sql_check(
             ELEMENT_SETS,
             "rejected_share",
@@ -118,31 +88,6 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
         """,
             description="Of each object one period is open.",
         ),
-        pandera_checks(OBSERVATIONS, contracts.Observation, partitions_def=windows),
-        _unique(OBSERVATIONS, "observation_id", windows),
-        sql_check(
-            OBSERVATIONS,
-            "fields_of_kind",
-            _WRONG_FIELDS,
-            partitions_def=windows,
-            description="Each kind has its own measurement and no other, above ground, within its window.",
-        ),
-        balance,
-        pandera_checks(REJECTED_OBSERVATIONS, contracts.RejectedObservation, whole_table=True),
-        pandera_checks(ASSOCIATIONS, contracts.Association, partitions_def=windows),
-        _unique(ASSOCIATIONS, "observation_id", windows),
-        sql_check(
-            ASSOCIATIONS,
-            "few_uncorrelated",
-            f"""
-        SELECT source_kind, count(*) AS observations, count_if(result = 'uncorrelated') AS uncorrelated
-        FROM {{this}} GROUP BY source_kind
-        HAVING count_if(result = 'uncorrelated') > {MAX_UNCORRELATED_SHARE} * count(*)
-        """,  # noqa: S608 - built from constants
-            severity="warn",
-            partitions_def=windows,
-            description=f"Of each kind of sensor at most {MAX_UNCORRELATED_SHARE:.0%} have no object.",
-        ),
         pandera_checks(QUARANTINED_OBJECTS, contracts.QuarantinedObject, partitions_def=windows),
         sql_check(
             QUARANTINED_OBJECTS,
@@ -155,16 +100,6 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
             severity="warn",
             partitions_def=windows,
             description=f"At most {MAX_QUARANTINED_SHARE:.0%} of the objects are quarantined.",
-        ),
-        pandera_checks(FUSED_TRACKS, contracts.FusedTrack, partitions_def=windows),
-        _unique(FUSED_TRACKS, "window_start, sat_no", windows),
-        sql_check(
-            FUSED_TRACKS,
-            "residuals",
-            f"SELECT sat_no, chi2_per_dof FROM {{this}} WHERE chi2_per_dof > {MAX_CHI2_PER_DOF}",  # noqa: S608
-            severity="warn",
-            partitions_def=windows,
-            description="Residuals agree with the stated noise; if not, a manoeuvre or a wrong object.",
         ),
         pandera_checks(CONJUNCTION_RISKS, contracts.ConjunctionRisk, partitions_def=windows),
         sql_check(
@@ -217,7 +152,7 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
         sql_check(
             OBJECT_ERRORS,
             "no_duplicates",
-            _DUPLICATES.format(key="sat_no"),
+            DUPLICATES.format(key="sat_no"),
             description="One row an object.",
         ),
         pandera_checks(ELEMENT_JUMPS, contracts.ElementJump, whole_table=True),
@@ -225,4 +160,4 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
         listing_checks,
     ]
 )
-"""All asset checks of the graph."""
+"""The asset checks of the graph, without those of `sensor_graph`."""

@@ -9,7 +9,7 @@ kept: nothing is turned into a position that was not measured.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import reduce
 
@@ -17,16 +17,17 @@ from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster.sda.contracts.observations import MAX_RANGE_KM
-from branchlake_dagster.sda.contracts.raw import RawLink, RawOptical, RawRadar
 from branchlake_dagster.sda.orbits.frames import EARTH_RADIUS_KM
 from branchlake_dagster.sda.partitions import FIRST_WINDOW
+from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
+from branchlake_dagster.sda.sensors.models import MEASUREMENT_COLUMNS
 from branchlake_dagster.sda.wire.links import LIGHT_M_S
 from branchlake_dagster.sda.wire.radar import FASTEST_M_S
 
 OBSERVATION_NAMESPACE = uuid.UUID("5f0f8a3e-52d4-5c5e-9d0c-1b7f6c1e2a90")
 """The namespace of observation ids. If it changed, every replayed observation would be a new one."""
 
-OBSERVATION_NAME = "concat_ws('|', source_kind, orig_sensor_id, record_id)"
+OBSERVATION_NAME = "concat_ws('|', source_kind, source_id, record_id)"
 """What identifies an observation: the kind of source, the source, and the source's own record.
 
 The record is a telescope's `obs_id` with its instant, or the digest of a radar's or link's frame. So a
@@ -38,17 +39,6 @@ MAX_CLOCK_ERROR_S = 600.0
 RECEIPT_RESOLUTION_S = 0.001
 """Times of receipt are milliseconds, rounded down. An instant may be this much later than its receipt."""
 
-_RAW_TYPES = {
-    name: column.dtype.type
-    for contract in (RawRadar, RawOptical, RawLink)
-    for name, column in contract.to_schema().columns.items()
-}
-_RECORD_IDS = {
-    "radar": "frame_digest",
-    "optical": "concat(obs_id, '|', timestamp_ns)",
-    "isl": "frame_digest",
-}
-
 _DIGEST = f"sha1(concat(unhex('{OBSERVATION_NAMESPACE.hex}'), encode({OBSERVATION_NAME}, 'UTF-8')))"
 _VARIANT = "lower(hex((cast(conv(substr(name_digest, 17, 1), 16, 10) as int) & 3) | 8))"
 _UUID5 = (
@@ -56,29 +46,23 @@ _UUID5 = (
     f" {_VARIANT}, substr(name_digest, 18, 3), '-', substr(name_digest, 21, 12))"
 )
 
-MAX_SKEW_S = """
-    CASE clock_source
-      WHEN 'gps' THEN 1e-6D
-      WHEN 'ntp' THEN 0.010D + 0.001D * floor(clock_sync_age_s / 60)
-      WHEN 'onboard' THEN 1e-4D * clock_sync_age_s
-      ELSE 5.0D
-    END"""
-"""The largest error of a clock by its quality, in seconds. An unknown clock has the widest."""
-
 _FIRST_INSTANT = datetime.strptime(FIRST_WINDOW, "%Y-%m-%d-%H:%M").replace(tzinfo=UTC)
 _REJECTION = f"""
     CASE
       WHEN sensor_timestamp < timestamp_seconds({int(_FIRST_INSTANT.timestamp())}) THEN 'before_first_window'
       WHEN unix_micros(sensor_timestamp)
-        > unix_micros(received_at) + 1e6D * ({MAX_SKEW_S} + {RECEIPT_RESOLUTION_S}) THEN 'time_beyond_skew'
-      WHEN abs(range_rate_m_s) > {FASTEST_M_S} THEN 'impossible_range_rate'
-      WHEN range_m >= {MAX_RANGE_KM * 1e3} THEN 'impossible_range'
-      WHEN el_rad < 0 THEN 'below_horizon'
-      WHEN sigma_range_m > 1e5 OR sigma_range_rate_m_s > 1e4 OR sigma_arcsec > 3600
-        OR sigma_position_m > 1e6 OR sigma_velocity_m_s > 1e4 OR {MAX_SKEW_S} > {MAX_CLOCK_ERROR_S}
+        > unix_micros(received_at) + 1e6D * (max_skew_s + {RECEIPT_RESOLUTION_S}) THEN 'time_beyond_skew'
+      WHEN abs(range_rate_km_s) > {FASTEST_M_S / 1e3} THEN 'impossible_range_rate'
+      WHEN range_km >= {MAX_RANGE_KM} THEN 'impossible_range'
+      WHEN elevation_deg < 0 THEN 'below_horizon'
+      WHEN range_unc_km > 100 OR range_rate_unc_km_s > 10 OR elevation_unc_deg > 1
+        OR declination_unc_deg > 1 OR position_unc_km > 1000 OR velocity_unc_km_s > 10
+        OR max_skew_s > {MAX_CLOCK_ERROR_S}
         THEN 'implausible_uncertainty'
-      WHEN x_m * x_m + y_m * y_m + z_m * z_m < {(EARTH_RADIUS_KM * 1e3) ** 2} THEN 'below_surface'
-      WHEN vx_m_s * vx_m_s + vy_m_s * vy_m_s + vz_m_s * vz_m_s > {LIGHT_M_S**2} THEN 'faster_than_light'
+      WHEN pos_x_km * pos_x_km + pos_y_km * pos_y_km + pos_z_km * pos_z_km < {EARTH_RADIUS_KM**2}
+        THEN 'below_surface'
+      WHEN vel_x_km_s * vel_x_km_s + vel_y_km_s * vel_y_km_s + vel_z_km_s * vel_z_km_s
+        > {(LIGHT_M_S / 1e3) ** 2} THEN 'faster_than_light'
       WHEN sat_no IS NOT NULL AND object_state IS NULL THEN 'unknown_object'
       WHEN object_state = 'decayed' AND coalesce(sensor_timestamp >= decayed_on + INTERVAL 2 DAYS, true)
         THEN 'decommissioned_object'
@@ -89,8 +73,8 @@ _OBSERVATION_COLUMNS = [
     # Not date_trunc, which depends on the session's time zone.
     "timestamp_seconds(unix_micros(sensor_timestamp) div 3600000000 * 3600) AS window_start",
     "source_kind",
-    "orig_sensor_id AS source_id",
-    "orig_sensor_id",
+    "source_id",
+    "source_id AS orig_sensor_id",
     "sensor_timestamp",
     "received_at AS ingest_timestamp",
     "sat_no",
@@ -98,33 +82,15 @@ _OBSERVATION_COLUMNS = [
     "sat_no IS NULL AS uct",
     "'U' AS classification_marking",
     "data_mode",
-    "sensor_lat_deg",
-    "sensor_lon_deg",
-    "sensor_alt_km",
-    "range_m / 1000 AS range_km",
-    "sigma_range_m / 1000 AS range_unc_km",
-    "range_rate_m_s / 1000 AS range_rate_km_s",
-    "sigma_range_rate_m_s / 1000 AS range_rate_unc_km_s",
-    "degrees(az_rad) AS azimuth_deg",
-    "degrees(sigma_angle_rad) / cos(el_rad) AS azimuth_unc_deg",
-    "degrees(el_rad) AS elevation_deg",
-    "degrees(sigma_angle_rad) AS elevation_unc_deg",
-    "degrees(ra_rad) AS ra_deg",
-    "sigma_arcsec / 3600 / cos(dec_rad) AS ra_unc_deg",
-    "degrees(dec_rad) AS declination_deg",
-    "sigma_arcsec / 3600 AS declination_unc_deg",
-    *(f"{axis}_m / 1000 AS pos_{axis}_km" for axis in "xyz"),
-    *(f"v{axis}_m_s / 1000 AS vel_{axis}_km_s" for axis in "xyz"),
-    "sigma_position_m / 1000 AS position_unc_km",
-    "sigma_velocity_m_s / 1000 AS velocity_unc_km_s",
-    "clock_source AS clock_quality",
-    f"{MAX_SKEW_S} AS max_skew_s",
+    *MEASUREMENT_COLUMNS,
+    "clock_quality",
+    "max_skew_s",
 ]
 _REJECTED_COLUMNS = [
     "observation_id",
     "reason",
     "source_kind",
-    "orig_sensor_id AS source_id",
+    "source_id",
     "sensor_timestamp",
     "received_at AS ingest_timestamp",
     "sat_no",
@@ -134,26 +100,43 @@ _REJECTED_COLUMNS = [
 ]
 
 
-def identify_measurements(raw_by_kind: Mapping[str, DataFrame], objects: DataFrame) -> DataFrame:
+def to_envelope(raw: DataFrame, kind: SensorKind) -> DataFrame:
+    """Return the rows of a raw table with the columns of the envelope, by the declaration of their kind."""
+    return raw.selectExpr(
+        f"'{kind.source_kind}' AS source_kind",
+        "orig_sensor_id AS source_id",
+        f"{kind.record_name} AS record_id",
+        "sensor_timestamp",
+        "received_at",
+        "topic_partition",
+        "topic_offset",
+        f"CAST({kind.claim} AS BIGINT) AS sat_no",
+        "track_id",
+        *kind.envelope_columns,
+        f"{kind.clock_quality} AS clock_quality",
+        f"CAST({kind.max_skew_s} AS DOUBLE) AS max_skew_s",
+    )
+
+
+def identify_measurements(
+    raw_by_kind: Mapping[str, DataFrame], objects: DataFrame, kinds: Sequence[SensorKind]
+) -> DataFrame:
     """Unite raw measurements and identify each: its `observation_id`, and the `reason` if it is rejected.
 
     Measurements with the same id become one row: the first received that is not rejected, else the first. The
-    columns are those of the raw tables; a column that a kind does not have is null. A frame without columns
-    means that the raw table does not exist yet.
+    columns are those of `to_envelope`. A frame without columns means that the raw table does not exist yet.
 
     Args:
-        raw_by_kind: rows of the raw tables by source kind (`radar`, `optical`, `isl`).
+        raw_by_kind: rows of the raw tables by source kind.
         objects: the registry of objects, with `sat_no`, `state` and `decay_date`.
+        kinds: the declarations of these kinds.
     """
     frames = [
-        frame.selectExpr(f"'{kind}' AS source_kind", f"{_RECORD_IDS[kind]} AS record_id", "*")
-        for kind, frame in raw_by_kind.items()
-        if frame.columns
+        to_envelope(raw_by_kind[kind.source_kind], kind)
+        for kind in kinds
+        if raw_by_kind[kind.source_kind].columns
     ]
-    united = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), frames)
-    for name, kind in _RAW_TYPES.items():
-        if name not in united.columns:
-            united = united.withColumn(name, F.lit(None).cast(kind))
+    united = reduce(DataFrame.unionByName, frames)
     states = F.broadcast(objects.selectExpr("sat_no", "state AS object_state", "decay_date AS decayed_on"))
     named = united.join(states, on="sat_no", how="left").withColumn("name_digest", F.expr(_DIGEST))
     identified = named.withColumn("observation_id", F.expr(_UUID5)).withColumn("reason", F.expr(_REJECTION))

@@ -77,6 +77,9 @@ class Tasking:
     isl_range_km: float = 1_500.0
 
 
+ALLOWED_LATENESS_S = {"radar": 0.1, "optical": 30.0, "isl": 10.0}
+"""The time from measurement to receipt that each simulated kind is allowed, in seconds."""
+
 SUN_BELOW_DEG = 12.0
 """A telescope works when the Sun is this far below its horizon (nautical night)."""
 

@@ -29,6 +29,7 @@ from branchlake_dagster.sda.sensors import measurement
 from branchlake_dagster.sda.sensors.hashing import normal, uniform
 from branchlake_dagster.sda.sensors.native import NATIVE_COLUMNS
 from branchlake_dagster.sda.sensors.network import (
+    ALLOWED_LATENESS_S,
     CATALOGUE_TIMING_SIGMA_S,
     RADARS,
     SUN_BELOW_DEG,
@@ -41,8 +42,6 @@ from branchlake_dagster.sda.sensors.network import (
 Rows = npt.NDArray[np.int64]
 STEP_S = 30.0
 ARCSEC_RAD = np.pi / (180 * 3600)
-_LATENCY_S = {"radar": 0.1, "optical": 30.0, "isl": 10.0}
-"""From measurement to receipt: the maximum lateness each kind is allowed."""
 
 
 class Scene:
@@ -108,7 +107,7 @@ def simulate(
         merged.with_columns(
             window_start=pl.lit(start).cast(pl.Datetime("us")).dt.replace_time_zone("UTC"),
             source_kind=pl.lit(kind),
-            received_ns=pl.col("timestamp_ns") + round(_LATENCY_S[kind] * 1e9),
+            received_ns=pl.col("timestamp_ns") + round(ALLOWED_LATENESS_S[kind] * 1e9),
         )
         .select(list(NATIVE_COLUMNS))
         .sort("orig_sensor_id", "sat_no", "timestamp_ns")

@@ -11,11 +11,13 @@ from branchlake_dagster.sda.association.predictions import PredictedCatalog
 from branchlake_dagster.sda.association.rules import AssociationRules
 from branchlake_dagster.sda.orbits.frames import julian_dates, sidereal_angle
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
+from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS, measurement_models
 from branchlake_dagster.sda.sensors import measurement
 
 START = int(np.datetime64("2026-08-08T03:00:00", "us").astype(np.int64))
 END = START + 3_600_000_000
 PASS = START + 1_800_000_000
+MODELS = measurement_models(DEFAULT_SENSOR_KINDS)
 LAT_DEG, LON_DEG, ALT_KM = 40.0, -75.0, 0.1
 FIELD = {name: place for place, name in enumerate(ELEMENT_FIELDS)}
 DEFAULT_SIGMA_KM = (0.2, 5.0, 0.2)
@@ -130,7 +132,7 @@ def associated(
     """The associations of some observations, in the order of their parts."""
     catalog = predicted(elements) if isinstance(elements, Elements) else elements
     rows = pl.concat(parts)
-    found: pa.Table = associate_table(rows.to_arrow(), catalog, START, rules)
+    found: pa.Table = associate_table(rows.to_arrow(), catalog, START, MODELS, rules)
     return rows.select("observation_id").join(
         pl.DataFrame(found), on="observation_id", how="left", maintain_order="left"
     )

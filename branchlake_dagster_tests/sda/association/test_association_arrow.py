@@ -14,6 +14,7 @@ from branchlake_dagster.sda.benchmarks.association_scene import Scene, simulate_
 from branchlake_dagster.sda.contracts import Observation
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.shipping import carried
+from branchlake_dagster_tests.sda.association.scenes import MODELS
 
 HALF_HOUR = 1_800_000_000
 OBJECTS = 400
@@ -35,7 +36,7 @@ def run(
     elements, sigma_km = catalogs.earlier, catalogs.sigma_km
     if order is not None:
         elements, sigma_km = elements.take(order), sigma_km[order]
-    function = associate_batches(elements, sigma_km, catalogs.start, catalogs.start + HALF_HOUR)
+    function = associate_batches(elements, sigma_km, catalogs.start, catalogs.start + HALF_HOUR, MODELS)
     batches = list(function(rows.to_arrow().to_batches(max_chunksize=batch_rows)))
     return pl.DataFrame(pa.Table.from_batches(batches, ASSOCIATION_SCHEMA))
 
@@ -98,7 +99,7 @@ def test_sensors_in_separate_calls_give_the_same_rows(catalogs, scene, whole):
 
 def test_no_observations_give_no_batches(catalogs, scene):
     function = associate_batches(
-        catalogs.earlier, catalogs.sigma_km, catalogs.start, catalogs.start + HALF_HOUR
+        catalogs.earlier, catalogs.sigma_km, catalogs.start, catalogs.start + HALF_HOUR, MODELS
     )
     assert list(function(iter([]))) == []
     assert list(function(scene.observations.head(0).to_arrow().to_batches())) == []
@@ -115,7 +116,9 @@ def test_without_elements_nothing_is_tested(catalogs, scene):
 
 def test_the_function_travels_to_workers(catalogs, scene, whole):
     function = carried(
-        associate_batches(catalogs.earlier, catalogs.sigma_km, catalogs.start, catalogs.start + HALF_HOUR)
+        associate_batches(
+            catalogs.earlier, catalogs.sigma_km, catalogs.start, catalogs.start + HALF_HOUR, MODELS
+        )
     )
     copy = pickle.loads(cloudpickle.dumps(function))
     batches = list(copy(scene.observations.to_arrow().to_batches()))

@@ -7,10 +7,6 @@ from branchlake_dagster.sda.association.arrow import tracked_observations
 from branchlake_dagster.sda.association.candidates import find_candidates
 from branchlake_dagster.sda.association.passes import fit_passes
 from branchlake_dagster.sda.association.predictions import (
-    LINK,
-    MEASUREMENT_WIDTHS,
-    OPTICAL,
-    RADAR,
     PredictedCatalog,
     model_pairs,
 )
@@ -19,6 +15,7 @@ from branchlake_dagster.sda.benchmarks.association import simulate_catalogs
 from branchlake_dagster.sda.benchmarks.association_scene import simulate_scene
 from branchlake_dagster_tests.sda.association.scenes import (
     END,
+    MODELS,
     START,
     catalog_of,
     changed,
@@ -28,7 +25,7 @@ from branchlake_dagster_tests.sda.association.scenes import (
     seconds,
 )
 
-KINDS = {"radar": RADAR, "optical": OPTICAL, "isl": LINK}
+KINDS = {kind: code for code, kind in enumerate(MODELS)}
 TRACK = seconds(-90, -60, -30, 0, 30, 60, 90)
 RADIUS_KM = 6_940.0
 
@@ -37,7 +34,7 @@ def fitted(kind: str, true_orbit: np.ndarray, sigma_km=(1.0, 50.0, 1.0), share: 
     """The fit of the predicted orbit to a noiseless pass of the true one."""
     catalog = predicted(catalog_of(overhead(60)), sigma_km)
     table = observe(kind, true_orbit, TRACK, "t").to_arrow()
-    observations = tracked_observations(table)
+    observations = tracked_observations(table, MODELS)
     count = len(TRACK)
     pairs = np.arange(count), np.zeros(count, np.int64)
     model = model_pairs(
@@ -111,7 +108,7 @@ def test_an_error_of_the_clock_is_an_error_of_the_time():
     on_time = observe("isl", orbit, TRACK, "t").to_arrow()
     time_column = late.schema.get_field_index("sensor_timestamp")
     stamped = late.set_column(time_column, "sensor_timestamp", on_time.column("sensor_timestamp"))
-    observations = tracked_observations(stamped)
+    observations = tracked_observations(stamped, MODELS)
     pairs = np.arange(len(TRACK)), np.zeros(len(TRACK), np.int64)
     for sigma_s, expected in ((0.1, 4.0), (0.2, 1.0), (0.4, 0.25)):
         model = model_pairs(
@@ -119,7 +116,7 @@ def test_an_error_of_the_clock_is_an_error_of_the_time():
             observations.measured,
             np.full(len(TRACK), sigma_s),
             pairs,
-            LINK,
+            KINDS["isl"],
             sigma_factor=1.0,
             independent_share=0.1,
         )
@@ -134,7 +131,7 @@ def test_candidates_contain_every_pair_within_the_gate(kind):
     catalog = PredictedCatalog.predict(catalogs.earlier, sigma_km, start, end)
     rows = simulate_scene(catalogs.truth, start, end, seed=5).observations.filter(source_kind=kind)
     rows = rows.sort("source_id", "track_id", "sensor_timestamp", "observation_id").head(250)
-    observations = tracked_observations(rows.to_arrow())
+    observations = tracked_observations(rows.to_arrow(), MODELS)
     rules = AssociationRules()
     every = np.flatnonzero(catalog.is_usable)
     all_pairs = np.repeat(np.arange(len(rows)), len(every)), np.tile(every, len(rows))
@@ -148,7 +145,7 @@ def test_candidates_contain_every_pair_within_the_gate(kind):
         sigma_factor=rules.sigma_factor,
         independent_share=rules.independent_share,
     )
-    within = model.own_distances() <= float(rules.gate(MEASUREMENT_WIDTHS[code]))
+    within = model.own_distances() <= float(rules.gate(MODELS[kind].width))
     expected = {(int(i), int(j)) for i, j in zip(all_pairs[0][within], all_pairs[1][within], strict=True)}
     found = set()
     for i, j in find_candidates(
@@ -157,6 +154,7 @@ def test_candidates_contain_every_pair_within_the_gate(kind):
         observations.clock_sigma_s,
         np.arange(len(rows)),
         code,
+        claimed_rows=np.full(len(rows), -1),
         reach=rules.reach,
         sigma_factor=rules.sigma_factor,
     ):
