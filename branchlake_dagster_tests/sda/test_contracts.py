@@ -8,6 +8,7 @@ import pytest
 
 from branchlake_dagster import column_metadata
 from branchlake_dagster.sda import contracts
+from branchlake_dagster.sda.assets.alerts import ALERT_COLUMNS, CONJUNCTION_ALERTS
 from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
 from branchlake_dagster.sda.assets.catalogue import (
     CATALOGUE,
@@ -15,7 +16,7 @@ from branchlake_dagster.sda.assets.catalogue import (
     REJECTED_RECORDS,
     SATELLITE_ENTRIES,
 )
-from branchlake_dagster.sda.assets.conjunctions import CONJUNCTION_CANDIDATES, CONJUNCTIONS, listed
+from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS, listed
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
 from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS
@@ -26,10 +27,12 @@ from branchlake_dagster.sda.assets.registry import (
     OBJECTS,
     SATELLITES,
 )
+from branchlake_dagster.sda.assets.risks import CONJUNCTION_RISKS
 from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
 from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, ELEMENT_JUMPS, OBJECT_ERRORS
 from branchlake_dagster.sda.association.arrow import ASSOCIATION_SCHEMA
 from branchlake_dagster.sda.conjunctions.arrow import ENCOUNTER_SCHEMA
+from branchlake_dagster.sda.conjunctions.risks import RISK_SCHEMA
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span
 from branchlake_dagster.sda.contracts.by_kind import (
     association_contract,
@@ -67,7 +70,8 @@ CONTRACTS = {
     REJECTED_OBSERVATIONS: rejected_observation_contract(SOURCE_KINDS),
     QUARANTINED_OBJECTS: contracts.QuarantinedObject,
     FUSED_TRACKS: fused_track_contract(SOURCE_KINDS),
-    CONJUNCTION_CANDIDATES: contracts.ConjunctionCandidate,
+    CONJUNCTION_RISKS: contracts.ConjunctionRisk,
+    CONJUNCTION_ALERTS: contracts.ConjunctionAlert,
     CONJUNCTIONS: contracts.Conjunction,
     EPHEMERIS_CONJUNCTIONS: contracts.EphemerisConjunction,
     ELEMENT_ERRORS: contracts.ElementError,
@@ -120,8 +124,8 @@ def test_the_contracts_are_the_tables_column_by_column():
     assert in_order(types(contracts.RejectedRecord)) == in_order({**text, **of_polars(REJECTED_COLUMNS)})
     assert in_order(types(CONTRACTS[ASSOCIATIONS])) == in_order(stored(ASSOCIATION_SCHEMA))
     assert in_order(types(CONTRACTS[FUSED_TRACKS])) == in_order(stored(track_schema(SOURCE_KINDS)))
-    hourly = {**stored(ENCOUNTER_SCHEMA), "window_start": "timestamptz"}
-    assert in_order(types(contracts.ConjunctionCandidate)) == in_order(hourly)
+    assert in_order(types(contracts.ConjunctionRisk)) == in_order(stored(RISK_SCHEMA))
+    assert tuple(contracts.ConjunctionAlert.to_schema().columns) == ALERT_COLUMNS
     nothing = listed(pl.DataFrame(ENCOUNTER_SCHEMA.empty_table()), None, Span.whole(0, MINUTE), 5.0)
     no_elements = Elements(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, len(ELEMENT_FIELDS))))
     rows = assess_approaches(nothing, no_elements, None, ObjectRadii(5.0))
