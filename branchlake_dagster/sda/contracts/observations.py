@@ -59,8 +59,8 @@ class Observation(Contract):
     sensor_lat_deg: T.DoubleType = may("Geodetic latitude of a ground sensor, WGS-84.", "deg")
     sensor_lon_deg: T.DoubleType = may("Longitude of a ground sensor, east positive, WGS-84.", "deg")
     sensor_alt_km: T.DoubleType = may("Height of a ground sensor above the WGS-84 ellipsoid.", "km")
-    range_km: T.DoubleType = may("Radar: distance from the sensor.", "km", gt=0.0, lt=MAX_RANGE_KM)
-    range_unc_km: T.DoubleType = may("Radar: standard deviation of the distance.", "km")
+    range_km: T.DoubleType = may("Radar, laser: distance from the sensor.", "km", gt=0.0, lt=MAX_RANGE_KM)
+    range_unc_km: T.DoubleType = may("Radar, laser: standard deviation of the distance.", "km")
     # Faster than two objects at escape speed can close; the seed's "impossible range rate".
     range_rate_km_s: T.DoubleType = may(
         "Radar: rate of the distance, positive away from the sensor.", "km/s", ge=-25.0, le=25.0
@@ -128,6 +128,6 @@ class Association(Contract):
     normalized_distance: T.DoubleType = may(
         "Mahalanobis distance of the observation from the object's prediction.", ge=0.0
     )
-    degrees_of_freedom: T.LongType = must("Measured values of the observation.", ge=2, le=6)
+    degrees_of_freedom: T.LongType = must("Measured values of the observation.", ge=1, le=6)
     candidates: T.LongType = must("Objects whose predictions are within the gate.", ge=0)
     element_age_days: T.DoubleType = may("Time since the epoch of the object's elements.", "d")

@@ -131,8 +131,7 @@ class SensorKind:
     @cached_property
     def raw_columns(self) -> dict[str, str]:
         """The Spark types of the raw table's columns."""
-        columns = self.contract.to_schema().columns
-        return {name: column.dtype.type.simpleString() for name, column in columns.items()}
+        return _spark_types(self.contract)
 
     @property
     def topic(self) -> str:
@@ -167,10 +166,18 @@ class SensorKind:
 
     def decoded_columns(self) -> pa.Schema:
         """Return the Arrow schema of what `decode` returns."""
-        if self.decoded_schema is not None:
-            return self.decoded_schema
-        own = [name for name in self.raw_columns if name not in RECORD_ATTRIBUTES]
-        return pa.schema([(name, _ARROW_TYPES[self.raw_columns[name]]) for name in own])
+        return self.decoded_schema if self.decoded_schema is not None else decoded_columns(self.contract)
+
+
+def decoded_columns(contract: type[Contract]) -> pa.Schema:
+    """Return the columns of a raw table that `decode` returns, in order: all but `RECORD_ATTRIBUTES`."""
+    types = _spark_types(contract)
+    return pa.schema([(name, _ARROW_TYPES[types[name]]) for name in types if name not in RECORD_ATTRIBUTES])
+
+
+def _spark_types(contract: type[Contract]) -> dict[str, str]:
+    columns = contract.to_schema().columns
+    return {name: column.dtype.type.simpleString() for name, column in columns.items()}
 
 
 _ARROW_TYPES = {

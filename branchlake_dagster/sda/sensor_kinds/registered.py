@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
+from branchlake_dagster.sda.sensor_kinds.laser import LASER
 from branchlake_dagster.sda.sensor_kinds.links import LINKS
 from branchlake_dagster.sda.sensor_kinds.optical import OPTICAL
 from branchlake_dagster.sda.sensor_kinds.radar import RADAR
+from branchlake_dagster.sda.sensor_kinds.sweep_radar import SWEEP_RADAR
 from branchlake_dagster.sda.sensors.models import MeasurementModel
 
-SENSOR_KINDS: tuple[SensorKind, ...] = (RADAR, OPTICAL, LINKS)
+SENSOR_KINDS: tuple[SensorKind, ...] = (RADAR, OPTICAL, LINKS, SWEEP_RADAR, LASER)
 """All kinds of this package: a new one is added here."""
 
 DEFAULT_SENSOR_KINDS: tuple[SensorKind, ...] = (RADAR, OPTICAL, LINKS)

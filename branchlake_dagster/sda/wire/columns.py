@@ -72,9 +72,12 @@ def fixed(values: pa.BinaryArray, layout: np.dtype[Any]) -> tuple[npt.NDArray[np
 
 
 def decoded(
-    columns: Mapping[str, Any], rows: npt.NDArray[np.int64], reasons: Reasons
+    columns: Mapping[str, Any],
+    rows: npt.NDArray[np.int64],
+    reasons: Reasons,
+    schema: pa.Schema = DECODED,
 ) -> tuple[pa.RecordBatch, pa.StringArray]:
-    """All rows as `DECODED`, null where there is a reason.
+    """All rows with the columns of `schema`, null where there is a reason. `timestamp_ns` is given.
 
     `columns` are of some of the rows: those that `rows` numbers, in order. A single text or number is the
     same in all of them; what is not named is null.
@@ -87,7 +90,7 @@ def decoded(
     micros = np.asarray(columns["timestamp_ns"]).astype(np.int64) // 1_000
     columns = {**columns, "sensor_timestamp": pa.array(micros).cast(pa.timestamp("us", "UTC"))}
     arrays = []
-    for field in DECODED:
+    for field in schema:
         value = columns.get(field.name)
         if value is None:
             arrays.append(pa.nulls(total, field.type))
@@ -98,7 +101,7 @@ def decoded(
             made = value if isinstance(value, pa.Array) else pa.array(value)
             made = made if made.type == field.type else made.cast(field.type)
             arrays.append(made.take(taken) if len(made) else pa.nulls(total, field.type))
-    return pa.RecordBatch.from_arrays(arrays, schema=DECODED), pa.array(reasons.texts, pa.string())
+    return pa.RecordBatch.from_arrays(arrays, schema=schema), pa.array(reasons.texts, pa.string())
 
 
 def numbered(prefix: str, *numbers: npt.NDArray[Any]) -> pa.StringArray:
