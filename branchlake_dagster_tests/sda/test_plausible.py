@@ -5,14 +5,16 @@ from datetime import timedelta
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 import pytest
 
-from branchlake_dagster.sda.assets.quarantine import of_tracked, quarantine
+from branchlake_dagster.sda.assets.quarantine import of_tracked
 from branchlake_dagster.sda.conjunctions.screening import Span, screen
 from branchlake_dagster.sda.gp.read import read_catalogue
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.sda.orbits.plausible import Fault, find_state_faults
 from branchlake_dagster.sda.orbits.propagation import Elements, Ephemeris, propagate_satellites, time_grid
+from branchlake_dagster.sda.orbits.quarantine import QUARANTINE_INPUT, QUARANTINE_SCHEMA, quarantine_batches
 from branchlake_dagster.sda.sensors.simulate import simulate
 from branchlake_dagster_tests.sda.test_gp import SNAPSHOTS
 
@@ -22,6 +24,12 @@ HOUR = 3_600_000_000
 
 def table(frame: pl.DataFrame):
     return frame.with_columns(snapshot_id=pl.lit("s")).to_arrow()
+
+
+def quarantine(catalogue: pa.Table, start: int, end: int) -> pl.DataFrame:
+    """The rows that Spark's workers compute, in this process."""
+    batches = quarantine_batches(start, end)(catalogue.select(QUARANTINE_INPUT).to_batches())
+    return pl.DataFrame(pa.Table.from_batches(batches, QUARANTINE_SCHEMA))
 
 
 @pytest.fixture(scope="module")
