@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -19,6 +20,8 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER, Reconciler
+from branchlake_dagster.sda.alerts.corrections import CANCELED, CORRECTED, INSERT, RETRACT
+from branchlake_dagster.sda.assets.alerts import CONJUNCTION_ALERTS
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.assets.quarantine import of_tracked
 from branchlake_dagster.sda.commands.simulated_window import land_simulated_window
@@ -75,6 +78,7 @@ class DemoResult:
 
     lines: list[Line] = field(default_factory=list)
     catalogue_objects: int = 0
+    alerts: dict[str, int] = field(default_factory=dict)
     branches_left: list[str] = field(default_factory=list)
     seconds: float = 0.0
     as_expected: bool = True
@@ -112,7 +116,7 @@ def run_demo(
         reconciler = Reconciler.from_lake(lake, instance, graph)
         instance.add_dynamic_partitions(gp_snapshots.name or "", [*snapshots, BAD_SNAPSHOT])
         for plans in rounds:
-            if any(plan.job == INGEST_JOBS[0] for plan in plans):
+            if any(plan.job in INGEST_JOBS for plan in plans):
                 _simulate_sensors(lake, _window(snapshots), say)
             done = []
             for number, plan in enumerate(plans, start=len(result.lines) + 1):
@@ -131,6 +135,7 @@ def run_demo(
             if not all(run.success for run, _ in done):
                 break  # what follows reads what they should have written
     result.catalogue_objects = _catalogue_rows(lake)
+    result.alerts = _count_alerts(lake)
     ours = {line.branch for line in result.lines}
     result.branches_left = [
         ref.name for ref in lake.nessie.references(filter=RUN_BRANCH_FILTER) if ref.name in ours
@@ -145,7 +150,9 @@ def run_demo(
 
 
 def plan_for(snapshots: Sequence[str]) -> list[list[Plan]]:
-    """Return the runs: the catalogue, a bad snapshot, then one window's measurements and its products.
+    """Return the runs: the catalogue, a bad snapshot, then one window's risks, measurements and tracks.
+
+    The first alerts follow from element sets alone. Then tracks change the risks, which corrects the alerts.
 
     The runs of one round start from the same `main` and are published together.
     """
@@ -154,9 +161,10 @@ def plan_for(snapshots: Sequence[str]) -> list[list[Plan]]:
     return [
         *([Plan("catalogue_job", name)] for name in snapshots),
         [Plan("catalogue_job", BAD_SNAPSHOT, blocked=True)],
-        [Plan(job) for job in INGEST_JOBS],
-        [Plan("observations_job", window, ops=simulated)],
-        [Plan("tracks_job", window), Plan("window_job", window)],
+        [Plan("window_job", window), *(Plan(job) for job in INGEST_JOBS)],
+        [Plan("alerts_job"), Plan("observations_job", window, ops=simulated)],
+        [Plan("tracks_job", window)],
+        [Plan("alerts_job")],
     ]
 
 
@@ -266,6 +274,19 @@ def _catalogue_rows(lake: Lakehouse) -> int:
     return _rows(lake, [name])[name] if lake.catalog(MAIN).table_exists(tuple(CATALOGUE.path)) else 0
 
 
+def _count_alerts(lake: Lakehouse) -> dict[str, int]:
+    """Return the alerts that hold, and how many entries of the log corrected or canceled an alert."""
+    if not lake.catalog(MAIN).table_exists(tuple(CONJUNCTION_ALERTS.path)):
+        return {}
+    scan = (
+        lake.catalog(MAIN).load_table(tuple(CONJUNCTION_ALERTS.path)).scan(selected_fields=("kind", "reason"))
+    )
+    counts = Counter(zip(*scan.to_arrow().to_pydict().values(), strict=True))
+    inserted = sum(count for (kind, _), count in counts.items() if kind == INSERT)
+    retracted = {reason: counts[RETRACT, reason] for reason in (CORRECTED, CANCELED)}
+    return {"holding": inserted - sum(retracted.values()), **retracted}
+
+
 def _stop_if_interrupted(done: dg.ExecuteInProcessResult) -> None:
     """Raise the KeyboardInterrupt that Dagster took for the end of one run; it means the whole demo."""
     for event in done.all_events:
@@ -312,6 +333,12 @@ def show(result: DemoResult) -> None:
             console.print(f"{_INDENT}{text}", style="dim", markup=False)
     console.print()
     console.print(f"{result.catalogue_objects:,} catalogue objects on main, {result.seconds:.0f} s in all.")
+    if result.alerts:
+        console.print(
+            f"Alerts: {result.alerts['holding']} hold. By their tracks, {result.alerts[CORRECTED]} were corrected"
+            f" and {result.alerts[CANCELED]} canceled.",
+            soft_wrap=True,
+        )
     if not result.as_expected:
         console.print("[red]Not as expected:[/] a run that should be published was not, or the reverse.")
     console.print(
