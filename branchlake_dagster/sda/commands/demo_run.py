@@ -335,8 +335,8 @@ def show(result: DemoResult) -> None:
     console.print(f"{result.catalogue_objects:,} catalogue objects on main, {result.seconds:.0f} s in all.")
     if result.alerts:
         console.print(
-            f"Alerts: {result.alerts['holding']} hold. By their tracks, {result.alerts[CORRECTED]} were corrected"
-            f" and {result.alerts[CANCELED]} canceled.",
+            f"Alerts: {result.alerts['holding']} hold. Tracks corrected {result.alerts[CORRECTED]} alerts"
+            f" and canceled {result.alerts[CANCELED]}.",
             soft_wrap=True,
         )
     if not result.as_expected:
