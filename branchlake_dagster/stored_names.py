@@ -81,6 +81,8 @@ class RunTag:
     """On each run of an ingestion: the ingestion's name. Concurrency limits can select it."""
     REPROCESS = "branchlake/reprocess"
     """On a run that reprocesses dead letters instead of reading topics: which dead letters."""
+    REPROCESS_RAW = "branchlake/reprocess_raw"
+    """On a run that decodes kept records again instead of reading topics: the interval of their receipt."""
 
 
 class AssetMetadata:
@@ -189,6 +191,8 @@ class EventMetadata:
     COMMIT_ID = "branchlake/commit_id"
     ROWS_OF_BATCH = "branchlake/rows_of_batch"
     DEAD_LETTERS = "branchlake/dead_letters"
+    EXPIRED_RECORDS = "branchlake/expired_records"
+    """On the kept records of an ingestion: the records that the batch removed because of their age."""
     NOTES = "branchlake/notes"
     VISIBLE_AFTER_S = "branchlake/visible_after_s"
     VALID_THROUGH_AGE_S = "branchlake/valid_through_age_s"
@@ -254,6 +258,8 @@ class LakeProperty:
     REPROCESSED_PREFIX = "branchlake.reprocessed."
     """Followed by an ingestion's name. On a table: the runs that reprocessed its dead letters. On a snapshot:
     the offsets before which the table had all records at that time."""
+    KEPT_SINCE_PREFIX = "branchlake.kept_since."
+    """Followed by an ingestion's name, on the table of its kept records: the first day that stays."""
     TABLES_PREFIX = "branchlake.tables."
     """Followed by an ingestion's name, on the dead letters' table: the tables that its records have named."""
     COMMIT_ID = "branchlake.commit_id"
@@ -298,4 +304,6 @@ class RecordHeader:
 
 
 CHANGE_TABLE_INFIX = "__change__"
+KEPT_RECORDS_SUFFIX = "_kept_records"
+"""Follows an ingestion's name in the name of the table that keeps its records as they were received."""
 """In a change table's name, between the names of the input and of the consumer."""

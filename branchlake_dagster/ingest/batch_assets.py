@@ -20,6 +20,7 @@ from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest, Ingest
 from branchlake_dagster.ingest.earlier_attempts import undo_earlier_attempt
 from branchlake_dagster.ingest.ingest_batch import BatchResult, ingest_batch
 from branchlake_dagster.ingest.observation import topic_key
+from branchlake_dagster.ingest.raw_reprocessing import RawInterval, format_result, reprocess_raw
 from branchlake_dagster.ingest.reprocessing import DeadLetterSelection, reprocess_batch
 from branchlake_dagster.ingest.topic_source import open_topic_source
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -63,6 +64,11 @@ def build_batch_assets(ingest: Ingest, *, live: bool = True) -> dg.AssetsDefinit
         if (selection_text := context.run.tags.get(RunTag.REPROCESS)) is not None:
             yield from _reprocess_dead_letters(
                 ingest, context, lakehouse, spark, DeadLetterSelection.from_tag(selection_text)
+            )
+            return
+        if (interval_text := context.run.tags.get(RunTag.REPROCESS_RAW)) is not None:
+            yield from _reprocess_kept_records(
+                ingest, context, lakehouse, spark, RawInterval.from_tag(interval_text)
             )
             return
         source, default_namespace = open_topic_source(ingest, lake.settings), lake.settings.default_namespace
@@ -114,12 +120,41 @@ def _reprocess_dead_letters(
         result.ingest,
         result.targets,
         lakehouse,
-        lambda number, last: bool(result.scanned.count_rows(number) or last),
+        lambda number, is_dead_letters: bool(result.scanned.count_rows(number) or is_dead_letters),
     )
     materializations = [
         dg.MaterializeResult[Any](asset_key=key, metadata=metadata) for _, key, metadata in changed_assets
     ]
     checks = iter_check_results(result.ingest, counts, result.targets.declarations, is_reprocessing=True)
+    yield from _yield_declared_results(context, ingest, [*materializations, *checks])
+
+
+def _reprocess_kept_records(
+    ingest: Ingest,
+    context: dg.AssetExecutionContext,
+    lakehouse: LakehouseResource,
+    spark: BranchSparkResource,
+    interval: RawInterval,
+) -> Iterator[dg.MaterializeResult[Any] | dg.AssetCheckResult]:
+    """Decode the kept records of an interval again; yield the step's materializations and check results."""
+    batch_context = _build_batch_context(context, lakehouse, spark)
+    _restart_from_base(context, ingest, batch_context)
+    result = reprocess_raw(ingest, batch_context, interval, report=context.log.info)
+    if result is None:
+        context.log.info("No record of the interval is kept, or an earlier attempt decoded them.")
+        yield from iter_check_results(expand_families(ingest, {}), {}, {})
+        return
+    context.log.info(format_result(result))
+    changed_assets = _iter_changed_assets(
+        result.ingest,
+        result.targets,
+        lakehouse,
+        lambda number, _: result.targets[number].name in result.changed,
+    )
+    materializations = [
+        dg.MaterializeResult[Any](asset_key=key, metadata=metadata) for _, key, metadata in changed_assets
+    ]
+    checks = iter_check_results(result.ingest, result.counts, result.targets.declarations)
     yield from _yield_declared_results(context, ingest, [*materializations, *checks])
 
 
@@ -133,7 +168,7 @@ def _yield_declared_results(
     Tables that records have named have no asset definition: Dagster loads the definitions of a code location
     before any record is read, and rejects results of undeclared assets.
     """
-    declared_keys = {*(one.asset for one in ingest.tables), ingest.dead_letters_asset}
+    declared_keys = {*ingest.all_assets}
     for result in results:
         if result.asset_key in declared_keys:
             yield result
@@ -173,6 +208,17 @@ def build_asset_specs(ingest: Ingest, *, live: bool = True) -> Iterator[dg.Asset
         kinds={"iceberg", _KINDS[ingest.source], "spark"},
         group_name=f"ingest_{ingest.name}",
     )
+    if ingest.kept_records_asset is not None:
+        yield dg.AssetSpec(
+            ingest.kept_records_asset,
+            deps=topics,
+            description=f"The records of ingestion {ingest.name} as they were received, for"
+            f" {ingest.keep_value_days} days. `branchlake reprocess --from-raw` decodes them again.",
+            metadata=table_metadata(write_mode="append", require_checks=False) | filled_live,
+            skippable=True,
+            kinds={"iceberg", _KINDS[ingest.source], "spark"},
+            group_name=f"ingest_{ingest.name}",
+        )
 
 
 def _format_description(ingest: Ingest, table: IngestTable, *, live: bool) -> str:
@@ -248,11 +294,11 @@ def _iter_materializations(
     After a retry every table counts as changed, because the earlier attempt may have changed it.
     """
 
-    def is_changed(number: int, is_last: bool) -> bool:
+    def is_changed(number: int, is_dead_letters: bool) -> bool:
         return bool(
-            is_last
+            is_dead_letters
             or is_retry
-            or result.scan_result.count_rows(number)
+            or result.count_rows(number)
             or find_table(result.targets[number].name) is None
         )
 
@@ -270,18 +316,15 @@ def _iter_changed_assets(
 ) -> Iterator[tuple[int, dg.AssetKey, dict[str, Any]]]:
     """Yield number, asset key and metadata of each changed table.
 
-    `is_changed` is called with the table's number and whether it is the last one, the dead letters.
+    `is_changed` is called with the table's number and whether it is the table of dead letters.
     """
     catalog, settings = lakehouse.own_catalog(), lakehouse.lakehouse.settings
-    keys = [*(table.asset for table in ingest.tables), ingest.dead_letters_asset]
-    write_metadata_list = [
-        *(_write_metadata(table) for table in ingest.tables),
-        table_metadata(write_mode="append"),
-    ]
-    for number, (key, write_metadata, target) in enumerate(
-        zip(keys, write_metadata_list, targets, strict=True)
-    ):
-        if is_changed(number, number == len(keys) - 1):
+    for number, (key, target) in enumerate(zip(ingest.all_assets, targets, strict=True)):
+        if is_changed(number, number == targets.dead_letter_number):
+            declaration = target.declaration
+            write_metadata = (
+                table_metadata(write_mode="append") if declaration is None else _write_metadata(declaration)
+            )
             table = catalog.load_table(target.identifier)
             spec = parse_table_spec(
                 key, write_metadata, default_namespace=settings.default_namespace, partitioned=False

@@ -42,8 +42,8 @@ class BatchTableChange:
 
     `progress` is the ingestion's progress after the batch, None for a table that does not record it.
     `snapshot_properties` are added to the summary of the new snapshot; `table_properties` are set on the
-    table. `reprocessed_by` is the id of the run that reprocesses dead letters into this table, or marks them
-    in it.
+    table. `reprocessed_by` is the id of the run that reprocesses records into this table, or marks dead
+    letters in it. `removed_files` are files of the table that the snapshot removes.
     """
 
     identifier: Identifier
@@ -53,6 +53,7 @@ class BatchTableChange:
     snapshot_properties: Mapping[str, str] = field(default_factory=dict)
     table_properties: Mapping[str, str] = field(default_factory=dict)
     reprocessed_by: str | None = None
+    removed_files: Sequence[DataFile] = ()
 
     def property_names(self, ingestion: str) -> list[str]:
         """Return the names of the table properties that the change sets."""
@@ -154,12 +155,12 @@ def _stage_change(
     written_paths: list[str] = []
     updates: tuple[TableUpdate, ...] = ()
     current_snapshot = table.metadata.current_snapshot()
-    if change.files:
+    if change.files or change.removed_files:
         updates = build_snapshot(
             table,
             added=change.files,
-            removed=(),
-            operation=Operation.APPEND,
+            removed=change.removed_files,
+            operation=Operation.DELETE if change.removed_files else Operation.APPEND,
             properties={**change.snapshot_properties, **(progress.to_summary(ingestion) if progress else {})},
             written_paths=written_paths,
         )
@@ -218,9 +219,12 @@ def _unused_column_name(name: str, target: Target) -> str:
     return name
 
 
-def create_staging_table(catalog: NessieCatalog, target: Target, batch_id: str) -> tuple[Identifier, Table]:
+def create_staging_table(
+    catalog: NessieCatalog, target: Target, batch_id: str, *, with_attributes: bool = True
+) -> tuple[Identifier, Table]:
     """Create a table that holds the rows of one batch until they are merged.
 
+    `with_attributes` adds the columns of `staging_columns`, which `merge_staged_rows` needs.
     Returns its identifier and the table. The table never leaves the branch. A table that an earlier pass of
     the batch has left behind is replaced. The name is unique to the batch: an abandoned attempt that shared
     the name could drop the rows of the next.
@@ -232,7 +236,9 @@ def create_staging_table(catalog: NessieCatalog, target: Target, batch_id: str) 
         pa.field(attribute_columns[attribute], data_type)
         for attribute, data_type in _STAGING_COLUMN_TYPES.items()
     ]
-    schema = pa.schema([*table_arrow_schema(target.table.schema(), table_name=target.name), *record_fields])
+    schema = table_arrow_schema(target.table.schema(), table_name=target.name)
+    if with_attributes:
+        schema = pa.schema([*schema, *record_fields])
     if catalog.table_exists(identifier):
         catalog.drop_table(identifier)
     return identifier, catalog.create_table(identifier, build_iceberg_schema(schema, table_name=target.name))

@@ -50,7 +50,7 @@ from branchlake_dagster.stored_names import LakeProperty
 
 @dataclass(frozen=True)
 class IngestionTables:
-    """The tables of an ingestion at one Nessie reference, by dotted name; the dead letters come last.
+    """The tables of an ingestion at one Nessie reference, by dotted name, in the order of `all_assets`.
 
     `loaded_tables` maps a name to the table, or to None if the table does not exist yet. Declared tables and
     the dead letters can be None. A table of a family that does not exist is left out, unless `create_missing`
@@ -69,7 +69,7 @@ class IngestionTables:
     @property
     def dead_letter_table_name(self) -> str:
         """The dotted name of the table of dead letters."""
-        return list(self.identifiers)[-1]
+        return list(self.identifiers)[len(self.ingest.tables)]
 
     @property
     def dead_letter_identifier(self) -> Identifier:
@@ -77,9 +77,20 @@ class IngestionTables:
         return self.identifiers[self.dead_letter_table_name]
 
     @property
+    def kept_record_table_name(self) -> str | None:
+        """The dotted name of the table of kept records; None for an ingestion without `keep_value`."""
+        return next(iter(list(self.identifiers)[len(self.ingest.tables) + 1 :]), None)
+
+    @property
+    def kept_record_table(self) -> Table | None:
+        """The table of kept records; None without `keep_value`, or if it does not exist yet."""
+        name = self.kept_record_table_name
+        return None if name is None else self.loaded_tables[name]
+
+    @property
     def declarations(self) -> dict[str, IngestTable]:
-        """The declarations of the tables by dotted name, without the dead letters."""
-        names = [name for name in self.identifiers if name != self.dead_letter_table_name]
+        """The declarations of the tables by dotted name, without dead letters and kept records."""
+        names = list(self.identifiers)[: len(self.ingest.tables)]
         return dict(zip(names, self.ingest.tables, strict=True))
 
     @property
@@ -93,9 +104,7 @@ class IngestionTables:
         kept_identifiers = {
             name: one
             for name, one in self.identifiers.items()
-            if self.loaded_tables[name] is not None
-            or name == self.dead_letter_table_name
-            or declarations[name].columns
+            if self.loaded_tables[name] is not None or name not in declarations or declarations[name].columns
         }
         tables = [declarations[name] for name in kept_identifiers if name in declarations]
         return IngestionTables(
@@ -137,7 +146,7 @@ class PlannedBatch:
 
     @property
     def identifiers(self) -> Mapping[str, Identifier]:
-        """The identifiers of its tables by dotted name, the dead letters last."""
+        """The identifiers of its tables by dotted name, in the order of `all_assets`."""
         return self.ingestion_tables.identifiers
 
     @property

@@ -158,13 +158,14 @@ def combine_results(results: Sequence[BatchResult]) -> BatchResult:
 def batch_table_metadata(result: BatchResult, number: int) -> dict[str, Any]:
     """Return the metadata of one table of a batch. `number` is the table's index in `result.targets`."""
     target = result.targets[number]
-    is_dead_letters = number == result.targets.dead_letter_number
-    rows = result.dead_letter_count if is_dead_letters else result.scan_result.count_rows(number)
+    rows = result.count_rows(number)
     metadata: dict[str, Any] = {
         EventMetadata.ROWS_OF_BATCH: MetadataValue.int(rows),
         EventMetadata.COMMIT_ID: MetadataValue.text(result.commit_id),
         EventMetadata.TABLE: MetadataValue.text(target.name),
     }
+    if number == result.targets.kept_records_number:
+        metadata[EventMetadata.EXPIRED_RECORDS] = MetadataValue.int(result.expired_record_count)
     return {**metadata, **batch_metadata(result)}
 
 
@@ -200,7 +201,12 @@ def format_batch_summary(result: BatchResult) -> str:
     """Return the line of the batch in the run's log."""
     records = format_count(result.record_count, "record")
     dead = f", {format_count(result.dead_letter_count, 'dead letter')}" if result.dead_letter_count else ""
-    return f"{format_ranges(result.plan.ranges)}: {records}{dead}, lag {result.plan.lag}."
+    expired = (
+        f" {format_count(result.expired_record_count, 'kept record')} removed because of their age."
+        if result.expired_record_count
+        else ""
+    )
+    return f"{format_ranges(result.plan.ranges)}: {records}{dead}, lag {result.plan.lag}.{expired}"
 
 
 def to_utc_datetime(ms: int) -> datetime:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -55,6 +55,19 @@ DEAD_LETTER_SCHEMA = pa.schema(
     ]
 )
 """Columns of a dead letter: the unchanged record, the table that it was meant for, and the error."""
+KEPT_RECORD_SCHEMA = pa.schema(
+    [
+        *(DEAD_LETTER_SCHEMA.field(name) for name in ("topic", "incarnation", "partition", "offset")),
+        *(DEAD_LETTER_SCHEMA.field(name) for name in ("timestamp", "key", "value", "headers")),
+        *(DEAD_LETTER_SCHEMA.field(name) for name in ("batch", "received_at", "schema_version")),
+    ]
+)
+"""Columns of a kept record: the unchanged record, and the batch that read it."""
+_RECORD_TABLES = {
+    "dead letters": (DEAD_LETTER_SCHEMA, "day(timestamp)"),
+    "kept records": (KEPT_RECORD_SCHEMA, "day(received_at)"),
+}
+"""Schema and layout of the tables that hold whole records."""
 Identifier = tuple[str, ...]
 
 
@@ -67,7 +80,7 @@ class Target:
     """A table that a batch writes to, as the batch's branch has it."""
 
     declaration: IngestTable | None
-    """The declaration of the table; None for the dead letters."""
+    """The declaration of the table; None for the dead letters and the kept records."""
     identifier: Identifier
     table: Table
     columns: tuple[RecordColumn, ...]
@@ -80,29 +93,39 @@ class Target:
 
 @dataclass(frozen=True)
 class BatchTargets:
-    """The targets of a batch: the ingestion's tables, and its table of dead letters.
+    """The targets of a batch: the ingestion's tables, its dead letters and its kept records.
 
     The number of a target, by which the workers and the scan name it, is its index: first the tables, then
-    the dead letters. Iteration yields the targets in the order of their numbers.
+    the dead letters, then the kept records. Iteration yields the targets in the order of their numbers.
+    `kept_records` is None for an ingestion without `keep_value`.
     """
 
     tables: tuple[Target, ...]
     dead_letters: Target
+    kept_records: Target | None = None
 
     @property
     def dead_letter_number(self) -> int:
         """The number of the table of dead letters."""
         return len(self.tables)
 
+    @property
+    def kept_records_number(self) -> int | None:
+        """The number of the table of kept records; None if there is no such table."""
+        return None if self.kept_records is None else len(self.tables) + 1
+
     def __len__(self) -> int:
-        return len(self.tables) + 1
+        return self.dead_letter_number + (1 if self.kept_records is None else 2)
 
     def __iter__(self) -> Iterator[Target]:
         yield from self.tables
         yield self.dead_letters
+        if self.kept_records is not None:
+            yield self.kept_records
 
     def __getitem__(self, number: int) -> Target:
-        return (*self.tables, self.dead_letters)[number]
+        targets = (*self.tables, self.dead_letters, *filter(None, [self.kept_records]))
+        return targets[number]
 
     @property
     def declarations(self) -> dict[str, IngestTable]:
@@ -116,9 +139,8 @@ class BatchTargets:
 
 
 def table_identifiers(ingest: ExpandedIngest, default_namespace: str) -> dict[str, Identifier]:
-    """Return the identifiers of an ingestion's tables by dotted name, the dead letters last."""
-    keys = [*(table.asset for table in ingest.tables), ingest.dead_letters_asset]
-    identifiers = [table_identifier(key, default_namespace) for key in keys]
+    """Return the identifiers of an ingestion's tables by dotted name, in the order of `Ingest.all_assets`."""
+    identifiers = [table_identifier(key, default_namespace) for key in ingest.all_assets]
     return {format_table_name(one): one for one in identifiers}
 
 
@@ -158,7 +180,11 @@ def prepare_targets(
     ConfigurationError if a table has a file format that the workers cannot write.
     """
     targets = []
-    for declaration, (name, identifier) in zip([*ingest.tables, None], identifiers.items(), strict=True):
+    count = len(ingest.tables)
+    declarations: list[IngestTable | None] = [*ingest.tables, *[None] * (len(identifiers) - count)]
+    for number, (declaration, (name, identifier)) in enumerate(
+        zip(declarations, identifiers.items(), strict=True)
+    ):
         table = loaded_tables[name]
         if table is None and declaration is not None and not ingest.create:
             raise TableMissing(
@@ -167,12 +193,15 @@ def prepare_targets(
                 branch=catalog.ref,
                 hint="Create the table, or let the ingestion create it: Ingest(create=True).",
             )
-        if table is None:
+        if table is None and declaration is not None:
             table = _create_table(catalog, identifier, name, declaration, inferred_columns.get(name))
+        elif table is None:
+            schema, layout = _RECORD_TABLES["dead letters" if number == count else "kept records"]
+            table = _create_with_layout(catalog, identifier, name, schema, (layout,), {})
         require_parquet(table.metadata.properties, table_name=name)
         catalog.record_prefixes(table.metadata)
         targets.append(Target(declaration, identifier, table, _field_columns(table, name, declaration)))
-    return BatchTargets(tuple(targets[:-1]), targets[-1])
+    return BatchTargets(tuple(targets[:count]), targets[count], next(iter(targets[count + 1 :]), None))
 
 
 def _field_columns(table: Table, name: str, declaration: IngestTable | None) -> tuple[RecordColumn, ...]:
@@ -187,20 +216,28 @@ def _create_table(
     catalog: NessieCatalog,
     identifier: Identifier,
     name: str,
-    declaration: IngestTable | None,
+    declaration: IngestTable,
     inferred_columns: StructType | None,
 ) -> Table:
-    column_schema = (
-        DEAD_LETTER_SCHEMA if declaration is None else _table_schema(declaration, inferred_columns, name)
-    )
-    layout = ("day(timestamp)",) if declaration is None else tuple(declaration.layout)
+    properties = {str(key): str(value) for key, value in declaration.properties.items()}
+    column_schema = _table_schema(declaration, inferred_columns, name)
+    return _create_with_layout(catalog, identifier, name, column_schema, declaration.layout, properties)
+
+
+def _create_with_layout(
+    catalog: NessieCatalog,
+    identifier: Identifier,
+    name: str,
+    column_schema: pa.Schema,
+    layout: Sequence[str],
+    properties: Mapping[str, str],
+) -> Table:
     schema = build_iceberg_schema(stored_schema(column_schema, table_name=name), table_name=name)
     spec = build_partition_spec(
         None, {}, schema, table_name=name, layout=tuple(LayoutField.from_declaration(one) for one in layout)
     )
-    properties = {} if declaration is None else {str(k): str(v) for k, v in declaration.properties.items()}
     try:
-        return catalog.create_table(identifier, schema, partition_spec=spec, properties=properties)
+        return catalog.create_table(identifier, schema, partition_spec=spec, properties=dict(properties))
     except TableAlreadyExistsError:
         return catalog.load_table(identifier)
 

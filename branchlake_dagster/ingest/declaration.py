@@ -15,6 +15,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.formats import Format, Json
 from branchlake_dagster.ingest.planning import CommittedOffsets, Start, StartingOffsets, TopicRules
 from branchlake_dagster.ingest.progress import OnRollback
+from branchlake_dagster.stored_names import KEPT_RECORDS_SUFFIX
 from branchlake_dagster.tables.specification import require_parquet
 
 if TYPE_CHECKING:
@@ -199,6 +200,11 @@ class Ingest:
             large, int becomes bigint, float becomes double, and a decimal gets 38 digits. `relax`: a required
             column accepts null once a record has no value for it. (default: fields without a column are left
             out, and other records that do not fit become dead letters)
+        keep_value (bool): Whether the bytes of each record are kept, with its key, headers and position, in
+            the table `<name>_kept_records` beside the dead letters, in the commit of its rows. `branchlake
+            reprocess --from-raw` decodes them again.
+        keep_value_days (int): Number of days that such bytes are kept. Older ones are removed by whole days
+            (UTC) of their receipt.
 
     Examples:
         .. code-block:: python
@@ -237,6 +243,8 @@ class Ingest:
     most_tables: int = 50
     most_columns: int = 1_000
     evolve: Sequence[Evolution] = ()
+    keep_value: bool = False
+    keep_value_days: int = 30
 
     def __post_init__(self) -> None:
         if not _INGESTION_NAME.fullmatch(self.name):
@@ -251,14 +259,18 @@ class Ingest:
         if self.source not in ("kafka", "landing"):
             raise ConfigurationError(f"Unknown source {self.source!r}.", hint="Use kafka or landing.")
         self._require_start()
-        keys = [table.asset for table in self.tables]
-        if len({*keys, self.dead_letters_asset}) != len(keys) + 1:
+        if len({*self.all_assets}) != len(self.all_assets):
             raise ConfigurationError(f"Ingestion {self.name} declares the same table twice.")
         if not 0 <= self.tolerance <= 1:
             raise ConfigurationError(f"The tolerance {self.tolerance} is not a share.", hint="Use 0 to 1.")
         if isinstance(self.evolve, str) or not {*self.evolve} <= {"add", "widen", "relax"}:
             raise ConfigurationError(
                 f"Tables cannot evolve by {self.evolve!r}.", hint='Use a list of "add", "widen" and "relax".'
+            )
+        if self.keep_value_days < 1:
+            raise ConfigurationError(
+                f"Ingestion {self.name} has keep_value_days={self.keep_value_days}, but keeps whole days.",
+                hint="Use at least 1, or keep_value=False.",
             )
         if self.most_records < 1:
             raise ConfigurationError("A batch needs at least one record.", hint="most_records=500_000")
@@ -302,6 +314,19 @@ class Ingest:
             return to_asset_key(self.dead_letters)
         namespace = list(self.tables[0].asset.path[:-1])
         return AssetKey([*namespace, f"{self.name}_dead_letters"])
+
+    @property
+    def kept_records_asset(self) -> AssetKey | None:
+        """The asset key of the kept records, beside the dead letters; None without `keep_value`."""
+        if not self.keep_value:
+            return None
+        return AssetKey([*self.dead_letters_asset.path[:-1], f"{self.name}{KEPT_RECORDS_SUFFIX}"])
+
+    @property
+    def all_assets(self) -> list[AssetKey]:
+        """The asset keys of the tables, then of the dead letters, then of the kept records, if any."""
+        assets = [*(table.asset for table in self.tables), self.dead_letters_asset]
+        return assets if self.kept_records_asset is None else [*assets, self.kept_records_asset]
 
     @property
     def group(self) -> str:

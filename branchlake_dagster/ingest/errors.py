@@ -88,6 +88,13 @@ class DeadLettersLeftOut(IngestError, Terminal):  # noqa: N818 - named like the 
     """Reprocessed dead letters produced neither a row nor a dead letter. Nothing was changed."""
 
 
+class RowsNotIdentified(IngestError, ConfigurationError):  # noqa: N818 - named like the other outcomes
+    """The rows of a table cannot be traced to their records, so kept records cannot replace them.
+
+    Nothing was changed.
+    """
+
+
 class TooManyDeadLetters(IngestError, Terminal):  # noqa: N818 - named like the other outcomes
     """The share of a batch's records that cannot be converted is above the ingestion's tolerance."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import reduce
 
+import pyarrow as pa
 from pyiceberg.table import Table
 from pyspark.sql import DataFrame
 
@@ -32,6 +33,7 @@ from branchlake_dagster.ingest.division import (
 )
 from branchlake_dagster.ingest.errors import ColumnsUnknown
 from branchlake_dagster.ingest.formats import Format
+from branchlake_dagster.ingest.kept_records import remove_expired_records
 from branchlake_dagster.ingest.offsets import (
     Offsets,
     Ranges,
@@ -62,13 +64,14 @@ from branchlake_dagster.ingest.unwritable_records import (
     UNWRITABLE,
     UnwritableRecord,
     build_dead_letters,
+    build_kept_records,
     dead_letter_targets,
     error_reason,
     format_note,
     is_caused_by_records,
     restore_tables,
 )
-from branchlake_dagster.ingest.worker_writer import Work, write_dead_letters
+from branchlake_dagster.ingest.worker_writer import Work, write_dead_letters, write_kept_records
 from branchlake_dagster.nessie.model import Reference
 from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.stored_names import LakeProperty
@@ -102,6 +105,19 @@ class BatchResult:
     def dead_letter_count(self) -> int:
         """The number of dead letters that were written."""
         return self.scan_result.counts["dead"]
+
+    @property
+    def expired_record_count(self) -> int:
+        """The number of kept records that the batch removed because of their age."""
+        return self.scan_result.counts["expired"]
+
+    def count_rows(self, number: int) -> int:
+        """Return the number of rows that were written for a target, whichever kind it is."""
+        if number == self.targets.dead_letter_number:
+            return self.dead_letter_count
+        if number == self.targets.kept_records_number:
+            return self.scan_result.counts["kept"]
+        return self.scan_result.count_rows(number)
 
 
 def ingest_batch(
@@ -315,12 +331,13 @@ class _BatchPasses:
             self._batch_id,
             list(ingest.topics),
             [plan.topics[name].incarnation for name in ingest.topics],
-            build_worker_targets(targets, staging_info),
+            build_worker_targets(targets, staging_info, keeps_records=targets.kept_records is not None),
             self._batch_context.lake.settings.worker_file_io_properties(),
             self._started_us,
             len(ingest.families),
             ingest.most_tables,
             ingest.most_columns,
+            keeps_records=targets.kept_records is not None,
         )
 
     def undo_table_changes(self, at_hash: str) -> None:
@@ -362,10 +379,43 @@ class _BatchPasses:
         if count:
             files = write_dead_letters(self._build_work(targets, {}), columns, count)
             scan_result.files.setdefault(targets.dead_letter_number, []).extend(files)
+        kept = self._kept_rows(unwritable_records, targets, min_offsets)
+        if (kept_number := targets.kept_records_number) is not None and kept.num_rows:
+            files = write_kept_records(
+                self._build_work(targets, {}),
+                {name: kept[name].combine_chunks() for name in kept.column_names},
+                kept.num_rows,
+            )
+            scan_result.files.setdefault(kept_number, []).extend(files)
         scan_result.counts.update(
-            {"records": len(unwritable_records), "dead": count, f"dead/{UNWRITABLE}": count}
+            {
+                "records": len(unwritable_records),
+                "dead": count,
+                f"dead/{UNWRITABLE}": count,
+                "kept": kept.num_rows,
+            }
         )
         return replace(pass_result, notes=(format_note(unwritable),))
+
+    def _kept_rows(
+        self,
+        records: Sequence[UnwritableRecord],
+        targets: BatchTargets,
+        min_offsets: Mapping[str, Offsets],
+    ) -> pa.Table:
+        """Return the rows of kept records for these records; none for those that are kept already."""
+        offsets = {} if targets.kept_records is None else min_offsets.get(targets.kept_records.name, {})
+        first_offsets = {
+            (one.topic, one.incarnation, one.partition): offset for one, offset in offsets.items()
+        }
+        new_records = [
+            one
+            for one in records
+            if targets.kept_records is not None
+            and one.record.offset
+            >= first_offsets.get((one.record.topic, one.incarnation, one.record.partition), 0)
+        ]
+        return build_kept_records(new_records, batch_id=self._batch_id, received_at_us=self._started_us)
 
 
 def _ingest_divided_batch(
@@ -454,6 +504,14 @@ def _finish_batch(
     progress = _build_progress(
         planned_batch, scan_result, batch_id, batch_context.run_id, now_ms=started_us // 1000
     )
+    if targets.kept_records is not None:
+        scan_result.counts["expired"] += remove_expired_records(
+            planned_batch.ingest,
+            batch_context,
+            targets.kept_records,
+            now=datetime.fromtimestamp(started_us / 1_000_000, UTC),
+            tables=tables,
+        )
     head = _commit_targets(
         planned_batch,
         batch_context,

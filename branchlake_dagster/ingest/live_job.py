@@ -220,15 +220,9 @@ class _BatchReporter:
     def _events(self, batches: list[LiveBatch]) -> Iterator[Any]:
         last = batches[-1]
         ingest = last.result.ingest
-        keys = [*(table.asset for table in ingest.tables), ingest.dead_letters_asset]
         combined_result = combine_results([batch.result for batch in batches])
-        for number, key in enumerate(keys):
-            is_dead_letters = number == len(keys) - 1
-            if not (
-                combined_result.dead_letter_count
-                if is_dead_letters
-                else combined_result.scan_result.count_rows(number)
-            ):
+        for number, key in enumerate(ingest.all_assets):
+            if not combined_result.count_rows(number):
                 continue
             metadata = {
                 **batch_table_metadata(combined_result, number),

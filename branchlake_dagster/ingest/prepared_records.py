@@ -88,6 +88,8 @@ def _matches_route(route: Expression, pattern: str) -> Expression:
 
 FOR_TABLE = "__for"
 """Column of reprocessed dead letters: the table that could not take the record."""
+INCARNATION = "__incarnation"
+"""Column of stored records, which are dead letters or kept records: the incarnation of their topic."""
 WAITING_TABLES = "__waits"
 """Column during a refill: the tables for which a dead letter of the record waits."""
 _RECORD_PARTS = ("offset", "key", "value")
@@ -135,7 +137,11 @@ class PreparedRecords:
         targets: Sequence[Target],
         min_offsets: Mapping[str, Offsets],
         dead_letter_offsets: Offsets | None,
-        dead_letter_topics: Sequence[tuple[str, str]],
+        stored_topics: Sequence[tuple[str, str]],
+        *,
+        are_dead_letters: bool = False,
+        keeps_records: bool = False,
+        kept_offsets: Offsets | None = None,
     ) -> None:
         self._ingest = ingest
         self._record_format = record_format
@@ -144,9 +150,14 @@ class PreparedRecords:
         self._dead_letter_offsets = dead_letter_offsets
         """Records before these offsets are already dead letters if they were bad. None if no table is filled
         again."""
-        self._dead_letter_topics = dead_letter_topics
-        """Topics and incarnations of the dead letters that are reprocessed. Empty if the records come from
+        self._stored_topics = stored_topics
+        """Topics and incarnations of stored records that are decoded again. Empty if the records come from
         topics."""
+        self._are_dead_letters = are_dead_letters
+        self._keeps_records = keeps_records
+        """Whether the workers need all parts of every record, because they keep them."""
+        self._kept_offsets = kept_offsets
+        """Records before these offsets are already kept. None if no table is filled again."""
         self._rows = row_columns(targets)
 
     def select_columns(self, frame: DataFrame) -> DataFrame:
@@ -191,15 +202,18 @@ class PreparedRecords:
         bad_record = F.struct(
             *(F.col(f"__{name}").alias(name) for name in _RECORD_PARTS),
             F.to_json("__headers").alias("headers"),
-            *([F.col(FOR_TABLE).alias("table")] if self._dead_letter_topics else []),
+            *([F.col(FOR_TABLE).alias("table")] if self._are_dead_letters else []),
             F.when(F.col("__lost"), self._lost_reason(next(iter(shapes), None))).alias("lost"),
         )
         unknown_fields = self._unknown_fields()
+        kept = None if not self._keeps_records or not is_refill else ~_is_before(self._kept_offsets or {})
         return frame.select(
             self._topic_number().alias("__topic"),
             "__partition",
             "__timestamp",
-            *(f"__{name}" for name in (*_RECORD_PARTS, "op", "digest") if self._needs_attribute(name)),
+            *(f"__{name}" for name in (*_RECORD_PARTS, "op", "digest") if self._is_sent(name)),
+            *(["__headers"] if self._keeps_records else []),
+            *([] if kept is None else [kept.alias("__kept")]),
             F.when(is_bad, bad_record).alias("__rest"),
             *([] if unknown_fields is None else [unknown_fields.alias("__unknown")]),
             *(f"__new{number}" for number in range(len(self._ingest.families))),
@@ -232,7 +246,7 @@ class PreparedRecords:
         A record that cannot be read has no route, so its table is unknown. A dead letter that is reprocessed
         stays a dead letter: if it were skipped, it would be marked as reprocessed and be lost.
         """
-        if self._dead_letter_topics:
+        if self._are_dead_letters:
             return F.lit(True)
         if row is None:
             return F.lit(False)
@@ -255,16 +269,16 @@ class PreparedRecords:
             name = family_route_name(declaration, F.col("__route"))
             known_names = [table.name for table in self._ingest.family_tables if table.family == family]
             new = ~name.isin(known_names) & ~self._was_read_before()
-            if self._dead_letter_topics:
+            if self._are_dead_letters:
                 new = new & F.col(FOR_TABLE).isNull()
             yield F.when(new, name)
 
     def _topic_number(self) -> Expression:
-        """Return the index of the record's topic in the ingestion's or the dead letters' list of topics."""
-        if self._dead_letter_topics:
+        """Return the index of the record's topic in the ingestion's or the stored records' list of topics."""
+        if self._stored_topics:
             conditions = [
-                (F.col("__topic") == topic) & F.col("__incarnation").eqNullSafe(incarnation)
-                for topic, incarnation in self._dead_letter_topics
+                (F.col("__topic") == topic) & F.col(INCARNATION).eqNullSafe(incarnation)
+                for topic, incarnation in self._stored_topics
             ]
             return build_case(
                 [(condition, F.lit(number)) for number, condition in enumerate(conditions)], F.lit(-1)
@@ -275,6 +289,10 @@ class PreparedRecords:
         return build_case(
             [(F.col("__topic") == name, F.lit(number)) for number, name in enumerate(names)], F.lit(-1)
         )
+
+    def _is_sent(self, attribute: str) -> bool:
+        """Return whether the workers need this attribute of every record, not only of bad ones."""
+        return self._needs_attribute(attribute) or (self._keeps_records and attribute in _RECORD_PARTS)
 
     def _needs_attribute(self, attribute: str) -> bool:
         """Return whether some table needs this attribute of every record.
@@ -486,7 +504,7 @@ class PreparedRecords:
             # After a deletion Debezium sends a tombstone, for the compaction of the topic. It contains
             # nothing new.
             is_meant = is_meant & F.col("__value").isNotNull()
-        if self._dead_letter_topics:
+        if self._are_dead_letters:
             # The record may already be in one table and a dead letter of another table.
             is_own_table = F.col(FOR_TABLE).isNull() | (F.col(FOR_TABLE) == target.name)
             is_meant = is_meant & is_own_table & F.lit(declaration.mode == "append")
@@ -504,7 +522,7 @@ class PreparedRecords:
         return ~F.coalesce(is_waiting, F.lit(False))
 
     def _is_redundant_tombstone(self) -> Expression:
-        if self._dead_letter_topics:
+        if self._are_dead_letters:
             return F.lit(False)  # the record was kept as a dead letter, so it stays one
         merged = any(target.declaration and target.declaration.mode != "append" for target in self._targets)
         return F.col("__value").isNull() if merged else F.lit(False)

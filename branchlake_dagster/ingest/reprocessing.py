@@ -171,26 +171,9 @@ def reprocess_batch(
         for run in reprocessing_runs(ingest.name, ingestion_tables.dead_letter_table.metadata.properties)
     ):
         return None
-    require_reprocessed_rows(
-        ingest.name,
-        ingestion_tables.loaded_tables,
-        on_rollback=ingest.on_rollback,
-        branch=batch_context.branch,
-        dead_letter_table_name=ingestion_tables.dead_letter_table_name,
-        is_reprocessing=True,
-    )
-    # With "skip", lost records are not read again, so a row from a dead letter cannot be added twice.
-    rule: OnRollback = "skip" if ingest.on_rollback == "skip" else "replay"
-    progress = read_progress(ingest.name, ingestion_tables.loaded_tables, on_rollback=rule)
-    if replay_offsets := progress.replay_offsets:
-        raise PositionLost(
-            "The table is being filled again, which may add the rows of these dead letters.",
-            table=next(iter(replay_offsets)),
-            hint="Let the ingestion run until the table has caught up, then reprocess.",
-            reason="replay_pending",
-        )
+    position = require_reprocessable_tables(ingestion_tables, batch_context.branch)
     session = batch_context.session()
-    frame = _mark_selected(session, ingestion_tables, batch_context, selection)
+    frame = _mark_selected(session, ingestion_tables, batch_context, selection, position)
     pairs = [tuple(row) for row in frame.select("__topic", "__incarnation").distinct().collect()]
     if not pairs:
         return None
@@ -231,8 +214,45 @@ def reprocess_batch(
             hint="Select others with --table, --error-kind or --since, and report this dead letter with its"
             " record.",
         )
-    _commit_rows(evolution, batch_context, progress.position, tables)
+    _commit_rows(evolution, batch_context, position, tables)
     return ReprocessingResult(evolution.ingestion_tables.ingest, evolution.targets, evolution.scanned)
+
+
+def require_reprocessable_tables(ingestion_tables: IngestionTables, branch: str) -> Offsets:
+    """Return the offsets that all tables have reached.
+
+    Raises PositionLost while a table is rolled back or filled again, or if marks of dead letters were lost.
+    """
+    ingest = ingestion_tables.ingest
+    require_reprocessed_rows(
+        ingest.name,
+        ingestion_tables.loaded_tables,
+        on_rollback=ingest.on_rollback,
+        branch=branch,
+        dead_letter_table_name=ingestion_tables.dead_letter_table_name,
+        is_reprocessing=True,
+    )
+    # With "skip", lost records are not read again, so a row from a dead letter cannot be added twice.
+    rule: OnRollback = "skip" if ingest.on_rollback == "skip" else "replay"
+    progress = read_progress(ingest.name, ingestion_tables.loaded_tables, on_rollback=rule)
+    if replay_offsets := progress.replay_offsets:
+        raise PositionLost(
+            "The table is being filled again, which may add the rows of these dead letters.",
+            table=next(iter(replay_offsets)),
+            hint="Let the ingestion run until the table has caught up, then reprocess.",
+            reason="replay_pending",
+        )
+    return progress.position
+
+
+def position_properties(ingest: Ingest, position: Offsets, run_id: str) -> dict[str, str]:
+    """Return the entry of a snapshot's summary that shows which records the table had at that time.
+
+    A replay without this position would start before batches that had nothing for the table, and would read
+    the reprocessed records again. A rebase sees by it that later batches concern other records.
+    """
+    progress = TableProgress(position, run_id, run_id)
+    return {LakeProperty.REPROCESSED_PREFIX + ingest.name: progress.to_json()}
 
 
 def _mark_selected(
@@ -240,6 +260,7 @@ def _mark_selected(
     ingestion_tables: IngestionTables,
     batch_context: BatchContext,
     selection: DeadLetterSelection,
+    position: Offsets,
 ) -> DataFrame:
     """Mark the selected dead letters on the branch, and return them as records.
 
@@ -247,9 +268,12 @@ def _mark_selected(
     """
     condition, arguments = selection.to_sql(ingestion_tables)
     table_sql = f"nessie.{quote_spark_path(ingestion_tables.dead_letter_identifier)}"
-    with set_session_properties(
-        session, {**batch_context.snapshot_properties, LakeProperty.WRITE_MODE: "upsert"}
-    ):
+    properties = {
+        **batch_context.snapshot_properties,
+        **position_properties(ingestion_tables.ingest, position, batch_context.run_id),
+        LakeProperty.WRITE_MODE: "upsert",
+    }
+    with set_session_properties(session, properties):
         session.sql(
             f"UPDATE {table_sql} SET reprocessed_in = :run WHERE {condition}",  # noqa: S608 - by name
             args={**arguments, "run": batch_context.run_id},
@@ -265,13 +289,7 @@ def _commit_rows(
     evolution: SchemaEvolution, batch_context: BatchContext, position: Offsets, tables: IcebergTableFormat
 ) -> None:
     changes, ingest = [], evolution.ingestion_tables.ingest
-    # A replay without this position would start before batches that had nothing for the table, and would read
-    # the records of these dead letters again.
-    position_properties = {
-        LakeProperty.REPROCESSED_PREFIX + ingest.name: TableProgress(
-            position, batch_context.run_id, batch_context.run_id
-        ).to_json()
-    }
+    at_position = position_properties(ingest, position, batch_context.run_id)
     for number, target in enumerate(evolution.targets):
         files, is_dead_letters = (
             evolution.scanned.files.get(number, []),
@@ -281,7 +299,7 @@ def _commit_rows(
             mode = {LakeProperty.WRITE_MODE: "append", LakeProperty.ASSET: "/".join(target.identifier)}
             table_properties, snapshot_properties = (
                 evolution.ingestion_tables.changed_properties if is_dead_letters else {},
-                {**batch_context.snapshot_properties, **mode, **position_properties},
+                {**batch_context.snapshot_properties, **mode, **at_position},
             )
             changes.append(
                 BatchTableChange(

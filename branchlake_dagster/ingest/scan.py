@@ -36,7 +36,13 @@ from branchlake_dagster.ingest.batch_tables import BatchTargets, EvolutionNeeds
 from branchlake_dagster.ingest.declaration import ExpandedIngest
 from branchlake_dagster.ingest.formats import Format
 from branchlake_dagster.ingest.offsets import Offsets
-from branchlake_dagster.ingest.prepared_records import FOR_TABLE, PreparedRecords, mapped_fields, row_columns
+from branchlake_dagster.ingest.prepared_records import (
+    FOR_TABLE,
+    INCARNATION,
+    PreparedRecords,
+    mapped_fields,
+    row_columns,
+)
 from branchlake_dagster.ingest.worker_writer import SENT_BACK, Work, WorkerTarget, build_writer
 
 _ARROW = "spark.sql.execution.arrow"
@@ -96,15 +102,15 @@ def scan_records(
 ) -> ScanResult:
     """Convert the records, write them to data files of the targets, and count them.
 
-    `min_offsets` has the offsets below which each table takes no records. The last of the `targets` is the
-    dead letter table.
+    `min_offsets` has the offsets below which each table takes no records. Stored records, which have a column
+    of their topic's incarnation, may be from several incarnations; those of topics are from one.
     """
     session = records.sparkSession
     _limit_batch_bytes(session, _NO_BOUND if session in _small_record_sessions else _MAX_BYTES)
     _small_record_sessions.discard(session)
     frame = record_format.read(records)
-    dead_letter_topics = (
-        list(zip(work.topics, work.incarnations, strict=True)) if FOR_TABLE in records.columns else []
+    stored_topics = (
+        list(zip(work.topics, work.incarnations, strict=True)) if INCARNATION in records.columns else []
     )
     prepared = PreparedRecords(
         ingest,
@@ -112,7 +118,10 @@ def scan_records(
         targets.tables,
         min_offsets,
         min_offsets.get(targets.dead_letters.name),
-        dead_letter_topics,
+        stored_topics,
+        are_dead_letters=FOR_TABLE in records.columns,
+        keeps_records=work.keeps_records,
+        kept_offsets=None if targets.kept_records is None else min_offsets.get(targets.kept_records.name),
     )
     frame = prepared.select_columns(frame)
     sent_rows = frame.mapInArrow(build_writer(work), from_arrow_schema(SENT_BACK)).toArrow()
@@ -140,9 +149,12 @@ def _limit_batch_bytes(session: SparkSession, max_bytes: int) -> None:
 
 
 def build_worker_targets(
-    targets: BatchTargets, staged: Mapping[int, tuple[str, Mapping[str, str]]]
+    targets: BatchTargets,
+    staged: Mapping[int, tuple[str, Mapping[str, str]]],
+    *,
+    keeps_records: bool = False,
 ) -> list[WorkerTarget]:
-    """Build the targets for the workers.
+    """Build the targets for the workers. The kept records are one of them only with `keeps_records`.
 
     `staged` has, by target, the metadata of its staging table, and the columns of that table that hold
     attributes of the record, by attribute.
@@ -165,10 +177,19 @@ def build_worker_targets(
         )
         for number, target in enumerate(targets.tables)
     ]
+    record_targets = [targets.dead_letters]
+    if keeps_records and targets.kept_records is not None:
+        record_targets.append(targets.kept_records)
     return [
         *table_targets,
-        WorkerTarget(
-            targets.dead_letters.table.metadata.model_dump_json(), None, {}, targets.dead_letters.name
+        *(
+            WorkerTarget(
+                staged[number][0] if number in staged else target.table.metadata.model_dump_json(),
+                None,
+                {},
+                target.name,
+            )
+            for number, target in enumerate(record_targets, len(targets.tables))
         ),
     ]
 

@@ -79,7 +79,7 @@ def evolve_until_stable(
                 # commits of an earlier attempt.
                 ingestion_tables = replace(
                     ingestion_tables,
-                    loaded_tables={all_records.name: all_records.table for all_records in targets},
+                    loaded_tables={target.name: target.table for target in targets},
                 )
                 wider = batch_context.with_new_route_names(
                     ingestion_tables, route_names, incarnations, tables
@@ -216,7 +216,7 @@ def _evolve_targets(
             new_targets[number] = evolve_target(target, needs, StructType(new_fields))
     if all(new_target is target for new_target, target in zip(new_targets, targets.tables, strict=True)):
         return None
-    return BatchTargets(tuple(new_targets), targets.dead_letters)
+    return replace(targets, tables=tuple(new_targets))
 
 
 def _format_left_out(left_out: Mapping[str, set[str]]) -> tuple[str, ...]:

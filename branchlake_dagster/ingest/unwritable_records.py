@@ -17,7 +17,7 @@ from pyiceberg.expressions import And, EqualTo
 from pyiceberg.table import Table
 
 from branchlake_dagster.errors import BranchlakeError, without_credentials
-from branchlake_dagster.ingest.batch_tables import DEAD_LETTER_SCHEMA
+from branchlake_dagster.ingest.batch_tables import DEAD_LETTER_SCHEMA, KEPT_RECORD_SCHEMA
 from branchlake_dagster.ingest.division import RecordPosition
 from branchlake_dagster.ingest.errors import TableTooNarrow
 from branchlake_dagster.ingest.offsets import Offsets, TopicPartition
@@ -93,20 +93,10 @@ def build_dead_letters(
     """
     rows = [
         {
-            "topic": unwritable.record.topic,
-            "incarnation": unwritable.incarnation,
-            "partition": unwritable.record.partition,
-            "offset": unwritable.record.offset,
-            "timestamp": unwritable.record.timestamp_us,
-            "key": unwritable.record.key,
-            "value": unwritable.record.value,
-            "headers": [{"key": name, "value": value} for name, value in unwritable.record.headers],
+            **_record_columns(unwritable, batch_id, received_at_us),
             "table": table,
             "error_kind": UNWRITABLE,
             "error": error_reason(unwritable.error),
-            "batch": batch_id,
-            "received_at": received_at_us,
-            "schema_version": SCHEMA_VERSION,
             "reprocessed_in": None,
         }
         for unwritable in records
@@ -114,6 +104,32 @@ def build_dead_letters(
     ]
     dead_letters = pa.Table.from_pylist(rows, DEAD_LETTER_SCHEMA).combine_chunks()
     return {name: dead_letters[name].combine_chunks() for name in DEAD_LETTER_SCHEMA.names}
+
+
+def build_kept_records(
+    records: Iterable[UnwritableRecord], *, batch_id: str, received_at_us: int
+) -> pa.Table:
+    """Build the rows of these records for the table of kept records, one for each record."""
+    rows = [_record_columns(one, batch_id, received_at_us) for one in records]
+    return pa.Table.from_pylist(rows, KEPT_RECORD_SCHEMA)
+
+
+def _record_columns(unwritable: UnwritableRecord, batch_id: str, received_at_us: int) -> dict[str, object]:
+    """Return the columns that a dead letter and a kept record have in common."""
+    record = unwritable.record
+    return {
+        "topic": record.topic,
+        "incarnation": unwritable.incarnation,
+        "partition": record.partition,
+        "offset": record.offset,
+        "timestamp": record.timestamp_us,
+        "key": record.key,
+        "value": record.value,
+        "headers": [{"key": name, "value": value} for name, value in record.headers],
+        "batch": batch_id,
+        "received_at": received_at_us,
+        "schema_version": SCHEMA_VERSION,
+    }
 
 
 def dead_letter_targets(

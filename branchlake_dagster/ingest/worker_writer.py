@@ -28,7 +28,7 @@ from branchlake_dagster.internals.pyiceberg import write_data_files
 
 SENT_BACK = pa.schema([("kind", pa.string()), ("target", pa.int32()), ("payload", pa.binary())])
 SCHEMA_VERSION = 1
-"""The schema version of dead letters."""
+"""The schema version of dead letters and kept records."""
 _RECORD_ATTRIBUTES, _BAD_ATTRIBUTES = (
     ("topic", "incarnation", "partition", "timestamp"),
     ("offset", "key", "value"),
@@ -47,12 +47,13 @@ _FLUSH_BYTES = 128 << 20
 class WorkerTarget:
     """A table as a worker needs it.
 
-    `row` is the column with the structs of its rows, or None for the dead letter table. `attributes` are the
-    columns that take attributes of the record, for a staging table also its operation and offset.
+    `attributes` are the columns that take attributes of the record, for a staging table also its operation
+    and offset.
     """
 
     metadata_json: str
     row: str | None
+    """The column with the structs of its rows; None for the dead letters and the kept records."""
     attributes: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     mapped_fields: frozenset[str] = frozenset()
@@ -63,7 +64,8 @@ class WorkerTarget:
 class Work:
     """What all tasks of a batch have in common. `io` has the warehouse's properties, including secrets.
 
-    `topics` and `incarnations` have the same order.
+    `topics` and `incarnations` have the same order. The targets are the tables, then the dead letters, and
+    the kept records if `keeps_records`.
     """
 
     batch_id: str
@@ -81,8 +83,15 @@ class Work:
     is_reprocessing: bool = False
     """Whether the records are dead letters that are reprocessed. Each must then give a row or a dead letter.
     """
+    keeps_records: bool = False
+    """Whether the last target gets every record as it was received."""
     scan_id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
     """The first part of the UUID in the names of all data files of this scan."""
+
+    @property
+    def dead_letter_number(self) -> int:
+        """Return the number of the table of dead letters."""
+        return next(number for number, target in enumerate(self.targets) if target.row is None)
 
     @property
     def file_name_part(self) -> str:
@@ -104,8 +113,17 @@ def build_writer(work: Work) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa
 
 def write_dead_letters(work: Work, dead_letters: Mapping[str, pa.Array], count: int) -> list[DataFile]:
     """Write the dead letters of records that no pass could read to data files of their table."""
-    table = _TableWriter(work, work.targets[-1])
-    table.append(table.fit_columns(dead_letters, count))
+    return _write_columns(work, work.dead_letter_number, dead_letters, count)
+
+
+def write_kept_records(work: Work, records: Mapping[str, pa.Array], count: int) -> list[DataFile]:
+    """Write records that no pass could read to data files of the table of kept records."""
+    return _write_columns(work, len(work.targets) - 1, records, count)
+
+
+def _write_columns(work: Work, number: int, columns: Mapping[str, pa.Array], count: int) -> list[DataFile]:
+    table = _TableWriter(work, work.targets[number])
+    table.append(table.fit_columns(columns, count))
     return list(table.flush())
 
 
@@ -144,6 +162,7 @@ class _Task:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._tables = [_TableWriter(work, target) for target in work.targets]
+        self._dead_letter_number = work.dead_letter_number
         self._names = {
             "topic": pa.array(work.topics, pa.string()),
             "incarnation": pa.array(work.incarnations, pa.string()),
@@ -161,8 +180,10 @@ class _Task:
         batch = _without_invalid_times(batch)
         self._count_records(batch)
         self._count_route_names(batch)
+        if self._work.keeps_records:
+            self._keep_records(batch)
         has_result = pa.repeat(pa.scalar(value=False), batch.num_rows)
-        for number, table in enumerate(self._tables[:-1]):
+        for number, table in enumerate(self._tables[: self._dead_letter_number]):
             is_for_table, reasons = _is_in_set(batch, "mine", number), batch.column(f"{table.row}_why")
             is_good = (
                 pc.and_(is_for_table, pc.is_null(reasons))
@@ -203,6 +224,27 @@ class _Task:
                 )
         if self._work.is_reprocessing:
             self._counts["left_out"] += batch.num_rows - has_result.true_count
+
+    def _keep_records(self, batch: pa.RecordBatch) -> None:
+        """Keep the records as they were received, except those that an earlier batch has kept."""
+        if "__kept" in batch.schema.names:
+            batch = batch.filter(batch.column("__kept"))
+        table, record, count = self._tables[-1], self._record(batch), batch.num_rows
+        if not count:
+            return
+        names = (*_RECORD_ATTRIBUTES, *_BAD_ATTRIBUTES, "headers")
+        columns = {name: record(name) for name in names} | self._batch_columns(count)
+        self._keep(len(self._tables) - 1, table, table.fit_columns(columns, count))
+        self._counts["kept"] += count
+
+    def _batch_columns(self, count: int) -> dict[str, pa.Array]:
+        """Return the columns of dead letters and kept records that are the same for the whole batch."""
+        received = pa.scalar(self._work.received_at_us, pa.timestamp("us", "UTC"))
+        return {
+            "batch": pa.repeat(self._work.batch_id, count),
+            "received_at": pa.repeat(received, count),
+            "schema_version": pa.repeat(pa.scalar(SCHEMA_VERSION, pa.int32()), count),
+        }
 
     def _delete_old_rows(
         self, batch: pa.RecordBatch, number: int, table: _TableWriter, good: pa.Array
@@ -292,9 +334,9 @@ class _Task:
     def _keep_dead_letters(
         self, batch: pa.RecordBatch, rows: pa.Array, name: str | None, kinds: pa.Array, details: pa.Array
     ) -> None:
-        table, record, count = self._tables[-1], self._record(batch), len(rows)
+        target = self._dead_letter_number
+        table, record, count = self._tables[target], self._record(batch), len(rows)
         rest = batch.column("__rest").take(rows)
-        received = pa.scalar(self._work.received_at_us, pa.timestamp("us", "UTC"))
         dead_letters = {
             **{attribute: record(attribute).take(rows) for attribute in _RECORD_ATTRIBUTES},
             **{attribute: rest.field(attribute) for attribute in _BAD_ATTRIBUTES},
@@ -302,11 +344,9 @@ class _Task:
             "table": self._table_of(rest, name),
             "error_kind": kinds,
             "error": details,
-            "batch": pa.repeat(self._work.batch_id, count),
-            "received_at": pa.repeat(received, count),
-            "schema_version": pa.repeat(pa.scalar(SCHEMA_VERSION, pa.int32()), count),
+            **self._batch_columns(count),
         }
-        self._keep(len(self._tables) - 1, table, table.fit_columns(dead_letters, count))
+        self._keep(target, table, table.fit_columns(dead_letters, count))
         self._counts["dead"] += count
         self._counts[f"dead_of/{name or ''}"] += count
         tallied = pc.value_counts(kinds)

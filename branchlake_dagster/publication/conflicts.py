@@ -29,6 +29,7 @@ from branchlake_dagster.publication.table_change import (
     SnapshotChange,
     TableChange,
 )
+from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.wording import CodedReason
 
 _WIDENINGS = {("int", "long"), ("float", "double")}
@@ -235,7 +236,11 @@ def _check_step(step: SnapshotChange, own_paths: Set[str], main_change: TableCha
     if delete_overlap := _check_row_deletes(step, own_paths, main_change):
         return delete_overlap
     # A compaction does not change rows. The files that the run removed were compared above.
-    main_steps = [other for other in main_change.steps if other.mode is not ChangeMode.COMPACT]
+    main_steps = [
+        other
+        for other in main_change.steps
+        if other.mode is not ChangeMode.COMPACT and not _adds_later_records(other, step)
+    ]
     if mode is ChangeMode.COMPACT:
         return None
     if replace_overlap := _check_replaced_rows(step, main_steps):
@@ -262,6 +267,23 @@ def _check_step(step: SnapshotChange, own_paths: Set[str], main_change: TableCha
     )
     return Overlap(
         reason, tuple(sorted(shared_steps)), _run_ids([s for steps in shared_steps.values() for s in steps])
+    )
+
+
+def _adds_later_records(main_step: SnapshotChange, step: SnapshotChange) -> bool:
+    """Return whether `main` only appended records that the run's step cannot concern.
+
+    A step that reprocesses records of an ingestion changes rows of records that the table had at the run's
+    base. A later batch of the same ingestion adds rows of other records. Bounds cannot show that if the
+    topic's partitions have different offsets. A table that is filled again is never reprocessed.
+    """
+    reprocessed = {
+        name.removeprefix(LakeProperty.REPROCESSED_PREFIX)
+        for name in step.properties
+        if name.startswith(LakeProperty.REPROCESSED_PREFIX)
+    }
+    return main_step.mode is ChangeMode.APPEND and any(
+        LakeProperty.OFFSETS_PREFIX + name in main_step.properties for name in reprocessed
     )
 
 
