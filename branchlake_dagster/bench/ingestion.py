@@ -44,8 +44,9 @@ def measure_ingestion(
 ) -> dict[str, Any]:
     """Measure ingestion and Spark Structured Streaming on the same topic, in a temporary state folder.
 
-    - `records_per_s`, `records_10_tables_per_s`, `plain_records_per_s`: medians of `rounds` at full speed,
-      with warm servers, from the first offset until all records are on `main`.
+    - `records_per_s`, `kept_records_per_s`, `records_10_tables_per_s`, `plain_records_per_s`: medians of
+      `rounds` at full speed, with warm servers, from the first offset until all records are on `main`. The
+      kept records also go into the table of kept records (`keep_value`).
     - `sustained_…`: the same without the first batch, which starts Python workers and compiles the plan.
     - `p50_visible_s_…`, `p99_visible_s_…`: seconds from sending a record until it is on `main`, at each
       rate for `seconds` seconds.
@@ -85,13 +86,16 @@ class _IngestionBench:
         throughputs: dict[str, list[_Throughput]] = {
             "plain_records": [],
             "records": [],
+            "kept_records": [],
             "records_10_tables": [],
         }
         for number in range(rounds):
             self.say(f"Full speed, round {number + 1} of {rounds} …")
             throughputs["plain_records"].append(self._stream_flat_out("flat", records))
-            for name, tables in (("records", 1), ("records_10_tables", SITES)):
-                throughput, lost, doubled = self._ingest_flat_out("flat", tables, records)
+            for name, tables in (("records", 1), ("kept_records", 1), ("records_10_tables", SITES)):
+                throughput, lost, doubled = self._ingest_flat_out(
+                    "flat", tables, records, keep_value=name == "kept_records"
+                )
                 throughputs[name].append(throughput)
                 figures["lost"] += lost
                 figures["doubled"] += doubled
@@ -131,7 +135,9 @@ class _IngestionBench:
 
     # -- branchlake ------------------------------------------------------------------------------------
 
-    def _create_ingestion(self, topic: str, tables: int, max_records: int) -> tuple[Ingest, LiveIngestion]:
+    def _create_ingestion(
+        self, topic: str, tables: int, max_records: int, *, keep_value: bool = False
+    ) -> tuple[Ingest, LiveIngestion]:
         self._name_count += 1
         name = f"bench{self._name_count}"
         attributes: dict[str, Any] = {"partition_": "partition", "offset_": "offset"}
@@ -145,7 +151,12 @@ class _IngestionBench:
         )
         route_by = "topic" if tables == 1 else "site"
         ingest = Ingest(
-            name=name, topics=[topic], tables=ingest_tables, route_by=route_by, most_records=max_records
+            name=name,
+            topics=[topic],
+            tables=ingest_tables,
+            route_by=route_by,
+            most_records=max_records,
+            keep_value=keep_value,
         )
         topics = KafkaTopics(self.cluster)
         live = LiveIngestion(
@@ -160,9 +171,11 @@ class _IngestionBench:
         )
         return ingest, live
 
-    def _ingest_flat_out(self, topic: str, tables: int, records: int) -> tuple[_Throughput, int, int]:
+    def _ingest_flat_out(
+        self, topic: str, tables: int, records: int, *, keep_value: bool = False
+    ) -> tuple[_Throughput, int, int]:
         """Ingest at full speed. Return the throughput and the numbers of lost and doubled records."""
-        ingest, live = self._create_ingestion(topic, tables, min(_BATCH, records))
+        ingest, live = self._create_ingestion(topic, tables, min(_BATCH, records), keep_value=keep_value)
         record_count, began = 0, time.perf_counter()
         batches = []
         while record_count < records and (batch := live.publish_next_batch()) is not None:
@@ -311,6 +324,7 @@ def show_ingestion(figures: dict[str, Any], console: Console) -> None:
     table.add_row(
         "records/s, one table", f"{figures['records_per_s']:,}", "", f"{figures['plain_records_per_s']:,}"
     )
+    table.add_row("records/s, one table and kept records", f"{figures['kept_records_per_s']:,}", "", "")
     table.add_row("records/s, ten tables, atomic", f"{figures['records_10_tables_per_s']:,}", "", "")
     for name, key in (("one table", "records"), ("ten tables, atomic", "records_10_tables")):
         plain = f"{figures['sustained_plain_records_per_s']:,}" if key == "records" else ""

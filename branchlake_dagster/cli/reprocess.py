@@ -44,7 +44,7 @@ def reprocess(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Ingest the dead letters of INGESTION again, or with --from-raw its kept records.
+    """Ingest the dead letters of INGESTION again, or its kept records.
 
     Each dead letter is reprocessed once. If it fits now, its rows are written to their tables.
     One run of the ingestion reprocesses them on its own branch, which is checked and published like

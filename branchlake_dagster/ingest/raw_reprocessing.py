@@ -472,8 +472,8 @@ class _SliceReprocessing:
         assert name is not None  # noqa: S101 - the caller has loaded the table
         received = F.col(RECEIVED_AT).between(F.lit(self._slice.first), F.lit(self._slice.last))
         records = self._table(self._ingestion_tables.identifiers[name]).where(received)
-        letters = self._table(self._ingestion_tables.dead_letter_identifier)
-        unwritable = letters.where(
+        dead_letters = self._table(self._ingestion_tables.dead_letter_identifier)
+        unwritable = dead_letters.where(
             (F.col("error_kind") == UNWRITABLE) & F.col("reprocessed_in").isNull()
         ).select(*_RECORD_POSITION)
         return records.join(F.broadcast(unwritable), [*_RECORD_POSITION], "left_anti")

@@ -21,7 +21,10 @@ from branchlake_dagster_tests.baseline import shop
 from branchlake_dagster_tests.baseline.opened import Opened
 from branchlake_dagster_tests.baseline.storage import objects
 
-_OPEN_ENDED = ("branchlake.consumed.", "branchlake.offsets.", "branchlake.tables.", "branchlake.reprocessed.")
+_OPEN_ENDED = (
+    *("branchlake.consumed.", "branchlake.offsets.", "branchlake.tables.", "branchlake.reprocessed."),
+    "branchlake.kept_since.",
+)
 """Behind these is the name of a partition or an ingestion."""
 _ALERT = ".dagster/branchlake_alert_"
 _OURS = re.compile(r"branchlake$|branchlake[./]|\.dagster/branchlake_")

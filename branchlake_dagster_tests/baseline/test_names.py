@@ -26,6 +26,7 @@ SHOWN_ALONE = {
     *("branchlake/receiver_buffer_used", "branchlake/receiver_buffered", "branchlake/receivers_silent"),
     *("branchlake/state", "branchlake/topics"),  # counts of receivers
     *("branchlake/failing_partitions", "branchlake/wanted_through"),  # of checks
+    "branchlake/expired_records",  # of kept records
     *("branchlake/notes", "branchlake/upsert_by_spark_because", "branchlake/waits_for_partition"),
 }
 """Metadata that people see on Dagster's pages, and that no code reads back."""
@@ -35,6 +36,8 @@ NOT_STORED = {
     ".dagster/branchlake_reported": "on a run while a publisher reports many partitions, gone afterwards",
     ".dagster/branchlake_worker": "on a run while its process lives, and of no use after that",
     "branchlake.change_of": "on a change table, which goes with the branch of its run",
+    "branchlake.kept_since.": "on a table of kept records, of an ingestion that keeps them; set anew each day",
+    "branchlake/reprocess_raw": "on a run that decodes kept records again, and of no use after it",
     "branchlake/read_untold": "on a run that read by Spark what its plan does not name",
     "branchlake/when_matched": "on an asset's definition, which Dagster loads anew from the code",
     "branchlake/stored_rows": "marks a type of Dagster in the memory of a process",

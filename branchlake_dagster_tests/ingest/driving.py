@@ -24,6 +24,8 @@ from branchlake_dagster.ingest.ingest_batch import BatchResult, ingest_batch
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.ingest.record_frames import KafkaRecords, Records
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.ledger import Candidate, Published, Refused, load_write_set
+from branchlake_dagster.publication.publisher import build_publisher
 from branchlake_dagster_tests.suite.kafka import Broker
 
 
@@ -95,6 +97,22 @@ class Driver:
             self._own.pop().stop()
         assert self.merge(place)
         self.lake.nessie.delete_branch(place.branch, expected_hash=result.head.hash)
+
+    def publish_run(self, place: BatchContext, base_hash: str) -> Published | Refused:
+        """Publish the branch as the publisher does with a run's: onto whatever `main` is now."""
+        head = self.lake.nessie.reference(place.branch)
+        candidate = Candidate(
+            branch=place.branch,
+            head_hash=head.hash,
+            base_hash=base_hash,
+            run_id=place.run_id,
+            root_run_id=place.run_id,
+            verdict="passed",
+            changes=load_write_set(self.lake.nessie, base_hash, head),
+        )
+        outcome = build_publisher(self.lake).publish([candidate])[place.branch]
+        assert isinstance(outcome, Published | Refused), outcome
+        return outcome
 
     def table(self, number: int = 0) -> Table:
         """A table by its place; the dead letters are the last one."""

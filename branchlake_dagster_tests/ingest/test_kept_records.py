@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import dagster as dg
@@ -32,11 +33,11 @@ from branchlake_dagster.ingest.raw_reprocessing import (
     count_kept_records,
     reprocess_raw,
 )
-from branchlake_dagster.publication.ledger import Candidate, Published, Refused, load_write_set
-from branchlake_dagster.publication.publisher import build_publisher
+from branchlake_dagster.publication.ledger import Published, Refused
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
+from branchlake_dagster_tests.ingest.test_unwritable import ANY_TIME, NANOSECONDS
 from branchlake_dagster_tests.suite.kafka import Broker, Message, as_environment
 from branchlake_dagster_tests.suite.raised import raising
 
@@ -65,8 +66,10 @@ def decoder(*, factor: int = 1, days: int = 0, reads: str = r"^\d+:\d+$") -> Dec
 def keeping(driving: Driving, kafka: Broker, namespace: str) -> Callable[..., tuple[Driver, str]]:
     """Makes an ingestion that keeps its records, and its topic."""
 
-    def make(*, partitions: int = 1, **options: Any) -> tuple[Driver, str]:
-        topic = kafka.topic(partitions=partitions)
+    def make(
+        *, partitions: int = 1, topic_config: Mapping[str, str] = MappingProxyType({}), **options: Any
+    ) -> tuple[Driver, str]:
+        topic = kafka.topic(partitions=partitions, **topic_config)
         table = IngestTable(
             key=[namespace, "t"],
             columns={"id": "bigint", "n": "bigint", "at": "timestamp"},
@@ -104,24 +107,6 @@ def decode_again(
         return context, reprocess_raw(drive.ingest, context, interval, **options)
     finally:
         session.stop()
-
-
-def publish(drive: Driver, place: BatchContext, base_hash: str) -> Published | Refused:
-    """Publish the branch as a run's, onto whatever `main` is now."""
-    client = drive.lake.nessie
-    head = client.reference(place.branch)
-    candidate = Candidate(
-        branch=place.branch,
-        head_hash=head.hash,
-        base_hash=base_hash,
-        run_id=place.run_id,
-        root_run_id=place.run_id,
-        verdict="passed",
-        changes=load_write_set(client, base_hash, head),
-    )
-    outcome = build_publisher(drive.lake).publish([candidate])[place.branch]
-    assert isinstance(outcome, Published | Refused), outcome
-    return outcome
 
 
 def changed_rows(table: Table, since: Table) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -316,7 +301,7 @@ def test_records_that_arrive_meanwhile_are_kept(
         topic, [Message(b"5:1", partition=1), Message(b"6:1", partition=0), Message(b"bad", partition=0)]
     )
     drive.batch()
-    assert isinstance(publish(drive, place, base), Published)
+    assert isinstance(drive.publish_run(place, base), Published)
     assert rows(drive) == [(0, 7, 0), (1, 7, 1), (2, 7, 0), (3, 7, 1), (6, 7, 0), (5, 7, 1)]
     assert letters(drive) == [(0, True), (5, True)]
     assert len(kept(drive)) == 8
@@ -331,8 +316,8 @@ def test_of_two_runs_at_once_one_is_published(
     base = drive.lake.nessie.reference("main").hash
     drive.ingest = replace(drive.ingest, format=decoder(factor=2))
     first, second = (decode_again(drive, run)[0] for run in ("run-1", "run-2"))
-    assert isinstance(publish(drive, first, base), Published)
-    assert isinstance(publish(drive, second, base), Refused)
+    assert isinstance(drive.publish_run(first, base), Published)
+    assert isinstance(drive.publish_run(second, base), Refused)
     assert rows(drive) == [(1, 2, 1)]
 
 
@@ -398,6 +383,62 @@ def test_an_interval_without_time_is_refused() -> None:
     assert RawInterval.from_tag(ALWAYS.to_tag()) == ALWAYS
     with raising(ConfigurationError):
         Ingest(name="a", topics=["a"], tables=[IngestTable(key="raw/a")], keep_value=True, keep_value_days=0)
+
+
+def test_a_record_that_fails_batches_is_kept_and_left_to_its_dead_letter(
+    keeping: Callable[..., tuple[Driver, str]], kafka: Broker
+) -> None:
+    drive, topic = keeping(topic_config=ANY_TIME)
+    kafka.send(topic, [b"1:1", Message(b"2:2", at=NANOSECONDS), b"3:3"])
+    drive.batch()
+    assert ([row[0] for row in rows(drive)], letters(drive)) == ([1, 3], [(1, True)])
+    assert [row["value"] for row in kept(drive)] == [b"1:1", b"2:2", b"3:3"]
+    drive.ingest = replace(drive.ingest, format=decoder(factor=2))
+    place, result = decode_again(drive, "run-1")
+    assert result is not None
+    assert (result.counts["records"], result.counts["rows_update"]) == (2, 2)
+    assert drive.merge(place)
+    assert letters(drive) == [(1, True)]
+
+
+@pytest.mark.parametrize("slice_records", [None, 1])
+def test_records_move_to_tables_that_they_name_now(
+    driving: Driving, kafka: Broker, namespace: str, slice_records: int | None
+) -> None:
+    topic = kafka.topic()
+    family = IngestTable(
+        key=[namespace, "{route}"], columns={"id": "bigint"}, route="a|b", attributes=ATTRIBUTES
+    )
+    drive = driving(
+        Ingest(
+            name=namespace,
+            topics=[topic],
+            tables=[family],
+            route_by="kind",
+            on_unrouted="skip",
+            keep_value=True,
+        )
+    )
+
+    def ids(name: str) -> list[int]:
+        table = drive.lake.catalog("main").load_table((namespace, name))
+        return sorted(table.scan().to_arrow()["id"].to_pylist())
+
+    for kind in ("a", "b", "c", "d"):
+        kafka.send(topic, [json.dumps({"id": one, "kind": kind}).encode() for one in (1, 2)])
+        drive.batch()
+    assert (ids("a"), ids("b")) == ([1, 2], [1, 2])
+    drive.ingest = replace(drive.ingest, tables=[replace(family, route="b|c")])
+    place, result = decode_again(drive, "run-1", slice_records=slice_records)
+    assert result is not None
+    # Records of the route d are still left out. Those of a have no table by the present declaration.
+    assert result.counts.get("dead", 0) == 0
+    assert drive.merge(place)
+    assert (ids("b"), ids("c")) == ([1, 2], [1, 2])
+    assert ids("a") == []
+    kafka.send(topic, [b'{"id": 3, "kind": "c"}'])
+    drive.batch()
+    assert ids("c") == [1, 2, 3]
 
 
 # -- the command -----------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from branchlake_dagster.ingest.errors import DeadLettersLeftOut, EarlierAttemptL
 from branchlake_dagster.ingest.prepared_records import PreparedRecords
 from branchlake_dagster.ingest.reprocessing import DeadLetterSelection, count_dead_letters, reprocess_batch
 from branchlake_dagster.ingest.scan import ScanResult
+from branchlake_dagster.publication.ledger import Published
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.ingest.driving import Driver
@@ -273,6 +274,22 @@ def test_letters_that_would_give_nothing_are_not_put_back(
     with raising(DeadLettersLeftOut, 2, 1):
         _run(drive, DeadLetterSelection(), "run-1")
     assert len(_letters(drive)) == 2
+
+
+def test_letters_that_arrive_meanwhile_do_not_refuse_it(
+    driving: Driving, kafka: Broker, namespace: str
+) -> None:
+    topic = kafka.topic()
+    table = IngestTable(key=[namespace, "a"], columns={"id": "int"})
+    drive = driving(Ingest(name=namespace, topics=[topic], tables=[table]))
+    kafka.send(topic, [_json(id="x"), _json(id="y")])
+    drive.batch()
+    base = drive.lake.nessie.reference("main").hash
+    place, _ = _run(drive, DeadLetterSelection(), "run-1")
+    kafka.send(topic, [_json(id="z")])
+    drive.batch()
+    assert isinstance(drive.publish_run(place, base), Published)
+    assert [one[0] for one in _letters(drive)] == [0, 1, 2]
 
 
 def test_what_an_earlier_attempt_sends_late_is_not_put_back_twice(
