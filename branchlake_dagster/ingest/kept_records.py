@@ -25,7 +25,8 @@ from branchlake_dagster.stored_names import LakeProperty
 
 RECEIVED_AT = "received_at"
 """The column with the time at which the batch of a record began."""
-_EPOCH = date(1970, 1, 1)
+EPOCH = date(1970, 1, 1)
+"""The day from which Iceberg counts days."""
 
 
 def remove_expired_records(
@@ -92,5 +93,5 @@ def _iter_files_before(table: Table, first_day: date) -> Iterator[DataFile]:
     older = LessThan(RECEIVED_AT, f"{first_day.isoformat()}T00:00:00+00:00")
     for task in table.scan(row_filter=older).plan_files():
         position = day_positions[task.file.spec_id]
-        if position is not None and task.file.partition[position] < (first_day - _EPOCH).days:
+        if position is not None and task.file.partition[position] < (first_day - EPOCH).days:
             yield task.file

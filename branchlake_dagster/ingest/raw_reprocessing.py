@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import reduce
 from operator import and_
 
@@ -38,7 +38,7 @@ from branchlake_dagster.ingest.binary_formats import RegistryAvro
 from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest
 from branchlake_dagster.ingest.errors import RowsNotIdentified
 from branchlake_dagster.ingest.formats import Format
-from branchlake_dagster.ingest.kept_records import RECEIVED_AT
+from branchlake_dagster.ingest.kept_records import EPOCH, RECEIVED_AT
 from branchlake_dagster.ingest.offsets import Offsets, topic_id
 from branchlake_dagster.ingest.progress import reprocessing_runs
 from branchlake_dagster.ingest.record_frames import RECORD_COLUMNS
@@ -167,11 +167,13 @@ def count_kept_records(
     if table is None or name is None:
         return KeptRecordCounts()
     records = session.table(f"nessie.{quote_spark_path(ingestion_tables.identifiers[name])}")
-    day = F.date_format(F.date_trunc("day", F.col(RECEIVED_AT)), "yyyy-MM-dd")
+    # Counted from microseconds, because a remote session may have another time zone.
+    day = F.floor(F.unix_micros(RECEIVED_AT) / F.lit(86_400_000_000)).cast("int")
     rows = records.where(interval.contains()).groupBy(day.alias("day")).count().orderBy("day").collect()
+    by_day = [((EPOCH + timedelta(days=row[0])).isoformat(), int(row[1])) for row in rows]
     first_us = records.select(F.unix_micros(F.min(RECEIVED_AT))).collect()[0][0]
     first = None if first_us is None else datetime.fromtimestamp(first_us / 1_000_000, UTC)
-    return KeptRecordCounts([(row[0], row[1]) for row in rows], first)
+    return KeptRecordCounts(by_day, first)
 
 
 def reprocess_raw(

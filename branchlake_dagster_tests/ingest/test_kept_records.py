@@ -341,6 +341,7 @@ def test_records_from_before_the_option_stay_as_they_are(
         session.stop()
     assert (counts.total, counts.note(ALWAYS) is not None) == (1, True)
     assert counts.first_received is not None
+    assert [day for day, _ in counts.by_day] == [counts.first_received.date().isoformat()]
     assert counts.note(RawInterval(counts.first_received, ALWAYS.until)) is None
     drive.ingest = replace(drive.ingest, format=decoder(factor=5))
     assert drive.merge(decode_again(drive, "run-2")[0])
