@@ -168,7 +168,7 @@ def count_kept_records(
         return KeptRecordCounts()
     records = session.table(f"nessie.{quote_spark_path(ingestion_tables.identifiers[name])}")
     # Counted from microseconds, because a remote session may have another time zone.
-    day = F.floor(F.unix_micros(RECEIVED_AT) / F.lit(86_400_000_000)).cast("int")
+    day = F.expr(f"unix_micros({RECEIVED_AT}) div 86400000000")
     rows = records.where(interval.contains()).groupBy(day.alias("day")).count().orderBy("day").collect()
     by_day = [((EPOCH + timedelta(days=row[0])).isoformat(), int(row[1])) for row in rows]
     first_us = records.select(F.unix_micros(F.min(RECEIVED_AT))).collect()[0][0]

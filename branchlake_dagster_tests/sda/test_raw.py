@@ -16,6 +16,7 @@ import pytest
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.declaration import Ingest
+from branchlake_dagster.ingest.raw_reprocessing import position_columns, require_kept_records
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.kafka_sink import KafkaSink
 from branchlake_dagster.receivers.landing_sink import LandingSink
@@ -62,6 +63,16 @@ def own(ingest: Ingest, topic: str | None = None) -> Ingest:
     (table,) = ingest.tables
     mine = replace(table, key=[name, table.asset.path[-1]])
     return replace(ingest, name=name, topics=[topic or ingest.topics[0]], tables=[mine])
+
+
+def test_the_rows_of_every_raw_table_are_identified_by_their_records() -> None:
+    """So kept measurements can be decoded again, once somebody keeps them."""
+    for ingest in raw_ingests("landing", keep_value=True):
+        (table,) = ingest.tables
+        require_kept_records(ingest)
+        columns = position_columns(table.asset.to_user_string(), ingest, table.attributes)
+        assert columns == {"partition": "topic_partition", "offset": "topic_offset"}
+    assert not any(one.keep_value for one in raw_ingests("landing"))
 
 
 def records(name: str) -> list[Record]:

@@ -6,6 +6,7 @@ Ingestions fill them: each record is written once, and records that cannot be de
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import dagster as dg
@@ -22,19 +23,29 @@ MAX_WAIT_S = 10.0
 
 
 def live_sensors(
-    source: Where, receivers: Sequence[str] = (), kinds: Sequence[SensorKind] = DEFAULT_SENSOR_KINDS
+    source: Where,
+    receivers: Sequence[str] = (),
+    kinds: Sequence[SensorKind] = DEFAULT_SENSOR_KINDS,
+    *,
+    keep_value: bool = False,
 ) -> dg.Definitions:
     """The ingestions of kinds of sensor, from topics on Kafka or in the landing folder.
 
     `receivers` are the URLs of the receivers' monitors. The sensors for single batches are on at first.
     """
-    ingests = raw_ingests(source, kinds)
+    ingests = raw_ingests(source, kinds, keep_value=keep_value)
     return ingest_definitions(*ingests, receivers=receivers, most_age_s=MAX_WAIT_S, running=True)
 
 
-def raw_ingests(source: Where, kinds: Sequence[SensorKind] = DEFAULT_SENSOR_KINDS) -> list[Ingest]:
-    """Return the declarations of the ingestions, for the topics of the kinds."""
-    return [_ingest(kind, source) for kind in kinds]
+def raw_ingests(
+    source: Where, kinds: Sequence[SensorKind] = DEFAULT_SENSOR_KINDS, *, keep_value: bool = False
+) -> list[Ingest]:
+    """Return the declarations of the ingestions, for the topics of the kinds.
+
+    `keep_value` keeps the bytes of all measurements, so that a corrected decoder can read them again. It is
+    off by default because of its cost (docs/benchmarks.md).
+    """
+    return [replace(_ingest(kind, source), keep_value=keep_value) for kind in kinds]
 
 
 def _ingest(kind: SensorKind, source: Where) -> Ingest:
