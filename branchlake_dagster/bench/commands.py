@@ -21,6 +21,7 @@ from branchlake_dagster.settings import Settings
         "receive": "branchlake_dagster.sda.benchmarks.commands:receive",
         "registry": "branchlake_dagster.sda.benchmarks.commands:registry",
         "screening": "branchlake_dagster.sda.benchmarks.commands:screening",
+        "tracks": "branchlake_dagster.sda.benchmarks.commands:tracks",
     },
 )
 @click.pass_context

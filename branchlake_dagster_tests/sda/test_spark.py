@@ -18,6 +18,7 @@ from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.sda.contracts import Observation, RejectedObservation
 from branchlake_dagster.sda.contracts.observations import REJECTION_REASONS
 from branchlake_dagster.sda.estimation.arrow import ELEMENT_INPUT, fuse_batches
+from branchlake_dagster.sda.estimation.prior import ElementPrior
 from branchlake_dagster.sda.observations.envelope import (
     OBSERVATION_NAMESPACE,
     build_observations,
@@ -235,13 +236,17 @@ def test_tracks_over_spark_are_those_of_the_function(session, native, catalogue)
     elements = session.createDataFrame(catalogue.select(ELEMENT_INPUT).to_arrow())
     observed = session.createDataFrame(envelope(native).to_arrow())
     joined = observed.join(elements, on="sat_no").repartition("sat_no")
-    tracks = joined.mapInArrow(
-        carried(fuse_batches(START, END, MODELS)), from_arrow_schema(TRACK_SCHEMA)
-    ).toArrow()
-    expected = fuse(native, catalogue)
-    assert tracks.num_rows == expected.num_rows
-    x = tracks.sort_by("sat_no").column("x_km").to_numpy()
-    np.testing.assert_allclose(x, expected.column("x_km").to_numpy(), atol=1e-6)
+    sat_no = catalogue["sat_no"].to_numpy()
+    prior = ElementPrior.from_sigma(sat_no, np.tile([0.2, 1.0, 0.2], (len(sat_no), 1)), 1.5)
+    counts = []
+    for errors in (None, prior):
+        function = carried(fuse_batches(START, END, MODELS, errors))
+        tracks = joined.mapInArrow(function, from_arrow_schema(TRACK_SCHEMA)).toArrow().sort_by("sat_no")
+        expected = fuse(native, catalogue, prior=errors)
+        np.testing.assert_allclose(tracks.column("x_km"), expected.column("x_km"), atol=1e-6)
+        assert tracks.column("is_preferred").to_pylist() == expected.column("is_preferred").to_pylist()
+        counts.append(tracks.num_rows)
+    assert counts[0] < counts[1]
 
 
 def test_screening_over_spark(session, catalogue):

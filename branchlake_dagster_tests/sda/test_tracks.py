@@ -9,6 +9,7 @@ from branchlake_dagster.sda.estimation.arrow import (
     fuse_batches,
     track_schema,
 )
+from branchlake_dagster.sda.estimation.prior import ElementPrior
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites
 from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS, measurement_models
@@ -68,9 +69,11 @@ def envelope(native: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def fuse(native: pl.DataFrame, catalogue: pl.DataFrame, batch_rows: int = 1000) -> pa.Table:
+def fuse(
+    native: pl.DataFrame, catalogue: pl.DataFrame, batch_rows: int = 1000, prior: ElementPrior | None = None
+) -> pa.Table:
     joined = envelope(native).join(catalogue.select(ELEMENT_INPUT), on="sat_no").to_arrow()
-    batches = list(fuse_batches(START, END, MODELS)(joined.to_batches(max_chunksize=batch_rows)))
+    batches = list(fuse_batches(START, END, MODELS, prior)(joined.to_batches(max_chunksize=batch_rows)))
     return pa.Table.from_batches(batches, schema=TRACK_SCHEMA)
 
 

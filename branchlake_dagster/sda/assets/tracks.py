@@ -4,17 +4,22 @@
 from collections.abc import Sequence
 
 import dagster as dg
+import numpy as np
 from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from branchlake_dagster import column_metadata, consumes, table_metadata
+from branchlake_dagster import LakehouseResource, column_metadata, consumes, table_metadata
 from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS
 from branchlake_dagster.sda.assets.quarantine import tracked
+from branchlake_dagster.sda.assets.trust import ELEMENT_ERRORS, OBJECT_ERRORS, published_errors
 from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
+from branchlake_dagster.sda.association.rules import AssociationRules, assumed_position_sigma
 from branchlake_dagster.sda.contracts.by_kind import fused_track_contract
 from branchlake_dagster.sda.estimation.arrow import ELEMENT_INPUT, fuse_batches, track_schema
+from branchlake_dagster.sda.estimation.prior import ElementPrior
+from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.partitions import whole_catalogue, windows
 from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
 from branchlake_dagster.sda.sensor_kinds.registered import measurement_models
@@ -40,6 +45,7 @@ def track_asset(kinds: Sequence[SensorKind]) -> dg.AssetsDefinition:
             "associations": dg.AssetIn(ASSOCIATIONS),
             "catalogue": dg.AssetIn(CATALOGUE, partition_mapping=whole_catalogue),
         },
+        deps=[ELEMENT_ERRORS, OBJECT_ERRORS],
         metadata=table_metadata(partition_by="window_start", require_checks=True)
         | consumes({ASSOCIATIONS: "range"}, on="sensor_timestamp")
         | column_metadata(fused_track_contract(list(models))),
@@ -49,22 +55,30 @@ def track_asset(kinds: Sequence[SensorKind]) -> dg.AssetsDefinition:
         observations: DataFrame,
         associations: DataFrame,
         catalogue: DataFrame,
+        lakehouse: LakehouseResource,
     ) -> DataFrame:
-        """State and covariance of each object that the window's associated observations determine.
+        """State and covariance of each object with associated observations; its element set is the prior.
 
-        Observations with the result `claimed` are not used, because their object has no usable prediction.
+        `is_preferred` marks states that should be preferred to the element set. Observations with the result
+        `claimed` are not used, because their object has no usable prediction.
         """
         start, end = window_of(context)
+        errors = published_errors(lakehouse.catalog())
+        if errors is None:
+            context.log.warning("There is no error model yet: the errors of the element sets are assumed.")
+        objects = tracked(catalogue).select(*ELEMENT_INPUT)
+        elements = Elements.from_arrow(objects.select(*Elements.COLUMNS).toArrow())
+        middle = np.full(len(elements), (start + end) // 2)
+        position_sigma = assumed_position_sigma if errors is None else errors.position_sigma
+        prior = ElementPrior.from_sigma(
+            elements.sat_no, position_sigma(elements, middle), AssociationRules().sigma_factor
+        )
         assigned = associations.where("result IN ('confirmed', 'reassigned')").select(
             "observation_id", "sat_no"
         )
-        joined = (
-            observations.drop("sat_no")
-            .join(assigned, on="observation_id")
-            .join(tracked(catalogue).select(*ELEMENT_INPUT), on="sat_no")
-        )
+        joined = observations.drop("sat_no").join(assigned, on="observation_id").join(objects, on="sat_no")
         return joined.repartition("sat_no").mapInArrow(
-            carried(fuse_batches(start, end, models)), from_arrow_schema(track_schema(list(models)))
+            carried(fuse_batches(start, end, models, prior)), from_arrow_schema(track_schema(list(models)))
         )
 
     return fused_tracks

@@ -58,7 +58,7 @@ def measure_association(
         time of the association with and without the propagation of the catalog.
 
     """
-    catalogs = _read_catalogs(files, hours, say) if files else simulate_catalogs(_OBJECTS, seed)
+    catalogs = read_catalogs(files, hours, say) if files else simulate_catalogs(_OBJECTS, seed)
     end = catalogs.start + round(hours * _HOUR)
     scene = simulate_scene(catalogs.truth, catalogs.start, end, seed=seed)
     say(f"{scene.observations.height:,} observations of {len(catalogs.truth):,} objects")
@@ -161,7 +161,8 @@ def simulate_catalogs(objects: int, seed: int) -> Catalogs:
     return Catalogs(truth, replace(truth, values=values), sigma, micros(REFERENCE_EPOCH) + _HOUR)
 
 
-def _read_catalogs(files: Sequence[Path], hours: float, say: Callable[[str], None]) -> Catalogs:
+def read_catalogs(files: Sequence[Path], hours: float, say: Callable[[str], None]) -> Catalogs:
+    """Read the truth and the earlier element sets from GP files, with the errors that a history gives."""
     frames = [
         read_catalogue(path.read_bytes(), path.name).elements.select(Elements.COLUMNS) for path in files
     ]

@@ -35,6 +35,27 @@ def association(as_json: bool, hours: float, seed: int, files: tuple[Path, ...])
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--hours", default=1.0, show_default=True, help="Length of the window.")
+@click.option("--seed", default=2026, show_default=True, help="Seed of the observations.")
+@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def tracks(as_json: bool, hours: float, seed: int, files: tuple[Path, ...]) -> None:
+    """Compare fused tracks with the truth, single sensors and element sets.
+
+    Simulates all kinds of sensors, with 5 % wrong track numbers and 1 % clutter, and associates them first.
+
+    FILES are GP files in the order of time, three or more. The last one is the truth, the one before it the
+    element sets, and all but the last are the history of errors. Without them 4,000 objects are simulated.
+    """
+    from branchlake_dagster.sda.benchmarks.tracks import measure_tracks, show_tracks
+
+    if len(files) in (1, 2):
+        raise click.UsageError("Name three or more GP files, or none.")
+    figures = measure_tracks(files, hours=hours, seed=seed, say=print_progress)
+    click.echo(json.dumps(figures, indent=2)) if as_json else show_tracks(figures)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.option("--rounds", default=3, show_default=True, help="Runs of the small asset; the median counts.")
 def lifecycle(as_json: bool, rounds: int) -> None:
     """Time a run from its launch to its publication."""

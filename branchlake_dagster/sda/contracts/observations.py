@@ -47,7 +47,9 @@ class Observation(Contract):
     source_kind: T.StringType = must("Kind of sensor; isl is an inter-satellite link.")
     source_id: T.StringType = must("Source of the observation: the sensor.")
     orig_sensor_id: T.StringType = may("Sensor, as its owner calls it.")
-    sensor_timestamp: T.TimestampType = must("Instant of the measurement by the sensor's clock, UTC.")
+    sensor_timestamp: T.TimestampType = must(
+        "Instant of the reception by the sensor's clock, UTC; links: of the state."
+    )
     ingest_timestamp: T.TimestampType = may("Instant of the receipt, UTC.")
     sat_no: T.LongType = catalogue_number(
         "the object that the source claims to observe; most sources do not know it", nullable=True
@@ -68,9 +70,13 @@ class Observation(Contract):
     range_rate_unc_km_s: T.DoubleType = may("Radar: standard deviation of the range rate.", "km/s")
     azimuth_deg: T.DoubleType = may("Radar: azimuth from north over east.", "deg", ge=0.0, le=360.0)
     azimuth_unc_deg: T.DoubleType = may("Radar: standard deviation of the azimuth.", "deg")
-    elevation_deg: T.DoubleType = may("Radar: elevation above the horizon.", "deg", ge=0.0, le=90.0)
+    elevation_deg: T.DoubleType = may(
+        "Radar: elevation above the horizon, corrected for refraction.", "deg", ge=0.0, le=90.0
+    )
     elevation_unc_deg: T.DoubleType = may("Radar: standard deviation of the elevation.", "deg")
-    ra_deg: T.DoubleType = may("Optical: topocentric right ascension, axes of TEME.", "deg", ge=0.0, le=360.0)
+    ra_deg: T.DoubleType = may(
+        "Optical: topocentric right ascension, axes of TEME, relative to the stars.", "deg", ge=0.0, le=360.0
+    )
     ra_unc_deg: T.DoubleType = may("Optical: standard deviation of the right ascension.", "deg")
     declination_deg: T.DoubleType = may(
         "Optical: topocentric declination, axes of TEME.", "deg", ge=-90.0, le=90.0

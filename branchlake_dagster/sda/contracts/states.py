@@ -63,11 +63,22 @@ class TrackState(Contract):
 class TrackFit(Contract):
     """How well a track agrees with its measurements and with the catalogue: its last columns."""
 
-    n_measurements: T.LongType = must("Measured numbers that were used: an observation has several.", gt=6)
+    n_measurements: T.LongType = must("Measured numbers that were used: an observation has several.", gt=0)
+    n_edited: T.LongType = must("Observations that disagree with the others and were not used.", ge=0)
     chi2_per_dof: T.DoubleType = must(
-        "Squared residuals over their variances, per degree of freedom.", ge=0.0
+        "Squared residuals over their variances, and squared distance from the prior, per degree of freedom.",
+        ge=0.0,
     )
     weighted_rms: T.DoubleType = may("Root mean square of residuals over their standard deviations.")
+    position_sigma_km: T.DoubleType = must(
+        "One sigma of the position, widened where the residuals are larger than the stated noise.",
+        "km",
+        gt=0.0,
+    )
+    prior_sigma_km: T.DoubleType = may(
+        "One sigma of the element set's position by the error model; empty if it is unknown.", "km", gt=0.0
+    )
+    is_preferred: T.BooleanType = must("Whether the state should be preferred to the element set.")
     catalogue_miss_km: T.DoubleType = must("Distance from the catalogue's position.", "km", ge=0.0)
     offset_radial_km: T.DoubleType = may("Offset from the catalogue's position, radial.", "km")
     offset_in_track_km: T.DoubleType = may("Offset from the catalogue's position, in-track.", "km")

@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from branchlake_dagster.sda.estimation.batch import Observations, Tracks, estimate
+from branchlake_dagster.sda.estimation.preference import is_preferred, scaled_position_sigma
+from branchlake_dagster.sda.estimation.prior import ElementPrior
 from branchlake_dagster.sda.orbits.frames import Floats
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
 from branchlake_dagster.sda.sensors.measurement import Stations
@@ -28,7 +30,7 @@ def track_schema(source_kinds: Sequence[str]) -> pa.Schema:
 
     The state is TEME at ``epoch``, the middle of the window. ``n_radar`` and the like count the observations
     of each kind of sensor. ``weighted_rms`` is the root mean square of residuals in units of their standard
-    deviation.
+    deviation. ``prior_sigma_km`` is null if the error of the element set is unknown.
     """
     counts = [pa.field(f"n_{kind}", pa.int64()) for kind in source_kinds]
     return pa.schema([*_STATE_FIELDS, *counts, *_FIT_FIELDS])
@@ -45,8 +47,12 @@ _STATE_FIELDS = [
 ]
 _FIT_FIELDS = [
     pa.field("n_measurements", pa.int64()),
+    pa.field("n_edited", pa.int64()),
     pa.field("chi2_per_dof", pa.float64()),
     pa.field("weighted_rms", pa.float64()),
+    pa.field("position_sigma_km", pa.float64()),
+    pa.field("prior_sigma_km", pa.float64()),
+    pa.field("is_preferred", pa.bool_()),
     pa.field("catalogue_miss_km", pa.float64()),
     pa.field("offset_radial_km", pa.float64()),
     pa.field("offset_in_track_km", pa.float64()),
@@ -57,14 +63,15 @@ _FIT_FIELDS = [
 
 
 def fuse_batches(
-    start: int, end: int, models: Mapping[str, MeasurementModel]
+    start: int, end: int, models: Mapping[str, MeasurementModel], prior: ElementPrior | None = None
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """A function from batches of observations joined with ``ELEMENT_INPUT`` to batches of tracks.
 
     All rows of an object must come to one call, as ``repartition("sat_no")`` arranges; a call holds its
     share of the window in memory. ``start`` and ``end`` are the window, UTC microseconds since 1970.
     ``models`` are the measurement models by source kind; observations of other kinds are not used. The
-    schema of the tracks is `track_schema` of these kinds.
+    schema of the tracks is `track_schema` of these kinds. ``prior`` has the errors of the element sets;
+    without it, objects need measurements that determine them alone.
     """
 
     def fuse(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -76,18 +83,24 @@ def fuse_batches(
             # Sums depend on the order of equal instants in their last bits.
             names = [name for name in _SORT_KEYS if name in table.column_names]
             table = table.sort_by([(name, "ascending") for name in names])
-            yield from fuse_table(table, start, end, models).to_batches()
+            yield from fuse_table(table, start, end, models, prior).to_batches()
 
     return fuse
 
 
-def fuse_table(table: pa.Table, start: int, end: int, models: Mapping[str, MeasurementModel]) -> pa.Table:
+def fuse_table(
+    table: pa.Table,
+    start: int,
+    end: int,
+    models: Mapping[str, MeasurementModel],
+    prior: ElementPrior | None = None,
+) -> pa.Table:
     """Tracks (`track_schema`) of observations sorted by object, one or more, each of a kind with a model."""
     sat_no = table.column("sat_no").to_numpy()
     _, first, row = np.unique(sat_no, return_index=True, return_inverse=True)
     objects = table.select(list(ELEMENT_INPUT)).take(pa.array(first))
     elements = Elements.from_arrow(objects)
-    tracks = estimate(elements, observations_of(table, row, models), start=start, end=end)
+    tracks = estimate(elements, observations_of(table, row, models), start=start, end=end, prior=prior)
     return _track_table(tracks, objects, start, end, track_schema(list(models)))
 
 
@@ -153,15 +166,19 @@ def _track_table(tracks: Tracks, objects: pa.Table, start: int, end: int, schema
         *(tracks.covariance[:, i, j] for i, j in lower),
         *tracks.counts.T,
         tracks.measurements,
+        tracks.edited,
         tracks.chi2_per_dof,
-        np.sqrt(tracks.chi2_per_dof * (tracks.measurements - 6) / tracks.measurements),
+        tracks.weighted_rms,
+        scaled_position_sigma(tracks),
+        pa.array(tracks.prior_sigma_km, from_pandas=True),
+        is_preferred(tracks),
         np.linalg.norm(tracks.offset[:, :3], axis=1),
         *tracks.offset_ric.T,
         chosen.column("snapshot_id"),
         chosen.column("epoch"),
     ]
     arrays = [
-        c.cast(f.type) if isinstance(c, pa.ChunkedArray) else pa.array(c).cast(f.type)
+        c.cast(f.type) if isinstance(c, (pa.Array, pa.ChunkedArray)) else pa.array(c).cast(f.type)
         for c, f in zip(columns, schema, strict=True)
     ]
     return pa.Table.from_arrays(arrays, schema=schema)

@@ -3,8 +3,10 @@
 For each object the unknown is the offset (km, km/s, TEME) of its true state from the catalogue's at one
 epoch, the middle of the window. The two-body transition matrix carries the offset from the epoch to each
 measurement; Gauss-Newton iterates on the measurement equations themselves (Tapley, Schutz and Born,
-Statistical Orbit Determination, section 4.3). No a-priori information enters: an object that its
-measurements do not determine gets no estimate, rather than one that repeats an assumption.
+Statistical Orbit Determination, section 4.3).
+
+The element set is the prior of the offset, with the error that is published for its age. An object of unknown
+error has no prior: it gets an estimate only if its measurements alone determine it.
 """
 
 from __future__ import annotations
@@ -14,17 +16,26 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from branchlake_dagster.sda.orbits.frames import Floats
-from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites, time_grid
-from branchlake_dagster.sda.orbits.two_body import transition_matrices
+from branchlake_dagster.sda.estimation.editing import Rows, choose_observations, studentized_distances
+from branchlake_dagster.sda.estimation.prior import ElementPrior, error_directions, prior_information
+from branchlake_dagster.sda.orbits.frames import Floats, Micros
+from branchlake_dagster.sda.orbits.propagation import Elements, Ephemeris, propagate_satellites, time_grid
+from branchlake_dagster.sda.orbits.two_body import MU_KM3_S2, transition_matrices
 from branchlake_dagster.sda.sensors.measurement import Stations, wrap
 from branchlake_dagster.sda.sensors.models import MAX_WIDTH, MeasurementModel
 
 REFERENCE_STEP_S = 30.0
-ITERATIONS = 5
+APPROACH_ITERATIONS = 3
+"""Iterations that find the error along the track, before the reference is shifted by it."""
+SETTLING_ITERATIONS = 2
+EDITING_ROUNDS = 6
+FINAL_ITERATIONS = 2
 MIN_OBSERVATIONS = 3
+"""Of objects without a prior."""
 MAX_POSITION_SIGMA_KM = 20.0
-"""A wider estimate says less than the element set it would correct."""
+"""A wider estimate without a prior says less than the element set it would correct."""
+MAX_SHIFT_S = 120.0
+"""Maximum error along the track, as a time, that the reference follows."""
 
 _RCOND = 1e-12
 
@@ -37,15 +48,15 @@ class Observations:
     index of the object.
     """
 
-    row: npt.NDArray[np.int64]
-    kind: npt.NDArray[np.int64]
+    row: Rows
+    kind: Rows
     values: Floats
     sigma: Floats
     stations: Stations
     models: tuple[MeasurementModel, ...]
 
     @property
-    def widths(self) -> npt.NDArray[np.int64]:
+    def widths(self) -> Rows:
         """The number of measured values (n,) of each row."""
         return np.array([model.width for model in self.models], np.int64)[self.kind]
 
@@ -55,81 +66,195 @@ class Tracks:
     """Estimates of the determined objects, k rows; ``row`` is the index of the object.
 
     States (k, 3) and covariance (k, 6, 6) are TEME at the epoch, km and km/s; the covariance is the formal
-    one, from the stated sensor noise alone. ``offset`` (k, 6) is the state minus the catalogue's and
+    one, from the stated sensor noise and the prior. ``offset`` (k, 6) is the state minus the catalogue's and
     ``offset_ric`` (k, 3) its position part along radial, in-track and cross-track. ``counts`` (k, kinds) are
-    the observations of each kind.
+    the used observations by kind, ``measurements`` (k,) their measured values, and ``edited`` (k,) the other
+    observations. ``chi2_per_dof`` (k,) includes the distance from the prior; ``weighted_rms`` (k,) does not.
+    ``prior_sigma_km`` (k,) is one sigma of the element set's position, NaN if it is unknown.
     """
 
-    row: npt.NDArray[np.int64]
+    row: Rows
     position: Floats
     velocity: Floats
     covariance: Floats
     offset: Floats
     offset_ric: Floats
-    counts: npt.NDArray[np.int64]
-    measurements: npt.NDArray[np.int64]
+    counts: Rows
+    measurements: Rows
+    edited: Rows
     chi2_per_dof: Floats
+    weighted_rms: Floats
+    prior_sigma_km: Floats
 
 
-def estimate(elements: Elements, observations: Observations, *, start: int, end: int) -> Tracks:
-    """Estimate every object of ``elements`` that ``observations`` determine.
+def estimate(
+    elements: Elements,
+    observations: Observations,
+    *,
+    start: int,
+    end: int,
+    prior: ElementPrior | None = None,
+) -> Tracks:
+    """Estimate every object of ``elements`` that ``observations`` and the prior determine.
 
     Args:
         elements: one element set per object, the reference trajectories.
         observations: sorted by ``row``, which indexes ``elements``.
         start: window start, UTC microseconds since 1970; all measurements lie within the window.
         end: window end.
+        prior: the errors of the element sets; None means that they are unknown.
 
     """
-    objects = len(elements)
-    row, micros = observations.row, observations.stations.micros
-    margin = round(REFERENCE_STEP_S * 1e6)
+    epoch = (start + end) // 2
+    margin = round((REFERENCE_STEP_S + MAX_SHIFT_S) * 1e6)
     reference = propagate_satellites(
         elements.to_satrec_array(), time_grid(start - margin, end + margin, REFERENCE_STEP_S)
     )
-    epoch = (start + end) // 2
-    everyone = np.arange(objects)
-    epoch_r, epoch_v = reference.interpolate(everyone, np.full(objects, epoch))
-    counts = np.zeros((objects, len(observations.models)), np.int64)
-    np.add.at(counts, (row, observations.kind), 1)
-    usable = reference.valid.all(axis=1) & (counts.sum(axis=1) >= MIN_OBSERVATIONS)
-    # Objects without a reference stay in the arrays with weight zero, so that indices need no mapping.
-    here = usable[row]
-    at_r, at_v = reference.interpolate(row, micros)
-    at_r[~here], at_v[~here] = [7000.0, 0.0, 0.0], [0.0, 7.5, 0.0]
-    start_r = np.where(usable[:, None], epoch_r, [7000.0, 0.0, 0.0])
-    start_v = np.where(usable[:, None], epoch_v, [0.0, 7.5, 0.0])
-    mapping = transition_matrices(start_r[row], start_v[row], (micros - epoch) / 1e6)
-    used = np.arange(MAX_WIDTH) < observations.widths[:, None]
-    weight = np.where(used & here[:, None], 1 / np.where(used, observations.sigma, 1.0), 0.0)
-    offset = np.zeros((objects, 6))
-    for _ in range(ITERATIONS):
-        residual, slope = _linearise(observations, at_r, at_v, mapping, offset)
-        design = weight[:, :, None] * (slope @ mapping)
-        normal = _sum_by(row, objects, np.swapaxes(design, 1, 2) @ design)
-        right = _sum_by(row, objects, np.einsum("nij,ni->nj", design, weight * residual))
-        covariance, determined = _invert(normal)
-        offset = offset + np.einsum("nij,nj->ni", covariance, right)
-        # A diverging object must not overflow the others' arithmetic.
-        offset = np.clip(np.where(determined[:, None], offset, 0.0), -1e4, 1e4)
-    residual, _ = _linearise(observations, at_r, at_v, mapping, offset)
-    chi2 = _sum_by(row, objects, ((weight * residual) ** 2).sum(axis=1))
-    total = _sum_by(row, objects, (weight > 0).sum(axis=1)).astype(np.int64)
-    sigma_km = np.sqrt(np.trace(covariance[:, :3, :3], axis1=1, axis2=2))
-    good = usable & determined & (total > 6) & (sigma_km < MAX_POSITION_SIGMA_KM)
-    keep = np.flatnonzero(good)
-    position, velocity = epoch_r[keep] + offset[keep, :3], epoch_v[keep] + offset[keep, 3:]
-    return Tracks(
-        row=keep,
-        position=position,
-        velocity=velocity,
-        covariance=covariance[keep],
-        offset=offset[keep],
-        offset_ric=_radial_in_track_cross(epoch_r[keep], epoch_v[keep], offset[keep, :3]),
-        counts=counts[keep],
-        measurements=total[keep],
-        chi2_per_dof=chi2[keep] / (total[keep] - 6),
+    sigma_km = np.full((len(elements), 3), np.nan) if prior is None else prior.position_sigma(elements.sat_no)
+    parameter_sigma = (
+        np.full((len(elements), 6), np.nan)
+        if prior is None
+        else prior.parameter_sigma(elements, sigma_km, epoch)
     )
+    solver = _Solver(elements, observations, reference, epoch, parameter_sigma)
+    solver.iterate(APPROACH_ITERATIONS)
+    solver.follow_track()
+    solver.iterate(SETTLING_ITERATIONS)
+    for _ in range(EDITING_ROUNDS):
+        solver.edit()
+        solver.iterate(1)
+    solver.iterate(FINAL_ITERATIONS)
+    return solver.build_tracks(np.sqrt(np.sum(sigma_km**2, axis=1)))
+
+
+class _Solver:
+    """The state of the iteration for all objects.
+
+    ``offset`` (objects, 6) is relative to the reference at the epoch plus ``shift`` (objects,), microseconds.
+    Objects that cannot be estimated stay in the arrays with weight zero, so that indices need no mapping.
+    """
+
+    def __init__(
+        self,
+        elements: Elements,
+        observations: Observations,
+        reference: Ephemeris,
+        epoch: int,
+        parameter_sigma: Floats,
+    ) -> None:
+        self.elements, self.observations = elements, observations
+        self.reference, self.epoch = reference, epoch
+        self.parameter_sigma = parameter_sigma
+        self.has_prior = np.asarray(np.isfinite(parameter_sigma).all(axis=1))
+        self.is_usable = np.asarray(reference.valid.all(axis=1))
+        self.is_observed = self.is_usable[observations.row]
+        self.is_used = self.is_observed
+        self.widths = observations.widths
+        has_value = np.arange(MAX_WIDTH) < self.widths[:, None]
+        self.weight = np.where(
+            has_value & self.is_observed[:, None], 1 / np.where(has_value, observations.sigma, 1.0), 0.0
+        )
+        self.shift: Micros = np.zeros(len(elements), np.int64)
+        self.offset: Floats = np.zeros((len(elements), 6))
+        self._refer()
+
+    def _refer(self) -> None:
+        """Compute what depends on the shifted reference."""
+        row, micros = self.observations.row, self.observations.stations.micros
+        everyone = np.arange(len(self.elements))
+        self.epoch_r, self.epoch_v = self.reference.interpolate(everyone, self.epoch + self.shift)
+        self.at_r, self.at_v = self.reference.interpolate(row, micros + self.shift[row])
+        for position, velocity, is_valid in (
+            (self.epoch_r, self.epoch_v, self.is_usable),
+            (self.at_r, self.at_v, self.is_observed),
+        ):
+            position[~is_valid], velocity[~is_valid] = [7000.0, 0.0, 0.0], [0.0, 7.5, 0.0]
+        self.mapping = transition_matrices(self.epoch_r[row], self.epoch_v[row], (micros - self.epoch) / 1e6)
+        directions = error_directions(self.elements, self.epoch_r, self.epoch_v)
+        self.information = prior_information(directions, self.parameter_sigma)
+        # Only the error of time has a mean other than zero: the element set itself is not shifted.
+        gravity = -MU_KM3_S2 * self.epoch_r / np.linalg.norm(self.epoch_r, axis=1)[:, None] ** 3
+        self.prior_mean = -np.concatenate([self.epoch_v, gravity], axis=1) * (self.shift / 1e6)[:, None]
+
+    def follow_track(self) -> None:
+        """Shift the reference by the error along the track, so that the offsets become small.
+
+        The shifted trajectory is a solution of the equations of motion, which the mapping of a large offset
+        is only in the first order.
+        """
+        seconds = np.sum(self.offset[:, :3] * self.epoch_v, axis=1) / np.sum(self.epoch_v**2, axis=1)
+        state = np.concatenate([self.epoch_r, self.epoch_v], axis=1) + self.offset
+        self.shift = np.round(np.clip(seconds, -MAX_SHIFT_S, MAX_SHIFT_S) * 1e6).astype(np.int64)
+        self._refer()
+        self.offset = state - np.concatenate([self.epoch_r, self.epoch_v], axis=1)
+
+    def _linearize(self) -> tuple[Floats, Floats]:
+        """Return residuals (n, 6) and derivatives (n, 6, 6) by the offset in units of the noise."""
+        residual, slope = _linearise(self.observations, self.at_r, self.at_v, self.mapping, self.offset)
+        return self.weight * residual, self.weight[:, :, None] * (slope @ self.mapping)
+
+    def iterate(self, count: int) -> None:
+        """Improve the offsets by Gauss-Newton steps with the used observations."""
+        row, objects = self.observations.row, len(self.elements)
+        for _ in range(count):
+            residual, design = self._linearize()
+            design = np.where(self.is_used[:, None, None], design, 0.0)
+            normal = _sum_by(row, objects, np.swapaxes(design, 1, 2) @ design) + self.information
+            right = _sum_by(row, objects, np.einsum("nij,ni->nj", design, residual))
+            right += np.einsum("nij,nj->ni", self.information, self.prior_mean - self.offset)
+            self.covariance, self.is_determined = _invert(normal)
+            offset = self.offset + np.einsum("nij,nj->ni", self.covariance, right)
+            # A diverging object must not overflow the others' arithmetic.
+            self.offset = np.clip(np.where(self.is_determined[:, None], offset, 0.0), -1e4, 1e4)
+
+    def edit(self) -> None:
+        """Choose the observations of the next step by their distances from an estimate without them."""
+        residual, design = self._linearize()
+        row = self.observations.row
+        distance = studentized_distances(design, residual, self.covariance[row], self.is_used)
+        self.is_used = choose_observations(
+            row, len(self.elements), distance, self.widths, self.is_used, self.is_observed
+        )
+
+    def build_tracks(self, prior_sigma_km: Floats) -> Tracks:
+        """Return the estimates of the determined objects."""
+        row, objects = self.observations.row, len(self.elements)
+        residual, _ = self._linearize()
+        used = np.where(self.is_used[:, None], residual, 0.0)
+        squares = _sum_by(row, objects, (used**2).sum(axis=1))
+        deviation = self.offset - self.prior_mean
+        prior_squares = np.einsum("ni,nij,nj->n", deviation, self.information, deviation)
+        models = self.observations.models
+        counts = np.zeros((objects, len(models)), np.int64)
+        np.add.at(counts, (row[self.is_used], self.observations.kind[self.is_used]), 1)
+        total = counts @ np.array([model.width for model in models], np.int64)
+        edited = np.bincount(row[self.is_observed], minlength=objects) - counts.sum(axis=1)
+        sigma_km = np.sqrt(np.trace(self.covariance[:, :3, :3], axis1=1, axis2=2))
+        is_enough = np.where(
+            self.has_prior,
+            total > 0,
+            (counts.sum(axis=1) >= MIN_OBSERVATIONS) & (total > 6) & (sigma_km < MAX_POSITION_SIGMA_KM),
+        )
+        keep = np.flatnonzero(self.is_usable & self.is_determined & is_enough)
+        # The prior is six measured values more.
+        freedom = total[keep] - np.where(self.has_prior[keep], 0, 6)
+        state = (np.concatenate([self.epoch_r, self.epoch_v], axis=1) + self.offset)[keep]
+        catalog_r, catalog_v = self.reference.interpolate(keep, np.full(len(keep), self.epoch))
+        offset = state - np.concatenate([catalog_r, catalog_v], axis=1)
+        return Tracks(
+            row=keep,
+            position=state[:, :3],
+            velocity=state[:, 3:],
+            covariance=self.covariance[keep],
+            offset=offset,
+            offset_ric=_radial_in_track_cross(catalog_r, catalog_v, offset[:, :3]),
+            counts=counts[keep],
+            measurements=total[keep],
+            edited=edited[keep],
+            chi2_per_dof=(squares + prior_squares)[keep] / freedom,
+            weighted_rms=np.sqrt(squares[keep] / total[keep]),
+            prior_sigma_km=prior_sigma_km[keep],
+        )
 
 
 def _linearise(

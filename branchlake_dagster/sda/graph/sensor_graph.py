@@ -21,6 +21,8 @@ from branchlake_dagster.sda.contracts.by_kind import (
     observation_contract,
     rejected_observation_contract,
 )
+from branchlake_dagster.sda.estimation import preference
+from branchlake_dagster.sda.estimation.preference import MAX_EDITED_SHARE, MAX_SIGMA_RATIO
 from branchlake_dagster.sda.graph.balance import balance_check
 from branchlake_dagster.sda.graph.unique_keys import unique_key
 from branchlake_dagster.sda.partitions import windows
@@ -29,6 +31,8 @@ from branchlake_dagster.sda.sensor_kinds.registered import unique_sensor_kinds
 from branchlake_dagster.sda.sensors.models import MEASUREMENT_COLUMNS, STATION_COLUMNS
 
 MAX_CHI2_PER_DOF = 10.0
+MAX_EDITED_OBSERVATIONS = 0.05
+"""Of a window's. Associated observations are within their gates: on real element sets it is below 0.1 %."""
 MAX_UNCORRELATED_SHARE = 0.2
 """Of a kind's observations. On real element sets up to two days old it is 5 to 11 %."""
 
@@ -63,6 +67,7 @@ def sensor_assets(kinds: Sequence[SensorKind]) -> list[dg.AssetsDefinition]:
 def sensor_checks(kinds: Sequence[SensorKind]) -> list[dg.AssetChecksDefinition]:
     """Return the checks of these assets."""
     source_kinds = [kind.source_kind for kind in kinds]
+    observations = " + ".join(["n_edited", *(f"n_{kind}" for kind in source_kinds)])
     return join_checks(
         [
             pandera_checks(OBSERVATIONS, observation_contract(source_kinds), partitions_def=windows),
@@ -102,6 +107,31 @@ def sensor_checks(kinds: Sequence[SensorKind]) -> list[dg.AssetChecksDefinition]
                 severity="warn",
                 partitions_def=windows,
                 description="Residuals agree with the stated noise; if not, a manoeuvre or a wrong object.",
+            ),
+            sql_check(
+                FUSED_TRACKS,
+                "few_edited",
+                f"""
+            SELECT edited, observations FROM (
+                SELECT sum(n_edited) AS edited, sum({observations}) AS observations FROM {{this}})
+            WHERE edited > {MAX_EDITED_OBSERVATIONS} * observations
+            """,  # noqa: S608 - built from constants
+                severity="warn",
+                partitions_def=windows,
+                description=f"At most {MAX_EDITED_OBSERVATIONS:.0%} of the observations disagree.",
+            ),
+            sql_check(
+                FUSED_TRACKS,
+                "preferred_are_better",
+                f"""
+            SELECT sat_no, position_sigma_km, prior_sigma_km, chi2_per_dof, n_edited FROM {{this}}
+            WHERE is_preferred AND (
+                prior_sigma_km IS NULL OR position_sigma_km > {MAX_SIGMA_RATIO * 1.000001} * prior_sigma_km
+                OR chi2_per_dof > {preference.MAX_CHI2_PER_DOF}
+                OR n_edited > {MAX_EDITED_SHARE} * ({observations}))
+            """,  # noqa: S608 - built from constants
+                partitions_def=windows,
+                description=f"Preferred states have at most {MAX_SIGMA_RATIO:.0%} of the set's error.",
             ),
         ]
     )

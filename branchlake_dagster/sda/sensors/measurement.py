@@ -1,8 +1,14 @@
 """What each kind of sensor measures of a state, and the derivative by that state.
 
-States are TEME, km and km/s. Angles are rad, geometric: neither refraction, light time nor aberration are
-modelled (up to 20 arcsec for real telescopes), in simulation and estimation alike. Right ascension and
-declination are topocentric along the TEME axes, not J2000.
+States are TEME, km and km/s. Angles are rad. Right ascension and declination are topocentric along the TEME
+axes, not J2000.
+
+The time of a measurement is that of the reception, so light time is modelled: an object in a low orbit moves
+up to 50 m while its signal travels, and 0.4 km in the geostationary orbit (Vallado, section 4.4.2).
+
+Sensors correct their angles for refraction and for stellar aberration themselves: radars by a model of the
+troposphere, telescopes by the stars in the image. Light of stars and of satellites is bent by the same angle,
+but a satellite is not infinitely far away. The rest is the parallactic refraction, which is modelled.
 """
 
 from __future__ import annotations
@@ -12,6 +18,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from branchlake_dagster.sda.orbits.frames import Floats, Micros, local_axes, site_teme
+from branchlake_dagster.sda.orbits.two_body import MU_KM3_S2
+
+LIGHT_KM_S = 299_792.458
+"""The speed of light in vacuum."""
+_LIGHT_ROUNDS = 2
+"""Each round leaves 3e-5 of the error of the delay: the ratio of the speeds of the object and of light."""
+
+
+ZENITH_PATH_KM = 2.34e-3
+"""How much longer the path of visible light is from the zenith to sea level, of the atmosphere's refraction:
+the refractivity 2.77e-4 at 15 degrees Celsius and 1013 hPa, times the scale height of 8.43 km."""
+SCALE_HEIGHT_KM = 8.43
 
 
 @dataclass(frozen=True)
@@ -24,15 +42,43 @@ class Stations:
     micros: Micros
 
 
+def light_delay(position: Floats, velocity: Floats, site: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return when light left the objects that reaches the sites now, and their states at that time.
+
+    Args:
+        position: (n, 3) at the time of reception.
+        velocity: (n, 3).
+        site: (n, 3) the sites at the time of reception.
+
+    Returns:
+        The delay (n,), s, positive, and the earlier positions and velocities (n, 3). They neglect the change
+        of the acceleration: micrometers.
+
+    """
+    acceleration = -MU_KM3_S2 * position / np.linalg.norm(position, axis=-1)[:, None] ** 3
+    earlier = position
+    for _ in range(_LIGHT_ROUNDS):
+        delay = (np.linalg.norm(earlier - site, axis=-1) / LIGHT_KM_S)[:, None]
+        earlier = position - delay * velocity + delay**2 / 2 * acceleration
+    return delay[:, 0], earlier, velocity - delay * acceleration
+
+
 def radar(position: Floats, velocity: Floats, stations: Stations) -> tuple[Floats, Floats]:
-    """Range (km), range rate (km/s), azimuth from north over east, elevation (rad): (n, 4), and (n, 4, 6)."""
+    """Range (km), range rate (km/s), azimuth from north over east, elevation (rad): (n, 4), and (n, 4, 6).
+
+    Range and range rate are of the instant of the reflection, for the object and for the site: half of the
+    round trip, whose two legs differ by the site's motion. The angles are those of the received signal.
+    """
     site, site_velocity = site_teme(stations.lat_deg, stations.lon_deg, stations.alt_km, stations.micros)
     east, north, up = local_axes(stations.lat_deg, stations.lon_deg, stations.micros)
-    line, rate = position - site, velocity - site_velocity
+    delay, earlier, earlier_velocity = light_delay(position, velocity, site)
+    line, rate = earlier - (site - delay[:, None] * site_velocity), earlier_velocity - site_velocity
     distance = np.linalg.norm(line, axis=-1)
     unit = line / distance[:, None]
     range_rate = np.sum(unit * rate, axis=-1)
-    e, n, u = (np.sum(axis * line, axis=-1) for axis in (east, north, up))
+    seen = earlier - site
+    seen_unit = seen / np.linalg.norm(seen, axis=-1)[:, None]
+    e, n, u = (np.sum(axis * seen, axis=-1) for axis in (east, north, up))
     horizontal = np.hypot(e, n)
     measured = np.stack(
         [distance, range_rate, np.arctan2(e, n) % (2 * np.pi), np.arctan2(u, horizontal)], axis=1
@@ -42,14 +88,16 @@ def radar(position: Floats, velocity: Floats, stations: Stations) -> tuple[Float
     slope[:, 1, :3] = (rate - range_rate[:, None] * unit) / distance[:, None]
     slope[:, 1, 3:] = unit
     slope[:, 2, :3] = (n[:, None] * east - e[:, None] * north) / horizontal[:, None] ** 2
-    slope[:, 3, :3] = (up - (u / distance)[:, None] * unit) / horizontal[:, None]
-    return measured, slope
+    slope[:, 3, :3] = (up - np.sum(seen_unit * up, axis=-1)[:, None] * seen_unit) / horizontal[:, None]
+    return measured, _delay_slope(slope, delay)
 
 
-def optical(position: Floats, stations: Stations) -> tuple[Floats, Floats]:
+def optical(position: Floats, velocity: Floats, stations: Stations) -> tuple[Floats, Floats]:
     """Right ascension and declination (rad): (n, 2), and their derivatives (n, 2, 6)."""
     site, _ = site_teme(stations.lat_deg, stations.lon_deg, stations.alt_km, stations.micros)
-    line = position - site
+    delay, earlier, _ = light_delay(position, velocity, site)
+    line = earlier - site
+    line = line + _parallactic_refraction(line, stations)
     x, y, z = line.T
     flat = np.hypot(x, y)
     distance = np.hypot(flat, z)
@@ -58,7 +106,31 @@ def optical(position: Floats, stations: Stations) -> tuple[Floats, Floats]:
     slope[:, 0, 0], slope[:, 0, 1] = -y / flat**2, x / flat**2
     slope[:, 1, 0], slope[:, 1, 1] = -x * z / (flat * distance**2), -y * z / (flat * distance**2)
     slope[:, 1, 2] = flat / distance**2
-    return measured, slope
+    return measured, _delay_slope(slope, delay)
+
+
+def _parallactic_refraction(line: Floats, stations: Stations) -> Floats:
+    """Return by how much (n, 3), km, objects appear lower than they are, compared with the stars around them.
+
+    The bent ray from an object outside of the atmosphere is a straight line there, which passes the site at
+    a distance of ``K sin(z) / cos(z)^2`` (z: zenith distance; K: `ZENITH_PATH_KM`). This is the refraction of
+    a spherical atmosphere in the first order of its scale height over the Earth's radius.
+    """
+    _, _, up = local_axes(stations.lat_deg, stations.lon_deg, stations.micros)
+    unit = line / np.linalg.norm(line, axis=-1)[:, None]
+    cosine = np.sum(unit * up, axis=-1)[:, None]
+    path = ZENITH_PATH_KM * np.exp(-stations.alt_km / SCALE_HEIGHT_KM)[:, None]
+    # Near the horizon the series does not hold; telescopes do not observe there.
+    return np.asarray(path / np.maximum(cosine, 0.1) ** 2 * (cosine * unit - up))
+
+
+def _delay_slope(slope: Floats, delay: Floats) -> Floats:
+    """Return derivatives by the state at the reception, of derivatives by the state before the delay.
+
+    They neglect that the delay depends on the state: 3e-5 of a derivative.
+    """
+    slope[:, :, 3:] -= delay[:, None, None] * slope[:, :, :3]
+    return slope
 
 
 def wrap(angle: Floats) -> Floats:

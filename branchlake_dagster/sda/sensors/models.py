@@ -137,7 +137,7 @@ class MeasurementModel:
         elif self.geometry == "topocentric":
             values, slope = measurement.radar(position, velocity, stations)
         else:
-            values, slope = measurement.optical(position, stations)
+            values, slope = measurement.optical(position, velocity, stations)
         if self.width == len(GEOMETRIES[self.geometry]):
             return values, slope
         return values[:, list(self.components)], slope[:, list(self.components)]

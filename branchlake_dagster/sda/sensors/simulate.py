@@ -251,7 +251,7 @@ def measured_by_telescope(
 ) -> dict[str, Any]:
     """What a telescope measures of objects `rows` at `micros`, columns of `NATIVE_COLUMNS`."""
     sigma = noise.optical_arcsec * ARCSEC_RAD
-    clean, _ = measurement.optical(scene.truth(rows, micros)[0], _stations(site, micros))
+    clean, _ = measurement.optical(*scene.truth(rows, micros), _stations(site, micros))
     error = scene.rng.standard_normal((len(rows), 2)) * sigma
     return {
         **_ground(scene, site, rows, micros, "ntp"),

@@ -91,7 +91,7 @@ def observe(
         names = ("range_km", "range_rate_km_s", "azimuth_deg", "elevation_deg")
         uncertain = ("range_unc_km", "range_rate_unc_km_s", "azimuth_unc_deg", "elevation_unc_deg")
     elif kind == "optical":
-        measured, _ = measurement.optical(position, stations)
+        measured, _ = measurement.optical(position, velocity, stations)
         measured, sigma = np.degrees(measured), np.full(2, 1 / 3600)
         measured += draw[:, :2] * sigma
         names, uncertain = ("ra_deg", "declination_deg"), ("ra_unc_deg", "declination_unc_deg")
