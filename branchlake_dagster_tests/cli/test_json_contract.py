@@ -28,7 +28,7 @@ NAMES = sorted(path.stem for path in SCHEMAS.glob("*.json"))
 
 def test_every_command_with_json_has_a_schema() -> None:
     wanted = {schema_of([*words, "--json"]) for words in commands_with_json(main)}
-    assert wanted | {"consumers-partitions"} == set(NAMES)
+    assert wanted | {"consumers-partitions", "sda-alerts-follow"} == set(NAMES)
 
 
 def objects(schema: Any) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from jsonschema import Draft202012Validator
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "json"
-JSON_LINES = ("sda-receive",)
+JSON_LINES = ("sda-alerts-follow", "sda-receive")
 """Schemas of commands that print a JSON document on each line."""
 
 
@@ -21,6 +21,8 @@ def schema_of(arguments: Sequence[str]) -> str:
     words = [argument for argument in arguments if not argument.startswith("-")]
     if words[0] in ("receive", "simulate"):  # hidden names from before the group `sda`
         return f"sda-{words[0]}"
+    if words[:2] == ["sda", "alerts"] and "--follow" in arguments:
+        return "sda-alerts-follow"
     if words[0] in ("backfill", "columns", "sda"):
         return f"{words[0]}-{words[1]}"
     return "consumers-partitions" if words[0] == "consumers" and "--partitions" in arguments else words[0]

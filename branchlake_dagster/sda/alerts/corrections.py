@@ -19,6 +19,17 @@ from datetime import datetime, timedelta
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
+from branchlake_dagster.sda.alerts.entry_names import (
+    CANCELED,
+    CORRECTED,
+    EXPECTED_AGAIN,
+    HIGH,
+    INSERT,
+    LOW,
+    MEDIUM,
+    NEW,
+    RETRACT,
+)
 from branchlake_dagster.sda.conjunctions.screening import Kind
 from branchlake_dagster.sda.trust.assessment import TOO_SLOW
 from branchlake_dagster.sda.uuid_sql import uuid5_sql
@@ -26,9 +37,6 @@ from branchlake_dagster.sda.uuid_sql import uuid5_sql
 ALERT_NAMESPACE = uuid.UUID("0c1b5d3a-6a3e-5a5b-8f0e-2d9f4c7b6e11")
 """The namespace of alert ids. If it changed, every alert would get a new id."""
 SAME_APPROACH = timedelta(minutes=10)
-INSERT, RETRACT = ENTRY_KINDS = ("insert", "retract")
-HIGH, MEDIUM, LOW = PRIORITIES = ("high", "medium", "low")
-NEW, CORRECTED, CANCELED, EXPECTED_AGAIN = REASONS = ("new", "corrected", "canceled", "expected again")
 
 ALERT_FIELDS = (
     *("window_start", "sat1_object_designator", "sat2_object_designator", "priority", "tca"),

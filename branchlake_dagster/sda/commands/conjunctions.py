@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from branchlake_dagster.cli.command_settings import load_command_settings
+from branchlake_dagster.sda.commands.option_types import Moment
 from branchlake_dagster.wording import format_count
 
 if TYPE_CHECKING:
@@ -19,23 +20,10 @@ if TYPE_CHECKING:
 _KINDS = ("encounter", "edge", "together")
 
 
-class _Moment(click.ParamType[datetime]):
-    """A time; without a zone: UTC."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
-        try:
-            found = datetime.fromisoformat(str(value))
-        except ValueError:
-            self.fail(f"{value!r} is no time: write it as 2026-11-20T12:00.", param, ctx)
-        return found if found.tzinfo else found.replace(tzinfo=UTC)
-
-
 @click.command(name="conjunctions")
 @click.option("--object", "objects", type=int, multiple=True, help="Catalogue number; may be repeated.")
-@click.option("--since", type=_Moment(), help="Closest at or after this time.")
-@click.option("--until", type=_Moment(), help="Closest before this time.")
+@click.option("--since", type=Moment(), help="Closest at or after this time.")
+@click.option("--until", type=Moment(), help="Closest before this time.")
 @click.option("--within", "within_km", type=click.FloatRange(min=0), help="Largest miss distance, km.")
 @click.option("--kind", "kinds", type=click.Choice(_KINDS), multiple=True, help="Only such.")
 @click.option("--at", help="The list as of a time (without a zone: UTC) or a commit hash, instead of now.")
@@ -138,8 +126,8 @@ def _write_messages(
 @click.argument(
     "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
-@click.option("--since", type=_Moment(), help="From this time on; else all that the file has.")
-@click.option("--until", type=_Moment(), help="Until this time.")
+@click.option("--since", type=Moment(), help="From this time on; else all that the file has.")
+@click.option("--until", type=Moment(), help="Until this time.")
 @click.option(
     "--within",
     "within_km",

@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: pandera reads the annotations.
 import pyspark.sql.types as T  # noqa: N812 - the name every Spark reader expects
 
-from branchlake_dagster.sda.alerts.corrections import ENTRY_KINDS, PRIORITIES, REASONS
+from branchlake_dagster.sda.alerts.entry_names import ENTRY_KINDS, PRIORITIES, REASONS
 from branchlake_dagster.sda.conjunctions.risks import STATE_SOURCES
 from branchlake_dagster.sda.conjunctions.screening import Kind
 from branchlake_dagster.sda.contracts.fields import (

@@ -1,0 +1,111 @@
+"""Entries of the log of alerts as plain values: their order, what was added, and their text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import polars as pl
+
+from branchlake_dagster.sda.alerts.entry_names import RETRACT
+
+Entry = Mapping[str, Any]
+"""An entry's columns by name. Times are datetimes with a zone."""
+
+IDENTITY = ("alert_id", "sequence", "kind")
+"""What identifies an entry. A subscriber that got an entry twice recognizes it by these columns."""
+_PAIR = ("sat1_object_designator", "sat2_object_designator")
+
+
+@dataclass(frozen=True)
+class AddedEntries:
+    """The entries that a change added, and how many entries it removed or altered.
+
+    A log only grows, so `lost_count` is 0 unless somebody rebuilt the table with other entries, or deleted
+    rows.
+    """
+
+    entries: pl.DataFrame
+    lost_count: int
+
+
+def find_added_entries(added: pl.DataFrame, removed: pl.DataFrame) -> AddedEntries:
+    """Compare the rows that a change added with those that it removed.
+
+    A rewritten file has its unchanged entries on both sides; they were not added.
+    """
+    if removed.is_empty() or added.is_empty():
+        return AddedEntries(added, removed.height)
+    columns = [*added.columns]
+    comparable = [
+        pl.col(name).list.join("\n") if isinstance(dtype, pl.List) else pl.col(name)
+        for name, dtype in added.schema.items()
+    ]
+    # A column that the schema got meanwhile is missing on the side of the removed rows.
+    earlier = removed.select(name for name in columns if name in removed.columns)
+    shared = earlier.columns
+    lost = earlier.with_columns(one for one in comparable if one.meta.output_name() in shared).join(
+        added.with_columns(comparable), on=shared, how="anti", nulls_equal=True
+    )
+    return AddedEntries(added.join(removed, on=list(IDENTITY), how="anti"), lost.height)
+
+
+def sort_entries(entries: pl.DataFrame, *first: str) -> pl.DataFrame:
+    """Sort entries by the columns `first`, then by alert, sequence and kind: insert before retract."""
+    return entries.sort(*first, "alert_id", "sequence", pl.col("kind") == RETRACT)
+
+
+def latest_entries(entries: pl.DataFrame) -> pl.DataFrame:
+    """Return the last entry of each alert."""
+    return sort_entries(entries).unique("alert_id", keep="last", maintain_order=True)
+
+
+def held_alerts(entries: pl.DataFrame) -> pl.DataFrame:
+    """Return the entries that hold now: the last ones of their alerts that are inserts.
+
+    `entries` may be filtered by any fact that alerts state: a retract states the facts of the insert that it
+    retracts, so a filter selects both or neither.
+    """
+    return latest_entries(entries).filter(pl.col("kind") != RETRACT)
+
+
+def entry_to_json(entry: Entry) -> dict[str, Any]:
+    """Return an entry as values for JSON. Times are ISO 8601 in UTC."""
+    return {
+        name: format_time(value) if isinstance(value, datetime) else value for name, value in entry.items()
+    }
+
+
+def format_time(moment: datetime) -> str:
+    """Return a time as ISO 8601 in UTC with microseconds."""
+    return f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
+
+
+def format_entry(entry: Entry) -> str:
+    """Return an entry as one line of text."""
+    probability = entry["collision_probability"]
+    return "  ".join(
+        (
+            f"{entry['kind']:<7} {entry['sequence']}",
+            f"{entry['reason']:<14}",
+            f"{entry['priority']:<6}",
+            f"{entry['tca'].astimezone(UTC):%Y-%m-%d %H:%M:%S.%f}"[:-5],
+            " and ".join(str(entry[name]) for name in _PAIR),
+            f"{entry['miss_distance_km']:.2f} km",
+            "no probability" if probability is None else f"probability {probability:.1e}",
+            format_sources(entry),
+            str(entry["alert_id"]),
+        )
+    )
+
+
+def format_sources(entry: Entry) -> str:
+    """Return what the states of both objects are from."""
+    return f"{entry['sat1_state_source']}, {entry['sat2_state_source']}"
+
+
+def to_entries(frame: pl.DataFrame) -> Iterable[Entry]:
+    """Iterate over the entries of a frame."""
+    return frame.iter_rows(named=True)

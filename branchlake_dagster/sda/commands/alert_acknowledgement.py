@@ -1,0 +1,88 @@
+"""Acknowledges alerts: in the subscribers' files, and on the asset's page in Dagster."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from typing import Any
+
+import polars as pl
+from dagster import AssetKey, AssetObservation, DagsterInstance, MetadataValue
+
+from branchlake_dagster.cli.dagster_home import dagster_home
+from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.query.connection import LakeReader
+from branchlake_dagster.sda.alerts.entry_names import ALERT_TABLE, RETRACT
+from branchlake_dagster.sda.commands.alert_list import AlertFilter, read_alerts
+from branchlake_dagster.sda.commands.alert_subscribers import Acknowledgement, SubscriberStore
+from branchlake_dagster.settings import Settings
+
+UNKNOWN, RETRACTED = "unknown", "retracted"
+
+
+class AlertNotHeld(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """The alert cannot be acknowledged. `reason` is `UNKNOWN` or `RETRACTED`, `subject` the alert's id."""
+
+
+def acknowledge_alert(
+    reader: LakeReader,
+    store: SubscriberStore,
+    alert_id: str,
+    subscriber: str,
+    *,
+    note: str | None,
+    now: datetime,
+) -> Acknowledgement:
+    """Acknowledge the version of an alert that holds now. Raises AlertNotHeld."""
+    entries = read_alerts(reader, AlertFilter(alert_id=alert_id), history=True).entries
+    last = _require_held(entries, alert_id)
+    acknowledgement = Acknowledgement(alert_id, last, subscriber, now, note)
+    store.add_acknowledgement(acknowledgement)
+    return acknowledgement
+
+
+def _require_held(entries: pl.DataFrame | None, alert_id: str) -> int:
+    """Return the sequence of the version that holds. Raises AlertNotHeld."""
+    if entries is None or entries.is_empty():
+        raise AlertNotHeld(
+            f"There is no alert {alert_id}.",
+            table=ALERT_TABLE,
+            reason=UNKNOWN,
+            subject=alert_id,
+            hint="Copy the id from the last column of `branchlake sda alerts`.",
+        )
+    last = entries.row(-1, named=True)
+    if last["kind"] == RETRACT:
+        raise AlertNotHeld(
+            f"Alert {alert_id} was retracted, so nothing needs to be acknowledged.",
+            table=ALERT_TABLE,
+            reason=RETRACTED,
+            subject=alert_id,
+            hint=f"Its entries: branchlake sda alerts --history {alert_id}",
+        )
+    return int(last["sequence"])
+
+
+def report_acknowledgement(settings: Settings, acknowledgement: Acknowledgement) -> bool:
+    """Report an acknowledgement as an observation of the asset of the alerts.
+
+    Returns whether there is a Dagster instance: `DAGSTER_HOME` is set, or the state folder has one. Creates
+    none.
+    """
+    if not os.environ.get("DAGSTER_HOME") and not (settings.state_dir / "dagster").is_dir():
+        return False
+    dagster_home(settings)
+    metadata: dict[str, MetadataValue[Any] | str | int] = {
+        "alert_id": acknowledgement.alert_id,
+        "sequence": acknowledgement.sequence,
+        "subscriber": acknowledgement.subscriber,
+        "acknowledged_at": MetadataValue.timestamp(acknowledgement.acknowledged_at),
+        **({"note": acknowledgement.note} if acknowledgement.note else {}),
+    }
+    with DagsterInstance.get() as instance:
+        instance.report_runless_asset_event(
+            AssetObservation(
+                AssetKey(ALERT_TABLE.split(".")), description="Alert acknowledged", metadata=metadata
+            )
+        )
+    return True

@@ -1,0 +1,241 @@
+"""The listings of observations and tracks: what is read of the tables, hour by hour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+import polars as pl
+from pyiceberg.exceptions import NoSuchTableError
+from pyiceberg.expressions import (
+    BooleanExpression,
+    EqualTo,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    LessThan,
+    LessThanOrEqual,
+    Or,
+)
+from pyiceberg.table import Table
+
+from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.history.change import ChangedFile
+from branchlake_dagster.history.ranges import ColumnRanges, union_ranges
+from branchlake_dagster.query.connection import LakeReader
+from branchlake_dagster.sda.commands.alert_list import all_of
+
+OBSERVATION_TABLE = "sda.observations"
+ASSOCIATION_TABLE = "sda.associations"
+TRACK_TABLE = "sda.fused_tracks"
+UNCORRELATED = "uncorrelated"
+_PREFERRED = "is_preferred"
+_WINDOW = timedelta(hours=1)
+_ASSOCIATED = {
+    "sat_no": "associated_sat_no",
+    "result": "association_result",
+    "reason": "association_reason",
+    "normalized_distance": "normalized_distance",
+    "candidates": "candidates",
+}
+"""Columns of an association -> their names beside the observation."""
+_ASSOCIATION_SCHEMA: dict[str, pl.DataType] = {
+    "observation_id": pl.String(),
+    "associated_sat_no": pl.Int64(),
+    "association_result": pl.String(),
+    "association_reason": pl.String(),
+    "normalized_distance": pl.Float64(),
+    "candidates": pl.Int64(),
+}
+
+
+class ColumnNotThere(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A filter needs a column that the published table does not have; `subject` names it."""
+
+
+@dataclass(frozen=True)
+class MeasurementFilter:
+    """Which observations or tracks are listed. Empty fields select all.
+
+    Without times, the newest hour that the table has is listed.
+    """
+
+    objects: tuple[int, ...] = ()
+    source_kinds: tuple[str, ...] = ()
+    sensors: tuple[str, ...] = ()
+    since: datetime | None = None
+    until: datetime | None = None
+
+    def with_times(self, table: Table) -> MeasurementFilter:
+        """Return the filter with times: if it has none, those of the table's newest hour."""
+        if self.since is not None or self.until is not None:
+            return self
+        hour = find_newest_hour(table)
+        return self if hour is None else replace(self, since=hour, until=hour + _WINDOW)
+
+    def time_filter(self, column: str) -> list[BooleanExpression]:
+        """Return the conditions on the time `column`, and on the hour, which selects partitions."""
+        parts: list[BooleanExpression] = []
+        if self.since is not None:
+            parts.append(GreaterThanOrEqual(column, self.since.isoformat()))
+            parts.append(GreaterThan("window_start", (self.since - _WINDOW).isoformat()))
+        if self.until is not None:
+            parts.append(LessThan(column, self.until.isoformat()))
+            parts.append(LessThan("window_start", self.until.isoformat()))
+        return parts
+
+    def sensor_filter(self) -> list[BooleanExpression]:
+        """Return the conditions on the sensor and its kind."""
+        parts: list[BooleanExpression] = []
+        if self.source_kinds:
+            parts.append(In("source_kind", self.source_kinds))
+        if self.sensors:
+            parts.append(In("source_id", self.sensors))
+        return parts
+
+    def label(self) -> str:
+        """Describe the times in a few words."""
+        since = f" from {self.since:%Y-%m-%d %H:%M:%S}" if self.since else ""
+        until = f" before {self.until:%Y-%m-%d %H:%M:%S}" if self.until else ""
+        return f"{since}{until}" + (" UTC" if since or until else "")
+
+
+@dataclass(frozen=True)
+class MeasurementListing:
+    """Rows, oldest first, and the state of the lake that they were read at. None: there is no table yet."""
+
+    rows: pl.DataFrame | None
+    label: str
+
+
+def find_newest_hour(table: Table) -> datetime | None:
+    """Return the newest hour that has rows, by the manifests; None if the table has no rows."""
+    files = [ChangedFile(task.file, 0, 0) for task in table.scan().plan_files()]
+    column_ranges = ColumnRanges(table.metadata, "window_start", table=".".join(table.name()))
+    span = union_ranges(column_ranges.ranges_of(file) for file in files).span
+    return None if span is None else span.high.replace(minute=0, second=0, microsecond=0)
+
+
+def read_observations(
+    reader: LakeReader, wanted: MeasurementFilter, *, only_uncorrelated: bool = False
+) -> MeasurementListing:
+    """Read observations with their associations, from the partitions of the wanted hours alone.
+
+    An observation is of an object if it was associated with the object or, before it is associated, if its
+    source claims the object.
+    """
+    state = reader.find_state()
+    table = _load_table(reader, OBSERVATION_TABLE, state.ref)
+    if table is None:
+        return MeasurementListing(None, state.label)
+    timed = wanted.with_times(table)
+    associations = _read_associations(reader, state.ref, timed, only_uncorrelated=only_uncorrelated)
+    parts = [*timed.time_filter("sensor_timestamp"), *timed.sensor_filter()]
+    if only_uncorrelated or timed.objects:
+        parts.append(_bounds_of(associations, timed.objects if not only_uncorrelated else ()))
+    rows = _scan(table, parts)
+    beside = associations.drop("sensor_timestamp", "source_id")
+    joined = rows.join(beside, on="observation_id", how="inner" if only_uncorrelated else "left")
+    if timed.objects:
+        claims = pl.col("sat_no").is_in(timed.objects)
+        is_associated = pl.col("associated_sat_no").is_in(timed.objects)
+        # An uncorrelated observation has no object but the claimed one.
+        is_open = pl.col("association_result").is_null() | pl.lit(only_uncorrelated)
+        joined = joined.filter(
+            is_associated.fill_null(value=False) | (is_open & claims.fill_null(value=False))
+        )
+    return MeasurementListing(
+        joined.sort("sensor_timestamp", "observation_id"), f"{state.label},{timed.label()}".rstrip(",")
+    )
+
+
+def _read_associations(
+    reader: LakeReader, ref: str, wanted: MeasurementFilter, *, only_uncorrelated: bool
+) -> pl.DataFrame:
+    """Read the associations of the wanted hours; empty if there is no table."""
+    times = {"sensor_timestamp": pl.Datetime("us", "UTC"), "source_id": pl.String()}
+    table = _load_table(reader, ASSOCIATION_TABLE, ref)
+    if table is None:
+        return pl.DataFrame(schema={**_ASSOCIATION_SCHEMA, **times})
+    parts = [*wanted.time_filter("sensor_timestamp"), *wanted.sensor_filter()]
+    if only_uncorrelated:
+        parts.append(EqualTo("result", UNCORRELATED))
+        if wanted.objects:
+            parts.append(In("claimed_sat_no", wanted.objects))
+    elif wanted.objects:
+        # Those with the claim too: the claim does not count if the observation is of another object.
+        parts.append(Or(In("sat_no", wanted.objects), In("claimed_sat_no", wanted.objects)))
+    rows = _scan(table, parts, columns=("observation_id", *times, *_ASSOCIATED))
+    return rows.rename(_ASSOCIATED)
+
+
+def _bounds_of(associations: pl.DataFrame, objects: Sequence[int]) -> BooleanExpression:
+    """Return the condition for files that may have these observations, or claims of the objects."""
+    claims = [In("sat_no", objects)] if objects else []
+    if associations.is_empty():
+        return claims[0] if claims else EqualTo("observation_id", "")
+    times = associations["sensor_timestamp"]
+    inside = all_of(
+        [
+            GreaterThanOrEqual("sensor_timestamp", times.min().isoformat()),  # type: ignore[union-attr]
+            LessThanOrEqual("sensor_timestamp", times.max().isoformat()),  # type: ignore[union-attr]
+            In("source_id", associations["source_id"].unique().to_list()),
+        ]
+    )
+    return Or(inside, claims[0]) if claims else inside
+
+
+def read_tracks(
+    reader: LakeReader, wanted: MeasurementFilter, *, only_preferred: bool = False
+) -> MeasurementListing:
+    """Read tracks by object and epoch, from the partitions of the wanted hours alone.
+
+    With kinds of sensors, tracks that used at least one observation of each. Raises ColumnNotThere if the
+    table does not have the column of a filter yet.
+    """
+    state = reader.find_state()
+    table = _load_table(reader, TRACK_TABLE, state.ref)
+    if table is None:
+        return MeasurementListing(None, state.label)
+    timed = wanted.with_times(table)
+    parts = timed.time_filter("epoch")
+    if timed.objects:
+        parts.append(In("sat_no", timed.objects))
+    for kind in timed.source_kinds:
+        parts.append(GreaterThan(_require_column(table, f"n_{kind}"), 0))
+    if only_preferred:
+        parts.append(EqualTo(_require_column(table, _PREFERRED), True))
+    rows = _scan(table, parts).sort("epoch", "sat_no")
+    return MeasurementListing(rows, f"{state.label},{timed.label()}".rstrip(","))
+
+
+def _require_column(table: Table, name: str) -> str:
+    if name not in table.schema().column_names:
+        raise ColumnNotThere(
+            f"The published tracks do not have the column {name} yet.",
+            table=TRACK_TABLE,
+            subject=name,
+            hint="Publish an hour of tracks with this version, or leave the option out.",
+        )
+    return name
+
+
+def with_position_sigma(tracks: pl.DataFrame) -> pl.DataFrame:
+    """Add ``position_sigma_km``: the root of the sum of the three position variances."""
+    variance = pl.col("cx_x") + pl.col("cy_y") + pl.col("cz_z")
+    return tracks.with_columns(variance.sqrt().alias("position_sigma_km"))
+
+
+def _load_table(reader: LakeReader, name: str, ref: str) -> Table | None:
+    try:
+        return reader.table(name, branch=ref)
+    except NoSuchTableError:
+        return None
+
+
+def _scan(
+    table: Table, parts: Sequence[BooleanExpression], *, columns: Sequence[str] = ("*",)
+) -> pl.DataFrame:
+    scan = table.scan(row_filter=all_of(parts), selected_fields=tuple(columns))
+    return pl.DataFrame(pl.from_arrow(scan.to_arrow()))
