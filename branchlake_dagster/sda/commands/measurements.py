@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from branchlake_dagster.sda.commands.measurement_list import MeasurementListing
 
-_KINDS = ("radar", "optical", "isl")
 _ROWS = 50
 _OBSERVATION_COLUMNS = {
     "sensor_timestamp": "measured",
@@ -41,9 +40,6 @@ _TRACK_COLUMNS = {
     "position_sigma_km": "sigma, km",
     "catalogue_miss_km": "from catalog, km",
     "chi2_per_dof": "chi2 per dof",
-    "n_radar": "radar",
-    "n_optical": "optical",
-    "n_isl": "isl",
 }
 """Columns of the tables -> their headings. Columns that a table does not have are left out."""
 
@@ -68,7 +64,7 @@ def _common_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command()
 @_common_options
-@click.option("--kind", "kinds", type=click.Choice(_KINDS), multiple=True, help="Kind of sensor.")
+@click.option("--kind", "kinds", multiple=True, help="Kind of sensor, such as radar; may be repeated.")
 @click.option("--sensor", "sensors", multiple=True, help="Sensor (source_id); may be repeated.")
 @click.option(
     "--uncorrelated", is_flag=True, help="Only those that belong to no object. --object: the claimed one."
@@ -103,9 +99,7 @@ def observations(
 
 @click.command()
 @_common_options
-@click.option(
-    "--kind", "kinds", type=click.Choice(_KINDS), multiple=True, help="Tracks that used such observations."
-)
+@click.option("--kind", "kinds", multiple=True, help="Tracks that used this kind of sensor, such as radar.")
 @click.option("--preferred", is_flag=True, help="Only tracks that are preferred to the element set.")
 def tracks(
     objects: tuple[int, ...],
@@ -175,6 +169,9 @@ def _print_table(rows: pl.DataFrame, columns: dict[str, str]) -> None:
 
     from branchlake_dagster.sda.commands.row_output import print_table
 
+    # A kind of sensor has a column with the number of its observations.
+    counts = {name: name.removeprefix("n_") for name in rows.columns if name.startswith("n_")}
+    columns = {**columns, **counts}
     names = [name for name in columns if name in rows.columns]
     table = Table(show_edge=False, pad_edge=False)
     for name in names:

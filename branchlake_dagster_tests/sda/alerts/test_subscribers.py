@@ -133,14 +133,18 @@ def test_an_error_before_the_position_is_saved_repeats_one_publication(
     def fail_at_the_second(subscriber: str, position: Position | None) -> None:
         positions.append(position)
         if len(positions) == 2:
-            raise OSError("the disk is full")
+            raise DiskFull
         save(subscriber, position)
 
     with monkeypatch.context() as patch:
         patch.setattr(follower.store, "save_position", fail_at_the_second)
-        with pytest.raises(OSError, match="the disk is full"):
+        with pytest.raises(DiskFull):
             follower.new()
     assert follower.new() == [(2, 0, "insert")]
+
+
+class DiskFull(Exception):  # noqa: N818
+    """The position cannot be saved."""
 
 
 class BrokenPipe(io.StringIO):
