@@ -20,7 +20,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER, Reconciler
-from branchlake_dagster.sda.alerts.corrections import CANCELED, CORRECTED, INSERT, RETRACT
+from branchlake_dagster.sda.alerts.entry_names import CANCELED, CORRECTED, INSERT, RETRACT
 from branchlake_dagster.sda.assets.alerts import CONJUNCTION_ALERTS
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.assets.quarantine import of_tracked
