@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import TextIO
 
+from branchlake_dagster.embedded.state_folder import LakeNotRunning
 from branchlake_dagster.errors import Transient
 from branchlake_dagster.history.change import Position
 from branchlake_dagster.sda.alerts.log_entries import Entry, entry_to_json, format_entry
@@ -79,8 +80,8 @@ def follow_alerts(
 ) -> None:
     """Deliver entries as they are published, until the process is ended; with `once`, those that exist.
 
-    While nothing is published, a look costs one request. An error that may pass is reported once, and the
-    next look tries again. Raises AlertLogChanged and SubscriberBusy.
+    While nothing is published, a look costs one request. An error that may pass, such as servers that are
+    started again, is reported once, and the next look tries again. Raises AlertLogChanged and SubscriberBusy.
     """
     stream = output or sys.stdout
     with store.hold(subscriber):
@@ -99,7 +100,7 @@ def follow_alerts(
                     delivered_head = head
                 is_failing = False
             except Exception as error:
-                if once or not isinstance(error, Transient):
+                if once or not isinstance(error, Transient | LakeNotRunning):
                     raise
                 if not is_failing:
                     report(f"{error} The next look tries again.")

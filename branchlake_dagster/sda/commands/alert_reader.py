@@ -31,7 +31,13 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.query.connection import LakeReader
 from branchlake_dagster.query.reference import NoSuchState
 from branchlake_dagster.sda.alerts.entry_names import ALERT_TABLE
-from branchlake_dagster.sda.alerts.log_entries import Entry, find_added_entries, sort_entries, to_entries
+from branchlake_dagster.sda.alerts.log_entries import (
+    IDENTITY,
+    Entry,
+    find_added_entries,
+    sort_entries,
+    to_entries,
+)
 from branchlake_dagster.wording import format_count
 
 ENTRIES_REMOVED = "entries removed"
@@ -142,7 +148,7 @@ class AlertReader:
                 f"{format_count(changed.lost_count, 'entry', 'entries')} of the log of alerts were removed or"
                 " altered.",
             )
-        entries = added.join(changed.entries, on=["alert_id", "sequence", "kind"], how="semi")
+        entries = added.join(changed.entries, on=list(IDENTITY), how="semi")
         # All entries of a run have one time of report. It keeps the order of commits in rewritten files.
         ordered = sort_entries(entries, ORDINAL, "reported_at")
         return [*to_entries(ordered.drop(ORDINAL).rename({SNAPSHOT: "snapshot_id"}))]
@@ -154,7 +160,8 @@ def _changed_error(table: str, reason: str, message: str) -> AlertLogChanged:
         table=table,
         reason=reason,
         hint="Inform whoever gets the alerts, list the alerts that hold now with"
-        " `branchlake sda alerts`, and start anew: branchlake sda alerts --follow --restart --since TIME.",
+        " `branchlake sda alerts`, and start anew with a TIME after the log was rebuilt:"
+        " branchlake sda alerts --follow --restart --since TIME",
     )
 
 

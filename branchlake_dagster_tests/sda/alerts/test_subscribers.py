@@ -16,11 +16,14 @@ from typing import Any
 import polars as pl
 import pytest
 
-from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.embedded.state_folder import LakeNotRunning
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError
 from branchlake_dagster.history.change import LossReason, Position
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.errors import NessieUnavailable
-from branchlake_dagster.sda.alerts.log_entries import find_added_entries
+from branchlake_dagster.sda.alerts.entry_names import ALERT_TABLE
+from branchlake_dagster.sda.alerts.log_entries import IDENTITY, find_added_entries
+from branchlake_dagster.sda.assets.alerts import ALERT_COLUMNS, CONJUNCTION_ALERTS
 from branchlake_dagster.sda.commands.alert_delivery import follow_alerts
 from branchlake_dagster.sda.commands.alert_reader import ENTRIES_REMOVED, AlertLogChanged, AlertReader
 from branchlake_dagster.sda.commands.alert_subscribers import (
@@ -160,7 +163,10 @@ def test_what_was_not_flushed_is_delivered_again(log: AlertLog, follower: Follow
     assert follower.new() == [(1, 0, "insert")]
 
 
-def test_nessie_may_be_away_for_a_while(log: AlertLog, follower: Follower) -> None:
+@pytest.mark.parametrize("error", [NessieUnavailable, LakeNotRunning])
+def test_the_servers_may_be_away_for_a_while(
+    log: AlertLog, follower: Follower, error: type[BranchlakeError]
+) -> None:
     follower.new()
     log.publish(entry(1))
     head, looks = follower.reader.head_of_main, 0
@@ -169,7 +175,7 @@ def test_nessie_may_be_away_for_a_while(log: AlertLog, follower: Follower) -> No
         nonlocal looks
         looks += 1
         if looks <= 2:
-            raise NessieUnavailable("away")
+            raise error("away")
         return head()
 
     follower.reader.head_of_main = look  # type: ignore[method-assign]
@@ -184,7 +190,7 @@ def test_nessie_may_be_away_for_a_while(log: AlertLog, follower: Follower) -> No
     assert parse(output.getvalue()) == [(1, 0, "insert")]
     assert len(follower.reports) == 1
     looks = 0
-    with raising(NessieUnavailable):
+    with raising(error):
         follower.new()  # with --once, the error is the result
 
 
@@ -381,6 +387,12 @@ def test_a_line_that_a_dying_process_left_is_no_acknowledgement(tmp_path: Path) 
 def test_the_highest_version_that_a_subscriber_acknowledged_counts() -> None:
     given = [acknowledgement(1), acknowledgement(0), acknowledgement(0, "b"), acknowledgement(0, "b")]
     assert latest_acknowledgements(given) == {alert_id(1): [acknowledgement(1), acknowledgement(0, "b")]}
+
+
+def test_the_tests_have_the_columns_of_the_pipeline() -> None:
+    assert set(SCHEMA) == set(ALERT_COLUMNS)
+    assert ".".join(CONJUNCTION_ALERTS.path) == ALERT_TABLE
+    assert set(IDENTITY) < set(ALERT_COLUMNS)
 
 
 def test_rows_on_both_sides_of_a_change_were_not_added() -> None:
