@@ -18,6 +18,7 @@ from branchlake_dagster import table_metadata
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.query.connection import LakeReader
+from branchlake_dagster.sda.commands.alert_list import all_of
 from branchlake_dagster.sda.commands.measurement_list import (
     ASSOCIATION_TABLE,
     OBSERVATION_TABLE,
@@ -235,9 +236,7 @@ def test_only_the_hours_are_read(lakehouse: Lakehouse, run: Callable[..., Result
     assert find_newest_hour(table) == NOON + timedelta(hours=4)
 
     def files(**times: datetime) -> int:
-        parts = MeasurementFilter(**times).with_times(table).time_filter("window_start")  # type: ignore[arg-type]
-        from branchlake_dagster.sda.commands.alert_list import all_of
-
+        parts = MeasurementFilter(**times).with_times(table).time_filter("sensor_timestamp")  # type: ignore[arg-type]
         return len(list(table.scan(row_filter=all_of(parts)).plan_files()))
 
     assert files() == 1
