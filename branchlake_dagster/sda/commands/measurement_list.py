@@ -97,7 +97,7 @@ class MeasurementFilter:
     def label(self) -> str:
         """Describe the times in a few words."""
         since = f" from {self.since:%Y-%m-%d %H:%M:%S}" if self.since else ""
-        until = f" before {self.until:%Y-%m-%d %H:%M:%S}" if self.until else ""
+        until = f" until {self.until:%Y-%m-%d %H:%M:%S}" if self.until else ""
         return f"{since}{until}" + (" UTC" if since or until else "")
 
 
