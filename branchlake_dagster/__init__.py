@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.checks.replaced_check import replaced_check
     from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
     from branchlake_dagster.incremental.declaration import consumes, keys, range_, rows
-    from branchlake_dagster.incremental.sql_changes import Changes, read_changes
+    from branchlake_dagster.incremental.sql_changes import Changes, computes_everything, read_changes
     from branchlake_dagster.ingest.binary_formats import Avro, RegistryAvro, protobuf
     from branchlake_dagster.ingest.declaration import Ingest, IngestTable
     from branchlake_dagster.ingest.definitions import ingest_definitions
@@ -89,6 +89,7 @@ __all__ = [
     "awaiting_verdict",
     "branchlake_definitions",
     "column_metadata",
+    "computes_everything",
     "connect",
     "consumer_backlog",
     "consumes",
@@ -146,6 +147,7 @@ _HOMES = {
     ),
     "incremental.sql_changes": (
         "Changes",
+        "computes_everything",
         "read_changes",
     ),
     "ingest.binary_formats": (

@@ -304,6 +304,6 @@ class RecordHeader:
 
 
 CHANGE_TABLE_INFIX = "__change__"
+"""In a change table's name, between the names of the input and of the consumer."""
 KEPT_RECORDS_SUFFIX = "_kept_records"
 """Follows an ingestion's name in the name of the table that keeps its records as they were received."""
-"""In a change table's name, between the names of the input and of the consumer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
@@ -58,7 +58,8 @@ def order_by_inputs(assets: Sequence[ConsumingAsset]) -> list[ConsumingAsset]:
 def find_downstream(assets: Sequence[ConsumingAsset]) -> dict[AssetKey, tuple[AssetKey, ...]]:
     """Return the assets that one run can compute together with each asset, in the order of their inputs.
 
-    These are the assets that consume its changes, directly or through each other, and have its partitions.
+    These are the assets that consume its changes, directly or through each other, and have its partitions. An
+    asset whose partitions follow from each other is not among them: it waits for its earlier partitions.
     """
     ordered = order_by_inputs(assets)
     downstream: dict[AssetKey, tuple[AssetKey, ...]] = {}
@@ -66,9 +67,21 @@ def find_downstream(assets: Sequence[ConsumingAsset]) -> dict[AssetKey, tuple[As
         changed, followers = {asset.key}, []
         for other in ordered:
             is_same = other.consumer.definition == asset.consumer.definition
-            is_limited = other.per_run != asset.per_run
-            if is_same and not is_limited and changed & other.consumer.declaration.inputs.keys():
+            is_alone = other.per_run != asset.per_run or other.consumer.computes_in_order
+            if is_same and not is_alone and changed & other.consumer.declaration.inputs.keys():
                 changed.add(other.key)
                 followers.append(other.key)
         downstream[asset.key] = tuple(followers)
     return downstream
+
+
+def join_chains(downstream: Mapping[AssetKey, Sequence[AssetKey]]) -> dict[AssetKey, set[AssetKey]]:
+    """Return the assets of the chain of each asset: those that `find_downstream` links, in any direction."""
+    chains: dict[AssetKey, set[AssetKey]] = {}
+    for key, followers in downstream.items():
+        joined = {key, *followers}
+        for other in [*joined]:
+            joined |= chains.get(other, set())
+        for other in joined:
+            chains[other] = joined
+    return chains

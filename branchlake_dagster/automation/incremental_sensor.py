@@ -4,7 +4,7 @@ This module has no postponed annotations: Dagster compares the annotation of `co
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -33,6 +33,7 @@ from branchlake_dagster.automation.consumers import (
     ConsumingAsset,
     find_downstream,
     iter_consumers,
+    join_chains,
     order_by_inputs,
 )
 from branchlake_dagster.automation.in_flight import InFlightRuns
@@ -156,6 +157,7 @@ def incremental_sensor(
         tick = _SensorTick(lake, context.instance, policy, now, max_runs)
         if with_downstream:
             tick.downstream = find_downstream(assets)
+            tick.chains = join_chains(tick.downstream)
             assets = order_by_inputs(assets)
         for asset in assets:
             tick.evaluate_consumer(asset)
@@ -215,6 +217,8 @@ class _SensorTick:
         """The decisions about the first partitions of each consumer that have a backlog."""
         self.downstream: Mapping[AssetKey, Sequence[AssetKey]] = {}
         """The assets that the run of an asset computes, too."""
+        self.chains: Mapping[AssetKey, Collection[AssetKey]] = {}
+        """The assets of which only one run at a time is launched, by each of them."""
         self._requested: set[AssetKey] = set()
         """The assets of chains for which this tick has launched a run."""
         self.is_quiet = True
@@ -290,21 +294,18 @@ class _SensorTick:
         that waits for approval is launched after its approval.
         """
         computed_keys = [asset.key, *self.downstream.get(asset.key, ())]
+        chain = self.chains.get(asset.key, {asset.key})
         if not self._policy.is_reached(unconsumed, self._now) or any(
-            map(self._in_flight.has_whole_run, computed_keys)
+            map(self._in_flight.has_whole_run, chain)
         ):
             return
-        busy_partitions = {
-            partition for key in computed_keys for partition in self._in_flight.single_partitions(key)
-        }
-        is_chain = len(computed_keys) > 1
-        if is_chain and (busy_partitions or not self._requested.isdisjoint(computed_keys)):
+        busy_partitions = {key for one in chain for key in self._in_flight.single_partitions(one)}
+        is_chain = len(chain) > 1
+        if is_chain and (busy_partitions or not self._requested.isdisjoint(chain)):
             return
         runs: list[tuple[str, ...]] = [()]
         if backlog.by_partition:
             runs = [run.partitions for run in backlog.batches if busy_partitions.isdisjoint(run.partitions)]
-        if asset.key in self._requested:
-            return
         partitions: list[str | None] = [None]
         if backlog.by_partition:
             partitions = [key for run in runs for key in run]
@@ -322,7 +323,7 @@ class _SensorTick:
                 )
                 if len(run) > 1:
                     tags |= {RANGE_START_TAG: run[0], RANGE_END_TAG: run[-1]}
-                self._requested.update(computed_keys if is_chain else ())
+                self._requested.update(chain if is_chain else ())
                 yield RunRequest(
                     decision.run_key,
                     asset_selection=computed_keys,

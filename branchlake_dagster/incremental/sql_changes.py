@@ -124,6 +124,37 @@ class Changes:
         return f"nessie.{quote_spark_path(identifier)}"
 
 
+def computes_everything(context: AssetExecutionContext, lakehouse: LakehouseResource) -> bool:
+    """Return whether a running asset consumes everything, so that its result replaces its whole table.
+
+    This is so in the asset's first run, in a rebuild, and where its recorded positions do not apply. An asset
+    whose result depends on its own earlier rows must then return these rows, too.
+
+    Args:
+        context (AssetExecutionContext): The context of the running asset.
+        lakehouse (LakehouseResource): The lake.
+
+    Returns:
+        bool: Whether everything is consumed.
+
+    Raises:
+        ConfigurationError: The asset does not consume changes.
+
+    Examples:
+        .. code-block:: python
+
+            entries = derive_entries(changes, earlier_rows)
+            return earlier_rows.union(entries) if computes_everything(context, lakehouse) else entries
+    """
+    consumption = consumption_of(_step_context(context), lakehouse)
+    if consumption is None:
+        raise ConfigurationError(
+            f"Asset {context.asset_key.to_user_string()} does not consume changes.",
+            hint="Declare them with consumes({…}) in the asset's metadata.",
+        )
+    return consumption.whole
+
+
 @contextmanager
 def read_changes(context: AssetExecutionContext, lakehouse: LakehouseResource) -> Iterator[Changes]:
     """Read the changes that a running asset consumes, for an asset that writes its table by SQL.

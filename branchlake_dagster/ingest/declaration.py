@@ -30,6 +30,7 @@ TOMBSTONE = "tombstone"
 """The operation of a record that has a key and no value."""
 ROUTE = "{route}"
 """The placeholder in the last part of a table's key. The route of a record replaces it."""
+_MAX_KEPT_DAYS = 36_500
 _DEBEZIUM: Mapping[str, RecordOperation] = {"c": "insert", "r": "insert", "u": "update", "d": "delete"}
 _OPERATION_WORDS: Mapping[str, RecordOperation] = {
     **dict.fromkeys(("i", "insert", "c", "create", "r", "read"), "insert"),
@@ -267,10 +268,11 @@ class Ingest:
             raise ConfigurationError(
                 f"Tables cannot evolve by {self.evolve!r}.", hint='Use a list of "add", "widen" and "relax".'
             )
-        if self.keep_value_days < 1:
+        if not 1 <= self.keep_value_days <= _MAX_KEPT_DAYS:
             raise ConfigurationError(
-                f"Ingestion {self.name} has keep_value_days={self.keep_value_days}, but keeps whole days.",
-                hint="Use at least 1, or keep_value=False.",
+                f"Ingestion {self.name} has keep_value_days={self.keep_value_days}. It must be"
+                f" from 1 to {_MAX_KEPT_DAYS:,}.",
+                hint="Use keep_value=False to keep nothing.",
             )
         if self.most_records < 1:
             raise ConfigurationError("A batch needs at least one record.", hint="most_records=500_000")
@@ -397,7 +399,12 @@ def expand_families(ingest: Ingest, route_names: RouteNames) -> ExpandedIngest:
     else:
         families = {one.asset.to_user_string(): one for one in ingest.tables if one.is_family}
         fixed_tables = [one for one in ingest.tables if not one.is_family]
-    used_keys = {ingest.dead_letters_asset, *(one.asset for one in fixed_tables)}
+    # A route could otherwise give a table the name of one that the ingestion has for itself.
+    used_keys = {
+        ingest.dead_letters_asset,
+        ingest.kept_records_asset,
+        *(one.asset for one in fixed_tables),
+    }
     tables = list(fixed_tables)
     for family, declaration in families.items():
         for name in sorted(route_names.get(family, ())):

@@ -14,11 +14,11 @@ it is. Others of the slice's records are marked as reprocessed, as in `reprocess
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import reduce
-from operator import and_
+from operator import and_, or_
 
 from pyiceberg.table import Table
 from pyspark.sql import Column as Expression
@@ -53,7 +53,7 @@ from branchlake_dagster.ingest.scan import (
     scan_records,
 )
 from branchlake_dagster.ingest.schema_evolution import SchemaEvolution, evolve_until_stable
-from branchlake_dagster.ingest.spark_expressions import any_of
+from branchlake_dagster.ingest.spark_expressions import any_of, join_balanced
 from branchlake_dagster.ingest.unwritable_records import UNWRITABLE
 from branchlake_dagster.ingest.worker_writer import Work
 from branchlake_dagster.publication.replay import IcebergTableFormat
@@ -576,7 +576,7 @@ class _SliceReprocessing:
         columns = [one.name for one in target.table.schema().fields]
         keys = list(positions.values())
         decoded = self._table(self._staged[number][0])
-        within = any_of(one.contains(positions) for one in ranges)
+        within = _in_ranges(one.contains(positions) for one in ranges)
         # The kept positions decide, because a range may have records that are not kept.
         kept_positions = records.select(
             *(F.col(attribute).alias(f"__kept_{attribute}") for attribute in positions)
@@ -589,7 +589,7 @@ class _SliceReprocessing:
         stored = stored.join(kept_positions, reduce(and_, is_kept), "left_semi")
         differences = _compare_rows(decoded, stored, keys, columns, compared=columns)
         name = f"nessie.{quote_spark_path(target.identifier)}"
-        may_match = any_of(one.contains(positions, f"{name}.") for one in ranges)
+        may_match = _in_ranges(one.contains(positions, f"{name}.") for one in ranges)
         return self._merge(differences, target, keys, columns, may_match)
 
     def _replace_dead_letters(
@@ -599,7 +599,7 @@ class _SliceReprocessing:
         target = targets.dead_letters
         keys = [*_RECORD_POSITION, "table", "error_kind", "error"]
         names = {attribute: attribute for attribute in ("topic", "partition", "offset")}
-        within = any_of(one.contains(names) for one in ranges)
+        within = _in_ranges(one.contains(names) for one in ranges)
         waiting = self._table(target.identifier).where(F.col("reprocessed_in").isNull() & within)
         waiting = waiting.join(records.select(*_RECORD_POSITION), [*_RECORD_POSITION], "left_semi")
         decoded = self._table(self._staged[targets.dead_letter_number][0])
@@ -607,7 +607,7 @@ class _SliceReprocessing:
         # Only the keys are compared: batch and time of the receipt always differ.
         differences = _compare_rows(decoded, waiting, keys, columns, compared=())
         name = f"nessie.{quote_spark_path(target.identifier)}"
-        may_match = any_of(one.contains(names, f"{name}.") for one in ranges)
+        may_match = _in_ranges(one.contains(names, f"{name}.") for one in ranges)
         may_match = may_match & F.col(f"{name}.reprocessed_in").isNull()
         marked = {"reprocessed_in": F.lit(self._batch_context.run_id)}
         return self._merge(differences, target, keys, columns, may_match, instead_of_deletion=marked)
@@ -665,6 +665,14 @@ class _SliceReprocessing:
 
 _LETTER_ACTIONS = {"insert": "insert", "delete": "mark", "update": "mark"}
 """How the differences of dead letters are counted. Their keys are all that is compared."""
+
+
+def _in_ranges(conditions: Iterable[Expression]) -> Expression:
+    """Return whether one of the ranges contains a position; null for a null position.
+
+    Iceberg skips files only by plain comparisons: `any_of` would hide them in a COALESCE.
+    """
+    return join_balanced(or_, [*conditions], F.lit(False))
 
 
 def _compare_rows(

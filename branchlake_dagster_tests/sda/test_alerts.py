@@ -29,6 +29,7 @@ from branchlake_dagster.sda.alerts.corrections import (
     AlertRules,
     derive_entries,
     select_reportable,
+    with_current_risks,
 )
 from branchlake_dagster.sda.assets.alerts import CONJUNCTION_ALERTS, conjunction_alerts
 from branchlake_dagster.sda.assets.risks import CONJUNCTION_RISKS
@@ -203,6 +204,29 @@ def test_two_risks_within_ten_minutes_are_one_alert_of_the_nearest(session):
     assert log.change([risk(5, 9, 2.0, 0.8), risk(5, 9, 6.0, 0.3), risk(5, 8, 6.0)]).height == 1
 
 
+def test_an_alert_holds_while_another_hour_has_a_risk_of_the_same_approach(session):
+    log = Log(session)
+    before, after = risk(5, 9, 59.999, 0.3), risk(5, 9, 60.002, 0.4)
+    log.change([before, after])
+    changed = with_current_risks(
+        frame(session, [before], "DELETE"), frame(session, [after, risk(5, 8, 60.0)])
+    )
+    reported = spark_inputs.from_arrow(session, log.entries.to_arrow())
+    entries = pl.DataFrame(derive_entries(select_reportable(changed, AlertRules()), reported).toArrow())
+    assert sorted(kinds(entries)) == [(0, RETRACT, CORRECTED), (1, INSERT, CORRECTED)]
+    assert entries.filter(pl.col("kind") == INSERT)["miss_distance_km"].to_list() == [0.4]
+
+
+def test_a_removed_risk_that_other_rules_had_reported_cancels_its_alert(session):
+    log = Log(session)
+    log.change([risk(5, 9, 10.0)])
+    removed = frame(session, [risk(5, 9, 10.0)], "DELETE")
+    reported = spark_inputs.from_arrow(session, log.entries.to_arrow())
+    strict = AlertRules(min_probability=1e-3)
+    entries = pl.DataFrame(derive_entries(select_reportable(removed, strict), reported).toArrow())
+    assert kinds(entries) == [(0, RETRACT, CANCELED)]
+
+
 def test_all_risks_at_once_cancel_what_they_do_not_have(session):
     log = Log(session)
     log.change([risk(5, 9, 2.0), risk(6, 9, 30.0)])
@@ -225,7 +249,7 @@ def test_after_any_history_the_alerts_that_hold_are_those_of_the_risks(session):
             if random_numbers.random() < 0.7
         ]
         log.change(risks)
-        expected = frame(session, risks)
+        expected = frame(session, risks, "INSERT")
         wanted = pl.DataFrame(select_reportable(expected, AlertRules()).select(*ALERT_FIELDS).toArrow())
         by = ["sat1_object_designator", "sat2_object_designator", "tca"]
         assert log.holding().select(ALERT_FIELDS).sort(by).equals(wanted.sort(by))
@@ -304,5 +328,5 @@ def test_each_change_of_the_risks_is_reported_once(empty_lake):
         assert kinds(entries) == [(0, INSERT, NEW), (0, RETRACT, CORRECTED), (1, INSERT, CORRECTED)]
         # A rebuild of the whole table keeps the log.
         before = alerts(p)
-        p.settle(p.run(CONJUNCTION_ALERTS, tags={RunTag.REBUILD: "true"}))
+        p.settle(p.run(CONJUNCTION_ALERTS, tags={RunTag.REBUILD: "Yes"}))
         assert alerts(p).equals(before)

@@ -71,6 +71,7 @@ def track_states(elements: Elements, rows: list[int], covariance: np.ndarray, of
             "sat_no": few.sat_no,
             "track_epoch": pa.array(np.full(len(rows), MIDDLE), pa.timestamp("us", "UTC")),
             **{name: state[:, k] for k, name in enumerate(TRACK_STATE_COLUMNS[2:8])},
+            "chi2_per_dof": np.full(len(rows), 0.9),
             **{
                 name: np.full(len(rows), covariance[i, j])
                 for name, (i, j) in zip(COVARIANCE_COLUMNS, lower, strict=True)

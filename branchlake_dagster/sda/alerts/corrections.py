@@ -82,13 +82,32 @@ class AlertRules:
         )
 
 
+def with_current_risks(changed: DataFrame, current: DataFrame) -> DataFrame:
+    """Return the removed risks, and all current risks of the pairs that have a changed one.
+
+    An unchanged risk may be about the same approach as a removed one: that of the hour before or after.
+
+    Args:
+        changed: risks that were added or removed, with ``_change_type``.
+        current: the risks from `SAME_APPROACH` before the first changed one to the same time after the last.
+
+    """
+    pairs = changed.select(*_PAIR).distinct()
+    of_pairs = current.join(F.broadcast(pairs), on=list(_PAIR), how="left_semi")
+    removed = changed.where("_change_type = 'DELETE'")
+    return of_pairs.withColumn("_change_type", F.lit("INSERT")).unionByName(removed)
+
+
 def select_reportable(risks: DataFrame, rules: AlertRules) -> DataFrame:
-    """Return `ALERT_FIELDS` of the risks that become alerts, rounded; other columns of theirs stay.
+    """Return the risks that become alerts and all removed ones, with rounded `ALERT_FIELDS`.
+
+    A removed risk may have been reported by other rules. ``_change_type`` and all other columns stay.
 
     Distances are rounded to 10 m, speeds to 1 m/s, times to 0.1 s and probabilities to two digits, so that an
     alert is not corrected for a change without a meaning.
     """
-    reportable = risks.where(rules.condition).withColumn("priority", F.expr(rules.priority))
+    reportable = risks.where(f"_change_type = 'DELETE' OR ({rules.condition})")
+    reportable = reportable.withColumn("priority", F.expr(rules.priority))
     tenth = F.floor((F.unix_micros("tca") + 50_000) / 100_000) * 100_000
     return reportable.withColumns(
         {
@@ -111,10 +130,10 @@ def derive_entries(changed: DataFrame, reported: DataFrame | None, *, is_whole: 
     Cost: one shuffle, of the changed risks and of the log's entries about the same time.
 
     Args:
-        changed: reportable risks that were added or removed (`select_reportable`), with ``_change_type``
-            ``INSERT`` or ``DELETE``.
-        reported: the log of alerts, or None if there is none. At least the alerts of the changed pairs, from
-            `SAME_APPROACH` before the first changed risk to the same time after the last one.
+        changed: reportable risks (`select_reportable`), with the ``_change_type`` ``INSERT`` for those that
+            are expected and ``DELETE`` for those that were removed.
+        reported: the log of alerts, or None if there is none. At least all entries of the alerts that are
+            within `SAME_APPROACH` of a risk.
         is_whole: whether ``changed`` has all risks, so that alerts without a risk are canceled.
 
     """
@@ -144,10 +163,10 @@ def derive_entries(changed: DataFrame, reported: DataFrame | None, *, is_whole: 
         .withColumn("matched", F.expr(_nearest_alert("unix_micros(expected.tca)")))
         .withColumn("new_id", F.expr(_NEW_ID))
         .withColumn("canceled", F.expr(_canceled(is_whole=is_whole)))
-        .withColumn("made", F.explode(F.expr(_MADE)))
+        .withColumn("new_entry", F.explode(F.expr(_NEW_ENTRIES)))
     )
     return decided.select(
-        *(f"made.{name}" for name in ("alert_id", "sequence", "kind", "reason")), "made.fields.*"
+        *(f"new_entry.{name}" for name in ("alert_id", "sequence", "kind", "reason")), "new_entry.fields.*"
     )
 
 
@@ -199,7 +218,7 @@ def _entry(alert_id: str, sequence: str, kind: str, reason: str, fields: str) ->
 _RETRACTED = _entry("matched.alert_id", "matched.sequence", RETRACT, CORRECTED, "matched.fields")
 _CORRECTED = _entry("matched.alert_id", "matched.sequence + 1", INSERT, CORRECTED, "expected")
 _EXPECTED_AGAIN = _entry("matched.alert_id", "matched.sequence + 1", INSERT, EXPECTED_AGAIN, "expected")
-_MADE = f"""concat(
+_NEW_ENTRIES = f"""concat(
     CASE WHEN expected IS NULL THEN array()
         WHEN matched IS NULL THEN array({_entry("new_id", "0", INSERT, NEW, "expected")})
         WHEN matched.is_retracted THEN array({_EXPECTED_AGAIN})

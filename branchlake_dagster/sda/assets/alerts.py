@@ -5,10 +5,16 @@ from datetime import UTC, datetime, timedelta
 
 import dagster as dg
 from pydantic import Field
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
-from branchlake_dagster import LakehouseResource, column_metadata, consumes, table_metadata
+from branchlake_dagster import (
+    LakehouseResource,
+    column_metadata,
+    computes_everything,
+    consumes,
+    table_metadata,
+)
 from branchlake_dagster.sda.alerts.corrections import (
     ENTRY_COLUMNS,
     SAME_APPROACH,
@@ -16,6 +22,7 @@ from branchlake_dagster.sda.alerts.corrections import (
     add_observations,
     derive_entries,
     select_reportable,
+    with_current_risks,
 )
 from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
 from branchlake_dagster.sda.assets.risks import CONJUNCTION_RISKS, GROUP
@@ -54,7 +61,7 @@ class AlertConfig(dg.Config):
     ins={"risks": dg.AssetIn(CONJUNCTION_RISKS, partition_mapping=dg.AllPartitionMapping())},
     deps=[ASSOCIATIONS],
     metadata=table_metadata(write_mode="append", layout=["day(tca)"], require_checks=True)
-    | consumes({CONJUNCTION_RISKS: "rows"}, on="tca", when_removed="deliver")
+    | consumes({CONJUNCTION_RISKS: "rows"}, when_removed="deliver")
     | column_metadata(ConjunctionAlert),
 )
 def conjunction_alerts(
@@ -70,24 +77,37 @@ def conjunction_alerts(
     """
     rules = AlertRules(config.min_probability, config.high_probability, config.max_distance_km)
     session = risks.sparkSession
-    changed = select_reportable(risks, rules)
-    limits = changed.agg(F.min("tca"), F.max("tca"), F.collect_set("window_start")).collect()[0]
+    is_whole = computes_everything(context, lakehouse)
     # The log on `main`: the run's branch may have entries of an earlier attempt of this step. If another run
     # extends the log meanwhile, this run is refused, because its position in the risks is not the last one.
     log = _load_log(session, lakehouse)
-    is_whole = log is None or context.run.tags.get("branchlake/rebuild") == "true"
-    reported = log if log is None or is_whole or limits[0] is None else _near(log, limits[0], limits[1])
-    entries = derive_entries(changed, reported, is_whole=is_whole)
-    reports = add_observations(
-        entries, _load_associations(session, lakehouse, limits[2]), datetime.now(UTC)
-    ).select(*ALERT_COLUMNS)
+    micros = F.unix_micros("tca")
+    first, last = risks.agg(F.min(micros), F.max(micros)).collect()[0]
+    changed, reported = risks, log
+    if first is None and not is_whole:
+        reported = None
+    elif not is_whole:
+        current = session.table(_spark_name(CONJUNCTION_RISKS)).where(_is_between(first, last, SAME_APPROACH))
+        changed = with_current_risks(risks, current)
+        reported = None if log is None else _alerts_near(log, first, last)
+    entries = derive_entries(select_reportable(changed, rules), reported, is_whole=is_whole)
+    associations = None if first is None else _load_associations(session, lakehouse, first, last)
+    reports = add_observations(entries, associations, datetime.now(UTC)).select(*ALERT_COLUMNS)
     return reports if log is None or not is_whole else log.unionByName(reports)
 
 
-def _near(log: DataFrame, first: datetime, last: datetime) -> DataFrame:
-    # Spark's datetimes are in the session's zone; the distances are what counts.
-    margin = SAME_APPROACH + timedelta(minutes=1)
-    return log.where(F.col("tca").between(F.lit(first - margin), F.lit(last + margin)))
+def _is_between(first: int, last: int, margin: timedelta, column: str = "tca") -> Column:
+    """Return whether a time is between two instants (UTC microseconds since 1970), or near them."""
+    micros = margin // timedelta(microseconds=1)
+    low, high = (F.timestamp_micros(F.lit(one)) for one in (first - micros, last + micros))
+    return F.col(column).between(low, high)
+
+
+def _alerts_near(log: DataFrame, first: int, last: int) -> DataFrame:
+    """Return all entries of the alerts that risks between two instants may belong to."""
+    near = log.where(_is_between(first, last, 2 * SAME_APPROACH)).select("alert_id").distinct()
+    # Corrections move an alert by seconds; a day bounds what is read.
+    return log.where(_is_between(first, last, timedelta(days=1))).join(near, "alert_id", "left_semi")
 
 
 def _load_log(session: SparkSession, lakehouse: LakehouseResource) -> DataFrame | None:
@@ -97,10 +117,14 @@ def _load_log(session: SparkSession, lakehouse: LakehouseResource) -> DataFrame 
 
 
 def _load_associations(
-    session: SparkSession, lakehouse: LakehouseResource, windows: list[datetime]
+    session: SparkSession, lakehouse: LakehouseResource, first: int, last: int
 ) -> DataFrame | None:
-    """Return the associations of the hours; None if there is no table or no hour."""
-    if not windows or not lakehouse.catalog().table_exists(tuple(ASSOCIATIONS.path)):
+    """Return the associations of the hours with approaches between two instants; None without a table."""
+    if not lakehouse.catalog().table_exists(tuple(ASSOCIATIONS.path)):
         return None
-    table = session.table(".".join(("nessie", *ASSOCIATIONS.path)))
-    return table.where(F.col("window_start").isin([F.lit(one) for one in windows]))
+    hours = _is_between(first, last, timedelta(hours=1) + SAME_APPROACH, "window_start")
+    return session.table(_spark_name(ASSOCIATIONS)).where(hours)
+
+
+def _spark_name(key: dg.AssetKey) -> str:
+    return ".".join(("nessie", *key.path))

@@ -87,7 +87,7 @@ def conjunction_risks(
     """Pairs of objects that come close within 30 s, by preferred tracks and otherwise by element sets.
 
     The whole hour is computed again when its tracks change. All numbers are rounded, so that the same
-    observations give the same rows.
+    observations, catalog and error model give the same rows.
     """
     start, end = window_of(context)
     objects = tracked_elements(catalogue, quarantined_objects)
@@ -96,7 +96,7 @@ def conjunction_risks(
     tables = lakehouse.catalog()
     radii, _ = radii_of(tables, gp, config.default_radius_m).get_radii(pl.Series(elements.sat_no))
     states = ObjectStates.build(elements, track_elements, published_errors(tables), radii.to_numpy())
-    age_days = ((start + end) // 2 - states.elements.epoch_micros) / _DAY_MICROS
+    age_days = np.abs((start + end) // 2 - states.elements.epoch_micros) / _DAY_MICROS
     used = np.flatnonzero((age_days <= config.max_element_age_days) | (states.track_row >= 0))
     screened = states.elements.take(used)
     tasks = in_parts(Span.whole(start, end), Pairs.ALL, config.tasks)

@@ -54,7 +54,7 @@ TRACK_STATE_COLUMNS = (
     *("sat_no", "epoch"),
     *(f"{axis}_km" for axis in "xyz"),
     *(f"{axis}_dot_km_s" for axis in "xyz"),
-    *COVARIANCE_COLUMNS,
+    *("chi2_per_dof", *COVARIANCE_COLUMNS),
 )
 """The columns of `fused_tracks` that `fit_track_elements` reads; ``epoch`` becomes ``track_epoch``."""
 _ELEMENT_COLUMNS = ("element_epoch", *ELEMENT_FIELDS)
@@ -68,7 +68,9 @@ TRACK_ELEMENT_SCHEMA = pa.schema(
         *(pa.field(name, pa.float64()) for name in COVARIANCE_COLUMNS),
     ]
 )
-"""One row per object: the element set that gives its track's state at ``track_epoch``, and the covariance."""
+"""One row per object: the element set that gives its track's state at ``track_epoch``, and the covariance.
+
+The covariance is widened where the residuals of the track are larger than the stated noise."""
 
 RISK_SCHEMA = pa.schema(
     [
@@ -191,12 +193,14 @@ def fit_track_elements(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordB
             rows = np.flatnonzero(epochs == epoch)
             fitted = fit_elements(elements.take(rows), state[rows, :3], state[rows, 3:], int(epoch))
             values[rows], is_fitted[rows] = fitted.elements.values, fitted.is_fitted
+        # Residuals that are larger than the stated noise make the errors of the state larger, too.
+        widening = np.maximum(table.column("chi2_per_dof").to_numpy(), 1.0)
         columns = [
             table.column("sat_no"),
             table.column("element_epoch"),
             *values.T,
             table.column("track_epoch"),
-            *(table.column(name) for name in COVARIANCE_COLUMNS),
+            *(table.column(name).to_numpy() * widening for name in COVARIANCE_COLUMNS),
         ]
         fitted_table = _to_table(columns, TRACK_ELEMENT_SCHEMA).filter(pa.array(is_fitted))
         yield from fitted_table.to_batches()

@@ -159,11 +159,11 @@ class ConjunctionAlert(Contract):
     )
     reported_at: T.TimestampType = must("When the entry was made, UTC.")
     sat1_observation_ids: T.ArrayType = may(
-        "The observations of object 1's track, for an insert.",
+        "The observations of the hour that belong to object 1, if its state is a track's; for an insert.",
         dtype_kwargs={"elementType": T.StringType(), "containsNull": True},
     )
     sat2_observation_ids: T.ArrayType = may(
-        "The observations of object 2's track, for an insert.",
+        "The observations of the hour that belong to object 2, if its state is a track's; for an insert.",
         dtype_kwargs={"elementType": T.StringType(), "containsNull": True},
     )
 

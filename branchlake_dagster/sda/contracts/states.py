@@ -76,7 +76,10 @@ class TrackFit(Contract):
         gt=0.0,
     )
     prior_sigma_km: T.DoubleType = may(
-        "One sigma of the element set's position by the error model; empty if it is unknown.", "km", gt=0.0
+        "One sigma of the element set's position by the error model, or assumed without a model; empty if"
+        " it is unknown.",
+        "km",
+        gt=0.0,
     )
     is_preferred: T.BooleanType = must("Whether the state should be preferred to the element set.")
     catalogue_miss_km: T.DoubleType = must("Distance from the catalogue's position.", "km", ge=0.0)

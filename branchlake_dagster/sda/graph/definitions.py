@@ -263,6 +263,9 @@ tracks_sensor = incremental_sensor(
     max_age_s=10.0,
     min_rows=1_000_000,
     with_downstream=True,
+    # A run is refused if the hourly run of another window was published meanwhile.
+    retries=3,
+    retry_delay_seconds=10.0,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
 """Associates and fuses an hour with new observations and computes its risks, in one run."""
@@ -270,6 +273,8 @@ tracks_sensor = incremental_sensor(
 alerts_sensor = incremental_sensor(
     "alerts_sensor",
     target=dg.AssetSelection.assets(CONJUNCTION_ALERTS),
+    retries=3,
+    retry_delay_seconds=10.0,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
 """Brings the alerts up to date when risks have changed."""

@@ -79,6 +79,9 @@ UNSUPPORTED_TIME, UNSUPPORTED_RANGE = "time scale is not UTC", "range is not two
 UNSUPPORTED_EVENT, NO_TARGET = "epoch event is not of the ground or the reflection", "target has no number"
 BAD_FLIGHT = "time of flight is not positive"
 
+_MAX_COUNT = 1e15
+"""Larger whole numbers than this are damage."""
+
 DEFAULT_WAVELENGTH_NM = 532.0
 _NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
 _PATTERNS = {
@@ -162,7 +165,11 @@ def decode_laser(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa
         ~(readable & (points == 1) & np.all([is_present[one] for one in _REQUIRED], axis=0)), NOT_A_POINT
     )
     number = {name: _floats(column) for name, column in fields.items()}
-    whole_number = {name: np.nan_to_num(column).astype(np.int64) for name, column in number.items()}
+    # A damaged record may have 400 digits: they must not wrap around.
+    whole_number = {
+        name: np.nan_to_num(column).clip(-_MAX_COUNT, _MAX_COUNT).astype(np.int64)
+        for name, column in number.items()
+    }
     start_s = number["hour"] * 3_600 + number["minute"] * 60 + number["second"]
     day, is_date = _days(whole_number["year"], whole_number["month"], whole_number["day"])
     flight = number["flight"]
@@ -202,7 +209,9 @@ def decode_laser(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa
         "range_m": flight * (LIGHT_M_S / 2),
         "refraction_m": pa.array(_refraction(number, place), from_pandas=True),
         "bin_rms_ps": pa.array(np.where(number["rms"] >= 0, number["rms"], np.nan), from_pandas=True),
-        "ranges": pa.array(whole_number["ranges"], mask=~(number["ranges"] >= 0)),
+        "ranges": pa.array(
+            whole_number["ranges"], mask=~(number["ranges"] >= 0) | (number["ranges"] >= _MAX_COUNT)
+        ),
         "pressure_mbar": pa.array(number["pressure"], from_pandas=True),
         "temperature_k": pa.array(number["temperature"], from_pandas=True),
         "humidity_percent": pa.array(number["humidity"], from_pandas=True),
