@@ -155,6 +155,16 @@ def test_an_epoch_may_be_that_of_the_reflection_or_of_the_receipt() -> None:
     assert reasons == [None, None, None, laser.UNSUPPORTED_EVENT]
 
 
+def test_the_points_of_a_session_that_is_cut_keep_its_headers() -> None:
+    cut = PASS.replace(b"H8\nH9\n", b"")
+    other = PASS.replace(b"YARRAGADEE 7090", b"GRAZ       7839").replace(
+        b"lageos2     9207002 5986    22195", b"starlette   7501001 1134     7646"
+    )
+    messages = [*split_normal_points(cut + other)]
+    assert messages == [*split_normal_points(PASS), *split_normal_points(other)]
+    assert len(messages) == 4
+
+
 def test_without_weather_or_elevation_the_delay_is_unknown_and_a_removed_one_is_zero() -> None:
     (message, _) = split_normal_points(PASS)
     lines = message.split(b"\n")

@@ -6,8 +6,9 @@ entry is a tombstone: the approach is no longer expected. Ordered by alert, sequ
 retract of the same number), the entries of an alert alternate.
 
 An alert is about one approach of a pair. Its id is a hash of the ordered pair and of the ten minutes in which
-the approach was first expected, so it survives corrections. A changed risk belongs to the known alert of its
-pair that is nearest in time, up to `SAME_APPROACH`: two objects meet at most every half revolution.
+the approach was first expected, so it survives corrections. Risks of a pair that follow each other within
+`SAME_APPROACH` are one approach: two objects meet at most every half revolution, and corrections move the
+time by seconds.
 """
 
 from __future__ import annotations

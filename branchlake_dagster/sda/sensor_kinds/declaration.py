@@ -44,6 +44,10 @@ CLOCK_ERROR_S: Mapping[str, str] = {
 _NAME = re.compile("[a-z][a-z0-9_]{0,31}")
 
 
+_TAKEN_KINDS = ("edited", "measurements")
+"""`fused_tracks` counts a kind's observations in ``n_<source_kind>``, and has other columns of this form."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SensorKind:
     """A kind of sensor. The raw table, its ingestion and all later tables follow from it.
@@ -94,6 +98,8 @@ class SensorKind:
                     f"{text!r} cannot name a kind of sensor.",
                     hint="Use a lower-case letter, then at most 31 letters, digits and underscores.",
                 )
+        if self.source_kind in _TAKEN_KINDS:
+            raise self._wrong("a column of fused_tracks has this name", "Choose another source_kind.")
         if not issubclass(self.contract, Received):
             raise self._wrong(
                 "its contract is not a subclass of Received", "Derive it from Received or OnGround."

@@ -123,13 +123,24 @@ class RawLaser(OnGround):
 def split_normal_points(crd: bytes) -> Iterator[bytes]:
     """Yield a message for each record ``11`` of a file, with its headers and the nearest ``20`` and ``30``.
 
-    Records before the first ``H2``, and comments, are dropped.
+    A session ends at its ``H8``, or at the next header of a station, target or session, if the file is cut.
+    Comments are dropped. A point without headers is yielded, too; decoding rejects it.
     """
     headers: dict[str, str] = {}
     points: list[tuple[float, str]] = []
     around: dict[str, list[tuple[float, str]]] = {"20": [], "30": []}
     for line in [*crd.decode("ascii", "replace").splitlines(), "H8"]:
         name = line[:2].upper()
+        if name in _SESSION_ENDS and points:
+            for second, text in points:
+                nearest = [
+                    min(lines, key=lambda one: abs(one[0] - second))[1] for lines in around.values() if lines
+                ]
+                yield "\n".join([*headers.values(), *nearest, text]).encode()
+            points = []
+        if name in _SESSION_ENDS:
+            around = {"20": [], "30": []}
+            headers.pop("C0", None)
         if name in ("H2", "H3", "H4", "C0"):
             headers[name] = line.strip()
         elif name == "11" or name in around:
@@ -138,14 +149,9 @@ def split_normal_points(crd: bytes) -> Iterator[bytes]:
             except (ValueError, IndexError):
                 second = float("nan")
             (points if name == "11" else around[name]).append((second, line.strip()))
-        elif name == "H8":
-            for second, text in points:
-                nearest = [
-                    min(lines, key=lambda one: abs(one[0] - second))[1] for lines in around.values() if lines
-                ]
-                yield "\n".join([*headers.values(), *nearest, text]).encode()
-            points, around = [], {"20": [], "30": []}
-            headers.pop("C0", None)
+
+
+_SESSION_ENDS = ("H1", "H2", "H3", "H4", "H8")
 
 
 def decode_laser(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:
