@@ -164,7 +164,7 @@ def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 def valid(plan: Plan, snapshots: list[str]) -> bool:
     if plan.job == "catalogue_job":
         return plan.partition in snapshots
-    if plan.job in INGEST_JOBS:
+    if plan.job in (*INGEST_JOBS, "alerts_job"):
         return plan.partition is None
     return plan.job in ("observations_job", "tracks_job", "window_job") and windows.has_partition_key(
         plan.partition
@@ -182,17 +182,20 @@ def valid(plan: Plan, snapshots: list[str]) -> bool:
 )
 def test_the_plan_ingests_then_observes_then_fuses(snapshots: list[str], window: str | None) -> None:
     rounds = plan_for(snapshots)
-    assert [len(plans) for plans in rounds] == [*[1] * (len(snapshots) + 1), len(INGEST_JOBS), 1, 2]
+    assert [len(plans) for plans in rounds] == [*[1] * (len(snapshots) + 1), 1 + len(INGEST_JOBS), 2, 1, 1]
     plans = [plan for plans in rounds for plan in plans]
     assert [plan.partition for plan in plans if plan.blocked] == [BAD_SNAPSHOT]
     assert [plan.job for plan in plans] == [
         *["catalogue_job"] * (len(snapshots) + 1),
+        "window_job",
         *INGEST_JOBS,
+        "alerts_job",
         "observations_job",
         "tracks_job",
-        "window_job",
+        "alerts_job",
     ]
     assert all(valid(plan, [*snapshots, BAD_SNAPSHOT]) for plan in plans)
+    hourly = [plan for plan in plans if plan.job in ("window_job", "observations_job", "tracks_job")]
+    assert len({plan.partition for plan in hourly}) == 1
     if window is not None:
-        assert plans[-1].partition == window
-    assert plans[-2].partition == plans[-1].partition
+        assert hourly[0].partition == window

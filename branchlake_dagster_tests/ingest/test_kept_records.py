@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -17,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
+from pyspark import cloudpickle
 
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError
@@ -40,6 +42,9 @@ from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.ingest.test_unwritable import ANY_TIME, NANOSECONDS
 from branchlake_dagster_tests.suite.kafka import Broker, Message, as_environment
 from branchlake_dagster_tests.suite.raised import raising
+
+# Spark's workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 READING = pa.schema([("id", pa.int64()), ("n", pa.int64()), ("at", pa.timestamp("us", "UTC"))])
 ATTRIBUTES: dict[str, Any] = {"part": "partition", "pos": "offset"}

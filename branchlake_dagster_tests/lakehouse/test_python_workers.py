@@ -227,7 +227,11 @@ def test_a_session_works_on_after_spark_deleted_its_folder(spark_session: SparkS
     for _ in range(2):  # the idle workers of the earlier tasks, and new ones
         shutil.rmtree(folder)
         assert {*rows.toArrow()["folder"].to_pylist()} == {folder}
+        killed = []
         for worker in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if worker.cwd() == folder and not worker.children():
                     worker.kill()
+                    killed.append(worker)
+        # Until its parent knows, Spark takes a killed worker for an idle one.
+        assert not psutil.wait_procs(killed, timeout=30)[1]

@@ -4,6 +4,7 @@ The last kind, a camera, is declared here: nothing in the package knows it.
 """
 
 # No `from __future__ import annotations`: pandera reads the annotations.
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
 import pytest
+from pyspark import cloudpickle
 
 from branchlake_dagster import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -53,6 +55,9 @@ from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.harness import Project
 from branchlake_dagster_tests.ingest.test_landing_source import resource_of
 from branchlake_dagster_tests.sda.test_registry_lake import empty_lake
+
+# Spark's workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 __all__ = ["empty_lake"]
 
