@@ -120,7 +120,9 @@ def _run_daemon(request: dict[str, Any], descriptors: list[int], connection: soc
     sys.argv = ["pyspark.daemon", *request["arguments"]]
     os.register_at_fork(after_in_child=lambda: _reset_worker(connection))
     manager = load_daemon_manager(
-        request["arguments"][0], before_task=partial(_restore_folder, request["folder"])
+        request["arguments"][0],
+        before_task=partial(_restore_folder, request["folder"]),
+        before_port=partial(send_message, connection, {"listening": True}),
     )
     send_message(connection, {"daemon": os.getpid()})
     # If the requesting process gave up, it closed the connection and became a daemon with the same pipes.

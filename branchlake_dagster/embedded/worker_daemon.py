@@ -43,9 +43,9 @@ def main() -> int:
 
 
 def _request_fork(connection: socket.socket) -> None:
-    """Request a forked daemon, and forward SIGTERM to it.
+    """Request a forked daemon, forward SIGTERM to it, and return when it listens.
 
-    Raises OSError or ChannelClosed; then no forked daemon starts to work.
+    Raises OSError or ChannelClosed; then no forked daemon has told Spark its port, or will.
     """
     connection.settimeout(_ANSWER_TIMEOUT_S)
     request = {"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": str(Path.cwd())}
@@ -55,23 +55,26 @@ def _request_fork(connection: socket.socket) -> None:
         raise ChannelClosed(answer["declined"])
     daemon = int(answer["daemon"])
 
-    has_begun = False
+    is_listening = False
 
     def forward_signal(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(daemon, number)
-        if not has_begun:
+        if not is_listening:
             sys.exit(128 + number)
 
     # Set the handler before the daemon starts to work: the daemon must not outlive this process.
     signal.signal(signal.SIGTERM, forward_signal)
     send_message(connection, {"go": True})
-    has_begun = True
+    connection.settimeout(
+        None
+    )  # a timeout could end the wait at the moment in which the daemon writes its port
+    receive_message(connection)
+    is_listening = True
 
 
 def _wait_for_fork(connection: socket.socket) -> None:
     """Wait until the fork ends, which closes its end of the socket."""
-    connection.settimeout(None)
     with contextlib.suppress(ConnectionError):
         while connection.recv(1):
             pass

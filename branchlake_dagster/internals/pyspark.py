@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from io import BufferedReader
 from typing import Any, NoReturn, cast
@@ -89,14 +90,16 @@ def _is_log_enabled(_: logging.LogRecord) -> bool:
     return "SPARK_CONNECT_LOG_LEVEL" in os.environ
 
 
-def load_daemon_manager(worker_module: str, *, before_task: Callable[[], None]) -> Callable[[], None]:
+def load_daemon_manager(
+    worker_module: str, *, before_task: Callable[[], None], before_port: Callable[[], None]
+) -> Callable[[], None]:
     """Return the function that `python -m pyspark.daemon WORKER_MODULE` runs.
 
-    It works in a process that has imported pyspark already. `before_task` is called in the worker when a task
+    It works in a process that has imported pyspark already. `before_port` is called once, before Spark
+    receives the daemon's port or the path of its socket. `before_task` is called in the worker when a task
     arrives, before the task's code runs.
     """
-    import pyspark.daemon as daemon
-
+    daemon: Any = import_module("pyspark.daemon")
     run_task = import_module(worker_module).main
 
     def wait_and_run_task(requests: BufferedReader, replies: Any) -> None:
@@ -104,5 +107,14 @@ def load_daemon_manager(worker_module: str, *, before_task: Callable[[], None]) 
             before_task()
         run_task(requests, replies)
 
+    # The first value that the daemon writes is its port, or the path of its socket.
+    writers = {name: getattr(daemon, name) for name in ("write_int", "write_with_length")}
+
+    def write_first(name: str, value: Any, stream: Any) -> None:
+        vars(daemon).update(writers)
+        before_port()
+        writers[name](value, stream)
+
+    vars(daemon).update({name: partial(write_first, name) for name in writers})
     daemon.worker_main = wait_and_run_task
     return cast("Callable[[], None]", daemon.manager)

@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from pyspark.sql import SparkSession
 
 from branchlake_dagster.embedded import warm_worker as warm
 from branchlake_dagster.embedded import worker_daemon as daemon
+from branchlake_dagster.internals.json_channel import receive_message, send_message
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.waiting import holds_within
 
@@ -166,6 +168,34 @@ def test_without_a_folder_of_its_own_it_is_an_ordinary_daemon(server: Server, tm
     made, port = server.daemon(**{daemon.FOLDER_VARIABLE: str(tmp_path / "not there")})
     assert server.worker(port)
     assert "pyspark.daemon" in psutil.Process(made.pid).cmdline()
+
+
+def test_a_fork_that_dies_before_it_listens_is_replaced_by_an_ordinary_daemon(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    with socket.socket(socket.AF_UNIX) as listener:
+        with contextlib.chdir(tmp_path):
+            listener.bind("warm-python.sock")
+        listener.listen()
+        dying = threading.Thread(target=_play_dying_fork, args=(listener,))
+        dying.start()
+        try:
+            made, port = server.daemon()
+            assert server.worker(port)
+            assert "pyspark.daemon" in psutil.Process(made.pid).cmdline()
+        finally:
+            server.end()
+            dying.join(30)
+
+
+def _play_dying_fork(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection, subprocess.Popen(["sleep", "60"]) as fork:
+        _, descriptors = receive_message(connection)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        send_message(connection, {"daemon": fork.pid})
+        receive_message(connection)
+        fork.kill()
 
 
 @pytest.mark.long
