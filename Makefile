@@ -90,7 +90,7 @@ lock: COMPILE := $(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --n
 	--no-emit-index-url --no-emit-find-links
 lock: setup  ## resolve both locks anew
 	$(COMPILE) $(EXTRAS:%=--extra %) -o requirements.lock setup.cfg
-	$(COMPILE) $(RUNNING:%=--extra %) -c requirements.lock -o requirements-run.lock setup.cfg
+	$(COMPILE) $(RUNNING:%=--extra %) --build-deps-for editable -c requirements.lock -o requirements-run.lock setup.cfg
 
 # Without `setup`, which fetches jars and refuses those that are not locked yet.
 lock-jars:  ## write the SHA-256 of each jar, after a version in the package has changed

@@ -45,7 +45,7 @@ def main() -> int:
 def _request_fork(connection: socket.socket) -> None:
     """Request a forked daemon, forward SIGTERM to it, and return when it listens.
 
-    Raises OSError or ChannelClosed; then no forked daemon has told Spark its port, or will.
+    Raises OSError or ChannelClosed; then no forked daemon has written its port for Spark, or will write it.
     """
     connection.settimeout(_ANSWER_TIMEOUT_S)
     request = {"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": str(Path.cwd())}

@@ -2,19 +2,25 @@
 
 from dataclasses import replace
 from datetime import UTC, datetime
-from xml.etree import ElementTree
 
 import numpy as np
 import polars as pl
 import pytest
 
 from branchlake_dagster.sda.assets.conjunctions import listed
-from branchlake_dagster.sda.assets.trust import growth_chart
+from branchlake_dagster.sda.assets.trust import draw_growth
 from branchlake_dagster.sda.conjunctions.arrow import as_batch
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span, screen
-from branchlake_dagster.sda.drawing import chart, in_markdown
 from branchlake_dagster.sda.gp.simulated import simulated_elements
 from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites
+from branchlake_dagster.sda.reports.conjunction_report import (
+    draw_altitudes,
+    draw_distance,
+    draw_geometry,
+    format_approaches,
+    select_top_approaches,
+)
+from branchlake_dagster.sda.reports.pictures import to_png
 from branchlake_dagster.sda.trust.assessment import (
     ASSESSMENT_COLUMNS,
     NO_ENCOUNTER,
@@ -28,13 +34,6 @@ from branchlake_dagster.sda.trust.differences import DAY_MICROS, rtn_axes
 from branchlake_dagster.sda.trust.model import build_error_model
 from branchlake_dagster.sda.trust.probability import build_encounter_plane, collision_probability
 from branchlake_dagster.sda.trust.radii import FROM_SIZE, ObjectRadii
-from branchlake_dagster.sda.trust.report import (
-    altitude_chart,
-    distance_chart,
-    format_approaches,
-    geometry_chart,
-    select_top_approaches,
-)
 from branchlake_dagster.sda.trust.tables import (
     COVARIANCE_SOURCE,
     PublishedErrors,
@@ -183,11 +182,8 @@ def test_a_published_model_is_read_as_it_was_computed():
     (jump,) = element_jumps(made, sets).iter_rows(named=True)
     assert (jump["sat_no"], jump["kind"], jump["taken_for"]) == (4, "manoeuvre", None)
     assert jump["semi_major_axis_change_km"] < -1.0
-    assert growth_chart(element_errors(made, sets)).count("<circle") >= 4
-
-
-def drawn(svg: str) -> ElementTree.Element:
-    return ElementTree.fromstring(svg)
+    (axes,) = draw_growth(element_errors(made, sets)).axes
+    assert sum(len(line.get_xdata()) for line in axes.lines if line.get_marker() == "o") >= 4
 
 
 def test_pictures_are_sound_and_within_their_frame(elements, found):
@@ -197,42 +193,28 @@ def test_pictures_are_sound_and_within_their_frame(elements, found):
     text = format_approaches(rows, {int(rows["sat1_object_designator"][0]): "A | B"})
     assert len(text.splitlines()) == 7
     assert len({line.count("|") for line in text.splitlines()}) == 1, "a name does not break the table"
-    for svg in (altitude_chart(elements), distance_chart(rows.row(0, named=True), elements)):
-        (line,) = drawn(svg).iter("{http://www.w3.org/2000/svg}polyline")
-        points = [tuple(map(float, one.split(","))) for one in line.attrib["points"].split()]
-        assert all(0 <= a <= 720 and 0 <= b <= 400 for a, b in points)
-        assert len(points) > 50
-    assert in_markdown("<svg/>", "it").startswith("![it](data:image/svg+xml;base64,")
-
-
-SVG = "{http://www.w3.org/2000/svg}"
+    for figure in (draw_altitudes(elements), draw_distance(rows.row(0, named=True), elements)):
+        (axes,) = figure.axes
+        assert max(len(line.get_xdata()) for line in axes.lines) > 50
+        assert to_png(figure).startswith(b"\x89PNG")
 
 
 def test_the_geometry_of_the_first_is_drawn_to_scale(elements, found):
     rows = select_top_approaches(assess_approaches(found, elements, model(elements), ObjectRadii(5.0)), 5)
     assert rows.height == 5
-    picture = drawn(geometry_chart(rows, elements))
-    groups = list(picture.iter(f"{SVG}g"))
-    assert [len(list(one.iter(f"{SVG}circle"))) for one in groups] == [5, 5]
-    assert [len(list(one.iter(f"{SVG}ellipse"))) for one in groups] == [5, 5]
-    # Both panels have one scale: from where two points are it can be told where the others must be.
-    for group, axis in zip(groups, ("r", "n"), strict=True):
-        told = np.array(
-            [[float(one.attrib[name]) for name in ("cx", "cy")] for one in group.iter(f"{SVG}circle")]
-        )
-        true = rows.select("relative_position_t_km", f"relative_position_{axis}_km").to_numpy() * [1, -1]
-        scale = np.linalg.norm(told[1] - told[0]) / np.linalg.norm(true[1] - true[0])
-        assert np.allclose(told - told[0], (true - true[0]) * scale, atol=0.15)
+    figure = draw_geometry(rows, elements)
+    to_png(figure)
+    for axes, axis in zip(figure.axes, "rn", strict=True):
+        assert axes.get_aspect() == 1
+        assert axes.get_xlim() == axes.get_ylim()
+        points = [line.get_xydata()[0] for line in axes.lines if line.get_marker() == "o"]
+        true = rows.select("relative_position_t_km", f"relative_position_{axis}_km").to_numpy()
+        assert np.allclose(points, true)
+        assert len(axes.patches) == 5
     # An ellipse's half axes are within the errors of both objects together.
-    sizes = [float(one.attrib["rx"]) / scale for one in groups[0].iter(f"{SVG}ellipse")]
-    for row, size in zip(rows.iter_rows(named=True), sizes, strict=True):
+    for row, ellipse in zip(rows.iter_rows(named=True), figure.axes[0].patches, strict=True):
         parts = [row[f"sat{k}_sigma_{axis}_km"] for k in (1, 2) for axis in "rtn"]
-        assert max(parts[:2]) * 0.98 <= size <= np.linalg.norm(parts) * 1.02
+        assert max(parts[:2]) * 0.98 <= ellipse.width / 2 <= np.linalg.norm(parts) * 1.02
     unknown = assess_approaches(rows.select(found.columns), elements, None, ObjectRadii(5.0))
-    assert not list(drawn(geometry_chart(unknown, elements)).iter(f"{SVG}ellipse"))
-    drawn(geometry_chart(unknown.clear(), elements))
-
-
-def test_a_chart_without_points_or_with_odd_names_is_still_a_picture():
-    drawn(chart("a < b & c", "x", "y", {}))
-    drawn(chart("one", "x", "y", {"<": [(1.0, 1.0)], "&": []}, log=(True, True)))
+    assert not draw_geometry(unknown, elements).axes[0].patches
+    to_png(draw_geometry(unknown.clear(), elements))

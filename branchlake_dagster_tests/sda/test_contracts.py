@@ -18,6 +18,7 @@ from branchlake_dagster.sda.assets.catalogue import (
 )
 from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS, listed
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS
+from branchlake_dagster.sda.assets.hour_reports import HOUR_REPORTS, REPORT_SCHEMA
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
 from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS
 from branchlake_dagster.sda.assets.registry import (
@@ -72,6 +73,7 @@ CONTRACTS = {
     FUSED_TRACKS: fused_track_contract(SOURCE_KINDS),
     CONJUNCTION_RISKS: contracts.ConjunctionRisk,
     CONJUNCTION_ALERTS: contracts.ConjunctionAlert,
+    HOUR_REPORTS: contracts.HourReport,
     CONJUNCTIONS: contracts.Conjunction,
     EPHEMERIS_CONJUNCTIONS: contracts.EphemerisConjunction,
     ELEMENT_ERRORS: contracts.ElementError,
@@ -125,6 +127,7 @@ def test_the_contracts_are_the_tables_column_by_column():
     assert in_order(types(CONTRACTS[ASSOCIATIONS])) == in_order(stored(ASSOCIATION_SCHEMA))
     assert in_order(types(CONTRACTS[FUSED_TRACKS])) == in_order(stored(track_schema(SOURCE_KINDS)))
     assert in_order(types(contracts.ConjunctionRisk)) == in_order(stored(RISK_SCHEMA))
+    assert in_order(types(contracts.HourReport)) == in_order(stored(REPORT_SCHEMA))
     assert tuple(contracts.ConjunctionAlert.to_schema().columns) == ALERT_COLUMNS
     nothing = listed(pl.DataFrame(ENCOUNTER_SCHEMA.empty_table()), None, Span.whole(0, MINUTE), 5.0)
     no_elements = Elements(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, len(ELEMENT_FIELDS))))

@@ -60,9 +60,9 @@ def test_groups_come_in_the_order_of_the_pipeline():
     graph = code_location(GpSource()).resolve_asset_graph()
     keys = [key for key in graph.toposorted_asset_keys if key in OWN_KEYS]
     first = {group: i for i, group in reversed([*enumerate(graph.get(key).group_name for key in keys)])}
-    assert set(first) == {"catalogue", "observations", "fused_tracks", "conjunctions"}
+    assert set(first) == {"catalogue", "observations", "fused_tracks", "conjunctions", "reports"}
     assert first["catalogue"] < first["observations"] < first["fused_tracks"]
-    assert first["catalogue"] < first["conjunctions"]
+    assert first["catalogue"] < first["conjunctions"] < first["reports"]
     assert all(key.path[0] == "sda" for key in keys)
 
 

@@ -32,20 +32,20 @@ from branchlake_dagster.sda.conjunctions.identity import identified
 from branchlake_dagster.sda.conjunctions.rescreening import Earlier, Plan, plan
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Kind, Span
 from branchlake_dagster.sda.contracts import Conjunction
-from branchlake_dagster.sda.drawing import in_markdown
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.partitions import whole_catalogue
+from branchlake_dagster.sda.reports.conjunction_report import (
+    draw_altitudes,
+    draw_distance,
+    draw_geometry,
+    format_approaches,
+    select_top_approaches,
+)
+from branchlake_dagster.sda.reports.pictures import to_markdown
 from branchlake_dagster.sda.sources import GpSource, snapshot_time
 from branchlake_dagster.sda.trust.assessment import assess_approaches
 from branchlake_dagster.sda.trust.radii import DEFAULT_RADIUS_M, RADIUS_SOURCES, ObjectRadii
-from branchlake_dagster.sda.trust.report import (
-    altitude_chart,
-    distance_chart,
-    format_approaches,
-    geometry_chart,
-    select_top_approaches,
-)
 
 CONJUNCTIONS = dg.AssetKey(["sda", "conjunctions"])
 LIST_THRESHOLD_KM = 5.0
@@ -192,7 +192,7 @@ def pictures(
 ) -> dict[str, dg.MarkdownMetadataValue]:
     """The top of the list as a table, and what it looks like."""
     shown = {
-        "altitudes": dg.MetadataValue.md(in_markdown(altitude_chart(elements), "Objects by altitude")),
+        "altitudes": dg.MetadataValue.md(to_markdown(draw_altitudes(elements), "Objects by altitude")),
     }
     first = select_top_approaches(result)
     if first.height:
@@ -201,9 +201,9 @@ def pictures(
             columns = (catalogue.column(one).to_pylist() for one in ("sat_no", "object_name"))
             names = dict(zip(*columns, strict=True))
         shown["top_conjunctions"] = dg.MetadataValue.md(format_approaches(first, names))
-        nearest = distance_chart(first.row(0, named=True), elements)
-        shown["top_distance"] = dg.MetadataValue.md(in_markdown(nearest, "Distance of the first of them"))
-        geometry = in_markdown(geometry_chart(first, elements), "Relative geometry of the first of them")
+        nearest = draw_distance(first.row(0, named=True), elements)
+        shown["top_distance"] = dg.MetadataValue.md(to_markdown(nearest, "Distance of the first of them"))
+        geometry = to_markdown(draw_geometry(first, elements), "Relative geometry of the first of them")
         shown["top_geometry"] = dg.MetadataValue.md(geometry)
     return shown
 

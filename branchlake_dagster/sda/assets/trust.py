@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 from collections.abc import Iterator
 from datetime import datetime, timedelta
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import dagster as dg
 import numpy as np
@@ -20,14 +20,17 @@ from branchlake_dagster.sda.assets.catalogue import GROUP
 from branchlake_dagster.sda.assets.registry import ELEMENT_HISTORY
 from branchlake_dagster.sda.assets.upkeep import OWNERS
 from branchlake_dagster.sda.contracts import ElementError, ElementJump, ObjectError
-from branchlake_dagster.sda.drawing import chart, in_markdown
 from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements
+from branchlake_dagster.sda.reports.pictures import draw_chart, to_markdown
 from branchlake_dagster.sda.trust.classes import OWN_CLASSES
 from branchlake_dagster.sda.trust.model import build_error_model
 from branchlake_dagster.sda.trust.tables import PublishedErrors
 from branchlake_dagster.sda.trust.tables import element_errors as errors_of
 from branchlake_dagster.sda.trust.tables import element_jumps as jumps_of
 from branchlake_dagster.sda.trust.tables import object_errors as objects_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ELEMENT_ERRORS = dg.AssetKey(["sda", "element_errors"])
 OBJECT_ERRORS = dg.AssetKey(["sda", "object_errors"])
@@ -91,7 +94,7 @@ def element_trust(
             "element_sets": len(history),
             "differences": len(model.differences),
             "left_out_across_jumps": int(model.is_affected.sum()),
-            "along_the_track": dg.MetadataValue.md(in_markdown(growth_chart(errors), "Error against age")),
+            "along_the_track": dg.MetadataValue.md(to_markdown(draw_growth(errors), "Error against age")),
         },
     )
     yield dg.Output(objects_of(model, history), "object_errors", metadata={"objects": objects})
@@ -116,8 +119,8 @@ def history_of(table: Table, days: float) -> Elements:
     return Elements.from_arrow(sets.unique(["sat_no", "epoch"], keep="last", maintain_order=True).to_arrow())
 
 
-def growth_chart(errors: pl.DataFrame) -> str:
-    """An SVG of the error along the track by age: what was found as dots, the curves as lines."""
+def draw_growth(errors: pl.DataFrame) -> "Figure":
+    """Draw the error along the track by age: measured errors as dots, the curves as lines."""
     told = errors.filter(
         pl.col("sigma_t_km").is_not_null() & (pl.col("sigma_t_km") > 0) & (pl.col("age_days") > 0)
     )
@@ -128,7 +131,7 @@ def growth_chart(errors: pl.DataFrame) -> str:
             dots[one.value] = list(mine.select("age_days", "sigma_t_km").iter_rows())
             fitted = mine.filter(pl.col("fitted_t_km") > 0)
             lines[one.value] = list(fitted.select("age_days", "fitted_t_km").iter_rows())
-    return chart(
+    return draw_chart(
         "Error of element sets along the track (68 %)", "age, days", "km", lines, dots=dots, log=(True, True)
     )
 

@@ -22,6 +22,7 @@ from branchlake_dagster.sda.contracts.conjunctions import Conjunction, Conjuncti
 from branchlake_dagster.sda.contracts.ephemerides import EphemerisConjunction
 from branchlake_dagster.sda.contracts.observations import Association, Observation, RejectedObservation
 from branchlake_dagster.sda.contracts.raw import RawLink, RawOptical, RawRadar
+from branchlake_dagster.sda.contracts.reports import HourReport
 from branchlake_dagster.sda.contracts.states import QuarantinedObject
 from branchlake_dagster.sda.contracts.trust import ElementError, ElementJump, ObjectError
 
@@ -35,6 +36,7 @@ __all__ = [
     "ElementJump",
     "ElementSet",
     "EphemerisConjunction",
+    "HourReport",
     "MergeOutcome",
     "ObjectError",
     "Observation",

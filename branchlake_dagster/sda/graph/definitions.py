@@ -19,6 +19,7 @@ from branchlake_dagster.sda.assets.catalogue import (
 )
 from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS, conjunctions
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS, ephemeris_conjunctions
+from branchlake_dagster.sda.assets.hour_reports import HOUR_REPORTS, hour_reports
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
 from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS, quarantined_objects
 from branchlake_dagster.sda.assets.registry import (
@@ -56,6 +57,7 @@ fusion_assets: list[dg.AssetsDefinition] = [
     quarantined_objects,
     conjunction_risks,
     conjunction_alerts,
+    hour_reports,
     element_trust,
     conjunctions,
     ephemeris_conjunctions,
@@ -100,6 +102,11 @@ alerts_job = dg.define_asset_job(
     selection=dg.AssetSelection.assets(CONJUNCTION_ALERTS),
     description="Insert, correct and retract alerts for risks that have changed.",
 )
+reports_job = dg.define_asset_job(
+    "reports_job",
+    selection=dg.AssetSelection.assets(HOUR_REPORTS),
+    description="Draw the pictures of one window.",
+)
 conjunctions_job = dg.define_asset_job(
     "conjunctions_job",
     selection=dg.AssetSelection.assets(CONJUNCTIONS),
@@ -122,6 +129,7 @@ fusion_jobs = [
     rejected_observations_job,
     tracks_job,
     alerts_job,
+    reports_job,
     window_job,
     element_trust_job,
     conjunctions_job,
@@ -279,6 +287,15 @@ alerts_sensor = incremental_sensor(
 )
 """Brings the alerts up to date when risks have changed."""
 
+reports_sensor = incremental_sensor(
+    "reports_sensor",
+    target=dg.AssetSelection.assets(HOUR_REPORTS),
+    # Tracks and alerts of an hour come in several publications.
+    max_age_s=60.0,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+)
+"""Draws an hour anew when its associations, tracks or alerts have changed."""
+
 fusion_sensors = [
     gp_snapshot_files,
     satellite_catalogues,
@@ -286,4 +303,5 @@ fusion_sensors = [
     observations_sensor,
     tracks_sensor,
     alerts_sensor,
+    reports_sensor,
 ]

@@ -15,6 +15,7 @@ from branchlake_dagster.sda.assets.catalogue import (
 )
 from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS
 from branchlake_dagster.sda.assets.ephemerides import EPHEMERIS_CONJUNCTIONS
+from branchlake_dagster.sda.assets.hour_reports import HOUR_REPORTS
 from branchlake_dagster.sda.assets.quarantine import QUARANTINED_OBJECTS
 from branchlake_dagster.sda.assets.registry import ELEMENT_HISTORY, MERGE_AUDIT, OBJECTS, SATELLITES
 from branchlake_dagster.sda.assets.risks import CONJUNCTION_RISKS
@@ -116,6 +117,7 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
             _UNORDERED_ENTRIES,
             description="Of each alert insert and retract alternate, and their numbers have no gap.",
         ),
+        pandera_checks(HOUR_REPORTS, contracts.HourReport, partitions_def=windows),
         pandera_checks(EPHEMERIS_CONJUNCTIONS, contracts.EphemerisConjunction, whole_table=True),
         pandera_checks(ELEMENT_ERRORS, contracts.ElementError, whole_table=True),
         sql_check(

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
 
-from branchlake_dagster.sda.drawing import Mark, chart, planes
 from branchlake_dagster.sda.orbits.frames import EARTH_RADIUS_KM, Floats
 from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satellites
+from branchlake_dagster.sda.reports.pictures import draw_chart, new_figure
 from branchlake_dagster.sda.trust.assessment import combine_covariances
 from branchlake_dagster.sda.trust.classes import semi_major_axis
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TOP_COUNT = 15
 _BIN_KM = 25.0
 _MAX_ALTITUDE_KM = 2_000.0
 _DISTANCE_SPAN = 5.0
 """Approximate distance of the two objects at the ends of the picture, as a multiple of the miss distance."""
-_MAX_DRAWN, _REACH_MARGIN = 8, 1.3
+_MAX_DRAWN, _REACH_MARGIN, _ARROW_SHARE = 8, 1.3, 0.2
+_PLANES = (("radial, km", 0), ("cross-track, km", 2))
 _MIN_MISS_KM, _MAX_SPAN_S, _INSTANT_COUNT = 0.1, 60.0, 101
 
 
@@ -61,13 +65,13 @@ def format_approaches(approaches: pl.DataFrame, names: dict[int, str]) -> str:
     return "\n".join(lines)
 
 
-def altitude_chart(elements: Elements) -> str:
-    """Draw the number of objects at each altitude in low orbit, as an SVG."""
+def draw_altitudes(elements: Elements) -> Figure:
+    """Draw the number of objects at each altitude in low orbit."""
     edges = np.arange(100.0, _MAX_ALTITUDE_KM + _BIN_KM, _BIN_KM)
     count, _ = np.histogram(semi_major_axis(elements) - EARTH_RADIUS_KM, edges)
     # Each bin is drawn as a step from its lower to its upper edge.
     points = [(edge, float(n)) for k, n in enumerate(count.tolist()) for edge in edges[k : k + 2].tolist()]
-    return chart(
+    return draw_chart(
         "Objects in low orbit",
         "mean altitude, km",
         f"objects per {_BIN_KM:.0f} km",
@@ -75,8 +79,8 @@ def altitude_chart(elements: Elements) -> str:
     )
 
 
-def distance_chart(row: dict[str, Any], elements: Elements) -> str:
-    """Draw the distance of two objects in the seconds before and after their closest approach, as an SVG."""
+def draw_distance(row: dict[str, Any], elements: Elements) -> Figure:
+    """Draw the distance of two objects in the seconds before and after their closest approach."""
     numbers = [row[f"sat{k}_object_designator"] for k in (1, 2)]
     tca = int(pl.Series([row["tca"]]).dt.epoch("us")[0])
     end_distance_km = _DISTANCE_SPAN * max(row["miss_distance_km"], _MIN_MISS_KM)
@@ -87,16 +91,18 @@ def distance_chart(row: dict[str, Any], elements: Elements) -> str:
     distance = np.linalg.norm(states.position[1] - states.position[0], axis=1)
     points = [(s, d) for s, d in zip(seconds.tolist(), distance.tolist(), strict=True) if np.isfinite(d)]
     title = f"{numbers[0]} and {numbers[1]}, {row['tca']:%Y-%m-%d %H:%M:%S} UTC"
-    return chart(title, "seconds from the closest approach", "distance, km", {"distance": points})
+    return draw_chart(title, "seconds from the closest approach", "distance, km", {"distance": points})
 
 
-def geometry_chart(approaches: pl.DataFrame, elements: Elements) -> str:
-    """Draw the positions of the second objects relative to the first at the closest approach, as an SVG.
+def draw_geometry(approaches: pl.DataFrame, elements: Elements) -> Figure:
+    """Draw the positions of the second objects relative to the first at the closest approach.
 
     The first few approaches are drawn in two planes, in-track with radial and in-track with cross-track. Each
     has a point, the direction of the relative velocity and, where errors are known, the combined one-sigma
-    ellipse.
+    ellipse. All axes have the same scale.
     """
+    from matplotlib.patches import Ellipse
+
     drawn_approaches = approaches.head(_MAX_DRAWN)
     position, velocity = (
         drawn_approaches.select([f"relative_{name}_{axis}_{unit}" for axis in "rtn"]).to_numpy()
@@ -107,25 +113,30 @@ def geometry_chart(approaches: pl.DataFrame, elements: Elements) -> str:
     names = drawn_approaches.select(
         pl.format("{} {}", *(f"sat{k}_object_designator" for k in (1, 2)))
     ).to_series()
-    # The number makes labels unique: a pair may meet twice in a day.
-    labels = [f"{k}: {name}" for k, name in enumerate(names.to_list(), 1)]
-    panels = [
-        (
-            "in-track, km",
-            label,
-            {
-                name: Mark(
-                    (float(position[k, 1]), float(position[k, axis])),
-                    (float(directions[k, 1]), float(directions[k, axis])),
-                    _sigma_ellipse(covariance[k][np.ix_([1, axis], [1, axis])]),
+    reach = _round_up(float(np.abs(position).max(initial=_MIN_MISS_KM)) * _REACH_MARGIN)
+    figure = new_figure("The second object from the first, with one sigma of both")
+    for axes, (label, axis) in zip(figure.subplots(1, 2), _PLANES, strict=True):
+        for k, name in enumerate(names.to_list()):
+            color = f"C{k}"
+            x, y = position[k, [1, axis]]
+            dx, dy = directions[k, [1, axis]] * reach * _ARROW_SHARE
+            # The number makes labels unique: a pair may meet twice in a day.
+            axes.plot(x, y, "o", markersize=4, color=color, label=f"{k + 1}: {name}")
+            axes.plot([x, x + dx], [y, y + dy], color=color)
+            ellipse = _sigma_ellipse(covariance[k][np.ix_([1, axis], [1, axis])])
+            if ellipse is not None:
+                major, minor, angle = ellipse
+                axes.add_patch(
+                    Ellipse((x, y), 2 * major, 2 * minor, angle=np.degrees(angle), color=color, alpha=0.15)
                 )
-                for k, name in enumerate(labels)
-            },
+        axes.set(
+            xlabel="in-track, km", ylabel=label, xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal"
         )
-        for label, axis in (("radial", 0), ("cross-track", 2))
-    ]
-    reach = float(np.abs(position).max(initial=_MIN_MISS_KM)) * _REACH_MARGIN
-    return planes("The second object from the first, with one sigma of both", _round_up(reach), panels)
+        axes.grid(visible=True, alpha=0.3)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside right upper", fontsize="x-small")
+    return figure
 
 
 def _position_covariances(approaches: pl.DataFrame, elements: Elements) -> Floats:

@@ -1,0 +1,164 @@
+"""Hour reports: pictures of what was observed in an hour, what became of it, and what it warns of."""
+
+# No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import dagster as dg
+import polars as pl
+import pyarrow as pa
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
+
+from branchlake_dagster import column_metadata, consumes, range_, table_metadata
+from branchlake_dagster.sda.alerts.entry_names import INSERT
+from branchlake_dagster.sda.assets.alerts import CONJUNCTION_ALERTS
+from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
+from branchlake_dagster.sda.assets.tracks import FUSED_TRACKS
+from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
+from branchlake_dagster.sda.contracts import HourReport
+from branchlake_dagster.sda.partitions import windows
+from branchlake_dagster.sda.reports.hour_pictures import (
+    draw_alerts,
+    draw_ground_tracks,
+    draw_outcomes,
+    draw_residuals,
+    draw_track_quality,
+)
+from branchlake_dagster.sda.reports.pictures import picture_markdown, to_png
+from branchlake_dagster.sda.windows import window_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HOUR_REPORTS = dg.AssetKey(["sda", "hour_reports"])
+GROUP = "reports"
+REPORT_SCHEMA = pa.schema(
+    [
+        pa.field("window_start", pa.timestamp("us", "UTC")),
+        pa.field("name", pa.string()),
+        pa.field("title", pa.string()),
+        pa.field("drawn_rows", pa.int64()),
+        pa.field("media_type", pa.string()),
+        pa.field("image", pa.binary()),
+    ]
+)
+_HOUR = range_(optional=True)
+_DAY_MICROS = 86_400e6
+
+
+@dg.asset(
+    key=HOUR_REPORTS,
+    group_name=GROUP,
+    partitions_def=windows,
+    owners=OWNERS,
+    kinds={"iceberg", "matplotlib"},
+    freshness_policy=OF_WINDOWS,
+    ins={
+        "associations": dg.AssetIn(ASSOCIATIONS),
+        "fused_tracks": dg.AssetIn(FUSED_TRACKS),
+        "alerts": dg.AssetIn(CONJUNCTION_ALERTS),
+    },
+    metadata=table_metadata(partition_by="window_start", require_checks=True)
+    | consumes({ASSOCIATIONS: _HOUR, FUSED_TRACKS: _HOUR, CONJUNCTION_ALERTS: _HOUR}, on="window_start")
+    | column_metadata(HourReport),
+)
+def hour_reports(
+    context: dg.AssetExecutionContext, associations: DataFrame, fused_tracks: DataFrame, alerts: DataFrame
+) -> pa.Table:
+    """Pictures of the hour, which are on this page too: results, residuals, tracks and alerts.
+
+    Spark aggregates; what is drawn is at most one row per object of the catalog.
+    """
+    start, _ = window_of(context)
+    rows = []
+    for name, frame, figure in _draw(associations, fused_tracks, alerts):
+        title, png = figure.get_suptitle(), to_png(figure)
+        rows.append(
+            {
+                "window_start": datetime.fromtimestamp(start / 1e6, UTC),
+                "name": name,
+                "title": title,
+                "drawn_rows": frame.height,
+                "media_type": "image/png",
+                "image": png,
+            }
+        )
+        context.add_output_metadata({name: dg.MetadataValue.md(picture_markdown(png, title))})
+    return pa.Table.from_pylist(rows, REPORT_SCHEMA)
+
+
+def _draw(
+    associations: DataFrame, fused_tracks: DataFrame, alerts: DataFrame
+) -> Iterator[tuple[str, pl.DataFrame, "Figure"]]:
+    """Yield the name, the drawn frame and the figure of each picture that has something to show."""
+    # A table that does not exist yet is a frame without columns.
+    if associations.columns:
+        outcomes, residuals = count_outcomes(associations), measure_residuals(associations)
+        yield from _if_drawn("outcomes", outcomes, draw_outcomes(outcomes))
+        yield from _if_drawn("residuals", residuals, draw_residuals(residuals))
+    # Tables of before this column existed have no preferred tracks; the next run of their hour brings it.
+    if "is_preferred" in fused_tracks.columns:
+        tracks = select_tracks(fused_tracks)
+        yield from _if_drawn("track_quality", tracks, draw_track_quality(tracks))
+        yield from _if_drawn("ground_tracks", tracks, draw_ground_tracks(tracks))
+    if alerts.columns:
+        holding = select_holding(alerts)
+        yield from _if_drawn("alerts", holding, draw_alerts(holding))
+
+
+def _if_drawn(
+    name: str, frame: pl.DataFrame, figure: "Figure | None"
+) -> Iterator[tuple[str, pl.DataFrame, "Figure"]]:
+    if figure is not None:
+        yield name, frame, figure
+
+
+def count_outcomes(associations: DataFrame) -> pl.DataFrame:
+    """Count observations by `source_kind` and `result`, as the column `observations`."""
+    return _collect(associations.groupBy("source_kind", "result").agg(F.count("*").alias("observations")))
+
+
+def measure_residuals(associations: DataFrame) -> pl.DataFrame:
+    """Return three quantiles of each sensor's distances from the predictions, in standard deviations."""
+    ratio = F.col("normalized_distance") / F.sqrt("degrees_of_freedom")
+    quantiles = F.percentile_approx(ratio, [0.05, 0.5, 0.95], 1000)
+    by_sensor = associations.where("normalized_distance IS NOT NULL").groupBy("source_id")
+    return _collect(
+        by_sensor.agg(F.count("*").alias("observations"), quantiles.alias("quantiles")).select(
+            "source_id",
+            "observations",
+            *(F.col("quantiles")[place].alias(name) for place, name in enumerate(("low", "median", "high"))),
+        )
+    )
+
+
+def select_tracks(fused_tracks: DataFrame) -> pl.DataFrame:
+    """Return what is drawn of each track."""
+    age_days = (F.unix_micros("epoch") - F.unix_micros("catalogue_epoch")) / _DAY_MICROS
+    return _collect(
+        fused_tracks.select(
+            *("x_km", "y_km", "z_km", "epoch", "is_preferred", "catalogue_miss_km"),
+            *("position_sigma_km", "prior_sigma_km"),
+            age_days.alias("element_age_days"),
+        )
+    )
+
+
+def select_holding(alerts: DataFrame) -> pl.DataFrame:
+    """Return the alerts that hold: those whose last entry is an insert."""
+    last = alerts.groupBy("alert_id").agg(
+        F.max_by(
+            F.struct("kind", "tca", "miss_distance_km", "priority"), F.struct("sequence", F.col("kind"))
+        ).alias("entry")
+    )
+    return _collect(
+        last.where(F.col("entry.kind") == INSERT).select(
+            "entry.tca", "entry.miss_distance_km", "entry.priority"
+        )
+    )
+
+
+def _collect(frame: DataFrame) -> pl.DataFrame:
+    return pl.DataFrame(frame.toArrow())

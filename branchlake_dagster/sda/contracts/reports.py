@@ -1,0 +1,19 @@
+"""The contract of the pictures of an hour."""
+
+# No `from __future__ import annotations`: pandera reads the annotations.
+import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
+
+from branchlake_dagster.sda.contracts.fields import Contract, must, window
+
+PICTURE_NAMES = ["outcomes", "residuals", "track_quality", "ground_tracks", "alerts"]
+
+
+class HourReport(Contract):
+    """A picture of an hour."""
+
+    window_start: T.TimestampType = window()
+    name: T.StringType = must("What is drawn.", isin=PICTURE_NAMES)
+    title: T.StringType = must("The picture's title.")
+    drawn_rows: T.LongType = must("Sensors, tracks or alerts that are drawn.", ge=1)
+    media_type: T.StringType = must("Format of the picture.", isin=["image/png"])
+    image: T.BinaryType = must("The picture.")

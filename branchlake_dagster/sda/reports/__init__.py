@@ -1,0 +1,1 @@
+"""What operators look at: pictures of what was computed."""

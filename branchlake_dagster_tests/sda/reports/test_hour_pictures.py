@@ -1,0 +1,134 @@
+"""Pictures of an hour: what is drawn is what the frames say."""
+
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import polars as pl
+import pytest
+
+from branchlake_dagster.sda.orbits.frames import site_teme
+from branchlake_dagster.sda.reports.hour_pictures import (
+    draw_alerts,
+    draw_ground_tracks,
+    draw_outcomes,
+    draw_residuals,
+    draw_track_quality,
+    subpoints,
+)
+from branchlake_dagster.sda.reports.pictures import draw_chart, to_markdown, to_png
+
+HOUR = datetime(2026, 8, 8, 3, tzinfo=UTC)
+
+
+def tracks(count: int = 50) -> pl.DataFrame:
+    numbers = np.random.default_rng(5).uniform(0.1, 1.0, (count, 7))
+    return pl.DataFrame(
+        {
+            "x_km": 7000 * numbers[:, 0],
+            "y_km": -7000 * numbers[:, 1],
+            "z_km": 7000 * numbers[:, 2],
+            "epoch": [HOUR] * count,
+            "is_preferred": (numbers[:, 3] > 0.5).tolist(),
+            "position_sigma_km": numbers[:, 3],
+            "prior_sigma_km": [None if k % 7 == 0 else 10 * numbers[k, 4] for k in range(count)],
+            "catalogue_miss_km": numbers[:, 5],
+            "element_age_days": numbers[:, 6],
+        }
+    )
+
+
+def test_bars_have_the_counts_of_each_result():
+    rows = [("radar", "confirmed", 90), ("radar", "uncorrelated", 10), ("_$x$", "claimed", 5)]
+    frame = pl.DataFrame(rows, schema=["source_kind", "result", "observations"], orient="row")
+    figure = draw_outcomes(frame)
+    (axes,) = figure.axes
+    widths = {bars.get_label(): [bar.get_width() for bar in bars] for bars in axes.containers}
+    assert widths == {
+        "confirmed": [0, 90],
+        "reassigned": [0, 0],
+        "claimed": [5, 0],
+        "uncorrelated": [0, 10],
+    }
+    assert [bar.get_x() for bar in axes.containers[-1]] == [5, 90]
+    assert to_png(figure).startswith(b"\x89PNG")
+
+
+def test_the_sensors_with_the_largest_residuals_are_drawn():
+    frame = pl.DataFrame(
+        {
+            "source_id": [f"radar-{k}" for k in range(40)],
+            "observations": [100] * 40,
+            "low": [0.1] * 40,
+            "median": [0.5 + 0.1 * k for k in range(40)],
+            "high": [9.0] * 40,
+        }
+    )
+    figure = draw_residuals(frame.sample(fraction=1.0, shuffle=True, seed=3))
+    (axes,) = figure.axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == [f"radar-{k} (100)" for k in range(15, 40)]
+    assert axes.containers[0][0].get_xdata().tolist() == pytest.approx([0.5 + 0.1 * k for k in range(15, 40)])
+    to_png(figure)
+
+
+def test_tracks_are_drawn_by_preference():
+    frame = tracks()
+    figure = draw_track_quality(frame)
+    errors, ages = figure.axes
+    preferred = int(frame["is_preferred"].sum())
+    labels = [text.get_text() for text in errors.get_legend().get_texts()]
+    assert set(labels) == {
+        f"track, preferred ({preferred})",
+        f"track, not preferred ({50 - preferred})",
+        f"element set ({frame['prior_sigma_km'].count()})",
+    }
+    assert [len(points.get_offsets()) for points in ages.collections] == [preferred, 50 - preferred]
+    to_png(figure)
+    # No track has an error that can be drawn on a logarithmic axis.
+    without = frame.with_columns(
+        position_sigma_km=pl.lit(None, pl.Float64), prior_sigma_km=pl.lit(None, pl.Float64)
+    )
+    to_png(draw_track_quality(without))
+
+
+def test_subpoints_are_the_longitudes_of_sites_at_the_equator():
+    longitudes = np.array([-170.0, 0.0, 47.5])
+    micros = np.full(3, int(HOUR.timestamp() * 1e6))
+    positions, _ = site_teme(np.zeros(3), longitudes, np.full(3, 400.0), micros)
+    latitude, longitude = subpoints(positions, micros)
+    assert latitude == pytest.approx([0.0] * 3, abs=1e-9)
+    assert longitude == pytest.approx(longitudes)
+    figure = draw_ground_tracks(tracks())
+    assert sum(len(points.get_offsets()) for points in figure.axes[0].collections) == 50
+    to_png(figure)
+
+
+def test_alerts_are_drawn_by_priority():
+    frame = pl.DataFrame(
+        {
+            "tca": [HOUR + timedelta(minutes=k) for k in range(3)],
+            "miss_distance_km": [0.1, 0.2, 0.3],
+            "priority": ["high", "low", "low"],
+        }
+    )
+    figure = draw_alerts(frame)
+    (axes,) = figure.axes
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["high (1)", "medium (0)", "low (2)"]
+    assert [len(points.get_offsets()) for points in axes.collections] == [1, 0, 2]
+    to_png(figure)
+
+
+@pytest.mark.parametrize(
+    "draw", [draw_outcomes, draw_residuals, draw_track_quality, draw_ground_tracks, draw_alerts]
+)
+def test_nothing_is_drawn_of_an_empty_frame(draw):
+    assert draw(pl.DataFrame()) is None
+
+
+def test_a_chart_without_points_or_with_odd_names_is_still_a_picture():
+    to_png(draw_chart("a < b & $c_", "x", "y", {}))
+    figure = draw_chart(
+        "one", "x", "y", {"<$": [(1.0, 1.0)], "_&": []}, dots={"z": [(1.0, 2.0)]}, log=(True, True)
+    )
+    assert to_markdown(figure, "it").startswith("![it](data:image/png;base64,")
