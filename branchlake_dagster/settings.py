@@ -24,6 +24,7 @@ from branchlake_dagster.errors import ConfigurationError, SecretWithoutTls
 VARIABLE_PREFIX = "BRANCHLAKE_"
 _PIPELINE_VARIABLES = (
     f"{VARIABLE_PREFIX}GP_DIR",
+    f"{VARIABLE_PREFIX}DATA_MODE",
     f"{VARIABLE_PREFIX}GP_PULL",
     f"{VARIABLE_PREFIX}LIVE_SENSORS",
     f"{VARIABLE_PREFIX}SENSORS",

@@ -13,10 +13,20 @@ def uuid5_sql(namespace: UUID, name_sql: str) -> str:
         name_sql: SQL of the name, a text.
 
     """
-    digest = f"sha1(concat(unhex('{namespace.hex}'), encode({name_sql}, 'UTF-8')))"
-    variant = "lower(hex((cast(conv(substr(d, 17, 1), 16, 10) as int) & 3) | 8))"
     # `transform` names the digest, so that it is computed once.
+    digest = uuid5_digest_sql(namespace, name_sql)
+    return f"transform(array({digest}), digest -> {uuid5_from_digest_sql('digest')})[0]"
+
+
+def uuid5_digest_sql(namespace: UUID, name_sql: str) -> str:
+    """Return the SQL expression of the SHA-1 digest (hexadecimal) that a version 5 UUID is made of."""
+    return f"sha1(concat(unhex('{namespace.hex}'), encode({name_sql}, 'UTF-8')))"
+
+
+def uuid5_from_digest_sql(digest: str) -> str:
+    """Return the SQL expression of a version 5 UUID; `digest` is a name, because it is used six times."""
+    variant = f"lower(hex((cast(conv(substr({digest}, 17, 1), 16, 10) as int) & 3) | 8))"
     return (
-        f"transform(array({digest}), d -> concat(substr(d, 1, 8), '-', substr(d, 9, 4), '-5',"
-        f" substr(d, 14, 3), '-', {variant}, substr(d, 18, 3), '-', substr(d, 21, 12)))[0]"
+        f"concat(substr({digest}, 1, 8), '-', substr({digest}, 9, 4), '-5', substr({digest}, 14, 3), '-',"
+        f" {variant}, substr({digest}, 18, 3), '-', substr({digest}, 21, 12))"
     )

@@ -23,7 +23,7 @@ from branchlake_dagster.receivers.landing_sink import LandingSink
 from branchlake_dagster.receivers.records import ReceiverOrigin, Record
 from branchlake_dagster.sda.assets.raw import Where, raw_ingests
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
-from branchlake_dagster.sda.graph.code_location import LIVE_SENSORS, build_definitions
+from branchlake_dagster.sda.graph.code_location import DATA_MODE, LIVE_SENSORS, build_definitions, data_mode
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.sensors.simulate import simulate
 from branchlake_dagster.sda.wire.columns import DECODED, WRONG_SIZE
@@ -184,6 +184,17 @@ def test_without_kafkas_client_landing_folders_work_and_kafka_says_what_to_insta
     build_definitions(Settings(state_dir=tmp_path))
     monkeypatch.setenv(LIVE_SENSORS, "kafka")
     with raising(extras.MissingExtra, "confluent_kafka"):
+        build_definitions(Settings(state_dir=tmp_path))
+
+
+def test_the_mode_of_the_measurements_is_that_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert data_mode() == "REAL"
+    monkeypatch.setenv(DATA_MODE, " simulated ")
+    assert data_mode() == "SIMULATED"
+    monkeypatch.setenv(DATA_MODE, "imagined")
+    with raising(ConfigurationError, "'IMAGINED'"):
         build_definitions(Settings(state_dir=tmp_path))
 
 

@@ -174,28 +174,29 @@ def derive_entries(changed: DataFrame, reported: DataFrame | None, *, is_whole: 
 _FIELDS = f"struct({', '.join(ALERT_FIELDS)}) AS fields"
 _ENTRY_TYPE = "struct<alert_id: string, sequence: bigint, is_retracted: boolean>"
 _LAST_ENTRIES = """
-    filter(log, one -> NOT exists(log, other -> other.alert_id = one.alert_id
-        AND struct(other.sequence, other.is_retracted) > struct(one.sequence, one.is_retracted)))"""
+    filter(log, entry -> NOT exists(log, other_entry -> other_entry.alert_id = entry.alert_id
+        AND struct(other_entry.sequence, other_entry.is_retracted)
+            > struct(entry.sequence, entry.is_retracted)))"""
 """The last entry of each alert of the approach: nearly always of one."""
 
 
 def _nearest_alert(micros: str) -> str:
     """Return SQL of the alert that is nearest in time to an instant; null without an alert or an instant."""
-    apart = f"abs(unix_micros(one.fields.tca) - {micros})"
-    ordered = f"transform(alerts, one -> struct({apart} AS apart, one.alert_id AS alert_id))"
-    is_nearest = f"one.alert_id = array_min({ordered}).alert_id"
-    return f"if({micros} IS NULL, NULL, get(filter(alerts, one -> {is_nearest}), 0))"
+    apart = f"abs(unix_micros(alert.fields.tca) - {micros})"
+    ordered = f"transform(alerts, alert -> struct({apart} AS apart, alert.alert_id AS alert_id))"
+    is_nearest = f"alert.alert_id = array_min({ordered}).alert_id"
+    return f"if({micros} IS NULL, NULL, get(filter(alerts, alert -> {is_nearest}), 0))"
 
 
 def _canceled(*, is_whole: bool) -> str:
     """Return SQL of the alerts that no longer have a risk."""
-    is_open = "NOT one.is_retracted AND NOT (one.alert_id <=> matched.alert_id)"
+    is_open = "NOT alert.is_retracted AND NOT (alert.alert_id <=> matched.alert_id)"
     if is_whole:
-        return f"filter(alerts, one -> {is_open})"
+        return f"filter(alerts, alert -> {is_open})"
     # A removed risk belongs to the alert that is nearest to it.
     nearest = _nearest_alert("at")
     of_removed = f"transform(removed, at -> {nearest}.alert_id)"
-    return f"filter(alerts, one -> {is_open} AND array_contains({of_removed}, one.alert_id))"
+    return f"filter(alerts, alert -> {is_open} AND array_contains({of_removed}, alert.alert_id))"
 
 
 _NEW_ID = (
@@ -219,13 +220,14 @@ def _entry(alert_id: str, sequence: str, kind: str, reason: str, fields: str) ->
 _RETRACTED = _entry("matched.alert_id", "matched.sequence", RETRACT, CORRECTED, "matched.fields")
 _CORRECTED = _entry("matched.alert_id", "matched.sequence + 1", INSERT, CORRECTED, "expected")
 _EXPECTED_AGAIN = _entry("matched.alert_id", "matched.sequence + 1", INSERT, EXPECTED_AGAIN, "expected")
+_CANCELED = _entry("alert.alert_id", "alert.sequence", RETRACT, CANCELED, "alert.fields")
 _NEW_ENTRIES = f"""concat(
     CASE WHEN expected IS NULL THEN array()
         WHEN matched IS NULL THEN array({_entry("new_id", "0", INSERT, NEW, "expected")})
         WHEN matched.is_retracted THEN array({_EXPECTED_AGAIN})
         WHEN matched.fields = expected THEN array()
         ELSE array({_RETRACTED}, {_CORRECTED}) END,
-    transform(canceled, one -> {_entry("one.alert_id", "one.sequence", RETRACT, CANCELED, "one.fields")}))"""
+    transform(canceled, alert -> {_CANCELED}))"""
 
 
 def add_observations(entries: DataFrame, associations: DataFrame | None, reported_at: datetime) -> DataFrame:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import dagster as dg
+from pydantic import Field
 from pyspark.sql import DataFrame
 
 from branchlake_dagster import column_metadata, consumes, rows, table_metadata
@@ -25,19 +26,25 @@ REJECTED_OBSERVATIONS = dg.AssetKey(["sda", "rejected_observations"])
 _KEYS = ["sensor_timestamp", "observation_id"]
 
 
-class ObservationConfig(dg.Config):
-    """The run configuration for facts that the records do not contain.
+DataMode = Literal["REAL", "SIMULATED", "TEST", "EXERCISE"]
 
-    Attributes:
-        data_mode: whether the measurements are real, simulated, of a test or of an exercise.
 
+def observation_assets(
+    kinds: Sequence[SensorKind], default_mode: DataMode = "REAL"
+) -> list[dg.AssetsDefinition]:
+    """Build `observations` and `rejected_observations` of the given kinds of sensor.
+
+    `default_mode` is the `data_mode` of the observations, unless a run's configuration has another one.
     """
 
-    data_mode: Literal["REAL", "SIMULATED", "TEST", "EXERCISE"] = "REAL"
+    class ObservationConfig(dg.Config):
+        """The run configuration for facts that the records do not contain."""
 
+        data_mode: DataMode = Field(
+            default_mode,
+            description="Whether the measurements are real, simulated, of a test or an exercise.",
+        )
 
-def observation_assets(kinds: Sequence[SensorKind]) -> list[dg.AssetsDefinition]:
-    """Build `observations` and `rejected_observations` of the given kinds of sensor."""
     source_kinds = [kind.source_kind for kind in kinds]
     inputs = {kind.raw_table.path[-1]: dg.AssetIn(kind.raw_table) for kind in kinds}
     inputs |= {"objects": dg.AssetIn(OBJECTS, partition_mapping=whole_catalogue)}

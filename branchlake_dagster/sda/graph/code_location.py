@@ -2,11 +2,14 @@
 
 import os
 from pathlib import Path
+from typing import get_args
 
 import dagster as dg
 
 from branchlake_dagster import Settings, branchlake_definitions
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.sda.assets.observations import DataMode
+from branchlake_dagster.sda.assets.raw import Where
 from branchlake_dagster.sda.graph.definitions import (
     fusion_assets,
     fusion_checks,
@@ -37,6 +40,10 @@ SENSORS = "BRANCHLAKE_SENSORS"
 """Environment variable: the kinds of sensor, as `select_sensor_kinds` reads them; unset: `default`."""
 
 
+DATA_MODE = "BRANCHLAKE_DATA_MODE"
+"""Environment variable: whether the measurements are real or not, one of `DataMode`; unset: `REAL`."""
+
+
 def sensor_measurements(settings: Settings) -> dg.Definitions:
     """The graph of the sensors' measurements, from bytes to tracks."""
     wanted = os.environ.get(LIVE_SENSORS, "").strip().lower() or "landing"
@@ -45,7 +52,20 @@ def sensor_measurements(settings: Settings) -> dg.Definitions:
             f"{LIVE_SENSORS} is {wanted!r}.", hint="Set it to landing or kafka, or unset it."
         )
     kinds = select_sensor_kinds(os.environ.get(SENSORS, ""))
-    return sensor_graph(kinds, "kafka" if wanted == "kafka" else "landing", settings.receiver_monitors)
+    source: Where = "kafka" if wanted == "kafka" else "landing"
+    return sensor_graph(kinds, source, settings.receiver_monitors, data_mode())
+
+
+def data_mode() -> DataMode:
+    """Return the mode of the measurements that the environment names. Raises ConfigurationError."""
+    wanted = os.environ.get(DATA_MODE, "").strip().upper() or "REAL"
+    modes: tuple[DataMode, ...] = get_args(DataMode)
+    for mode in modes:
+        if mode == wanted:
+            return mode
+    raise ConfigurationError(
+        f"{DATA_MODE} is {wanted!r}.", hint=f"Set it to one of {', '.join(modes)}, or unset it."
+    )
 
 
 def gp_provider(settings: Settings) -> GpProvider | None:

@@ -11,6 +11,7 @@ from branchlake_dagster.sda.assets.associations import ASSOCIATIONS, association
 from branchlake_dagster.sda.assets.observations import (
     OBSERVATIONS,
     REJECTED_OBSERVATIONS,
+    DataMode,
     observation_assets,
 )
 from branchlake_dagster.sda.assets.raw import Where, live_sensors
@@ -38,7 +39,10 @@ MAX_UNCORRELATED_SHARE = 0.2
 
 
 def sensor_graph(
-    kinds: Sequence[SensorKind], source: Where = "landing", receivers: Sequence[str] = ()
+    kinds: Sequence[SensorKind],
+    source: Where = "landing",
+    receivers: Sequence[str] = (),
+    data_mode: DataMode = "REAL",
 ) -> dg.Definitions:
     """Return everything that follows from kinds of sensor.
 
@@ -49,19 +53,20 @@ def sensor_graph(
         kinds: the declarations.
         source: where the topics are: `kafka` or `landing`.
         receivers: the URLs of the receivers' monitors.
+        data_mode: whether the measurements are real, simulated, of a test or of an exercise.
 
     Raises:
         ConfigurationError: two kinds have the same name, or there are none.
 
     """
     kinds = unique_sensor_kinds(kinds)
-    graph = dg.Definitions(assets=sensor_assets(kinds), asset_checks=sensor_checks(kinds))
+    graph = dg.Definitions(assets=sensor_assets(kinds, data_mode), asset_checks=sensor_checks(kinds))
     return dg.Definitions.merge(graph, live_sensors(source, receivers, kinds))
 
 
-def sensor_assets(kinds: Sequence[SensorKind]) -> list[dg.AssetsDefinition]:
+def sensor_assets(kinds: Sequence[SensorKind], data_mode: DataMode = "REAL") -> list[dg.AssetsDefinition]:
     """Return the assets from observations to tracks."""
-    return [*observation_assets(kinds), association_asset(kinds), track_asset(kinds)]
+    return [*observation_assets(kinds, data_mode), association_asset(kinds), track_asset(kinds)]
 
 
 def sensor_checks(kinds: Sequence[SensorKind]) -> list[dg.AssetChecksDefinition]:

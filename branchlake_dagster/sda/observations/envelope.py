@@ -21,6 +21,7 @@ from branchlake_dagster.sda.orbits.frames import EARTH_RADIUS_KM
 from branchlake_dagster.sda.partitions import FIRST_WINDOW
 from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
 from branchlake_dagster.sda.sensors.models import MEASUREMENT_COLUMNS
+from branchlake_dagster.sda.uuid_sql import uuid5_digest_sql, uuid5_from_digest_sql
 from branchlake_dagster.sda.wire.links import LIGHT_M_S
 from branchlake_dagster.sda.wire.radar import FASTEST_M_S
 
@@ -38,13 +39,6 @@ MAX_CLOCK_ERROR_S = 600.0
 """A clock that may be further off says nothing of where an object is: ten minutes are a tenth of an orbit."""
 RECEIPT_RESOLUTION_S = 0.001
 """Times of receipt are milliseconds, rounded down. An instant may be this much later than its receipt."""
-
-_DIGEST = f"sha1(concat(unhex('{OBSERVATION_NAMESPACE.hex}'), encode({OBSERVATION_NAME}, 'UTF-8')))"
-_VARIANT = "lower(hex((cast(conv(substr(name_digest, 17, 1), 16, 10) as int) & 3) | 8))"
-_UUID5 = (
-    "concat(substr(name_digest, 1, 8), '-', substr(name_digest, 9, 4), '-5', substr(name_digest, 14, 3), '-',"
-    f" {_VARIANT}, substr(name_digest, 18, 3), '-', substr(name_digest, 21, 12))"
-)
 
 _FIRST_INSTANT = datetime.strptime(FIRST_WINDOW, "%Y-%m-%d-%H:%M").replace(tzinfo=UTC)
 _REJECTION = f"""
@@ -138,8 +132,12 @@ def identify_measurements(
     ]
     united = reduce(DataFrame.unionByName, frames)
     states = F.broadcast(objects.selectExpr("sat_no", "state AS object_state", "decay_date AS decayed_on"))
-    named = united.join(states, on="sat_no", how="left").withColumn("name_digest", F.expr(_DIGEST))
-    identified = named.withColumn("observation_id", F.expr(_UUID5)).withColumn("reason", F.expr(_REJECTION))
+    named = united.join(states, on="sat_no", how="left").withColumn(
+        "name_digest", F.expr(uuid5_digest_sql(OBSERVATION_NAMESPACE, OBSERVATION_NAME))
+    )
+    identified = named.withColumn("observation_id", F.expr(uuid5_from_digest_sql("name_digest"))).withColumn(
+        "reason", F.expr(_REJECTION)
+    )
     first = Window.partitionBy("observation_id").orderBy(
         F.col("reason").isNotNull(), "received_at", "topic_partition", "topic_offset"
     )
