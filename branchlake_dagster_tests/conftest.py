@@ -25,7 +25,11 @@ from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite import memory, schedule, soak, tiers
 from branchlake_dagster_tests.suite.guard import guarding
-from branchlake_dagster_tests.suite.instances import do_not_wait_for_the_disk, keep_connections
+from branchlake_dagster_tests.suite.instances import (
+    copy_run_databases,
+    do_not_wait_for_the_disk,
+    keep_connections,
+)
 from branchlake_dagster_tests.suite.json_contract import check_every_output
 from branchlake_dagster_tests.suite.kafka import Broker
 from branchlake_dagster_tests.suite.lakes import Lakes, kept_folder
@@ -55,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ignore_own_project()
     install_revision_cache()
     install_engine_cache(keep_connections)
+    copy_run_databases()
     do_not_wait_for_the_disk()
     handed: dict[str, Any] | None = getattr(config, "workerinput", None)
     if handed is not None:

@@ -24,6 +24,7 @@ from dagster._core.remote_origin import (
 )
 from dagster._core.scheduler.instigation import InstigatorState, InstigatorStatus, SensorInstigatorData
 from dagster._core.secrets.env_file import get_env_var_dict
+from dagster._core.storage.event_log.sqlite.sqlite_event_log import SqliteEventLogStorage
 from dagster._core.storage.partition_status_cache import get_and_update_asset_status_cache_value
 from dagster._core.test_utils import create_run_for_test
 from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
@@ -78,6 +79,7 @@ __all__ = [
     "RemoteRepositoryOrigin",
     "RepositoryPythonOrigin",
     "SensorInstigatorData",
+    "SqliteEventLogStorage",
     "WorkerStatus",
     "WorkspaceProcessContext",
     "asset_daemon_cursor_from_instigator_serialized_cursor",

@@ -1,7 +1,7 @@
 """Dagster instances on disk whose databases were not migrated anew and which do not capture output.
 
 Making the three databases of an instance takes Dagster 0.3 s of CPU, as much as a run does. They are made once in a process, by
-Dagster; every test's instance starts from a copy. To capture the output of one run in the test's process, Dagster starts two `tail`
+Dagster; every test's instance starts from a copy. So does the database of each run, which is an eighth of a small run. To capture the output of one run in the test's process, Dagster starts two `tail`
 and two Python processes and waits for their end: a third of a small run's time, for what pytest captures anyway.
 """
 
@@ -10,18 +10,18 @@ from __future__ import annotations
 import os
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from sqlalchemy import Engine, event
+from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.exc import DisconnectionError
-from sqlalchemy.pool import QueuePool
+from sqlalchemy.pool import NullPool, QueuePool
 
-from branchlake_dagster_tests.dagster_internals import NO_COMPUTE_LOGS
+from branchlake_dagster_tests.dagster_internals import NO_COMPUTE_LOGS, SqliteEventLogStorage
 
 
 @contextmanager
@@ -56,6 +56,35 @@ def _empty_databases() -> Mapping[str, bytes]:
         return found
 
 
+def copy_run_databases() -> None:
+    """Let the database of a run's events start from a copy of the first one that Dagster makes in this process."""
+    make: Callable[[SqliteEventLogStorage, Engine, bool], None] = SqliteEventLogStorage._initdb
+
+    @cache
+    def empty_database(storage_class: type[SqliteEventLogStorage]) -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "run.db")
+            engine = create_engine(f"sqlite:///{path}", poolclass=NullPool)
+            make(storage_class(folder), engine, False)
+            with closing(sqlite3.connect(path)) as connection:
+                assert connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
+            return path.read_bytes()
+
+    def copy_or_make(self: SqliteEventLogStorage, engine: Engine, for_index_shard: bool = False) -> None:
+        file = Path(engine.url.database or "")
+        if for_index_shard or file.exists():
+            return make(self, engine, for_index_shard)
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix="copied-") as copied:
+            copied.write(empty_database(type(self)))
+            copied.flush()
+            try:
+                os.link(copied.name, file)
+            except FileExistsError:  # another process was faster
+                make(self, engine, for_index_shard)
+
+    SqliteEventLogStorage._initdb = copy_or_make  # type: ignore[method-assign]
+
+
 def without_waiting_for_the_disk(engine: Engine) -> None:
     """Let the connections of an SQLite engine leave it to the system when the disk has what was committed.
 
@@ -74,6 +103,7 @@ def keep_connections(engine: Engine) -> None:
     engine.pool = QueuePool(
         engine.pool._creator, max_overflow=-1, _dispatch=engine.pool.dispatch, dialect=engine.dialect
     )
+    _share_compiled_statements(engine)
     engine.dispose = lambda close=True: None  # type: ignore[method-assign]
     file = Path(engine.url.database or "")
 
@@ -87,6 +117,21 @@ def keep_connections(engine: Engine) -> None:
 
     event.listen(engine.pool, "checkin", note)
     event.listen(engine.pool, "checkout", compare)
+
+
+def _share_compiled_statements(engine: Engine) -> None:
+    """Let the engines of all databases use one cache of statements: each run has its own database and engine."""
+    model = _connected_engine()
+    engine.dialect = model.dialect  # a part of each key
+    engine._compiled_cache = model._compiled_cache
+
+
+@cache
+def _connected_engine() -> Engine:
+    """An engine whose dialect a first connection has initialized."""
+    engine = create_engine("sqlite://")
+    with engine.connect():
+        return engine
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

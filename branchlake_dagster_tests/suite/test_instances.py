@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ from sqlalchemy import create_engine, event
 from sqlalchemy.pool import NullPool
 
 from branchlake_dagster.runs.origin import load_instance_id
+from branchlake_dagster_tests.dagster_internals import SqliteEventLogStorage
 from branchlake_dagster_tests.suite.instances import keep_connections, new_instance
 
 
@@ -47,6 +49,31 @@ def test_it_is_what_dagster_makes() -> None:
             ]
         assert read[0] == read[1]
         assert migrated[0] == migrated[1] != []
+
+
+def test_the_database_of_a_run_is_what_dagster_makes() -> None:
+    with new_instance() as copied:
+        runs = [dg.materialize([one], instance=copied).run_id for _ in range(2)]
+        storage = copied.event_log_storage
+        read = []
+        for run_id in runs:
+            with storage.run_connection(run_id) as at:
+                schema = at.exec_driver_sql("select name, sql from sqlite_master order by name").all()
+                revision = at.exec_driver_sql("select version_num from alembic_version").scalar()
+                mode = at.exec_driver_sql("pragma journal_mode").scalar()
+                numbers = at.exec_driver_sql("select distinct run_id from event_logs").scalars().all()
+            assert numbers == [run_id]
+            read.append((schema, revision, mode))
+        folder = Path(copied.root_directory, "made")
+        made = create_engine(f"sqlite:///{folder}", poolclass=NullPool)
+        unpatched = inspect.getclosurevars(SqliteEventLogStorage._initdb).nonlocals["make"]
+        unpatched(storage, made)
+        with made.connect() as at:
+            schema = at.exec_driver_sql("select name, sql from sqlite_master order by name").all()
+            revision = at.exec_driver_sql("select version_num from alembic_version").scalar()
+            mode = at.exec_driver_sql("pragma journal_mode").scalar()
+    assert read == 2 * [(schema, revision, mode)]
+    assert mode == "wal"
 
 
 def test_no_database_waits_for_the_disk() -> None:
