@@ -13,11 +13,13 @@ import sys
 from collections import Counter
 
 from branchlake_dagster_tests.incremental.play import play
+from branchlake_dagster_tests.incremental.window_cache import cache_windows
 
 
 def main(first: int, count: int = 1) -> int:
     """Play `count` histories from the seed `first`; the number of those that failed."""
     failed, seen = 0, Counter[str]()
+    cache_windows()
     gc.freeze()  # Dagster alone is half a million objects to look through, again and again
     for seed in range(first, first + count):
         played = play(seed)
