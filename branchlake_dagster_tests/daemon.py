@@ -68,9 +68,10 @@ def launch(url: str, module: str, *path: str) -> str:
     return str(graphql(url, LAUNCH, selector=selector, runConfigData={})["launchRun"]["run"]["runId"])
 
 
-def wait_for(what: Callable[[], Any], *, seconds: float = 300.0) -> Any:
+def wait_for(what: Callable[[], Any], *, seconds: float = 300.0, every_s: float = 0.5) -> Any:
+    """Ask until the answer is true. Asking takes computing time from the daemon that is waited for."""
     deadline = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.2)
+        time.sleep(every_s)
     return found

@@ -1,6 +1,5 @@
 """Consumers stay right when their partitions, inputs or `main` change; on real Iceberg tables without Spark."""
 
-from collections.abc import Iterator
 from datetime import date, datetime
 from typing import Any
 
@@ -15,8 +14,6 @@ from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_branch import ensure_main_has_commit
-from branchlake_dagster.settings import Settings
 from branchlake_dagster.tables.errors import InputColumnGone
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
@@ -40,15 +37,6 @@ def events(namespace: str) -> Source:
     found = Source(namespace, "events")
     found.columns = {"day": pl.Date, "price": pl.Int64}
     return found
-
-
-@pytest.fixture(scope="module")
-def own_lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lakehouse]:
-    """A lake whose `main` may be set back; no Spark."""
-    lake = Lakehouse(Settings(state_dir=tmp_path_factory.mktemp("set-back"), session_kind="classic"))
-    ensure_main_has_commit(lake.nessie)
-    yield lake
-    lake.servers.stop_all()
 
 
 def lines_of(
@@ -257,9 +245,9 @@ def test_a_dynamic_partition_that_is_removed_and_added_again(
 
 @pytest.mark.nessie
 def test_main_is_set_back_to_before_the_consumers_run(
-    own_lake: Lakehouse, namespace: str, events: Source
+    lakehouse: Lakehouse, namespace: str, events: Source
 ) -> None:
-    lakehouse = own_lake
+    """Only commits of this test are taken from `main`, which other tests of the worker use as well."""
     lines = lines_of(events, namespace, None)
     with project(lakehouse, events.asset, lines) as p:
         events.publish(p, (day(2), 1))

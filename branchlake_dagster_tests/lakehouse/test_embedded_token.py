@@ -19,6 +19,7 @@ from branchlake_dagster.nessie import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnauthorized
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.conftest import LAKES
 
 
 def test_openssl_agrees_with_the_signature(tmp_path: Path) -> None:
@@ -59,8 +60,10 @@ def guarded(tmp_path: Path) -> Iterator[Lakehouse]:
 
 
 @pytest.mark.spark
-def test_without_the_token_nobody_reads_or_commits(guarded: Lakehouse, namespace: str) -> None:
-    uri = guarded.endpoints().nessie_uri
+def test_without_the_token_nobody_reads_or_commits(
+    guarded: Lakehouse, namespace: str, pytestconfig: pytest.Config
+) -> None:
+    uri = guarded.endpoints(spark=False).nessie_uri
     for wrong in (
         None,
         "no.to.ken",
@@ -75,10 +78,14 @@ def test_without_the_token_nobody_reads_or_commits(guarded: Lakehouse, namespace
     catalog = guarded.catalog()
     catalog.create_namespace((namespace,))
     catalog.create_table((namespace, "t"), pa.schema([("n", pa.int64())])).append(pa.table({"n": [1]}))
+    # The shared Spark server: each session gets the token of its own lake.
+    lakes = pytestconfig.stash[LAKES]
+    lakes.lend_spark(guarded.settings.state_dir)
     session = guarded.spark_session()
     session.sql(f"INSERT INTO nessie.{namespace}.t VALUES (2)")
     assert sorted(row.n for row in session.table(f"nessie.{namespace}.t").collect()) == [1, 2]
     session.stop()
+    lakes.take_spark_back(guarded.settings.state_dir)
 
     again = Lakehouse(guarded.settings)  # another process of the same account
     assert again.nessie.reference("main").hash == guarded.nessie.reference("main").hash

@@ -34,7 +34,7 @@ def wait_for(what: Callable[[], Any], *, seconds: float = 120.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
+        time.sleep(0.1)  # asking more often takes computing time from the processes that are waited for
     return found
 
 

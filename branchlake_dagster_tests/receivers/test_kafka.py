@@ -199,8 +199,8 @@ def test_a_report_that_comes_late_counts_whatever_it_says() -> None:
 @pytest.mark.long
 def test_a_slow_broker_gets_no_record_twice() -> None:
     """Its answers take longer than the sink's patience, and a message timeout would have sent them again."""
-    options = {"test.mock.num.brokers": 1, "test.mock.broker.rtt": 1_500}
-    sink = KafkaSink("slow", 0, ORIGIN, options, patience_s=0.3)
+    options = {"test.mock.num.brokers": 1, "test.mock.broker.rtt": 500}
+    sink = KafkaSink("slow", 0, ORIGIN, options, patience_s=0.1)
     sink.open(resume=False)
     left, failures = [record(b"%d" % number) for number in range(20)], 0
     while left:

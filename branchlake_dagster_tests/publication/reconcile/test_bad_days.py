@@ -94,7 +94,9 @@ def killing(lake: Lakehouse, namespace: str, first: dg.AssetsDefinition) -> dg.A
 
 
 @pytest.mark.nessie
-def test_a_run_fails_clearly_when_a_remote_nessie_dies_under_it(own_lake: Lakehouse, namespace: str) -> None:
+def test_a_run_fails_clearly_when_a_remote_nessie_dies_under_it(
+    own_lake: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     remote = Lakehouse(
         Settings(
             state_dir=own_lake.settings.state_dir,
@@ -102,6 +104,9 @@ def test_a_run_fails_clearly_when_a_remote_nessie_dies_under_it(own_lake: Lakeho
             session_kind="classic",
         )
     )
+    client = remote.nessie
+    # Each step and each end of the run repeats its requests, and waits for seconds in between.
+    monkeypatch.setattr(client, "_retry", replace(client._retry, delays_s=(0.1, 0.2, 0.4)))
     main = own_lake.nessie.reference("main").hash
     first = table(namespace, "first")
     with project(remote, first, killing(own_lake, namespace, first)) as p:
