@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,12 @@ from branchlake_dagster import WarmRunLauncher
 from branchlake_dagster.cli.new import create_project, format_requirement
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.testing import ThrowawayLake
 from branchlake_dagster_tests.dagster_internals import get_env_var_dict
 from branchlake_dagster_tests.suite.raised import raising
+from branchlake_dagster_tests.testing.conftest import branchlake_server, lake, lake_settings
+
+__all__ = ["branchlake_server", "lake", "lake_settings"]
 
 # Processes of dg, seconds each, and one project for all that is done to it.
 pytestmark = pytest.mark.nessie
@@ -109,6 +115,21 @@ def test_a_mistake_in_an_asset_fails_the_check_by_name(project: Path) -> None:
     assert "- shop/prices: A partitioned asset that replaces its whole table" in told
 
 
+def test_its_own_tests_pass_in_this_process(
+    project: Path, lake: ThrowawayLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(project / "src")
+    namespace = runpy.run_path(str(project / "tests" / "test_prices.py"))
+    tests = [value for name, value in namespace.items() if name.startswith("test_")]
+    assert len(tests) == 2
+    for test in tests:
+        more = {"monkeypatch": monkeypatch} if "monkeypatch" in signature(test).parameters else {}
+        test(lake, **more)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_shop"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.soak  # pytest with its configuration; the tests themselves have passed before
 def test_its_own_tests_pass(project: Path) -> None:
     told = said(project, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], 0, {})
     assert "2 passed" in told
@@ -216,13 +237,13 @@ def test_it_is_installed_in_an_environment_of_its_own(tmp_path: Path) -> None:
     (built,) = tmp_path.glob("*.whl")
     told = json.dumps({"url": built.as_uri(), "archive_info": {}})
     create_project(tmp_path / "my-shop", requirement=format_requirement(told, "0.1.0"))
-    venv.create(tmp_path / "own", with_pip=True)
+    venv.create(tmp_path / "own", with_pip=False)  # pip itself would take longer than all else
     python = tmp_path / "own" / "bin" / "python"
     (packages,) = (tmp_path / "own" / "lib").glob("*/site-packages")
     (packages / "tests.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     bare = {"PYTHONPATH": ""}
     install = ["install", "--quiet", "--no-index", "--no-build-isolation", "-e", ".[dev]"]
-    said(tmp_path / "my-shop", [str(python), *pip, *install], 0, bare)
+    said(tmp_path / "my-shop", [sys.executable, *pip, "--python", str(python), *install], 0, bare)
     found = "import branchlake_dagster as package, inspect, my_shop; print(inspect.getfile(package))"
     assert said(tmp_path, [str(python), "-P", "-c", found], 0, bare).startswith(str(packages))
     (packages / "branchlake_dagster" / "cli" / "template" / ".env.template").stat()
