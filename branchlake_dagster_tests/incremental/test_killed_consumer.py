@@ -98,7 +98,7 @@ def test_every_token_is_taken_once(consumer: Consumer) -> None:
     consumer.arrive()
     assert consumer.does("consume") == consumer.does("publish") == 0
     consumer.arrive()
-    for place in PLACES if os.environ.get(soak.VARIABLE) else PLACES[1::2]:
+    for place in PLACES if os.environ.get(soak.VARIABLE) else PLACES[-1:]:
         assert consumer.does("consume", place) == _KILLED, place
         consumer.arrive()
         reap(consumer.lake)

@@ -1,6 +1,6 @@
 """Random histories on the real Nessie: writers, rebased runs, consumers that meet, and the same equality.
 
-`BRANCHLAKE_TEST_REAL_HISTORIES` sets how many are played (16), `BRANCHLAKE_TEST_REAL_SEED` with which seed they
+`BRANCHLAKE_TEST_REAL_HISTORIES` sets how many are played (8), `BRANCHLAKE_TEST_REAL_SEED` with which seed they
 begin. Spark's are in test_real_histories.
 """
 
@@ -44,7 +44,7 @@ from branchlake_dagster.tables.selection import select_partitions
 from branchlake_dagster_tests.changes.tables import compact, counted
 from branchlake_dagster_tests.publication.workbench import Run, Workbench
 
-HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_REAL_HISTORIES", "16"))
+HISTORIES = int(os.environ.get("BRANCHLAKE_TEST_REAL_HISTORIES", "8"))
 FIRST_SEED = int(os.environ.get("BRANCHLAKE_TEST_REAL_SEED", "0"))
 MOVES = 3
 

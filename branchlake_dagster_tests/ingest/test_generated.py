@@ -19,7 +19,7 @@ from branchlake_dagster_tests.ingest import generated
 from branchlake_dagster_tests.ingest.conftest import Driving
 from branchlake_dagster_tests.suite.kafka import Broker, Message
 
-COUNT = int(os.environ.get("BRANCHLAKE_TEST_HOSTILE", "200"))
+COUNT = int(os.environ.get("BRANCHLAKE_TEST_HOSTILE", "80"))
 """Records of each format."""
 SEED = int(os.environ.get("BRANCHLAKE_TEST_HOSTILE_SEED", "7"))
 COLUMNS = {

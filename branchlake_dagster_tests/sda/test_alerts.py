@@ -38,6 +38,7 @@ from branchlake_dagster.sda.partitions import windows
 from branchlake_dagster.sda.trust.assessment import NO_MODEL, TOO_SLOW
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.harness import Project, project
+from branchlake_dagster_tests.suite.soak import soaking
 
 pytestmark = pytest.mark.spark
 
@@ -241,7 +242,7 @@ def test_after_any_history_the_alerts_that_hold_are_those_of_the_risks(session):
     random_numbers = random.Random(seed)
     log = Log(session)
     pairs = [(1, 2), (1, 3), (2, 3), (40, 41)]
-    for _ in range(12):
+    for _ in range(12 if soaking() else 6):
         risks = [
             risk(*pair, minute + random_numbers.choice([0.0, 0.01, -0.02]), random_numbers.choice([0.2, 0.6]))
             for pair in pairs

@@ -22,6 +22,7 @@ from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_eleme
 from branchlake_dagster.sda.gp.write import format_omm_json, format_tle
 from branchlake_dagster_tests.sda.test_gp import L1, L2, OMM, SNAPSHOTS, read, signed
 from branchlake_dagster_tests.suite.raised import raising
+from branchlake_dagster_tests.suite.soak import soaking
 
 
 def tle(number: int, *, one=(), two=()) -> str:
@@ -355,7 +356,7 @@ DAMAGE = st.tuples(st.integers(0, 2_000), st.integers(0, 60), st.text(max_size=8
 
 @pytest.mark.long
 @seed(20261122)
-@settings(max_examples=400)
+@settings(max_examples=400 if soaking() else 150)
 @given(st.sampled_from(WHOLE), st.lists(DAMAGE, min_size=1, max_size=4))
 def test_damaged_text_is_read_or_refused_by_type(text, damage):
     for at, gone, put in damage:

@@ -19,6 +19,7 @@ from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS, build_validity
 from branchlake_dagster.sda.registry.sources import SOURCES, feed_name, source_name
 from branchlake_dagster.sda.sources import snapshot_time
 from branchlake_dagster_tests.sda.test_gp import SNAPSHOTS
+from branchlake_dagster_tests.suite.soak import soaking
 
 BASE = simulated_elements(seed=2, objects=5, epoch=REFERENCE_EPOCH).with_columns(
     sat_no=pl.int_range(1, 6), bstar=pl.lit(0.0)
@@ -140,7 +141,7 @@ PULLS = st.lists(
 
 @pytest.mark.long
 @seed(20261122)
-@settings(max_examples=60)
+@settings(max_examples=60 if soaking() else 30)
 @given(PULLS, st.randoms(use_true_random=False), st.integers(1, 3))
 def test_any_order_any_repetition_and_any_grouping_gives_the_same(pulls, chance, together):
     made = [pull(f"{who}-{hours}", *rows) for who, hours, rows in pulls]

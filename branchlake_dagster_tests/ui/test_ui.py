@@ -227,6 +227,13 @@ def test_the_walk_of_getting_started(
     expect(page.get_by_text(published).first).to_be_visible()
     picture_of("1-good-day")
     assert prices_by_day(lakehouse) == {"2026-11-01": 0.1}
+    await_text(page, f"{url}/assets/{SHOP}/prices?view=events", "^Published as [0-9a-f]{64}")
+    commit = page.get_by_text(re.compile(r"^http://.*/commits/main/[0-9a-f]{64}$")).first.inner_text()
+    page.goto(f"{url}/assets/{SHOP}/prices?view=checks")
+    expect(page.get_by_text("prices_are_positive").first).to_be_visible()
+    expect(page.get_by_text("Passed").first).to_be_visible()
+    page.goto(commit)
+    expect(page.get_by_text(re.compile(f"{SHOP}.prices")).first).to_be_visible()
 
     write_wrong_days(page, url, readers_file, {"2026-11-02": -0.1})
     bad_run = launch_days(page, url, "2026-11-02").split()[-1]

@@ -227,7 +227,12 @@ def test_a_killed_run_ends_by_itself_while_a_healthy_one_works_on(own_lake: Lake
         assert run.status(instance) is dg.DagsterRunStatus.FAILURE
         assert run.tags(instance)[RunTag.VERDICT] == "fenced"
         assert next(watching) == "Every writer sends heartbeats, or is being observed."
+        assert HeartbeatStore.from_settings(own_lake.settings).all() == ()
+        assert own_lake.nessie.reference(MAIN).hash == run.main
+        assert run.files()
         list(sweep_discarded(own_lake, instance))
+        assert run.files() == []
+        assert not [ref.name for ref in own_lake.nessie.references() if run.run_id in ref.name]
 
 
 @pytest.mark.parametrize(
