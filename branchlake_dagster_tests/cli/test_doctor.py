@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -133,7 +134,11 @@ def test_a_store_that_nobody_answers_for(closed_port: int) -> None:
 
 
 @pytest.mark.long
-def test_a_dagster_home_whose_database_does_not_answer(tmp_path: Path, closed_port: int) -> None:
+def test_a_dagster_home_whose_database_does_not_answer(
+    tmp_path: Path, closed_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Dagster asks six times and sleeps for 11 s in between.
+    monkeypatch.setattr("dagster_postgres.utils.time", SimpleNamespace(sleep=lambda _: None))
     home = tmp_path / "dagster"
     home.mkdir()
     url = f"postgresql://dagster:hidden@127.0.0.1:{closed_port}/dagster"
