@@ -69,11 +69,11 @@ def test_a_change_of_the_code_goes_through_all_stages_unaided(
         with dagster_dev(MODULE, home=tmp_path, environment=environment):
             wait_for(lambda: sums() == [7 * 22, 7 * 22], seconds=300)
             # The command reads the code location anew each time.
+            wait_for(lambda: all(one["told"] for one in backfill("status", number)), seconds=60, every_s=2.0)
             wait_for(
-                lambda: all(one["told"] for one in backfill("status", number)), seconds=60, every_s=2.0
-            )
-            wait_for(
-                lambda: not any(one["running"] for one in backfill("status", number)), seconds=120, every_s=2.0
+                lambda: not any(one["running"] for one in backfill("status", number)),
+                seconds=120,
+                every_s=2.0,
             )
         with dg.DagsterInstance.get() as instance:
             runs = instance.get_runs()
