@@ -16,7 +16,8 @@ def carried(function: F) -> F:
     """The function, from now on pickled with the code of `branchlake_dagster.sda` that it calls.
 
     By default only a module's name is sent, and a worker that does not have the package, or has another
-    version of it, fails or computes something else. Workers need numpy, scipy, numba, sgp4 and pyarrow only.
+    version of it, fails or computes something else. Workers need numpy, scipy, numba, sgp4, Polars and
+    pyarrow.
     Registration is for the process, because Spark Connect pickles when a frame is executed, not here.
     """
     cloudpickle.register_pickle_by_value(sda)  # type: ignore[no-untyped-call]

@@ -9,6 +9,8 @@ import dagster as dg
 import polars as pl
 from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.expressions import AlwaysTrue, BooleanExpression, GreaterThanOrEqual, In
+from pyspark.sql import DataFrame
+from pyspark.sql.pandas.types import from_arrow_schema
 
 from branchlake_dagster import LakehouseResource, column_metadata, table_metadata
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE, ELEMENT_SETS, GROUP, SATELLITE_ENTRIES
@@ -23,8 +25,14 @@ from branchlake_dagster.sda.contracts import (
 from branchlake_dagster.sda.partitions import gp_snapshots, pulls_of
 from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS, update_objects
 from branchlake_dagster.sda.registry.merge import PULLED_COLUMNS, SET_KEY, merge_pulled_sets, select_new_sets
-from branchlake_dagster.sda.registry.satcat import ENTRY_COLUMNS, build_validity_periods
+from branchlake_dagster.sda.registry.periods import (
+    DATED_ENTRY_COLUMNS,
+    PERIOD_SCHEMA,
+    build_periods,
+    select_dated_entries,
+)
 from branchlake_dagster.sda.registry.sources import source_name
+from branchlake_dagster.sda.shipping import carried
 from branchlake_dagster.sda.sources import snapshot_time
 
 OBJECTS = dg.AssetKey(["sda", "objects"])
@@ -33,7 +41,6 @@ MERGE_AUDIT = dg.AssetKey(["sda", "catalog_merge_audit"])
 SATELLITES = dg.AssetKey(["sda", "satellites"])
 
 CATALOGUE_COLUMNS = {**PULLED_COLUMNS, "state": pl.String()}
-_ENTRIES = {"snapshot_id": pl.String(), **ENTRY_COLUMNS, "collected_at": pl.Datetime("us", "UTC")}
 _FEW = 2_000
 """Objects that are looked up by number; of more all rows are read."""
 
@@ -121,7 +128,7 @@ def registry(
     # Where these are all partitions that Dagster knows, the inputs are whole tables.
     mine = pl.col("snapshot_id").is_in(pulls_of(context))
     pulled = _of_columns(element_sets.filter(mine), PULLED_COLUMNS)
-    entries = _of_columns(satellite_entries.filter(mine), _ENTRIES)
+    entries = _of_columns(satellite_entries.filter(mine), DATED_ENTRY_COLUMNS)
     before = tables.read(CATALOGUE, CATALOGUE_COLUMNS)
     objects_before = tables.read(OBJECTS, OBJECT_COLUMNS)
     merged = merge_pulled_sets(before, pulled, tables.all_pulls_of)
@@ -254,10 +261,11 @@ def _changed(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
     key=SATELLITES,
     group_name=GROUP,
     owners=OWNERS,
-    kinds={"iceberg", "polars"},
+    kinds={"iceberg", "spark"},
     ins={"satellite_entries": dg.AssetIn(SATELLITE_ENTRIES, partition_mapping=dg.AllPartitionMapping())},
     metadata=table_metadata(write_mode="replace_table", require_checks=True) | column_metadata(Satellite),
 )
-def satellites(satellite_entries: pl.DataFrame) -> pl.DataFrame:
+def satellites(satellite_entries: DataFrame) -> DataFrame:
     """Owner, launch, decay and size of each object by the period in which the satellite catalogue said so."""
-    return build_validity_periods(_of_columns(satellite_entries, _ENTRIES))
+    by_object = select_dated_entries(satellite_entries).repartition("sat_no")
+    return by_object.mapInArrow(carried(build_periods), from_arrow_schema(PERIOD_SCHEMA))
