@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.checks.constraints import CheckFailedToRun, ContractError
     from branchlake_dagster.cleanup.sweep_plan import BaseUnknown, StateUnreadable
     from branchlake_dagster.cleanup.sweeper import FilesNotDeleted
-    from branchlake_dagster.embedded.jar_lock import JarRefused
-    from branchlake_dagster.embedded.jars import DownloadFailed
+    from branchlake_dagster.embedded.jars import DownloadFailed, JarRefused
     from branchlake_dagster.embedded.process import ServerDidNotStart
     from branchlake_dagster.embedded.state_folder import LakeMoved, LakeNotRunning
     from branchlake_dagster.extras import MissingExtra
@@ -413,8 +412,7 @@ _ERRORS_BY_MODULE = {
         "StateUnreadable",
     ),
     "cleanup.sweeper": ("FilesNotDeleted",),
-    "embedded.jar_lock": ("JarRefused",),
-    "embedded.jars": ("DownloadFailed",),
+    "embedded.jars": ("DownloadFailed", "JarRefused"),
     "embedded.process": ("ServerDidNotStart",),
     "embedded.state_folder": (
         "LakeMoved",

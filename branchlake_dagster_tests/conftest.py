@@ -19,7 +19,7 @@ import hypothesis
 import pytest
 from pyspark.sql import SparkSession
 
-from branchlake_dagster.internals.dagster_sqlite import install_engine_cache, install_revision_cache
+from branchlake_dagster.internals.dagster_launching import install_engine_cache, install_revision_cache
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings

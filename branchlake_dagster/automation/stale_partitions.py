@@ -9,8 +9,7 @@ from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.table import Table
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.history.ancestry import ancestors_after
-from branchlake_dagster.history.capture import summary_value
+from branchlake_dagster.history.capture import ancestors_after, summary_value
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.stored_names import LakeProperty

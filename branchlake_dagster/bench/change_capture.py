@@ -24,7 +24,7 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import Record
 
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.embedded import logs as spark_log
+from branchlake_dagster.embedded import process
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown
 from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.history.manifests import read_manifest_entries, read_manifests
@@ -64,7 +64,7 @@ def write_spark_conf(folder: Path) -> Path:
     events = folder / "events"
     events.mkdir(parents=True, exist_ok=True)
     conf_folder = folder / "conf"
-    spark_log.write_log_config(conf_folder)
+    process.write_log_config(conf_folder)
     conf = {"enabled": "true", "dir": events.as_uri(), "compress": "false", "rolling.enabled": "false"}
     lines = [f"spark.eventLog.{name} {value}" for name, value in conf.items()]
     (conf_folder / "spark-defaults.conf").write_text("\n".join(lines) + "\n")

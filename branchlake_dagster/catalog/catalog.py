@@ -39,8 +39,7 @@ from branchlake_dagster.catalog.namespaces import (
     namespace_key,
     require_namespace,
 )
-from branchlake_dagster.catalog.stored_files import read_metadata
-from branchlake_dagster.catalog.written_prefixes import record_prefixes
+from branchlake_dagster.catalog.stored_files import read_metadata, record_prefixes
 from branchlake_dagster.errors import Unsupported
 from branchlake_dagster.internals.pyiceberg import open_creation
 from branchlake_dagster.nessie import NessieClient

@@ -32,7 +32,7 @@ from branchlake_dagster.checks.constraints import (
     Promise,
     StartsWith,
 )
-from branchlake_dagster.history.file_facts import ColumnFacts
+from branchlake_dagster.history.manifests import ColumnFacts
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LONG = 2**63

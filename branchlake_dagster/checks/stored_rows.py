@@ -34,7 +34,7 @@ from branchlake_dagster.checks.constraints import (
     UniqueConstraint,
 )
 from branchlake_dagster.checks.proof import can_prove, has_unique_keys, values_keep_promise
-from branchlake_dagster.history.file_facts import ColumnFacts, column_facts
+from branchlake_dagster.history.manifests import ColumnFacts, column_facts
 from branchlake_dagster.tables.selection import DateRange, TimeRange, Values, to_iceberg_filter
 
 if TYPE_CHECKING:

@@ -15,12 +15,16 @@ from tempfile import TemporaryDirectory
 
 import click
 
-from branchlake_dagster.embedded.jar_lock import LOCK_FILE, JarRefused, compute_sha256, format_lock, read_lock
 from branchlake_dagster.embedded.jars import (
     ICEBERG_AWS,
     ICEBERG_SPARK,
+    LOCK_FILE,
     NESSIE_SERVER,
     SPARK_KAFKA,
+    JarRefused,
+    compute_sha256,
+    format_lock,
+    read_lock,
     resolve_class_path,
     resolve_jars,
 )

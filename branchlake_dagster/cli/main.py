@@ -121,8 +121,7 @@ def up(module: str | None, also: tuple[str, ...]) -> None:
     Servers that already run are not changed. Also prepares DAGSTER_HOME and prints it.
     """
     from branchlake_dagster.cli.dagster_home import dagster_home
-    from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.lakehouse.web_page import nessie_page_url, rest_catalog_url
+    from branchlake_dagster.lakehouse.lakehouse import Lakehouse, nessie_page_url, rest_catalog_url
 
     settings = load_command_settings(module).settings
     home = dagster_home(settings)

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import pyarrow as pa
 
 from branchlake_dagster.embedded import process
-from branchlake_dagster.embedded.archives import Archive, lock_archives
+from branchlake_dagster.embedded.java import Archive, lock_archives
 from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit

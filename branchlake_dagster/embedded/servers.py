@@ -21,10 +21,8 @@ from pathlib import Path
 
 import requests
 
-from branchlake_dagster.embedded import logs as spark_log
 from branchlake_dagster.embedded import process
 from branchlake_dagster.embedded import worker_daemon as daemon
-from branchlake_dagster.embedded.archives import Archive, find_archive
 from branchlake_dagster.embedded.jars import (
     ICEBERG_AWS,
     ICEBERG_SPARK,
@@ -34,9 +32,14 @@ from branchlake_dagster.embedded.jars import (
     resolve_jars,
     spark_home,
 )
-from branchlake_dagster.embedded.java import bundled_java, user_java
-from branchlake_dagster.embedded.logs import rotate_folder
-from branchlake_dagster.embedded.process import LOOPBACK, ProcessRecord, keep_port
+from branchlake_dagster.embedded.java import Archive, bundled_java, find_archive, user_java
+from branchlake_dagster.embedded.process import (
+    LOOPBACK,
+    ProcessRecord,
+    holds_within,
+    keep_port,
+    rotate_folder,
+)
 from branchlake_dagster.embedded.rest_catalog import catalog_environment, catalog_flags
 from branchlake_dagster.embedded.state_folder import (
     build_not_running,
@@ -50,7 +53,6 @@ from branchlake_dagster.embedded.state_folder import (
 from branchlake_dagster.embedded.token import ensure_credentials, find_credentials
 from branchlake_dagster.file_lock import file_lock
 from branchlake_dagster.settings import Settings
-from branchlake_dagster.waiting import holds_within
 
 NESSIE = "nessie"
 SPARK = "spark"
@@ -347,7 +349,7 @@ class EmbeddedServers:
             command += ["--jars", ",".join(paths)]
         conf_folder = os.environ.get("SPARK_CONF_DIR")
         if not conf_folder:
-            options = [f"-Dlog4j2.configurationFile={spark_log.write_log_config(scratch / 'conf').as_uri()}"]
+            options = [f"-Dlog4j2.configurationFile={process.write_log_config(scratch / 'conf').as_uri()}"]
             options += [self._scratch_option(SPARK)]
             options += avro_options()
             options += self._archive_options(_spark_archive(jars, java))

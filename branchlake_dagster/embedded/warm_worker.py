@@ -25,7 +25,7 @@ from typing import Any
 import numpy
 import psutil
 
-from branchlake_dagster.embedded.idle_daemons import IDLE_S, is_idle
+from branchlake_dagster.embedded.process import IDLE_S, is_idle
 from branchlake_dagster.internals.json_channel import ChannelClosed, receive_message, send_message
 from branchlake_dagster.internals.pyspark import load_daemon_manager
 

@@ -27,7 +27,7 @@ from pyiceberg.transforms import (
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.change import ChangedFile, ChangeSet
-from branchlake_dagster.history.file_facts import column_facts
+from branchlake_dagster.history.manifests import column_facts
 
 _EPOCH = datetime(1970, 1, 1)
 """The origin of dates and of time stamps without time zone."""

@@ -17,8 +17,7 @@ from pyiceberg.manifest import DataFile, DataFileContent, ManifestContent, Manif
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
 
-from branchlake_dagster.history.ancestry import ancestors_after
-from branchlake_dagster.history.capture import files_gone_error
+from branchlake_dagster.history.capture import ancestors_after, files_gone_error
 from branchlake_dagster.history.change import ChangedFile, ChangeKind, ChangeSet, RowsUnreadable
 from branchlake_dagster.history.manifests import read_entries, read_live_files
 from branchlake_dagster.internals.column_metrics import data_paths

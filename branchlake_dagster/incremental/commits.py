@@ -8,8 +8,7 @@ from datetime import datetime
 
 from pyiceberg.table import Table
 
-from branchlake_dagster.history.ancestry import ancestors_after
-from branchlake_dagster.history.capture import current_position
+from branchlake_dagster.history.capture import ancestors_after, current_position
 from branchlake_dagster.history.change import ChangeSet, Position
 from branchlake_dagster.incremental.consumer import Identifier
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse

@@ -14,8 +14,8 @@ from pyiceberg.types import IcebergType
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import ConfigurationError, call_all
-from branchlake_dagster.history.ancestry import ancestors_after
 from branchlake_dagster.history.capture import (
+    ancestors_after,
     capture_change,
     contains_snapshot,
     position_on_branch,

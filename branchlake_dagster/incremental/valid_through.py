@@ -15,8 +15,7 @@ from typing import Any
 
 from pyiceberg.table.metadata import TableMetadata
 
-from branchlake_dagster.history.ancestry import ancestors_after
-from branchlake_dagster.history.capture import replayed_from
+from branchlake_dagster.history.capture import ancestors_after, replayed_from
 from branchlake_dagster.stored_names import LakeProperty
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -18,7 +18,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import OutcomeUnknown
-from branchlake_dagster.history.ancestry import ancestors_after
+from branchlake_dagster.history.capture import ancestors_after
 from branchlake_dagster.ingest.batch_tables import Identifier, Target
 from branchlake_dagster.ingest.declaration import TOMBSTONE
 from branchlake_dagster.ingest.errors import EarlierAttemptLate

@@ -22,13 +22,13 @@ from pathlib import Path
 from branchlake_dagster.embedded import process
 from branchlake_dagster.embedded.jars import Jar, resolve_class_path, resolve_jars
 from branchlake_dagster.embedded.java import bundled_java
-from branchlake_dagster.embedded.logs import rotate_by_copy
 from branchlake_dagster.embedded.process import (
     LOOPBACK,
     ProcessRecord,
     ServerDidNotStart,
     choose_port,
     keep_port,
+    rotate_by_copy,
 )
 from branchlake_dagster.embedded.state_folder import make_private_folder, make_state_folder, write_secret
 from branchlake_dagster.errors import ConfigurationError

@@ -15,8 +15,12 @@ from typing import Literal
 from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 
-from branchlake_dagster.history.ancestry import ancestors_after
-from branchlake_dagster.history.capture import contains_snapshot, replayed_from, summary_value
+from branchlake_dagster.history.capture import (
+    ancestors_after,
+    contains_snapshot,
+    replayed_from,
+    summary_value,
+)
 from branchlake_dagster.ingest.errors import AnotherIngestion, PositionLost
 from branchlake_dagster.ingest.offsets import (
     Offsets,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
-from branchlake_dagster.history.ancestry import ancestors_after
+from branchlake_dagster.history.capture import ancestors_after
 from branchlake_dagster.history.manifests import read_added_files, read_live_files
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import RetryNeedsFullRun

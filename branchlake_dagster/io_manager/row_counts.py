@@ -14,7 +14,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 
-from branchlake_dagster.history.file_facts import column_facts
+from branchlake_dagster.history.manifests import column_facts
 from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.selection import Condition, Values, select_partitions, to_iceberg_filter
 from branchlake_dagster.tables.specification import TableSpec

@@ -1,16 +1,23 @@
-"""The lake as one object: settings, Nessie client, tables at a reference, and Spark sessions."""
+"""The lake as one object: settings, Nessie client, tables at a reference, and Spark sessions.
+
+The notation of table and column names in the SQL of `branchlake sql` and `connect()`.
+
+Addresses of the web page that Nessie serves, and of its Iceberg REST catalog.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from pyiceberg.typedef import Identifier
 
 from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.embedded.rest_catalog import serves_rest
 from branchlake_dagster.embedded.servers import SPARK, EmbeddedServers, Endpoints
 from branchlake_dagster.nessie.client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, NessieClient
 from branchlake_dagster.nessie.retry import Breaker, RetryBudget, RetryPolicy
@@ -20,6 +27,23 @@ from branchlake_dagster.spark.session import end_idle_daemons, open_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+
+def quote_sql_name(name: str) -> str:
+    """Return a name in double quotes."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def sql_name(key: Sequence[str]) -> str:
+    """Return a table's name as a query writes it, with quotes where needed.
+
+    The inner levels of a deep namespace are one name: `a."b.c".t`.
+    """
+    parts = [key[0], ".".join(key[1:-1]), key[-1]] if len(key) > 3 else list(key)
+    return ".".join(
+        part if re.fullmatch(r"[a-z_][a-z0-9_]*", part) else quote_sql_name(part) for part in parts
+    )
+
 
 MAIN = "main"
 """The branch that readers of the lake see."""
@@ -135,3 +159,36 @@ class Lakehouse:
         if self.settings.embedded_spark and (server := self.servers.status()[SPARK]):
             end_idle_daemons(server)
         return open_session(self.settings, self.endpoints(), ref=ref, conf=conf or {})
+
+
+def nessie_page_url(endpoints: Endpoints, settings: Settings) -> str:
+    """Return the page's address, or a sentence if the embedded server requires a token.
+
+    The page cannot send a token, so such a server does not serve it.
+    """
+    if settings.embedded_nessie and endpoints.nessie_token is not None:
+        return "off, as Nessie requires a token: set BRANCHLAKE_GUARD_NESSIE=false, then down and up"
+    return f"{_server_url(endpoints)}/"
+
+
+def commit_page_url(endpoints: Endpoints, settings: Settings, commit: str) -> str | None:
+    """Return the page's address for a commit on `main`; None if the embedded server requires a token."""
+    if settings.embedded_nessie and endpoints.nessie_token is not None:
+        return None
+    return f"{_server_url(endpoints)}/commits/{MAIN}/{commit}"
+
+
+def rest_catalog_url(endpoints: Endpoints, settings: Settings) -> str | None:
+    """Return the address of the embedded server's Iceberg REST catalog; None for a remote server.
+
+    If the server cannot serve a REST catalog, a sentence with the reason is returned.
+    """
+    if not settings.embedded_nessie:
+        return None
+    if not serves_rest(settings):
+        return "none: Nessie serves s3:// warehouses only"
+    return f"{_server_url(endpoints)}/iceberg"
+
+
+def _server_url(endpoints: Endpoints) -> str:
+    return endpoints.nessie_uri.rstrip("/").rpartition("/api/")[0]

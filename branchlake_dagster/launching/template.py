@@ -30,10 +30,11 @@ from branchlake_dagster.internals.dagster_launching import (
     RepositoryPythonOrigin,
     deserialize_value,
     inject_secrets,
+    install_engine_cache,
+    install_revision_cache,
     load_repository,
     preload_execution,
 )
-from branchlake_dagster.internals.dagster_sqlite import install_engine_cache, install_revision_cache
 from branchlake_dagster.internals.json_channel import ChannelClosed, receive_message, send_message
 from branchlake_dagster.launching.worker import (
     RUN_ENDED_STATUS,

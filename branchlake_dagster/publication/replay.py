@@ -46,7 +46,7 @@ from branchlake_dagster.catalog.stored_files import (
     synchronize_files,
 )
 from branchlake_dagster.errors import BranchlakeError, Terminal
-from branchlake_dagster.history.ancestry import follow_parents
+from branchlake_dagster.history.capture import follow_parents
 from branchlake_dagster.internals.pyiceberg import (
     add_log_entry,
     apply_updates,

@@ -15,8 +15,7 @@ from dagster import AssetKey, AssetObservation, DagsterInstance, DagsterRun, Met
 from pyiceberg.exceptions import NoSuchTableError
 
 from branchlake_dagster.internals.dagster import report_engine_event, report_observations
-from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.lakehouse.web_page import commit_page_url
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse, commit_page_url
 from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.publication.evidence import RunEvidence, WrittenPartition
 from branchlake_dagster.publication.verdict import Verdict

@@ -40,8 +40,12 @@ from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.typedef import Record
 from pyiceberg.types import DateType, IcebergType, StringType, TimestampType, TimestamptzType
 
-from branchlake_dagster.history.file_facts import column_facts
-from branchlake_dagster.history.manifests import is_own_entry, read_manifest_entries, read_manifests
+from branchlake_dagster.history.manifests import (
+    column_facts,
+    is_own_entry,
+    read_manifest_entries,
+    read_manifests,
+)
 from branchlake_dagster.internals.column_metrics import ReliableInclusiveEvaluator, data_paths
 from branchlake_dagster.publication.table_change import ChangeMode, DeleteFile, File, FileBounds
 from branchlake_dagster.tables.replaced_rows import ReplacedCondition, ReplacedRows, ReplacedSlice, StringSet

@@ -12,8 +12,7 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.snapshots import Operation, Snapshot
 
-from branchlake_dagster.history.ancestry import snapshots_between
-from branchlake_dagster.history.capture import replayed_from, summary_value
+from branchlake_dagster.history.capture import replayed_from, snapshots_between, summary_value
 from branchlake_dagster.history.manifests import read_live_files
 from branchlake_dagster.publication.snapshot_files import TouchedFiles
 from branchlake_dagster.publication.table_change import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from branchlake_dagster.lakehouse.sql_names import sql_name
+from branchlake_dagster.lakehouse.lakehouse import sql_name
 from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.publication.evidence import CheckEvaluation, CheckName, RunEvidence
 from branchlake_dagster.stored_names import CHANGE_TABLE_INFIX

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from pyiceberg.table import Table
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.sql_names import quote_sql_name, sql_name
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse, quote_sql_name, sql_name
 from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.query.dataset import IcebergDataset
 from branchlake_dagster.query.names import TablePath, find_table_paths, load_table_keys, resolve_tables

@@ -34,7 +34,7 @@ from pyiceberg.types import (
     TimestamptzType,
 )
 
-from branchlake_dagster.history.file_facts import column_facts
+from branchlake_dagster.history.manifests import column_facts
 from branchlake_dagster.query.reference import QueryFailed
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from branchlake_dagster.lakehouse.sql_names import sql_name
+from branchlake_dagster.lakehouse.lakehouse import sql_name
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.query.reference import LakeState, QueryFailed, TableNotThere

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from branchlake_dagster.embedded.logs import earlier_log, rotate_by_rename
+from branchlake_dagster.embedded.process import earlier_log, rotate_by_rename
 from branchlake_dagster.file_lock import try_file_lock
 from branchlake_dagster.receivers.landing import (
     LANDING_SCHEMA,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Snapshot
 
-from branchlake_dagster.history.ancestry import snapshots_between
+from branchlake_dagster.history.capture import snapshots_between
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, LogEntry, Put
 
 ReadMetadata = Callable[[str], TableMetadata | None]

@@ -26,9 +26,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from branchlake_dagster.embedded.idle_daemons import IDLE_S, is_idle
 from branchlake_dagster.embedded.jars import NESSIE_SERVER
-from branchlake_dagster.embedded.process import LOOPBACK, ProcessRecord
+from branchlake_dagster.embedded.process import IDLE_S, LOOPBACK, ProcessRecord, is_idle
 from branchlake_dagster.embedded.servers import (
     EmbeddedServers,
     Endpoints,
@@ -44,7 +43,7 @@ from branchlake_dagster.internals.pyspark import (
     translate_errors,
 )
 from branchlake_dagster.nessie.errors import NessieUnauthorized
-from branchlake_dagster.nessie.failures import TOKEN_HINT
+from branchlake_dagster.nessie.transport import TOKEN_HINT
 from branchlake_dagster.settings import Settings, require_tls
 
 if TYPE_CHECKING:

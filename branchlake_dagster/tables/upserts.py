@@ -21,8 +21,7 @@ from pyiceberg.manifest import DataFile
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
 
-from branchlake_dagster.history.file_facts import column_facts
-from branchlake_dagster.history.manifests import read_manifests
+from branchlake_dagster.history.manifests import column_facts, read_manifests
 from branchlake_dagster.internals.pyiceberg import commit_files, write_data_files
 from branchlake_dagster.tables.arrow_frames import (
     require_rows_inside,

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from branchlake_dagster.history.ancestry import ancestors_after, follow_parents, snapshots_between
+from branchlake_dagster.history.capture import ancestors_after, follow_parents, snapshots_between
 
 
 def history(*parents: tuple[int, int | None], current: int | None = None) -> Any:

@@ -21,7 +21,7 @@ from pyiceberg.typedef import Record
 from branchlake_dagster.checks.constraints import Among, Compared, NotAmong, NotNull, StartsWith
 from branchlake_dagster.checks.proof import can_prove
 from branchlake_dagster.checks.stored_rows import Footers
-from branchlake_dagster.history.file_facts import ColumnFacts, column_facts
+from branchlake_dagster.history.manifests import ColumnFacts, column_facts
 
 PLAIN = PartitionSpec()
 DOUBLE, LONG, TEXT = ice.DoubleType(), ice.LongType(), ice.StringType()

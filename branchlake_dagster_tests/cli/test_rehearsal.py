@@ -9,8 +9,7 @@ from click.testing import CliRunner
 
 from branchlake_dagster.cli import server_starts as rehearsal
 from branchlake_dagster.cli.main import main
-from branchlake_dagster.embedded.archives import archives_folder, find_archive
-from branchlake_dagster.embedded.java import bundled_java
+from branchlake_dagster.embedded.java import archives_folder, bundled_java, find_archive
 from branchlake_dagster.embedded.process import ServerDidNotStart
 from branchlake_dagster.embedded.servers import NESSIE, SPARK, EmbeddedServers
 from branchlake_dagster.settings import Settings

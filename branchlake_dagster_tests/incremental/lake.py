@@ -10,7 +10,7 @@ from typing import Any
 from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.table.snapshots import Operation
 
-from branchlake_dagster.history.ancestry import ancestors_after
+from branchlake_dagster.history.capture import ancestors_after
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.incremental.iceberg import Snapshot, Table
 from branchlake_dagster_tests.incremental.writing import Writer

@@ -24,7 +24,7 @@ from dagster import TimeWindow
 
 from branchlake_dagster.history import capture
 from branchlake_dagster.history import capture as history
-from branchlake_dagster.history.ancestry import ancestors_after
+from branchlake_dagster.history.capture import ancestors_after
 from branchlake_dagster.history.change import ChangeKind, ChangeLost, ChangeSet, Position
 from branchlake_dagster.history.rows import RowReader
 from branchlake_dagster.incremental import consumption as consuming

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from branchlake_dagster.catalog.written_prefixes import load_prefixes
+from branchlake_dagster.catalog.stored_files import load_prefixes
 from branchlake_dagster.cleanup.sweep_plan import SweepPlanner
 from branchlake_dagster.ingest import ingest_batch as batches
 from branchlake_dagster.ingest.batch_commit import (

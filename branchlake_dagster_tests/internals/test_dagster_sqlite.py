@@ -16,7 +16,7 @@ from alembic.script.revision import RevisionMap
 from alembic.util import pyfiles
 from sqlalchemy.pool import NullPool, StaticPool
 
-from branchlake_dagster.internals.dagster_sqlite import cache_engines
+from branchlake_dagster.internals.dagster_launching import cache_engines
 from branchlake_dagster_tests.suite.instances import new_instance
 
 

@@ -11,9 +11,15 @@ from pathlib import Path
 import pytest
 
 from branchlake_dagster.embedded import process
-from branchlake_dagster.embedded.archives import Archive, archives_folder, find_archive, lock_archives
 from branchlake_dagster.embedded.jars import ICEBERG_AWS, ICEBERG_SPARK, NESSIE_SERVER
-from branchlake_dagster.embedded.java import bundled_java, user_java
+from branchlake_dagster.embedded.java import (
+    Archive,
+    archives_folder,
+    bundled_java,
+    find_archive,
+    lock_archives,
+    user_java,
+)
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.embedded.servers import NESSIE, SPARK, EmbeddedServers
 from branchlake_dagster.errors import ConfigurationError

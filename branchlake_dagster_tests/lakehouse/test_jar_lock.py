@@ -13,23 +13,21 @@ from pathlib import Path
 import pytest
 
 from branchlake_dagster.cli.lock_jars import compute_digests
-from branchlake_dagster.embedded import jar_lock as verification
-from branchlake_dagster.embedded.jar_lock import (
+from branchlake_dagster.embedded import jars as verification
+from branchlake_dagster.embedded.jars import (
+    ICEBERG_AWS,
+    ICEBERG_SPARK,
     LOCK_FILE,
+    NESSIE_SERVER,
+    SPARK_KAFKA,
+    Jar,
     JarRefused,
     format_lock,
     packaged_lock,
     read_lock,
-    verify_jars,
-)
-from branchlake_dagster.embedded.jars import (
-    ICEBERG_AWS,
-    ICEBERG_SPARK,
-    NESSIE_SERVER,
-    SPARK_KAFKA,
-    Jar,
     resolve_class_path,
     resolve_jars,
+    verify_jars,
 )
 from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.errors import ConfigurationError, Terminal

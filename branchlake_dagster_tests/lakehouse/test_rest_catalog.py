@@ -13,8 +13,7 @@ from moto.server import ThreadedMotoServer
 from pyiceberg.catalog.rest import RestCatalog
 
 from branchlake_dagster.embedded.rest_catalog import catalog_environment, catalog_flags
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.lakehouse.web_page import nessie_page_url, rest_catalog_url
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse, nessie_page_url, rest_catalog_url
 from branchlake_dagster.query import connect
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings

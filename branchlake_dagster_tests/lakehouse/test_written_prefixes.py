@@ -14,8 +14,8 @@ from pyiceberg.table.metadata import TableMetadata, new_table_metadata
 from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
 from pyiceberg.types import LongType, NestedField
 
-from branchlake_dagster.catalog import NessieCatalog, written_prefixes
-from branchlake_dagster.catalog.written_prefixes import list_prefixes, load_prefixes, record_prefixes
+from branchlake_dagster.catalog import NessieCatalog, stored_files
+from branchlake_dagster.catalog.stored_files import list_prefixes, load_prefixes, record_prefixes
 from branchlake_dagster.nessie import NessieClient
 
 SCHEMA = Schema(NestedField(1, "n", LongType()))
@@ -58,19 +58,19 @@ def test_prefixes_hold_whatever_a_table_writes(
 def test_a_prefix_is_written_once_and_again_where_a_power_cut_has_emptied_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(written_prefixes, "_recorded_prefixes", set())
+    monkeypatch.setattr(stored_files, "_recorded_prefixes", set())
     io, warehouse = PyArrowFileIO(), tmp_path.as_uri()
     assert load_prefixes(io, warehouse) == frozenset()
     record_prefixes(io, warehouse, metadata("s3://b/own/orders"))
     record_prefixes(None, warehouse, metadata("s3://b/own/orders"))  # type: ignore[arg-type]  # no request
     (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
     written = file.stat().st_mtime_ns
-    written_prefixes._recorded_prefixes.clear()
+    stored_files._recorded_prefixes.clear()
     record_prefixes(io, warehouse, metadata("s3://b/own/orders"))
     assert file.stat().st_mtime_ns == written
     file.write_bytes(b"")
     assert load_prefixes(io, warehouse) == frozenset()
-    written_prefixes._recorded_prefixes.clear()
+    stored_files._recorded_prefixes.clear()
     record_prefixes(io, warehouse, metadata("s3://b/own/orders"))
     assert load_prefixes(io, warehouse) == {"s3://b/own/orders/"}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import duckdb
 import pytest
 
-from branchlake_dagster.lakehouse.sql_names import sql_name
+from branchlake_dagster.lakehouse.lakehouse import sql_name
 from branchlake_dagster.query.names import find_table_paths
 from branchlake_dagster.query.reference import QueryFailed
 from branchlake_dagster_tests.suite.raised import raising

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchlake_dagster.embedded import logs as rotation
-from branchlake_dagster.embedded.logs import EARLIER_FILES, rotate_by_rename
+from branchlake_dagster.embedded import process as rotation
+from branchlake_dagster.embedded.process import EARLIER_FILES, rotate_by_rename
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.receivers.landing import (
     LANDING_SCHEMA,

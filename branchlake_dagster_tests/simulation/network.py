@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import requests
 from urllib3.exceptions import NewConnectionError
 
-from branchlake_dagster.nessie import NessieClient, RetryPolicy, failures
+from branchlake_dagster.nessie import NessieClient, RetryPolicy, transport
 from branchlake_dagster_tests.simulation.faults import Fault, Faults
 from branchlake_dagster_tests.simulation.nessie import Answer, InMemoryNessie
 from branchlake_dagster_tests.simulation.scheduler import Clock, Died, Scheduler
@@ -102,7 +102,7 @@ class Network:
             raise Died
         self._scheduler.pause()
         error = _REFUSED if fault is Fault.REFUSED else _LOST
-        raise failures.error_from_exception(error, action=action, changes=changes, server=URI)
+        raise transport.error_from_exception(error, action=action, changes=changes, server=URI)
 
     def answer(self, method: str, path: str, params: Mapping[str, str], body: Any) -> Answer:
         """What the server says, without faults."""
@@ -142,4 +142,4 @@ class _Wire:
         )
         if status == 200:
             return decode(payload)
-        raise failures.error_from_answer(status, payload, action=action, changes=changes, server=URI)
+        raise transport.error_from_answer(status, payload, action=action, changes=changes, server=URI)

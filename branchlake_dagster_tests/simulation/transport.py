@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from branchlake_dagster.nessie import failures
+from branchlake_dagster.nessie import transport
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 
 T = TypeVar("T")
@@ -37,4 +37,4 @@ class DirectTransport:
         status, payload = self._server.answer(method, path, params or {}, body)
         if status == 200:
             return decode(payload)
-        raise failures.error_from_answer(status, payload, action=action, changes=changes, server=self.uri)
+        raise transport.error_from_answer(status, payload, action=action, changes=changes, server=self.uri)

@@ -21,7 +21,7 @@ ALLOWED = {
     "bench/incremental_feed.py": {"floor"},  # a function of Spark
     "checks/counting.py": {"floor"},  # the same
     "cli/doctor.py": {"told"},
-    "internals/pyiceberg_manifests.py": {"tell"},  # of a decoder of PyIceberg
+    "internals/pyiceberg.py": {"tell"},  # of a decoder of PyIceberg
     "cli/doctor_examinations.py": {"told"},  # a key of `branchlake doctor --json`
 }
 

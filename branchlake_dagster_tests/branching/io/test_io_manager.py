@@ -14,7 +14,7 @@ from pyiceberg.types import LongType, StringType
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.catalog.options import NAMESPACE_CREATE
-from branchlake_dagster.catalog.written_prefixes import list_prefixes, load_prefixes
+from branchlake_dagster.catalog.stored_files import list_prefixes, load_prefixes
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction

@@ -14,8 +14,8 @@ import requests
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieError, NessieRefused, NessieUnavailable, NotNessie
-from branchlake_dagster.nessie.failures import error_from_answer, error_from_exception, error_from_unreadable
 from branchlake_dagster.nessie.model import Reference
+from branchlake_dagster.nessie.transport import error_from_answer, error_from_exception, error_from_unreadable
 from branchlake_dagster.runs.run_branch import RunBranch, run_branch_name
 from branchlake_dagster.runs.run_tags import Retention, RunLocation, find_run_location
 from branchlake_dagster.stored_names import RunTag

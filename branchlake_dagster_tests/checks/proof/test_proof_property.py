@@ -20,7 +20,7 @@ from pyiceberg.types import NestedField
 from branchlake_dagster.checks import stored_rows as stored_module
 from branchlake_dagster.checks.constraints import RowConstraint, UniqueConstraint
 from branchlake_dagster.checks.stored_rows import TableRows
-from branchlake_dagster.history.file_facts import ColumnFacts, column_facts
+from branchlake_dagster.history.manifests import ColumnFacts, column_facts
 from branchlake_dagster.io_manager.loading import StoredRows
 from branchlake_dagster.tables.selection import Selection, TimeRange, Values, to_iceberg_filter
 from branchlake_dagster_tests.checks.proof.tables import NOON, catalog, keeps, random_promises, random_table

@@ -18,7 +18,7 @@ from branchlake_dagster.ingest.division import RecordPosition
 from branchlake_dagster.ingest.offsets import Ranges
 from branchlake_dagster.ingest.record_frames import RawRecord, Records
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.nessie import failures
+from branchlake_dagster.nessie import transport
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.transport import HttpTransport
 from branchlake_dagster.settings import Settings
@@ -124,7 +124,7 @@ class FaultyTransport(HttpTransport):
 
         def lost(sent: bool) -> Exception:
             cause = requests.ReadTimeout("lost") if sent else requests.ConnectionError(_NEVER_MADE)
-            return failures.error_from_exception(cause, action=action, changes=changes, server=self.uri)
+            return transport.error_from_exception(cause, action=action, changes=changes, server=self.uri)
 
         return self._fate.step(f"{method} {path.split('/')[0]} {action.split()[0]}", do, lost)
 
@@ -135,8 +135,8 @@ class FaultyLake(Lakehouse):
     def __init__(self, settings: Settings, fate: Fate) -> None:
         super().__init__(settings)
         at = self.endpoints(spark=False)
-        transport = FaultyTransport(at.nessie_uri, at.nessie_token, fate)
-        self._faulty = NessieClient(at.nessie_uri, transport=transport, sleep=lambda _: None)
+        faulty = FaultyTransport(at.nessie_uri, at.nessie_token, fate)
+        self._faulty = NessieClient(at.nessie_uri, transport=faulty, sleep=lambda _: None)
 
     @property
     def nessie(self) -> NessieClient:

@@ -18,7 +18,7 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
-from branchlake_dagster.internals.dagster_sqlite import STORAGES
+from branchlake_dagster.internals.dagster_launching import STORAGES
 
 PROJECT = "branchlake_dagster_tests.publication.cleanup.kill_project"
 _PRELOADED = (
@@ -70,7 +70,7 @@ def work(role: str, board: Board, stop: Synchronized[int], environment: Mapping[
     import dagster as dg
 
     from branchlake_dagster.errors import BranchlakeError
-    from branchlake_dagster.internals.dagster_sqlite import install_engine_cache, install_revision_cache
+    from branchlake_dagster.internals.dagster_launching import install_engine_cache, install_revision_cache
     from branchlake_dagster_tests.suite.instances import without_waiting_for_the_disk
 
     # As in the tests' own process: a third of what a run computes.
