@@ -412,7 +412,10 @@ _ERRORS_BY_MODULE = {
         "StateUnreadable",
     ),
     "cleanup.sweeper": ("FilesNotDeleted",),
-    "embedded.jars": ("DownloadFailed", "JarRefused"),
+    "embedded.jars": (
+        "DownloadFailed",
+        "JarRefused",
+    ),
     "embedded.process": ("ServerDidNotStart",),
     "embedded.state_folder": (
         "LakeMoved",

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "lakehouse": {*_BASE, "nessie", "catalog", "embedded", "spark"},
     "launching": {*_BASE, "nessie", "embedded"},
     "receivers": {*_BASE, "embedded"},
-    "history": {*_BASE, "catalog"},
+    "history": {*_BASE, "nessie", "catalog"},
     "tables": {*_LAKE, "history"},
     "runs": {*_LAKE, "history", "tables"},
     "cleanup": _RUNS,

@@ -8,11 +8,14 @@ from datetime import datetime
 
 from dagster import AssetKey, DagsterInstance, RunsFilter
 
-from branchlake_dagster.automation.attempts import iter_histories, to_attempt
 from branchlake_dagster.automation.backfill_plan import Stage, plan_stages
-from branchlake_dagster.automation.backlog import ConsumerBacklog
-from branchlake_dagster.automation.consumers import iter_consumers
-from branchlake_dagster.automation.in_flight import InFlightRuns, computed_partitions
+from branchlake_dagster.automation.backlog import ConsumerBacklog, iter_consumers
+from branchlake_dagster.automation.consumer_runs import (
+    InFlightRuns,
+    computed_partitions,
+    iter_histories,
+    to_attempt,
+)
 from branchlake_dagster.automation.launch_decision import Attempt, LaunchOutcome, format_approval
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
 from branchlake_dagster.internals.dagster import (

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from dagster import AssetKey, AutomationCondition, AutomationContext, AutomationResult
 
-from branchlake_dagster.automation.backlog import ConsumerBacklog
-from branchlake_dagster.automation.consumers import partitions_per_run
+from branchlake_dagster.automation.backlog import ConsumerBacklog, partitions_per_run
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.consumer import Consumer
 from branchlake_dagster.incremental.declaration import parse_declaration

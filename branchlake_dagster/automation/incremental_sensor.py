@@ -26,17 +26,16 @@ from dagster import (
     sensor,
 )
 
-from branchlake_dagster.automation.attempts import iter_histories
-from branchlake_dagster.automation.backlog import ConsumerBacklog, Unconsumed
-from branchlake_dagster.automation.backlog_report import SHOWN_PARTITIONS, backlog_metadata
-from branchlake_dagster.automation.consumers import (
+from branchlake_dagster.automation.backlog import (
+    ConsumerBacklog,
     ConsumingAsset,
+    Unconsumed,
     find_downstream,
     iter_consumers,
     join_chains,
     order_by_inputs,
 )
-from branchlake_dagster.automation.in_flight import InFlightRuns
+from branchlake_dagster.automation.consumer_runs import InFlightRuns, iter_histories
 from branchlake_dagster.automation.launch_decision import (
     STUCK_STATES,
     LaunchDecision,
@@ -45,7 +44,9 @@ from branchlake_dagster.automation.launch_decision import (
     format_approval,
 )
 from branchlake_dagster.automation.partition_backlog import (
+    SHOWN_PARTITIONS,
     PartitionBacklog,
+    backlog_metadata,
     launch_decisions,
     partition_backlogs,
 )

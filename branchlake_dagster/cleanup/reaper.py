@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Protocol
 
-from branchlake_dagster.cleanup.main_history import MainHistory
 from branchlake_dagster.cleanup.reaper_rules import (
     BranchFacts,
     BranchOwner,
     Limits,
+    MainHistory,
     Reaping,
     ReapingAction,
     RunState,
@@ -32,18 +32,27 @@ from branchlake_dagster.cleanup.reaper_rules import (
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieConflict, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference
-from branchlake_dagster.runs.branch_names import branch_filter, strip_name_prefix
-from branchlake_dagster.runs.branch_owner import BatchBranch, writer_branch
-from branchlake_dagster.runs.claims import (
+from branchlake_dagster.runs.branch_owner import (
+    UNKNOWN_ORIGIN,
+    BatchBranch,
+    BranchOrigin,
+    Maker,
+    OriginFinder,
+    branch_filter,
+    strip_name_prefix,
+    writer_branch,
+)
+from branchlake_dagster.runs.discarding import (
     CLAIM_TAG_FILTER,
+    DISCARDED_TAG_FILTER,
     claim_tag_name,
+    discard_branch,
     list_claimed_branches,
     release_leftover_claim,
+    restore_branch,
 )
-from branchlake_dagster.runs.discarding import DISCARDED_TAG_FILTER, discard_branch, restore_branch
 from branchlake_dagster.runs.failure_detector import Heartbeats, Liveness, judge_by_timestamp, watch_suspects
 from branchlake_dagster.runs.heartbeats import Heartbeat
-from branchlake_dagster.runs.origin import UNKNOWN_ORIGIN, BranchOrigin, Maker, OriginFinder
 from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.table_files import TableFiles

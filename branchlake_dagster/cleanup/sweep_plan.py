@@ -34,8 +34,7 @@ from branchlake_dagster.nessie.model import (
     Put,
     Reference,
 )
-from branchlake_dagster.runs.branch_names import is_own_reference, strip_name_prefix
-from branchlake_dagster.runs.branch_owner import writer_branch
+from branchlake_dagster.runs.branch_owner import is_own_reference, strip_name_prefix, writer_branch
 from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
 from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
 from branchlake_dagster.tables.table_files import (

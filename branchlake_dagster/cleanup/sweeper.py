@@ -12,17 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from branchlake_dagster.cleanup.main_history import MainHistory
-from branchlake_dagster.cleanup.reaper_rules import BranchOwner, RunState
+from branchlake_dagster.cleanup.reaper_rules import BranchOwner, MainHistory, RunState
 from branchlake_dagster.cleanup.sweep_plan import BaseUnknown, StateUnreadable, SweepPlan, SweepPlanner
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieAlreadyExists, NessieConflict, ReferenceNotFound
 from branchlake_dagster.nessie.model import Reference
-from branchlake_dagster.runs.branch_names import is_own_reference, strip_name_prefix, tag_filter
-from branchlake_dagster.runs.claims import claim_tag_name
-from branchlake_dagster.runs.origin import Maker, OriginFinder
+from branchlake_dagster.runs.branch_owner import (
+    Maker,
+    OriginFinder,
+    is_own_reference,
+    strip_name_prefix,
+    tag_filter,
+)
+from branchlake_dagster.runs.discarding import claim_tag_name
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.table_files import TableFiles

@@ -23,8 +23,12 @@ from branchlake_dagster.automation.backfill_comparison import (
     compare_stage,
     find_base_hash,
 )
-from branchlake_dagster.automation.backfill_launch import launch_backfill
-from branchlake_dagster.automation.backfill_plan import Stage, format_stage_size, plan_stages
+from branchlake_dagster.automation.backfill_plan import (
+    Stage,
+    find_stale_partitions,
+    format_stage_size,
+    plan_stages,
+)
 from branchlake_dagster.automation.backfill_progress import (
     StageProgress,
     load_stage_progress,
@@ -34,11 +38,11 @@ from branchlake_dagster.automation.backfill_progress import (
 from branchlake_dagster.automation.backfill_retry import (
     RetryPlan,
     find_lost_partitions,
+    launch_backfill,
     launch_retry,
     plan_retry,
 )
 from branchlake_dagster.automation.incremental_sensor import DeclaredSensor, declared_sensors
-from branchlake_dagster.automation.stale_partitions import find_stale_partitions
 from branchlake_dagster.cli.dagster_home import dagster_home
 from branchlake_dagster.cli.location import require_location
 from branchlake_dagster.errors import ConfigurationError

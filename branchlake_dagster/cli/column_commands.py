@@ -64,8 +64,8 @@ def _change_columns(
 ) -> None:
     from dagster import DagsterInstance
 
+    from branchlake_dagster.automation import progress
     from branchlake_dagster.automation.progress import UnreadableTable
-    from branchlake_dagster.cli import column_dependents as dependents
     from branchlake_dagster.cli.dagster_home import dagster_home
     from branchlake_dagster.errors import ConfigurationError
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -76,7 +76,7 @@ def _change_columns(
         load_main_table,
         validate_column_change,
     )
-    from branchlake_dagster.runs.origin import load_instance_id
+    from branchlake_dagster.runs.branch_owner import load_instance_id
     from branchlake_dagster.wording import format_names
 
     loaded_settings = load_command_settings(module)
@@ -91,14 +91,14 @@ def _change_columns(
     change = ColumnChange(identifier, columns, new_name)
     lake = Lakehouse(settings, start=False)
     lake.endpoints(spark=False)
-    tables = [*dependents.iter_consuming_tables(lake, change)]
+    tables = [*progress.iter_consuming_tables(lake, change)]
     unreadable_tables = [item for item in tables if isinstance(item, UnreadableTable)]
     dependent_objects = [item for item in tables if not isinstance(item, UnreadableTable)]
     used_columns: set[str] = set()
     for location in loaded_settings.locations:
         graph = location.repository.asset_graph
-        dependent_objects += dependents.iter_code_dependents(graph, change, settings.default_namespace)
-        used_columns |= dependents.list_asset_columns(graph, change, settings.default_namespace)
+        dependent_objects += progress.iter_code_dependents(graph, change, settings.default_namespace)
+        used_columns |= progress.list_asset_columns(graph, change, settings.default_namespace)
     validate_column_change(change, load_main_table(lake, change).metadata, used_columns)
     if not as_json:
         for dependent in dependent_objects:

@@ -13,14 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from branchlake_dagster.automation.backlog import ConsumerBacklog
-from branchlake_dagster.automation.backlog_report import format_consumed_position
-from branchlake_dagster.automation.consumers import iter_consumers
-from branchlake_dagster.automation.in_flight import InFlightRuns
+from branchlake_dagster.automation.backlog import ConsumerBacklog, iter_consumers
+from branchlake_dagster.automation.consumer_runs import InFlightRuns
 from branchlake_dagster.automation.incremental_sensor import DeclaredSensor
 from branchlake_dagster.automation.launch_decision import LaunchPolicy, LaunchState, apply_sensor_state
 from branchlake_dagster.automation.partition_backlog import (
     PartitionBacklog,
+    format_consumed_position,
     launch_decisions,
     partition_backlogs,
 )

@@ -146,7 +146,7 @@ def up(module: str | None, also: tuple[str, ...]) -> None:
 @_module_option
 def down(module: str | None) -> None:
     """Stop the embedded servers; data is kept."""
-    from branchlake_dagster.cli.status import find_daemon_warning
+    from branchlake_dagster.cli.run_branches import find_daemon_warning
     from branchlake_dagster.embedded.servers import EmbeddedServers
     from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 
@@ -168,7 +168,7 @@ def status(module: str | None, as_json: bool) -> None:
 
     Each run branch is shown with its run, the run's state and its age. Starts nothing.
     """
-    from branchlake_dagster.cli.status import gather_status, show_status
+    from branchlake_dagster.cli.run_branches import gather_status, show_status
 
     loaded_settings = load_command_settings(module)
     report = gather_status(loaded_settings.settings, loaded_settings.description)
@@ -257,7 +257,7 @@ def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
 
     from branchlake_dagster.cli.dagster_home import dagster_home
     from branchlake_dagster.cli.location import format_settings
-    from branchlake_dagster.cli.reaping import show_reaping
+    from branchlake_dagster.cli.run_branches import show_reaping
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.publication.cleanup_jobs import end_named_refs, reap_branches, sweep_discarded
 
@@ -292,7 +292,7 @@ def set_aside(ctx: click.Context, module: str | None, as_json: bool) -> None:
     """
     ctx.obj = module
     if ctx.invoked_subcommand is None:
-        from branchlake_dagster.cli.set_aside import gather_parked_runs, show_parked_runs
+        from branchlake_dagster.cli.run_branches import gather_parked_runs, show_parked_runs
 
         runs = gather_parked_runs(load_command_settings(module).settings)
         click.echo(json.dumps(runs, indent=2)) if as_json else show_parked_runs(runs)
@@ -303,7 +303,7 @@ def set_aside(ctx: click.Context, module: str | None, as_json: bool) -> None:
 @click.pass_obj
 def retry(module: str | None, run_id: str) -> None:
     """Let the publication sensor try the run again."""
-    from branchlake_dagster.cli.set_aside import retry_run
+    from branchlake_dagster.cli.run_branches import retry_run
 
     click.echo(retry_run(load_command_settings(module).require_named_lake(), run_id))
 
@@ -313,6 +313,6 @@ def retry(module: str | None, run_id: str) -> None:
 @click.pass_obj
 def end(module: str | None, run_id: str) -> None:
     """Discard the run's branch and publish nothing."""
-    from branchlake_dagster.cli.set_aside import end_run
+    from branchlake_dagster.cli.run_branches import end_run
 
     click.echo(end_run(load_command_settings(module).require_named_lake(), run_id))

@@ -43,8 +43,14 @@ from branchlake_dagster.incremental.pending import (
     windows_end_ms,
     with_successors,
 )
-from branchlake_dagster.incremental.positions import ConsumptionRecord, Positions, PropertyUpdate
-from branchlake_dagster.incremental.redefinition import fit_positions, partition_extent, partition_identity
+from branchlake_dagster.incremental.positions import (
+    ConsumptionRecord,
+    Positions,
+    PropertyUpdate,
+    fit_positions,
+    partition_extent,
+    partition_identity,
+)
 from branchlake_dagster.incremental.valid_through import ValidThrough
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource

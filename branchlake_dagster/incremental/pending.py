@@ -30,8 +30,7 @@ from branchlake_dagster.incremental.affected_partitions import (
     time_dimension,
 )
 from branchlake_dagster.incremental.consumer import Consumer, UpstreamTable
-from branchlake_dagster.incremental.positions import ConsumptionRecord, Positions
-from branchlake_dagster.incremental.redefinition import shares_rows
+from branchlake_dagster.incremental.positions import ConsumptionRecord, Positions, shares_rows
 from branchlake_dagster.incremental.valid_through import (
     InputTime,
     UnconsumedPart,

@@ -1,12 +1,20 @@
-"""The multi-asset of an ingestion: each materialization writes one batch on the run's branch."""
+"""The multi-asset of an ingestion: each materialization writes one batch on the run's branch.
+
+The undo of an earlier attempt of a step, so that a retry starts from the base of the run's branch.
+
+An attempt may have committed its batch although it failed: it failed before it reported the batch, or its
+process died. A retry on top of that commit would report no check results for its dead letters and broken
+contracts.
+"""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import dagster as dg
 
 from branchlake_dagster.checks.column_metadata import column_metadata
+from branchlake_dagster.ingest.batch_commit import list_staging_tables
 from branchlake_dagster.ingest.batch_context import BatchContext, load_ingestion_tables, plan_next_batch
 from branchlake_dagster.ingest.batch_report import (
     batch_table_metadata,
@@ -14,21 +22,59 @@ from branchlake_dagster.ingest.batch_report import (
     format_batch_summary,
     iter_check_results,
     to_check_evaluation,
+    topic_key,
 )
-from branchlake_dagster.ingest.batch_tables import BatchTargets
+from branchlake_dagster.ingest.batch_tables import BatchTargets, Identifier
 from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest, IngestTable, expand_families
-from branchlake_dagster.ingest.earlier_attempts import undo_earlier_attempt
 from branchlake_dagster.ingest.ingest_batch import BatchResult, ingest_batch
-from branchlake_dagster.ingest.observation import topic_key
 from branchlake_dagster.ingest.raw_reprocessing import RawInterval, format_result, reprocess_raw
 from branchlake_dagster.ingest.reprocessing import DeadLetterSelection, reprocess_batch
 from branchlake_dagster.ingest.topic_source import open_topic_source
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import ContentKey, Delete, Operation, Put
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.provenance import materialization_metadata
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import AssetMetadata, LakeProperty, RunTag
 from branchlake_dagster.tables.specification import parse_table_spec, table_metadata
+
+
+def undo_earlier_attempt(
+    client: NessieClient,
+    branch: str,
+    base_hash: str,
+    tables: Iterable[Identifier],
+    *,
+    ingestion: str,
+    properties: Mapping[str, str],
+) -> bool:
+    """Reset an ingestion's tables on a run's branch to the branch's base. Return whether they had changed.
+
+    Staging tables of earlier attempts are dropped. If a commit of the earlier attempt arrives later, Nessie
+    refuses it, because this reset has changed the same tables. Nessie's errors pass through.
+    """
+    if client.reference(branch).hash == base_hash:
+        return False
+    identifiers = list(tables)
+    keys = [ContentKey(one) for one in (*identifiers, *list_staging_tables(client, branch, identifiers))]
+    current_contents = client.contents_at(branch, keys)
+    base_contents = client.contents(f"{MAIN}@{base_hash}", keys)
+    operations: list[Operation] = []
+    for key in keys:
+        base_content = base_contents.get(key)
+        if base_content != current_contents.contents.get(key):
+            operations.append(Put(key, base_content) if base_content is not None else Delete(key))
+    if operations:
+        client.commit(
+            branch,
+            expected_hash=current_contents.reference.hash,
+            operations=operations,
+            message=f"Ingest {ingestion}: an earlier attempt of the step is taken back",
+            properties=properties,
+        )
+    return bool(operations)
+
 
 ingests_by_name: dict[str, Ingest] = {}
 """The ingestions of the code locations that this process has loaded, by name."""

@@ -1,26 +1,38 @@
-"""The commits of a batch: data files with offsets, and merges of rows by their keys."""
+"""The commits of a batch: data files with offsets, and merges of rows by their keys.
+
+The table of kept records, and the removal of those that are too old.
+
+With `keep_value`, each batch appends its records as they were received, in the commit that adds their rows.
+The table is partitioned by the day of receipt, so a removal only drops whole files: it reads the manifests
+and no data. A table property has the first day that is not removed. The removal is repeated when that day
+changes, once a day.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, date, datetime, timedelta
 
 import pyarrow as pa
+from pyiceberg.expressions import LessThan
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.update import AddSnapshotUpdate, RemoveSnapshotsUpdate, SetPropertiesUpdate, TableUpdate
+from pyiceberg.transforms import DayTransform
 from pyspark.sql import SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import OutcomeUnknown
 from branchlake_dagster.history.capture import ancestors_after
+from branchlake_dagster.ingest.batch_context import BatchContext
 from branchlake_dagster.ingest.batch_tables import Identifier, Target
-from branchlake_dagster.ingest.declaration import TOMBSTONE
+from branchlake_dagster.ingest.declaration import TOMBSTONE, Ingest
 from branchlake_dagster.ingest.errors import EarlierAttemptLate
 from branchlake_dagster.ingest.offsets import TableProgress
 from branchlake_dagster.ingest.progress import ReprocessingRun, add_reprocessing_run
@@ -303,3 +315,77 @@ def merge_staged_rows(
         else:
             merge_builder = merge_builder.whenMatched().update(columns).whenNotMatched().insert(columns)
         merge_builder.merge()
+
+
+RECEIVED_AT = "received_at"
+"""The column with the time at which the batch of a record began."""
+EPOCH = date(1970, 1, 1)
+"""The day from which Iceberg counts days."""
+
+
+def remove_expired_records(
+    ingest: Ingest,
+    batch_context: BatchContext,
+    kept_records: Target,
+    *,
+    now: datetime,
+    tables: IcebergTableFormat,
+) -> int:
+    """Remove the days of kept records that ended more than `keep_value_days` before `now`.
+
+    Returns the number of removed records. Commits on the branch, or does nothing if the table's property
+    shows that an earlier batch of the same day has done so.
+    """
+    first_day = (now.astimezone(UTC) - timedelta(days=ingest.keep_value_days)).date()
+    property_name = LakeProperty.KEPT_SINCE_PREFIX + ingest.name
+    if kept_records.table.metadata.properties.get(property_name) == first_day.isoformat():
+        return 0
+    files = list(_iter_files_before(kept_records.table, first_day))
+    commit_tables(
+        batch_context.lake.nessie,
+        batch_context.catalog,
+        batch_context.branch,
+        [
+            BatchTableChange(
+                kept_records.identifier,
+                kept_records.table,
+                snapshot_properties={
+                    **batch_context.snapshot_properties,
+                    LakeProperty.ASSET: "/".join(kept_records.identifier),
+                },
+                table_properties={property_name: first_day.isoformat()},
+                removed_files=files,
+            )
+        ],
+        ingestion=ingest.name,
+        message=f"Ingest {ingest.name}: remove kept records from before {first_day}",
+        properties=batch_context.commit_properties,
+        tables=tables,
+    )
+    return sum(file.record_count for file in files)
+
+
+def _iter_files_before(table: Table, first_day: date) -> Iterator[DataFile]:
+    """Yield the files whose partition is a day of receipt before `first_day`. Reads manifests only.
+
+    Files of a partition spec without the day of receipt are left out, because they may hold newer records.
+    """
+    if table.current_snapshot() is None:
+        return
+    source_id = table.schema().find_field(RECEIVED_AT).field_id
+    day_positions = {
+        spec_id: next(
+            (
+                number
+                for number, part in enumerate(spec.fields)
+                if part.source_id == source_id and isinstance(part.transform, DayTransform)
+            ),
+            None,
+        )
+        for spec_id, spec in table.specs().items()
+    }
+    older = LessThan(RECEIVED_AT, f"{first_day.isoformat()}T00:00:00+00:00")
+    for task in table.scan(row_filter=older).plan_files():
+        position = day_positions[task.file.spec_id]
+        if position is not None and task.file.partition[position] < (first_day - EPOCH).days:
+            yield task.file

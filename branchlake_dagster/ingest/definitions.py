@@ -9,11 +9,14 @@ import dagster as dg
 
 from branchlake_dagster.extras import require_modules
 from branchlake_dagster.ingest.batch_assets import build_batch_assets
+from branchlake_dagster.ingest.batch_report import receiver_key, receiver_spec, topic_key, topic_spec
 from branchlake_dagster.ingest.declaration import Ingest
-from branchlake_dagster.ingest.ingest_sensor import build_batch_sensor
-from branchlake_dagster.ingest.landing_files_job import landing_files_job, landing_files_schedule
+from branchlake_dagster.ingest.ingest_sensor import (
+    build_batch_sensor,
+    landing_files_job,
+    landing_files_schedule,
+)
 from branchlake_dagster.ingest.live_job import live_job, live_sensor
-from branchlake_dagster.ingest.observation import receiver_key, receiver_spec, topic_key, topic_spec
 from branchlake_dagster.stored_names import RunTag
 
 

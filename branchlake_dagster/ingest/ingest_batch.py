@@ -19,21 +19,15 @@ from branchlake_dagster.ingest.batch_commit import (
     create_staging_table,
     list_staging_tables,
     merge_staged_rows,
+    remove_expired_records,
     staging_columns,
 )
 from branchlake_dagster.ingest.batch_context import BatchContext, IngestionTables, PlannedBatch
 from branchlake_dagster.ingest.batch_tables import BatchTargets, Identifier
 from branchlake_dagster.ingest.binary_formats import RegistryAvro
 from branchlake_dagster.ingest.declaration import ExpandedIngest
-from branchlake_dagster.ingest.division import (
-    RecordPosition,
-    exclude_records,
-    find_unwritable_records,
-    join_ranges,
-)
 from branchlake_dagster.ingest.errors import ColumnsUnknown
 from branchlake_dagster.ingest.formats import Format
-from branchlake_dagster.ingest.kept_records import remove_expired_records
 from branchlake_dagster.ingest.offsets import (
     Offsets,
     Ranges,
@@ -48,7 +42,14 @@ from branchlake_dagster.ingest.planning import (
     merge_latest_times,
     narrow_plan,
 )
-from branchlake_dagster.ingest.record_frames import RECORD_SCHEMA, Records
+from branchlake_dagster.ingest.record_frames import (
+    RECORD_SCHEMA,
+    RecordPosition,
+    Records,
+    exclude_records,
+    find_unwritable_records,
+    join_ranges,
+)
 from branchlake_dagster.ingest.reprocessing import with_waiting_tables
 from branchlake_dagster.ingest.scan import (
     FailedScans,

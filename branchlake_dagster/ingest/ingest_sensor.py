@@ -3,28 +3,30 @@
 With wrong credentials a run fails within seconds, and without pauses the sensor started another one every
 five seconds, all night. The same happened with a batch that the gate blocks, although all of its steps
 succeed. Runs that were killed or interrupted do not count as failing: the next run starts at once.
-"""
 
-from __future__ import annotations
+A job that removes landing files whose records are on `main`, and its schedule.
+"""
 
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from itertools import takewhile
+from typing import Any
 
 import dagster as dg
 
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.ingest.batch_context import PlannedBatch, plan_next_batch
+from branchlake_dagster.ingest.batch_report import build_observations, build_offline_observations
 from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.ingest.errors import LandingUnavailable
-from branchlake_dagster.ingest.observation import build_observations, build_offline_observations
 from branchlake_dagster.ingest.offsets import count_offsets
-from branchlake_dagster.ingest.topic_source import open_topic_source
+from branchlake_dagster.ingest.topic_source import common_offsets, open_topic_source, remove_read_files
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.receivers.metrics_client import MonitorReport, scrape_monitors
+from branchlake_dagster.receivers.landing import Landing, LandingFile
+from branchlake_dagster.receivers.metrics import MonitorReport, scrape_monitors
 from branchlake_dagster.runs.discarding import FAILING_STATUSES, FAILURE_REASON_TAG, PERMANENT_FAILURES
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_tags import PARKED, Status
@@ -219,3 +221,70 @@ def build_batch_sensor(
         return dg.SensorResult(skip_reason=reason, cursor=cursor, asset_events=events)
 
     return sensor
+
+
+def remove_landing_files(
+    topic: str, ingests: Sequence[Ingest], lake: Lakehouse, *, clock: Callable[[], float] = time.time
+) -> list[LandingFile]:
+    """Remove old files of a topic whose records all `ingests` have on `main`.
+
+    Files that are younger than `landing_keep_h` hours stay. Raises the errors of `plan_next_batch` before
+    anything is removed.
+    """
+    # A table that is filled again after a rollback needs files before the position of the other tables.
+    planned_batches = [plan_batch_on_main(ingest, lake) for ingest in ingests]
+    read_offsets = common_offsets(planned_batch.progress.start for planned_batch in planned_batches)
+    finished_before = clock() - lake.settings.landing_keep_h * 3600
+    return remove_read_files(
+        Landing(lake.settings.landing_folder),
+        [planned_batches[0].topics[topic]],
+        read_offsets,
+        finished_before=finished_before,
+    )
+
+
+def landing_files_job(ingests: Sequence[Ingest], *, lakehouse_key: str) -> dg.JobDefinition:
+    """Build the job for all topics of these ingestions."""
+    topics = sorted({topic for ingest in ingests for topic in ingest.topics})
+    name = _job_name(ingests)
+
+    @dg.op(
+        name=f"{name}_op",
+        required_resource_keys={lakehouse_key},
+        out=dg.Out(dg.Nothing),
+        description="Removes landing files whose records are all on main, except the newest of a partition.",
+    )
+    def remove(context: dg.OpExecutionContext) -> None:
+        resource: LakehouseResource = getattr(context.resources, lakehouse_key)
+        for topic in topics:
+            readers = [ingest for ingest in ingests if topic in ingest.topics]
+            removed = remove_landing_files(topic, readers, resource.lakehouse)
+            rows = sum(file.rows for file in removed)
+            context.log.info(
+                f"{topic}: removed {format_count(len(removed), 'file')} with {format_count(rows, 'record')}."
+            )
+
+    @dg.job(
+        name=name,
+        executor_def=dg.in_process_executor,
+        description=f"Removes files of {', '.join(topics)} that main has, after BRANCHLAKE_LANDING_KEEP_H.",
+    )
+    def job() -> None:
+        remove()
+
+    return job
+
+
+def landing_files_schedule(job: Any) -> dg.ScheduleDefinition:
+    """Build the hourly schedule of the job. It is off by default."""
+    return dg.ScheduleDefinition(
+        name=f"{job.name}_schedule",
+        job=job,
+        cron_schedule="23 * * * *",
+        default_status=dg.DefaultScheduleStatus.STOPPED,
+    )
+
+
+def _job_name(ingests: Sequence[Ingest]) -> str:
+    """Return a name that no other group of ingestions in one code location has."""
+    return f"landing_files_{min(ingest.name for ingest in ingests)}"

@@ -23,7 +23,7 @@ from dagster import (
 )
 from pyiceberg.table import Table
 
-from branchlake_dagster.automation.consumers import iter_consumers
+from branchlake_dagster.automation.backlog import iter_consumers
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.capture import capture_change, contains_snapshot, current_position
@@ -36,8 +36,7 @@ from branchlake_dagster.incremental.pending import (
     unconsumed_partitions,
     windows_end_ms,
 )
-from branchlake_dagster.incremental.positions import read_positions, recorded_time
-from branchlake_dagster.incremental.redefinition import fit_positions
+from branchlake_dagster.incremental.positions import fit_positions, read_positions, recorded_time
 from branchlake_dagster.incremental.valid_through import InputTime, to_epoch_ms
 from branchlake_dagster.ingest.batch_assets import ingests_by_name
 from branchlake_dagster.ingest.batch_report import to_utc_datetime

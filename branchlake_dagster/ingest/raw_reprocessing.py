@@ -27,6 +27,8 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.batch_commit import (
+    EPOCH,
+    RECEIVED_AT,
     BatchTableChange,
     commit_tables,
     create_staging_table,
@@ -38,7 +40,6 @@ from branchlake_dagster.ingest.binary_formats import RegistryAvro
 from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest
 from branchlake_dagster.ingest.errors import RowsNotIdentified
 from branchlake_dagster.ingest.formats import Format
-from branchlake_dagster.ingest.kept_records import EPOCH, RECEIVED_AT
 from branchlake_dagster.ingest.offsets import Offsets, topic_id
 from branchlake_dagster.ingest.progress import reprocessing_runs
 from branchlake_dagster.ingest.record_frames import RECORD_COLUMNS

@@ -17,12 +17,16 @@ from branchlake_dagster.ingest.batch_tables import (
 )
 from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.ingest.errors import TableTooNarrow
-from branchlake_dagster.ingest.field_types import infer_field_types
 from branchlake_dagster.ingest.formats import Format
 from branchlake_dagster.ingest.prepared_records import mapped_fields, record_route, takes_route
 from branchlake_dagster.ingest.scan import ScanResult, delete_files
 from branchlake_dagster.ingest.spark_expressions import format_ddl
-from branchlake_dagster.ingest.writable_columns import remaining_columns, reserved_names, select_new_columns
+from branchlake_dagster.ingest.writable_columns import (
+    infer_field_types,
+    remaining_columns,
+    reserved_names,
+    select_new_columns,
+)
 from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.wording import format_count
 

@@ -18,10 +18,9 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.errors import BranchlakeError, without_credentials
 from branchlake_dagster.ingest.batch_tables import DEAD_LETTER_SCHEMA, KEPT_RECORD_SCHEMA
-from branchlake_dagster.ingest.division import RecordPosition
 from branchlake_dagster.ingest.errors import TableTooNarrow
 from branchlake_dagster.ingest.offsets import Offsets, TopicPartition
-from branchlake_dagster.ingest.record_frames import RawRecord
+from branchlake_dagster.ingest.record_frames import RawRecord, RecordPosition
 from branchlake_dagster.ingest.worker_writer import SCHEMA_VERSION
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import Delete, IcebergTable, Operation, Put

@@ -3,6 +3,8 @@
 A fork ends as the interpreter would, but it does not free the objects that it has inherited. Freeing a
 quarter of a gigabyte of modules, each page copied from the template, was a fifth of the CPU time of a small
 run. The kernel frees them at once.
+
+The identity of the process that executes a run. Other processes of its machine can check it safely.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import atexit
 import contextlib
 import gc
 import io
+import json
 import os
 import signal
 import socket
@@ -19,11 +22,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from dagster import DagsterInstance
 
+from branchlake_dagster.embedded.process import find_start_s, is_same_start
 from branchlake_dagster.internals.dagster_launching import (
     InstanceRef,
     capture_interrupts,
@@ -32,8 +37,59 @@ from branchlake_dagster.internals.dagster_launching import (
     format_crash,
 )
 from branchlake_dagster.internals.json_channel import ChannelClosed, receive_message, send_message
-from branchlake_dagster.launching.process import WorkerProcess
 from branchlake_dagster.stored_names import RunTag
+
+
+def pid_namespace_name() -> str:
+    """Return a name for the set of processes that this process can see: the boot id and the PID namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """The process of a run.
+
+    `started_s` is its start in seconds since boot, because the system reuses pids.
+    """
+
+    pid: int
+    started_s: float
+    place: str
+
+    @classmethod
+    def current(cls) -> WorkerProcess:
+        """Return the calling process."""
+        # The calling process runs, so it has a start time.
+        return cls(os.getpid(), find_start_s(os.getpid()) or 0.0, pid_namespace_name())
+
+    @classmethod
+    def from_tag(cls, tag: str | None) -> WorkerProcess | None:
+        """Parse a run's tag. Return None if the run has no such tag, or one that cannot be parsed."""
+        try:
+            return cls(**json.loads(tag or ""))
+        except (ValueError, TypeError):
+            return None
+
+    def to_tag(self) -> str:
+        """Return the value for the tag `WORKER_TAG`."""
+        return json.dumps(asdict(self))
+
+    def is_visible(self) -> bool:
+        """Return whether this process could see the run's process if it ran."""
+        return self.place == pid_namespace_name()
+
+    def is_running(self) -> bool:
+        """Return whether the process still runs.
+
+        A zombie, which its parent has not yet collected, does not run.
+        """
+        current_start_s = find_start_s(self.pid)
+        return current_start_s is not None and is_same_start(current_start_s, self.started_s)
+
 
 RUN_ENDED_STATUS = 85
 """The exit status of a worker that leaves its run ended, or untouched. It is not 0, because code of a step

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from dagster import DagsterInstance, DagsterRun
 
+from branchlake_dagster.history.capture import ReadMetadata
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
@@ -16,10 +17,14 @@ from branchlake_dagster.publication.evidence import RunEvidence, collect_evidenc
 from branchlake_dagster.publication.ledger import Candidate, Published, changed_tables, load_write_set
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.publication.verdict import Verdict, judge_evidence
-from branchlake_dagster.runs.added_snapshots import ReadMetadata
 from branchlake_dagster.runs.branch_owner import load_runs_on_branch
-from branchlake_dagster.runs.claims import claim_branch, is_claimed
-from branchlake_dagster.runs.discarding import FAILING_STATUSES, end_branch_and_claim, fail_unpublished_run
+from branchlake_dagster.runs.discarding import (
+    FAILING_STATUSES,
+    claim_branch,
+    end_branch_and_claim,
+    fail_unpublished_run,
+    is_claimed,
+)
 from branchlake_dagster.runs.run_tags import (
     find_keep_failed_hours,
     find_publication,

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from pyiceberg.table.snapshots import Operation, Snapshot
 
-from branchlake_dagster.nessie.model import LogEntry
-from branchlake_dagster.runs.added_snapshots import (
+from branchlake_dagster.history.capture import (
     ReadMetadata,
     find_added_snapshots,
     iter_put_tables,
     newest_metadata_locations,
 )
+from branchlake_dagster.nessie.model import LogEntry
 from branchlake_dagster.stored_names import LakeProperty
 
 _CLIENT_PROPERTY = "application-type"

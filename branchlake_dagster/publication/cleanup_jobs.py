@@ -38,8 +38,13 @@ from branchlake_dagster.cleanup.sweeper import SWEEPER_TAG_FILTER, Sweeper, Swee
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.publisher import build_publisher
-from branchlake_dagster.runs.branch_names import is_own_reference
-from branchlake_dagster.runs.branch_owner import is_retry, iter_continuing_runs, load_branch_owners
+from branchlake_dagster.runs.branch_owner import (
+    is_own_reference,
+    is_retry,
+    iter_continuing_runs,
+    load_branch_owners,
+    load_instance_id,
+)
 from branchlake_dagster.runs.discarding import report_branch_end
 from branchlake_dagster.runs.failure_detector import (
     Liveness,
@@ -49,7 +54,6 @@ from branchlake_dagster.runs.failure_detector import (
 )
 from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.origin import load_instance_id
 from branchlake_dagster.runs.run_tags import (
     FENCED,
     Retention,

@@ -25,10 +25,10 @@ from branchlake_dagster.publication.ledger import Published
 from branchlake_dagster.publication.main_log import MainLog
 from branchlake_dagster.publication.outcome import Outcome, PublicationAction
 from branchlake_dagster.runs.branch_owner import load_runs_on_branch
-from branchlake_dagster.runs.claims import release_claim
 from branchlake_dagster.runs.discarding import (
     end_judged_branch,
     fail_unpublished_run,
+    release_claim,
     revoke_materializations,
 )
 from branchlake_dagster.runs.run_tags import (

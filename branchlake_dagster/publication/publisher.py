@@ -40,7 +40,7 @@ from branchlake_dagster.publication.ledger import (
 from branchlake_dagster.publication.main_log import MainLog
 from branchlake_dagster.publication.replay import IcebergTableFormat, TableFormat
 from branchlake_dagster.publication.snapshot_files import SnapshotFiles
-from branchlake_dagster.runs.branch_names import branch_filter
+from branchlake_dagster.runs.branch_owner import branch_filter
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from dagster import DagsterInstance, DagsterRun
 
+from branchlake_dagster.history.capture import ReadMetadata
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
@@ -44,8 +45,7 @@ from branchlake_dagster.publication.publisher import (
 )
 from branchlake_dagster.publication.recheck import PendingChecks, Recheck, RecheckResult
 from branchlake_dagster.publication.report import MainView
-from branchlake_dagster.runs.added_snapshots import ReadMetadata
-from branchlake_dagster.runs.branch_names import branch_filter
+from branchlake_dagster.runs.branch_owner import branch_filter
 from branchlake_dagster.runs.discarding import report_branch_end
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import FENCED, Status, find_recorded_base, is_judged

@@ -15,8 +15,14 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse, quote_sql_name, sql_name
 from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.query.dataset import IcebergDataset
-from branchlake_dagster.query.names import TablePath, find_table_paths, load_table_keys, resolve_tables
-from branchlake_dagster.query.reference import LakeState, QueryFailed
+from branchlake_dagster.query.reference import (
+    LakeState,
+    QueryFailed,
+    TablePath,
+    find_table_paths,
+    load_table_keys,
+    resolve_tables,
+)
 from branchlake_dagster.settings import Settings
 
 if TYPE_CHECKING:

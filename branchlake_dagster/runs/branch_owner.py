@@ -3,6 +3,18 @@
 The branch of one batch of a live ingestion is named `run-{UUIDv7}.{live run}.{Dagster instance}`. No run has
 this name, and Nessie records neither an owner nor an age for a branch without commits of its own. So the name
 records both, even if the writer died right after creating the branch.
+
+Name the Nessie references that branchlake creates, and recognize them.
+
+A name consists of a prefix and the run's UUID, so that references of users are never taken for branchlake's.
+`publish-q3-report` was once deleted as a publication branch, and `run-experiment` would have been reaped. The
+branch of a live ingestion's batch has three UUIDs after the prefix (`build_batch_branch_name`).
+
+Find the Dagster instance that made a branch, because each of several instances ends only its own branches.
+
+An instance is identified by the id of its run storage. PyIceberg's commits record the id as a property. Spark
+overwrites the properties of its commits, so its snapshot summaries record the id. The branch of a live
+ingestion's batch has the id in its name.
 """
 
 from __future__ import annotations
@@ -11,16 +23,88 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import StrEnum
 from itertools import islice
 from uuid import UUID
+from weakref import WeakKeyDictionary
 
 from dagster import DagsterInstance, DagsterRun, RunRecord, RunsFilter
 
 from branchlake_dagster.internals.dagster import ASSET_RESUME_RETRY_TAG, PARENT_RUN_ID_TAG
-from branchlake_dagster.runs import branch_names as reference_names
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import ReferenceNotFound
+from branchlake_dagster.nessie.model import IcebergTable, LogEntry, Put, Reference
 from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
 from branchlake_dagster.runs.run_tags import find_run_location, is_opened_by
-from branchlake_dagster.stored_names import RunTag
+from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix, RunTag
+from branchlake_dagster.tables.errors import InvalidCheckRun
+from branchlake_dagster.tables.table_files import FileUnreadable, TableFiles
+from branchlake_dagster.wording import format_names
+
+UUID_PATTERN = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+"""A regular expression for Python and for Nessie's filters."""
+_ALL_PREFIXES = (
+    ReferencePrefix.RUN,
+    ReferencePrefix.PUBLICATION,
+    ReferencePrefix.DISCARDED,
+    ReferencePrefix.SWEEPING,
+    ReferencePrefix.CLAIM,
+)
+
+
+def _name_pattern(*prefixes: str) -> str:
+    return f"^({'|'.join(prefixes)}){UUID_PATTERN}([.]{UUID_PATTERN}[.]{UUID_PATTERN})?$"
+
+
+def branch_filter(*prefixes: str) -> str:
+    """Return Nessie's filter for branchlake's branches with these prefixes."""
+    return f"refType == 'BRANCH' && ref.name.matches('{_name_pattern(*prefixes)}')"
+
+
+def tag_filter(*prefixes: str) -> str:
+    """Return Nessie's filter for branchlake's tags with these prefixes."""
+    return f"refType == 'TAG' && ref.name.matches('{_name_pattern(*prefixes)}')"
+
+
+def is_own_reference(name: str, *prefixes: str) -> bool:
+    """Return whether branchlake uses this reference name. Without `prefixes`, any of its prefixes counts."""
+    return re.fullmatch(_name_pattern(*(prefixes or _ALL_PREFIXES)), name) is not None
+
+
+def strip_name_prefix(name: str) -> str:
+    """Return the id after the prefix of a reference name: the id of a run, or the three ids of a batch."""
+    for prefix in _ALL_PREFIXES:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+_HASH_PATTERN = re.compile(r"[0-9a-f]{16,64}")
+
+
+def find_check_reference(run_id: str, tags: Mapping[str, str]) -> str | None:
+    """Return the reference `name@hash` that a check run reads; None for every other run.
+
+    Whoever launches the run sets its tags. So only a publication branch at a fixed hash is accepted, because
+    a catalog or Spark session at a fixed hash is read-only. A tag that named `main` once let a run write
+    there without any check.
+
+    Raises:
+        InvalidCheckRun: The tags name another reference, or no hash.
+    """
+    if RunTag.CHECK_REF not in tags:
+        return None
+    branch_name, hash_ = tags[RunTag.CHECK_REF], tags.get(RunTag.CHECK_HASH, "")
+    if not is_own_reference(branch_name, ReferencePrefix.PUBLICATION) or not _HASH_PATTERN.fullmatch(hash_):
+        raise InvalidCheckRun(
+            f"The run's tags make it a check run, but {branch_name}@{hash_} is not a prepared publication"
+            " state.",
+            branch=branch_name,
+            run_id=run_id,
+            hint=f"Remove the tags {RunTag.CHECK_REF} and {RunTag.CHECK_HASH}, and launch the run again.",
+        )
+    return f"{branch_name}@{hash_}"
+
 
 _CHUNK_SIZE = 500
 """The number of values in one query. SQLite allows at most 999."""
@@ -147,7 +231,7 @@ def _newest_record(branch: str, candidates: Sequence[RunRecord]) -> RunRecord | 
     return max(finished_records, key=_storage_id, default=None)
 
 
-_UUID_REGEX = re.compile(reference_names.UUID_PATTERN)
+_UUID_REGEX = re.compile(UUID_PATTERN)
 _UNKNOWN_UUID = str(UUID(int=0))
 _RANDOM_BITS = 76
 """The number of bits of a UUIDv7 after the time and the version, including the variant."""
@@ -167,7 +251,7 @@ class BatchBranch:
     @classmethod
     def from_name(cls, name: str) -> BatchBranch | None:
         """Parse the name of a branch, or of the tag that replaced it. None if the name is not a batch's."""
-        parts = reference_names.strip_name_prefix(name).split(".")
+        parts = strip_name_prefix(name).split(".")
         if len(parts) != 3 or not all(_UUID_REGEX.fullmatch(part) for part in parts) or parts[0][14] != "7":
             return None
         try:
@@ -197,3 +281,120 @@ def writer_branch(branch: str) -> str:
     """
     batch = BatchBranch.from_name(branch)
     return run_branch_name(batch.run_id) if batch else branch
+
+
+_MAX_COMMITS = 200
+"""The most commits of a branch that are read."""
+
+
+class Maker(StrEnum):
+    """Who made a branch whose run this instance does not know."""
+
+    HERE = "this instance's"
+    ELSEWHERE = "another instance's"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class BranchOrigin:
+    """Who made a branch. `instance_ids` are the instances that its name, commits and heartbeats record."""
+
+    maker: Maker = Maker.UNKNOWN
+    instance_ids: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.maker is Maker.ELSEWHERE:
+            return f"it belongs to {format_names('Dagster instance', self.instance_ids)}"
+        return "nothing records which Dagster instance made it"
+
+
+UNKNOWN_ORIGIN = BranchOrigin()
+"""The origin of a branch that was not examined, or that has no record of its instance."""
+
+
+_ids: WeakKeyDictionary[DagsterInstance, str | None] = WeakKeyDictionary()
+
+
+def load_instance_id(instance: DagsterInstance) -> str | None:
+    """Load the id of the instance's run storage, which is persistent. None if the storage has no id."""
+    if instance not in _ids:
+        load_storage_id = getattr(instance.run_storage, "get_run_storage_id", None)
+        _ids[instance] = str(load_storage_id()) if load_storage_id is not None else None
+    return _ids[instance]
+
+
+class OriginFinder:
+    """Finds who made a branch or a tag.
+
+    `own_instance` is this instance's id; if it is None, no branch is its own.
+
+    `files` reads the table metadata that Spark's commits refer to. Without it, Spark's commits reveal no
+    instance.
+    """
+
+    def __init__(
+        self, client: NessieClient, own_instance: str | None, files: TableFiles | None = None
+    ) -> None:
+        self._client = client
+        self._own_instance = own_instance
+        self._files = files
+
+    def find_origin(
+        self,
+        ref: Reference,
+        *,
+        base_hash: str | None = None,
+        heartbeat_instances: frozenset[str] = frozenset(),
+    ) -> BranchOrigin:
+        """Find who made `ref`, which must include its metadata.
+
+        `base_hash` is where the reference left `main`; Nessie knows this for branches but not for tags.
+        `heartbeat_instances` are the instances that send heartbeats for it. The reference is this instance's
+        own only if all records name this instance.
+        """
+        metadata = ref.metadata
+        ancestor = base_hash or (metadata.common_ancestor_hash if metadata else None)
+        batch = BatchBranch.from_name(ref.name)
+        instance_ids = {*heartbeat_instances, batch.instance} - {""} if batch else set(heartbeat_instances)
+        if metadata and ancestor and ancestor != ref.hash:
+            head_instance = (
+                metadata.head_commit.properties.get(LakeProperty.INSTANCE) if metadata.head_commit else None
+            )
+            instance_ids |= {head_instance} if head_instance else set(self._iter_log_instances(ref, ancestor))
+        sorted_ids = tuple(sorted(instance_ids))
+        if not sorted_ids:
+            return UNKNOWN_ORIGIN
+        return BranchOrigin(
+            Maker.HERE if sorted_ids == (self._own_instance,) else Maker.ELSEWHERE, sorted_ids
+        )
+
+    def _iter_log_instances(self, ref: Reference, ancestor: str) -> Iterator[str]:
+        log = self._client.log(f"@{ref.hash}", since=ancestor, limit=_MAX_COMMITS, fetch_operations=True)
+        try:
+            for entry in log:
+                yield from self._iter_entry_instances(entry)
+        except ReferenceNotFound:
+            return  # its commits cannot be distinguished from main's
+
+    def _iter_entry_instances(self, entry: LogEntry) -> Iterator[str]:
+        if commit_instance := entry.commit.properties.get(LakeProperty.INSTANCE):
+            yield commit_instance
+            return
+        for operation in entry.operations:
+            content = operation.content if isinstance(operation, Put) else None
+            if isinstance(content, IcebergTable) and (snapshot_instance := self._snapshot_instance(content)):
+                yield snapshot_instance
+
+    def _snapshot_instance(self, content: IcebergTable) -> str | None:
+        if self._files is None:
+            return None
+        try:
+            metadata = self._files.metadata(content.metadata_location)
+        except FileUnreadable:
+            return None  # no information; without other records the branch is kept
+        snapshot = metadata.snapshot_by_id(content.snapshot_id) if metadata else None
+        return (
+            snapshot.summary.additional_properties.get(LakeProperty.INSTANCE)
+            if snapshot and snapshot.summary
+            else None
+        )

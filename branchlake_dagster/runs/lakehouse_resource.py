@@ -18,13 +18,11 @@ from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.errors import ReadOnlyReference
 from branchlake_dagster.internals.dagster import get_running_context, report_engine_event
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.runs.branch_names import find_check_reference
-from branchlake_dagster.runs.branch_owner import is_retry
+from branchlake_dagster.runs.branch_owner import find_check_reference, is_retry, load_instance_id
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, SharedHeartbeats, build_heartbeat
 from branchlake_dagster.runs.lake_config import LakeConfig
 from branchlake_dagster.runs.leases import RunLeases
-from branchlake_dagster.runs.origin import load_instance_id
-from branchlake_dagster.runs.read_set import ReadSet, find_running_step
+from branchlake_dagster.runs.provenance import ReadSet, find_running_step
 from branchlake_dagster.runs.retries import inherit_parent_branch, undo_earlier_attempts
 from branchlake_dagster.runs.run_branch import RunBranch, run_branch_name
 from branchlake_dagster.runs.run_tags import Retention, RunLocation, is_opened_by

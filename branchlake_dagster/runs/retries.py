@@ -14,6 +14,12 @@ from enum import Enum, auto
 
 from dagster import DagsterInstance, DagsterRun
 
+from branchlake_dagster.history.capture import (
+    ReadMetadata,
+    find_added_snapshots,
+    iter_put_tables,
+    newest_metadata_locations,
+)
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import (
     Content,
@@ -24,15 +30,8 @@ from branchlake_dagster.nessie.model import (
     Operation,
     Put,
 )
-from branchlake_dagster.runs.added_snapshots import (
-    ReadMetadata,
-    find_added_snapshots,
-    iter_put_tables,
-    newest_metadata_locations,
-)
 from branchlake_dagster.runs.branch_owner import is_retry, iter_continuing_runs, load_runs_on_branch
-from branchlake_dagster.runs.claims import is_claimed
-from branchlake_dagster.runs.discarding import report_branch_end, take_over_branch
+from branchlake_dagster.runs.discarding import is_claimed, report_branch_end, take_over_branch
 from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
 from branchlake_dagster.runs.run_tags import (
     CONTINUED,

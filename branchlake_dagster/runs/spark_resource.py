@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 
 from branchlake_dagster.internals.dagster import CopiedByFields
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.read_set import find_running_step
+from branchlake_dagster.runs.provenance import find_running_step
 from branchlake_dagster.spark.plan_reads import PlanReads, watch_reads
 from branchlake_dagster.spark.session import is_connect
 from branchlake_dagster.stored_names import LakeProperty

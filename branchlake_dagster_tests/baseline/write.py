@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import dagster as dg
 
-from branchlake_dagster.automation.backfill_launch import launch_again, launch_backfill
+from branchlake_dagster.automation.backfill_retry import launch_again, launch_backfill
 from branchlake_dagster.ingest.reprocessing import DeadLetterSelection
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
@@ -28,11 +28,9 @@ from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.nessie.model import IcebergTable
 from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.parked_runs import MAX_ATTEMPTS
-from branchlake_dagster.runs.branch_owner import build_batch_branch_name
-from branchlake_dagster.runs.claims import claim_branch
-from branchlake_dagster.runs.discarding import discard_branch
+from branchlake_dagster.runs.branch_owner import build_batch_branch_name, load_instance_id
+from branchlake_dagster.runs.discarding import claim_branch, discard_branch
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, build_heartbeat
-from branchlake_dagster.runs.origin import load_instance_id
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name
 from branchlake_dagster.runs.run_tags import PARKED
 from branchlake_dagster.stored_names import RunTag

@@ -17,8 +17,7 @@ from branchlake_dagster import (
     rows,
     table_metadata,
 )
-from branchlake_dagster.automation.backlog import ConsumerBacklog
-from branchlake_dagster.automation.consumers import iter_consumers
+from branchlake_dagster.automation.backlog import ConsumerBacklog, iter_consumers
 from branchlake_dagster.automation.progress import iter_input_backlogs
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.history.capture import capture_change, current_position

@@ -19,8 +19,8 @@ from pyiceberg.transforms import DayTransform, IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType, StructType, TimestampType
 
 from branchlake_dagster import consumes, keys, table_metadata
+from branchlake_dagster.automation.progress import iter_code_dependents, list_asset_columns
 from branchlake_dagster.cleanup.reaper_rules import ReapingAction
-from branchlake_dagster.cli.column_dependents import iter_code_dependents, list_asset_columns
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.errors import NessieOutcomeUnknown
@@ -35,7 +35,7 @@ from branchlake_dagster.publication.column_changes import (
 )
 from branchlake_dagster.publication.ledger import iter_publications
 from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.runs.origin import load_instance_id
+from branchlake_dagster.runs.branch_owner import load_instance_id
 from branchlake_dagster.runs.run_branch import run_id_of_branch
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published

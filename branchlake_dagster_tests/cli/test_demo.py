@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.cli.status import gather_status
+from branchlake_dagster.cli.run_branches import gather_status
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.sda.commands.demo_run import INGEST_JOBS, run_demo
 from branchlake_dagster_tests.suite import soak

@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster.cli import doctor, main, set_aside, status
+from branchlake_dagster.cli import doctor, main, run_branches
 from branchlake_dagster.cli.command_settings import ENVIRONMENT, find_project_files, load_command_settings
 from branchlake_dagster.cli.location import format_settings, require_location
 from branchlake_dagster.errors import ConfigurationError
@@ -121,8 +121,8 @@ def test_the_command_looks_at_the_lake_of_the_code_location(
         raise LookedError
 
     for imported_by_command, name in (
-        (status, "gather_status"),
-        (set_aside, "gather_parked_runs"),
+        (run_branches, "gather_status"),
+        (run_branches, "gather_parked_runs"),
         (doctor, "examine_setup"),
         (lakehouse, "Lakehouse"),
     ):
@@ -291,7 +291,9 @@ def test_variables_of_the_env_file_reach_the_code_location(
 
 
 def test_status_and_doctor_say_where_their_settings_come_from(module: str, project: Path) -> None:
-    assert status.gather_status(Settings(), "lake of shop (-m)")["settings_source"] == "lake of shop (-m)"
+    assert (
+        run_branches.gather_status(Settings(), "lake of shop (-m)")["settings_source"] == "lake of shop (-m)"
+    )
     found = doctor.examine_setup(Settings(), "lake of shop (-m)", "broken cannot be loaded")
     states = {(one.place, one.looked_at): one.state for one in found.findings}
     assert states["Settings", "source"] == "right"

@@ -6,7 +6,7 @@ import pytest
 
 from branchlake_dagster.cleanup.reaper_rules import Reaping, ReapingAction, RunState
 from branchlake_dagster.cleanup.sweeper import Sweeping
-from branchlake_dagster.cli.reaping import show_reaping
+from branchlake_dagster.cli.run_branches import show_reaping
 
 REAPED = [
     Reaping(

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from branchlake_dagster.cli import main
 from branchlake_dagster.cli.ending import exit_on_signals
-from branchlake_dagster.cli.status import find_daemon_warning, show_status
+from branchlake_dagster.cli.run_branches import find_daemon_warning, show_status
 from branchlake_dagster.embedded import jars
 from branchlake_dagster.embedded.jars import ICEBERG_SPARK, DownloadFailed, resolve_jars
 from branchlake_dagster.embedded.state_folder import (

@@ -10,9 +10,8 @@ import pytest
 from branchlake_dagster import consumes, table_metadata, unconsumed_change
 from branchlake_dagster.automation.backfill_plan import plan_stages
 from branchlake_dagster.automation.backfill_progress import load_consumer_progress
-from branchlake_dagster.automation.backlog import ConsumerBacklog
-from branchlake_dagster.automation.consumers import iter_consumers
-from branchlake_dagster.automation.in_flight import InFlightRuns
+from branchlake_dagster.automation.backlog import ConsumerBacklog, iter_consumers
+from branchlake_dagster.automation.consumer_runs import InFlightRuns
 from branchlake_dagster.automation.launch_decision import LaunchPolicy, LaunchState
 from branchlake_dagster.automation.partition_backlog import launch_decisions
 from branchlake_dagster.internals.dagster import RANGE_END_TAG, RANGE_START_TAG, RUN_KEY_TAG

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from branchlake_dagster import consumer_backlog, consumes, read_changes, table_metadata
-from branchlake_dagster.automation.consumers import iter_consumers
+from branchlake_dagster.automation.backlog import iter_consumers
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.outcome import PublicationAction

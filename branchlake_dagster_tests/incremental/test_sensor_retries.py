@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from branchlake_dagster import consumes, table_metadata
-from branchlake_dagster.automation.backlog_report import SHOWN_PARTITIONS
+from branchlake_dagster.automation.partition_backlog import SHOWN_PARTITIONS
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster_tests.harness import Project, project

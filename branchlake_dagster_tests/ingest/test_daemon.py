@@ -13,7 +13,7 @@ import requests
 
 from branchlake_dagster.bench.launched_run import start_sensor
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.launching.process import WorkerProcess
+from branchlake_dagster.launching.worker import WorkerProcess
 from branchlake_dagster.runs.branch_owner import BatchBranch
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.stored_names import RunTag

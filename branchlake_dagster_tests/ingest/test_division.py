@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from branchlake_dagster.ingest import ingest_batch
-from branchlake_dagster.ingest.division import (
+from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, count_offsets
+from branchlake_dagster.ingest.record_frames import (
     RecordPosition,
     exclude_records,
     find_unwritable_records,
     join_ranges,
     split_in_halves,
 )
-from branchlake_dagster.ingest.offsets import OffsetRange, Ranges, TopicPartition, count_offsets
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.spark.session import SparkGone
 

@@ -18,12 +18,11 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from branchlake_dagster.errors import ConfigurationError, Transient
+from branchlake_dagster.ingest.batch_report import build_observations
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.definitions import ingest_definitions
 from branchlake_dagster.ingest.errors import LandingUnavailable, TopicChanged, TopicReplaced
-from branchlake_dagster.ingest.ingest_sensor import plan_batch_on_main
-from branchlake_dagster.ingest.landing_files_job import remove_landing_files
-from branchlake_dagster.ingest.observation import build_observations
+from branchlake_dagster.ingest.ingest_sensor import plan_batch_on_main, remove_landing_files
 from branchlake_dagster.ingest.offsets import OffsetRange, TopicPartition
 from branchlake_dagster.ingest.record_frames import LandingRecords
 from branchlake_dagster.ingest.topic_source import (

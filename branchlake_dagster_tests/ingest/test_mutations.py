@@ -14,6 +14,7 @@ import pytest
 from branchlake_dagster.catalog.stored_files import load_prefixes
 from branchlake_dagster.cleanup.sweep_plan import SweepPlanner
 from branchlake_dagster.ingest import ingest_batch as batches
+from branchlake_dagster.ingest.batch_assets import undo_earlier_attempt
 from branchlake_dagster.ingest.batch_commit import (
     create_staging_table,
     list_staging_tables,
@@ -21,7 +22,6 @@ from branchlake_dagster.ingest.batch_commit import (
 )
 from branchlake_dagster.ingest.batch_tables import Target
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.earlier_attempts import undo_earlier_attempt
 from branchlake_dagster.ingest.ingest_batch import ingest_batch
 from branchlake_dagster.ingest.scan import ScanResult
 from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown, NessieUnavailable

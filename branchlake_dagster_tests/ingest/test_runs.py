@@ -15,11 +15,11 @@ from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from branchlake_dagster.ingest import batch_assets
+from branchlake_dagster.ingest.batch_report import topic_key
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.definitions import ingest_definitions
 from branchlake_dagster.ingest.ingest_sensor import build_batch_sensor, observe_topics, plan_batch_on_main
 from branchlake_dagster.ingest.live_job import live_sensor
-from branchlake_dagster.ingest.observation import topic_key
 from branchlake_dagster.ingest.planning import CommittedOffsets, StartingOffsets
 from branchlake_dagster.ingest.reprocessing import DeadLetterSelection
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse

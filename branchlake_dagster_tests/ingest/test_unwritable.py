@@ -15,9 +15,9 @@ from pyspark.errors import PySparkException
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest import ingest_batch as module
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.division import find_unwritable_records
 from branchlake_dagster.ingest.errors import KafkaUnavailable
 from branchlake_dagster.ingest.ingest_batch import ingest_batch
+from branchlake_dagster.ingest.record_frames import find_unwritable_records
 from branchlake_dagster.ingest.unwritable_records import error_reason, is_caused_by_records
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.spark.session import SparkGone

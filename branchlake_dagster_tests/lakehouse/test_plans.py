@@ -2,7 +2,7 @@
 
 import pytest
 
-from branchlake_dagster.runs.read_set import candidate_keys
+from branchlake_dagster.runs.provenance import candidate_keys
 from branchlake_dagster.spark.plan_reads import PlanReads, parse_plan, split_name
 
 

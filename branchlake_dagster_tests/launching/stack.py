@@ -14,7 +14,7 @@ import dagster as dg
 import psutil
 
 from branchlake_dagster.launching.launcher import WarmRunLauncher
-from branchlake_dagster.launching.process import WorkerProcess
+from branchlake_dagster.launching.worker import WorkerProcess
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import (
     LaunchRunContext,

@@ -12,7 +12,7 @@ import pytest
 
 from branchlake_dagster.bench.launched_run import launch_run
 from branchlake_dagster.cli.dagster_home import dagster_dev
-from branchlake_dagster.launching.process import WorkerProcess
+from branchlake_dagster.launching.worker import WorkerProcess
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.launching.stack import CONFIGURATION, wait_for
 

@@ -14,8 +14,8 @@ import pytest
 from dagster import DagsterRunStatus
 
 from branchlake_dagster.internals import dagster_launching
-from branchlake_dagster.launching import templates
-from branchlake_dagster.launching.process import WorkerProcess
+from branchlake_dagster.launching import launcher
+from branchlake_dagster.launching.worker import WorkerProcess
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import WorkerStatus
 from branchlake_dagster_tests.launching.stack import LOCATION, Stack, stack, wait_for
@@ -154,10 +154,10 @@ def test_a_template_that_does_not_answer_gives_no_second_worker(
     warm.finished(warm.launch("telling"))
     stopped = warm.template()
     stopped.suspend()
-    monkeypatch.setattr(templates, "_FORK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(launcher, "_FORK_TIMEOUT_S", 0.3)
     run_id = warm.create("telling")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(templates.Templates, "_load_template", once_only(templates.Templates._load_template))
+        patch.setattr(launcher.Templates, "_load_template", once_only(launcher.Templates._load_template))
         warm.start(run_id)
     assert gone(stopped.pid)
     run = warm.finished(run_id)
@@ -175,7 +175,7 @@ def once_only(ready):  # type: ignore[no-untyped-def]
     def asked(*args):  # type: ignore[no-untyped-def]
         calls.append(args)
         if len(calls) > 1:
-            raise templates.NoWorker("There is none.")
+            raise launcher.NoWorker("There is none.")
         return ready(*args)
 
     return asked

@@ -19,10 +19,10 @@ from dagster import DagsterInstance, DefaultRunLauncher
 from branchlake_dagster.embedded.process import find_start_s
 from branchlake_dagster.internals.dagster_launching import serialize_value
 from branchlake_dagster.internals.json_channel import ChannelClosed, receive_message, send_message
-from branchlake_dagster.launching import templates as templates_module
-from branchlake_dagster.launching.process import WorkerProcess
+from branchlake_dagster.launching import launcher as templates_module
+from branchlake_dagster.launching.launcher import LoadSpec, NoWorker, Templates
 from branchlake_dagster.launching.template import changed_files, imported_sources
-from branchlake_dagster.launching.templates import LoadSpec, NoWorker, Templates
+from branchlake_dagster.launching.worker import WorkerProcess
 from branchlake_dagster_tests.dagster_internals import FileCodePointer, RepositoryPythonOrigin
 from branchlake_dagster_tests.suite.raised import raising
 

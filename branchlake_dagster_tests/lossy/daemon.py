@@ -15,7 +15,7 @@ import requests
 
 from branchlake_dagster.cli.dagster_home import dagster_dev
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.runs.branch_names import is_own_reference
+from branchlake_dagster.runs.branch_owner import is_own_reference
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import is_judged, is_opened_by
 from branchlake_dagster.stored_names import RunTag

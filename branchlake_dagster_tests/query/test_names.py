@@ -8,8 +8,7 @@ import duckdb
 import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import sql_name
-from branchlake_dagster.query.names import find_table_paths
-from branchlake_dagster.query.reference import QueryFailed
+from branchlake_dagster.query.reference import QueryFailed, find_table_paths
 from branchlake_dagster_tests.suite.raised import raising
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from branchlake_dagster.receivers.intake import Intake, ReceiverSource
 from branchlake_dagster.receivers.landing import Landing
 from branchlake_dagster.receivers.landing_sink import LandingSink
 from branchlake_dagster.receivers.records import (
@@ -23,7 +22,7 @@ from branchlake_dagster.receivers.records import (
     Roll,
     Sink,
 )
-from branchlake_dagster.receivers.service import Receivers
+from branchlake_dagster.receivers.service import Intake, Receivers, ReceiverSource
 
 QUICK = Roll(records=1_000, size_bytes=10_000_000, age_s=0.02)
 ORIGIN = ReceiverOrigin("r1", "udp")

@@ -19,7 +19,7 @@ from branchlake_dagster.receivers.records import (
     ResumeState,
     digest_value,
 )
-from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
+from branchlake_dagster.receivers.sockets import UdpConfig, UdpSource
 from branchlake_dagster_tests.receivers.harness import an_intake, record, running, until
 from branchlake_dagster_tests.receivers.test_udp import sender
 from branchlake_dagster_tests.suite.raised import raising

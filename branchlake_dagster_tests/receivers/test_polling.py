@@ -15,8 +15,8 @@ from aiohttp import web
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.receivers.http_polling import HttpConfig, HttpSource
-from branchlake_dagster.receivers.intake import Intake
 from branchlake_dagster.receivers.records import ReceiverOrigin, ResumeState, Sink
+from branchlake_dagster.receivers.service import Intake
 from branchlake_dagster_tests.receivers.harness import (
     MemorySink,
     adds_up,

@@ -8,8 +8,8 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster import Ingest, IngestTable, branchlake_definitions, ingest_definitions
-from branchlake_dagster.ingest.observation import receiver_key, receiver_observations
-from branchlake_dagster.receivers.metrics_client import MonitorReport, TopicCounts
+from branchlake_dagster.ingest.batch_report import receiver_key, receiver_observations
+from branchlake_dagster.receivers.metrics import MonitorReport, TopicCounts
 
 ADDRESS = "http://radar-1:9464"
 

@@ -7,15 +7,15 @@ import asyncio
 import pytest
 import requests
 
-from branchlake_dagster.receivers.metrics_client import (
+from branchlake_dagster.receivers.metrics import (
     MonitorReport,
     parse_topic_counts,
     scrape_monitors,
+    serve_metrics,
     sum_by_topic,
 )
-from branchlake_dagster.receivers.metrics_server import serve_metrics
 from branchlake_dagster.receivers.service import Receivers
-from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
+from branchlake_dagster.receivers.sockets import UdpConfig, UdpSource
 from branchlake_dagster_tests.receivers.harness import MemorySink, an_intake, record
 
 

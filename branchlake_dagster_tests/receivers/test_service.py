@@ -10,12 +10,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.receivers.intake import Intake
 from branchlake_dagster.receivers.kafka_sink import BrokerUnreachable
-from branchlake_dagster.receivers.metrics_server import serve_metrics
+from branchlake_dagster.receivers.metrics import serve_metrics
 from branchlake_dagster.receivers.records import NotConfirmed, NotHandedOver, Record, ResumeState
-from branchlake_dagster.receivers.service import Health, Receivers
-from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
+from branchlake_dagster.receivers.service import Health, Intake, Receivers
+from branchlake_dagster.receivers.sockets import UdpConfig, UdpSource
 from branchlake_dagster_tests.receivers.harness import MemorySink, adds_up, an_intake, running, until
 from branchlake_dagster_tests.receivers.test_udp import sender
 from branchlake_dagster_tests.suite.raised import raising

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.receivers.allowed_peers import AllowedPeers
-from branchlake_dagster.receivers.intake import Intake
-from branchlake_dagster.receivers.tcp import TcpConfig, TcpSource
+from branchlake_dagster.receivers.service import Intake
+from branchlake_dagster.receivers.sockets import AllowedPeers, TcpConfig, TcpSource
 from branchlake_dagster_tests.receivers.harness import (
     MemorySink,
     adds_up,

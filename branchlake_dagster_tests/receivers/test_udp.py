@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.receivers.allowed_peers import AllowedPeers
 from branchlake_dagster.receivers.records import Buffer, Counts
-from branchlake_dagster.receivers.udp import UdpConfig, UdpSource, count_kernel_drops
+from branchlake_dagster.receivers.sockets import AllowedPeers, UdpConfig, UdpSource, count_kernel_drops
 from branchlake_dagster_tests.receivers.harness import (
     MemorySink,
     adds_up,

@@ -19,8 +19,7 @@ from branchlake_dagster.receivers.http_polling import HttpConfig, HttpSource
 from branchlake_dagster.receivers.landing import Landing
 from branchlake_dagster.receivers.landing_sink import LandingSink
 from branchlake_dagster.receivers.records import ReceiverOrigin, Record
-from branchlake_dagster.receivers.tcp import TcpConfig, TcpSource
-from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
+from branchlake_dagster.receivers.sockets import TcpConfig, TcpSource, UdpConfig, UdpSource
 from branchlake_dagster.sda.commands.simulate import served
 from branchlake_dagster.sda.feeds.direct import Message, run_into
 from branchlake_dagster.sda.feeds.feed import Feed

@@ -10,7 +10,7 @@ import dagster as dg
 from sqlalchemy import create_engine, event
 from sqlalchemy.pool import NullPool
 
-from branchlake_dagster.runs.origin import load_instance_id
+from branchlake_dagster.runs.branch_owner import load_instance_id
 from branchlake_dagster_tests.dagster_internals import SqliteEventLogStorage
 from branchlake_dagster_tests.suite.instances import keep_connections, new_instance
 

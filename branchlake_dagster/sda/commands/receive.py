@@ -13,16 +13,13 @@ from typing import Any
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.extras import require_modules
 from branchlake_dagster.ingest.embedded_kafka import cluster_at_address
-from branchlake_dagster.receivers.allowed_peers import AllowedPeers
 from branchlake_dagster.receivers.http_polling import HttpConfig, HttpSource
-from branchlake_dagster.receivers.intake import Intake, ReceiverSource
 from branchlake_dagster.receivers.kafka_sink import KafkaSink
 from branchlake_dagster.receivers.landing_sink import DEFAULT_ROLL, LandingSink
-from branchlake_dagster.receivers.metrics_server import serve_metrics
+from branchlake_dagster.receivers.metrics import serve_metrics
 from branchlake_dagster.receivers.records import Buffer, Counts, DropPolicy, ReceiverOrigin, Sink
-from branchlake_dagster.receivers.service import Receivers, stop_on_signals
-from branchlake_dagster.receivers.tcp import TcpConfig, TcpSource
-from branchlake_dagster.receivers.udp import UdpConfig, UdpSource
+from branchlake_dagster.receivers.service import Intake, Receivers, ReceiverSource, stop_on_signals
+from branchlake_dagster.receivers.sockets import AllowedPeers, TcpConfig, TcpSource, UdpConfig, UdpSource
 from branchlake_dagster.sda.wire import links, optical, radar
 from branchlake_dagster.settings import Settings
 

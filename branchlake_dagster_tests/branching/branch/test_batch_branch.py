@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchlake_dagster.runs.branch_names import is_own_reference
-from branchlake_dagster.runs.branch_owner import BatchBranch, build_batch_branch_name, writer_branch
+from branchlake_dagster.runs.branch_owner import (
+    BatchBranch,
+    build_batch_branch_name,
+    is_own_reference,
+    writer_branch,
+)
 from branchlake_dagster.runs.discarding import discarded_tag_name
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import ReferencePrefix

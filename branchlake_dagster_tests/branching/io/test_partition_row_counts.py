@@ -11,7 +11,7 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
 
 from branchlake_dagster.internals.pyiceberg import apply_updates, build_snapshot
-from branchlake_dagster.io_manager.row_counts import count_partition_rows
+from branchlake_dagster.io_manager.io_manager import count_partition_rows
 from branchlake_dagster_tests.changes.tables import catalogue
 from branchlake_dagster_tests.internals.plain_pyiceberg import without_null_counts
 

@@ -17,8 +17,13 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.errors import ConfigurationError, UnsupportedType, UpsertKeyInvalid
 from branchlake_dagster.io_manager import table_writer
-from branchlake_dagster.io_manager.table_writer import PreparedWrite
-from branchlake_dagster.io_manager.write_plan import OutputFrame, WriteRequest, convert_frame, plan_write
+from branchlake_dagster.io_manager.table_writer import (
+    OutputFrame,
+    PreparedWrite,
+    WriteRequest,
+    convert_frame,
+    plan_write,
+)
 from branchlake_dagster.tables.specification import TableSpec, WriteMode
 from branchlake_dagster.tables.upsert_engine import SparkReason
 from branchlake_dagster_tests.suite.raised import raising

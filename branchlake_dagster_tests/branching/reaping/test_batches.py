@@ -15,10 +15,9 @@ from branchlake_dagster.cleanup.sweeper import Sweeper, Sweeping
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, Namespace, Put, Reference
 from branchlake_dagster.publication.cleanup_jobs import DagsterRuns
-from branchlake_dagster.runs.branch_owner import build_batch_branch_name, writer_branch
+from branchlake_dagster.runs.branch_owner import build_batch_branch_name, load_instance_id, writer_branch
 from branchlake_dagster.runs.discarding import discard_branch, discarded_tag_name
 from branchlake_dagster.runs.heartbeats import Heartbeat
-from branchlake_dagster.runs.origin import load_instance_id
 from branchlake_dagster.tables.table_files import TableFiles
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite import memory

@@ -12,8 +12,7 @@ import pytest
 from branchlake_dagster.internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from branchlake_dagster.io_manager.table_writer import TableWriter
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.claims import claim_branch
-from branchlake_dagster.runs.discarding import discard_branch, discarded_tag_name
+from branchlake_dagster.runs.discarding import claim_branch, discard_branch, discarded_tag_name
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.stored_names import LakeProperty, RunTag
 from branchlake_dagster.tables.errors import RetryNeedsFullRun

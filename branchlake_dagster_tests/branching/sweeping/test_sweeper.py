@@ -20,8 +20,7 @@ from pyiceberg.table import Table
 from pyiceberg.types import StringType
 
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
-from branchlake_dagster.cleanup.main_history import MainHistory
-from branchlake_dagster.cleanup.reaper_rules import BranchOwner, RunState
+from branchlake_dagster.cleanup.reaper_rules import BranchOwner, MainHistory, RunState
 from branchlake_dagster.cleanup.sweeper import Sweeper, Sweeping
 from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.incremental.change_tables import ChangeTables
@@ -852,7 +851,7 @@ def test_the_base_is_found_behind_everything_that_happened_since(lake: Lake) -> 
     for number in range(3):
         lake.table(branch).append(pa.table({"n": [number]}))
         lake.table().append(pa.table({"n": [number]}))
-    with patch("branchlake_dagster.cleanup.main_history._BATCH_SIZE", 1):
+    with patch("branchlake_dagster.cleanup.reaper_rules._BATCH_SIZE", 1):
         history = MainHistory(lake.nessie)
         assert history.find_base(branch) == base
     assert history.run_ids_published_since(base) == set()

@@ -14,9 +14,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from urllib3.exceptions import ConnectTimeoutError
 
-from branchlake_dagster.ingest.division import RecordPosition
 from branchlake_dagster.ingest.offsets import Ranges
-from branchlake_dagster.ingest.record_frames import RawRecord, Records
+from branchlake_dagster.ingest.record_frames import RawRecord, RecordPosition, Records
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie import transport
 from branchlake_dagster.nessie.client import NessieClient

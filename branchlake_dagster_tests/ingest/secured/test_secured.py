@@ -32,7 +32,7 @@ from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers import kafka_sink as sinks
 from branchlake_dagster.receivers.kafka_sink import BrokerRefused, BrokerUnreachable, KafkaSink
-from branchlake_dagster.receivers.metrics_client import TopicCounts, scrape_monitors, sum_by_topic
+from branchlake_dagster.receivers.metrics import TopicCounts, scrape_monitors, sum_by_topic
 from branchlake_dagster.receivers.records import ReceiverOrigin, Record
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.cli.test_receive import ANYWHERE, framed, receiving

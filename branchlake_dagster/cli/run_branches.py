@@ -1,43 +1,174 @@
-"""The report of `branchlake status`, and the warning of `branchlake down` about a running Dagster daemon."""
+"""The output of `branchlake reap`.
+
+The command `branchlake set-aside`, which lists, retries and ends parked runs.
+
+A run is parked after several failed attempts to judge or publish it.
+
+The report of `branchlake status`, and the warning of `branchlake down` about a running Dagster daemon.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dagster import DagsterInstance
+from dagster import DagsterInstance, DagsterRun
 from rich.console import Console
 from rich.table import Table
 
+from branchlake_dagster.cleanup.reaper_rules import Reaping
+from branchlake_dagster.cleanup.sweeper import Sweeping
 from branchlake_dagster.cli.command_settings import ENVIRONMENT
 from branchlake_dagster.cli.dagster_home import dagster_home
 from branchlake_dagster.embedded.servers import NESSIE, SPARK
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.embedded_kafka import KAFKA, EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse, nessie_page_url
 from branchlake_dagster.publication.ledger import iter_publications
+from branchlake_dagster.publication.parked_runs import discard_parked_run, iter_parked_runs, retry_parked_run
 from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER
-from branchlake_dagster.runs.branch_owner import BatchBranch, load_branch_owners, writer_branch
+from branchlake_dagster.runs.branch_owner import (
+    BatchBranch,
+    OriginFinder,
+    load_branch_owners,
+    load_instance_id,
+    writer_branch,
+)
 from branchlake_dagster.runs.discarding import DISCARDED_TAG_FILTER
 from branchlake_dagster.runs.failure_detector import judge_by_timestamp
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, HeartbeatsUnreadable
-from branchlake_dagster.runs.origin import OriginFinder, load_instance_id
 from branchlake_dagster.runs.run_branch import run_id_of_branch
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.table_files import TableFiles
 from branchlake_dagster.wording import format_count, format_names, pluralize
+
+_WIDE = 200
+"""Width of a table, in characters, if the output is not a terminal: one line per branch, for grep."""
+
+
+def show_reaping(reapings: Sequence[Reaping], sweepings: Sequence[Sweeping], *, dry_run: bool) -> None:
+    """Print a table of branches with their decisions, and a table of discarded tags with their files."""
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    would = "would be " if dry_run else ""
+    if reapings:
+        table = Table("branch", "run", "age", "heartbeat", "decision", "reason")
+        for reaping in reapings:
+            decision = f"{would}{reaping.action}" if reaping.deletes_branch else str(reaping.action)
+            table.add_row(
+                reaping.branch,
+                str(reaping.state),
+                _format_age(reaping.age),
+                reaping.heartbeat,
+                decision,
+                reaping.reason,
+            )
+        console.print(table)
+    else:
+        console.print("No run branches.")
+    if sweepings:
+        table = Table("discarded", "decision", "files", "size", "reason")
+        for sweeping in sweepings:
+            decision = f"{would}swept" if sweeping.done else "kept"
+            table.add_row(
+                sweeping.tag, decision, str(sweeping.files), f"{sweeping.size / 1e6:.1f} MB", sweeping.reason
+            )
+        console.print(table)
+        freed_bytes = sum(tag.size for tag in sweepings)
+        console.print(
+            f"{format_count(sum(tag.files for tag in sweepings), 'file')}, {freed_bytes / 1e6:.1f} MB"
+            f" {would}freed."
+        )
+
+
+def _format_age(age: timedelta | None) -> str:
+    if age is None:
+        return "?"
+    hours, rest = divmod(int(age.total_seconds()), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+
+
+@contextmanager
+def _open_instance(settings: Settings) -> Iterator[DagsterInstance]:
+    dagster_home(settings)
+    with DagsterInstance.get() as instance:
+        yield instance
+
+
+def gather_parked_runs(settings: Settings) -> list[dict[str, Any]]:
+    """Collect the parked runs with branch, number of attempts and reason. Starts nothing."""
+    with _open_instance(settings) as instance:
+        return [
+            {
+                "run_id": run.run_id,
+                "branch": run.tags.get(RunTag.BRANCH),
+                "attempts": int(run.tags.get(RunTag.ATTEMPTS, "0")),
+                "reason": run.tags.get(RunTag.REASON, ""),
+            }
+            for run in iter_parked_runs(instance)
+        ]
+
+
+def show_parked_runs(runs: list[dict[str, Any]]) -> None:
+    """Print the runs of `gather_parked_runs` as a table."""
+    console = Console()
+    if not runs:
+        console.print("No run is set aside.")
+        return
+    table = Table("run", "branch", "attempts", "reason", title=f"{format_count(len(runs), 'run')} set aside")
+    for run in runs:
+        table.add_row(run["run_id"], run["branch"], str(run["attempts"]), run["reason"])
+    console.print(table)
+    console.print(
+        "To try a run again: branchlake set-aside retry RUN. To discard its branch: branchlake set-aside"
+        " end RUN."
+    )
+
+
+def retry_run(settings: Settings, run_id: str) -> str:
+    """Let the publication sensor try a parked run again. Return a message for the user.
+
+    Raises ConfigurationError if `run_id` is not the start of the id of one parked run.
+    """
+    with _open_instance(settings) as instance:
+        retry_parked_run(instance, _find_parked_run(instance, run_id))
+    return f"The next tick of the publication sensor tries run {run_id} again."
+
+
+def end_run(settings: Settings, run_id: str) -> str:
+    """Discard the branch of a parked run and publish nothing. Return a message for the user.
+
+    Raises ConfigurationError if `run_id` is not the start of the id of one parked run.
+    """
+    lake = Lakehouse(settings, start=False)
+    lake.endpoints(spark=False)
+    with _open_instance(settings) as instance:
+        return discard_parked_run(lake.nessie, instance, _find_parked_run(instance, run_id))
+
+
+def _find_parked_run(instance: DagsterInstance, run_id: str) -> DagsterRun:
+    runs_by_id = {run.run_id: run for run in iter_parked_runs(instance)}
+    matches = [run for key, run in runs_by_id.items() if key.startswith(run_id)]
+    if len(matches) != 1:
+        raise ConfigurationError(
+            f"{'Several runs' if matches else 'No run'} with the id {run_id!r}…"
+            f" {'are' if matches else 'is'} set aside.",
+            hint="List the runs and their ids: branchlake set-aside.",
+        )
+    return matches[0]
+
 
 _SHOWN_PUBLICATIONS = 5
 _SHOWN_DISCARDED = 20
 _WIDE_ENOUGH = 100
 """Width in characters that a table with whole ids needs. A narrower terminal gets two lines per entry."""
-_WIDE = 200
-"""Width of a table, in characters, if the output is not a terminal: one line per branch, for grep."""
 
 
 def gather_status(settings: Settings, source: str = ENVIRONMENT) -> dict[str, Any]:
