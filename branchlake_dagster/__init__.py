@@ -13,13 +13,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from branchlake_dagster.automation.approve_backfill import approve_backfill_job
-    from branchlake_dagster.automation.backlog import consumer_backlog
-    from branchlake_dagster.automation.condition import unconsumed_change
+    from branchlake_dagster.automation.backfill_stages import approve_backfill_job
+    from branchlake_dagster.automation.backlog import consumer_backlog, unconsumed_change
     from branchlake_dagster.automation.incremental_sensor import incremental_sensor
     from branchlake_dagster.catalog import NessieCatalog
-    from branchlake_dagster.checks.asset_checks import join_checks, pandera_checks, sql_check
-    from branchlake_dagster.checks.column_metadata import column_metadata
+    from branchlake_dagster.checks.asset_checks import column_metadata, join_checks, pandera_checks, sql_check
     from branchlake_dagster.checks.constraints import row_predicate
     from branchlake_dagster.checks.replaced_check import replaced_check
     from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
         on_publication,
         publication_automation_sensor,
     )
-    from branchlake_dagster.publication.definitions import branchlake_definitions
+    from branchlake_dagster.publication.definitions import DefinitionsWarning, branchlake_definitions
     from branchlake_dagster.publication.publish import RunOutcome, publish
     from branchlake_dagster.publication.publish_at_end import NotPublished, publish_at_end
     from branchlake_dagster.publication.published_sensor import PublishedAssets, published_sensor
@@ -51,10 +49,8 @@ if TYPE_CHECKING:
         on_blocked,
         webhook_alert,
     )
-    from branchlake_dagster.publication.validation import DefinitionsWarning
     from branchlake_dagster.query.connection import connect
-    from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-    from branchlake_dagster.runs.spark_resource import BranchSparkResource
+    from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
     from branchlake_dagster.settings import Settings
     from branchlake_dagster.tables.specification import table_metadata
 
@@ -120,17 +116,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "automation.approve_backfill": ("approve_backfill_job",),
-    "automation.backlog": ("consumer_backlog",),
-    "automation.condition": ("unconsumed_change",),
+    "automation.backfill_stages": ("approve_backfill_job",),
+    "automation.backlog": (
+        "consumer_backlog",
+        "unconsumed_change",
+    ),
     "automation.incremental_sensor": ("incremental_sensor",),
     "catalog": ("NessieCatalog",),
     "checks.asset_checks": (
         "join_checks",
         "pandera_checks",
         "sql_check",
+        "column_metadata",
     ),
-    "checks.column_metadata": ("column_metadata",),
     "checks.constraints": ("row_predicate",),
     "checks.replaced_check": ("replaced_check",),
     "errors": (
@@ -179,7 +177,10 @@ _HOMES = {
         "publication_automation_sensor",
         "newly_published",
     ),
-    "publication.definitions": ("branchlake_definitions",),
+    "publication.definitions": (
+        "branchlake_definitions",
+        "DefinitionsWarning",
+    ),
     "publication.publish": (
         "RunOutcome",
         "publish",
@@ -198,10 +199,11 @@ _HOMES = {
         "on_blocked",
         "webhook_alert",
     ),
-    "publication.validation": ("DefinitionsWarning",),
     "query.connection": ("connect",),
-    "runs.lakehouse_resource": ("LakehouseResource",),
-    "runs.spark_resource": ("BranchSparkResource",),
+    "runs.lakehouse_resource": (
+        "LakehouseResource",
+        "BranchSparkResource",
+    ),
     "settings": ("Settings",),
     "tables.specification": ("table_metadata",),
 }

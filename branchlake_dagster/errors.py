@@ -81,7 +81,7 @@ if TYPE_CHECKING:
         TableFilesMissing,
         TableFilesUnreadable,
     )
-    from branchlake_dagster.publication.main_log import BaseNotOnMain
+    from branchlake_dagster.publication.ledger import BaseNotOnMain
     from branchlake_dagster.publication.publish import RunUnknown
     from branchlake_dagster.publication.publish_at_end import NotPublished
     from branchlake_dagster.publication.publisher import PublicationUnexplained
@@ -472,7 +472,7 @@ _ERRORS_BY_MODULE = {
         "TableFilesMissing",
         "TableFilesUnreadable",
     ),
-    "publication.main_log": ("BaseNotOnMain",),
+    "publication.ledger": ("BaseNotOnMain",),
     "publication.publish": ("RunUnknown",),
     "publication.publish_at_end": ("NotPublished",),
     "publication.publisher": ("PublicationUnexplained",),

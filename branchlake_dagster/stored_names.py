@@ -16,7 +16,7 @@ class RunTag:
     """Tags of Dagster runs and backfills."""
 
     STATUS = "branchlake"
-    """The run's `Status` in one word. The run list shows this tag."""
+    """The run's `RunState` in one word. The run list shows this tag."""
 
     BRANCH = f"{_HIDDEN}branch"
     BASE_HASH = f"{_HIDDEN}base_hash"

@@ -10,13 +10,13 @@ from dagster import AssetKey, DagsterInstance, RunsFilter
 
 from branchlake_dagster.automation.backfill_plan import Stage, plan_stages
 from branchlake_dagster.automation.backlog import ConsumerBacklog, iter_consumers
-from branchlake_dagster.automation.consumer_runs import (
+from branchlake_dagster.automation.launch_decision import Attempt, LaunchOutcome, format_approval
+from branchlake_dagster.automation.partition_backlog import (
     InFlightRuns,
     computed_partitions,
     iter_histories,
     to_attempt,
 )
-from branchlake_dagster.automation.launch_decision import Attempt, LaunchOutcome, format_approval
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
 from branchlake_dagster.internals.dagster import (
     AssetGraph,
@@ -24,8 +24,8 @@ from branchlake_dagster.internals.dagster import (
     load_backfill,
     load_tagged_backfills,
 )
-from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_tags import Approvals
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import TableMissing
 from branchlake_dagster.wording import format_count

@@ -35,7 +35,6 @@ from branchlake_dagster.automation.backlog import (
     join_chains,
     order_by_inputs,
 )
-from branchlake_dagster.automation.consumer_runs import InFlightRuns, iter_histories
 from branchlake_dagster.automation.launch_decision import (
     STUCK_STATES,
     LaunchDecision,
@@ -45,8 +44,10 @@ from branchlake_dagster.automation.launch_decision import (
 )
 from branchlake_dagster.automation.partition_backlog import (
     SHOWN_PARTITIONS,
+    InFlightRuns,
     PartitionBacklog,
     backlog_metadata,
+    iter_histories,
     launch_decisions,
     partition_backlogs,
 )
@@ -54,8 +55,8 @@ from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.incremental.affected_partitions import partition_coverage
 from branchlake_dagster.internals.dagster import RANGE_END_TAG, RANGE_START_TAG, CoercibleToAssetSelection
 from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_tags import Approvals
 from branchlake_dagster.stored_names import AssetMetadata, RunTag
 from branchlake_dagster.wording import format_count, format_names
 

@@ -11,7 +11,7 @@ from dagster import DagsterRun, DagsterRunStatus
 
 from branchlake_dagster.automation.backlog import Unconsumed
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.runs.run_tags import UNJUDGED, Status, find_publication, find_run_location
+from branchlake_dagster.runs.run_tags import UNJUDGED, RunState, find_publication, find_run_location
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import pluralize
 
@@ -214,13 +214,13 @@ def launch_outcome(run: DagsterRun) -> LaunchOutcome:
     if run.status is DagsterRunStatus.CANCELED:
         return LaunchOutcome.CANCELED
     status = run.tags.get(RunTag.STATUS, "") if location is not None else ""
-    if status in (Status.REFUSED, Status.BLOCKED):
-        return LaunchOutcome.REFUSED if status == Status.REFUSED else LaunchOutcome.BLOCKED
-    if status in (Status.UNBRANCHED, Status.CONTINUED, Status.UNCHANGED):
+    if status in (RunState.REFUSED, RunState.BLOCKED):
+        return LaunchOutcome.REFUSED if status == RunState.REFUSED else LaunchOutcome.BLOCKED
+    if status in (RunState.UNBRANCHED, RunState.CONTINUED, RunState.UNCHANGED):
         return LaunchOutcome.ENDED
     if run.status is DagsterRunStatus.FAILURE:
         return LaunchOutcome.FAILED
-    awaits_verdict = status == Status.PENDING and run.tags.get(RunTag.VERDICT) in UNJUDGED
+    awaits_verdict = status == RunState.PENDING and run.tags.get(RunTag.VERDICT) in UNJUDGED
     return LaunchOutcome.AWAITS_VERDICT if awaits_verdict else LaunchOutcome.ENDED
 
 

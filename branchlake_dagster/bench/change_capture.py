@@ -27,8 +27,7 @@ from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.embedded import process
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown
 from branchlake_dagster.history.capture import capture_change, current_position
-from branchlake_dagster.history.manifests import read_manifest_entries, read_manifests
-from branchlake_dagster.history.snapshot_files import OwnFilesCache
+from branchlake_dagster.history.manifests import OwnFilesCache, read_manifest_entries, read_manifests
 from branchlake_dagster.internals.pyiceberg import apply_updates, build_snapshot, write_metadata
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 

@@ -6,8 +6,7 @@ import json
 
 import click
 
-from branchlake_dagster.cli.ending import exit_on_signals
-from branchlake_dagster.cli.registry import CommandGroup, print_progress
+from branchlake_dagster.cli.registry import CommandGroup, exit_on_signals, print_progress
 from branchlake_dagster.settings import Settings
 
 

@@ -21,7 +21,7 @@ from branchlake_dagster.bench.incremental_simulation import STAGES, WAYS, Simula
 from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.history.change import Position
-from branchlake_dagster.history.snapshot_files import OwnFilesCache
+from branchlake_dagster.history.manifests import OwnFilesCache
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings

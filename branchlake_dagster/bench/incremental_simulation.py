@@ -21,9 +21,9 @@ from branchlake_dagster.bench.incremental_pipeline import Pipeline, build_pipeli
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.definitions import branchlake_definitions
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_tags import RunState
 
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 _RANGE = "dagster/asset_partition_range"
@@ -129,7 +129,7 @@ class Simulation:
             instance=instance, asset_selection=[key], run_config=_QUIET, tags=tags
         )
         outcome = Reconciler.from_lake(self._lake, instance, self._graph).reconcile_run(run_result.run_id)
-        if outcome is None or outcome.action is not PublicationAction.PUBLISHED:
+        if outcome is None or outcome.action is not RunState.PUBLISHED:
             raise SimulationFailed(
                 f"{key.to_user_string()} was not published: {outcome}.", run_id=run_result.run_id
             )

@@ -17,9 +17,9 @@ from pyiceberg.expressions import AlwaysTrue
 
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.definitions import branchlake_definitions
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.tables.specification import table_metadata
 
 SIZES = {"10": 10, "2m": 2_000_000}
@@ -130,9 +130,7 @@ def _time_pairs(lake: Lakehouse, rows: int, rounds: int) -> list[_RunPair]:
             began = time.perf_counter()
             outcomes = list(Reconciler.from_lake(lake, instance, graph).reconcile_branches())
             pairs.append(_RunPair(plain_s, branched_s, time.perf_counter() - began))
-            if [outcome.action for outcome in outcomes if outcome.run_id == run_id] != [
-                PublicationAction.PUBLISHED
-            ]:
+            if [outcome.action for outcome in outcomes if outcome.run_id == run_id] != [RunState.PUBLISHED]:
                 raise RuntimeError(f"A publication of the benchmark failed: {outcomes}")
     catalog = lake.catalog(MAIN)
     rows_per_file = [_rows_per_file(catalog.load_table((namespace, name))) for name in ("plain", "branched")]

@@ -29,19 +29,18 @@ from branchlake_dagster.nessie.model import ContentKey, Unchanged
 from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.publication.ledger import (
     Candidate,
+    MainLog,
     Publication,
     Published,
     load_write_set,
     publication_properties,
 )
-from branchlake_dagster.publication.main_log import MainLog
-from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.publication.publisher import build_publisher
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name
-from branchlake_dagster.runs.run_tags import RunLocation, build_opening_tags
-from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.runs.run_tags import RunLocation, RunState, build_opening_tags
 from branchlake_dagster.stored_names import EventMetadata, LakeProperty
 from branchlake_dagster.tables import arrow_frames
 from branchlake_dagster.tables.replaced_rows import build_replaced_rows as predicate_of
@@ -130,7 +129,7 @@ def _time_branch_write(lake: Lakehouse, rows: int, name: str) -> tuple[float, fl
         graph = definitions.get_repository_def().asset_graph
         outcome = Reconciler.from_lake(lake, instance, graph).reconcile_run(run.run_id)
         durations["settle"] = time.perf_counter() - began
-        if outcome is None or outcome.action is not PublicationAction.PUBLISHED:
+        if outcome is None or outcome.action is not RunState.PUBLISHED:
             raise RuntimeError(f"A publication of the benchmark failed: {outcome}")
     return durations["write"], durations["open"] + durations["settle"]
 
@@ -237,7 +236,7 @@ def _time_waiting_runs(
             start, before = time.perf_counter(), published
             outcome: Outcome | None = None
             for outcome in reconciler.reconcile_branches(budget_s=_BUDGET_S):
-                if outcome.action is PublicationAction.PUBLISHED:
+                if outcome.action is RunState.PUBLISHED:
                     first = first or time.perf_counter() - began
                     published += 1
             passes.append(time.perf_counter() - start)

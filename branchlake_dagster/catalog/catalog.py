@@ -32,10 +32,10 @@ from pyiceberg.table.update import AddSnapshotUpdate, AssertCreate, TableRequire
 from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 
 from branchlake_dagster.catalog import options
-from branchlake_dagster.catalog.content_store import ReferenceStore
-from branchlake_dagster.catalog.namespaces import (
+from branchlake_dagster.catalog.content_store import (
     NamespaceOperations,
     NoViews,
+    ReferenceStore,
     namespace_key,
     require_namespace,
 )

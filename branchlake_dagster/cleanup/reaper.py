@@ -23,9 +23,9 @@ from branchlake_dagster.cleanup.reaper_rules import (
     BranchOwner,
     Limits,
     MainHistory,
+    OwnerState,
     Reaping,
     ReapingAction,
-    RunState,
     decide_publication_branch,
     decide_reaping,
 )
@@ -51,8 +51,8 @@ from branchlake_dagster.runs.discarding import (
     release_leftover_claim,
     restore_branch,
 )
-from branchlake_dagster.runs.failure_detector import Heartbeats, Liveness, judge_by_timestamp, watch_suspects
 from branchlake_dagster.runs.heartbeats import Heartbeat
+from branchlake_dagster.runs.leases import Heartbeats, Liveness, judge_by_timestamp, watch_suspects
 from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.table_files import TableFiles
@@ -78,11 +78,11 @@ class ReaperView:
 
     def owner(self, branch: str) -> BranchOwner:
         """Return the owner of a branch. Its state is MISSING if Dagster has no run of the branch."""
-        return self.owners.get(branch) or BranchOwner(run_id_of_branch(branch), RunState.MISSING)
+        return self.owners.get(branch) or BranchOwner(run_id_of_branch(branch), OwnerState.MISSING)
 
     def is_run_known(self, branch: str) -> bool:
         """Return whether Dagster has the run of a branch."""
-        return self.owner(branch).state is not RunState.MISSING
+        return self.owner(branch).state is not OwnerState.MISSING
 
     def heartbeat_instances(self, branch: str) -> frozenset[str]:
         """Return the Dagster instances that send heartbeats for a branch."""
@@ -130,7 +130,7 @@ def restore_passed_branches(
     branch_owners = load_owners(list(tags))
     for branch, tag in tags.items():
         owner = branch_owners.get(branch)
-        if owner is None or owner.state is not RunState.AWAITING_PUBLICATION:
+        if owner is None or owner.state is not OwnerState.AWAITING_PUBLICATION:
             continue
         if branch in claims or owner.is_continued:
             continue
@@ -326,7 +326,7 @@ class Reaper:
             owner = view.owner(name)
             oldest = view.now - self._limits_of(owner).max_age
             is_young = owner.started_at is not None and owner.started_at >= oldest
-            return owner.state is RunState.MISSING or (owner.state is RunState.ACTIVE and not is_young)
+            return owner.state is OwnerState.MISSING or (owner.state is OwnerState.ACTIVE and not is_young)
 
         names_to_load = [
             name for name in view.branches if needs_age(run_branch_name(strip_name_prefix(name)))
@@ -355,7 +355,7 @@ class Reaper:
             run_state = view.owner(run_branch_name(run_id)).state
             origin = (
                 self._find_origin(branch)
-                if run_state is RunState.MISSING and not run_branch_exists
+                if run_state is OwnerState.MISSING and not run_branch_exists
                 else UNKNOWN_ORIGIN
             )
             action, reason = decide_publication_branch(
@@ -368,20 +368,20 @@ class Reaper:
         owner = view.owner(branch.name)
         age = branch_age(branch, owner.started_at, view.now)
         origin = UNKNOWN_ORIGIN
-        if owner.state is RunState.MISSING:
+        if owner.state is OwnerState.MISSING:
             origin = self._find_origin(branch, heartbeat_instances=view.heartbeat_instances(branch.name))
         facts = BranchFacts(
             owner.state,
             age,
             since_end=view.now - owner.ended_at if owner.ended_at else None,
             # While a run is active, only a publisher inside the run can send heartbeats for its branch.
-            writers=frozenset(liveness.values()) if owner.state is RunState.ACTIVE else writers,
+            writers=frozenset(liveness.values()) if owner.state is OwnerState.ACTIVE else writers,
             publishers=publishers,
             still_reports=self._still_reports(owner, view.dead_heartbeats(branch.name)),
             is_claimed=view.is_in_publication(branch.name),
             has_verdict=owner.has_verdict,
             origin=origin,
-            is_on_main=owner.state is RunState.PUBLISHED and self._is_on_main(owner.publication),
+            is_on_main=owner.state is OwnerState.PUBLISHED and self._is_on_main(owner.publication),
         )
         action, reason = decide_reaping(facts, self._limits_of(owner))
         heartbeat = ", ".join(sorted(set(liveness.values()))) or "none"
@@ -394,9 +394,9 @@ class Reaper:
         """Judge a batch's branch: by the rules of its live run if it is active, else as an unused branch."""
         live_branch = writer_branch(branch.name)
         owner, liveness = view.owner(live_branch), view.liveness.get(live_branch, {})
-        state = owner.state if owner.state in (RunState.ACTIVE, RunState.MISSING) else RunState.ENDED
+        state = owner.state if owner.state in (OwnerState.ACTIVE, OwnerState.MISSING) else OwnerState.ENDED
         origin = UNKNOWN_ORIGIN
-        if state is RunState.MISSING:
+        if state is OwnerState.MISSING:
             origin = self._find_origin(branch, heartbeat_instances=view.heartbeat_instances(live_branch))
         facts = BranchFacts(
             state,
@@ -456,7 +456,7 @@ class Reaper:
 
     def _still_reports(self, owner: BranchOwner, dead: Sequence[Heartbeat]) -> bool:
         """Return whether the run still writes events although a writer is dead, as another step may."""
-        return owner.state is RunState.ACTIVE and any(
+        return owner.state is OwnerState.ACTIVE and any(
             self._runs.reports_after(owner.run_id, beat) for beat in dead
         )
 
@@ -488,7 +488,7 @@ class Reaper:
         if not dead or self._heartbeats is None:
             return
         owner = view.owner(branch)
-        if owner.state is RunState.ACTIVE:
+        if owner.state is OwnerState.ACTIVE:
             can_end_run = branch in ended_branches or view.is_in_publication(branch)
             if not can_end_run or len(dead) < len(view.liveness[branch]) or self._still_reports(owner, dead):
                 return
@@ -496,7 +496,7 @@ class Reaper:
             if branch in ended_branches:
                 self._runs.fenced(owner.run_id, branch, _format_silence(dead))
         for beat in dead:
-            if owner.state is not RunState.MISSING or beat.instance or branch in ended_branches:
+            if owner.state is not OwnerState.MISSING or beat.instance or branch in ended_branches:
                 self._heartbeats.remove(beat.branch, beat.writer)
 
 

@@ -16,7 +16,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import LogEntry
 from branchlake_dagster.runs.branch_owner import UNKNOWN_ORIGIN, BranchOrigin, Maker
-from branchlake_dagster.runs.failure_detector import Liveness
+from branchlake_dagster.runs.leases import Liveness
 from branchlake_dagster.runs.run_tags import Retention
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.wording import CodedReason
@@ -71,7 +71,7 @@ class MainHistory:
         return self._entries[self._positions[base_hash]].commit.commit_time
 
 
-class RunState(StrEnum):
+class OwnerState(StrEnum):
     """The state of a branch's run according to Dagster."""
 
     ACTIVE = "active"
@@ -121,7 +121,7 @@ class BranchFacts:
     it may be on `main` already. `has_verdict` means that a publisher has recorded its verdict.
     """
 
-    state: RunState
+    state: OwnerState
     age: timedelta | None
     since_end: timedelta | None = None
     writers: frozenset[Liveness] = frozenset()
@@ -140,7 +140,7 @@ class BranchOwner:
     """The run that a branch belongs to."""
 
     run_id: str
-    state: RunState
+    state: OwnerState
     started_at: datetime | None = None
     ended_at: datetime | None = None
     has_verdict: bool = False
@@ -163,7 +163,7 @@ class Reaping:
     run_id: str
     action: ReapingAction
     reason: CodedReason
-    state: RunState = RunState.MISSING
+    state: OwnerState = OwnerState.MISSING
     age: timedelta | None = None
     heartbeat: str = "none"
     instance: str = ""
@@ -185,22 +185,22 @@ def decide_reaping(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, C
     """Decide what happens to a branch, and why. A pure function."""
     if facts.publishers - {Liveness.DEAD}:
         return ReapingAction.KEEP, CodedReason("its publication is in progress", "being_published")
-    if facts.state is RunState.PUBLISHED and not facts.is_on_main:
+    if facts.state is OwnerState.PUBLISHED and not facts.is_on_main:
         return ReapingAction.KEEP, CodedReason(
             "Dagster records its run as published, but main does not have its publication",
             "publication_not_on_main",
         )
-    if facts.state is RunState.PUBLISHED:
+    if facts.state is OwnerState.PUBLISHED:
         return ReapingAction.DELETE, CodedReason(
             "its run is published, and only its cleanup was missed", "published"
         )
-    if facts.is_claimed and facts.state is not RunState.MISSING:
+    if facts.is_claimed and facts.state is not OwnerState.MISSING:
         return ReapingAction.KEEP, CodedReason(
             "a publisher has claimed it and has not reported an outcome yet", "claimed"
         )
-    if facts.state is RunState.UNPUBLISHED:
+    if facts.state is OwnerState.UNPUBLISHED:
         return _decide_unpublished(facts, limits.keep_failed)
-    if facts.state is RunState.AWAITING_PUBLICATION:
+    if facts.state is OwnerState.AWAITING_PUBLICATION:
         waiting_time = f" for {_format_hours(facts.since_end)}" if facts.since_end is not None else ""
         return ReapingAction.KEEP, CodedReason(
             f"its run waits for the publisher{waiting_time}", "awaiting_publication"
@@ -211,13 +211,13 @@ def decide_reaping(facts: BranchFacts, limits: Limits) -> tuple[ReapingAction, C
         return ReapingAction.KEEP, CodedReason(
             "its writer is silent, and only a watch can show whether it is dead", "writer_silent"
         )
-    if facts.state is RunState.ACTIVE:
+    if facts.state is OwnerState.ACTIVE:
         return _decide_active(facts, limits)
-    return _decide_ended(facts, limits) if facts.state is RunState.ENDED else _decide_missing(facts, limits)
+    return _decide_ended(facts, limits) if facts.state is OwnerState.ENDED else _decide_missing(facts, limits)
 
 
 def decide_publication_branch(
-    publishers: frozenset[Liveness], *, run_branch_exists: bool, state: RunState, origin: BranchOrigin
+    publishers: frozenset[Liveness], *, run_branch_exists: bool, state: OwnerState, origin: BranchOrigin
 ) -> tuple[ReapingAction, CodedReason]:
     """Decide what happens to a branch on which a publisher prepares a rebase, and why.
 
@@ -228,7 +228,7 @@ def decide_publication_branch(
         return ReapingAction.KEEP, CodedReason("a publication is in progress", "being_published")
     if run_branch_exists:
         return ReapingAction.KEEP, CodedReason("its run's branch waits for publication", "run_branch_waits")
-    if state is RunState.MISSING and origin.maker is not Maker.HERE:
+    if state is OwnerState.MISSING and origin.maker is not Maker.HERE:
         return ReapingAction.KEEP, CodedReason(f"no run of that id is known: {origin}", "made_elsewhere")
     return ReapingAction.DELETE, CodedReason("the branch that it was prepared for is gone", "run_branch_gone")
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from branchlake_dagster.cleanup.reaper_rules import BranchOwner, MainHistory, RunState
+from branchlake_dagster.cleanup.reaper_rules import BranchOwner, MainHistory, OwnerState
 from branchlake_dagster.cleanup.sweep_plan import BaseUnknown, StateUnreadable, SweepPlan, SweepPlanner
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN
@@ -160,9 +160,9 @@ class Sweeper:
                 yield _DueTag(run_id, tag, base_hash, history.commit_time(base_hash), recorded_base)
 
     def _early_reason(self, tag: Reference, owner: BranchOwner | None) -> CodedReason | None:
-        if owner is not None and owner.state is RunState.ACTIVE:
+        if owner is not None and owner.state is OwnerState.ACTIVE:
             return CodedReason(f"run {owner.run_id} may continue it", "run_may_continue")
-        if owner is not None and owner.state is RunState.AWAITING_PUBLICATION and not owner.is_continued:
+        if owner is not None and owner.state is OwnerState.AWAITING_PUBLICATION and not owner.is_continued:
             return CodedReason(f"run {owner.run_id} has passed, so the reaper restores it", "run_passed")
         head = tag.metadata.head_commit if tag.metadata else None
         signs_of_life = [

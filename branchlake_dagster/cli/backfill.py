@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from branchlake_dagster.automation.approve_backfill import Approval, approve_results
 from branchlake_dagster.automation.backfill_comparison import (
     Comparison,
     Number,
@@ -35,8 +34,10 @@ from branchlake_dagster.automation.backfill_progress import (
     requested_partitions,
     require_backfill,
 )
-from branchlake_dagster.automation.backfill_retry import (
+from branchlake_dagster.automation.backfill_stages import (
+    Approval,
     RetryPlan,
+    approve_results,
     find_lost_partitions,
     launch_backfill,
     launch_retry,

@@ -14,10 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from branchlake_dagster.automation.backlog import ConsumerBacklog, iter_consumers
-from branchlake_dagster.automation.consumer_runs import InFlightRuns
 from branchlake_dagster.automation.incremental_sensor import DeclaredSensor
 from branchlake_dagster.automation.launch_decision import LaunchPolicy, LaunchState, apply_sensor_state
 from branchlake_dagster.automation.partition_backlog import (
+    InFlightRuns,
     PartitionBacklog,
     format_consumed_position,
     launch_decisions,
@@ -29,7 +29,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.change import ChangeSet
 from branchlake_dagster.internals.dagster import SensorTicks, load_sensor_ticks
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.approval import Approvals
+from branchlake_dagster.runs.run_tags import Approvals
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import format_count
 

@@ -6,7 +6,6 @@ The checks start no server. They write only to a temporary branch and a temporar
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -51,7 +50,10 @@ def examine_setup(settings: Settings, source: str = ENVIRONMENT, trouble: str | 
 
 def examination_to_dict(examination: Examination) -> dict[str, Any]:
     """Convert an examination to a JSON object."""
-    return {"healthy": examination.healthy, "findings": [asdict(finding) for finding in examination.findings]}
+    return {
+        "healthy": examination.healthy,
+        "findings": [finding.as_dict() for finding in examination.findings],
+    }
 
 
 def show_examination(examination: Examination) -> None:
@@ -61,7 +63,7 @@ def show_examination(examination: Examination) -> None:
     for finding in examination.findings:
         color = _COLORS[finding.state]
         table.add_row(
-            finding.place, finding.looked_at, f"[{color}]{finding.state}[/]", _escape_markup(finding.told)
+            finding.place, finding.looked_at, f"[{color}]{finding.state}[/]", _escape_markup(finding.result)
         )
     console.print(table)
     for finding in _findings_with_remedy(examination.findings):

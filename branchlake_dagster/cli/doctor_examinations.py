@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -28,7 +28,7 @@ from pyspark.errors import PySparkException
 from sqlalchemy.exc import SQLAlchemyError
 
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.cleanup.reaper_rules import Reaping, ReapingAction, RunState
+from branchlake_dagster.cleanup.reaper_rules import OwnerState, Reaping, ReapingAction
 from branchlake_dagster.embedded.jars import ICEBERG_SPARK
 from branchlake_dagster.embedded.java import (
     NESSIE_RUNS_ON,
@@ -50,8 +50,8 @@ from branchlake_dagster.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.publication.cleanup_jobs import reap_branches, reaper_limits
 from branchlake_dagster.publication.publisher import build_publisher
-from branchlake_dagster.runs.failure_detector import Liveness
-from branchlake_dagster.runs.run_tags import Status, find_publication
+from branchlake_dagster.runs.leases import Liveness
+from branchlake_dagster.runs.run_tags import RunState, find_publication
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.spark.session import connect_url, open_session
 from branchlake_dagster.stored_names import ReferencePrefix, RunTag
@@ -80,15 +80,19 @@ _EXPECTED_ERRORS = (
 class Finding:
     """The result of one check.
 
-    `place` is the subject, `looked_at` the check and `told` the result. The state `off` means that
+    `place` is the subject, `looked_at` the check and `result` what it found. The state `off` means that
     something does not run or does not exist yet, which is not an error.
     """
 
     place: str
     looked_at: str
     state: FindingState
-    told: str
+    result: str
     remedy: str | None = None
+
+    def as_dict(self) -> dict[str, str | None]:
+        """Return the finding as `branchlake doctor --json` writes it. The result has the key `told`."""
+        return {"told" if name == "result" else name: value for name, value in asdict(self).items()}
 
 
 @dataclass
@@ -197,7 +201,7 @@ def _check_newest_publication(home: Path, settings: Settings) -> str:
     Costs one query to Dagster's run storage, and reads the log of `main` since that run started.
     """
     with DagsterInstance.from_config(str(home)) as instance:
-        run_filter = RunsFilter(tags={RunTag.STATUS: str(Status.PUBLISHED), RunTag.LAKE: settings.lake_id})
+        run_filter = RunsFilter(tags={RunTag.STATUS: str(RunState.PUBLISHED), RunTag.LAKE: settings.lake_id})
         newest_records = instance.get_run_records(run_filter, limit=1, order_by="update_timestamp")
     if not newest_records:
         return "none yet"
@@ -259,7 +263,7 @@ def find_ownerless_branches(decisions: Sequence[Reaping], grace: timedelta) -> l
     return [
         decision
         for decision in decisions
-        if decision.state is RunState.MISSING
+        if decision.state is OwnerState.MISSING
         and decision.action is ReapingAction.KEEP
         and decision.branch.startswith(ReferencePrefix.RUN)
         # Includes silent writers: a killed writer leaves its heartbeat, and `reap --branch` watches the

@@ -43,6 +43,8 @@ from branchlake_dagster.embedded.process import (
 from branchlake_dagster.embedded.rest_catalog import catalog_environment, catalog_flags
 from branchlake_dagster.embedded.state_folder import (
     build_not_running,
+    ensure_credentials,
+    find_credentials,
     make_private_folder,
     make_state_folder,
     record_location,
@@ -50,7 +52,6 @@ from branchlake_dagster.embedded.state_folder import (
     require_no_file,
     write_secret,
 )
-from branchlake_dagster.embedded.token import ensure_credentials, find_credentials
 from branchlake_dagster.file_lock import file_lock
 from branchlake_dagster.settings import Settings
 

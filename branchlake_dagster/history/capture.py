@@ -25,7 +25,7 @@ from branchlake_dagster.history.change import (
     Step,
     from_epoch_ms,
 )
-from branchlake_dagster.history.snapshot_files import CACHE, OwnFiles, OwnFilesCache
+from branchlake_dagster.history.manifests import CACHE, OwnFiles, OwnFilesCache
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, LogEntry, Put
 from branchlake_dagster.stored_names import LakeProperty
 

@@ -26,7 +26,7 @@ from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import call_all
 from branchlake_dagster.history.change import ChangedFile, ChangeSet
 from branchlake_dagster.history.rows import ChangedRows, RowReader
-from branchlake_dagster.incremental.consumer import Identifier, UpstreamTable
+from branchlake_dagster.incremental.declaration import Identifier, UpstreamTable
 from branchlake_dagster.internals.column_metrics import ReliableInclusiveEvaluator, ReliableStrictEvaluator
 from branchlake_dagster.internals.pyiceberg import (
     apply_updates,

@@ -10,7 +10,7 @@ from pyiceberg.table import Table
 
 from branchlake_dagster.history.capture import ancestors_after, current_position
 from branchlake_dagster.history.change import ChangeSet, Position
-from branchlake_dagster.incremental.consumer import Identifier
+from branchlake_dagster.incremental.declaration import Identifier
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound

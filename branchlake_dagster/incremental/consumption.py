@@ -27,8 +27,13 @@ from branchlake_dagster.history.ranges import Ranges, changed_ranges, unify_type
 from branchlake_dagster.incremental import positions as position_store
 from branchlake_dagster.incremental.affected_partitions import partition_coverage
 from branchlake_dagster.incremental.commits import MainCommit, commits_of_change, position_at
-from branchlake_dagster.incremental.consumer import Consumer, Identifier, UpstreamTable, require_columns
-from branchlake_dagster.incremental.declaration import Pattern
+from branchlake_dagster.incremental.declaration import (
+    Consumer,
+    Identifier,
+    Pattern,
+    UpstreamTable,
+    require_columns,
+)
 from branchlake_dagster.incremental.pending import (
     Backlog,
     PartitionBatch,

@@ -37,9 +37,8 @@ from branchlake_dagster.history.rows import (
     drop_unchanged_rows,
 )
 from branchlake_dagster.incremental.affected_partitions import LAST_DAY
-from branchlake_dagster.incremental.consumer import UpstreamTable
 from branchlake_dagster.incremental.consumption import Consumption, PartitionGroup
-from branchlake_dagster.incremental.declaration import Declaration
+from branchlake_dagster.incremental.declaration import Declaration, UpstreamTable
 from branchlake_dagster.tables.errors import RowsRemoved, SchemaMismatch
 from branchlake_dagster.tables.selection import (
     DateRange,

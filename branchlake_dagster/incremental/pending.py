@@ -29,7 +29,7 @@ from branchlake_dagster.incremental.affected_partitions import (
     is_covered_partition,
     time_dimension,
 )
-from branchlake_dagster.incremental.consumer import Consumer, UpstreamTable
+from branchlake_dagster.incremental.declaration import Consumer, UpstreamTable
 from branchlake_dagster.incremental.positions import ConsumptionRecord, Positions, shares_rows
 from branchlake_dagster.incremental.valid_through import (
     InputTime,

@@ -26,7 +26,7 @@ from pyiceberg.table.metadata import TableMetadata
 from branchlake_dagster.history.capture import contains_snapshot
 from branchlake_dagster.history.change import Position
 from branchlake_dagster.incremental.affected_partitions import dimension_definitions
-from branchlake_dagster.incremental.consumer import Consumer
+from branchlake_dagster.incremental.declaration import Consumer
 from branchlake_dagster.incremental.valid_through import InputTime, ValidThrough, earliest_time, ingested_time
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import PositionUnreadable

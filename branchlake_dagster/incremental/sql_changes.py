@@ -14,8 +14,8 @@ from branchlake_dagster.history.ranges import Ranges
 from branchlake_dagster.incremental import outputs
 from branchlake_dagster.incremental.change_tables import ChangeTablePair, ChangeTables
 from branchlake_dagster.incremental.commits import MainCommit
-from branchlake_dagster.incremental.consumer import UpstreamTable
 from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.incremental.declaration import UpstreamTable
 from branchlake_dagster.incremental.inputs import select_partition_rows
 from branchlake_dagster.incremental.step_consumption import consumption_of
 from branchlake_dagster.internals.dagster import CoercibleToAssetKey

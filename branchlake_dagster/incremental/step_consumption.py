@@ -19,9 +19,8 @@ from dagster import (
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.affected_partitions import build_reach, dimension_definitions
-from branchlake_dagster.incremental.consumer import Consumer
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.declaration import Declaration, parse_declaration
+from branchlake_dagster.incremental.declaration import Consumer, Declaration, parse_declaration
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import TableSpec, parse_table_spec, table_identifier

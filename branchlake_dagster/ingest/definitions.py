@@ -1,23 +1,266 @@
-"""The Dagster definitions of ingestions, to be merged into any `Definitions`."""
+"""The Dagster definitions of ingestions, to be merged into any `Definitions`.
 
-from __future__ import annotations
+The live mode in Dagster: a run that ingests batch after batch, and the sensor that restarts it.
+"""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import dagster as dg
 
 from branchlake_dagster.extras import require_modules
-from branchlake_dagster.ingest.batch_assets import build_batch_assets
-from branchlake_dagster.ingest.batch_report import receiver_key, receiver_spec, topic_key, topic_spec
+from branchlake_dagster.ingest.batch_assets import build_batch_assets, count_read_tasks
+from branchlake_dagster.ingest.batch_report import (
+    batch_table_metadata,
+    combine_results,
+    format_batch_summary,
+    iter_check_results,
+    receiver_key,
+    receiver_spec,
+    to_check_evaluation,
+    topic_key,
+    topic_spec,
+)
 from branchlake_dagster.ingest.declaration import Ingest
 from branchlake_dagster.ingest.ingest_sensor import (
     build_batch_sensor,
+    find_pause_reason,
     landing_files_job,
     landing_files_schedule,
+    list_active_runs,
+    observe_topics,
 )
-from branchlake_dagster.ingest.live_job import live_job, live_sensor
-from branchlake_dagster.stored_names import RunTag
+from branchlake_dagster.ingest.kafka_topics import Topics
+from branchlake_dagster.ingest.live import LiveBatch, LiveIngestion, can_continue_after
+from branchlake_dagster.ingest.topic_source import open_topic_source
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.stored_names import EventMetadata, RunTag
+
+_REPORT_EVERY_S = 10.0
+"""One report for each batch would be 86,400 rows a day for each table in Dagster's database."""
+_GROUP_REPORT_EVERY_S = 5.0
+_MAX_FAILURES = 10
+"""Failures in a row before the run gives up. The wait after each is twice as long as the wait before."""
+_MAX_WAIT_S = 30.0
+
+
+def live_job(ingest: Ingest, *, lakehouse_key: str, interval_s: float, run_s: float) -> dg.JobDefinition:
+    """Build a job whose run ingests for `run_s` seconds, or until it is terminated or cannot continue."""
+
+    @dg.op(
+        name=f"ingest_{ingest.name}_batches",
+        config_schema={
+            "run_s": dg.Field(float, default_value=run_s, description="Seconds after which the run ends."),
+            "interval_s": dg.Field(
+                float,
+                default_value=interval_s,
+                description="Least time from the start of a batch to the next, in seconds.",
+            ),
+        },
+        required_resource_keys={lakehouse_key},
+        out=dg.Out(dg.Nothing),
+        description=f"Ingests {', '.join(ingest.topics)} batch after batch, and publishes each at once.",
+    )
+    def batches(context: dg.OpExecutionContext) -> None:
+        resource: LakehouseResource = getattr(context.resources, lakehouse_key)
+        _run_live(context, ingest, resource)
+
+    @dg.job(
+        name=f"ingest_{ingest.name}_live",
+        tags={RunTag.INGESTION: ingest.name},
+        executor_def=dg.in_process_executor,
+        description=f"Live ingestion {ingest.name}: each batch has its branch, checks and publication.",
+    )
+    def live() -> None:
+        batches()
+
+    return live
+
+
+def live_sensor(
+    ingest: Ingest,
+    *,
+    lakehouse_key: str = "lakehouse",
+    interval_s: int = 5,
+    clock: Callable[[], float] = time.time,
+) -> dg.SensorDefinition:
+    """Build a sensor that starts a live run whenever none is active.
+
+    If runs fail one after the other, it waits longer after each. Each minute it also reports the state of the
+    topics on their assets.
+    """
+    job_name = f"ingest_{ingest.name}_live"
+
+    @dg.sensor(
+        name=f"ingest_{ingest.name}_live_sensor",
+        job_name=job_name,
+        minimum_interval_seconds=interval_s,
+        required_resource_keys={lakehouse_key},
+        description=f"Keeps a live run of {ingest.name} running.",
+    )
+    def sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        resource: LakehouseResource = getattr(context.resources, lakehouse_key)
+        now, last_observed = clock(), float(context.cursor or 0.0)
+        last_observed, events = observe_topics(ingest, resource.lakehouse, last_observed, now)
+        if live_runs := list_active_runs(context.instance, ingest):
+            reason = f"Run {live_runs[0].run_id[:8]} is active."
+            return dg.SensorResult(skip_reason=reason, cursor=str(last_observed), asset_events=events)
+        if pause_reason := find_pause_reason(context.instance, ingest, job_name, now):
+            return dg.SensorResult(skip_reason=pause_reason, cursor=str(last_observed), asset_events=events)
+        request = dg.RunRequest(tags={RunTag.INGESTION: ingest.name})
+        return dg.SensorResult([request], cursor=str(last_observed), asset_events=events)
+
+    return sensor
+
+
+def _run_live(context: dg.OpExecutionContext, ingest: Ingest, resource: LakehouseResource) -> None:
+    lake = resource.lakehouse
+    source = open_topic_source(ingest, lake.settings)
+    topics = source.topics
+    conf = resource.session_conf()
+    live = LiveIngestion(
+        ingest,
+        lake,
+        context.run_id,
+        topics,
+        source.records,
+        session_at=lambda ref: lake.spark_session(ref, conf=conf),
+        tasks=count_read_tasks(lake),
+        properties=resource.maker_properties(),
+    )
+    config: dict[str, Any] = context.op_config
+    with _close_at_end(live):
+        run_batches(context, ingest, live, topics, run_s=config["run_s"], interval_s=config["interval_s"])
+
+
+@contextmanager
+def _close_at_end(live: LiveIngestion) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        live.close()
+
+
+def run_batches(
+    context: dg.OpExecutionContext,
+    ingest: Ingest,
+    live: LiveIngestion,
+    topics: Topics,
+    *,
+    run_s: float,
+    interval_s: float,
+) -> None:
+    """Ingest batch after batch until the time is over. Reports the published batches even if interrupted."""
+    end_time, failures = time.monotonic() + run_s, 0
+    with _BatchReporter(context, ingest, topics) as reporter:
+        while (start_time := time.monotonic()) < end_time:
+            try:
+                batch = live.publish_next_batch()
+            except Exception as error:
+                failures += 1
+                if not can_continue_after(error) or failures > _MAX_FAILURES:
+                    raise
+                wait = min(0.5 * 2**failures, _MAX_WAIT_S)
+                context.log.warning(
+                    f"{error} Retrying in {wait:g} s (failure {failures} of at most {_MAX_FAILURES})."
+                )
+                time.sleep(wait)
+                continue
+            failures = 0
+            if batch is not None:
+                reporter.add(batch)
+            reporter.report_if_due()
+            time.sleep(max(0.0, interval_s - (time.monotonic() - start_time)))
+
+
+class _BatchReporter:
+    """Reports batches to Dagster and to the consumer group, several batches in one report."""
+
+    def __init__(self, context: dg.OpExecutionContext, ingest: Ingest, topics: Topics) -> None:
+        self._context = context
+        self._ingest = ingest
+        self._topics = topics
+        self._unreported: list[LiveBatch] = []
+        self._reported_at = self._group_reported_at = 0.0
+        self._batches = 0
+        self._logged_notes: set[str] = set()
+
+    def __enter__(self) -> "_BatchReporter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._report()
+
+    def add(self, batch: LiveBatch) -> None:
+        """Add a batch that is on `main`."""
+        if self._unreported and self._unreported[-1].result.targets.names != batch.result.targets.names:
+            self._report()  # the batches of one report must have the same tables
+        self._batches += 1
+        self._unreported.append(batch)
+        # A note may come with every batch, and there may be a batch each second, so log each note once.
+        for note in {*batch.result.notes} - self._logged_notes:
+            self._logged_notes.add(note)
+            self._context.log.warning(note)
+        self._context.log.debug(
+            f"Batch {self._batches}: {format_batch_summary(batch.result)} Published as"
+            f" {batch.publication[:12]} after {batch.seconds:.2f} s."
+        )
+
+    def report_if_due(self) -> None:
+        """Report the batches since the last report, if it is time."""
+        now = time.monotonic()
+        if self._unreported and now - self._group_reported_at >= _GROUP_REPORT_EVERY_S:
+            self._group_reported_at = now
+            self._topics.report_offsets(self._ingest.group, self._unreported[-1].result.current_offsets)
+        if now - self._reported_at >= _REPORT_EVERY_S:
+            self._reported_at = now
+            self._report()
+
+    def _report(self) -> None:
+        if not self._unreported:
+            return
+        batches, self._unreported = self._unreported, []
+        last = batches[-1]
+        records = sum(batch.result.record_count for batch in batches)
+        self._context.log.info(
+            f"Published {len(batches)} batches with {records:,} records, the last after {last.seconds:.2f} s;"
+            f" lag {last.result.plan.lag:,}."
+        )
+        self._topics.report_offsets(self._ingest.group, last.result.current_offsets)
+        for event in self._events(batches):
+            self._context.log_event(event)
+
+    def _events(self, batches: list[LiveBatch]) -> Iterator[Any]:
+        last = batches[-1]
+        ingest = last.result.ingest
+        combined_result = combine_results([batch.result for batch in batches])
+        for number, key in enumerate(ingest.all_assets):
+            if not combined_result.count_rows(number):
+                continue
+            metadata = {
+                **batch_table_metadata(combined_result, number),
+                EventMetadata.BATCHES: dg.MetadataValue.int(len(batches)),
+                EventMetadata.VISIBLE_AFTER_S: dg.MetadataValue.float(
+                    round(max(b.seconds for b in batches), 3)
+                ),
+            }
+            yield dg.AssetMaterialization(key, metadata=metadata)
+            verdict = "passed_with_warnings" if combined_result.dead_letter_count else "passed"
+            yield dg.AssetObservation(
+                key,
+                description=f"Published as {last.publication}.",
+                metadata={
+                    EventMetadata.PUBLICATION: dg.MetadataValue.text(last.publication),
+                    EventMetadata.VERDICT: dg.MetadataValue.text(verdict),
+                    EventMetadata.RUN: dg.MetadataValue.dagster_run(self._context.run_id),
+                    EventMetadata.TABLES: dg.MetadataValue.text(last.result.targets[number].name),
+                },
+            )
+        counts, declarations = combined_result.scan_result.counts, last.result.targets.declarations
+        for result in iter_check_results(ingest, counts, declarations):
+            yield to_check_evaluation(result)
 
 
 def ingest_definitions(

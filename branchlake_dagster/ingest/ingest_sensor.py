@@ -29,7 +29,7 @@ from branchlake_dagster.receivers.landing import Landing, LandingFile
 from branchlake_dagster.receivers.metrics import MonitorReport, scrape_monitors
 from branchlake_dagster.runs.discarding import FAILING_STATUSES, FAILURE_REASON_TAG, PERMANENT_FAILURES
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import PARKED, Status
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import format_count
 
@@ -111,8 +111,8 @@ def find_unpublished_run(instance: dg.DagsterInstance, ingest: Ingest, job_name:
         has_succeeded, tags = run.status is dg.DagsterRunStatus.SUCCESS, run.tags
         if (
             has_succeeded
-            and tags.get(RunTag.STATUS) == Status.PENDING
-            and tags.get(RunTag.NEXT_ATTEMPT) != PARKED
+            and tags.get(RunTag.STATUS) == RunState.PENDING
+            and tags.get(RunTag.NEXT_ATTEMPT) != RunState.PARKED
         ):
             return run
     return None

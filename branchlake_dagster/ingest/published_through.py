@@ -29,7 +29,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.capture import capture_change, contains_snapshot, current_position
 from branchlake_dagster.history.change import ChangeLost, ChangeSet, Position
 from branchlake_dagster.incremental.affected_partitions import partition_coverage
-from branchlake_dagster.incremental.consumer import Consumer, UpstreamTable, require_columns
+from branchlake_dagster.incremental.declaration import Consumer, UpstreamTable, require_columns
 from branchlake_dagster.incremental.pending import (
     Backlog,
     compute_valid_through,

@@ -18,7 +18,7 @@ from pyiceberg.table import CreateTableTransaction, Table
 from pyspark.sql import DataFrame, SparkSession
 
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.incremental import inputs, outputs, replace_keys, spark_inputs
+from branchlake_dagster.incremental import inputs, outputs, spark_inputs
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.io_manager import earlier_attempts
 from branchlake_dagster.runs import provenance
@@ -316,7 +316,7 @@ class TableWriter:
         if isinstance(prepared.upsert, upserts.UpsertPlan):
             table = upserts.write_upsert(prepared.upsert, properties)
         elif prepared.changed_keys is not None:
-            replace_keys.replace_by_pyiceberg(rows, table, spec, prepared.changed_keys, properties, selection)
+            spark_inputs.replace_by_pyiceberg(rows, table, spec, prepared.changed_keys, properties, selection)
         else:
             arrow_frames.write_frame(rows, table, spec, selection, properties)
         # The write detects all other concurrent changes. Only a late commit of an earlier attempt can pass.
@@ -331,7 +331,7 @@ class TableWriter:
         with mark_merge_target(spec.identifier):
             if prepared.changed_keys is not None:
                 keys = prepared.changed_keys
-                replace_keys.replace_by_spark(frame, table.schema(), spec, keys, properties, selection)
+                spark_inputs.replace_by_spark(frame, table.schema(), spec, keys, properties, selection)
             else:
                 spark_frames.write_spark_frame(frame, spec, table.schema(), selection, properties)
                 if spec.keeps_matched:
@@ -391,7 +391,7 @@ def _plan_upsert(prepared: PreparedWrite) -> upserts.UpsertPlan | SparkReason | 
     if prepared.frame.is_spark:
         return SparkReason.SPARK_FRAME
     if prepared.changed_keys is not None:
-        return SparkReason.CHANGED_KEYS if prepared.changed_keys.num_rows > replace_keys.MAX_KEYS else None
+        return SparkReason.CHANGED_KEYS if prepared.changed_keys.num_rows > spark_inputs.MAX_KEYS else None
     return upserts.plan_upsert(
         prepared.frame.rows, prepared.table, prepared.plan.spec, prepared.plan.selection
     )

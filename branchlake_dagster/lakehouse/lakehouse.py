@@ -20,7 +20,7 @@ from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.embedded.rest_catalog import serves_rest
 from branchlake_dagster.embedded.servers import SPARK, EmbeddedServers, Endpoints
 from branchlake_dagster.nessie.client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, NessieClient
-from branchlake_dagster.nessie.retry import Breaker, RetryBudget, RetryPolicy
+from branchlake_dagster.nessie.errors import Breaker, RetryBudget, RetryPolicy
 from branchlake_dagster.nessie.transport import GuardedTransport, HttpTransport
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.spark.session import end_idle_daemons, open_session

@@ -9,7 +9,12 @@ from typing import Any, Literal, Self, TypeVar
 
 from branchlake_dagster.nessie import json_codec as codec
 from branchlake_dagster.nessie import json_codec as paging
-from branchlake_dagster.nessie.errors import ContentNotFound, NessieAlreadyExists, ReferenceNotFound
+from branchlake_dagster.nessie.errors import (
+    ContentNotFound,
+    NessieAlreadyExists,
+    ReferenceNotFound,
+    RetryPolicy,
+)
 from branchlake_dagster.nessie.model import (
     CommitResult,
     Content,
@@ -27,7 +32,6 @@ from branchlake_dagster.nessie.model import (
     parse_name,
     parse_ref,
 )
-from branchlake_dagster.nessie.retry import RetryPolicy
 from branchlake_dagster.nessie.transport import HttpTransport, Transport
 
 T = TypeVar("T")

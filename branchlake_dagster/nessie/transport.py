@@ -19,6 +19,7 @@ from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.nessie import json_codec as codec
 from branchlake_dagster.nessie.errors import (
+    Breaker,
     ContentNotFound,
     NessieAlreadyExists,
     NessieConflict,
@@ -32,7 +33,6 @@ from branchlake_dagster.nessie.errors import (
     ReferenceNotFound,
 )
 from branchlake_dagster.nessie.model import KeyConflict
-from branchlake_dagster.nessie.retry import Breaker
 
 _READ_FIRST_HINT = "Read the reference's log before you repeat the change."
 TOKEN_HINT = "Set BRANCHLAKE_NESSIE_TOKEN to a token that permits this."  # noqa: S105 - a hint, not a token

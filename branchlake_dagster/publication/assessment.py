@@ -1,21 +1,29 @@
-"""The assessment of one run branch: whether its run has ended, and whether the branch may be published."""
+"""The assessment of one run branch: whether its run has ended, and whether the branch may be published.
+
+The check that a run's branch holds exactly what its runs wrote: no foreign, missing or late commit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dagster import DagsterInstance, DagsterRun
+from pyiceberg.table.snapshots import Operation, Snapshot
 
-from branchlake_dagster.history.capture import ReadMetadata
+from branchlake_dagster.history.capture import (
+    ReadMetadata,
+    find_added_snapshots,
+    iter_put_tables,
+    newest_metadata_locations,
+)
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.nessie.model import ContentKey, DiffEntry, IcebergTable, LogEntry, Reference
-from branchlake_dagster.publication.branch_commits import BranchCommits
 from branchlake_dagster.publication.evidence import RunEvidence, collect_evidence
 from branchlake_dagster.publication.ledger import Candidate, Published, changed_tables, load_write_set
-from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.publication.verdict import Verdict, judge_evidence
 from branchlake_dagster.runs.branch_owner import load_runs_on_branch
 from branchlake_dagster.runs.discarding import (
@@ -26,6 +34,7 @@ from branchlake_dagster.runs.discarding import (
     is_claimed,
 )
 from branchlake_dagster.runs.run_tags import (
+    RunState,
     find_keep_failed_hours,
     find_publication,
     find_recorded_base,
@@ -33,7 +42,100 @@ from branchlake_dagster.runs.run_tags import (
     is_opened_by,
 )
 from branchlake_dagster.settings import Settings
-from branchlake_dagster.stored_names import RunTag
+from branchlake_dagster.stored_names import LakeProperty, RunTag
+
+_CLIENT_PROPERTY = "application-type"
+"""The commit property of Iceberg's Java client, which cannot attach properties of its caller."""
+
+
+@dataclass(frozen=True)
+class BranchCommits:
+    """The commits of a run's branch since its base, and the runs that may have made them.
+
+    Args:
+        branch (str): The branch's name.
+        base_hash (str): The commit of `main` that the branch started from.
+        base_snapshots (Mapping[str, int]): Snapshot ids of the changed tables at the base, by content id.
+        entries (Sequence[LogEntry]): The commits after the base, newest first, with their operations.
+        recorded_heads (Collection[str]): The hashes that the runs recorded after their writes.
+        run_ids (Collection[str]): The runs that worked on the branch.
+    """
+
+    branch: str
+    base_hash: str
+    base_snapshots: Mapping[str, int]
+    entries: Sequence[LogEntry]
+    recorded_heads: Collection[str]
+    run_ids: Collection[str]
+
+    def find_objection(self, read_metadata: ReadMetadata) -> str | None:
+        """Return why the branch is not exactly what its runs wrote, as a clause; None if it is.
+
+        Three conditions must hold:
+
+        1. The branch contains every recorded head. Otherwise it was set back, or Nessie was restored from an
+           older copy.
+        2. One of the runs made every commit: the commit's properties name the run or, for Spark, the
+           summaries of the added snapshots do.
+        3. The newest commit was recorded. No check has seen a later commit.
+
+        `read_metadata` is called only for Spark commits that add a snapshot. A Spark commit without a
+        snapshot, such as ALTER TABLE, does not name a run and is accepted.
+        """
+        hashes = {entry.commit.hash for entry in self.entries}
+        if lost_heads := sorted(set(self.recorded_heads) - hashes - {self.base_hash}):
+            return (
+                f"branch {self.branch} no longer contains commit {lost_heads[0][:16]} that the run wrote:"
+                " the branch was set back, or Nessie was restored from an older copy"
+            )
+        if (foreign_commit := self._find_foreign_commit(read_metadata)) is not None:
+            return (
+                f"{self._format_commit(foreign_commit)}, which the run did not make:"
+                " another writer changed the branch"
+            )
+        if self.entries and self.entries[0].commit.hash not in self.recorded_heads:
+            return f"{self._format_commit(self.entries[0])}, made after the last commit that the run recorded"
+        return None
+
+    def _find_foreign_commit(self, read_metadata: ReadMetadata) -> LogEntry | None:
+        """Return the oldest commit that none of the runs made; None if there is none."""
+        snapshots, newest = dict(self.base_snapshots), newest_metadata_locations(self.entries)
+        for entry in reversed(self.entries):
+            properties = entry.commit.properties
+            if LakeProperty.RUN_ID in properties:
+                is_own = properties[LakeProperty.RUN_ID] in self.run_ids
+            else:
+                snapshots_by_table = (
+                    find_added_snapshots(table, snapshots, read_metadata, newest)
+                    for _, table in iter_put_tables(entry)
+                )
+                is_own = properties.get(_CLIENT_PROPERTY) == "iceberg" and all(
+                    new_snapshots is not None and all(map(self._is_own_snapshot, new_snapshots))
+                    for new_snapshots in snapshots_by_table
+                )
+            if not is_own:
+                return entry
+            snapshots |= {table.content_id or "": table.snapshot_id for _, table in iter_put_tables(entry)}
+        return None
+
+    def _is_own_snapshot(self, snapshot: Snapshot) -> bool:
+        """Return whether one of the runs made the snapshot, or the snapshot does not change rows.
+
+        Spark's procedures, such as rewrite_data_files, ignore the session's snapshot properties.
+        """
+        summary = snapshot.summary
+        if summary is None:
+            return False
+        return (
+            summary.operation is Operation.REPLACE
+            or summary.additional_properties.get(LakeProperty.RUN_ID) in self.run_ids
+        )
+
+    def _format_commit(self, entry: LogEntry) -> str:
+        commit = entry.commit
+        author = f" by {commit.author}" if commit.author else ""
+        return f"branch {self.branch} contains commit {commit.hash[:16]}{author} ({commit.message})"
+
 
 NO_TABLE_CHANGED = "the run did not change any table"
 """The reason for discarding the branch of a successful run without changes."""
@@ -53,7 +155,7 @@ class AssessedRun:
     verdict: Verdict
     candidate: Candidate | None
     reason: str | None
-    action: PublicationAction
+    action: RunState
     start_time: float
     already_published: Published | None = None
     """The publication that `main` already holds, if an earlier publisher stopped before it reported it."""
@@ -111,7 +213,7 @@ class Assessor:
             base_hash = find_recorded_base(run.tags, branch_name) or self._find_common_ancestor(branch_name)
             if base_hash is None:
                 return Outcome(
-                    branch_name, run.run_id, PublicationAction.TRY_AGAIN, "the branch's base hash is unknown"
+                    branch_name, run.run_id, RunState.TRY_AGAIN, "the branch's base hash is unknown"
                 )
             # Read the head only now, because the run has ended. A listing of branches can be older than the
             # run's last write; half a run was published once for that reason.
@@ -119,7 +221,7 @@ class Assessor:
         except ReferenceNotFound:
             if self._client.has_reference(branch_name):
                 raise  # the base commit does not exist any more
-            return Outcome(branch_name, run.run_id, PublicationAction.WAITING, "another publisher was faster")
+            return Outcome(branch_name, run.run_id, RunState.WAITING, "another publisher was faster")
         branch, changes = diff.to_reference, diff.entries
         if run.is_success or all_steps_succeeded:
             head, was_claimed = claim_branch(self._client, branch)
@@ -153,19 +255,15 @@ class Assessor:
         """
         if publication := find_publication(run.tags, branch.name):
             end_branch_and_claim(self._client, branch, keep_data=True)
-            return Outcome(
-                branch.name, run.run_id, PublicationAction.PUBLISHED, "reported before", None, publication
-            )
+            return Outcome(branch.name, run.run_id, RunState.PUBLISHED, "reported before", None, publication)
         if run.tags.get(RunTag.STATUS) in FAILING_STATUSES:
             # The refusal was reported from inside the run, too late to fail it: the run ended as a success.
             fail_unpublished_run(self._instance, run.run_id, run.tags.get(RunTag.REASON, ""))
         if hours := find_keep_failed_hours(run.tags, run.run_id, self._settings):
             detail = f"not published, kept for debugging for {hours:g} h after its end"
-            return Outcome(branch.name, run.run_id, PublicationAction.KEPT, detail)
+            return Outcome(branch.name, run.run_id, RunState.KEPT, detail)
         end_branch_and_claim(self._client, branch, keep_data=False)
-        return Outcome(
-            branch.name, run.run_id, PublicationAction.DISCARDED, "its verdict was reported before"
-        )
+        return Outcome(branch.name, run.run_id, RunState.DISCARDED, "its verdict was reported before")
 
     def _find_common_ancestor(self, branch_name: str) -> str | None:
         metadata = self._client.reference(branch_name, fetch_metadata=True).metadata
@@ -197,18 +295,18 @@ class Assessor:
             changed_columns = self._find_changed_columns(changes, evidence.frozen_tables)
             evidence = replace(evidence, changed_columns=changed_columns)
         verdict = judge_evidence(evidence, strict_tables=self._settings.require_checks)
-        reason, action, candidate = None, PublicationAction.PUBLISHED, None
+        reason, action, candidate = None, RunState.PUBLISHED, None
         objection = None
         if evidence.succeeded and not already_published:
             objection = self._find_objection(branch, base_hash, changes, evidence, runs or (run,))
         if not evidence.succeeded:
-            reason, action = f"the run ended as {run.status.value.lower()}", PublicationAction.DISCARDED
+            reason, action = f"the run ended as {run.status.value.lower()}", RunState.DISCARDED
         elif objection:
-            reason, action = objection, PublicationAction.REFUSED
+            reason, action = objection, RunState.REFUSED
         elif verdict.blocked:
-            action = PublicationAction.BLOCKED
+            action = RunState.BLOCKED
         elif not tables:
-            reason, action = NO_TABLE_CHANGED, PublicationAction.DISCARDED
+            reason, action = NO_TABLE_CHANGED, RunState.DISCARDED
         else:
             reads = evidence.read_set
             candidate = Candidate(
@@ -224,7 +322,7 @@ class Assessor:
                 leases=evidence.leases,
             )
         if already_published:
-            reason, action = None, PublicationAction.PUBLISHED
+            reason, action = None, RunState.PUBLISHED
         return AssessedRun(
             run,
             branch,

@@ -33,7 +33,7 @@ from dagster import (
 )
 
 from branchlake_dagster.cleanup.reaper import Reaper
-from branchlake_dagster.cleanup.reaper_rules import BranchOwner, Limits, Reaping, ReapingAction, RunState
+from branchlake_dagster.cleanup.reaper_rules import BranchOwner, Limits, OwnerState, Reaping, ReapingAction
 from branchlake_dagster.cleanup.sweeper import SWEEPER_TAG_FILTER, Sweeper, Sweeping
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -46,14 +46,14 @@ from branchlake_dagster.runs.branch_owner import (
     load_instance_id,
 )
 from branchlake_dagster.runs.discarding import report_branch_end
-from branchlake_dagster.runs.failure_detector import (
+from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.leases import (
     Liveness,
     continue_watch,
     judge_by_timestamp,
     local_clock_id,
 )
-from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore
-from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_tags import (
     FENCED,
     Retention,
@@ -95,7 +95,7 @@ class DagsterRuns:
                 branch: _build_owner(branch, record) for branch, record in records.items() if record
             }
             waiting_branches = [
-                b for b, owner in branch_owners.items() if owner.state is RunState.AWAITING_PUBLICATION
+                b for b, owner in branch_owners.items() if owner.state is OwnerState.AWAITING_PUBLICATION
             ]
             continued_branches = {
                 branch for branch, _ in iter_continuing_runs(self._instance, waiting_branches)
@@ -153,13 +153,13 @@ def _build_owner(branch: str, record: RunRecord) -> BranchOwner:
     opened_branch = is_opened_by(run.tags, run.run_id)
     verdict_is_final = opened_branch and is_judged(run.tags, branch)
     if not run.is_finished:
-        state = RunState.ACTIVE
+        state = OwnerState.ACTIVE
     elif opened_branch and find_publication(run.tags, branch):
-        state = RunState.PUBLISHED
+        state = OwnerState.PUBLISHED
     elif run.is_success and not verdict_is_final:
-        state = RunState.AWAITING_PUBLICATION
+        state = OwnerState.AWAITING_PUBLICATION
     else:
-        state = RunState.UNPUBLISHED
+        state = OwnerState.UNPUBLISHED
     end_time = datetime.fromtimestamp(record.end_time, UTC) if record.end_time else None
     publication = find_publication(run.tags, branch) or "" if opened_branch else ""
     return BranchOwner(

@@ -4,35 +4,26 @@ Dagster's own conditions (`eager()`, `any_deps_updated()`) follow materializatio
 its branch, where other runs do not see it. These conditions follow the observations that the publisher
 reports for each asset after the merge. Dagster's daemon does not load classes of this package, so only a
 sensor that evaluates in the code server can use them: `publication_automation_sensor()`.
-
-The publisher reports one observation per published partition. Reading "everything after the last event id"
-would be wrong for two reasons. A database may commit an event after another one with a higher id. And the
-same publication may be reported twice: by two publishers in a race, or because one died before it recorded
-that it had reported. So each evaluation reads some earlier events again and skips those that it delivered
-before.
 """
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any
 
 from dagster import (
     AssetKey,
     AssetOrCheckKey,
-    AssetRecordsFilter,
     AssetSelection,
     AutomationCondition,
     AutomationConditionSensorDefinition,
     AutomationContext,
     AutomationResult,
     BetaWarning,
-    DagsterInstance,
     DefaultSensorStatus,
     RepositoryDefinition,
     RunsFilter,
@@ -46,111 +37,15 @@ from branchlake_dagster.internals.dagster import (
     EntitySubset,
     TimingMetadata,
 )
-from branchlake_dagster.publication.written_partitions import load_asset_partitions, load_run_partitions
+from branchlake_dagster.publication.new_publications import (
+    PublicationReport,
+    ReportCursor,
+    load_asset_partitions,
+    load_run_partitions,
+    read_new_reports,
+)
 from branchlake_dagster.runs.run_tags import PENDING
-from branchlake_dagster.stored_names import EventMetadata, RunTag
-
-REREAD_EVENT_IDS = 1_000
-"""The number of event ids that are read again: more than Dagster stores while one insert is under way."""
-
-_PAGE = 1_000
-
-PublicationKey = tuple[str, str | None]
-"""(branch and commit on `main`, partition): the same for repeated reports of one publication."""
-
-
-@dataclass(frozen=True)
-class PublicationReport:
-    """One observation of a publication in Dagster's event log."""
-
-    storage_id: int
-    branch: str
-    commit: str
-    partition: str | None
-
-    @property
-    def key(self) -> PublicationKey:
-        """The identity of the publication, which repeated reports share."""
-        return f"{self.branch}@{self.commit}", self.partition
-
-
-def iter_publication_reports(
-    instance: DagsterInstance, key: AssetKey, *, after_id: int, last_id: int
-) -> Iterator[PublicationReport]:
-    """Yield the publications reported for `key` with `after_id` < storage id <= `last_id`, in that order.
-
-    Reports of blocked, refused and discarded runs do not have a publication and are left out, as are
-    observations by other writers.
-    """
-    records_filter = AssetRecordsFilter(
-        asset_key=key, after_storage_id=max(after_id, 0), before_storage_id=last_id + 1
-    )
-    cursor: str | None = None
-    while True:
-        page = instance.fetch_observations(records_filter, limit=_PAGE, cursor=cursor, ascending=True)
-        for record in page.records:
-            observation = record.asset_observation
-            if observation is None:
-                continue
-            commit, branch = (
-                observation.metadata.get(EventMetadata.PUBLICATION),
-                observation.metadata.get(EventMetadata.BRANCH),
-            )
-            if commit is not None and branch is not None:
-                yield PublicationReport(
-                    record.storage_id, str(branch.value), str(commit.value), observation.partition
-                )
-        if not page.has_more:
-            return
-        cursor = page.cursor
-
-
-@dataclass(frozen=True)
-class ReportCursor:
-    """The position in an asset's reports: the last event id, and the keys delivered from the last ids.
-
-    `delivered_keys` covers the last `REREAD_EVENT_IDS` ids.
-    """
-
-    last_id: int
-    delivered_keys: frozenset[PublicationKey] = field(default_factory=frozenset)
-
-    def to_json(self) -> str:
-        """Return the cursor as text for Dagster to store."""
-        partitions: dict[str, list[str | None]] = defaultdict(list)
-        for publication, partition in sorted(self.delivered_keys, key=str):
-            partitions[publication].append(partition)
-        return json.dumps({"upto": self.last_id, "passed_on": partitions})
-
-    @classmethod
-    def from_json(cls, cursor: str) -> Self:
-        """Parse the result of `to_json`."""
-        data = json.loads(cursor)
-        names: Mapping[str, Sequence[str | None]] = data["passed_on"]
-        return cls(data["upto"], frozenset((pub, part) for pub, parts in names.items() for part in parts))
-
-
-def read_new_reports(
-    instance: DagsterInstance, key: AssetKey, last_cursor: ReportCursor | None, *, start_id: int, last_id: int
-) -> tuple[list[PublicationReport], ReportCursor]:
-    """Return the publications reported since `last_cursor` and up to the event `last_id`, and the new cursor.
-
-    If `last_cursor` is None, reports up to the event `start_id` count as delivered, so history does not
-    trigger requests.
-    """
-    since_id = last_cursor.last_id if last_cursor else start_id
-    reports = list(
-        iter_publication_reports(instance, key, after_id=since_id - REREAD_EVENT_IDS, last_id=last_id)
-    )
-    delivered_keys = (
-        last_cursor.delivered_keys
-        if last_cursor
-        else {report.key for report in reports if report.storage_id <= since_id}
-    )
-    new_reports = {report.key: report for report in reports if report.key not in delivered_keys}
-    recent_keys = {report.key for report in reports if report.storage_id > last_id - REREAD_EVENT_IDS}
-    return list(new_reports.values()), ReportCursor(last_id, frozenset(recent_keys))
-
+from branchlake_dagster.stored_names import RunTag
 
 ABANDONED_AFTER = timedelta(hours=6)
 """The age after which a run without a verdict is ignored if Dagster has not updated it; as for the reaper."""

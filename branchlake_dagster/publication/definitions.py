@@ -1,18 +1,336 @@
-"""Everything of a code location except the assets, ready to be merged into any `Definitions`."""
+"""Everything of a code location except the assets, ready to be merged into any `Definitions`.
+
+Find mistakes in a lake's assets when the definitions load, not only when a run is blocked.
+"""
 
 from __future__ import annotations
 
-from dagster import Definitions, Executor, ExecutorDefinition, multi_or_in_process_executor
+import difflib
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
 
-from branchlake_dagster.internals.dagster import with_executor
+from dagster import (
+    AssetKey,
+    Definitions,
+    Executor,
+    ExecutorDefinition,
+    IdentityPartitionMapping,
+    MultiPartitionsDefinition,
+    MultiToSingleDimensionPartitionMapping,
+    PartitionMapping,
+    PartitionsDefinition,
+    TimeWindowPartitionMapping,
+    TimeWindowPartitionsDefinition,
+    multi_or_in_process_executor,
+)
+
+from branchlake_dagster.errors import ConfigurationError, format_first_values
+from branchlake_dagster.incremental.declaration import Consumer, parse_declaration
+from branchlake_dagster.incremental.step_consumption import build_consumer
+from branchlake_dagster.internals.dagster import AssetGraph, io_manager_key_of, with_executor
 from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
 from branchlake_dagster.publication.cleanup_jobs import dead_writer_sensor, reap_job, reap_schedule
 from branchlake_dagster.publication.publication_sensor import publication_sensor
 from branchlake_dagster.publication.publish_at_end import publish_at_end
-from branchlake_dagster.publication.validation import validate_definitions
-from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import AssetMetadata
+from branchlake_dagster.tables.specification import (
+    TableSpec,
+    format_table_name,
+    parse_table_spec,
+    unwrap_metadata,
+)
+from branchlake_dagster.wording import format_names, pluralize
+
+_PREFIX = "branchlake/"
+_METADATA_KEYS = frozenset(
+    (
+        AssetMetadata.WRITE_MODE,
+        AssetMetadata.KEYS,
+        AssetMetadata.WHEN_MATCHED,
+        AssetMetadata.REQUIRE_CHECKS,
+        AssetMetadata.ISOLATION,
+        AssetMetadata.COLUMNS,
+        AssetMetadata.EXCLUSIVE,
+        AssetMetadata.PREVIEW_ROWS,
+        AssetMetadata.LAYOUT,
+        AssetMetadata.PROPERTIES,
+        AssetMetadata.CONSUMES,
+        AssetMetadata.LIVE_INGESTION,
+    )
+)
+"""The metadata keys of assets that branchlake reads."""
+_ARGUMENTS = frozenset(("write_mode", "partition_by", "require_checks"))
+"""Arguments of `table_metadata`. The others are common words, which other metadata may use."""
+
+
+class DefinitionsWarning(UserWarning):
+    """Something in the definitions is probably not intended.
+
+    A check of a partitioned asset reads the whole table on every run, or an asset has a metadata key that
+    branchlake does not read. Python's own filters decide whether the warning is shown.
+
+    Examples:
+        .. code-block:: python
+
+            import warnings
+
+            from branchlake_dagster import DefinitionsWarning
+
+            warnings.simplefilter("error", DefinitionsWarning)  # as in tests
+    """
+
+
+def validate_definitions(
+    definitions: Definitions,
+    *,
+    io_manager_key: str,
+    default_namespace: str,
+    require_checks: bool,
+    unpartitioned_checks: Literal["warn", "error", "allow"] = "error",
+) -> None:
+    """Raise one ConfigurationError with all assets that could not be written or published.
+
+    These mistakes of the IO manager's assets are found:
+
+    - an invalid table name, write mode, key, partition column or isolation
+    - two assets of one table
+    - an asset without any check, with `require_checks`
+    - checks without partitions of a partitioned asset; `unpartitioned_checks` can turn them into a
+      DefinitionsWarning, or allow them
+    - user checks on tables of ingestions with a live run, because that run would not execute them
+
+    Metadata keys that look like arguments of `table_metadata` cause a DefinitionsWarning.
+    """
+    graph = definitions.resolve_asset_graph()
+    mistakes = [*_find_mistakes(graph, io_manager_key, default_namespace, require_checks)]
+    check_mistakes = [*_find_unscoped_checks(graph, io_manager_key)]
+    if unpartitioned_checks == "error":
+        mistakes += check_mistakes
+    elif unpartitioned_checks == "warn":
+        for key, why in check_mistakes:
+            warnings.warn(f"{key.to_user_string()}: {why}", DefinitionsWarning, stacklevel=3)
+    for key, why in _find_bare_metadata(graph, io_manager_key):
+        warnings.warn(f"{key.to_user_string()}: {why}", DefinitionsWarning, stacklevel=3)
+    lines = [f"- {key.to_user_string()}: {why}" for key, why in mistakes]
+    if lines:
+        assets = len({key for key, _ in mistakes})
+        count = "one asset" if assets == 1 else f"{assets} assets"
+        raise ConfigurationError(
+            "\n".join([f"The definitions have mistakes in {count}.", *lines]),
+            reason="definitions",
+            subject=", ".join(dict.fromkeys(key.to_user_string() for key, _ in mistakes)),
+        )
+
+
+def _find_mistakes(
+    graph: AssetGraph, io_manager_key: str, default_namespace: str, require_checks: bool
+) -> Iterator[tuple[AssetKey, str]]:
+    checked = {key.asset_key for key in graph.asset_check_keys}
+    tables: dict[tuple[str, ...], AssetKey] = {}
+    for key in sorted(graph.materializable_asset_keys):
+        node = graph.get(key)
+        if why := _find_unchecked(graph, key):
+            yield key, why
+        if io_manager_key_of(graph, key) != io_manager_key:
+            continue
+        try:
+            spec = parse_table_spec(
+                key,
+                node.metadata,
+                default_namespace=default_namespace,
+                partitioned=node.partitions_def is not None,
+            )
+        except ConfigurationError as error:
+            yield key, f"{error.message} {error.hint or ''}".rstrip()
+            continue
+        if why := _find_dimension_mistake(spec, node.partitions_def):
+            yield key, why
+        for name in sorted(
+            metadata_key for metadata_key in node.metadata if metadata_key.startswith(_PREFIX)
+        ):
+            if name not in _METADATA_KEYS:
+                yield key, f"branchlake does not read its metadata key {name}{_suggest_key(name)}"
+        if why := _find_consumer_mistake(graph, key, default_namespace):
+            yield key, why
+        if (other := tables.setdefault(spec.identifier, key)) != key:
+            table = format_table_name(spec.identifier)
+            yield (
+                key,
+                f"its table {table} also belongs to {other.to_user_string()}. Rename one of them.",
+            )
+        demands_checks = unwrap_metadata(node.metadata.get(AssetMetadata.REQUIRE_CHECKS))
+        if key not in checked and (require_checks if demands_checks is None else demands_checks):
+            yield key, _NO_CHECK
+
+
+def _find_unscoped_checks(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:
+    """Find the checks that read all partitions without a declaration that they should."""
+    for key in sorted(graph.materializable_asset_keys):
+        node = graph.get(key)
+        if node.partitions_def is None or io_manager_key_of(graph, key) != io_manager_key:
+            continue
+        for check in sorted(node.check_keys, key=lambda check_key: check_key.name):
+            check_node = graph.get(check)
+            if check_node.partitions_def is None and AssetMetadata.CHECK_SCOPE not in (
+                check_node.metadata or {}
+            ):
+                yield key, _NO_PARTITIONS.format(check=check.name)
+
+
+def _find_bare_metadata(graph: AssetGraph, io_manager_key: str) -> Iterator[tuple[AssetKey, str]]:
+    """Find metadata keys that should be arguments of `table_metadata`."""
+    for key in sorted(graph.materializable_asset_keys):
+        if io_manager_key_of(graph, key) != io_manager_key:
+            continue
+        for name in sorted(_ARGUMENTS & graph.get(key).metadata.keys()):
+            yield (
+                key,
+                f"branchlake does not read its metadata key {name}. Write metadata=table_metadata({name}=…).",
+            )
+
+
+def _suggest_key(name: str) -> str:
+    close = difflib.get_close_matches(name, _METADATA_KEYS, n=1)
+    return f". Did you mean {close[0]}?" if close else ". Use table_metadata(…) to set its keys."
+
+
+_NO_PARTITIONS = (
+    "its check {check} has no partitions_def. It reads the whole table on every run, so one bad row of an old"
+    " partition blocks every new partition. Add the asset's partitions_def=… to @dg.asset_check, or"
+    ' metadata={{"branchlake/scope": "table"}} if the check is about the whole table.'
+)
+
+
+def _find_unchecked(graph: AssetGraph, key: AssetKey) -> str | None:
+    """Find the checks of an asset that a live ingestion would not execute before it publishes rows.
+
+    A live ingestion executes only its own checks.
+    """
+    node = graph.get(key)
+    ingestion = unwrap_metadata(node.metadata.get(AssetMetadata.LIVE_INGESTION))
+    other_checks = {check_key for check_key in graph.asset_check_keys if check_key.asset_key == key} - {
+        *node.assets_def.check_keys
+    }
+    if ingestion is None or not other_checks:
+        return None
+    names = sorted(check_key.name for check_key in other_checks)
+    return (
+        f"the live run of ingestion {ingestion} would publish its rows without"
+        f" {format_names('check', names)}. Omit"
+        " the live run with ingest_definitions(…, live=False): then each run ingests one batch. Or declare"
+        " the"
+        " promise in the table's contract, which both kinds of runs check."
+    )
+
+
+_NO_CHECK = (
+    "it has no check, so its runs would not be published. Add a check (pandera_checks, sql_check or Dagster's"
+    " own), or declare table_metadata(require_checks=False)."
+)
+
+
+def _find_consumer_mistake(graph: AssetGraph, key: AssetKey, default_namespace: str) -> str | None:
+    """Return what is wrong with the changes that an asset declares to consume; None if nothing is."""
+    node = graph.get(key)
+    try:
+        declaration = parse_declaration(node.metadata, asset=key.to_user_string())
+        if declaration is None:
+            return None
+        consumer = build_consumer(
+            node.to_asset_spec(),
+            declaration,
+            node.partitions_def,
+            default_namespace,
+            node.assets_def.get_partition_mapping,
+        )
+    except ConfigurationError as error:
+        return error.message
+    mappings = {
+        input_key: node.assets_def.get_partition_mapping(input_key) for input_key in declaration.inputs
+    }
+    untraceable_inputs = sorted(
+        input_key.to_user_string()
+        for input_key, mapping in mappings.items()
+        if not _can_be_inverted(
+            mapping, consumer, graph.get(input_key).partitions_def if graph.has(input_key) else None
+        )
+    )
+    if consumer.tracks_partitions and untraceable_inputs:
+        return (
+            f"it consumes changes of {format_first_values(tuple(untraceable_inputs))} by a partition mapping"
+            " that does not show which of its partitions a changed row affects. Results that depend on the"
+            " row"
+            " would not be updated. Remove the mapping, declare widen=… in consumes(), or remove the input"
+            " from consumes(); then the whole input is read."
+        )
+    unrelated_inputs = sorted(
+        input_key.to_user_string() for input_key in declaration.inputs.keys() - node.parent_keys
+    )
+    if unrelated_inputs:
+        input_names = format_first_values(tuple(unrelated_inputs))
+        return f"it consumes changes of {input_names}, but does not depend on them. Add them to deps."
+    if len(node.assets_def.keys) > 1:
+        return "it consumes changes, and its function creates other assets too. Give it its own function."
+    return None
+
+
+def _can_be_inverted(
+    mapping: PartitionMapping | None, consumer: Consumer, upstream: PartitionsDefinition[str] | None
+) -> bool:
+    """Check whether the values of a changed row determine the partitions that depend on it.
+
+    Offsets of a mapping count the input's partitions. They can be inverted only if these are the asset's own
+    windows.
+    """
+    if isinstance(mapping, TimeWindowPartitionMapping):
+        return (mapping.start_offset == 0 and mapping.end_offset == 0) or _has_same_windows(
+            consumer.definition, upstream
+        )
+    by_value = IdentityPartitionMapping | MultiToSingleDimensionPartitionMapping
+    return mapping is None or isinstance(mapping, by_value)
+
+
+def _has_same_windows(
+    consumer_windows: PartitionsDefinition[str] | None, input_windows: PartitionsDefinition[str] | None
+) -> bool:
+    if not isinstance(consumer_windows, TimeWindowPartitionsDefinition):
+        return False
+    return isinstance(input_windows, TimeWindowPartitionsDefinition) and (
+        consumer_windows.cron_schedule,
+        consumer_windows.timezone,
+    ) == (
+        input_windows.cron_schedule,
+        input_windows.timezone,
+    )
+
+
+def _find_dimension_mistake(spec: TableSpec, definition: Any) -> str | None:
+    """Return how the asset's partitions and its partition columns contradict each other; None if they fit."""
+    if not spec.columns_by_dimension or definition is None:
+        return None
+    columns = spec.columns_by_dimension.keys()
+    if not isinstance(definition, MultiPartitionsDefinition):
+        if "" in columns:
+            return None
+        return "it names columns by dimension, but its partitions have one dimension. Name only the column."
+    names = {dimension.name for dimension in definition.partitions_defs}
+    listed = format_first_values(tuple(sorted(names)))
+    if "" in columns:
+        return (
+            f"its partitions have the dimensions {listed}, but partition_by names only a column."
+            " Write partition_by={dimension: column}."
+        )
+    if unknown := columns - names:
+        others = format_first_values(tuple(sorted(unknown)))
+        return f"its partitions have no dimension {others}; they have {listed}."
+    if missing := names - columns:
+        verb, pronoun = pluralize(len(missing), "has", "have"), pluralize(len(missing), "it", "them")
+        dimensions = format_names("dimension", sorted(missing))
+        return f"its {dimensions} {verb} no column. Add {pronoun} to partition_by."
+    return None
 
 
 def branchlake_definitions(

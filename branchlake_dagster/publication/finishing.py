@@ -11,7 +11,7 @@ from dagster import DagsterInstance, DagsterRun, DagsterRunStatus, RunsFilter
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.assessment import NO_TABLE_CHANGED, AssessedRun
 from branchlake_dagster.publication.ledger import Published, Refused
-from branchlake_dagster.publication.outcome import Outcome, PublicationAction, find_other_location
+from branchlake_dagster.publication.outcome import Outcome, find_other_location
 from branchlake_dagster.publication.publisher import Publisher
 from branchlake_dagster.publication.report import MainView, RunReport, report_outcome
 from branchlake_dagster.publication.verdict import LAUNCH_AGAIN, Decision, format_rows_hint
@@ -28,7 +28,7 @@ from branchlake_dagster.runs.discarding import (
 from branchlake_dagster.runs.run_tags import (
     FENCED,
     RunLocation,
-    Status,
+    RunState,
     find_keep_failed_hours,
     find_run_location,
 )
@@ -38,10 +38,6 @@ from branchlake_dagster.wording import format_count
 
 _MAIN_WAS_SET_BACK = "it was on main, and main was set back meanwhile"
 """The reason if somebody set `main` back between the search in the ledger and the report."""
-_STATUS_BY_ACTION = {
-    PublicationAction.BLOCKED: Status.BLOCKED,
-    PublicationAction.REFUSED: Status.REFUSED,
-}
 
 
 class Finisher:
@@ -105,10 +101,10 @@ class Finisher:
                 f" as {publication.hash}"
             )
             # The assessment says "published" if it found the rows on main, whatever the verdict is.
-            was_found = assessed_run.action is PublicationAction.PUBLISHED
-            action = PublicationAction.BLOCKED if was_found else assessed_run.action
+            was_found = assessed_run.action is RunState.PUBLISHED
+            action = RunState.BLOCKED if was_found else assessed_run.action
             if refusal:
-                action = PublicationAction.REFUSED
+                action = RunState.REFUSED
             codes = (*(refusal.codes if refusal else assessed_run.verdict.codes), "merged_outside")
             return self._report_unpublished(assessed_run, message, action, on_main=True, codes=codes)
         if publication is not None:
@@ -116,13 +112,13 @@ class Finisher:
         if refusal:
             reason = refusal.format_reason()
             return self._report_unpublished(
-                assessed_run, reason, PublicationAction.REFUSED, next_step=LAUNCH_AGAIN, codes=refusal.codes
+                assessed_run, reason, RunState.REFUSED, next_step=LAUNCH_AGAIN, codes=refusal.codes
             )
-        if assessed_run.action is PublicationAction.PUBLISHED:
+        if assessed_run.action is RunState.PUBLISHED:
             return self._report_unpublished(
-                assessed_run, _MAIN_WAS_SET_BACK, PublicationAction.REFUSED, next_step=LAUNCH_AGAIN
+                assessed_run, _MAIN_WAS_SET_BACK, RunState.REFUSED, next_step=LAUNCH_AGAIN
             )
-        is_blocked = assessed_run.action is PublicationAction.BLOCKED
+        is_blocked = assessed_run.action is RunState.BLOCKED
         next_step = (
             format_rows_hint(assessed_run.verdict.failed_tables, assessed_run.run.run_id)
             if is_blocked
@@ -154,29 +150,26 @@ class Finisher:
         merge_note = ", merged outside branchlake" if publication.merged_outside else ""
         summary = assessed_run.verdict.format_summary()
         detail = f"{', '.join(tables)} as {publication.hash[:12]}{merge_note}, {summary}{rebase_note}"
-        remaining = self._report_outcome(assessed_run, deadline, Status.PUBLISHED, publication=publication)
+        remaining = self._report_outcome(assessed_run, deadline, RunState.PUBLISHED, publication=publication)
         if remaining:
             detail += f"; the next ticks report {format_count(remaining, 'more partition')}"
         else:
             end_branch_and_claim(self._client, assessed_run.branch, keep_data=True)
-        return self._build_outcome(
-            assessed_run, PublicationAction.PUBLISHED, detail, publication.hash, tables
-        )
+        return self._build_outcome(assessed_run, RunState.PUBLISHED, detail, publication.hash, tables)
 
     def _report_unpublished(
         self,
         assessed_run: AssessedRun,
         reason: str | None,
-        action: PublicationAction,
+        action: RunState,
         *,
         on_main: bool = False,
         next_step: str = "",
         codes: tuple[str, ...] | None = None,
     ) -> Outcome:
         default_status = status_without_verdict(assessed_run.run)
-        status = (
-            Status.UNCHANGED if reason == NO_TABLE_CHANGED else _STATUS_BY_ACTION.get(action, default_status)
-        )
+        final_state = action if action in FAILING_STATUSES else default_status
+        status = RunState.UNCHANGED if reason == NO_TABLE_CHANGED else final_state
         if status in FAILING_STATUSES:
             # Fail the run first: if this publisher stops here, the next one must not find a successful run.
             failure_reason = reason or "; ".join(assessed_run.verdict.reasons)
@@ -202,7 +195,7 @@ class Finisher:
         self,
         assessed_run: AssessedRun,
         deadline: float,
-        status: Status,
+        status: RunState,
         *,
         publication: Published | None = None,
         reason: str | None = None,
@@ -235,7 +228,7 @@ class Finisher:
     @staticmethod
     def _build_outcome(
         assessed_run: AssessedRun,
-        action: PublicationAction,
+        action: RunState,
         detail: str,
         publication: str | None,
         tables: tuple[str, ...],
@@ -292,7 +285,7 @@ class LostBranches:
         and three requests to Nessie for each run without a branch.
         """
         pending_runs = self._instance.get_runs(
-            RunsFilter(tags={RunTag.STATUS: str(Status.PENDING)}, statuses=_FINISHED_STATUSES),
+            RunsFilter(tags={RunTag.STATUS: str(RunState.PENDING)}, statuses=_FINISHED_STATUSES),
             limit=_MAX_RUNS_PER_PASS,
         )
         for run in pending_runs:
@@ -319,13 +312,13 @@ class LostBranches:
     def _report_lost_run(self, run: DagsterRun, run_branch: RunLocation) -> Outcome:
         if publication := self._publisher.find_publication(run_branch.branch, run_branch.base_hash):
             self._instance.report_engine_event(f"Published as {publication.hash}.", run)
-            published_tags = {RunTag.STATUS: str(Status.PUBLISHED), RunTag.VERDICT: str(Decision.PASSED)}
+            published_tags = {RunTag.STATUS: str(RunState.PUBLISHED), RunTag.VERDICT: str(Decision.PASSED)}
             self._instance.add_run_tags(run.run_id, {**published_tags, RunTag.PUBLICATION: publication.hash})
-            action, detail = PublicationAction.PUBLISHED, "by a publisher that died before it could report it"
+            action, detail = RunState.PUBLISHED, "by a publisher that died before it could report it"
             return Outcome(run_branch.branch, run.run_id, action, detail, None, publication.hash)
-        action, status = PublicationAction.DISCARDED, status_without_verdict(run)
+        action, status = RunState.DISCARDED, status_without_verdict(run)
         if run.is_success:
-            action, status = PublicationAction.REFUSED, Status.REFUSED
+            action, status = RunState.REFUSED, RunState.REFUSED
             fail_unpublished_run(self._instance, run.run_id, _LOST_BRANCH_REASON)
         report_branch_end(
             self._instance,

@@ -3,26 +3,33 @@
 The properties of a publication's commit (prefix `branchlake.`) record run, branch, base, verdict and tables.
 If one commit carries several publications, each property is a list separated by commas. The property `tables`
 is itself such a list, so its lists are separated by semicolons.
+
+A cache of `main`'s history: which branches were published, or merged outside branchlake.
+
+`main`'s log grows without limit: searching 12,000 commits took 1.7 s for each branch. A commit's hash stands
+for everything before it, so what was read once stays valid. The log is read once per process, back to the
+oldest requested base, and afterwards only its new commits. If `main` was set back, the cached commits after
+the fork are dropped.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
-from itertools import islice
 from uuid import NAMESPACE_URL, uuid5
 
+from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.nessie.model import (
     ContentKey,
-    Delete,
     DiffEntry,
-    IcebergTable,
     LogEntry,
     Namespace,
-    Put,
     Reference,
 )
 from branchlake_dagster.stored_names import LakeProperty
@@ -238,67 +245,202 @@ def is_namespace_change(entry: DiffEntry) -> bool:
     return all(side is None or isinstance(side, Namespace) for side in sides)
 
 
-_MAX_COMMITS = 2000
-"""The number of commits, newest first, that are searched for the runs of a conflict."""
-
-OUTSIDE_WRITER = "somebody outside branchlake"
+_MAX_COMMITS = 200_000
+"""The number of cached commits; about 200 bytes each, 320 with a publication."""
 
 
-def add_culprits(client: NessieClient, candidate: Candidate, refusal: Refused, *, main_hash: str) -> Refused:
-    """Add to a refusal the publications that it conflicts with, and the new names of renamed tables.
+class BaseNotOnMain(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """`main` does not hold the commit that a run started from: it was set back, or Nessie was restored."""
 
-    `main_hash` is the hash of `main` at which the candidate was refused. Reads the log since the candidate's
-    base, once.
+
+class MainLog:
+    """A cache of `main`'s commits, as far back as they were requested. Safe to share between threads.
+
+    It does not hold a connection: one process reads one lake through several clients.
     """
-    old_contents = {entry.key: entry.from_content for entry in candidate.changes}
-    key_by_name = {key.name: key for key in (*old_contents, *(candidate.read_set or ()))}
-    keys = {key_by_name[name] for name in refusal.conflicts if name in key_by_name}
-    entries = list(_iter_commits(client, candidate, main_hash))
-    conflicts = dict(refusal.conflicts)
-    runs = list(refusal.runs)
-    for entry in entries:
-        for key in [key for key in keys if _changes_key(entry, key)]:
-            if not refusal.runs:
-                runs += [publication.run_id for publication in parse_publications(entry)] or [OUTSIDE_WRITER]
-            old_table = old_contents.get(key)
-            if isinstance(old_table, IcebergTable) and (new_name := _find_new_name(entry, key, old_table)):
-                conflicts[key.name] = CodedReason(f"it was renamed to {new_name}", "renamed")
-    return replace(refusal, conflicts=conflicts, runs=tuple(dict.fromkeys(runs)))
 
+    def __init__(self, *, max_commits: int = _MAX_COMMITS) -> None:
+        self._max_commits = max_commits
+        self._lock = threading.Lock()
+        self._clear()
 
-def find_origin_commit(client: NessieClient, candidate: Candidate, *, main_hash: str) -> str | None:
-    """Return the first commit on `main` that has the candidate's last table as on its branch.
+    def _clear(self) -> None:
+        self._chain: deque[str] = deque()
+        """Hashes of consecutive commits, oldest first."""
+        self._lowest_position = 0
+        """The position of the oldest commit. Positions only define an order."""
+        self._positions: dict[str, int] = {}
+        self._has_first_commit = False
+        """Whether the oldest cached commit is the first commit of `main`."""
+        self._publications: dict[str, int] = {}
+        """Positions by branch name."""
+        self._merges: dict[str, int] = {}
+        """Positions of merges without a publication, by the merged hash."""
 
-    None if that commit is not among the newest 2,000 since the base.
-    """
-    last_change = next(e for e in reversed(candidate.changes) if isinstance(e.to_content, IcebergTable))
-    commit_hash = None
-    for entry in _iter_commits(client, candidate, main_hash):
-        if any(
-            isinstance(operation, Put)
-            and operation.key == last_change.key
-            and operation.content == last_change.to_content
-            for operation in entry.operations
+    def find_publication(
+        self,
+        client: NessieClient,
+        branch: str,
+        *,
+        base_hash: str,
+        main_hash: str,
+        head_hash: str | None = None,
+    ) -> Published | None:
+        """Return how a branch came to `main` between two commits; None if it did not.
+
+        The branch was made from the commit `base_hash`; `main` is searched up to `main_hash`. With
+        `head_hash`, the branch's head, a merge outside branchlake counts too. Raises BaseNotOnMain.
+        """
+        with self._lock:
+            start, end = self._load_positions(client, base_hash, main_hash)
+            position = self._publications.get(branch, start)
+            if start < position <= end:
+                return Published(self._chain[position - self._lowest_position], is_new=False)
+            merge_position = self._merges.get(head_hash or "", start)
+            if start < merge_position <= end:
+                return Published(
+                    self._chain[merge_position - self._lowest_position], is_new=False, merged_outside=True
+                )
+            return None
+
+    def find_on_main(
+        self, client: NessieClient, branch: str, *, base_hash: str, head_hash: str | None = None
+    ) -> Published | None:
+        """Return the same for the current `main`. Also None if `main` no longer holds the base."""
+        try:
+            main_hash = client.reference(MAIN).hash
+            return self.find_publication(
+                client, branch, base_hash=base_hash, head_hash=head_hash, main_hash=main_hash
+            )
+        except BaseNotOnMain:
+            return None
+
+    def contains_commit(self, client: NessieClient, commit_hash: str) -> bool:
+        """Return whether the commit is in `main`'s history now."""
+        main_hash = client.reference(MAIN).hash
+        try:
+            with self._lock:
+                self._load_positions(client, commit_hash, main_hash)
+        except BaseNotOnMain:
+            return False
+        return True
+
+    def find_merges(self, client: NessieClient, *, base_hash: str, main_hash: str) -> dict[str, str]:
+        """Return the commits on `main` that merged outside branchlake, by the merged hash.
+
+        Only merges after the commit `base_hash` and up to `main_hash` are returned. Raises BaseNotOnMain.
+        """
+        with self._lock:
+            start, end = self._load_positions(client, base_hash, main_hash)
+            merge_positions = {
+                source: position for source, position in self._merges.items() if start < position <= end
+            }
+            return {
+                source: self._chain[position - self._lowest_position]
+                for source, position in merge_positions.items()
+            }
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def _load_positions(self, client: NessieClient, base_hash: str, main_hash: str) -> tuple[int, int]:
+        """Return the positions of two commits, after reading the commits that are needed for that."""
+        if main_hash not in self._positions:
+            self._read_newer(client, main_hash, base_hash)
+        if base_hash not in self._positions and not self._has_first_commit:
+            self._read_older(client, base_hash)
+        if base_hash not in self._positions or self._positions[base_hash] > self._positions[main_hash]:
+            raise BaseNotOnMain(
+                f"Main no longer holds the commit {base_hash[:16]} from which the run started:"
+                " main was set back, or Nessie was restored from a backup.",
+                hint="Launch the run again; it then starts from the current main.",
+            )
+        positions = self._positions[base_hash], self._positions[main_hash]
+        self._drop_oldest(keep_from=positions[0])
+        return positions
+
+    def _read_newer(self, client: NessieClient, main_hash: str, base_hash: str) -> None:
+        """Read the commits from the newest cached one up to `main_hash`; all if the histories differ."""
+        newest_hash = self._chain[-1] if self._chain else base_hash
+        new_entries: list[LogEntry] = []
+        try:
+            new_entries += client.log(f"@{main_hash}", since=newest_hash)
+        except ReferenceNotFound:
+            # Main was set back or restored: the cached commits after the fork no longer belong to main.
+            new_entries.clear()
+            for entry in client.log(f"@{main_hash}"):
+                if entry.commit.hash in self._positions:
+                    newest_hash = entry.commit.hash
+                    break
+                new_entries.append(entry)
+            else:
+                self._clear()
+                self._append(new_entries)
+                self._has_first_commit = True
+                return
+        if not self._chain:
+            self._chain.append(newest_hash)
+            self._positions[newest_hash] = self._lowest_position
+        self._drop_newer(commit_hash=newest_hash)
+        self._append(new_entries)
+
+    def _append(self, newest_first: list[LogEntry]) -> None:
+        for entry in reversed(newest_first):
+            position = self._lowest_position + len(self._chain)
+            self._chain.append(entry.commit.hash)
+            self._record_commit(entry, position)
+
+    def _read_older(self, client: NessieClient, base_hash: str) -> None:
+        """Read back to `base_hash`, or to the first commit."""
+        older_entries: Iterator[LogEntry] = client.log(f"@{self._chain[0]}")
+        oldest_entry = next(older_entries, None)
+        if oldest_entry is not None:
+            self._record_commit(
+                oldest_entry, self._lowest_position
+            )  # only the hash of the oldest commit may be cached
+        for entry in older_entries:
+            self._lowest_position -= 1
+            self._chain.appendleft(entry.commit.hash)
+            self._record_commit(entry, self._lowest_position)
+            if entry.commit.hash == base_hash:
+                return
+        self._has_first_commit = True
+
+    def _record_commit(self, entry: LogEntry, position: int) -> None:
+        self._positions[entry.commit.hash] = position
+        publications = parse_publications(entry)
+        self._publications |= {publication.branch: position for publication in publications}
+        if not publications:
+            self._merges |= dict.fromkeys(entry.commit.parent_hashes[1:], position)
+
+    # -- forgetting ------------------------------------------------------------------------------------
+
+    def _drop_newer(self, *, commit_hash: str) -> None:
+        last_position = self._positions[commit_hash]
+        while self._lowest_position + len(self._chain) - 1 > last_position:
+            del self._positions[self._chain.pop()]
+        self._publications = {
+            name: position for name, position in self._publications.items() if position <= last_position
+        }
+        self._merges = {
+            source: position for source, position in self._merges.items() if position <= last_position
+        }
+
+    def _drop_oldest(self, *, keep_from: int) -> None:
+        """Drop the oldest commits if there are too many, but keep those after the position `keep_from`."""
+        if (
+            len(self._chain) <= self._max_commits
+            or keep_from - self._lowest_position < self._max_commits // 2
         ):
-            commit_hash = entry.commit.hash
-    return commit_hash
-
-
-def _iter_commits(client: NessieClient, candidate: Candidate, main_hash: str) -> Iterator[LogEntry]:
-    """Yield the commits since the candidate's base, at most `_MAX_COMMITS`."""
-    return islice(client.log(f"@{main_hash}", since=candidate.base_hash, fetch_operations=True), _MAX_COMMITS)
-
-
-def _changes_key(entry: LogEntry, key: ContentKey) -> bool:
-    return any(isinstance(operation, Put | Delete) and operation.key == key for operation in entry.operations)
-
-
-def _find_new_name(entry: LogEntry, key: ContentKey, old_table: IcebergTable) -> str | None:
-    """Return the dotted name under which the same commit put the content that it deleted at `key`."""
-    if not any(isinstance(operation, Delete) and operation.key == key for operation in entry.operations):
-        return None
-    puts = (operation for operation in entry.operations if isinstance(operation, Put))
-    return next(
-        (operation.key.name for operation in puts if operation.content.content_id == old_table.content_id),
-        None,
-    )
+            return
+        while self._lowest_position < keep_from:
+            del self._positions[self._chain.popleft()]
+            self._lowest_position += 1
+        self._has_first_commit = False
+        self._publications = {
+            name: position
+            for name, position in self._publications.items()
+            if position > self._lowest_position
+        }
+        self._merges = {
+            source: position for source, position in self._merges.items() if position > self._lowest_position
+        }

@@ -1,13 +1,27 @@
 """The publication sensor: it publishes run branches that passed their checks and discards the others.
 
+Each tick also judges the runs that wrote to `main` directly, because their branch could not be created. There
+is nothing to publish or to revoke, but their checks count. A failure is reported as clearly as possible: the
+run is marked as failed and asks for manual validation.
+
+Dagster counts a partition of an asset backfill as done once a run of the backfill has materialized it. After
+Dagster has closed the backfill, a tick moves its unpublished partitions to the failed ones. Then "re-execute
+from failure" includes them.
+
 No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
 """
 
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from itertools import chain
 
 from dagster import (
     AssetSelection,
+    DagsterInstance,
+    DagsterRun,
+    DagsterRunStatus,
     DefaultSensorStatus,
+    RunsFilter,
     SensorDefinition,
     SensorEvaluationContext,
     SensorResult,
@@ -15,14 +29,174 @@ from dagster import (
     sensor,
 )
 
-from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.internals.dagster import (
+    BACKFILL_ID_TAG,
+    AssetGraph,
+    PartitionBackfill,
+    fail_backfill,
+    load_closed_backfills,
+)
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.conditions import never_evaluated
-from branchlake_dagster.publication.pass_lock import acquire_pass_lock
+from branchlake_dagster.publication.evidence import collect_evidence
+from branchlake_dagster.publication.outcome import (
+    FailedAttempts,
+    Outcome,
+    PassReport,
+    find_other_location,
+    format_error,
+)
+from branchlake_dagster.publication.publish_at_end import acquire_pass_lock
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.publication.tick_report import BackfillWatch, TickReport
-from branchlake_dagster.publication.unbranched import judge_unbranched_runs
+from branchlake_dagster.publication.report import MainView, RunReport, report_outcome
+from branchlake_dagster.publication.verdict import judge_evidence
+from branchlake_dagster.runs.discarding import iter_materializations, load_newest_run_id
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_tags import PENDING, RunState, is_opened_by
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import RunTag
+from branchlake_dagster.wording import format_count, pluralize
+
+_FINISHED = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED]
+_MAX_RUNS = 100
+"""Most runs in one pass; the newest first, as Dagster lists them."""
+
+MANUAL_VALIDATION = (
+    "Manual validation needed: the run wrote to main directly, so its rows are visible already"
+)
+
+
+def judge_unbranched_runs(
+    lake: Lakehouse,
+    instance: DagsterInstance,
+    graph: AssetGraph,
+    *,
+    location: str | None = None,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
+) -> Iterator[Outcome]:
+    """Judge the finished unbranched runs that were not judged yet. `now` is the wall clock."""
+    failed_attempts = FailedAttempts(instance)
+    run_filter = RunsFilter(tags={RunTag.UNBRANCHED: "true", RunTag.VERDICT: PENDING}, statuses=_FINISHED)
+    for run in instance.get_runs(run_filter, limit=_MAX_RUNS):
+        if is_opened_by(run.tags, run.run_id) and find_other_location(run, location) is None:
+            if (waiting := failed_attempts.waiting_outcome(MAIN, run)) is not None:
+                yield waiting
+                continue
+            try:
+                yield _judge_run(lake, instance, run, graph, now())
+            except Exception as error:  # noqa: BLE001 - the error concerns this run alone
+                yield failed_attempts.record(MAIN, run, error)
+
+
+def _judge_run(
+    lake: Lakehouse,
+    instance: DagsterInstance,
+    run: DagsterRun,
+    graph: AssetGraph,
+    now: datetime,
+) -> Outcome:
+    settings = lake.settings
+    evidence = collect_evidence(
+        instance,
+        [run],
+        graph,
+        write_set=frozenset(),
+        default_namespace=settings.default_namespace,
+        require_checks=settings.require_checks,
+    )
+    verdict = judge_evidence(evidence, strict_tables=False)
+    message = "Written to main directly, without a branch, because Nessie was unavailable; its checks passed."
+    why = None
+    # Automation follows reports of publications. The name is that of the run, because it has no branch.
+    publication: str | None = lake.nessie.reference(MAIN).hash
+    if verdict.blocked:
+        publication = None
+        why = f"{MANUAL_VALIDATION}. {verdict.format_summary()}"
+        message = why
+        if run.is_success:
+            instance.report_run_failed(run, f"{MANUAL_VALIDATION}. {'; '.join(verdict.reasons)}")
+    name = f"{MAIN} (run {run.run_id})"
+    report = RunReport(
+        run,
+        evidence,
+        verdict,
+        name,
+        RunState.UNBRANCHED,
+        took_s=0.0,
+        at=now.timestamp(),
+        publication=publication,
+        why=why,
+        message=message,
+        on_main=True,
+    )
+    report_outcome(instance, report, MainView(lake))
+    return Outcome(MAIN, run.run_id, RunState.UNBRANCHED, message, verdict, publication)
+
+
+# -- backfills that only seem to have succeeded ---------------------------------------------------------
+
+_CHECK_INTERVAL = timedelta(seconds=30)
+_OLDEST_BACKFILL = timedelta(days=14)
+_MAX_BACKFILLS = 20
+_UNPUBLISHED_STATUSES = [
+    str(one)
+    for one in (
+        RunState.BLOCKED,
+        RunState.REFUSED,
+        RunState.FAILED,
+        RunState.CANCELED,
+        RunState.INTERRUPTED,
+        RunState.DISCARDED,
+    )
+]
+
+
+class BackfillWatch:
+    """Inspects the newest closed backfills every 30 s, because each is read completely.
+
+    `now` is the wall clock.
+    """
+
+    def __init__(self, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        self._now = now
+        self._last_check = datetime.min.replace(tzinfo=UTC)
+
+    def fail_unpublished(self, instance: DagsterInstance, graph: AssetGraph) -> Iterator[str]:
+        """Mark backfills with unpublished partitions as failed, and yield a sentence for each."""
+        if self._now() - self._last_check < _CHECK_INTERVAL:
+            return
+        self._last_check = self._now()
+        for backfill in load_closed_backfills(
+            instance, after=self._last_check - _OLDEST_BACKFILL, limit=_MAX_BACKFILLS
+        ):
+            try:
+                message = _fail_if_unpublished(instance, graph, backfill)
+            except Exception as error:  # noqa: BLE001 - the error concerns this backfill alone
+                message = f"Backfill {backfill.backfill_id} could not be inspected: {format_error(error)}"
+            if message:
+                yield message
+
+
+def _fail_if_unpublished(
+    instance: DagsterInstance, graph: AssetGraph, backfill: PartitionBackfill
+) -> str | None:
+    """Return None if everything that the backfill materialized is published."""
+    run_tags = {BACKFILL_ID_TAG: backfill.backfill_id, RunTag.STATUS: _UNPUBLISHED_STATUSES}
+    runs = instance.get_runs(RunsFilter(tags=run_tags))
+    missing = {
+        (key, partition)
+        for run in runs
+        for key, partition, _ in iter_materializations(instance, run.run_id)
+        if graph.has(key) and load_newest_run_id(instance, key, partition) == run.run_id
+    }
+    if not missing:
+        return None
+    fail_backfill(instance, backfill, graph, missing)
+    count_phrase = f"{format_count(len(missing), 'partition')} of it {pluralize(len(missing), 'is', 'are')}"
+    return f"Backfill {backfill.backfill_id}: {count_phrase} not on main, so it is shown as failed."
+
+
+# -- the sensor ----------------------------------------------------------------------------------------
 
 _PATIENCE_S = 5.0
 """Seconds to wait for runs that publish themselves. Longer than their own wait, so that they do not starve
@@ -76,7 +250,7 @@ def _run_tick(
         )
     for message in backfills.fail_unpublished(context.instance, graph):
         context.log.warning(message)
-    tick_report = TickReport()
+    tick_report = PassReport()
     for outcome in chain(
         reconciler.reconcile_branches(budget_s=lake.settings.publish_budget_s), unbranched_outcomes
     ):

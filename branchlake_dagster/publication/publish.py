@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import dagster as dg
@@ -10,7 +9,7 @@ import dagster as dg
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.assessment import NO_TABLE_CHANGED
-from branchlake_dagster.publication.outcome import CheckRun, Outcome, PublicationAction
+from branchlake_dagster.publication.outcome import CheckRun, Outcome
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_id_of_branch
@@ -18,18 +17,14 @@ from branchlake_dagster.runs.run_tags import (
     NO_VALUE,
     PENDING,
     RunLocation,
-    Status,
+    RunState,
     find_publication,
     find_run_location,
 )
 from branchlake_dagster.stored_names import RunTag
 
-_ACTIONS_BY_STATUS: Mapping[str, PublicationAction] = {
-    Status.BLOCKED: PublicationAction.BLOCKED,
-    Status.REFUSED: PublicationAction.REFUSED,
-    Status.UNBRANCHED: PublicationAction.UNBRANCHED,
-}
-"""Outcomes by the status tag of a run. With any other status, the branch was discarded."""
+_UNPUBLISHED_STATES = (RunState.BLOCKED, RunState.REFUSED, RunState.UNBRANCHED)
+"""Recorded states that `publish()` returns as they are. With any other, the branch was discarded."""
 
 _MAX_PASSES = 20
 """Each pass except the last one runs the checks that the pass before requested."""
@@ -72,7 +67,7 @@ class RunOutcome:
     @property
     def published(self) -> bool:
         """Whether `main` has the run."""
-        return self.status == PublicationAction.PUBLISHED
+        return self.status == RunState.PUBLISHED
 
     def __str__(self) -> str:
         details = "; ".join(self.reasons or self.warnings)
@@ -135,9 +130,7 @@ def publish(
             " materialize(…, instance=instance), then publish(…, instance=instance).",
         )
     if not dagster_run.is_finished:
-        return RunOutcome(
-            run_id, PublicationAction.WAITING, (f"the run is {dagster_run.status.value.lower()}",)
-        )
+        return RunOutcome(run_id, RunState.WAITING, (f"the run is {dagster_run.status.value.lower()}",))
     run_location = find_run_location(dagster_run.tags, run_id)
     if run_location is None:
         reason = (
@@ -145,7 +138,7 @@ def publish(
             if dagster_run.is_success
             else f"the run ended as {dagster_run.status.value.lower()}"
         )
-        return RunOutcome(run_id, PublicationAction.DISCARDED, (reason,))
+        return RunOutcome(run_id, RunState.DISCARDED, (reason,))
     lake = _find_lake(definitions, lakehouse)
     reconciler = Reconciler.from_lake(lake, instance, definitions.resolve_asset_graph())
     outcome: Outcome | None = None
@@ -185,8 +178,8 @@ def _run_checks(definitions: dg.Definitions, instance: dg.DagsterInstance, check
 def _to_run_outcome(run_id: str, outcome: Outcome) -> RunOutcome:
     verdict = outcome.verdict
     reasons: tuple[str, ...] = ()
-    if outcome.action is not PublicationAction.PUBLISHED:
-        blocked = outcome.action is PublicationAction.BLOCKED and verdict is not None
+    if outcome.action is not RunState.PUBLISHED:
+        blocked = outcome.action is RunState.BLOCKED and verdict is not None
         reasons = verdict.reasons if blocked and verdict is not None else (outcome.detail,)
     warnings = verdict.warnings if verdict is not None else ()
     return RunOutcome(run_id, outcome.action, reasons, warnings, outcome.publication, outcome.tables)
@@ -195,15 +188,14 @@ def _to_run_outcome(run_id: str, outcome: Outcome) -> RunOutcome:
 def _recorded_outcome(run: dg.DagsterRun, run_location: RunLocation) -> RunOutcome:
     """Return the outcome of a run whose branch does not exist any more, from its tags."""
     if commit := find_publication(run.tags, run_location.branch):
-        return RunOutcome(run.run_id, PublicationAction.PUBLISHED, commit=commit)
+        return RunOutcome(run.run_id, RunState.PUBLISHED, commit=commit)
     reason, verdict = run.tags.get(RunTag.REASON, NO_VALUE), run.tags.get(RunTag.VERDICT, PENDING)
     reasons = () if reason == NO_VALUE else (reason,)
     if run_location.unbranched and verdict == PENDING:
         explanation = "the run wrote to main directly; the publication sensor judges it"
-        return RunOutcome(run.run_id, PublicationAction.UNBRANCHED, (explanation,))
+        return RunOutcome(run.run_id, RunState.UNBRANCHED, (explanation,))
     if verdict == PENDING and run.is_success:
-        return RunOutcome(
-            run.run_id, PublicationAction.REFUSED, ("its branch was deleted before the run was judged",)
-        )
-    action = _ACTIONS_BY_STATUS.get(run.tags.get(RunTag.STATUS, ""), PublicationAction.DISCARDED)
-    return RunOutcome(run.run_id, action, reasons)
+        return RunOutcome(run.run_id, RunState.REFUSED, ("its branch was deleted before the run was judged",))
+    status = run.tags.get(RunTag.STATUS)
+    state = RunState(status) if status in _UNPUBLISHED_STATES else RunState.DISCARDED
+    return RunOutcome(run.run_id, state, reasons)

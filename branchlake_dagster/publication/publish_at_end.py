@@ -7,32 +7,157 @@ A job with its own executor wraps it itself:
 
 The run uses the publisher of the sensor. If the process dies, or Nessie does not answer, the sensor finds the
 branch and continues from any state.
+
+A lock that allows one pass over a lake at a time on one machine, but never waits for a stuck pass.
+
+Dagster gives a tick 60 s, then starts the next one while the old one goes on. Passes may overlap: each change
+of the lake happens exactly once. But overlapping passes do the work twice, and once reported four
+publications twice.
+
+A pass holds the lock during calls to Nessie, the storage and Dagster's database. A process that is stopped,
+or waits for a disk, would hold it as long as it lives. Therefore the lock file records its holder and the
+start time. A later pass ignores a holder that is older than any pass should be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
-from typing import Any
+from typing import IO, Any
 
 import click
 import dagster as dg
 from dagster import DagsterEvent, Executor
 
 from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.file_lock import try_file_lock
 from branchlake_dagster.internals.dagster import asset_graph_of, build_engine_event
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.parked_runs import format_error
-from branchlake_dagster.publication.pass_lock import acquire_pass_lock, longest_pass_s
-from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.runs.discarding import format_failure
+from branchlake_dagster.publication.assessment import AssessedRun
+from branchlake_dagster.publication.ledger import Candidate, Result
+from branchlake_dagster.publication.outcome import EndedRun, Outcome, format_error
+from branchlake_dagster.publication.reconciler import BranchSteps, Reservations, waiting_outcome
+from branchlake_dagster.runs.discarding import FAILING_STATUSES, format_failure, report_branch_end
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, send_heartbeats
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource, record_branch_heads
-from branchlake_dagster.runs.run_tags import is_opened_by
+from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import FENCED, RunState, find_recorded_base, is_judged, is_opened_by
+from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
+from branchlake_dagster.tables.errors import RunBranchGone
+
+_POLL_S = 0.02
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PassHolder:
+    """The process whose pass holds the lock. `since` is the start of the pass in Unix seconds."""
+
+    pid: int
+    since: float
+
+
+def longest_pass_s(settings: Settings) -> float:
+    """Return the seconds after which a pass counts as stuck.
+
+    That is the time budget of a pass plus the minute that Dagster gives a tick.
+    """
+    return settings.publish_budget_s + 60.0
+
+
+@contextmanager
+def acquire_pass_lock(
+    settings: Settings,
+    *,
+    patience_s: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[bool]:
+    """Acquire the lock for one pass; the context value is False if another pass of this machine holds it.
+
+    The call waits up to `patience_s` seconds for the other pass. It does not wait for a pass that began more
+    than `longest_pass_s` ago. The kernel releases the lock when the process ends, however it ends. `clock`
+    counts seconds, `now` is the wall clock.
+    """
+    folder = settings.state_dir / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"publication-{settings.lake_id}.lock"
+    deadline = clock() + patience_s
+    while True:
+        with path.open("a+b", buffering=0) as handle:
+            if try_file_lock(handle.fileno()):
+                if _is_current(path, handle):
+                    _write_holder(handle, PassHolder(os.getpid(), now()))
+                    yield True
+                    return
+                continue  # another pass deleted this file before we locked it
+            _abandon_stale(path, handle, now=now(), longest_s=longest_pass_s(settings))
+            if _is_current(path, handle):
+                if clock() >= deadline:
+                    yield False
+                    return
+                sleep(_POLL_S)
+
+
+def read_pass_holder(settings: Settings) -> PassHolder | None:
+    """Read which process acquired the lock last; None if there was no pass yet."""
+    path = settings.state_dir / "run" / f"publication-{settings.lake_id}.lock"
+    try:
+        with path.open("rb", buffering=0) as handle:
+            return _read_holder(handle)
+    except FileNotFoundError:
+        return None
+
+
+def _abandon_stale(path: Path, handle: IO[bytes], *, now: float, longest_s: float) -> None:
+    """Delete the lock file of a stuck holder, so that later passes create a new one.
+
+    Two passes may do so at the same moment and then work at the same time. That is allowed.
+    """
+    holder = _read_holder(handle)
+    since = holder.since if holder else os.fstat(handle.fileno()).st_mtime
+    if since <= now - longest_s and _is_current(path, handle):
+        path.unlink(missing_ok=True)
+        pid = holder.pid if holder else "an unknown process"
+        _log.warning(
+            "The publication pass of process %s began %.0f s ago and is stuck. This pass ignores its lock.",
+            pid,
+            now - since,
+        )
+
+
+def _is_current(path: Path, handle: IO[bytes]) -> bool:
+    """Check whether the opened file is still the lock file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _write_holder(handle: IO[bytes], holder: PassHolder) -> None:
+    os.truncate(handle.fileno(), 0)
+    handle.write(json.dumps(asdict(holder)).encode())
+
+
+def _read_holder(handle: IO[bytes]) -> PassHolder | None:
+    """Read the record in a lock file; None if the holder has not written it yet."""
+    handle.seek(0)
+    try:
+        return PassHolder(**json.loads(handle.read() or b""))
+    except (ValueError, TypeError):
+        return None
+
 
 LEFT_TO_SENSOR = "Left to the publication sensor"
 """Start of the message of the event by which a run reports that it could not publish itself."""
@@ -111,11 +236,11 @@ def publish_at_end(
 def format_run_outcome(outcome: Outcome) -> str:
     """Format the outcome of a run as one line, with the command that shows more."""
     subject, reasons = f"Run {outcome.run_id}", " ".join(_format_reasons(outcome).split()).rstrip(".")
-    if outcome.action is PublicationAction.PUBLISHED:
+    if outcome.action is RunState.PUBLISHED:
         return f"{subject} is published as {(outcome.publication or '')[:16]}. {_SEE_STATUS}"
-    if outcome.action in (PublicationAction.BLOCKED, PublicationAction.REFUSED):
+    if outcome.action in (RunState.BLOCKED, RunState.REFUSED):
         return f"{subject} is {outcome.action}: {reasons}. {outcome.next_step or _SEE_STATUS}"
-    if outcome.action is PublicationAction.DISCARDED:
+    if outcome.action is RunState.DISCARDED:
         return f"{subject} has nothing to publish: {reasons}."
     return f"{subject} waits for the publication sensor of dagster-daemon or dg dev: {reasons}. {_SEE_STATUS}"
 
@@ -125,6 +250,104 @@ def _print_on_command_line(message: str) -> None:
     command = click.get_current_context(silent=True)
     if command is not None and command.info_name == "materialize":
         click.echo(message, err=True)
+
+
+_UNDECIDED = (
+    RunState.TRY_AGAIN,
+    RunState.WAITING,
+    RunState.CHECKING,
+    RunState.KEPT,
+    RunState.PARKED,
+)
+
+
+class RunPublication(BranchSteps):
+    """Judges and publishes a run from inside it, as its last step.
+
+    The run must have opened a branch, and all its steps must have succeeded. The outcomes are those of an
+    ended run. Dagster does not show the run as finished yet.
+    """
+
+    def publish(self, run: dg.DagsterRun) -> Outcome:
+        """Publish the run if it passes."""
+        return self._end_run(
+            run, lambda ended_run, reservations: next(self._process_batch([ended_run], reservations, map))
+        )
+
+    def judge(self, run: dg.DagsterRun) -> Outcome:
+        """Judge the run. One that passes is left to the sensor."""
+        return self._end_run(run, self._finish_unless_passed)
+
+    def _end_run(
+        self, run: dg.DagsterRun, end_branch: Callable[[EndedRun, Reservations], Outcome]
+    ) -> Outcome:
+        name = run.tags.get(RunTag.BRANCH) or run_branch_name(run.run_id)
+        ended_run, reservations = EndedRun(name, run), Reservations()
+        states = self._recheck.load_states()
+        checked = self._advance_states({name: ended_run}, states, self._advance_state, reservations)
+        outcome = next(checked, None) or end_branch(ended_run, reservations)
+        if outcome.action in _UNDECIDED:
+            return self._fenced_outcome(run, name) or self._recorded_outcome(run, name) or outcome
+        return outcome
+
+    def _finish_unless_passed(self, ended_run: EndedRun, reservations: Reservations) -> Outcome:
+        waiting = self._reserved_outcome(ended_run, reservations) if reservations else None
+        assessment = waiting or self._assess(ended_run)
+        if isinstance(assessment, Outcome):
+            return assessment
+        if assessment.candidate:
+            return waiting_outcome(ended_run, "the run passed, and the publication sensor publishes it")
+        return self._finish_run(assessment, assessment.already_published)
+
+    def _judge(self, ended_run: EndedRun) -> Outcome | AssessedRun:
+        return self._assessor.assess(ended_run.branch, ended_run.run, all_steps_succeeded=True)
+
+    def _publish(self, candidates: Sequence[Candidate]) -> Mapping[str, Result | Exception]:
+        # The run may have been taken for dead while its process was suspended.
+        return self._publisher.publish(candidates, alive=lambda: self._require_publishable(candidates))
+
+    def _require_publishable(self, candidates: Sequence[Candidate]) -> None:
+        """Raise if a run that publishes itself was fenced, ended or judged while it was suspended."""
+        for candidate in candidates:
+            self._client.reference(candidate.branch)
+            run = self._instance.get_run_by_id(candidate.run_id)
+            if run is None or run.is_finished or is_judged(run.tags, candidate.branch):
+                raise RunBranchGone(
+                    "The run was ended while it published itself.",
+                    branch=candidate.branch,
+                    run_id=candidate.run_id,
+                    hint="Launch the run again.",
+                    reason="ended_meanwhile",
+                )
+
+    def _fenced_outcome(self, run: dg.DagsterRun, name: str) -> Outcome | None:
+        """Return the outcome of a run whose branch was deleted while it published itself; None if it was not.
+
+        The run was taken for dead, and woke up. No later pass will find a branch, so the run must fail now.
+        """
+        base_hash = find_recorded_base(run.tags, name)
+        if base_hash is None or self._find_branch(name):
+            return None
+        if publication := self._publisher.find_publication(name, base_hash):
+            return Outcome(
+                name, run.run_id, RunState.PUBLISHED, "by another publisher", None, publication.hash
+            )
+        reason = "the run was fenced: its branch is gone"
+        report_branch_end(self._instance, run.run_id, name, verdict=FENCED, reason=reason)
+        return Outcome(name, run.run_id, RunState.REFUSED, reason)
+
+    def _recorded_outcome(self, run: dg.DagsterRun, name: str) -> Outcome | None:
+        """Return the recorded outcome of a run whose clean-up failed; None if none is recorded.
+
+        The run must fail now, because perhaps no later pass will see it.
+        """
+        current = self._instance.get_run_by_id(run.run_id)
+        if current is None or not is_judged(current.tags, name):
+            return None
+        status = current.tags.get(RunTag.STATUS)
+        if status not in FAILING_STATUSES:
+            return None
+        return Outcome(name, run.run_id, RunState(status), current.tags.get(RunTag.REASON, ""))
 
 
 class _PublishingExecutor(Executor):
@@ -157,15 +380,15 @@ class _PublishingExecutor(Executor):
         if outcome is None:
             return
         _print_on_command_line(format_run_outcome(outcome))
-        if outcome.action in (PublicationAction.BLOCKED, PublicationAction.REFUSED):
+        if outcome.action in (RunState.BLOCKED, RunState.REFUSED):
             raise NotPublished(
                 format_failure(_format_reasons(outcome)),
                 branch=outcome.branch,
                 run_id=outcome.run_id,
                 hint=outcome.next_step or None,
             )
-        if outcome.action is not PublicationAction.PUBLISHED:
-            is_empty = outcome.action is PublicationAction.DISCARDED
+        if outcome.action is not RunState.PUBLISHED:
+            is_empty = outcome.action is RunState.DISCARDED
             message = f"{'Nothing to publish' if is_empty else LEFT_TO_SENSOR}: {outcome.detail}"
             yield build_engine_event(plan_context, message)
 
@@ -177,7 +400,7 @@ class _PublishingExecutor(Executor):
         try:
             return self._judge_and_publish(context, run, branch)
         except Exception as error:  # noqa: BLE001 - the run passed; the sensor retries the publication
-            return Outcome(branch, run.run_id, PublicationAction.TRY_AGAIN, format_error(error))
+            return Outcome(branch, run.run_id, RunState.TRY_AGAIN, format_error(error))
 
     def _judge_and_publish(self, context: Any, run: dg.DagsterRun, branch: str) -> Outcome | None:
         lake = self._find_lake(context)
@@ -185,16 +408,16 @@ class _PublishingExecutor(Executor):
         if branch == MAIN or run.tags.get(RunTag.LAKE) != settings.lake_id:
             return None  # the run is unbranched, or belongs to another lake
         store, interval = HeartbeatStore.from_settings(settings), settings.heartbeat_interval_s
-        reconciler = Reconciler.from_lake(lake, context.instance, asset_graph_of(context.job))
+        publication = RunPublication.from_lake(lake, context.instance, asset_graph_of(context.job))
 
         def publish() -> Outcome:
             # The heartbeat of the steps ended with their resources. The reaper must see that the run goes on.
             with send_heartbeats(store, branch, run_id=run.run_id, interval_s=interval, kind="publisher"):
                 if not settings.publish_in_run:
-                    return reconciler.publish_now(run, judge_only=True)
+                    return publication.judge(run)
                 # After that wait the sensor publishes the run, together with others in one commit.
                 with acquire_pass_lock(settings, patience_s=_PATIENCE_S) as is_acquired:
-                    return reconciler.publish_now(run, judge_only=not is_acquired)
+                    return publication.publish(run) if is_acquired else publication.judge(run)
 
         return _publish_within(longest_pass_s(settings), publish, branch, run.run_id)
 
@@ -228,12 +451,12 @@ def _publish_within(timeout_s: float, publish: Callable[[], Outcome], branch: st
         outcome = outcomes.get(timeout=timeout_s)
     except Empty:
         message = f"the publication did not end within {timeout_s:g} s"
-        return Outcome(branch, run_id, PublicationAction.TRY_AGAIN, message)
+        return Outcome(branch, run_id, RunState.TRY_AGAIN, message)
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome
 
 
 def _format_reasons(outcome: Outcome) -> str:
-    blocked = outcome.action is PublicationAction.BLOCKED and outcome.verdict is not None
+    blocked = outcome.action is RunState.BLOCKED and outcome.verdict is not None
     return "; ".join(outcome.verdict.reasons) if blocked and outcome.verdict else outcome.detail

@@ -26,19 +26,12 @@ from dagster import (
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import CoercibleToAssetKey, ExecutableDefinition
-from branchlake_dagster.lakehouse.lakehouse import MAIN
-from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.errors import ReferenceNotFound
-from branchlake_dagster.nessie.model import LogEntry
-from branchlake_dagster.publication.ledger import Publication, parse_publications
-from branchlake_dagster.publication.written_partitions import load_branch_partitions
+from branchlake_dagster.publication.ledger import Publication
+from branchlake_dagster.publication.new_publications import load_branch_partitions, read_new_publications
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import format_table_name, table_identifier
 from branchlake_dagster.wording import format_count
-
-COMMITS_PER_TICK = 100
-"""Dagster ends an evaluation after 60 s. The next tick continues after the last commit that was read."""
 
 
 @dataclass(frozen=True)
@@ -155,14 +148,10 @@ def published_sensor(
         tables = {
             format_table_name(table_identifier(key, lake.settings.default_namespace)): key for key in keys
         }
-        log_batch = _read_log(lake.nessie, context.cursor)
+        log_batch = read_new_publications(lake.nessie, context.cursor)
         requests: list[RunRequest] = []
         messages = [log_batch.note] if log_batch.note else []
-        for publication in (
-            entry_publication
-            for entry in log_batch.entries
-            for entry_publication in parse_publications(entry)
-        ):
+        for publication in log_batch.publications:
             asset_keys = [tables[table] for table in publication.tables if table in tables]
             if asset_keys:
                 partition_keys = load_branch_partitions(context.instance, publication.branch)
@@ -194,37 +183,6 @@ def _resolve_keys(
     if isinstance(assets, AssetSelection):
         return sorted(assets.resolve(repository.asset_graph))
     return [AssetKey.from_coercible(asset) for asset in assets]
-
-
-# -- main's log ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _LogBatch:
-    """Commits in the order of the log, the cursor after them, and a note if the log was not read as usual."""
-
-    entries: Sequence[LogEntry]
-    cursor: str
-    note: str = ""
-
-
-def _read_log(client: NessieClient, cursor: str | None) -> _LogBatch:
-    head = client.reference(MAIN)
-    if cursor is None:
-        return _LogBatch((), head.hash, f"The sensor starts at main's current commit {head.hash[:12]}.")
-    if cursor == head.hash:
-        return _LogBatch((), cursor)
-    try:
-        entries = list(client.log(head.pinned_ref, since=cursor))
-    except ReferenceNotFound:
-        return _LogBatch(
-            (),
-            head.hash,
-            f"main's log no longer holds commit {cursor[:12]}: its history was rewritten. Publications "
-            f"in between are unknown. The sensor starts again at {head.hash[:12]}.",
-        )
-    next_entries = entries[::-1][:COMMITS_PER_TICK]
-    return _LogBatch(next_entries, next_entries[-1].commit.hash if next_entries else cursor)
 
 
 # -- what to launch ------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from branchlake_dagster.nessie.model import ContentKey, DiffEntry
 from branchlake_dagster.publication.committer import Committer, PublicationContended
 from branchlake_dagster.publication.ledger import (
     Candidate,
+    MainLog,
     Publication,
     Published,
     Result,
@@ -37,7 +38,6 @@ from branchlake_dagster.publication.ledger import (
     publication_message,
     publication_properties,
 )
-from branchlake_dagster.publication.main_log import MainLog
 from branchlake_dagster.publication.replay import IcebergTableFormat, TableFormat
 from branchlake_dagster.publication.snapshot_files import SnapshotFiles
 from branchlake_dagster.runs.branch_owner import branch_filter

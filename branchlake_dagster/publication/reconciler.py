@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
-from dagster import DagsterInstance, DagsterRun
+from dagster import DagsterInstance
 
 from branchlake_dagster.history.capture import ReadMetadata
 from branchlake_dagster.internals.dagster import AssetGraph
@@ -32,10 +32,10 @@ from branchlake_dagster.publication.ledger import (
     NeedsChecks,
     Published,
     Refused,
+    Result,
     is_namespace_change,
 )
-from branchlake_dagster.publication.outcome import EndedRun, Outcome, PublicationAction, find_ended_runs
-from branchlake_dagster.publication.parked_runs import FailedAttempts
+from branchlake_dagster.publication.outcome import EndedRun, FailedAttempts, Outcome, find_ended_runs
 from branchlake_dagster.publication.publisher import (
     MAX_BATCH_SIZE,
     PreparedState,
@@ -46,28 +46,41 @@ from branchlake_dagster.publication.publisher import (
 from branchlake_dagster.publication.recheck import PendingChecks, Recheck, RecheckResult
 from branchlake_dagster.publication.report import MainView
 from branchlake_dagster.runs.branch_owner import branch_filter
-from branchlake_dagster.runs.discarding import report_branch_end
 from branchlake_dagster.runs.run_branch import run_branch_name
-from branchlake_dagster.runs.run_tags import FENCED, Status, find_recorded_base, is_judged
+from branchlake_dagster.runs.run_tags import RunState, find_recorded_base
 from branchlake_dagster.settings import Settings
-from branchlake_dagster.stored_names import ReferencePrefix, RunTag
-from branchlake_dagster.tables.errors import RunBranchGone
+from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.table_files import TableFiles
 
 RUN_BRANCH_FILTER = branch_filter(ReferencePrefix.RUN)
 """Nessie's filter for the run branches of branchlake."""
 
-_FINAL_ACTIONS: Mapping[str, PublicationAction] = {
-    Status.BLOCKED: PublicationAction.BLOCKED,
-    Status.REFUSED: PublicationAction.REFUSED,
-}
-_LEFT_TO_SENSOR = "the run passed, and the publication sensor publishes it"
+
+class Reservations:
+    """The tables on which an older rebase is being checked, with the branch that each waits for.
+
+    Newer runs that changed one of these tables wait. Otherwise a busy table would change under every check.
+    """
+
+    def __init__(self) -> None:
+        self._branches: dict[ContentKey, str] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._branches)
+
+    def add(self, keys: Iterable[ContentKey], branch: str) -> None:
+        """Reserve the tables for the rebase of `branch`."""
+        self._branches |= dict.fromkeys(keys, branch)
+
+    def find_branch(self, keys: Iterable[ContentKey]) -> str | None:
+        """Return the branch that reserves one of the tables; None if there is none."""
+        return next((self._branches[key] for key in keys if key in self._branches), None)
 
 
-class Reconciler:
-    """Publishes or discards the branches of finished runs.
+class BranchSteps:
+    """The steps from a run's branch to its outcome, for a pass and for a run that publishes itself.
 
-    Idempotent: several reconcilers may work at once, and every step can be repeated. `graph` are the
+    Idempotent: several publishers may work at once, and every step can be repeated. `graph` are the
     definitions with the checks of each asset. `main_view` supplies row counts and commit links for reports;
     if it is None, reports omit them. `location` is the code location of the definitions; if it is None, the
     runs of all code locations are judged. `clock` counts seconds, `now` is the wall clock. `at_once` runs are
@@ -138,8 +151,8 @@ class Reconciler:
         *,
         location: str | None = None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> Reconciler:
-        """Build the reconciler of a lake and its Iceberg tables."""
+    ) -> Self:
+        """Build the object for a lake and its Iceberg tables."""
         publisher = build_publisher(lake)
         return cls(
             lake.nessie,
@@ -152,6 +165,157 @@ class Reconciler:
             location=location,
             now=now,
         )
+
+    def _find_branch(self, name: str) -> Reference | None:
+        try:
+            return self._client.reference(name)
+        except ReferenceNotFound:
+            return None
+
+    # -- steps that a run which publishes itself does in its own way -----------------------------------
+
+    def _judge(self, ended_run: EndedRun) -> Outcome | AssessedRun:
+        return self._assessor.assess(ended_run.branch, ended_run.run)
+
+    def _publish(self, candidates: Sequence[Candidate]) -> Mapping[str, Result | Exception]:
+        return self._publisher.publish(candidates)
+
+    # -- states that wait for checks -------------------------------------------------------------------
+
+    def _advance_states(
+        self,
+        waiting: dict[str, EndedRun],
+        states: Iterable[PreparedState],
+        advance: Callable[[PreparedState, Sequence[EndedRun], Reservations], list[Outcome]],
+        reservations: Reservations,
+    ) -> Iterator[Outcome]:
+        """Advance the states of `waiting` runs by branch name, and remove each run that has its outcome."""
+        for state in states:
+            state_runs = [waiting[name] for name in state.run_branches if name in waiting]
+            if not state_runs:
+                # The state belongs to another instance or code location, which may not exist any more. Do
+                # not wait.
+                continue
+            try:
+                outcomes = advance(state, state_runs, reservations)
+            except Exception as error:  # noqa: BLE001 - the error concerns the runs of this state alone
+                outcomes = [
+                    self._failed_attempts.record(ended_run.branch, ended_run.run, error)
+                    for ended_run in state_runs
+                ]
+            for outcome in outcomes:
+                waiting.pop(outcome.branch)
+                yield outcome
+
+    def _advance_state(
+        self, state: PreparedState, state_runs: Sequence[EndedRun], reservations: Reservations
+    ) -> list[Outcome]:
+        """Return the outcomes of the runs of a state that waits for its checks.
+
+        If the state is released, the list is empty, and its runs are assessed like all others.
+        """
+        pending = self._recheck.pending_message(state)
+        if len(state_runs) < len(state.run_branches) or pending:
+            reservations.add(state.changed_keys, state.run_branches[0])
+            pending = pending or f"waits for the checks on {state.branch}"
+            return [Outcome(item.branch, item.run.run_id, RunState.CHECKING, pending) for item in state_runs]
+        assessed_runs = [
+            assessment for item in state_runs if isinstance(assessment := self._assess(item), AssessedRun)
+        ]
+        members = {
+            item.candidate: item for item in assessed_runs if item.candidate and not item.already_published
+        }
+        if len(members) < len(state_runs):
+            self._recheck.release(state)
+            return []
+        return self._answer_members(
+            members, lambda evidence: self._recheck.advance(state, evidence), reservations
+        )
+
+    def _answer_members(
+        self,
+        members: Mapping[Candidate, AssessedRun],
+        ask: Callable[[Mapping[Candidate, RunEvidence]], Mapping[str, RecheckResult]],
+        reservations: Reservations,
+    ) -> list[Outcome]:
+        """Return the outcomes of runs that share a state for their checks."""
+        answers: Mapping[str, RecheckResult]
+        try:
+            answers = ask({candidate: one.evidence for candidate, one in members.items()})
+        except Exception as error:  # noqa: BLE001 - the error concerns these runs alone
+            answers = dict.fromkeys((candidate.branch for candidate in members), error)
+        outcomes: list[Outcome] = []
+        for candidate, assessed_run in members.items():
+            answer = answers[candidate.branch]
+            if isinstance(answer, PendingChecks):
+                reservations.add(_changed_keys(candidate), assessed_run.branch.name)
+                outcomes.append(_checking_outcome(assessed_run, answer))
+            else:
+                outcomes.append(self._finish_run(assessed_run, answer))
+        return outcomes
+
+    # -- runs ------------------------------------------------------------------------------------------
+
+    def _process_batch(
+        self, batch: Sequence[EndedRun], reservations: Reservations, each: Callable[..., Iterable[Any]]
+    ) -> Iterator[Outcome]:
+        """Assess and publish a batch. `each` is `map` or its parallel version."""
+
+        def assess(ended_run: EndedRun) -> Outcome | AssessedRun:
+            waiting = self._reserved_outcome(ended_run, reservations) if reservations else None
+            return waiting or self._assess(ended_run)
+
+        assessments: list[Outcome | AssessedRun] = list(each(assess, batch))
+        yield from (item for item in assessments if isinstance(item, Outcome))
+        assessed_runs = [item for item in assessments if isinstance(item, AssessedRun)]
+        ready_runs = [item for item in assessed_runs if item.candidate and not item.already_published]
+        results = self._publish([item.candidate for item in ready_runs if item.candidate])
+        answers = [(item, results.get(item.branch.name, item.already_published)) for item in assessed_runs]
+        unchecked_runs = [item for item, answer in answers if isinstance(answer, NeedsChecks)]
+        final_answers = [pair for pair in answers if not isinstance(pair[1], NeedsChecks)]
+        yield from each(lambda pair: self._finish_run(*pair), final_answers)
+        by_candidate = {item.candidate: item for item in unchecked_runs if item.candidate}
+        for group in group_by_shared_keys(list(by_candidate)):
+            members = {candidate: by_candidate[candidate] for candidate in group}
+            yield from self._answer_members(members, self._recheck.prepare, reservations)
+
+    def _assess(self, ended_run: EndedRun) -> Outcome | AssessedRun:
+        waiting = self._failed_attempts.waiting_outcome(ended_run.branch, ended_run.run)
+        if waiting is not None:
+            return waiting
+        try:
+            return self._judge(ended_run)
+        except Exception as error:  # noqa: BLE001 - the error becomes the outcome of this run
+            return self._failed_attempts.record(ended_run.branch, ended_run.run, error)
+
+    def _reserved_outcome(self, ended_run: EndedRun, reservations: Reservations) -> Outcome | None:
+        """Return why a run waits: it changed a table on which an older rebase is being checked."""
+        base = find_recorded_base(ended_run.run.tags, ended_run.branch)
+        if base is None or not ended_run.run.is_success:
+            return None
+        try:
+            changes = self._client.diff_at(f"@{base}", ended_run.branch)
+        except NessieError as error:
+            return self._failed_attempts.record(ended_run.branch, ended_run.run, error)
+        owner = reservations.find_branch(entry.key for entry in changes.entries)
+        return (
+            waiting_outcome(ended_run, f"waits for the checks of {owner} on the same table")
+            if owner
+            else None
+        )
+
+    def _finish_run(self, assessed_run: AssessedRun, result: RecheckResult | None) -> Outcome:
+        try:
+            if isinstance(result, Exception):
+                raise result
+            assert result is None or isinstance(result, Published | Refused)  # noqa: S101 - the caller handles the other results
+            return self._finisher.finish(assessed_run, result, deadline=self._deadline)
+        except Exception as error:  # noqa: BLE001 - the error becomes the outcome of this run
+            return self._failed_attempts.record(assessed_run.branch.name, assessed_run.run, error)
+
+
+class Reconciler(BranchSteps):
+    """Publishes or discards the branches of finished runs, in passes over all branches or for one run."""
 
     def reconcile_branches(self, *, budget_s: float = math.inf) -> Iterator[Outcome]:
         """Reconcile all run branches, for at most `budget_s` seconds.
@@ -166,9 +330,12 @@ class Reconciler:
         ended, others = find_ended_runs(self._instance, run_refs, location=self._location)
         yield from others
         yield from self._lost_branches.report({ref.name for ref in run_refs})
-        yield from self._run_pass(
-            ended, states=[ref.name for ref in refs if ref.name.startswith(ReferencePrefix.PUBLICATION)]
+        if not ended:
+            return
+        states = self._recheck.load_states(
+            ref.name for ref in refs if ref.name.startswith(ReferencePrefix.PUBLICATION)
         )
+        yield from self._reconcile_ended(ended, states, self._advance_complete_state)
 
     def reconcile_run(self, run_id: str) -> Outcome | None:
         """Reconcile the branch of one run; None if the branch does not exist (any more)."""
@@ -176,264 +343,44 @@ class Reconciler:
         if branch is None:
             return None
         ended, others = find_ended_runs(self._instance, [branch], location=self._location)
-        return next(iter(others), None) or next(self._run_pass(ended))
-
-    def publish_now(self, run: DagsterRun, *, judge_only: bool = False) -> Outcome:
-        """Publish a run from inside it, as its last step.
-
-        The run must have opened a branch, and all its steps must have succeeded. The outcome is that of an
-        ended run. With `judge_only`, a run that passes is left to the sensor.
-        """
-        name = run.tags.get(RunTag.BRANCH) or run_branch_name(run.run_id)
-        outcome = next(self._run_pass([EndedRun(name, run)], inside=True, judge_only=judge_only))
-        is_undecided = outcome.action in (
-            PublicationAction.TRY_AGAIN,
-            PublicationAction.WAITING,
-            PublicationAction.CHECKING,
-            PublicationAction.KEPT,
-            PublicationAction.PARKED,
-        )
-        return (
-            (self._fenced_outcome(run, name) or self._recorded_outcome(run, name) or outcome)
-            if is_undecided
-            else outcome
+        return next(iter(others), None) or next(
+            self._reconcile_ended(ended, self._recheck.load_states(), self._advance_state)
         )
 
-    def _fenced_outcome(self, run: DagsterRun, name: str) -> Outcome | None:
-        """Return the outcome of a run whose branch was deleted while it published itself; None if it was not.
-
-        The run was taken for dead, and woke up. No later pass will find a branch, so the run must fail now.
-        """
-        base_hash = find_recorded_base(run.tags, name)
-        if base_hash is None or self._find_branch(name):
-            return None
-        if publication := self._publisher.find_publication(name, base_hash):
-            return Outcome(
-                name, run.run_id, PublicationAction.PUBLISHED, "by another publisher", None, publication.hash
-            )
-        reason = "the run was fenced: its branch is gone"
-        report_branch_end(self._instance, run.run_id, name, verdict=FENCED, reason=reason)
-        return Outcome(name, run.run_id, PublicationAction.REFUSED, reason)
-
-    def _recorded_outcome(self, run: DagsterRun, name: str) -> Outcome | None:
-        """Return the recorded outcome of a run whose clean-up failed; None if none is recorded.
-
-        The run must fail now, because perhaps no later pass will see it.
-        """
-        current = self._instance.get_run_by_id(run.run_id)
-        action = _FINAL_ACTIONS.get(current.tags.get(RunTag.STATUS, "")) if current else None
-        if current is None or action is None or not is_judged(current.tags, name):
-            return None
-        return Outcome(name, run.run_id, action, current.tags.get(RunTag.REASON, ""))
-
-    def _find_branch(self, name: str) -> Reference | None:
-        try:
-            return self._client.reference(name)
-        except ReferenceNotFound:
-            return None
-
-    # -- the course of a pass --------------------------------------------------------------------------
-
-    def _run_pass(
+    def _reconcile_ended(
         self,
         ended: Sequence[EndedRun],
-        *,
-        states: Sequence[str] | None = None,
-        inside: bool = False,
-        judge_only: bool = False,
+        states: Sequence[PreparedState],
+        advance: Callable[[PreparedState, Sequence[EndedRun], Reservations], list[Outcome]],
     ) -> Iterator[Outcome]:
-        """Advance the states that wait for checks, then assess the other runs in batches.
-
-        `states` are the names of the states' branches, if `ended` are all ended runs. `inside`: the one run
-        publishes itself. `judge_only`: it is not published if it passes.
-        """
-        if not ended:
-            return
-        reserved: dict[ContentKey, str] = {}
+        """Advance the states that wait for checks, then assess the other runs in batches."""
+        reservations = Reservations()
         waiting = {ended_run.branch: ended_run for ended_run in ended}
-        for state in self._recheck.load_states(states):
-            state_runs = [waiting[name] for name in state.run_branches if name in waiting]
-            try:
-                outcomes = self._advance_state(
-                    state, state_runs, reserved, whole=states is not None, inside=inside
-                )
-            except Exception as error:  # noqa: BLE001 - the error concerns the runs of this state alone
-                outcomes = [
-                    self._failed_attempts.record(ended_run.branch, ended_run.run, error)
-                    for ended_run in state_runs
-                ]
-            for outcome in outcomes:
-                waiting.pop(outcome.branch)
-                yield outcome
+        yield from self._advance_states(waiting, states, advance, reservations)
         rest = iter(waiting.values())
         with _parallel_map(self._at_once if len(waiting) > 1 else 1) as each:
             while batch := list(islice(rest, MAX_BATCH_SIZE)):
                 if self._clock() >= self._deadline:
                     yield from (
-                        _waiting_outcome(
+                        waiting_outcome(
                             ended_run, "left to the next tick, because the time budget is used up"
                         )
                         for ended_run in (*batch, *rest)
                     )
                     return
-                yield from self._process_batch(batch, reserved, each, inside=inside, judge_only=judge_only)
+                yield from self._process_batch(batch, reservations, each)
 
-    def _advance_state(
-        self,
-        state: PreparedState,
-        state_runs: Sequence[EndedRun],
-        reserved: dict[ContentKey, str],
-        *,
-        whole: bool,
-        inside: bool,
+    def _advance_complete_state(
+        self, state: PreparedState, state_runs: Sequence[EndedRun], reservations: Reservations
     ) -> list[Outcome]:
-        """Return the outcomes of the runs of a state that waits for its checks.
+        """Advance a state; release it if some of its runs do not wait any more.
 
-        If the state is released, the list is empty, and its runs are assessed like all others.
+        `state_runs` are those of all ended runs that belong to the state.
         """
-        if not state_runs:
-            # The state belongs to another instance or code location, which may not exist any more. Do not
-            # wait.
-            return []
-        if whole and len(state_runs) < len(state.run_branches):
+        if len(state_runs) < len(state.run_branches):
             self._recheck.release(state)
             return []
-        pending = self._recheck.pending_message(state)
-        if len(state_runs) < len(state.run_branches) or pending:
-            # Reserve its tables. Otherwise a busy table would change under every check.
-            reserved |= dict.fromkeys(state.changed_keys, state.run_branches[0])
-            pending = pending or f"waits for the checks on {state.branch}"
-            return [
-                Outcome(item.branch, item.run.run_id, PublicationAction.CHECKING, pending)
-                for item in state_runs
-            ]
-        assessed_runs = [
-            assessment
-            for item in state_runs
-            if isinstance(assessment := self._assess(item, inside=inside), AssessedRun)
-        ]
-        members = {
-            item.candidate: item for item in assessed_runs if item.candidate and not item.already_published
-        }
-        if len(members) < len(state_runs):
-            self._recheck.release(state)
-            return []
-        return self._answer_members(
-            members, lambda evidence: self._recheck.advance(state, evidence), reserved
-        )
-
-    def _process_batch(
-        self,
-        batch: Sequence[EndedRun],
-        reserved: dict[ContentKey, str],
-        each: Callable[..., Iterable[Any]],
-        *,
-        inside: bool,
-        judge_only: bool = False,
-    ) -> Iterator[Outcome]:
-        """Assess and publish a batch.
-
-        With `judge_only`, finish only the runs that are not to be published.
-        """
-
-        def assess(ended_run: EndedRun) -> Outcome | AssessedRun:
-            waiting = self._reserved_outcome(ended_run, reserved) if reserved else None
-            return waiting or self._assess(ended_run, inside=inside)
-
-        assessments: list[Outcome | AssessedRun] = list(each(assess, batch))
-        yield from (item for item in assessments if isinstance(item, Outcome))
-        assessed_runs = [item for item in assessments if isinstance(item, AssessedRun)]
-        if judge_only:
-            yield from (_waiting_outcome(item, _LEFT_TO_SENSOR) for item in assessed_runs if item.candidate)
-            assessed_runs = [item for item in assessed_runs if not item.candidate]
-        ready_runs = [item for item in assessed_runs if item.candidate and not item.already_published]
-        candidates = [item.candidate for item in ready_runs if item.candidate]
-        results = (
-            # The run may have been taken for dead while its process was suspended.
-            self._publisher.publish(candidates, alive=lambda: self._require_publishable(candidates))
-            if inside
-            else self._publisher.publish(candidates)
-        )
-        answers = [(item, results.get(item.branch.name, item.already_published)) for item in assessed_runs]
-        unchecked_runs = [item for item, answer in answers if isinstance(answer, NeedsChecks)]
-        final_answers = [pair for pair in answers if not isinstance(pair[1], NeedsChecks)]
-        yield from each(lambda pair: self._finish_run(*pair), final_answers)
-        by_candidate = {item.candidate: item for item in unchecked_runs if item.candidate}
-        for group in group_by_shared_keys(list(by_candidate)):
-            members = {candidate: by_candidate[candidate] for candidate in group}
-            yield from self._answer_members(members, self._recheck.prepare, reserved)
-
-    def _answer_members(
-        self,
-        members: Mapping[Candidate, AssessedRun],
-        ask: Callable[[Mapping[Candidate, RunEvidence]], Mapping[str, RecheckResult]],
-        reserved: dict[ContentKey, str],
-    ) -> list[Outcome]:
-        """Return the outcomes of runs that share a state for their checks."""
-        answers: Mapping[str, RecheckResult]
-        try:
-            answers = ask({candidate: one.evidence for candidate, one in members.items()})
-        except Exception as error:  # noqa: BLE001 - the error concerns these runs alone
-            answers = dict.fromkeys((candidate.branch for candidate in members), error)
-        outcomes: list[Outcome] = []
-        for candidate, assessed_run in members.items():
-            answer = answers[candidate.branch]
-            if isinstance(answer, PendingChecks):
-                reserved |= dict.fromkeys(_changed_keys(candidate), assessed_run.branch.name)
-                outcomes.append(_checking_outcome(assessed_run, answer))
-            else:
-                outcomes.append(self._finish_run(assessed_run, answer))
-        return outcomes
-
-    # -- one run ---------------------------------------------------------------------------------------
-
-    def _require_publishable(self, candidates: Sequence[Candidate]) -> None:
-        """Raise if a run that publishes itself was fenced, ended or judged while it was suspended."""
-        for candidate in candidates:
-            self._client.reference(candidate.branch)
-            run = self._instance.get_run_by_id(candidate.run_id)
-            if run is None or run.is_finished or is_judged(run.tags, candidate.branch):
-                raise RunBranchGone(
-                    "The run was ended while it published itself.",
-                    branch=candidate.branch,
-                    run_id=candidate.run_id,
-                    hint="Launch the run again.",
-                    reason="ended_meanwhile",
-                )
-
-    def _assess(self, ended_run: EndedRun, *, inside: bool) -> Outcome | AssessedRun:
-        waiting = self._failed_attempts.waiting_outcome(ended_run.branch, ended_run.run)
-        if waiting is not None:
-            return waiting
-        try:
-            return self._assessor.assess(ended_run.branch, ended_run.run, all_steps_succeeded=inside)
-        except Exception as error:  # noqa: BLE001 - the error becomes the outcome of this run
-            return self._failed_attempts.record(ended_run.branch, ended_run.run, error)
-
-    def _reserved_outcome(self, ended_run: EndedRun, reserved: Mapping[ContentKey, str]) -> Outcome | None:
-        """Return why a run waits: it changed a table on which an older rebase is being checked."""
-        base = find_recorded_base(ended_run.run.tags, ended_run.branch)
-        if base is None or not ended_run.run.is_success:
-            return None
-        try:
-            changes = self._client.diff_at(f"@{base}", ended_run.branch)
-        except NessieError as error:
-            return self._failed_attempts.record(ended_run.branch, ended_run.run, error)
-        owner = next((reserved[entry.key] for entry in changes.entries if entry.key in reserved), None)
-        return (
-            _waiting_outcome(ended_run, f"waits for the checks of {owner} on the same table")
-            if owner
-            else None
-        )
-
-    def _finish_run(self, assessed_run: AssessedRun, result: RecheckResult | None) -> Outcome:
-        try:
-            if isinstance(result, Exception):
-                raise result
-            assert result is None or isinstance(result, Published | Refused)  # noqa: S101 - the caller handles the other results
-            return self._finisher.finish(assessed_run, result, deadline=self._deadline)
-        except Exception as error:  # noqa: BLE001 - the error becomes the outcome of this run
-            return self._failed_attempts.record(assessed_run.branch.name, assessed_run.run, error)
+        return self._advance_state(state, state_runs, reservations)
 
 
 @contextmanager
@@ -450,16 +397,17 @@ def _changed_keys(candidate: Candidate) -> Iterator[ContentKey]:
     return (entry.key for entry in candidate.changes if not is_namespace_change(entry))
 
 
-def _waiting_outcome(pending_run: EndedRun | AssessedRun, why: str) -> Outcome:
+def waiting_outcome(pending_run: EndedRun | AssessedRun, why: str) -> Outcome:
+    """Return the outcome of a run that this pass leaves as it is."""
     branch = pending_run.branch if isinstance(pending_run, EndedRun) else pending_run.branch.name
-    return Outcome(branch, pending_run.run.run_id, PublicationAction.WAITING, why)
+    return Outcome(branch, pending_run.run.run_id, RunState.WAITING, why)
 
 
 def _checking_outcome(assessed_run: AssessedRun, answer: PendingChecks) -> Outcome:
     return Outcome(
         assessed_run.branch.name,
         assessed_run.run.run_id,
-        PublicationAction.CHECKING,
+        RunState.CHECKING,
         answer.detail,
         assessed_run.verdict,
         check_run=answer.check_run,

@@ -21,7 +21,7 @@ from branchlake_dagster.publication.evidence import RunEvidence, WrittenPartitio
 from branchlake_dagster.publication.verdict import Verdict
 from branchlake_dagster.runs.discarding import revoke_materializations
 from branchlake_dagster.runs.provenance import count_rows
-from branchlake_dagster.runs.run_tags import NO_VALUE, Status, is_opened_by, shorten_tag_value
+from branchlake_dagster.runs.run_tags import NO_VALUE, RunState, is_opened_by, shorten_tag_value
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 
 _log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class MainView:
 _MAX_EXAMPLES = 200
 _BATCH_SIZE = 100
 """Partitions that are reported together: with SQLite in 0.03 s."""
-_UNJUDGED = (Status.FAILED, Status.CANCELED, Status.INTERRUPTED)
+_UNJUDGED = (RunState.FAILED, RunState.CANCELED, RunState.INTERRUPTED)
 """Runs that ended before the gate could judge them."""
 
 
@@ -89,7 +89,7 @@ class RunReport:
     evidence: RunEvidence
     verdict: Verdict
     branch: str
-    status: Status
+    status: RunState
     took_s: float
     at: float
     publication: str | None = None
@@ -104,7 +104,7 @@ class RunReport:
     @property
     def is_revoked(self) -> bool:
         """Whether the run materialized something that `main` does not have."""
-        is_on_main = self.status in (Status.PUBLISHED, Status.UNCHANGED)
+        is_on_main = self.status in (RunState.PUBLISHED, RunState.UNCHANGED)
         return not (is_on_main or self.publication or self.on_main)
 
     def format_sentence(self) -> str:
@@ -138,7 +138,7 @@ class RunReport:
 
         If the gate did not decide why the run is not published, return the status of the run instead.
         """
-        refused = self.status is Status.REFUSED and not self.verdict.blocked
+        refused = self.status is RunState.REFUSED and not self.verdict.blocked
         shows_status = refused or self.status in _UNJUDGED
         return str(self.status if shows_status else self.verdict.decision)
 

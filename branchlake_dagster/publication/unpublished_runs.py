@@ -30,12 +30,12 @@ from dagster import (
 )
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Transient
-from branchlake_dagster.publication.written_partitions import load_run_partitions
-from branchlake_dagster.runs.run_tags import PARKED, Status, is_opened_by
+from branchlake_dagster.publication.new_publications import load_run_partitions
+from branchlake_dagster.runs.run_tags import RunState, is_opened_by
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster.wording import format_count
 
-STATES = (str(Status.BLOCKED), str(Status.REFUSED), PARKED)
+STATES = (str(RunState.BLOCKED), str(RunState.REFUSED), str(RunState.PARKED))
 """The states that cause an alert: a check failed, the run met a conflict, or publishing it failed
 repeatedly."""
 
@@ -311,13 +311,13 @@ def _find_unpublished(
     instance: DagsterInstance, states: Sequence[str], since: datetime
 ) -> Iterator[tuple[DagsterRun, str]]:
     """Find the runs that came into one of `states` and changed after `since`; yield each with its state."""
-    statuses = [state for state in states if state != PARKED]
+    statuses = [state for state in states if state != RunState.PARKED]
     if statuses:
         for run in _load_changed_runs(instance, {RunTag.STATUS: statuses}, since):
             yield run, run.tags[RunTag.STATUS]
-    if PARKED in states:
-        for run in _load_changed_runs(instance, {RunTag.NEXT_ATTEMPT: PARKED}, since):
-            yield run, PARKED
+    if RunState.PARKED in states:
+        for run in _load_changed_runs(instance, {RunTag.NEXT_ATTEMPT: str(RunState.PARKED)}, since):
+            yield run, str(RunState.PARKED)
 
 
 def _load_changed_runs(
@@ -371,7 +371,7 @@ def _run_location(run: DagsterRun) -> str | None:
 def _build_unpublished_run(
     instance: DagsterInstance, run: DagsterRun, state: str, dagster_url: str | None
 ) -> UnpublishedRun:
-    if state == PARKED:
+    if state == RunState.PARKED:
         reason = run.tags.get(RunTag.REASON, "")
         command = f"`branchlake set-aside retry {run.run_id[:8]}`"
         message = f"Parked: {reason.rstrip('.')}. Correct the cause, then run {command}."

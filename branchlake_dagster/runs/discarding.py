@@ -41,7 +41,7 @@ from branchlake_dagster.runs.run_tags import (
     NO_VALUE,
     PUBLISHER,
     UNJUDGED,
-    Status,
+    RunState,
     find_run_location,
     shorten_tag_value,
 )
@@ -263,7 +263,7 @@ def _find_tag_at(client: NessieClient, name: str, hash_: str) -> Reference | Non
     return tag if tag is not None and tag.hash == hash_ else None
 
 
-FAILING_STATUSES = (Status.BLOCKED, Status.REFUSED)
+FAILING_STATUSES = (RunState.BLOCKED, RunState.REFUSED)
 """The statuses that make a run fail although all its steps have succeeded."""
 
 FAILURE_REASON_TAG = "dagster/failure_reason"
@@ -289,19 +289,19 @@ def fail_unpublished_run(instance: DagsterInstance, run_id: str, reason: str, ne
         instance.report_run_failed(run, format_failure(reason, next_step))
 
 
-def status_without_verdict(run: DagsterRun) -> Status:
+def status_without_verdict(run: DagsterRun) -> RunState:
     """Return the status of an unpublished run without verdict, by how the run ended.
 
     The status of a run that Dagster considers running or successful is `discarded`: only its branch was
     ended.
     """
     if run.status is DagsterRunStatus.CANCELED:
-        return Status.CANCELED
+        return RunState.CANCELED
     if run.status is not DagsterRunStatus.FAILURE:
-        return Status.DISCARDED
+        return RunState.DISCARDED
     by_publisher = run.tags.get(RunTag.FAILED_BY) == PUBLISHER
     by_itself = run.tags.get(FAILURE_REASON_TAG) in PERMANENT_FAILURES
-    return Status.FAILED if by_publisher or by_itself else Status.INTERRUPTED
+    return RunState.FAILED if by_publisher or by_itself else RunState.INTERRUPTED
 
 
 def revoke_materializations(instance: DagsterInstance, run: DagsterRun, run_ids: Iterable[str]) -> None:
@@ -380,7 +380,7 @@ def report_branch_end(
     *,
     verdict: str,
     reason: str,
-    status: Status | None = None,
+    status: RunState | None = None,
 ) -> bool:
     """Show `verdict` and `reason` on a run that opened `branch` and has no verdict.
 
@@ -398,13 +398,13 @@ def report_branch_end(
         return False
     instance.report_engine_event(f"Not published: {reason.rstrip('.')}.", run)
     reset_tags = {RunTag.NEXT_ATTEMPT: NO_VALUE} if RunTag.NEXT_ATTEMPT in run.tags else {}
-    status = Status.CONTINUED if verdict == CONTINUED else status or status_without_verdict(run)
+    status = RunState.CONTINUED if verdict == CONTINUED else status or status_without_verdict(run)
     outcome_tags = {
         RunTag.STATUS: str(status),
         RunTag.VERDICT: verdict,
         RunTag.REASON: shorten_tag_value(reason),
     }
     instance.add_run_tags(run_id, {**outcome_tags, **reset_tags})
-    if status is not Status.CONTINUED:
+    if status is not RunState.CONTINUED:
         revoke_materializations(instance, run, [run_id])
     return True

@@ -20,9 +20,9 @@ from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.errors import NessieUnauthorized
 from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster_tests.harness import project
 
 from . import leaks
@@ -91,9 +91,9 @@ def test_the_token_is_nowhere(
         # -- good, blocked, and two whose token expires
         good = p.run(scenery.watched.key, dg.AssetKey([namespace, "sparked"]))
         told.append(str(p.settle(good)))
-        assert PublicationAction.PUBLISHED in told[-1]
+        assert RunState.PUBLISHED in told[-1]
         told.append(str(blocked.settle(blocked.run())))
-        assert PublicationAction.BLOCKED in told[-1]
+        assert RunState.BLOCKED in told[-1]
         waiting = p.run(scenery.watched.key)
         failed = p.run(scenery.watched.key, scenery.expiring.key, ok=False)
         p.failed_with(NessieUnauthorized)

@@ -15,11 +15,11 @@ from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.errors import NessieUnauthorized
 from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
-from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.publication.publish_at_end import LEFT_TO_SENSOR
+from branchlake_dagster.publication.publish_at_end import LEFT_TO_SENSOR, RunPublication
 from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource
 from branchlake_dagster.runs.run_branch import run_branch_name
-from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
@@ -117,7 +117,7 @@ def test_publishing_and_discarding(
                 says_so(str(caught.value))
             else:
                 (outcome,) = [one for one in reconciler.reconcile_branches() if one.run_id == run_id]
-                assert outcome.action is PublicationAction.TRY_AGAIN
+                assert outcome.action is RunState.TRY_AGAIN
                 says_so(outcome.detail)
         undone = {p.instance.get_run_by_id(run_id).tags.get(RunTag.VERDICT) for p, run_id in runs}
         assert undone == {"pending"}
@@ -128,7 +128,7 @@ def test_what_was_refused_is_published_with_the_right_token(
 ) -> None:
     with project(lakehouse, *checked(namespace)) as p:
         run_id = p.run()
-        for token, action in ((READ_ONLY, PublicationAction.TRY_AGAIN), (TOKEN, PublicationAction.PUBLISHED)):
+        for token, action in ((READ_ONLY, RunState.TRY_AGAIN), (TOKEN, RunState.PUBLISHED)):
             outcome = Reconciler.from_lake(bearer(token), p.instance, p.graph).reconcile_run(run_id)
             assert outcome is not None
             assert outcome.action is action
@@ -139,13 +139,13 @@ def test_a_run_whose_token_expires_before_it_publishes_itself(
 ) -> None:
     bearer(TOKEN)
     monkeypatch.setenv(TOKEN_VARIABLE, str(next(publish_at_end_project.tokens)))
-    publish = Reconciler.publish_now
+    publish = RunPublication.publish
 
-    def late(self: Reconciler, run: dg.DagsterRun, **options: bool) -> object:
+    def late(self: RunPublication, run: dg.DagsterRun) -> object:
         guard.full.clear()
-        return publish(self, run, **options)
+        return publish(self, run)
 
-    monkeypatch.setattr(Reconciler, "publish_now", late)
+    monkeypatch.setattr(RunPublication, "publish", late)
     repository = ReconstructableRepository.for_module(publish_at_end_project.__name__, "defs")
     job = repository.get_reconstructable_job("publishing_job")
     with new_instance() as instance, dg.execute_job(job, instance=instance) as result:
@@ -155,7 +155,7 @@ def test_a_run_whose_token_expires_before_it_publishes_itself(
         graph = publish_at_end_project.defs.get_repository_def().asset_graph
         outcome = Reconciler.from_lake(bearer(TOKEN), instance, graph).reconcile_run(result.run_id)
         assert outcome is not None
-        assert outcome.action is PublicationAction.PUBLISHED
+        assert outcome.action is RunState.PUBLISHED
 
 
 @either
@@ -265,4 +265,4 @@ def test_a_token_that_expires_under_spark(
         p.failed_with(NessieUnauthorized, HINT)
         guard.full.add(TOKEN)
         assert run_branch_name(run_id) in p.branches()
-        assert p.settle(run_id).action is PublicationAction.DISCARDED
+        assert p.settle(run_id).action is RunState.DISCARDED

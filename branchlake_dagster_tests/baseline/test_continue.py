@@ -14,21 +14,20 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster.automation.approve_backfill import approve_results
+from branchlake_dagster.automation.backfill_stages import approve_results
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.incremental.positions import ConsumptionRecord
 from branchlake_dagster.ingest.offsets import TableProgress, recorded_ingestions
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.publication.ledger import iter_publications
-from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.publication.parked_runs import iter_parked_runs
-from branchlake_dagster.publication.parked_runs import retry_parked_run as try_again
+from branchlake_dagster.publication.outcome import iter_parked_runs
+from branchlake_dagster.publication.outcome import retry_parked_run as try_again
 from branchlake_dagster.runs.branch_owner import BatchBranch
 from branchlake_dagster.runs.discarding import discarded_tag_name, restore_branch
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.runs.leases import Lease, lease_keys
 from branchlake_dagster.runs.run_branch import run_branch_name
-from branchlake_dagster.runs.run_tags import Retention, find_run_location
+from branchlake_dagster.runs.run_tags import Retention, RunState, find_run_location
 from branchlake_dagster.stored_names import LakeProperty, RunTag
 from branchlake_dagster_tests.baseline import shop
 from branchlake_dagster_tests.baseline.names import classes_in_home, names_of_run, stored_names
@@ -77,7 +76,7 @@ def ids(p: Opened, *table: str, ref: str = MAIN) -> list[int]:
 
 def publish(p: Opened, run_id: str) -> None:
     outcome = p.settle(run_id)
-    assert outcome.action is PublicationAction.PUBLISHED, outcome
+    assert outcome.action is RunState.PUBLISHED, outcome
 
 
 # -- before anything has changed -----------------------------------------------------------------------
@@ -180,7 +179,7 @@ def test_the_waiting_run_is_published(p: Opened, runs: dict[str, str]) -> None:
     """A publisher had claimed it before it died."""
     waiting = ids(p, "shop", "prices", ref=run_branch_name(runs["waiting"]))
     outcome = p.settle(runs["waiting"])
-    assert outcome.action is PublicationAction.PUBLISHED, outcome
+    assert outcome.action is RunState.PUBLISHED, outcome
     assert ids(p, "shop", "prices") == waiting
     assert tags(p, runs["waiting"])[RunTag.STATUS] == "published"
 
@@ -226,14 +225,14 @@ def test_a_failed_run_is_retried_from_its_discarded_branch(p: Opened, runs: dict
 def test_a_run_that_was_set_aside_is_taken_up_again(p: Opened, runs: dict[str, str]) -> None:
     (run,) = iter_parked_runs(p.instance)
     assert run.run_id == runs["parked"]
-    assert p.settle(run.run_id).action is PublicationAction.PARKED
+    assert p.settle(run.run_id).action is RunState.PARKED
     try_again(p.instance, run)
     publish(p, run.run_id)
 
 
 def test_a_prepared_publication_is_checked_and_published(p: Opened, runs: dict[str, str]) -> None:
     asked = p.settle(runs["checked_again"])
-    assert asked.action is PublicationAction.CHECKING
+    assert asked.action is RunState.CHECKING
     assert asked.check_run is not None
     assert asked.check_run.branch == f"publish-{runs['checked_again']}"
     check_run(p, asked)

@@ -10,7 +10,7 @@ from branchlake_dagster import LakehouseResource, connect, consumes, read_change
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.incremental.sql_changes import Changes
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import CHANGE_TABLE_INFIX
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, values
@@ -64,7 +64,7 @@ def rows(table: pa.Table) -> Rows:
 
 
 def consumed(p: Project, reader: Reader) -> None:
-    assert p.settle(p.run(reader.asset.key)).action is PublicationAction.PUBLISHED
+    assert p.settle(p.run(reader.asset.key)).action is RunState.PUBLISHED
 
 
 def test_duckdb_polars_and_pyiceberg_read_change_tables(lakehouse: Lakehouse, namespace: str) -> None:
@@ -117,5 +117,5 @@ def test_all_change_tables_are_tried_and_every_error_is_told(
         assert "no 1" in error.message
         assert any("no 2" in line for line in [error.message, *error.stack])
         monkeypatch.undo()
-        assert p.settle(run_id).action is PublicationAction.DISCARDED
+        assert p.settle(run_id).action is RunState.DISCARDED
         consumed(p, reader)

@@ -13,7 +13,7 @@ from branchlake_dagster import consumes, keys, range_, rows, table_metadata
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.incremental.declaration import ConsumedInput, parse_declaration
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.tables.errors import InputColumnGone
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
@@ -225,7 +225,7 @@ def test_spark_frames_get_the_rows_of_the_same_keys_and_ranges(lakehouse: Lakeho
         refunds.publish(p, (date(2026, 8, 2), 3))
 
         def consumed() -> None:
-            assert p.settle(p.run(spending.key, balance.key)).action is PublicationAction.PUBLISHED
+            assert p.settle(p.run(spending.key, balance.key)).action is RunState.PUBLISHED
 
         consumed()
         assert values(p, spending) == [(1, "one", 10), (2, "two", 20)]

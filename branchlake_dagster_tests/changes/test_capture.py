@@ -15,12 +15,11 @@ from pyiceberg.io import FileIO
 from pyiceberg.manifest import ManifestEntry, ManifestFile
 from pyiceberg.table import Table
 
-from branchlake_dagster.history import snapshot_files as own_files
+from branchlake_dagster.history import manifests as own_files
 from branchlake_dagster.history.capture import capture_change, current_position, position_on_branch
 from branchlake_dagster.history.change import ChangeKind, ChangeLost, ChangeSet, LossReason, Position
-from branchlake_dagster.history.manifests import read_manifest_entries
+from branchlake_dagster.history.manifests import OwnFilesCache, read_manifest_entries
 from branchlake_dagster.history.rows import RowReader, drop_unchanged_rows
-from branchlake_dagster.history.snapshot_files import OwnFilesCache
 from branchlake_dagster.incremental.change_tables import build_change_table, write_copied_rows
 from branchlake_dagster_tests.changes.tables import (
     BY_DAY,

@@ -22,7 +22,7 @@ from pyiceberg.manifest import (
 from pyiceberg.table.snapshots import Operation, Snapshot, Summary
 from pyiceberg.typedef import Record
 
-from branchlake_dagster.history.snapshot_files import OwnFilesCache
+from branchlake_dagster.history.manifests import OwnFilesCache
 from branchlake_dagster.internals.pyiceberg import iter_entries
 from branchlake_dagster_tests.changes.tables import BY_DAY, SCHEMA
 

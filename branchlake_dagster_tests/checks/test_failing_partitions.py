@@ -16,7 +16,7 @@ from branchlake_dagster.checks.constraints import FailingPartitions, RowConstrai
 from branchlake_dagster.checks.counting import find_failing_partitions
 from branchlake_dagster.io_manager.loading import RowPartitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import project
@@ -127,7 +127,7 @@ def test_a_block_by_a_check_of_the_whole_table_names_partitions(lakehouse: Lakeh
             assert [(one.data["partition"], one.data["failing_rows"]) for one in table.records] == both
         assert "branchlake/failing_partitions" not in found["few"]
         outcome = made.settle(run)
-        assert outcome.action is PublicationAction.BLOCKED
+        assert outcome.action is RunState.BLOCKED
         events = made.instance.fetch_observations(measured.key, limit=1).records
         observation = events[0].event_log_entry.dagster_event
         assert observation is not None

@@ -13,8 +13,8 @@ from pandera.pyspark import DataFrameModel, Field
 
 from branchlake_dagster.checks import join_checks, pandera_checks, row_predicate, sql_check
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
@@ -81,7 +81,7 @@ def test_a_contract_that_metadata_proves_opens_no_spark(
             assert told["branchlake/proved_by_rows"].value == told["total_rows"].value == 3
             assert told["failing_rows"].value == 0
             assert told["branch"].value == f"run-{run}"
-            assert made.settle(run).action is PublicationAction.PUBLISHED
+            assert made.settle(run).action is RunState.PUBLISHED
     assert not sessions
 
 
@@ -113,6 +113,6 @@ def test_what_metadata_does_not_prove_is_counted(
         assert evaluated["le__number"].metadata["total_rows"].value == 3
         assert evaluated["near__range_km"].metadata["examples"].records[0].data["range_km"] == "NaN"
         outcome = made.settle(run)
-        assert outcome.action is not PublicationAction.PUBLISHED
+        assert outcome.action is not RunState.PUBLISHED
         assert "le__number" in str(outcome)
     assert sessions

@@ -8,7 +8,7 @@ import polars as pl
 from branchlake_dagster import replaced_check, table_metadata
 from branchlake_dagster.checks.constraints import ContractError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising
@@ -44,7 +44,7 @@ def test_what_a_backfill_changes_is_reported_and_may_block(lakehouse: Lakehouse,
         p.settle(run)
         prices[:] = []
         refused = p.settle(p.run(partition="2026-08-02"))
-        assert refused.action == PublicationAction.BLOCKED
+        assert refused.action == RunState.BLOCKED
         assert "Changed too much" in refused.detail
 
 
@@ -55,7 +55,7 @@ def test_a_missing_column_leaves_no_verdict(lakehouse: Lakehouse, namespace: str
 
     with project(lakehouse, t, replaced_check(t, sums=["gone"])) as p:
         outcome = p.settle(p.run(ok=False))
-        assert outcome.action != PublicationAction.PUBLISHED
+        assert outcome.action != RunState.PUBLISHED
 
 
 def test_limits_are_looked_at_when_they_are_declared() -> None:

@@ -34,9 +34,9 @@ from branchlake_dagster.publication.column_changes import (
     validate_column_change,
 )
 from branchlake_dagster.publication.ledger import iter_publications
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.branch_owner import load_instance_id
 from branchlake_dagster.runs.run_branch import run_id_of_branch
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published
 
@@ -251,7 +251,7 @@ def test_a_branch_of_a_command_that_died_is_not_published_and_is_reaped(
         (branch,) = p.branches() - before
         outcome = p.reconciler().reconcile_run(run_id_of_branch(branch))
         assert outcome is not None
-        assert outcome.action is PublicationAction.UNKNOWN_RUN
+        assert outcome.action is RunState.UNKNOWN_RUN
         tomorrow = datetime.now(UTC) + timedelta(days=2)
         reaped = list(reap_branches(lakehouse, p.instance, now=lambda: tomorrow, branch_names={branch}))
         assert [one.action for one in reaped] == [ReapingAction.DISCARD]

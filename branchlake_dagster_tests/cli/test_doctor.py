@@ -16,16 +16,16 @@ from click.testing import CliRunner
 from dagster import DagsterInstance, DagsterRun, DagsterRunStatus
 
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
-from branchlake_dagster.cleanup.reaper_rules import Reaping, ReapingAction, RunState
+from branchlake_dagster.cleanup.reaper_rules import OwnerState, Reaping, ReapingAction
 from branchlake_dagster.cli import main
 from branchlake_dagster.cli.doctor_examinations import Examination, find_ownerless_branches
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest import kafka_topics as topics
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.failure_detector import Liveness
+from branchlake_dagster.runs.leases import Liveness
 from branchlake_dagster.runs.run_branch import run_branch_name
-from branchlake_dagster.runs.run_tags import RunLocation, Status, build_opening_tags
+from branchlake_dagster.runs.run_tags import RunLocation, RunState, build_opening_tags
 from branchlake_dagster.stored_names import LakeProperty, RunTag
 from branchlake_dagster_tests.conftest import LAKES
 from branchlake_dagster_tests.suite.kafka import Broker, as_settings
@@ -161,7 +161,7 @@ def test_a_publication_that_main_does_not_hold(lakehouse: Lakehouse, tmp_path: P
         run_id, RunLocation(run_branch_name(run_id), lakehouse.nessie.reference("main").hash), {}
     )
     lost = {
-        RunTag.STATUS: str(Status.PUBLISHED),
+        RunTag.STATUS: str(RunState.PUBLISHED),
         RunTag.PUBLICATION: "0" * 64,
         RunTag.LAKE: lakehouse.settings.lake_id,
     }
@@ -201,16 +201,16 @@ def test_branches_of_an_instance_that_no_longer_exists(
 @pytest.mark.parametrize(
     ("state", "heartbeat", "age", "is_listed"),
     [
-        (RunState.MISSING, "none", timedelta(hours=2), True),
-        (RunState.MISSING, "dead", None, True),
-        (RunState.MISSING, "none", timedelta(minutes=5), False),
-        (RunState.MISSING, Liveness.SUSPECT, timedelta(hours=2), True),
-        (RunState.MISSING, f"{Liveness.ALIVE}, {Liveness.DEAD}", timedelta(hours=2), False),
-        (RunState.ACTIVE, "none", timedelta(hours=2), False),
+        (OwnerState.MISSING, "none", timedelta(hours=2), True),
+        (OwnerState.MISSING, "dead", None, True),
+        (OwnerState.MISSING, "none", timedelta(minutes=5), False),
+        (OwnerState.MISSING, Liveness.SUSPECT, timedelta(hours=2), True),
+        (OwnerState.MISSING, f"{Liveness.ALIVE}, {Liveness.DEAD}", timedelta(hours=2), False),
+        (OwnerState.ACTIVE, "none", timedelta(hours=2), False),
     ],
 )
 def test_only_branches_that_nobody_works_on_are_listed(
-    state: RunState, heartbeat: str, age: timedelta | None, is_listed: bool
+    state: OwnerState, heartbeat: str, age: timedelta | None, is_listed: bool
 ) -> None:
     one = Reaping("run-1", "1", ReapingAction.KEEP, "", state, age, heartbeat)
     assert find_ownerless_branches([one], timedelta(hours=1)) == ([one] if is_listed else [])
@@ -243,7 +243,7 @@ def test_secrets_are_taken_out_of_what_the_places_say() -> None:
 
     assert not found.run_check("here", "this", echo, remedy="Do that.")
     (finding,) = found.findings
-    assert (finding.told, finding.remedy) == ("They said: ***", "Do that.")
+    assert (finding.result, finding.remedy) == ("They said: ***", "Do that.")
 
 
 @pytest.mark.spark

@@ -18,7 +18,7 @@ import pytest
 from dagster import DagsterInstance
 
 from branchlake_dagster import WarmRunLauncher
-from branchlake_dagster.cli.new import create_project, format_requirement
+from branchlake_dagster.cli.main import create_project, format_requirement
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.testing import ThrowawayLake

@@ -4,13 +4,13 @@ from datetime import timedelta
 
 import pytest
 
-from branchlake_dagster.cleanup.reaper_rules import Reaping, ReapingAction, RunState
+from branchlake_dagster.cleanup.reaper_rules import OwnerState, Reaping, ReapingAction
 from branchlake_dagster.cleanup.sweeper import Sweeping
 from branchlake_dagster.cli.run_branches import show_reaping
 
 REAPED = [
     Reaping(
-        "run-1", "1", ReapingAction.KEEP, "its writer beats", RunState.ACTIVE, timedelta(hours=7), "beating"
+        "run-1", "1", ReapingAction.KEEP, "its writer beats", OwnerState.ACTIVE, timedelta(hours=7), "beating"
     ),
     Reaping(
         "run-2",
@@ -19,7 +19,7 @@ REAPED = [
         "no run of that id is known",
         age=timedelta(minutes=90, seconds=5),
     ),
-    Reaping("run-3", "3", ReapingAction.DELETE, "its run is published", RunState.PUBLISHED),
+    Reaping("run-3", "3", ReapingAction.DELETE, "its run is published", OwnerState.PUBLISHED),
 ]
 SWEPT = [
     Sweeping("discarded-4", "4", True, "nobody needs its files", 12, 3_400_000),

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from branchlake_dagster.cli import main
-from branchlake_dagster.cli.ending import exit_on_signals
+from branchlake_dagster.cli.registry import exit_on_signals
 from branchlake_dagster.cli.run_branches import find_daemon_warning, show_status
 from branchlake_dagster.embedded import jars
 from branchlake_dagster.embedded.jars import ICEBERG_SPARK, DownloadFailed, resolve_jars
@@ -31,8 +31,8 @@ from branchlake_dagster.embedded.state_folder import (
 )
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.tick_report import TickReport
+from branchlake_dagster.publication.outcome import Outcome, PassReport
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.sda.commands import demo_run as demo
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.suite.raised import raising
@@ -154,9 +154,9 @@ def test_a_download_is_announced_only_when_there_is_one(
 
 
 def test_kept_branches_are_not_at_work() -> None:
-    tick = TickReport()
+    tick = PassReport()
     for number in range(3):
-        assert not tick.add(Outcome(f"run-{number}", str(number), PublicationAction.KEPT, "kept"))
+        assert not tick.add(Outcome(f"run-{number}", str(number), RunState.KEPT, "kept"))
     assert "3" in tick.format_message()
     assert len(tick.format_message().splitlines()) == 1
 
@@ -232,7 +232,7 @@ def test_a_signal_leaves_through_the_clean_up() -> None:
 _CLOSING = """
 import os, signal, sqlite3, sys, time
 import sqlalchemy
-from branchlake_dagster.cli.ending import interrupts_for_us_alone
+from branchlake_dagster.cli.registry import interrupts_for_us_alone
 
 class Connection(sqlite3.Connection):
     def close(self):

@@ -25,9 +25,8 @@ from pyiceberg.schema import Schema
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.history.rows import CHANGE_TYPE, INSERT
 from branchlake_dagster.incremental import inputs, outputs
-from branchlake_dagster.incremental.consumer import Consumer, UpstreamTable
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.declaration import parse_declaration
+from branchlake_dagster.incremental.declaration import Consumer, UpstreamTable, parse_declaration
 from branchlake_dagster.incremental.positions import PropertyUpdate
 from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster.tables.selection import Selection, selection_mask

@@ -11,9 +11,9 @@ import pyarrow as pa
 from pyiceberg.manifest import DataFileContent
 
 from branchlake_dagster.history import manifests, rows
-from branchlake_dagster.history import snapshot_files as own_files
+from branchlake_dagster.history import manifests as own_files
+from branchlake_dagster.history.manifests import LiveFile, OwnFiles, OwnFilesCache
 from branchlake_dagster.history.rows import RowReader
-from branchlake_dagster.history.snapshot_files import LiveFile, OwnFiles, OwnFilesCache
 from branchlake_dagster_tests.dagster_internals import DynamicPartitionsStore
 from branchlake_dagster_tests.incremental.iceberg import (
     Entry,

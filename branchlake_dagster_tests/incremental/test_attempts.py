@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import dagster as dg
 import pytest
 
-from branchlake_dagster.automation.consumer_runs import iter_histories
 from branchlake_dagster.automation.launch_decision import LaunchOutcome, attempt_key
+from branchlake_dagster.automation.partition_backlog import iter_histories
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.suite.instances import new_instance
 

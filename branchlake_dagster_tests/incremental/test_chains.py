@@ -12,9 +12,8 @@ import pytest
 
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.incremental.consumer import Consumer
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.declaration import parse_declaration
+from branchlake_dagster.incremental.declaration import Consumer, parse_declaration
 from branchlake_dagster.incremental.pending import PartitionBatch, plan_batches, with_successors
 from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster_tests.incremental.consumers import DAYS, Kind, Step

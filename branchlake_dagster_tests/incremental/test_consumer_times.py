@@ -23,9 +23,8 @@ from dagster import (
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.history.change import Position
 from branchlake_dagster.incremental.affected_partitions import Reach
-from branchlake_dagster.incremental.consumer import Consumer
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.declaration import Pattern, parse_declaration
+from branchlake_dagster.incremental.declaration import Consumer, Pattern, parse_declaration
 from branchlake_dagster.incremental.pending import windows_end_ms
 from branchlake_dagster.incremental.positions import ConsumptionRecord
 from branchlake_dagster.incremental.step_consumption import build_consumer

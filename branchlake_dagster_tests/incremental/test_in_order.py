@@ -11,14 +11,12 @@ from branchlake_dagster import consumes, table_metadata, unconsumed_change
 from branchlake_dagster.automation.backfill_plan import plan_stages
 from branchlake_dagster.automation.backfill_progress import load_consumer_progress
 from branchlake_dagster.automation.backlog import ConsumerBacklog, iter_consumers
-from branchlake_dagster.automation.consumer_runs import InFlightRuns
 from branchlake_dagster.automation.launch_decision import LaunchPolicy, LaunchState
-from branchlake_dagster.automation.partition_backlog import launch_decisions
+from branchlake_dagster.automation.partition_backlog import InFlightRuns, launch_decisions
 from branchlake_dagster.internals.dagster import RANGE_END_TAG, RANGE_START_TAG, RUN_KEY_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.approval import Approvals, approve_run
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import APPROVAL_REQUIRED
+from branchlake_dagster.runs.run_tags import APPROVAL_REQUIRED, Approvals, approve_run
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values

@@ -14,7 +14,7 @@ from branchlake_dagster import (
     table_metadata,
     unconsumed_change,
 )
-from branchlake_dagster.automation.approve_backfill import approve_results
+from branchlake_dagster.automation.backfill_stages import approve_results
 from branchlake_dagster.automation.backlog import ConsumerBacklog
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse

@@ -21,7 +21,7 @@ from branchlake_dagster.automation.launch_decision import (
     launch_outcome,
 )
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.runs.run_tags import PENDING, Status
+from branchlake_dagster.runs.run_tags import PENDING, RunState
 from branchlake_dagster.stored_names import RunTag
 
 T = datetime(2026, 11, 24, 12, tzinfo=UTC)
@@ -144,7 +144,7 @@ def test_a_delay_that_is_negative_is_refused_with_the_sensor() -> None:
         incremental_sensor(retries=1, retry_delay_seconds=-1.0)
 
 
-def run(status: dg.DagsterRunStatus, word: Status | None = None, **tags: str) -> dg.DagsterRun:
+def run(status: dg.DagsterRunStatus, word: RunState | None = None, **tags: str) -> dg.DagsterRun:
     own = {RunTag.OPENED_BY: "r", RunTag.BRANCH: "run-r", RunTag.STATUS: str(word)} if word else {}
     return dg.DagsterRun(job_name="j", run_id="r", status=status, tags={**own, **tags})
 
@@ -156,16 +156,16 @@ SUCCESS, FAILURE = dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE
     ("of", "outcome"),
     [
         (run(dg.DagsterRunStatus.NOT_STARTED), LaunchOutcome.UNFINISHED),
-        (run(dg.DagsterRunStatus.STARTED, Status.PENDING), LaunchOutcome.UNFINISHED),
+        (run(dg.DagsterRunStatus.STARTED, RunState.PENDING), LaunchOutcome.UNFINISHED),
         (run(FAILURE), LaunchOutcome.FAILED),
-        (run(FAILURE, Status.DISCARDED), LaunchOutcome.FAILED),
-        (run(FAILURE, Status.PENDING), LaunchOutcome.FAILED),
-        (run(FAILURE, Status.REFUSED), LaunchOutcome.REFUSED),
-        (run(FAILURE, Status.BLOCKED), LaunchOutcome.BLOCKED),
-        (run(FAILURE, Status.UNBRANCHED), LaunchOutcome.ENDED),
-        (run(FAILURE, Status.CONTINUED), LaunchOutcome.ENDED),
-        (run(dg.DagsterRunStatus.CANCELED, Status.DISCARDED), LaunchOutcome.CANCELED),
-        (run(SUCCESS, Status.UNCHANGED), LaunchOutcome.ENDED),
+        (run(FAILURE, RunState.DISCARDED), LaunchOutcome.FAILED),
+        (run(FAILURE, RunState.PENDING), LaunchOutcome.FAILED),
+        (run(FAILURE, RunState.REFUSED), LaunchOutcome.REFUSED),
+        (run(FAILURE, RunState.BLOCKED), LaunchOutcome.BLOCKED),
+        (run(FAILURE, RunState.UNBRANCHED), LaunchOutcome.ENDED),
+        (run(FAILURE, RunState.CONTINUED), LaunchOutcome.ENDED),
+        (run(dg.DagsterRunStatus.CANCELED, RunState.DISCARDED), LaunchOutcome.CANCELED),
+        (run(SUCCESS, RunState.UNCHANGED), LaunchOutcome.ENDED),
         (run(SUCCESS), LaunchOutcome.ENDED),
     ],
 )
@@ -175,16 +175,16 @@ def test_the_outcome_of_a_run(of: dg.DagsterRun, outcome: LaunchOutcome) -> None
 
 def test_a_pending_run_awaits_its_verdict() -> None:
     assert (
-        launch_outcome(run(SUCCESS, Status.PENDING, **{RunTag.VERDICT: PENDING}))
+        launch_outcome(run(SUCCESS, RunState.PENDING, **{RunTag.VERDICT: PENDING}))
         is LaunchOutcome.AWAITS_VERDICT
     )
 
 
 def test_a_published_run_is_published_and_inherited_tags_are_not_its_own() -> None:
     tags = {RunTag.PUBLICATION: "0123456789abcdef0123"}
-    assert launch_outcome(run(SUCCESS, Status.PUBLISHED, **tags)) is LaunchOutcome.PUBLISHED
+    assert launch_outcome(run(SUCCESS, RunState.PUBLISHED, **tags)) is LaunchOutcome.PUBLISHED
     assert (
-        launch_outcome(run(FAILURE, Status.BLOCKED, **{RunTag.OPENED_BY: "its parent"}))
+        launch_outcome(run(FAILURE, RunState.BLOCKED, **{RunTag.OPENED_BY: "its parent"}))
         is LaunchOutcome.FAILED
     )
 

@@ -30,11 +30,10 @@ from pyiceberg.types import DateType, LongType, NestedField, StringType
 
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.history.change import ChangeLost
-from branchlake_dagster.incremental import inputs, outputs, replace_keys
+from branchlake_dagster.incremental import inputs, outputs, spark_inputs
 from branchlake_dagster.incremental import inputs as arrow_inputs
-from branchlake_dagster.incremental.consumer import Consumer
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.declaration import parse_declaration
+from branchlake_dagster.incremental.declaration import Consumer, parse_declaration
 from branchlake_dagster.incremental.pending import PartitionBatch
 from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -255,7 +254,7 @@ class History:
         if consumption.replaced_keys:
             keys = inputs.read_changed_keys(consumption)
             if keys.num_rows:
-                replace_keys.replace_by_pyiceberg(result, table, spec, keys, properties)
+                spark_inputs.replace_by_pyiceberg(result, table, spec, keys, properties)
         else:
             where = None
             if outputs.replaces_ranges(consumption):

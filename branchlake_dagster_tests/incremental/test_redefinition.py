@@ -12,8 +12,8 @@ from branchlake_dagster import consumer_backlog, consumes, read_changes, table_m
 from branchlake_dagster.automation.backlog import iter_consumers
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.tables.errors import InputColumnGone
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
@@ -167,7 +167,7 @@ def test_the_own_table_is_rolled_back_while_a_run_is_at_work(
         at_work = p.run(lines.key, partition=partition)
         table = lakehouse.catalog().load_table((namespace, "lines"))
         table.manage_snapshots().rollback_to_snapshot(to).commit()
-        assert p.settle(at_work).action == PublicationAction.REFUSED
+        assert p.settle(at_work).action == RunState.REFUSED
         catch_up(p, lines)
         rows = sorted(tuple(one.values()) for one in p.rows(*events.key.path))
         assert values(p, lines) == rows

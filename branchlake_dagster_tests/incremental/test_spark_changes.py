@@ -24,8 +24,8 @@ from branchlake_dagster.history.change import RowsUnreadable
 from branchlake_dagster.incremental import spark_inputs
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import CHANGE_TABLE_INFIX
 from branchlake_dagster_tests.changes.tables import counted
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
@@ -108,7 +108,7 @@ class Shop:
         assert self.left() == (set(), set()), run_id
         branch = p.lake.nessie.entries(f"run-{run_id}")
         assert not [entry.key.name for entry in branch if CHANGE_TABLE_INFIX in entry.key.name]
-        assert p.settle(run_id).action is PublicationAction.PUBLISHED
+        assert p.settle(run_id).action is RunState.PUBLISHED
         full = counted(self.table.scan().to_arrow())
         log = Counter[tuple[Any, ...]]()
         for row in p.rows(self.namespace, "copy"):
@@ -190,7 +190,7 @@ def test_a_step_that_fails_leaves_no_change_table_and_takes_no_file_along(
         changes, gone = shop.left()
         assert changes
         assert not gone
-        assert p.settle(run_id).action is PublicationAction.DISCARDED
+        assert p.settle(run_id).action is RunState.DISCARDED
         list(sweep_discarded(lake, p.instance))
         assert shop.left() == (set(), set())
         shop.breaks = False
@@ -248,5 +248,5 @@ def test_rows_deleted_by_value_stop_rows_and_keys_and_no_range(shop: Shop) -> No
         for key in (copy, spent):
             p.run(key, ok=False)
             p.failed_with(RowsUnreadable, "by value", "branchlake/rebuild")
-        assert p.settle(p.run(daily)).action is PublicationAction.PUBLISHED
+        assert p.settle(p.run(daily)).action is RunState.PUBLISHED
         assert [tuple(row.values()) for row in p.rows(shop.namespace, "daily")] == [(date(2026, 8, 1), 2)]

@@ -10,7 +10,7 @@ import pytest
 
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.ingest_sensor import find_pause_reason
-from branchlake_dagster.runs.run_tags import Status
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import RunTag
 
 JOB = "ingest_orders_live"
@@ -82,7 +82,7 @@ class Runs:
             self.instance.report_run_failed(run)
         elif status == "blocked":  # by the publication sensor: its steps have all succeeded
             self.instance.report_run_failed(run)
-            self.instance.add_run_tags(run.run_id, {RunTag.STATUS: str(Status.BLOCKED)})
+            self.instance.add_run_tags(run.run_id, {RunTag.STATUS: str(RunState.BLOCKED)})
         elif status == "canceled":
             self.instance.report_run_canceled(run)
         else:

@@ -13,7 +13,7 @@ from branchlake_dagster.ingest.published_through import published_through
 from branchlake_dagster.ingest.published_through_check import published_through_check
 from branchlake_dagster.internals.pyiceberg import open_transaction
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published
@@ -99,17 +99,17 @@ def test_a_condition_and_a_check_wait_for_two_stages_of_consumers(
         early = p.run(revenue.key, partition="2026-08-03")
         assert not evaluation(p).passed
         assert evaluation(p).metadata["branchlake/valid_through"].value == noon.timestamp()
-        assert p.settle(early).action == PublicationAction.BLOCKED
+        assert p.settle(early).action == RunState.BLOCKED
         published(p, gold, partition="2026-08-03")
         assert requested(p) == {"2026-08-02", "2026-08-03"}
         in_time = p.run(revenue.key, partition="2026-08-03")
         assert evaluation(p).passed
-        assert p.settle(in_time).action == PublicationAction.PUBLISHED
+        assert p.settle(in_time).action == RunState.PUBLISHED
 
         ingest(p, datetime(2026, 8, 5, 1, tzinfo=UTC), (day(4), 4))
         together = p.run(silver.key, gold.key, revenue.key, partition="2026-08-04")
         assert evaluation(p).passed, "the run sees what its own steps have consumed"
-        assert p.settle(together).action == PublicationAction.PUBLISHED
+        assert p.settle(together).action == RunState.PUBLISHED
         assert requested(p) == {"2026-08-02", "2026-08-03", "2026-08-04"}
 
         (event,) = p.instance.fetch_materializations(gold.key, limit=1).records

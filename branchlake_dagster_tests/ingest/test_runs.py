@@ -17,16 +17,15 @@ from confluent_kafka.admin import AdminClient
 from branchlake_dagster.ingest import batch_assets
 from branchlake_dagster.ingest.batch_report import topic_key
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
-from branchlake_dagster.ingest.definitions import ingest_definitions
+from branchlake_dagster.ingest.definitions import ingest_definitions, live_sensor
 from branchlake_dagster.ingest.ingest_sensor import build_batch_sensor, observe_topics, plan_batch_on_main
-from branchlake_dagster.ingest.live_job import live_sensor
 from branchlake_dagster.ingest.planning import CommittedOffsets, StartingOffsets
 from branchlake_dagster.ingest.reprocessing import DeadLetterSelection
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.publication.publish import RunOutcome, publish
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import NO_VALUE, PARKED
+from branchlake_dagster.runs.run_tags import NO_VALUE, RunState
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.ingest.test_live import AT, COLUMNS, ids, record, run_branches, two_tables
@@ -356,7 +355,7 @@ def test_no_run_is_started_while_the_one_before_waits_for_its_publication(
     (request,) = tick().run_requests
     done = p.run(tags=request.tags)
     assert tick().skip_message == f"Run {done.run_id[:8]} must be published first."
-    p.instance.add_run_tags(done.run_id, {RunTag.NEXT_ATTEMPT: PARKED})
+    p.instance.add_run_tags(done.run_id, {RunTag.NEXT_ATTEMPT: str(RunState.PARKED)})
     assert len(tick().run_requests) == 1  # nobody knows when somebody takes it up again
     p.instance.add_run_tags(done.run_id, {RunTag.NEXT_ATTEMPT: NO_VALUE})
     assert p.publish(done).published

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.errors import NessieUnavailable
-from branchlake_dagster.nessie.retry import Breaker, BreakerRule, RetryBudget, RetryPolicy
+from branchlake_dagster.nessie.errors import Breaker, BreakerRule, NessieUnavailable, RetryBudget, RetryPolicy
 from branchlake_dagster.nessie.transport import GuardedTransport
 from branchlake_dagster_tests.suite.raised import raising
 

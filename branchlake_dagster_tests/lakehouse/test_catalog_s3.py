@@ -12,7 +12,7 @@ from moto.server import ThreadedMotoServer
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.history.change import ChangeLost, LossReason
-from branchlake_dagster.history.snapshot_files import OwnFilesCache
+from branchlake_dagster.history.manifests import OwnFilesCache
 from branchlake_dagster.nessie import NessieClient
 
 KEYS = {"s3.access-key-id": "test", "s3.secret-access-key": "test", "s3.region": "us-east-1"}

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import requests
 
-from branchlake_dagster.embedded import token
+from branchlake_dagster.embedded import state_folder
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnauthorized
@@ -26,7 +26,7 @@ def test_openssl_agrees_with_the_signature(tmp_path: Path) -> None:
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("no openssl here; the server's own test decides")
-    made = token.create_credentials()
+    made = state_folder.create_credentials()
     signed, _, signature = made.token.rpartition(".")
     (tmp_path / "key.der").write_bytes(b64decode(made.public_key))
     (tmp_path / "signature").write_bytes(urlsafe_b64decode(signature + "=="))
@@ -39,13 +39,13 @@ def test_openssl_agrees_with_the_signature(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_credentials_are_kept_and_printed_nowhere(tmp_path: Path) -> None:
     path = tmp_path / "run" / "nessie.token"
-    made = token.ensure_credentials(path)
-    assert token.ensure_credentials(path) == made
+    made = state_folder.ensure_credentials(path)
+    assert state_folder.ensure_credentials(path) == made
     assert path.stat().st_mode & 0o777 == 0o600
     assert made.token not in repr(made)
     path.write_text("{")  # cut off
-    assert token.find_credentials(path) is None
-    assert token.ensure_credentials(path) != made
+    assert state_folder.find_credentials(path) is None
+    assert state_folder.ensure_credentials(path) != made
     assert set(json.loads(path.read_text())) == {"token", "public_key"}
 
 
@@ -67,7 +67,7 @@ def test_without_the_token_nobody_reads_or_commits(
     for wrong in (
         None,
         "no.to.ken",
-        token.create_credentials().token,
+        state_folder.create_credentials().token,
     ):  # the last one is signed by somebody else
         with NessieClient(uri, token=wrong) as client, pytest.raises(NessieUnauthorized):
             client.reference("main")

@@ -10,11 +10,11 @@ from typing import Any
 import dagster as dg
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.conditions import iter_publication_reports
 from branchlake_dagster.publication.ledger import Publication, iter_publications
+from branchlake_dagster.publication.new_publications import iter_publication_reports
 from branchlake_dagster.runs.discarding import FAILING_STATUSES
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
-from branchlake_dagster.runs.run_tags import NO_VALUE, Status
+from branchlake_dagster.runs.run_tags import NO_VALUE, RunState
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.lossy.daemon import leftovers, settled
 from branchlake_dagster_tests.lossy.plan import REFUSABLE, TABLES
@@ -116,7 +116,7 @@ class World:
                     yield f"{name} was published with the verdict {run.tags.get(RunTag.VERDICT)}"
                 continue
             status = run.tags.get(RunTag.STATUS)
-            if (run.is_success or status == Status.REFUSED) and kind not in REFUSABLE | {"spoilt"}:
+            if (run.is_success or status == RunState.REFUSED) and kind not in REFUSABLE | {"spoilt"}:
                 yield f"{name} passed and was not published: {run.tags.get(RunTag.REASON)}"
             if status in FAILING_STATUSES and run.is_success:
                 yield f"{name} is {status} and looks green"

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.sda.commands.simulated_window import land_simulated_window
 from branchlake_dagster.sda.graph.code_location import build_definitions
 from branchlake_dagster.sda.orbits.propagation import Elements
@@ -127,4 +127,4 @@ def test_a_retry_that_skips_a_check_is_blocked_with_events_in_postgres(
         parent = p.run(ok=False)
         amounts.value, amounts.report_fails = -1, False
         child = retry(p, parent, amounts.steps["amounts"], amounts.steps["report"])
-        assert p.settle(child).action is PublicationAction.BLOCKED
+        assert p.settle(child).action is RunState.BLOCKED

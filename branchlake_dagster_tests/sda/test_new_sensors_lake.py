@@ -22,9 +22,9 @@ from pyspark import cloudpickle
 
 from branchlake_dagster import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.receivers.landing_sink import LandingSink
 from branchlake_dagster.receivers.records import ReceiverOrigin, Record
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE, gp_ingest
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS, REJECTED_OBSERVATIONS
@@ -234,7 +234,7 @@ def code_location(
 def publish(p: Project, *keys: dg.AssetKey, partition: str | None = None) -> None:
     run_id = p.run(*keys, partition=partition)
     outcome = p.settle(run_id)
-    assert outcome.action is PublicationAction.PUBLISHED, outcome
+    assert outcome.action is RunState.PUBLISHED, outcome
 
 
 def dead_letters(kind: SensorKind) -> dg.AssetKey:

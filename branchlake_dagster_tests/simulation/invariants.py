@@ -8,7 +8,7 @@ from branchlake_dagster.nessie.model import IcebergTable
 from branchlake_dagster.publication.ledger import Publication, parse_publications
 from branchlake_dagster.runs.discarding import FAILING_STATUSES
 from branchlake_dagster.runs.run_branch import run_branch_name
-from branchlake_dagster.runs.run_tags import Status
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster_tests.simulation.changes import Change, Kind
 from branchlake_dagster_tests.simulation.runs import TABLES, Plan, table_key, unchecked_tables
@@ -209,9 +209,11 @@ class _Look:
         told = None if told == "none" or run.tags.get(RunTag.OPENED_BY) != plan.run_id else told
         hands = self._world.hands
         status = run.tags.get(RunTag.STATUS) if run.tags.get(RunTag.OPENED_BY) == plan.run_id else None
-        must(status != Status.PENDING or not run.is_finished, f"run {plan.run_id} is pending for ever")
+        must(status != RunState.PENDING or not run.is_finished, f"run {plan.run_id} is pending for ever")
         if told in hands.undone and run_branch_name(plan.run_id) in self._world.stranger.restored_branches:
-            must(done or status != Status.PUBLISHED, f"run {plan.run_id} is published and main lost its rows")
+            must(
+                done or status != RunState.PUBLISHED, f"run {plan.run_id} is published and main lost its rows"
+            )
         if told in hands.undone:
             return  # it was on main when it was told; it may have come back by hand
         if hash_ in hands.merged and told in {entry.commit.hash for entry in self._log}:
@@ -234,7 +236,7 @@ class _Look:
             status not in FAILING_STATUSES or not run.is_success,
             f"run {plan.run_id} is {status} and looks green",
         )
-        unpublished = run.is_success or status == Status.REFUSED
+        unpublished = run.is_success or status == RunState.REFUSED
         if done is None and unpublished and passes and set(plan.written) - {late}:
             self._rightly_refused(plan, run.tags)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from branchlake_dagster.nessie import NessieClient
-from branchlake_dagster.publication.ledger import Candidate, Result
-from branchlake_dagster.publication.main_log import MainLog
+from branchlake_dagster.publication.ledger import Candidate, MainLog, Result
 from branchlake_dagster.publication.publisher import Publisher
 from branchlake_dagster_tests.simulation.runs import Plan
 from branchlake_dagster_tests.simulation.tables import SimulatedTables

@@ -10,7 +10,7 @@ from branchlake_dagster.cleanup.reaper import Reaper
 from branchlake_dagster.cleanup.reaper_rules import Limits
 from branchlake_dagster.cleanup.sweeper import Sweeper
 from branchlake_dagster.publication.cleanup_jobs import DagsterRuns
-from branchlake_dagster.publication.main_log import MainLog
+from branchlake_dagster.publication.ledger import MainLog
 from branchlake_dagster.tables.table_files import TableFiles
 from branchlake_dagster_tests.simulation.files import SimulatedTableFiles
 

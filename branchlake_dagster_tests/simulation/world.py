@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from random import Random
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
 from dagster import DagsterRunStatus
@@ -19,14 +19,14 @@ from branchlake_dagster.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.nessie.model import Namespace, Operation, Put
 from branchlake_dagster.publication import assessment as assess
 from branchlake_dagster.publication import recheck
-from branchlake_dagster.publication.main_log import MainLog
-from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.parked_runs import discard_parked_run
-from branchlake_dagster.publication.publish_at_end import NotPublished
-from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.publication.ledger import MainLog
+from branchlake_dagster.publication.outcome import Outcome, discard_parked_run
+from branchlake_dagster.publication.publish_at_end import NotPublished, RunPublication
+from branchlake_dagster.publication.reconciler import BranchSteps, Reconciler
 from branchlake_dagster.publication.table_change import ChangeMode, SnapshotChange
 from branchlake_dagster.runs.discarding import discarded_tag_name
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation import evidence
 from branchlake_dagster_tests.simulation.faults import ALL, Faults
@@ -70,6 +70,9 @@ _SETTINGS = cast(
         recheck_timeout_min=60.0,
     ),
 )
+
+
+_Steps = TypeVar("_Steps", bound=BranchSteps)
 
 
 class World:
@@ -170,12 +173,15 @@ class World:
 
         `log` is what its process has read of `main` before.
         """
+        return self._steps(Reconciler, home, log)
+
+    def _steps(self, kind: type[_Steps], home: str, log: MainLog | None) -> _Steps:
         client = self.client()
         tables = SimulatedTables(self.warehouse, self.scheduler.pause)
         instance, graph = cast(Any, self.instances[home]), cast(Any, None)
         clock = self.clock.monotonic
         publisher = NotedPublisher(client, tables, self.plans, log or MainLog())
-        return Reconciler(
+        return kind(
             client,
             publisher,
             instance,
@@ -191,11 +197,12 @@ class World:
         """A run publishes itself as its last act."""
         self.passes_at_work += 1
         try:
-            outcome = self.reconciler(self.homes[run_id]).publish_now(self.at(run_id).look(run_id))
+            publication = self._steps(RunPublication, self.homes[run_id], None)
+            outcome = publication.publish(self.at(run_id).look(run_id))
         finally:
             self.passes_at_work -= 1
         self.network.note("published itself", str(outcome))
-        if outcome and outcome.action in (PublicationAction.BLOCKED, PublicationAction.REFUSED):
+        if outcome and outcome.action in (RunState.BLOCKED, RunState.REFUSED):
             raise NotPublished(outcome.detail, run_id=run_id)
 
     # -- actors ----------------------------------------------------------------------------------------
@@ -323,10 +330,10 @@ class World:
             except AnotherPassAtWork:
                 outcomes = []
                 continue
-            waits = any(outcome.action is PublicationAction.WAITING for outcome in outcomes)
+            waits = any(outcome.action is RunState.WAITING for outcome in outcomes)
             self._give_up(outcomes)
             self.scheduler.run()  # the checks that were asked for
-            if all(outcome.action is PublicationAction.UNKNOWN_RUN for outcome in outcomes):
+            if all(outcome.action is RunState.UNKNOWN_RUN for outcome in outcomes):
                 for home in self.inhabited:
                     self._reap(home)
                 self.clock.advance(24 * 3600.0)
@@ -339,7 +346,7 @@ class World:
     def _give_up(self, outcomes: list[Outcome]) -> None:
         """As a person does with runs whose files are lost."""
         for outcome in outcomes:
-            if outcome.action is PublicationAction.PARKED:
+            if outcome.action is RunState.PARKED:
                 instance = self.at(outcome.run_id)
                 told = discard_parked_run(self.client(), cast(Any, instance), instance.look(outcome.run_id))
                 self.network.note("given up", told)

@@ -21,7 +21,7 @@ import pytest
 from branchlake_dagster.lakehouse import lakehouse as lakehouses
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.retry import RetryBudget, RetryPolicy
+from branchlake_dagster.nessie.errors import RetryBudget, RetryPolicy
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation.history import Json

@@ -20,9 +20,6 @@ PHRASES = ("dead_letters", "set_aside")
 ALLOWED = {
     "bench/incremental_feed.py": {"floor"},  # a function of Spark
     "checks/counting.py": {"floor"},  # the same
-    "cli/doctor.py": {"told"},
-    "internals/pyiceberg.py": {"tell"},  # of a decoder of PyIceberg
-    "cli/doctor_examinations.py": {"told"},  # a key of `branchlake doctor --json`
 }
 
 

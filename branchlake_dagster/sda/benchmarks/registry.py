@@ -18,9 +18,9 @@ from rich.table import Table
 from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.sda.assets.catalogue import (
     CATALOGUE,
     ELEMENT_SETS,
@@ -148,7 +148,7 @@ class _Stage:
         )
         outcome = self._reconciler.reconcile_run(done.run_id)
         took = time.perf_counter() - began
-        if outcome is None or outcome.action is not PublicationAction.PUBLISHED:
+        if outcome is None or outcome.action is not RunState.PUBLISHED:
             failed = [e.message for e in done.all_events if e.is_step_failure]
             raise RegistryFailed(f"The run was not published: {failed or outcome}.", run_id=done.run_id)
         return took, self._phases(done.run_id)

@@ -7,8 +7,7 @@ import sys
 
 import click
 
-from branchlake_dagster.cli.ending import interrupts_for_us_alone
-from branchlake_dagster.cli.registry import print_progress
+from branchlake_dagster.cli.registry import interrupts_for_us_alone, print_progress
 from branchlake_dagster.settings import Settings
 
 

@@ -18,8 +18,9 @@ from branchlake_dagster.cli.dagster_home import dagster_home
 from branchlake_dagster.cli.server_starts import BackgroundServerStart
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.outcome import Outcome, PublicationAction
+from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER, Reconciler
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.sda.alerts.entry_names import CANCELED, CORRECTED, INSERT, RETRACT
 from branchlake_dagster.sda.assets.alerts import CONJUNCTION_ALERTS
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
@@ -236,11 +237,7 @@ def _line(
 
 
 def _checks(outcome: Outcome | None, done: dg.ExecuteInProcessResult) -> str:
-    if (
-        outcome is not None
-        and outcome.verdict is not None
-        and outcome.action is not PublicationAction.WAITING
-    ):
+    if outcome is not None and outcome.verdict is not None and outcome.action is not RunState.WAITING:
         return f"{outcome.verdict.checks_passed}/{outcome.verdict.checks_total}"
     # The sensor of a `make dev` beside us was faster; the events tell the same.
     found = done.get_asset_check_evaluations()

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from branchlake_dagster.cli.ending import exit_on_signals
+from branchlake_dagster.cli.registry import exit_on_signals
 
 _KINDS = ("radar", "optical", "isl")
 

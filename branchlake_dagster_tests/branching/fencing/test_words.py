@@ -3,14 +3,13 @@
 import dagster as dg
 import pytest
 
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.verdict import Decision
 from branchlake_dagster.runs.discarding import (
     FAILURE_REASON_TAG,
     fail_unpublished_run,
     status_without_verdict,
 )
-from branchlake_dagster.runs.run_tags import PUBLISHER, UNJUDGED, RunLocation, Status, build_opening_tags
+from branchlake_dagster.runs.run_tags import PUBLISHER, UNJUDGED, RunLocation, RunState, build_opening_tags
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite.instances import new_instance
@@ -23,17 +22,17 @@ STARTED, SUCCESS = dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.SUCCESS
 @pytest.mark.parametrize(
     ("status", "tags", "word"),
     [
-        (FAILURE, {FAILURE_REASON_TAG: "STEP_FAILURE"}, Status.FAILED),
-        (FAILURE, {FAILURE_REASON_TAG: "JOB_INITIALIZATION_FAILURE"}, Status.FAILED),
-        (FAILURE, {FAILURE_REASON_TAG: "RUN_WORKER_RESTART"}, Status.INTERRUPTED),
-        (FAILURE, {}, Status.INTERRUPTED),
-        (CANCELED, {}, Status.CANCELED),
-        (STARTED, {}, Status.DISCARDED),
-        (SUCCESS, {}, Status.DISCARDED),
+        (FAILURE, {FAILURE_REASON_TAG: "STEP_FAILURE"}, RunState.FAILED),
+        (FAILURE, {FAILURE_REASON_TAG: "JOB_INITIALIZATION_FAILURE"}, RunState.FAILED),
+        (FAILURE, {FAILURE_REASON_TAG: "RUN_WORKER_RESTART"}, RunState.INTERRUPTED),
+        (FAILURE, {}, RunState.INTERRUPTED),
+        (CANCELED, {}, RunState.CANCELED),
+        (STARTED, {}, RunState.DISCARDED),
+        (SUCCESS, {}, RunState.DISCARDED),
     ],
 )
 def test_a_run_without_verdict_shows_how_it_ended(
-    status: dg.DagsterRunStatus, tags: dict[str, str], word: Status
+    status: dg.DagsterRunStatus, tags: dict[str, str], word: RunState
 ) -> None:
     assert status_without_verdict(dg.DagsterRun("job", status=status, tags=tags)) is word
 
@@ -44,13 +43,11 @@ def test_a_run_that_its_publisher_let_fail_was_not_interrupted() -> None:
         fail_unpublished_run(instance, run.run_id, "a check failed")
         failed = instance.get_run_by_id(run.run_id)
         assert failed is not None
-        assert status_without_verdict(failed) is Status.FAILED
+        assert status_without_verdict(failed) is RunState.FAILED
         again = build_opening_tags("retry", RunLocation("run-retry", ""), failed.tags)
         assert again[RunTag.FAILED_BY] != PUBLISHER
 
 
-@pytest.mark.parametrize(
-    "word", sorted({*map(str, (*Status, *Decision, *PublicationAction)), *UNJUDGED}), ids=str
-)
+@pytest.mark.parametrize("word", sorted({*map(str, (*RunState, *Decision)), *UNJUDGED}), ids=str)
 def test_the_page_explains_each_word(word: str) -> None:
     assert f"`{word}`" in (ROOT / "docs" / "operations.md").read_text()

@@ -9,9 +9,9 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
+from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource
 from branchlake_dagster.runs.run_branch import run_branch_name
-from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.spark.session import is_connect
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import project
@@ -60,13 +60,10 @@ def run() -> None:
     lake = Lakehouse()
     with project(lake, t, sums, frame) as p:
         for kind in ("a", "b"):
-            assert (
-                p.settle(p.run(dg.AssetKey([NAMESPACE, "t"]), partition=kind)).action
-                is PublicationAction.PUBLISHED
-            )
+            assert p.settle(p.run(dg.AssetKey([NAMESPACE, "t"]), partition=kind)).action is RunState.PUBLISHED
         rest = [dg.AssetKey([NAMESPACE, name]) for name in ("sums", "frame")]
         for _ in range(2):
-            assert p.settle(p.run(*rest)).action is PublicationAction.PUBLISHED
+            assert p.settle(p.run(*rest)).action is RunState.PUBLISHED
         found = sorted((row["kind"], row["total"]) for row in p.rows(NAMESPACE, "frame"))
         assert found == [("a", 3), ("b", 3)], found
         assert len(p.rows(NAMESPACE, "t")) == 4

@@ -17,9 +17,9 @@ from branchlake_dagster.catalog.options import NAMESPACE_CREATE
 from branchlake_dagster.catalog.stored_files import list_prefixes, load_prefixes
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables import arrow_frames
 from branchlake_dagster.tables.errors import (
@@ -507,10 +507,10 @@ def test_frozen_columns_block_a_run_that_changes_them_by_its_own_code(
             update.delete_column("s")
 
     with project(lakehouse, t) as p:
-        assert p.settle(p.run()).action is PublicationAction.PUBLISHED
+        assert p.settle(p.run()).action is RunState.PUBLISHED
         changes["now"] = True
         outcome = p.settle(p.run())
-        assert outcome.action is PublicationAction.BLOCKED
+        assert outcome.action is RunState.BLOCKED
         assert outcome.verdict is not None
         (reason,) = outcome.verdict.reasons
         for column in ("extra", "n", "s"):

@@ -13,12 +13,11 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import Namespace
 from branchlake_dagster.publication.ledger import Published, Refused
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.heartbeats import Heartbeat
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.leases import HolderWatch, Lease, RunLeases, lease_key, lease_keys
 from branchlake_dagster.runs.run_branch import run_branch_name
-from branchlake_dagster.runs.run_tags import RunLocation
+from branchlake_dagster.runs.run_tags import RunLocation, RunState
 from branchlake_dagster.tables.errors import LeaseHeld, LeaseLost
 from branchlake_dagster.tables.specification import parse_exclusive_name, table_metadata
 from branchlake_dagster_tests.harness import Project, project
@@ -209,12 +208,12 @@ def test_runs_of_an_exclusive_asset(
         # It has passed and waits for its publication: that is no silence, however long.
         p.run(ok=False)
         p.failed_with(LeaseHeld, f"run-{first} holds")
-        assert p.settle(first).action is PublicationAction.PUBLISHED
+        assert p.settle(first).action is RunState.PUBLISHED
         # What was published is free, and so is what has failed.
-        assert p.settle(p.run()).action is PublicationAction.PUBLISHED
+        assert p.settle(p.run()).action is RunState.PUBLISHED
         asked["fails"] = True
         p.run(ok=False)
-        assert p.settle(p.run()).action is PublicationAction.PUBLISHED
+        assert p.settle(p.run()).action is RunState.PUBLISHED
         assert counted(p, namespace) == 3
         # Six grants are four too many for three rows: the failed ones count as well, but not the one that waited.
         assert lease(lakehouse, namespace).token == 4
@@ -226,7 +225,7 @@ def test_a_run_that_lost_its_lease_after_its_end_is_refused(lakehouse: Lakehouse
         # As a foreign instance would, that does not know the run and hears nothing of it.
         leases(lakehouse, SimpleNamespace(get_run_by_id=lambda _: None), "x", namespace).ensure_held(None)  # type: ignore[arg-type]
         refused = p.settle(first)
-        assert refused.action is PublicationAction.REFUSED
+        assert refused.action is RunState.REFUSED
         assert refused.codes == ("lease_taken_over",)
         assert "run-x" in refused.detail
         assert not lakehouse.catalog(MAIN).table_exists((namespace, "counter"))

@@ -15,10 +15,10 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.leases import Lease, lease_keys
 from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import LakeProperty
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
@@ -71,7 +71,7 @@ def test_a_holder_that_stood_still_for_too_long_writes_nothing(
             reconciler = Reconciler.from_lake(lakehouse, instance, graph)
             outcome = reconciler.reconcile_run(second)
             assert outcome is not None
-            assert outcome.action is PublicationAction.PUBLISHED, outcome
+            assert outcome.action is RunState.PUBLISHED, outcome
             time.sleep(max(0.0, PAUSE_S - (time.monotonic() - stopped)))
 
             first.send_signal(signal.SIGCONT)
@@ -85,7 +85,7 @@ def test_a_holder_that_stood_still_for_too_long_writes_nothing(
             )
             ended = reconciler.reconcile_run((tmp_path / "holds").read_text())
             assert ended is not None
-            assert ended.action is PublicationAction.DISCARDED
+            assert ended.action is RunState.DISCARDED
     finally:
         first.kill()
         first.wait()

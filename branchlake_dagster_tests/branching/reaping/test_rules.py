@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 from branchlake_dagster.cleanup.reaper_rules import (
     BranchFacts,
     Limits,
+    OwnerState,
     ReapingAction,
-    RunState,
     decide_publication_branch,
     decide_reaping,
 )
 from branchlake_dagster.runs.branch_owner import UNKNOWN_ORIGIN, BranchOrigin, Maker
-from branchlake_dagster.runs.failure_detector import Liveness
+from branchlake_dagster.runs.leases import Liveness
 
 HOUR = timedelta(hours=1)
 LIMITS = Limits(max_age=6 * HOUR, orphan_grace=HOUR)
 KEEP, DELETE, DISCARD, GIVE_BACK = ReapingAction
-ACTIVE, AWAITING, PUBLISHED, UNPUBLISHED, MISSING, ENDED = RunState
+ACTIVE, AWAITING, PUBLISHED, UNPUBLISHED, MISSING, ENDED = OwnerState
 ALIVE, SUSPECT, DEAD = Liveness
 OURS, THEIRS = BranchOrigin(Maker.HERE, ("here",)), BranchOrigin(Maker.ELSEWHERE, ("there",))
 
@@ -43,7 +43,7 @@ OURS, THEIRS = BranchOrigin(Maker.HERE, ("here",)), BranchOrigin(Maker.ELSEWHERE
     ],
 )
 def test_seed_000_rules_and_their_guards(
-    state: RunState, age: timedelta | None, action: ReapingAction
+    state: OwnerState, age: timedelta | None, action: ReapingAction
 ) -> None:
     found, reason = decide_reaping(BranchFacts(state, age, is_on_main=True), LIMITS)
     assert found is action
@@ -70,7 +70,7 @@ def test_the_branch_of_a_published_run_whose_publication_main_lost_is_kept() -> 
     ],
 )
 def test_heartbeats_of_writers(
-    state: RunState, age: timedelta, pulses: set[Liveness], action: ReapingAction, code: str
+    state: OwnerState, age: timedelta, pulses: set[Liveness], action: ReapingAction, code: str
 ) -> None:
     found, reason = decide_reaping(BranchFacts(state, age, writers=frozenset(pulses)), LIMITS)
     assert found is action
@@ -116,7 +116,7 @@ def test_what_was_not_published_is_kept_for_debugging(
 
 
 @pytest.mark.parametrize("state", [ACTIVE, UNPUBLISHED, AWAITING])
-def test_a_publication_that_was_begun_is_left_to_the_publisher(state: RunState) -> None:
+def test_a_publication_that_was_begun_is_left_to_the_publisher(state: OwnerState) -> None:
     """It may be on `main` already, and nobody has been told."""
     action, reason = decide_reaping(
         BranchFacts(state, 100 * HOUR, 100 * HOUR, frozenset({DEAD}), is_claimed=True), LIMITS
@@ -191,7 +191,7 @@ pulses = st.frozensets(st.sampled_from(list(Liveness)))
 @given(
     st.builds(
         BranchFacts,
-        st.sampled_from(list(RunState)),
+        st.sampled_from(list(OwnerState)),
         ages,
         ages,
         pulses,

@@ -20,11 +20,11 @@ from pyiceberg.table import Table
 from pyiceberg.types import StringType
 
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
-from branchlake_dagster.cleanup.reaper_rules import BranchOwner, MainHistory, RunState
+from branchlake_dagster.cleanup.reaper_rules import BranchOwner, MainHistory, OwnerState
 from branchlake_dagster.cleanup.sweeper import Sweeper, Sweeping
 from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.incremental.change_tables import ChangeTables
-from branchlake_dagster.incremental.consumer import UpstreamTable
+from branchlake_dagster.incremental.declaration import UpstreamTable
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnavailable
@@ -68,7 +68,7 @@ class Lake:
 
     def record(self, branch: str, base: str) -> None:
         """Let Dagster know the run of a branch, and its base."""
-        self.owners[branch] = BranchOwner(run_id_of_branch(branch), RunState.UNPUBLISHED, base_hash=base)
+        self.owners[branch] = BranchOwner(run_id_of_branch(branch), OwnerState.UNPUBLISHED, base_hash=base)
 
     def catalog(self, ref: str) -> Catalog:
         """Whose commits name the run, on the branch of one."""
@@ -172,7 +172,7 @@ def test_what_a_passed_run_is_to_get_back_is_not_swept(lake: Lake) -> None:
     branch = lake.branch("awake")
     lake.table(branch).append(pa.table({"n": [10]}))
     tag = lake.discard(branch)
-    waits = BranchOwner("x", RunState.AWAITING_PUBLICATION)
+    waits = BranchOwner("x", OwnerState.AWAITING_PUBLICATION)
     lake.owners[branch] = waits
     (kept,) = lake.sweep(later=100 * HOUR)
     assert (kept.tag, kept.done) == (tag, False)
@@ -189,9 +189,9 @@ def test_a_tag_waits_for_its_grace_and_for_a_retry(lake: Lake) -> None:
     (early,) = lake.sweep(later=HOUR / 2)
     assert (early.reason.code, "0.5 h" in early.reason) == ("retry_may_continue", True)
     now = datetime.now(UTC)
-    lake.owners[branch] = BranchOwner("r", RunState.UNPUBLISHED, ended_at=now + 1.5 * HOUR)
+    lake.owners[branch] = BranchOwner("r", OwnerState.UNPUBLISHED, ended_at=now + 1.5 * HOUR)
     assert "0.5 h" in lake.sweep()[0].reason
-    lake.owners[branch] = BranchOwner("r", RunState.ACTIVE)
+    lake.owners[branch] = BranchOwner("r", OwnerState.ACTIVE)
     assert lake.sweep()[0].reason.code == "run_may_continue"
     assert lake.names() == {tag}
 

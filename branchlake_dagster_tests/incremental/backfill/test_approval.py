@@ -8,8 +8,8 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster import approve_backfill_job
-from branchlake_dagster.automation.approve_backfill import approve_results
 from branchlake_dagster.automation.backfill_progress import StageProgress
+from branchlake_dagster.automation.backfill_stages import approve_results
 from branchlake_dagster.cli import backfill
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.internals.dagster import fail_backfill

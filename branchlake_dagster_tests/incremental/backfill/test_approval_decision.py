@@ -6,19 +6,21 @@ from typing import Any
 
 import dagster as dg
 
-from branchlake_dagster.automation.approve_backfill import plan_approval
+from branchlake_dagster.automation.backfill_stages import plan_approval
 from branchlake_dagster.internals.dagster import (
     AUTOMATION_CONDITION_TAG,
     BACKFILL_ID_TAG,
     PARTITION_TAG,
     RETRY_NUMBER_TAG,
 )
-from branchlake_dagster.runs.approval import approval_names, inherited_approval_tags, requires_approval
 from branchlake_dagster.runs.run_tags import (
     APPROVAL_GIVEN,
     APPROVAL_REQUIRED,
     RunLocation,
+    approval_names,
     build_opening_tags,
+    inherited_approval_tags,
+    requires_approval,
 )
 from branchlake_dagster.stored_names import RunTag
 

@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from branchlake_dagster.automation.backfill_progress import StageProgress, load_consumer_progress
-from branchlake_dagster.automation.backfill_retry import RetryPlan
+from branchlake_dagster.automation.backfill_stages import RetryPlan
 from branchlake_dagster.automation.backlog import ConsumerBacklog, iter_consumers
-from branchlake_dagster.automation.consumer_runs import InFlightRuns
+from branchlake_dagster.automation.partition_backlog import InFlightRuns
 from branchlake_dagster.cli import backfill
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.errors import ConfigurationError

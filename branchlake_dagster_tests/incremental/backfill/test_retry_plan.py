@@ -15,7 +15,7 @@ from branchlake_dagster.automation.backfill_progress import (
     partition_states,
     requested_partitions,
 )
-from branchlake_dagster.automation.backfill_retry import LostStage, RetryPlan, StageRetry, plan_retry
+from branchlake_dagster.automation.backfill_stages import LostStage, RetryPlan, StageRetry, plan_retry
 from branchlake_dagster.cli.backfill import retry_to_dict, show_retry
 from branchlake_dagster.internals.dagster import BackfillState
 

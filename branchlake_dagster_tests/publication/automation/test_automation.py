@@ -15,17 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.publication import conditions as reports
+from branchlake_dagster.publication import new_publications as reports
 from branchlake_dagster.publication.conditions import (
     ABANDONED_AFTER,
-    REREAD_EVENT_IDS,
-    PublicationReport,
-    ReportCursor,
     awaiting_verdict,
     never_evaluated,
     newly_published,
     on_publication,
     publication_automation_sensor,
+)
+from branchlake_dagster.publication.new_publications import (
+    REREAD_EVENT_IDS,
+    PublicationReport,
+    ReportCursor,
     read_new_reports,
 )
 from branchlake_dagster.runs.run_tags import PENDING, RunLocation, build_opening_tags

@@ -13,7 +13,7 @@ import pytest
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Namespace, Put
-from branchlake_dagster.publication import published_sensor as module
+from branchlake_dagster.publication import new_publications
 from branchlake_dagster.publication.ledger import Publication, publication_id, publication_properties
 from branchlake_dagster.publication.published_sensor import PublishedAssets, published_sensor
 from branchlake_dagster.settings import Settings
@@ -173,7 +173,7 @@ def test_a_tick_that_is_repeated_asks_for_the_same_runs(shop: Shop) -> None:
 
 
 def test_a_backlog_is_worked_off_over_several_ticks(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "COMMITS_PER_TICK", 3)
+    monkeypatch.setattr(new_publications, "COMMITS_PER_TICK", 3)
     sensor = follow()
     shop.tick(sensor)
     runs = [f"r{number}" for number in range(7)]

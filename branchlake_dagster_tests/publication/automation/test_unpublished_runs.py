@@ -20,7 +20,7 @@ from branchlake_dagster.publication.unpublished_runs import (
     on_blocked,
     webhook_alert,
 )
-from branchlake_dagster.runs.run_tags import PARKED
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite import memory
@@ -92,10 +92,10 @@ def test_each_run_is_alerted_once(watch: Watch) -> None:
 
 def test_a_run_that_is_set_aside_is_alerted_with_its_command(watch: Watch) -> None:
     watch.tick()
-    run_id = watch.ended(**{RunTag.STATUS: "pending", RunTag.NEXT_ATTEMPT: PARKED})
+    run_id = watch.ended(**{RunTag.STATUS: "pending", RunTag.NEXT_ATTEMPT: str(RunState.PARKED)})
     watch.tick()
     (run,) = watch.alerts
-    assert (run.run_id, run.state, run.reasons) == (run_id, PARKED, ("check c failed",))
+    assert (run.run_id, run.state, run.reasons) == (run_id, RunState.PARKED, ("check c failed",))
     assert f"branchlake set-aside retry {run_id[:8]}" in run.message
 
 

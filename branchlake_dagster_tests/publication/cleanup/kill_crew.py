@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from branchlake_dagster.internals.dagster_launching import STORAGES
+from branchlake_dagster.runs.run_tags import RunState
 
 PROJECT = "branchlake_dagster_tests.publication.cleanup.kill_project"
 _PRELOADED = (
@@ -111,7 +112,6 @@ def _writer(role: str, instance: Any) -> Callable[[], bool]:
 
 def _publisher(instance: Any) -> Callable[[], bool]:
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.publication.outcome import PublicationAction
     from branchlake_dagster.publication.reconciler import Reconciler
     from branchlake_dagster_tests.publication.cleanup import kill_project as project
 
@@ -120,9 +120,9 @@ def _publisher(instance: Any) -> Callable[[], bool]:
     def tick() -> bool:
         outcomes = list(Reconciler.from_lake(lake, instance, graph).reconcile_branches())
         for outcome in outcomes:
-            if outcome.action is not PublicationAction.WAITING:
+            if outcome.action is not RunState.WAITING:
                 os.write(1, f"{outcome}\n".encode())
-        return any(outcome.action is PublicationAction.PUBLISHED for outcome in outcomes)
+        return any(outcome.action is RunState.PUBLISHED for outcome in outcomes)
 
     return tick
 

@@ -25,7 +25,7 @@ from branchlake_dagster.publication.ledger import Publication, iter_publications
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.discarding import FAILING_STATUSES
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
-from branchlake_dagster.runs.run_tags import Status
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.publication.cleanup import kill_project as project
@@ -184,7 +184,7 @@ def test_every_published_row_is_there_once_and_no_other(
         assert run.tags.get(RunTag.PUBLICATION) == published.get(run.run_id), run.tags
         status = run.tags.get(RunTag.STATUS)
         assert status not in FAILING_STATUSES or not run.is_success, run.tags
-        good = (run.is_success or status == Status.REFUSED) and project.SPOILT not in run.tags
+        good = (run.is_success or status == RunState.REFUSED) and project.SPOILT not in run.tags
         if run.run_id in published:
             assert good or run.tags["kill/role"] == "publishing"
         else:

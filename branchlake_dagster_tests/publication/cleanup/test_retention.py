@@ -8,10 +8,9 @@ import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.cleanup_jobs import end_named_refs, reap_branches, sweep_discarded
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.discarding import discarded_tag_name
-from branchlake_dagster.runs.run_tags import is_opened_by
+from branchlake_dagster.runs.run_tags import RunState, is_opened_by
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
@@ -53,8 +52,8 @@ def test_every_reaper_and_publisher_follows_the_settings_of_the_run(
         branch = f"run-{run_id}"
         elsewhere = Reconciler.from_lake(lakehouse, p.instance, p.graph)
         assert [elsewhere.reconcile_run(run_id).action for _ in range(2)] == [  # type: ignore[union-attr]
-            PublicationAction.DISCARDED,
-            PublicationAction.KEPT,
+            RunState.DISCARDED,
+            RunState.KEPT,
         ]
         assert not reaped(lakehouse, p, branch, timedelta(hours=7))
         assert reaped(lakehouse, p, branch, timedelta(hours=9))

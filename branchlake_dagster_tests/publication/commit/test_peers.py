@@ -16,15 +16,19 @@ import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable, ReferenceNotFound
-from branchlake_dagster.nessie.retry import RetryPolicy
+from branchlake_dagster.nessie.errors import (
+    NessieOutcomeUnknown,
+    NessieUnavailable,
+    ReferenceNotFound,
+    RetryPolicy,
+)
 from branchlake_dagster.nessie.transport import HttpTransport
 from branchlake_dagster.publication.ledger import Published, Refused, iter_publications
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.publisher import Publisher
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
@@ -183,11 +187,11 @@ def test_3_a_run_reads_what_another_publishes_meanwhile(lakehouse: Lakehouse, na
         newer = p.run(key["source"])
         p.settle(newer)
         refused = p.settle(strict)
-        assert refused.action is PublicationAction.REFUSED
+        assert refused.action is RunState.REFUSED
         assert refused.codes == ("read_and_changed",)
         assert [name for name in (f"{namespace}.source", newer) if name not in refused.detail] == []
-        assert p.settle(loose).action is PublicationAction.PUBLISHED
-        assert p.settle(p.run(key["strict"])).action is PublicationAction.PUBLISHED
+        assert p.settle(loose).action is RunState.PUBLISHED
+        assert p.settle(p.run(key["strict"])).action is RunState.PUBLISHED
 
 
 def test_4_a_missing_check_is_not_a_passed_one(lakehouse: Lakehouse, namespace: str) -> None:
@@ -198,7 +202,7 @@ def test_4_a_missing_check_is_not_a_passed_one(lakehouse: Lakehouse, namespace: 
         return pl.DataFrame({"n": [1]})
 
     with project(lakehouse, unchecked) as p:
-        assert p.settle(p.run()).action is PublicationAction.BLOCKED
+        assert p.settle(p.run()).action is RunState.BLOCKED
         assert not lakehouse.catalog().table_exists((namespace, "t"))
 
 

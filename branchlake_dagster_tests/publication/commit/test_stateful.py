@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from branchlake_dagster.cleanup.reaper import Reaper
-from branchlake_dagster.cleanup.reaper_rules import BranchOwner, Limits, RunState
+from branchlake_dagster.cleanup.reaper_rules import BranchOwner, Limits, OwnerState
 from branchlake_dagster.nessie import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Namespace, Put
 from branchlake_dagster.publication.evidence import (
@@ -109,7 +109,7 @@ class Lake(RuleBasedStateMachine):
         self.bases: dict[str, str] = {}
         self.runs: dict[str, Run] = {}
         self.ended: list[Run] = []
-        self.told: dict[str, RunState] = {}
+        self.told: dict[str, OwnerState] = {}
 
     # -- runs ------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Lake(RuleBasedStateMachine):
                 if isinstance(result, Published):
                     assert self.model.accepts(run), "published what overlaps"
                     self.model.published.append(run)
-                    self.told[run.run_id] = RunState.PUBLISHED
+                    self.told[run.run_id] = OwnerState.PUBLISHED
                 else:
                     assert isinstance(result, Refused), result
                     assert not self.model.accepts(run), result.format_reason()
@@ -201,7 +201,7 @@ class Lake(RuleBasedStateMachine):
 
     def _discard(self, run: Run) -> None:
         discard_branch(self.client, self.client.reference(run_branch_name(run.run_id)))
-        self.told[run.run_id] = RunState.UNPUBLISHED
+        self.told[run.run_id] = OwnerState.UNPUBLISHED
 
     @rule()
     def reap(self) -> None:
@@ -229,7 +229,7 @@ class Lake(RuleBasedStateMachine):
             run_branch_name(name): BranchOwner(
                 name,
                 self.told.get(name)
-                or (RunState.AWAITING_PUBLICATION if name in waiting else RunState.ACTIVE),
+                or (OwnerState.AWAITING_PUBLICATION if name in waiting else OwnerState.ACTIVE),
                 started_at=datetime.now(UTC),
             )
             for name in self.runs

@@ -21,9 +21,9 @@ from branchlake_dagster.nessie.model import (
     Put,
 )
 from branchlake_dagster.publication.ledger import Refused, changed_tables
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.publication.workbench import Workbench
@@ -109,7 +109,7 @@ def test_a_view_that_no_asset_stands_for_is_blocked(
     with project(lakehouse, with_view(namespace, table=table)) as p:
         run_id = p.run()
         outcome = p.settle(run_id)
-        assert outcome.action is PublicationAction.BLOCKED
+        assert outcome.action is RunState.BLOCKED
         assert outcome.verdict is not None
         (reason,) = outcome.verdict.reasons
         assert f"{namespace}.v" in reason
@@ -121,7 +121,7 @@ def test_where_no_checks_are_required_a_view_is_published(lakehouse: Lakehouse, 
     free = Lakehouse(lakehouse.settings.model_copy(update={"require_checks": False}))
     with project(free, with_view(namespace, table=False)) as p:
         run_id = p.run()
-        assert p.settle(run_id).action is PublicationAction.PUBLISHED
+        assert p.settle(run_id).action is RunState.PUBLISHED
         assert isinstance(contents(p, namespace, "v"), OtherContent)
         assert run_branch_name(run_id) not in p.branches()
 

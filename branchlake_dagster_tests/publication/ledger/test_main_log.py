@@ -12,8 +12,13 @@ import pytest
 
 from branchlake_dagster.nessie import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, Namespace, Put
-from branchlake_dagster.publication.ledger import Publication, Published, publication_properties
-from branchlake_dagster.publication.main_log import BaseNotOnMain, MainLog
+from branchlake_dagster.publication.ledger import (
+    BaseNotOnMain,
+    MainLog,
+    Publication,
+    Published,
+    publication_properties,
+)
 from branchlake_dagster_tests.simulation.history import Pointer
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.transport import DirectTransport

@@ -20,8 +20,8 @@ from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.committer import TableFilesUnreadable
 from branchlake_dagster.publication.ledger import Published, Refused
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.specification import table_metadata
@@ -388,12 +388,12 @@ def test_dagsters_database_is_locked_while_a_pass_works(
             other.execute("BEGIN EXCLUSIVE")
             outcome = p.reconciler().reconcile_run(run_id)
             assert outcome is not None
-            assert outcome.action is PublicationAction.TRY_AGAIN
+            assert outcome.action is RunState.TRY_AGAIN
             assert run_id in str(outcome)
         finally:
             other.execute("ROLLBACK")
             other.close()
-        assert p.settle(run_id).action is PublicationAction.PUBLISHED
+        assert p.settle(run_id).action is RunState.PUBLISHED
         assert p.rows(namespace, "t") == [{"n": 1}]
         # The first pass could not note that it had told it; whoever follows publications knows them by name.
         told = {one.metadata[EventMetadata.PUBLICATION].value for one in p.observations([namespace, "t"])}

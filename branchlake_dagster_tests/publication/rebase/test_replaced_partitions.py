@@ -14,8 +14,9 @@ import pytest
 from pyspark.sql import DataFrame
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.publication.outcome import Outcome
+from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.tables.replaced_rows import from_json
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
@@ -51,11 +52,11 @@ class World:
 
     def published(self, run_id: str) -> None:
         outcome = self.p.settle(run_id)
-        assert outcome.action is PublicationAction.PUBLISHED, outcome
+        assert outcome.action is RunState.PUBLISHED, outcome
 
     def refused(self, run_id: str) -> Outcome:
         outcome = self.p.settle(run_id)
-        assert outcome.action is PublicationAction.REFUSED, outcome
+        assert outcome.action is RunState.REFUSED, outcome
         return outcome
 
     def main(self) -> list[int]:

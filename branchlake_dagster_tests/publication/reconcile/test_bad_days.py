@@ -16,7 +16,7 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.cleanup.reaper import Reaper
-from branchlake_dagster.cleanup.reaper_rules import BranchOwner, Limits, Reaping, ReapingAction, RunState
+from branchlake_dagster.cleanup.reaper_rules import BranchOwner, Limits, OwnerState, Reaping, ReapingAction
 from branchlake_dagster.embedded import process
 from branchlake_dagster.embedded.servers import NESSIE
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -30,13 +30,12 @@ from branchlake_dagster.publication.cleanup_jobs import (
     reap_branches,
     sweep_discarded,
 )
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.runs.branch_owner import BranchOrigin, Maker, OriginFinder, load_instance_id
 from branchlake_dagster.runs.discarding import claim_branch, discard_branch
 from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore, HeartbeatsUnreadable
-from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name, run_id_of_branch
-from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.specification import table_metadata
@@ -115,7 +114,7 @@ def test_a_run_fails_clearly_when_a_remote_nessie_dies_under_it(
         own_lake.endpoints()  # somebody starts it again
         assert own_lake.nessie.reference("main").hash == main
         assert run_branch_name(run_id) in {ref.name for ref in own_lake.nessie.references()}
-        assert p.settle(run_id).action is PublicationAction.DISCARDED
+        assert p.settle(run_id).action is RunState.DISCARDED
         assert run_branch_name(run_id) not in p.branches()
         assert own_lake.nessie.reference("main").hash == main
 
@@ -125,7 +124,7 @@ def test_the_embedded_nessie_comes_back_under_a_run(own_lake: Lakehouse, namespa
     first = table(namespace, "first")
     with project(own_lake, first, killing(own_lake, namespace, first)) as p:
         outcome = p.settle(p.run())
-        assert outcome.action is PublicationAction.PUBLISHED
+        assert outcome.action is RunState.PUBLISHED
         assert (p.rows(namespace, "first"), p.rows(namespace, "second")) == ([{"n": 1}], [{"n": 2}])
 
 
@@ -164,7 +163,7 @@ class Silent:
 class FakeRuns:
     """Dagster, saying of each branch what the test wants."""
 
-    def __init__(self, state_of: Callable[[str], RunState | BranchOwner]) -> None:
+    def __init__(self, state_of: Callable[[str], OwnerState | BranchOwner]) -> None:
         self.state_of = state_of
         self.buried: dict[str, str] = {}
         self.told: dict[str, str] = {}
@@ -191,7 +190,7 @@ def reaped(
     namespace: str,
     *,
     later: timedelta = timedelta(0),
-    state_of: Callable[[str], RunState | BranchOwner] = lambda _: RunState.MISSING,
+    state_of: Callable[[str], OwnerState | BranchOwner] = lambda _: OwnerState.MISSING,
     runs: FakeRuns | None = None,
     heartbeats: Any = None,
     limits: Limits = LIMITS,
@@ -249,10 +248,10 @@ def test_what_has_ended_goes_at_once_and_what_works_or_waits_stays(
     lakehouse: Lakehouse, namespace: str, branches: Callable[..., str]
 ) -> None:
     states = {
-        "failed": RunState.UNPUBLISHED,
-        "published": RunState.PUBLISHED,
-        "waits": RunState.AWAITING_PUBLICATION,
-        "works": RunState.ACTIVE,
+        "failed": OwnerState.UNPUBLISHED,
+        "published": OwnerState.PUBLISHED,
+        "waits": OwnerState.AWAITING_PUBLICATION,
+        "works": OwnerState.ACTIVE,
     }
     for name in states:
         branches(name)
@@ -271,9 +270,9 @@ def test_a_branch_that_is_written_to_meanwhile_stays(
 ) -> None:
     branch = branches("busy")
 
-    def state_of(_: str) -> RunState:
+    def state_of(_: str) -> OwnerState:
         lakehouse.catalog(branch).create_namespace(f"{namespace}_late")
-        return RunState.MISSING
+        return OwnerState.MISSING
 
     found = reaped(lakehouse, namespace, later=2 * HOUR, state_of=state_of)
     assert (found["busy"].deletes_branch, found["busy"].reason.code) == (False, "written_meanwhile")
@@ -289,7 +288,7 @@ def test_a_failed_run_is_kept_for_debugging_from_its_end(
 
     def state_of(run_id: str) -> BranchOwner:
         since = ended[run_id.rpartition("-")[2]]
-        return BranchOwner(run_id, RunState.UNPUBLISHED, ended_at=datetime.now(UTC) - since)
+        return BranchOwner(run_id, OwnerState.UNPUBLISHED, ended_at=datetime.now(UTC) - since)
 
     limits = Limits(6 * HOUR, HOUR, keep_failed=2 * HOUR)
     found = reaped(lakehouse, namespace, state_of=state_of, limits=limits)
@@ -306,7 +305,7 @@ def test_a_publication_branch_goes_with_the_one_it_is_for(
     for name in ("waits", "gone"):
         head = nessie.reference("main").hash
         nessie.create_branch(f"publish-{namespace}-{name}", from_ref="main", from_hash=head)
-    reaped(lakehouse, namespace, state_of=lambda _: RunState.AWAITING_PUBLICATION)
+    reaped(lakehouse, namespace, state_of=lambda _: OwnerState.AWAITING_PUBLICATION)
     names = {ref.name for ref in nessie.references(filter=f"ref.name.contains('-{namespace}')")}
     assert names == {f"run-{namespace}-waits", f"publish-{namespace}-waits"}
 
@@ -460,7 +459,7 @@ def test_a_dead_writers_run_is_ended_and_a_live_one_is_left_alone(
     beating.beat("alive", alive=True)
     beating.beat("skewed", age=3 * HOUR, alive=True)
     beating.beat("old", age=timedelta(0), alive=True)
-    runs = FakeRuns(lambda run_id: BranchOwner(run_id, RunState.ACTIVE, datetime.now(UTC) - 20 * HOUR))
+    runs = FakeRuns(lambda run_id: BranchOwner(run_id, OwnerState.ACTIVE, datetime.now(UTC) - 20 * HOUR))
     dry = beating.reaped(lakehouse, runs, dry_run=True)
     assert beating.seconds == 0
     assert {name: one.heartbeat for name, one in dry.items()} == {
@@ -487,7 +486,7 @@ def test_a_live_heartbeat_protects_past_six_hours(
     branches("never")
     # Written by a clock that agrees with the reaper's.
     beating.beat("long", age=-7 * HOUR)
-    runs = FakeRuns(lambda run_id: BranchOwner(run_id, RunState.ACTIVE))
+    runs = FakeRuns(lambda run_id: BranchOwner(run_id, OwnerState.ACTIVE))
     found = beating.reaped(lakehouse, runs, later=7 * HOUR)
     assert found["long"].reason.code == "writer_alive"
     assert found["never"].reason.code == "no_sign_of_life"
@@ -502,7 +501,7 @@ def test_a_publication_in_progress_is_never_reaped(
     for name in ("publishing", "crashed"):
         branches(name)
         beating.beat(name, kind="publisher", age=HOUR, alive=name == "publishing")
-    found = beating.reaped(lakehouse, FakeRuns(lambda _: RunState.UNPUBLISHED), later=24 * HOUR)
+    found = beating.reaped(lakehouse, FakeRuns(lambda _: OwnerState.UNPUBLISHED), later=24 * HOUR)
     assert found["publishing"].reason.code == "being_published"
     assert left(lakehouse, namespace) == {"publishing", "crashed*"}
 
@@ -516,16 +515,16 @@ def test_a_run_that_died_while_it_published_itself_is_left_to_the_next_publisher
     if claimed:
         claim_branch(nessie, nessie.reference(branch))
     beating.beat("inside", kind="publisher", age=HOUR)
-    runs = FakeRuns(lambda _: RunState.ACTIVE)
+    runs = FakeRuns(lambda _: OwnerState.ACTIVE)
     found = beating.reaped(lakehouse, runs)
     assert list(runs.buried) == [f"{namespace}-inside"]
     assert left(lakehouse, namespace) == ({"inside", "inside!"} if claimed else {"inside*"})
     # Dagster knows now that it ended; nothing of it goes before the publisher has told.
-    runs.state_of = lambda _: RunState.UNPUBLISHED
+    runs.state_of = lambda _: OwnerState.UNPUBLISHED
     found = beating.reaped(lakehouse, runs)
     if claimed:
         assert found["inside"].reason.code == "claimed"
-        told = BranchOwner(f"{namespace}-inside", RunState.PUBLISHED, has_verdict=True)
+        told = BranchOwner(f"{namespace}-inside", OwnerState.PUBLISHED, has_verdict=True)
         runs.state_of = lambda _: told
         beating.reaped(lakehouse, runs)
         assert left(lakehouse, namespace) == set()
@@ -537,9 +536,9 @@ def test_a_run_that_begins_to_publish_itself_while_the_reaper_looks_is_left_to_t
     """It was claimed, merged and dead between the reaper's two questions: `main` may have it."""
     branch = lakehouse.nessie.reference(branches("quick"))
 
-    def state_of(_: str) -> RunState:
+    def state_of(_: str) -> OwnerState:
         claim_branch(lakehouse.nessie, branch)
-        return RunState.UNPUBLISHED
+        return OwnerState.UNPUBLISHED
 
     found = reaped(lakehouse, namespace, state_of=state_of)
     assert found["quick"].reason.code == "claimed"
@@ -553,10 +552,10 @@ def test_a_pin_without_its_branch_goes(
     nessie = lakehouse.nessie
     claim_branch(nessie, nessie.reference(branch))
     claim_branch(nessie, replace(nessie.reference(branch), name=f"run-{namespace}-gone"))
-    dry = reaped(lakehouse, namespace, state_of=lambda _: RunState.AWAITING_PUBLICATION, dry_run=True)
+    dry = reaped(lakehouse, namespace, state_of=lambda _: OwnerState.AWAITING_PUBLICATION, dry_run=True)
     assert dry["waits"].action is ReapingAction.KEEP
     assert left(lakehouse, namespace) == {"waits", "waits!", "gone!"}
-    reaped(lakehouse, namespace, state_of=lambda _: RunState.AWAITING_PUBLICATION)
+    reaped(lakehouse, namespace, state_of=lambda _: OwnerState.AWAITING_PUBLICATION)
     assert left(lakehouse, namespace) == {"waits", "waits!"}
 
 
@@ -567,11 +566,11 @@ def test_a_run_that_passes_in_the_moment_it_is_fenced_gets_its_branch_back(
     branch = branches("awake")
     head = lakehouse.nessie.reference(branch).hash
     beating.beat("awake", age=timedelta(minutes=5))
-    runs = FakeRuns(lambda run_id: BranchOwner(run_id, RunState.ACTIVE, datetime.now(UTC)))
-    told: list[RunState] = []
+    runs = FakeRuns(lambda run_id: BranchOwner(run_id, OwnerState.ACTIVE, datetime.now(UTC)))
+    told: list[OwnerState] = []
 
-    def state_of(run_id: str) -> RunState:
-        told.append(RunState.AWAITING_PUBLICATION if told else RunState.ACTIVE)
+    def state_of(run_id: str) -> OwnerState:
+        told.append(OwnerState.AWAITING_PUBLICATION if told else OwnerState.ACTIVE)
         return told[-1]
 
     runs.state_of = state_of
@@ -584,13 +583,13 @@ def test_a_run_that_passes_in_the_moment_it_is_fenced_gets_its_branch_back(
 @pytest.mark.parametrize(
     ("owner", "claimed", "back"),
     [
-        (BranchOwner("r", RunState.AWAITING_PUBLICATION), False, True),
+        (BranchOwner("r", OwnerState.AWAITING_PUBLICATION), False, True),
         # Whoever has it in hand ends it: a publisher between the fence and its word, or a retry.
-        (BranchOwner("r", RunState.AWAITING_PUBLICATION), True, False),
-        (BranchOwner("r", RunState.AWAITING_PUBLICATION, is_continued=True), False, False),
-        (BranchOwner("r", RunState.ACTIVE), False, False),
-        (BranchOwner("r", RunState.UNPUBLISHED, has_verdict=True), False, False),
-        (BranchOwner("r", RunState.MISSING), False, False),
+        (BranchOwner("r", OwnerState.AWAITING_PUBLICATION), True, False),
+        (BranchOwner("r", OwnerState.AWAITING_PUBLICATION, is_continued=True), False, False),
+        (BranchOwner("r", OwnerState.ACTIVE), False, False),
+        (BranchOwner("r", OwnerState.UNPUBLISHED, has_verdict=True), False, False),
+        (BranchOwner("r", OwnerState.MISSING), False, False),
     ],
 )
 def test_a_pass_that_died_after_the_fence_is_made_up_for(
@@ -620,7 +619,7 @@ def test_a_pass_that_died_before_the_funeral_is_made_up_for(
 ) -> None:
     branches("dead")
     beating.beat("dead", age=HOUR)
-    runs = FakeRuns(lambda _: RunState.ACTIVE)
+    runs = FakeRuns(lambda _: OwnerState.ACTIVE)
 
     def dies(run_id: str, message: str) -> None:
         raise BrokenError("killed")
@@ -639,10 +638,10 @@ def test_a_dead_writer_that_writes_after_all_is_not_buried(
     branch = branches("late")
     beating.beat("late", age=HOUR)
 
-    def state_of(_: str) -> RunState:
+    def state_of(_: str) -> OwnerState:
         lakehouse.catalog(branch).create_namespace(f"{namespace}_late_{len(written)}")
         written.append(1)
-        return RunState.ACTIVE
+        return OwnerState.ACTIVE
 
     written: list[int] = []
     runs = FakeRuns(state_of)
@@ -744,7 +743,7 @@ def test_a_person_does_not_end_what_beats(
     branches("other", instance=THERE)
     beating.beat("theirs", age=HOUR, alive=True)
     beating.beat("other", age=HOUR)
-    runs = FakeRuns(lambda _: RunState.MISSING)
+    runs = FakeRuns(lambda _: OwnerState.MISSING)
     only = {"only": [f"run-{namespace}-theirs"], "anyones": True, "later": 24 * HOUR}
     assert beating.reaped(lakehouse, runs, **only)["theirs"].reason.code == "writer_alive"
     assert left(lakehouse, namespace) == {"theirs", "other"}
@@ -757,7 +756,7 @@ def test_another_instances_dead_writer_is_left_to_its_own_reaper(
     """Its run must be told to its own Dagster, which finds it by its heartbeat."""
     branches("theirs", instance=None)
     beating.beat("theirs", age=HOUR, instance=THERE)
-    found = beating.reaped(lakehouse, FakeRuns(lambda _: RunState.MISSING), later=24 * HOUR)
+    found = beating.reaped(lakehouse, FakeRuns(lambda _: OwnerState.MISSING), later=24 * HOUR)
     assert (found["theirs"].action, found["theirs"].instance) == (ReapingAction.KEEP, THERE)
     assert beating.seconds == 0
     assert len(beating.store.all()) == 1

@@ -12,10 +12,9 @@ from dagster import EventLogEntry
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication import finishing as finish
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.publication.verdict import LAUNCH_AGAIN
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import Status
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import AssetMetadata, EventMetadata, RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.dagster_internals import get_and_update_asset_status_cache_value
@@ -93,15 +92,15 @@ def test_a_blocked_partition_counts_as_failed_until_it_is_published(
     with project(lakehouse, *daily(namespace, values)) as p:
         launch(p, values, [1, 2], "mon")
         run_id, action = launch(p, values, [3, -4, -5], "tue")
-        assert action == PublicationAction.BLOCKED
-        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.BLOCKED)
+        assert action == RunState.BLOCKED
+        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, RunState.BLOCKED)
         assert states(p, namespace) == {"mon": "filled", "tue": "failed", "wed": "missing"}
         told = p.observations([namespace, "t"])[0]
         assert told.partition == "tue"
         assert told.metadata[EventMetadata.TABLE_ROWS].value == 2
         assert told.metadata[EventMetadata.FAILING_ROWS].value == 2
         assert EventMetadata.PARTITION_ROWS not in told.metadata
-        assert launch(p, values, [3], "tue")[1] == PublicationAction.PUBLISHED
+        assert launch(p, values, [3], "tue")[1] == RunState.PUBLISHED
         assert states(p, namespace) == {"mon": "filled", "tue": "filled", "wed": "missing"}
         told = p.observations([namespace, "t"])[0]
         assert told.metadata[EventMetadata.TABLE_ROWS].value == 3
@@ -180,7 +179,7 @@ def test_what_another_run_has_published_since_stays_filled(lakehouse: Lakehouse,
         values.rows = [-1]
         late = p.run(partition="mon")
         launch(p, values, [1], "mon")
-        assert p.settle(late).action == PublicationAction.BLOCKED
+        assert p.settle(late).action == RunState.BLOCKED
         assert states(p, namespace)["mon"] == "filled"
 
 
@@ -191,8 +190,8 @@ def test_a_refused_run_fails_and_is_told_apart(lakehouse: Lakehouse, namespace: 
         values.rows = [1, 2]
         late = p.run()
         launch(p, values, [1, 2, 3])
-        assert p.settle(late).action == PublicationAction.REFUSED
-        assert status_of(p, late) == (dg.DagsterRunStatus.FAILURE, Status.REFUSED)
+        assert p.settle(late).action == RunState.REFUSED
+        assert status_of(p, late) == (dg.DagsterRunStatus.FAILURE, RunState.REFUSED)
         run = p.instance.get_run_by_id(late)
         assert run is not None
         assert run.tags[RunTag.VERDICT] == "refused"
@@ -211,9 +210,9 @@ def test_a_run_whose_other_step_failed_has_filled_nothing(lakehouse: Lakehouse, 
 
     with project(lakehouse, asset, check, u) as p:
         run_id = p.run(partition="mon", ok=False)
-        assert p.settle(run_id).action == PublicationAction.DISCARDED
+        assert p.settle(run_id).action == RunState.DISCARDED
         assert states(p, namespace)["mon"] == "failed"
-        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.FAILED)
+        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, RunState.FAILED)
 
 
 def test_a_run_that_changed_no_table_stays_green(lakehouse: Lakehouse, namespace: str) -> None:
@@ -226,8 +225,8 @@ def test_a_run_that_changed_no_table_stays_green(lakehouse: Lakehouse, namespace
 
     with project(lakehouse, nothing, check) as p:
         run_id = p.run(partition="mon")
-        assert p.settle(run_id).action == PublicationAction.DISCARDED
-        assert status_of(p, run_id) == (dg.DagsterRunStatus.SUCCESS, Status.UNCHANGED)
+        assert p.settle(run_id).action == RunState.DISCARDED
+        assert status_of(p, run_id) == (dg.DagsterRunStatus.SUCCESS, RunState.UNCHANGED)
         assert states(p, namespace)["mon"] == "filled"
 
 
@@ -248,7 +247,7 @@ def test_a_publisher_that_dies_before_it_has_told_leaves_no_green_run(
             patch.setattr(finish, "report_outcome", die)
             with pytest.raises(Died):
                 p.settle(run_id)
-        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.PENDING)
-        assert p.settle(run_id).action == PublicationAction.DISCARDED
-        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, Status.FAILED)
+        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, RunState.PENDING)
+        assert p.settle(run_id).action == RunState.DISCARDED
+        assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, RunState.FAILED)
         assert states(p, namespace)["mon"] == "failed"

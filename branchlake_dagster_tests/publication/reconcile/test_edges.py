@@ -14,15 +14,14 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieRefused, NessieUnavailable
 from branchlake_dagster.publication import assessment as assess
+from branchlake_dagster.publication import publication_sensor, report
 from branchlake_dagster.publication import reconciler as reconciler_module
-from branchlake_dagster.publication import report, unbranched
 from branchlake_dagster.publication.cleanup_jobs import reap_branches
 from branchlake_dagster.publication.ledger import Published
-from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.publication.parked_runs import MAX_ATTEMPTS, discard_parked_run, iter_parked_runs
+from branchlake_dagster.publication.outcome import MAX_ATTEMPTS, discard_parked_run, iter_parked_runs
+from branchlake_dagster.publication.publication_sensor import judge_unbranched_runs
 from branchlake_dagster.publication.publisher import publication_branch_name
-from branchlake_dagster.publication.unbranched import judge_unbranched_runs
-from branchlake_dagster.runs.run_tags import PARKED
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
@@ -98,18 +97,18 @@ def test_an_unbranched_run_in_trouble_is_set_aside_and_given_up_without_touching
 ) -> None:
     with project(direct, free(namespace)) as p:
         run_id = p.run()
-        monkeypatch.setattr(unbranched, "collect_evidence", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr(publication_sensor, "collect_evidence", lambda *_, **__: 1 / 0)
 
-        def settle() -> list[PublicationAction]:
+        def settle() -> list[RunState]:
             found = judge_unbranched_runs(p.lake, p.instance, p.graph)
             return [one.action for one in found]
 
-        assert settle() == [PublicationAction.TRY_AGAIN]
-        assert settle() == [PublicationAction.WAITING]
+        assert settle() == [RunState.TRY_AGAIN]
+        assert settle() == [RunState.WAITING]
         for attempts in (MAX_ATTEMPTS - 1, 60):
             p.instance.add_run_tags(run_id, {RunTag.ATTEMPTS: str(attempts), RunTag.NEXT_ATTEMPT: "none"})
-            assert settle() == [PublicationAction.TRY_AGAIN]
-            assert settle() == [PublicationAction.PARKED]
+            assert settle() == [RunState.TRY_AGAIN]
+            assert settle() == [RunState.PARKED]
         (one,) = iter_parked_runs(p.instance)
         assert "its rows stay" in discard_parked_run(p.lake.nessie, p.instance, one)
         assert "discarded-main" not in p.branches()
@@ -143,7 +142,7 @@ def test_a_store_that_refuses_old_runs_leaves_time_for_young_ones(
         monkeypatch.setattr(assess, "collect_evidence", real)
         clock.now += timedelta(minutes=2)
         assert {one.action for one in ours(p, p.reconciler(now=clock).reconcile_branches())} == {
-            PublicationAction.PUBLISHED
+            RunState.PUBLISHED
         }
 
 
@@ -159,11 +158,11 @@ def test_a_run_given_up_that_is_on_main_is_told_by_the_next_pass(
         with monkeypatch.context() as patch:
             patch.setattr(report, "report_observations", refuse)
             ours(p, p.reconciler().reconcile_branches())
-        p.instance.add_run_tags(run_id, {RunTag.NEXT_ATTEMPT: PARKED})
+        p.instance.add_run_tags(run_id, {RunTag.NEXT_ATTEMPT: str(RunState.PARKED)})
         (one,) = iter_parked_runs(p.instance)
         assert "is on main" in discard_parked_run(lakehouse.nessie, p.instance, one)
         (outcome,) = ours(p, p.reconciler().reconcile_branches())
-        assert outcome.action is PublicationAction.PUBLISHED
+        assert outcome.action is RunState.PUBLISHED
         assert len(p.observations([namespace, "t"])) == 1
         assert len(p.rows(namespace, "t")) == 1
 
@@ -189,7 +188,7 @@ def test_one_run_that_spoils_a_shared_state_is_not_the_others_fault(
             for outcome in ours(p, p.reconciler().reconcile_branches()):
                 if outcome.check_run:
                     check_run(p, outcome)
-                if outcome.action is PublicationAction.PUBLISHED:
+                if outcome.action is RunState.PUBLISHED:
                     done.add(outcome.run_id)
         assert done == set(ids) - {bad}
         assert RunTag.ATTEMPTS in tags(p, bad)
@@ -200,7 +199,9 @@ def test_a_failed_run_that_is_set_aside_and_reaped_is_listed_no_more(
 ) -> None:
     with project(lakehouse, plain(namespace, "a"), plain(namespace, "b"), failing(namespace)) as p:
         run_id = p.run(ok=False)
-        p.instance.add_run_tags(run_id, {RunTag.NEXT_ATTEMPT: PARKED, RunTag.ATTEMPTS: str(MAX_ATTEMPTS)})
+        p.instance.add_run_tags(
+            run_id, {RunTag.NEXT_ATTEMPT: str(RunState.PARKED), RunTag.ATTEMPTS: str(MAX_ATTEMPTS)}
+        )
         assert [one.run_id for one in iter_parked_runs(p.instance)] == [run_id]
         list(reap_branches(lakehouse, p.instance))
         assert list(iter_parked_runs(p.instance)) == []

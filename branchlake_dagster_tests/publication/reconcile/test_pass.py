@@ -12,11 +12,11 @@ import pytest
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication import reconciler as reconciler_module
 from branchlake_dagster.publication import report
-from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.pass_lock import acquire_pass_lock
-from branchlake_dagster.publication.tick_report import TickReport
+from branchlake_dagster.publication.outcome import Outcome, PassReport
+from branchlake_dagster.publication.publish_at_end import acquire_pass_lock
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
@@ -35,23 +35,23 @@ lakehouse = memory.lakehouse
 # -- what a tick says ------------------------------------------------------------------------------------
 
 
-def outcomes(action: PublicationAction, count: int) -> Iterator[Outcome]:
+def outcomes(action: RunState, count: int) -> Iterator[Outcome]:
     for number in range(count):
         yield Outcome(f"run-{number}", str(number), action, "x" * 400)
 
 
 def test_thousands_of_foreign_branches_are_one_clause() -> None:
-    tick = TickReport()
-    assert not any(tick.add(one) for one in outcomes(PublicationAction.UNKNOWN_RUN, 4300))
+    tick = PassReport()
+    assert not any(tick.add(one) for one in outcomes(RunState.UNKNOWN_RUN, 4300))
     assert tick.format_message() == (
         "Nothing to publish. Of the other branches 4300 belong to no run of this Dagster."
     )
 
 
 def test_a_thousand_publications_are_ten_and_a_number() -> None:
-    tick = TickReport()
-    logged = sum(tick.add(one) for one in outcomes(PublicationAction.PUBLISHED, 1000))
-    list(map(tick.add, outcomes(PublicationAction.WAITING, 7)))
+    tick = PassReport()
+    logged = sum(tick.add(one) for one in outcomes(RunState.PUBLISHED, 1000))
+    list(map(tick.add, outcomes(RunState.WAITING, 7)))
     assert logged == 500
     assert len(tick.format_message()) < 4000
     assert "and 990 more, in the log" in tick.format_message()
@@ -59,7 +59,7 @@ def test_a_thousand_publications_are_ten_and_a_number() -> None:
 
 
 def test_nothing_at_all() -> None:
-    assert TickReport().format_message() == "Nothing to publish."
+    assert PassReport().format_message() == "Nothing to publish."
 
 
 # -- one at a time ---------------------------------------------------------------------------------------
@@ -126,16 +126,14 @@ def test_what_does_not_fit_waits_for_the_next_tick_and_the_oldest_comes_first(
         reconciler._clock = Ticking()
         found = ours(p, reconciler.reconcile_branches(budget_s=1.5))
         assert [(one.run_id, one.action) for one in found] == [
-            (run_id, PublicationAction.PUBLISHED if number < 2 else PublicationAction.WAITING)
+            (run_id, RunState.PUBLISHED if number < 2 else RunState.WAITING)
             for number, run_id in enumerate(ids)
         ]
         assert {one.detail for one in found[2:]} == {
             "left to the next tick, because the time budget is used up"
         }
         later = ours(p, p.reconciler().reconcile_branches())
-        assert [(one.run_id, one.action) for one in later] == [
-            (i, PublicationAction.PUBLISHED) for i in ids[2:]
-        ]
+        assert [(one.run_id, one.action) for one in later] == [(i, RunState.PUBLISHED) for i in ids[2:]]
         assert len(p.rows(namespace, "t")) == 5
 
 
@@ -164,7 +162,7 @@ def test_the_telling_of_many_partitions_goes_on_where_it_stopped(
             reconciler._finisher._clock = Ticking()
             reconciler._clock = lambda: 0.0
             (outcome,) = ours(p, reconciler.reconcile_branches(budget_s=3.5))
-            assert outcome.action is PublicationAction.PUBLISHED
+            assert outcome.action is RunState.PUBLISHED
             told = p.instance.get_run_by_id(run_id)
             assert told is not None
             seen.append(len(p.observations([namespace, "t"])))
@@ -190,22 +188,22 @@ def test_nine_waiting_runs_share_their_checks(
     with project(lakehouse, asset, at_most(asset, most)) as p:
         p.settle(run(p, namespace, 0))
         ids = [run(p, namespace, 12 if number == 4 and most == 12 else 1) for number in range(9)]
-        done: dict[str, PublicationAction] = {}
+        done: dict[str, RunState] = {}
         checks = 0
         for _ in range(40):
             for outcome in ours(p, p.reconciler().reconcile_branches()):
                 if outcome.check_run:
                     check_run(p, outcome)
                     checks += 1
-                if outcome.action in (PublicationAction.PUBLISHED, PublicationAction.REFUSED):
+                if outcome.action in (RunState.PUBLISHED, RunState.REFUSED):
                     done[outcome.run_id] = outcome.action
             if len(done) == len(ids):
                 break
-        assert sum(action is PublicationAction.PUBLISHED for action in done.values()) == published
+        assert sum(action is RunState.PUBLISHED for action in done.values()) == published
         assert checks <= (1 if published == 9 else 12)
         assert rows(p, namespace) == [0] + [1] * published
         if published == 8:
-            assert done[ids[4]] is PublicationAction.REFUSED
+            assert done[ids[4]] is RunState.REFUSED
         assert not [name for name in p.branches() if name.startswith("publish-") and name[8:] in ids]
 
 
@@ -235,7 +233,7 @@ def test_a_check_run_that_takes_too_long_is_given_up_and_made_again(
         assert ended is not None
         assert ended.is_failure
         check_run(p, again)
-        assert p.settle(second).action is PublicationAction.PUBLISHED
+        assert p.settle(second).action is RunState.PUBLISHED
 
 
 # -- the sensor ------------------------------------------------------------------------------------------

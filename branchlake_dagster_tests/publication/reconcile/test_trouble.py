@@ -20,10 +20,9 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication import assessment as assess
-from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.parked_runs import MAX_ATTEMPTS
+from branchlake_dagster.publication.outcome import MAX_ATTEMPTS, Outcome
 from branchlake_dagster.runs.run_branch import run_branch_name
-from branchlake_dagster.runs.run_tags import PARKED
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
@@ -92,10 +91,10 @@ def test_an_empty_metadata_file_holds_up_nobody(
     elsewhere = p.run(dg.AssetKey([namespace, "u"]))
     found = one_pass(p, clock)
     assert {run_id: found[run_id].action for run_id in (one, broken, other, elsewhere)} == {
-        one: PublicationAction.PUBLISHED,
-        broken: PublicationAction.TRY_AGAIN,
-        other: PublicationAction.PUBLISHED,
-        elsewhere: PublicationAction.PUBLISHED,
+        one: RunState.PUBLISHED,
+        broken: RunState.TRY_AGAIN,
+        other: RunState.PUBLISHED,
+        elsewhere: RunState.PUBLISHED,
     }
     assert len(p.rows(namespace, "t")) == 3
 
@@ -106,18 +105,18 @@ def test_it_is_tried_later_and_later_and_then_set_aside(
     p, _, broken, _ = three
     pauses = []
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        assert one_pass(p, clock)[broken].action is PublicationAction.TRY_AGAIN
+        assert one_pass(p, clock)[broken].action is RunState.TRY_AGAIN
         tags = run_of(p, broken).tags
         assert tags[RunTag.ATTEMPTS] == str(attempt)
         assert tags[RunTag.REASON]
         if attempt < MAX_ATTEMPTS:
-            assert one_pass(p, clock)[broken].action is PublicationAction.WAITING
+            assert one_pass(p, clock)[broken].action is RunState.WAITING
             due = datetime.fromisoformat(tags[RunTag.NEXT_ATTEMPT])
             pauses.append(round((due - clock.now).total_seconds() / 5))
             clock.now = due
     assert pauses == [2**n for n in range(MAX_ATTEMPTS - 1)]
     clock.now += timedelta(days=1)
-    assert one_pass(p, clock)[broken].action is PublicationAction.PARKED
+    assert one_pass(p, clock)[broken].action is RunState.PARKED
     log = p.instance.all_logs(broken)
     assert any(f"branchlake set-aside retry {broken}" in entry.message for entry in log)
     assert run_branch_name(broken) in p.branches()
@@ -146,7 +145,7 @@ def command(p: Project, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 def aside(three: tuple[Project, str, str, str], clock: Clock) -> tuple[Project, str]:
     p, _, broken, _ = three
     one_pass(p, clock)
-    p.instance.add_run_tags(broken, {RunTag.NEXT_ATTEMPT: PARKED})
+    p.instance.add_run_tags(broken, {RunTag.NEXT_ATTEMPT: str(RunState.PARKED)})
     return p, broken
 
 
@@ -166,7 +165,7 @@ def test_the_command_lists_and_retries(
     assert isinstance(content, IcebergTable)
     location = Path(content.metadata_location.removeprefix("file://"))
     kept(location).rename(location)  # somebody has put the file back meanwhile
-    assert one_pass(p, clock)[broken].action is PublicationAction.PUBLISHED
+    assert one_pass(p, clock)[broken].action is RunState.PUBLISHED
     assert len(p.rows(namespace, "t")) == 4
     assert run_of(p, broken).tags[RunTag.REASON] == "none"
 
@@ -203,15 +202,12 @@ def test_an_error_of_any_class_is_the_runs_own(
             patch.setattr(assess, "collect_evidence", failing)
             found = one_pass(p)
         assert [found[run_id].action for run_id in (one, bad, other)] == [
-            PublicationAction.PUBLISHED,
-            PublicationAction.TRY_AGAIN,
-            PublicationAction.PUBLISHED,
+            RunState.PUBLISHED,
+            RunState.TRY_AGAIN,
+            RunState.PUBLISHED,
         ]
         assert type(error).__name__ in found[bad].detail
-        assert (
-            one_pass(p, Clock(datetime.now(UTC) + timedelta(minutes=1)))[bad].action
-            is PublicationAction.PUBLISHED
-        )
+        assert one_pass(p, Clock(datetime.now(UTC) + timedelta(minutes=1)))[bad].action is RunState.PUBLISHED
         assert len(p.rows(namespace, "t")) == 3
 
 
@@ -233,9 +229,9 @@ def test_an_error_of_the_whole_group_is_divided(
             patch.setattr(NessieClient, "commit", refusing)
             found = one_pass(p)
         assert [found[run_id].action for run_id in (one, bad, other)] == [
-            PublicationAction.PUBLISHED,
-            PublicationAction.TRY_AGAIN,
-            PublicationAction.PUBLISHED,
+            RunState.PUBLISHED,
+            RunState.TRY_AGAIN,
+            RunState.PUBLISHED,
         ]
         p.settle(bad)
 
@@ -245,7 +241,7 @@ def test_a_tag_that_somebody_wrote_holds_up_nobody(lakehouse: Lakehouse, namespa
     with project(lakehouse, appending(namespace)) as p:
         run_id = p.run()
         p.instance.add_run_tags(run_id, {RunTag.NEXT_ATTEMPT: due})
-        assert one_pass(p)[run_id].action is PublicationAction.PUBLISHED
+        assert one_pass(p)[run_id].action is RunState.PUBLISHED
 
 
 def test_a_storage_that_cannot_note_the_trouble_stops_nobody(
@@ -261,5 +257,5 @@ def test_a_storage_that_cannot_note_the_trouble_stops_nobody(
 
     monkeypatch.setattr(type(p.instance), "add_run_tags", locked)
     found = one_pass(p)
-    assert found[broken].action is PublicationAction.TRY_AGAIN
-    assert {found[one].action, found[other].action} == {PublicationAction.PUBLISHED}
+    assert found[broken].action is RunState.TRY_AGAIN
+    assert {found[one].action, found[other].action} == {RunState.PUBLISHED}

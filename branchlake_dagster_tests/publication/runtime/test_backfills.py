@@ -8,8 +8,8 @@ import pytest
 
 from branchlake_dagster.internals.dagster import BACKFILL_ID_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication import tick_report as backfills
-from branchlake_dagster.publication.tick_report import BackfillWatch
+from branchlake_dagster.publication import publication_sensor as backfills
+from branchlake_dagster.publication.publication_sensor import BackfillWatch
 from branchlake_dagster.stored_names import AssetMetadata
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.dagster_internals import (

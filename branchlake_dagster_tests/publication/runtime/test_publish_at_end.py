@@ -15,11 +15,12 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.publication import publish_at_end
 from branchlake_dagster.publication.ledger import iter_publications
-from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.publish_at_end import LEFT_TO_SENSOR
+from branchlake_dagster.publication.outcome import Outcome
+from branchlake_dagster.publication.publish_at_end import LEFT_TO_SENSOR, RunPublication
 from branchlake_dagster.publication.publisher import Publisher
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository
 from branchlake_dagster_tests.publication.runtime import publish_at_end_project
@@ -68,6 +69,11 @@ def reconciler(lakehouse: Lakehouse, instance: dg.DagsterInstance) -> Reconciler
     return Reconciler.from_lake(lakehouse, instance, graph)
 
 
+def publication(lakehouse: Lakehouse, instance: dg.DagsterInstance) -> RunPublication:
+    graph = publish_at_end_project.defs.get_repository_def().asset_graph
+    return RunPublication.from_lake(lakehouse, instance, graph)
+
+
 def times(lakehouse: Lakehouse, token: int) -> int:
     """How often the token is on `main`."""
     catalog, identifier = lakehouse.catalog(), (publish_at_end_project.NAMESPACE, "t")
@@ -101,18 +107,18 @@ def test_a_run_publishes_itself(
 def outcome_of(store: dg.DagsterInstance, run_id: str) -> Outcome:
     found = store.get_run_by_id(run_id)
     assert found is not None
-    action, publication = PublicationAction.PUBLISHED, found.tags[RunTag.PUBLICATION]
+    action, publication = RunState.PUBLISHED, found.tags[RunTag.PUBLICATION]
     return Outcome(run_branch_name(run_id), run_id, action, "", None, publication)
 
 
-@pytest.mark.parametrize("action", [*PublicationAction])
-def test_the_line_names_the_run_and_what_to_look_at(action: PublicationAction) -> None:
+@pytest.mark.parametrize("action", [*RunState])
+def test_the_line_names_the_run_and_what_to_look_at(action: RunState) -> None:
     reasons = "check positive on t failed.\nMore lines"
     told = publish_at_end.format_run_outcome(Outcome("run-1", "1234", action, reasons, next_step=""))
     assert "1234" in told
     assert "\n" not in told
-    assert "branchlake status" in told or action is PublicationAction.DISCARDED
-    if action is PublicationAction.BLOCKED:
+    assert "branchlake status" in told or action is RunState.DISCARDED
+    if action is RunState.BLOCKED:
         rows = Outcome("run-1", "1234", action, reasons, next_step="Look at the rows: branchlake sql.")
         assert publish_at_end.format_run_outcome(rows).endswith("branchlake sql.")
 
@@ -147,7 +153,7 @@ def test_what_the_run_could_not_do_the_sensor_does(
             patch.undo()
             outcome = reconciler(lakehouse, store).reconcile_run(result.run_id)
             assert outcome is not None
-            assert outcome.action is PublicationAction.PUBLISHED
+            assert outcome.action is RunState.PUBLISHED
             assert times(lakehouse, token) == 1
 
 
@@ -167,7 +173,7 @@ def test_an_error_of_any_class_leaves_a_passed_run_to_the_sensor(
             assert "Read-only file system" in str(told)
             outcome = reconciler(lakehouse, store).reconcile_run(result.run_id)
             assert outcome is not None
-            assert outcome.action is PublicationAction.PUBLISHED
+            assert outcome.action is RunState.PUBLISHED
             assert times(lakehouse, token) == 1
 
 
@@ -191,7 +197,7 @@ def test_a_run_that_died_after_its_publication_is_told_as_published(
             store.report_run_failed(found)
         outcome = reconciler(lakehouse, store).reconcile_run(found.run_id)
         assert outcome is not None
-        assert outcome.action is PublicationAction.PUBLISHED
+        assert outcome.action is RunState.PUBLISHED
         assert outcome.publication is not None
         assert times(lakehouse, token) == 1
         assert run_branch_name(found.run_id) not in {ref.name for ref in lakehouse.nessie.references()}
@@ -201,7 +207,7 @@ def test_the_run_and_the_sensor_race_to_one_publication(
     lakehouse: Lakehouse, environment: pytest.MonkeyPatch, token: int
 ) -> None:
     with environment.context() as patch:
-        patch.setattr(Reconciler, "publish_now", lambda *_, **__: None)
+        patch.setattr(RunPublication, "publish", lambda *_, **__: None)
         with instance() as store, run(store) as result:
             patch.undo()
             found = store.get_run_by_id(result.run_id)
@@ -210,9 +216,9 @@ def test_the_run_and_the_sensor_race_to_one_publication(
             outcomes = []
 
             def publish(inside: bool) -> None:
-                mine = reconciler(lakehouse, store)
+                mine, other = publication(lakehouse, store), reconciler(lakehouse, store)
                 barrier.wait()
-                outcome = mine.publish_now(found) if inside else mine.reconcile_run(found.run_id)
+                outcome = mine.publish(found) if inside else other.reconcile_run(found.run_id)
                 if inside or (outcome and outcome.detail != "another publisher was faster"):
                     outcomes.append(outcome)
 
@@ -223,7 +229,7 @@ def test_the_run_and_the_sensor_race_to_one_publication(
                 thread.join()
             # Who comes from outside may find the branch gone; the run itself knows how it ended.
             told = {o.action for o in outcomes if o}
-            assert told <= {PublicationAction.PUBLISHED, PublicationAction.TRY_AGAIN}
+            assert told <= {RunState.PUBLISHED, RunState.TRY_AGAIN}
             assert len({o.publication for o in outcomes if o and o.publication}) == 1
             assert times(lakehouse, token) == 1
             entries = [p for p in iter_publications(lakehouse.nessie, limit=10) if p.run_id == result.run_id]
@@ -235,14 +241,14 @@ def test_a_run_that_was_ended_meanwhile_does_not_publish_itself(
 ) -> None:
     """Its process was suspended, was taken for dead, and wakes up. Its branch may be kept for some hours."""
     with environment.context() as patch:
-        patch.setattr(Reconciler, "publish_now", lambda *_, **__: None)
+        patch.setattr(RunPublication, "publish", lambda *_, **__: None)
         with instance() as store, run(store) as result:
             patch.undo()
             found = store.get_run_by_id(result.run_id)
             assert found is not None
             assert found.is_finished
-            outcome = reconciler(lakehouse, store).publish_now(found)
-            assert outcome.action is PublicationAction.TRY_AGAIN
+            outcome = publication(lakehouse, store).publish(found)
+            assert outcome.action is RunState.TRY_AGAIN
             assert times(lakehouse, token) == 0
 
 
@@ -259,7 +265,7 @@ def test_a_publication_that_does_not_end_is_left_to_the_sensor(
 
     with instance() as store:
         with environment.context() as patch:
-            patch.setattr(Reconciler, "publish_now", waiting)
+            patch.setattr(RunPublication, "publish", waiting)
             patch.setattr(publish_at_end, "longest_pass_s", lambda _: 0.1)
             with run(store) as result:
                 assert result.success
@@ -269,5 +275,5 @@ def test_a_publication_that_does_not_end_is_left_to_the_sensor(
         answers.set()
         outcome = reconciler(lakehouse, store).reconcile_run(run_id)
         assert outcome is not None
-        assert outcome.action is PublicationAction.PUBLISHED
+        assert outcome.action is RunState.PUBLISHED
         assert times(lakehouse, token) == 1

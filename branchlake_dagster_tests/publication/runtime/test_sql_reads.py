@@ -12,9 +12,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.functions import expr as pyspark_expr
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
-from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.spark_resource import BranchSparkResource
+from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project
@@ -42,7 +41,7 @@ def seeded(namespace: str, *names: str) -> list[dg.AssetsDefinition]:
     return [seed(name) for name in names]
 
 
-def settled(p: Project, run_id: str) -> PublicationAction:
+def settled(p: Project, run_id: str) -> RunState:
     return p.settle(run_id).action
 
 
@@ -56,7 +55,7 @@ def noted(p: Project, run_id: str, name: str = EventMetadata.READ_TABLES) -> lis
     return sorted(found)
 
 
-def skew(lakehouse: Lakehouse, namespace: str, metadata: Any, read: str) -> list[PublicationAction]:
+def skew(lakehouse: Lakehouse, namespace: str, metadata: Any, read: str) -> list[RunState]:
     """Two runs, each of which reads what the other writes: of both, one must come first."""
 
     def other(name: str, of: str) -> dg.AssetsDefinition:
@@ -85,15 +84,15 @@ def test_write_skew_of_runs_that_read_by_themselves_is_refused(
     lakehouse: Lakehouse, namespace: str, read: str
 ) -> None:
     assert skew(lakehouse, namespace, STRICT, read) == [
-        PublicationAction.PUBLISHED,
-        PublicationAction.REFUSED,
+        RunState.PUBLISHED,
+        RunState.REFUSED,
     ]
 
 
 def test_under_snapshot_isolation_it_is_allowed(lakehouse: Lakehouse, namespace: str) -> None:
     assert skew(lakehouse, namespace, LOOSE, "sql") == [
-        PublicationAction.PUBLISHED,
-        PublicationAction.PUBLISHED,
+        RunState.PUBLISHED,
+        RunState.PUBLISHED,
     ]
 
 
@@ -212,7 +211,7 @@ def test_what_cannot_be_known_blocks_a_serializable_asset(lakehouse: Lakehouse, 
         settled(p, p.run())
     with project(lakehouse, t) as p:
         outcome = p.settle(p.run())
-        assert outcome.action is PublicationAction.BLOCKED
+        assert outcome.action is RunState.BLOCKED
         assert outcome.codes == ("reads_unknown",)
 
 
@@ -236,7 +235,7 @@ def test_an_upsert_does_not_read_its_target_but_what_it_is_made_from(
         for _ in range(2):
             run_id = p.run()
             assert noted(p, run_id) == [f"{namespace}.a"]
-            assert settled(p, run_id) is PublicationAction.PUBLISHED
+            assert settled(p, run_id) is RunState.PUBLISHED
 
 
 def test_a_step_that_dies_has_told_what_it_read(lakehouse: Lakehouse, namespace: str) -> None:
@@ -258,7 +257,7 @@ def test_a_step_that_dies_has_told_what_it_read(lakehouse: Lakehouse, namespace:
             run_id = q.run()
             assert noted(q, run_id) == [f"{namespace}.a"]
             settled(p, p.run(key))
-            assert settled(q, run_id) is PublicationAction.REFUSED
+            assert settled(q, run_id) is RunState.REFUSED
 
 
 def test_reads_in_a_thread_of_the_assets_own_are_noted(lakehouse: Lakehouse, namespace: str) -> None:

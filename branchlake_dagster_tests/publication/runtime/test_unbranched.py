@@ -7,9 +7,10 @@ import pytest
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnavailable
-from branchlake_dagster.publication.outcome import Outcome, PublicationAction
-from branchlake_dagster.publication.unbranched import judge_unbranched_runs
+from branchlake_dagster.publication.outcome import Outcome
+from branchlake_dagster.publication.publication_sensor import judge_unbranched_runs
 from branchlake_dagster.runs.run_branch import FALLBACK_WARNING
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.suite import memory
@@ -54,7 +55,7 @@ def test_a_run_without_a_branch_writes_to_main_and_says_so(
         run = p.instance.get_run_by_id(run_id)
         assert (run.tags[RunTag.BRANCH], run.tags[RunTag.UNBRANCHED]) == ("main", "true")
         (outcome,) = settle(p)
-        assert (outcome.action, outcome.run_id) == (PublicationAction.UNBRANCHED, run_id)
+        assert (outcome.action, outcome.run_id) == (RunState.UNBRANCHED, run_id)
         assert "its checks passed" in outcome.detail
         assert outcome.publication == lake.nessie.reference("main").hash
         assert p.instance.get_run_by_id(run_id).tags[RunTag.VERDICT] == "passed"
