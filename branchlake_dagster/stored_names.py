@@ -8,6 +8,8 @@ tables are (`ingest/batch_tables.py`, `history/rows.py`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 _HIDDEN = ".dagster/branchlake_"
 """Dagster's run list hides tags with its own prefix. It allows one slash in a tag's name."""
 
@@ -307,3 +309,59 @@ CHANGE_TABLE_INFIX = "__change__"
 """In a change table's name, between the names of the input and of the consumer."""
 KEPT_RECORDS_SUFFIX = "_kept_records"
 """Follows an ingestion's name in the name of the table that keeps its records as they were received."""
+
+
+@dataclass(frozen=True)
+class ExclusiveProperty:
+    """A table property whose value accounts for the rows that a run wrote.
+
+    So of two runs that set it to different values only one can be published, and a run that sets it cannot be
+    replayed on a table that was rolled back or replaced: its value would hide that the table lacks rows.
+
+    Attributes:
+        prefix: The beginning of the property's name.
+        conflict: The reason why the second run is refused.
+        conflict_code: The code of that reason.
+        rollback: The reason why the run is refused on a table that was rolled back or replaced.
+        later_rows: The prefix of another exclusive property. A snapshot with that property and the same name
+            after the prefix appends rows of records that a snapshot with this property does not concern.
+    """
+
+    prefix: str
+    conflict: str
+    conflict_code: str
+    rollback: str
+    later_rows: str | None = None
+
+
+_HIDES_ROLLBACK = (
+    "it was rolled back or replaced, and the read positions that the run recorded would hide that"
+)
+
+EXCLUSIVE_PROPERTIES = (
+    ExclusiveProperty(
+        LakeProperty.CONSUMED,
+        "another run of this consumer was published first: both have consumed the same change",
+        "run_published_first",
+        _HIDES_ROLLBACK,
+    ),
+    ExclusiveProperty(
+        LakeProperty.OFFSETS_PREFIX,
+        "another batch of this ingestion was published first: both have read the same offsets",
+        "batch_published_first",
+        _HIDES_ROLLBACK,
+    ),
+    ExclusiveProperty(
+        LakeProperty.REPROCESSED_PREFIX,
+        "another run of this ingestion has reprocessed dead letters meanwhile, possibly the same ones",
+        "dead_letters_reprocessed",
+        _HIDES_ROLLBACK,
+        later_rows=LakeProperty.OFFSETS_PREFIX,
+    ),
+)
+"""All exclusive properties. A publication knows them only from here."""
+
+
+def find_exclusive_property(name: str) -> ExclusiveProperty | None:
+    """Return the exclusive property that a table property of this name is; None if it is an ordinary one."""
+    return next((each for each in EXCLUSIVE_PROPERTIES if name.startswith(each.prefix)), None)

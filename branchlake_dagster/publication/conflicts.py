@@ -29,7 +29,7 @@ from branchlake_dagster.publication.table_change import (
     SnapshotChange,
     TableChange,
 )
-from branchlake_dagster.stored_names import LakeProperty
+from branchlake_dagster.stored_names import find_exclusive_property
 from branchlake_dagster.wording import CodedReason
 
 _WIDENINGS = {("int", "long"), ("float", "double")}
@@ -277,14 +277,12 @@ def _adds_later_records(main_step: SnapshotChange, step: SnapshotChange) -> bool
     base. A later batch of the same ingestion adds rows of other records. Bounds cannot show that if the
     topic's partitions have different offsets. A table that is filled again is never reprocessed.
     """
-    reprocessed = {
-        name.removeprefix(LakeProperty.REPROCESSED_PREFIX)
+    later_names = {
+        exclusive.later_rows + name.removeprefix(exclusive.prefix)
         for name in step.properties
-        if name.startswith(LakeProperty.REPROCESSED_PREFIX)
+        if (exclusive := find_exclusive_property(name)) is not None and exclusive.later_rows
     }
-    return main_step.mode is ChangeMode.APPEND and any(
-        LakeProperty.OFFSETS_PREFIX + name in main_step.properties for name in reprocessed
-    )
+    return main_step.mode is ChangeMode.APPEND and any(name in main_step.properties for name in later_names)
 
 
 def _check_upsert(

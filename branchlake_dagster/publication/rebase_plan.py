@@ -28,7 +28,7 @@ from branchlake_dagster.publication.replay import ReplayImpossible, StagedState,
 from branchlake_dagster.publication.table_change import ChangeMode, TableChange
 from branchlake_dagster.runs.leases import Lease, lease_key
 from branchlake_dagster.runs.run_branch import run_id_of_branch
-from branchlake_dagster.stored_names import LakeProperty
+from branchlake_dagster.stored_names import LakeProperty, find_exclusive_property
 from branchlake_dagster.wording import CodedReason
 
 PlannedContent = Content | StagedState | None
@@ -321,17 +321,9 @@ class CommitPlan:
             raise _CandidateRefused(key, CodedReason(why, "partly_on_main"), (), runs)
         if property_name := _find_same_property(run_change, main_change):
             raise _CandidateRefused(key, _explain_same_property(property_name), (), runs)
-        records_progress = any(
-            name.startswith(
-                (LakeProperty.CONSUMED, LakeProperty.OFFSETS_PREFIX, LakeProperty.REPROCESSED_PREFIX)
-            )
-            for name in run_change.properties_set
-        )
-        if records_progress and not main_change.is_complete:
-            why = (
-                "it was rolled back or replaced, and the read positions that the run recorded would hide that"
-            )
-            raise _CandidateRefused(key, CodedReason(why, "rolled_back"), (), runs)
+        exclusive = next(filter(None, map(find_exclusive_property, run_change.properties_set)), None)
+        if exclusive is not None and not main_change.is_complete:
+            raise _CandidateRefused(key, CodedReason(exclusive.rollback, "rolled_back"), (), runs)
         run_change = map_over_compactions(run_change, main_change)
         if conflict := find_overlap(run_change, main_change):
             # The files of a table without partitions have the partition "".
@@ -376,15 +368,8 @@ def _has_only_appends(change: TableChange) -> bool:
 
 def _explain_same_property(name: str) -> CodedReason:
     """Return the reason for a refusal because both sides set a property."""
-    if name.startswith(LakeProperty.CONSUMED):
-        why = "another run of this consumer was published first: both have consumed the same change"
-        return CodedReason(why, "run_published_first")
-    if name.startswith(LakeProperty.OFFSETS_PREFIX):
-        why = "another batch of this ingestion was published first: both have read the same offsets"
-        return CodedReason(why, "batch_published_first")
-    if name.startswith(LakeProperty.REPROCESSED_PREFIX):
-        why = "another run of this ingestion has reprocessed dead letters meanwhile, possibly the same ones"
-        return CodedReason(why, "dead_letters_reprocessed")
+    if (exclusive := find_exclusive_property(name)) is not None:
+        return CodedReason(exclusive.conflict, exclusive.conflict_code)
     return CodedReason(f"both sides set its property {name}", "same_property")
 
 

@@ -23,7 +23,7 @@ from branchlake_dagster.publication.table_change import (
     SnapshotChange,
     TableChange,
 )
-from branchlake_dagster.stored_names import LakeProperty
+from branchlake_dagster.stored_names import LakeProperty, find_exclusive_property
 from branchlake_dagster.tables.replaced_rows import from_json
 
 _MODES = {
@@ -125,15 +125,8 @@ def load_table_change(
         properties_set={
             key: value
             for key, value in new_properties.items()
-            # For a new table only the properties that two creators must not share: consumed changes and read
-            # offsets.
-            if old_properties.get(key) != value
-            and (
-                old_metadata
-                or key.startswith(
-                    (LakeProperty.CONSUMED, LakeProperty.OFFSETS_PREFIX, LakeProperty.REPROCESSED_PREFIX)
-                )
-            )
+            # For a new table only the properties that two creators must not share.
+            if old_properties.get(key) != value and (old_metadata or find_exclusive_property(key))
         },
         properties_removed=tuple(sorted(old_properties.keys() - new_properties.keys())),
         base_snapshot_id=base_snapshot_id,
