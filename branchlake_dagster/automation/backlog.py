@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import cached_property
 from graphlib import TopologicalSorter
 
@@ -32,14 +31,13 @@ from branchlake_dagster.history.change import ChangeLost, ChangeSet, position_to
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.incremental.declaration import Consumer, UpstreamTable, parse_declaration
 from branchlake_dagster.incremental.pending import PartitionBatch
-from branchlake_dagster.incremental.positions import ConsumptionRecord
+from branchlake_dagster.incremental.positions import ConsumptionRecord, Unconsumed
 from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster.internals.dagster import AssetGraph, AssetKeyPartitionKey
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_tags import Approvals
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.tables.errors import InputColumnGone, PositionUnreadable, TableMissing
-from branchlake_dagster.wording import format_count
 
 
 @dataclass(frozen=True)
@@ -113,48 +111,6 @@ def join_chains(downstream: Mapping[AssetKey, Sequence[AssetKey]]) -> dict[Asset
         for other in joined:
             chains[other] = joined
     return chains
-
-
-@dataclass(frozen=True)
-class Unconsumed:
-    """The published change that a consumer has not consumed: `rows` in `files` changed since `oldest`.
-
-    `whole` means that the consumer has consumed nothing yet or must start again; then nothing is counted.
-    `new` means that no file changed, but partitions are left that were defined later than their rows, or that
-    are computed from a recomputed partition. `trouble` is the reason why the change is unknown.
-    `missing_input` is a message about an input that does not exist. Rows outside all partitions do not count.
-    """
-
-    files: int = 0
-    rows: int = 0
-    oldest: datetime | None = None
-    whole: bool = False
-    new: bool = False
-    trouble: str | None = None
-    missing_input: str | None = None
-
-    @property
-    def any(self) -> bool:
-        """Whether there is something to consume."""
-        return self.whole or self.new or self.files > 0
-
-    def age_s(self, now: datetime) -> float:
-        """Return the seconds since the oldest unconsumed change was written; 0 if nothing is left."""
-        return max(0.0, (now - self.oldest).total_seconds()) if self.oldest else 0.0
-
-    def text(self) -> str:
-        """Return a description for people."""
-        if self.trouble or self.missing_input:
-            return str(self.trouble or self.missing_input)
-        if self.whole:
-            return "everything, for the first time or again"
-        if self.new:
-            return "all rows of partitions that are new, redefined, or computed from a recomputed partition"
-        return (
-            f"{format_count(self.rows, 'row')} in {format_count(self.files, 'file')}"
-            if self.files
-            else "nothing"
-        )
 
 
 class ConsumerBacklog:
@@ -242,20 +198,7 @@ class ConsumerBacklog:
 
         If a partition has consumed nothing yet, everything is left and nothing is counted.
         """
-        changes = self._consumption.changes_by_partition(partitions) if partitions else {}
-        return {
-            key: (
-                change.record,
-                Unconsumed(
-                    change.files,
-                    change.rows,
-                    change.oldest,
-                    whole=change.record is None,
-                    new=change.record is not None and not change.files,
-                ),
-            )
-            for key, change in changes.items()
-        }
+        return self._consumption.changes_by_partition(partitions) if partitions else {}
 
     def held_partitions(
         self, partitions: Sequence[str | None], approvals: Approvals

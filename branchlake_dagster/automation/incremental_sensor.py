@@ -29,7 +29,6 @@ from dagster import (
 from branchlake_dagster.automation.backlog import (
     ConsumerBacklog,
     ConsumingAsset,
-    Unconsumed,
     find_downstream,
     iter_consumers,
     join_chains,
@@ -53,6 +52,7 @@ from branchlake_dagster.automation.partition_backlog import (
 )
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.incremental.affected_partitions import partition_coverage
+from branchlake_dagster.incremental.positions import Unconsumed
 from branchlake_dagster.internals.dagster import RANGE_END_TAG, RANGE_START_TAG, CoercibleToAssetSelection
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource

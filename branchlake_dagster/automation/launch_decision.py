@@ -9,8 +9,8 @@ from enum import StrEnum
 
 from dagster import DagsterRun, DagsterRunStatus
 
-from branchlake_dagster.automation.backlog import Unconsumed
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.incremental.positions import Unconsumed
 from branchlake_dagster.runs.run_tags import UNJUDGED, RunState, find_publication, find_run_location
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import pluralize

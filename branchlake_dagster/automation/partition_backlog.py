@@ -31,7 +31,7 @@ from dagster import (
     partition_loading_context,
 )
 
-from branchlake_dagster.automation.backlog import ConsumerBacklog, Unconsumed
+from branchlake_dagster.automation.backlog import ConsumerBacklog
 from branchlake_dagster.automation.launch_decision import (
     Attempt,
     AttemptHistory,
@@ -44,7 +44,7 @@ from branchlake_dagster.automation.launch_decision import (
     launch_outcome,
 )
 from branchlake_dagster.incremental.pending import PartitionBatch
-from branchlake_dagster.incremental.positions import ConsumptionRecord
+from branchlake_dagster.incremental.positions import ConsumptionRecord, Unconsumed
 from branchlake_dagster.internals.dagster import (
     PARTITION_TAG,
     RANGE_END_TAG,

@@ -35,9 +35,8 @@ from branchlake_dagster.incremental.declaration import (
     require_columns,
 )
 from branchlake_dagster.incremental.pending import (
-    Backlog,
+    ConsumerState,
     PartitionBatch,
-    PartitionChange,
     changes_by_partition,
     compute_valid_through,
     is_at_common_position,
@@ -52,6 +51,7 @@ from branchlake_dagster.incremental.positions import (
     ConsumptionRecord,
     Positions,
     PropertyUpdate,
+    Unconsumed,
     fit_positions,
     partition_extent,
     partition_identity,
@@ -602,7 +602,9 @@ class Consumption:
             return True
         return False
 
-    def changes_by_partition(self, partitions: Iterable[str]) -> dict[str, PartitionChange]:
+    def changes_by_partition(
+        self, partitions: Iterable[str]
+    ) -> dict[str, tuple[ConsumptionRecord | None, Unconsumed]]:
         """Return what each of these partitions has left to consume. Raises ChangeLost.
 
         Reads manifests only.
@@ -649,9 +651,9 @@ class Consumption:
         except ConfigurationError:
             return None
 
-    def _backlog(self, *, lost_is_all: bool = False) -> Backlog:
+    def _backlog(self, *, lost_is_all: bool = False) -> ConsumerState:
         inputs = tuple(self.inputs.values())
-        return Backlog(
+        return ConsumerState(
             self.consumer,
             self.positions,
             inputs,

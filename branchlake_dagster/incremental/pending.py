@@ -30,7 +30,7 @@ from branchlake_dagster.incremental.affected_partitions import (
     time_dimension,
 )
 from branchlake_dagster.incremental.declaration import Consumer, UpstreamTable
-from branchlake_dagster.incremental.positions import ConsumptionRecord, Positions, shares_rows
+from branchlake_dagster.incremental.positions import ConsumptionRecord, Positions, Unconsumed, shares_rows
 from branchlake_dagster.incremental.valid_through import (
     InputTime,
     UnconsumedPart,
@@ -43,7 +43,7 @@ from branchlake_dagster.tables.selection import select_partitions, to_iceberg_fi
 
 
 @dataclass(frozen=True)
-class Backlog:
+class ConsumerState:
     """The state from which pending partitions are found: a consumer, its positions and its present inputs.
 
     `change_since(input, position)` returns the change of an input; a position of None means everything.
@@ -61,7 +61,7 @@ class Backlog:
     """Whether a lost change counts for all partitions instead of raising ChangeLost."""
 
 
-def pending_partitions(backlog: Backlog) -> set[str]:
+def pending_partitions(state: ConsumerState) -> set[str]:
     """Return the partitions for which an input has changes that were not consumed.
 
     Partitions with their own position are checked one by one, the others by the common position. A partition
@@ -70,18 +70,16 @@ def pending_partitions(backlog: Backlog) -> set[str]:
     lost rows. If partitions are computed in order, all partitions after a pending one are included, see
     `with_successors`. Raises ChangeLost, unless `lost_is_all`.
     """
-    definition = _require_definition(backlog)
-    positions = backlog.positions
+    definition = _require_definition(state)
+    positions = state.positions
     pending_keys = (
-        set()
-        if positions.common_position is None
-        else _affected_partitions(backlog, positions.common_position)
+        set() if positions.common_position is None else _affected_partitions(state, positions.common_position)
     )
     for partition, record in positions.partitions.items():
         pending_keys.discard(partition)
-        if partition in _affected_partitions(backlog, record):
+        if partition in _affected_partitions(state, record):
             pending_keys.add(partition)
-    all_keys = definition.get_partition_keys(dynamic_partitions_store=backlog.instance)
+    all_keys = definition.get_partition_keys(dynamic_partitions_store=state.instance)
     new_keys = [
         key
         for key in all_keys
@@ -91,9 +89,9 @@ def pending_partitions(backlog: Backlog) -> set[str]:
     pending_keys = (
         pending_keys
         | stale_keys
-        | _partitions_with_rows(backlog, [key for key in new_keys if key not in stale_keys])
+        | _partitions_with_rows(state, [key for key in new_keys if key not in stale_keys])
     ) & set(all_keys)
-    if not backlog.consumer.computes_in_order:
+    if not state.consumer.computes_in_order:
         return pending_keys
     return with_successors(
         definition,
@@ -203,36 +201,26 @@ def _outdated_partitions(
     return outdated_keys
 
 
-@dataclass(frozen=True)
-class PartitionChange:
-    """The change that one partition has not consumed: `rows` added or removed in `files`, since `oldest`.
+def changes_by_partition(
+    state: ConsumerState, partitions: Iterable[str]
+) -> dict[str, tuple[ConsumptionRecord | None, Unconsumed]]:
+    """Return the consumption record of each of these partitions, and what it has left. Raises ChangeLost.
 
-    `record` is the partition's consumption record. It is None if nothing was consumed for the partition; then
-    nothing is counted. A file with rows of several partitions counts with all its rows in each of them.
+    The record is None if nothing was consumed for the partition; then everything is left and nothing is
+    counted. A file with rows of several partitions counts with all its rows in each of them. Reads the same
+    manifests as `pending_partitions`.
     """
-
-    record: ConsumptionRecord | None
-    files: int = 0
-    rows: int = 0
-    oldest: datetime | None = None
-
-
-def changes_by_partition(backlog: Backlog, partitions: Iterable[str]) -> dict[str, PartitionChange]:
-    """Return what each of these partitions has left to consume. Raises ChangeLost.
-
-    Reads the same manifests as `pending_partitions`.
-    """
-    changes: dict[str, PartitionChange] = {}
-    for record, keys in _group_by_position(backlog, partitions):
+    changes: dict[str, tuple[ConsumptionRecord | None, Unconsumed]] = {}
+    for record, keys in _group_by_position(state, partitions):
         if record is None:
-            changes |= {key: PartitionChange(None) for key in keys}
+            changes |= {key: (None, Unconsumed(whole=True)) for key in keys}
         else:
-            changes |= _count_changes(backlog, record, keys)
+            changes |= _count_changes(state, record, keys)
     return changes
 
 
 def runs_by_partition(
-    backlog: Backlog,
+    state: ConsumerState,
     partitions: Iterable[str],
     select_runs: Callable[[Collection[str]], Collection[str]],
 ) -> dict[str, set[str]]:
@@ -244,18 +232,18 @@ def runs_by_partition(
     Raises ChangeLost.
     """
     run_ids_by_key: dict[str, set[str]] = defaultdict(set)
-    for record, keys in _group_by_position(backlog, partitions):
-        for upstream in backlog.inputs:
+    for record, keys in _group_by_position(state, partitions):
+        for upstream in state.inputs:
             position = record.inputs.get(upstream.name) if record is not None else None
             runs = runs_since(upstream.table.metadata, position, table=upstream.name)
             selected_runs = {*select_runs({*runs.values()})}
             if not selected_runs:
                 continue
-            bounds = _input_bounds(backlog, upstream)
+            bounds = _input_bounds(state, upstream)
             finder = PartitionFinder(
-                _require_definition(backlog), keys, reach=backlog.consumer.reach_of(upstream.key)
+                _require_definition(state), keys, reach=state.consumer.reach_of(upstream.key)
             )
-            for step in backlog.change_since(upstream, position).steps:
+            for step in state.change_since(upstream, position).steps:
                 for file in (*step.added, *step.removed, *step.deletes):
                     if (run_id := runs.get(file.snapshot_id)) in selected_runs and run_id is not None:
                         for key in finder.affected_keys(
@@ -266,10 +254,10 @@ def runs_by_partition(
 
 
 def _group_by_position(
-    backlog: Backlog, partitions: Iterable[str]
+    state: ConsumerState, partitions: Iterable[str]
 ) -> Iterator[tuple[ConsumptionRecord | None, list[str]]]:
     """Yield each consumption record with its partitions, and None with the partitions without a record."""
-    definition, positions = _require_definition(backlog), backlog.positions
+    definition, positions = _require_definition(state), state.positions
     common_keys: list[str] = []
     new_keys: list[str] = []
     for key in partitions:
@@ -283,17 +271,17 @@ def _group_by_position(
         yield None, new_keys
 
 
-def unconsumed_partitions(backlog: Backlog) -> set[str] | set[None]:
+def unconsumed_partitions(state: ConsumerState) -> set[str] | set[None]:
     """Return the partitions that have something left to consume.
 
     For an asset without partitions, the result is `{None}` or the empty set. Raises ChangeLost, unless
     `lost_is_all`.
     """
-    if backlog.consumer.tracks_partitions:
-        return pending_partitions(backlog)
-    common_position = backlog.positions.common_position
-    for upstream in backlog.inputs:
-        if not backlog.change_since(
+    if state.consumer.tracks_partitions:
+        return pending_partitions(state)
+    common_position = state.positions.common_position
+    for upstream in state.inputs:
+        if not state.change_since(
             upstream, common_position.inputs.get(upstream.name) if common_position is not None else None
         ).empty:
             return {None}
@@ -317,7 +305,7 @@ def windows_end_ms(consumer: Consumer) -> int | None:
 
 
 def compute_valid_through(
-    backlog: Backlog,
+    state: ConsumerState,
     input_times: Mapping[AssetKey, InputTime | None],
     unconsumed: Iterable[str | None],
     end_ms: int | None,
@@ -328,36 +316,36 @@ def compute_valid_through(
     `{None}` stands for a table without partitions. `end_ms` is the earlier result of `windows_end_ms`.
     Nothing is read: only recorded times are compared.
     """
-    inputs = earliest_time(_iter_complete_times(backlog, input_times))
+    inputs = earliest_time(_iter_complete_times(state, input_times))
     if inputs is None:
         return None
-    parts = [_unconsumed_part(backlog, key, inputs.sources) for key in unconsumed]
+    parts = [_unconsumed_part(state, key, inputs.sources) for key in unconsumed]
     return ValidThrough(inputs.ms, table_time_ms(inputs.ms, parts, end_ms), inputs.sources)
 
 
 def _iter_complete_times(
-    backlog: Backlog, input_times: Mapping[AssetKey, InputTime | None]
+    state: ConsumerState, input_times: Mapping[AssetKey, InputTime | None]
 ) -> Iterable[InputTime | None]:
     """Yield each input's time, minus the time after a result whose rows the result depends on."""
-    windows = time_dimension(backlog.consumer.definition)
+    windows = time_dimension(state.consumer.definition)
     definition = windows[1] if windows is not None else None
-    for upstream in backlog.inputs:
+    for upstream in state.inputs:
         time = input_times[upstream.key]
         if time is None:
             yield None
             continue
-        complete_before = backlog.consumer.reach_of(upstream.key).complete_before(
+        complete_before = state.consumer.reach_of(upstream.key).complete_before(
             definition, from_epoch_ms(time.ms)
         )
         yield InputTime(to_epoch_ms(complete_before), time.sources)
 
 
-def _unconsumed_part(backlog: Backlog, key: str | None, sources: frozenset[str]) -> UnconsumedPart:
-    consumer, positions = backlog.consumer, backlog.positions
+def _unconsumed_part(state: ConsumerState, key: str | None, sources: frozenset[str]) -> UnconsumedPart:
+    consumer, positions = state.consumer, state.positions
     record = positions.find_record(
-        key, lambda: key is not None and is_at_common_position(positions, _require_definition(backlog), key)
+        key, lambda: key is not None and is_at_common_position(positions, _require_definition(state), key)
     )
-    names = [upstream.name for upstream in backlog.inputs]
+    names = [upstream.name for upstream in state.inputs]
     consumed_ms = record.inputs_time_ms(names, sources) if record is not None else None
     windows = time_dimension(consumer.definition)
     start_ms: int | None = None
@@ -368,21 +356,21 @@ def _unconsumed_part(backlog: Backlog, key: str | None, sources: frozenset[str])
 
 
 def _count_changes(
-    backlog: Backlog, record: ConsumptionRecord, keys: list[str]
-) -> dict[str, PartitionChange]:
+    state: ConsumerState, record: ConsumptionRecord, keys: list[str]
+) -> dict[str, tuple[ConsumptionRecord | None, Unconsumed]]:
     """Count what partitions with one consumption record have left."""
     files: dict[str, int] = defaultdict(int)
     rows: dict[str, int] = defaultdict(int)
     oldest: dict[str, datetime] = {}
-    for upstream in backlog.inputs:
+    for upstream in state.inputs:
         position = record.inputs.get(upstream.name)
         if position is None:  # the input was added to the declaration later, so all of it is new
-            return {key: PartitionChange(None) for key in keys}
-        change = backlog.change_since(upstream, position)
+            return {key: (None, Unconsumed(whole=True)) for key in keys}
+        change = state.change_since(upstream, position)
         times = {step.ordinal: step.at for step in change.steps}
-        bounds = _input_bounds(backlog, upstream)
+        bounds = _input_bounds(state, upstream)
         finder = PartitionFinder(
-            _require_definition(backlog), keys, reach=backlog.consumer.reach_of(upstream.key)
+            _require_definition(state), keys, reach=state.consumer.reach_of(upstream.key)
         )
         for file in change.files():
             for key in finder.affected_keys(
@@ -392,11 +380,13 @@ def _count_changes(
                 rows[key] += file.rows
                 at = times[file.ordinal]
                 oldest[key] = min(oldest.get(key, at), at)
-    return {key: PartitionChange(record, files[key], rows[key], oldest.get(key)) for key in keys}
+    return {
+        key: (record, Unconsumed(files[key], rows[key], oldest.get(key), new=not files[key])) for key in keys
+    }
 
 
-def _input_bounds(backlog: Backlog, upstream: UpstreamTable) -> dict[str, ColumnRanges]:
-    columns = backlog.consumer.columns_of_input(upstream.key, upstream.table)
+def _input_bounds(state: ConsumerState, upstream: UpstreamTable) -> dict[str, ColumnRanges]:
+    columns = state.consumer.columns_of_input(upstream.key, upstream.table)
     return {
         name: ColumnRanges(upstream.table.metadata, column, table=upstream.name)
         for name, column in columns.items()
@@ -426,51 +416,49 @@ def is_at_common_position(positions: Positions, definition: PartitionsDefinition
     return not any(shares_rows(extent, definition, key) for extent in positions.redefined_extents)
 
 
-def _require_definition(backlog: Backlog) -> PartitionsDefinition[str]:
-    definition = backlog.consumer.definition
+def _require_definition(state: ConsumerState) -> PartitionsDefinition[str]:
+    definition = state.consumer.definition
     assert definition is not None  # noqa: S101 - called only for partitioned assets
     return definition
 
 
-def _affected_partitions(backlog: Backlog, record: ConsumptionRecord) -> set[str]:
+def _affected_partitions(state: ConsumerState, record: ConsumptionRecord) -> set[str]:
     """Return the partitions for which the changes since a record may have rows."""
     partitions: set[str] = set()
-    for upstream in backlog.inputs:
+    for upstream in state.inputs:
         try:
-            change = backlog.change_since(upstream, record.inputs.get(upstream.name))
+            change = state.change_since(upstream, record.inputs.get(upstream.name))
         except ChangeLost:
-            if not backlog.lost_is_all:
+            if not state.lost_is_all:
                 raise
-            return set(
-                _require_definition(backlog).get_partition_keys(dynamic_partitions_store=backlog.instance)
-            )
+            return set(_require_definition(state).get_partition_keys(dynamic_partitions_store=state.instance))
         if not change.empty:
-            reach = backlog.consumer.reach_of(upstream.key)
+            reach = state.consumer.reach_of(upstream.key)
             partitions |= _partitions_of_files(
-                backlog, _input_bounds(backlog, upstream), tuple(change.files()), reach
+                state, _input_bounds(state, upstream), tuple(change.files()), reach
             )
     return partitions
 
 
-def _partitions_with_rows(backlog: Backlog, keys: list[str]) -> set[str]:
+def _partitions_with_rows(state: ConsumerState, keys: list[str]) -> set[str]:
     """Return the partitions for which an input, or the asset's own table, may have any rows."""
     if not keys:
         return set()
     partitions: set[str] = set()
-    for upstream in backlog.inputs:
-        columns = backlog.consumer.columns_of_input(upstream.key, upstream.table)
-        reach = backlog.consumer.reach_of(upstream.key)
-        partitions |= _partitions_with_files(backlog, keys, upstream.table, upstream.name, columns, reach)
-    if backlog.own_table is not None and backlog.positions.common_position is not None:
-        spec = backlog.consumer.spec
+    for upstream in state.inputs:
+        columns = state.consumer.columns_of_input(upstream.key, upstream.table)
+        reach = state.consumer.reach_of(upstream.key)
+        partitions |= _partitions_with_files(state, keys, upstream.table, upstream.name, columns, reach)
+    if state.own_table is not None and state.positions.common_position is not None:
+        spec = state.consumer.spec
         partitions |= _partitions_with_files(
-            backlog, keys, backlog.own_table, spec.name, spec.columns_by_dimension, Reach()
+            state, keys, state.own_table, spec.name, spec.columns_by_dimension, Reach()
         )
     return partitions
 
 
 def _partitions_with_files(
-    backlog: Backlog, keys: list[str], table: Table, name: str, columns: Mapping[str, str], reach: Reach
+    state: ConsumerState, keys: list[str], table: Table, name: str, columns: Mapping[str, str], reach: Reach
 ) -> set[str]:
     """Return the partitions for which a table may have rows, by its manifests.
 
@@ -484,7 +472,7 @@ def _partitions_with_files(
     if present_columns:
         selection = select_partitions(
             keys,
-            _require_definition(backlog),
+            _require_definition(state),
             present_columns,
             schema=schema,
             table_name=name,
@@ -497,11 +485,11 @@ def _partitions_with_files(
         dimension: ColumnRanges(table.metadata, column, table=name)
         for dimension, column in present_columns.items()
     }
-    return _partitions_of_files(backlog, bounds, files, reach) & set(keys)
+    return _partitions_of_files(state, bounds, files, reach) & set(keys)
 
 
 def _partitions_of_files(
-    backlog: Backlog, bounds: Mapping[str, ColumnRanges], files: tuple[ChangedFile, ...], reach: Reach
+    state: ConsumerState, bounds: Mapping[str, ColumnRanges], files: tuple[ChangedFile, ...], reach: Reach
 ) -> set[str]:
     """Return the partitions whose results may depend on rows of these files."""
     if not files:
@@ -510,6 +498,4 @@ def _partitions_of_files(
         dimension: union_ranges(column_bounds.ranges_of(file) for file in files)
         for dimension, column_bounds in bounds.items()
     }
-    return affected_partition_keys(
-        _require_definition(backlog), ranges, reach=reach, instance=backlog.instance
-    )
+    return affected_partition_keys(_require_definition(state), ranges, reach=reach, instance=state.instance)

@@ -30,6 +30,7 @@ from branchlake_dagster.incremental.declaration import Consumer
 from branchlake_dagster.incremental.valid_through import InputTime, ValidThrough, earliest_time, ingested_time
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.errors import PositionUnreadable
+from branchlake_dagster.wording import format_count
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,48 @@ class ConsumptionRecord:
             values.get("follows", ""),
             values.get("turned", False),
             ValidThrough.from_dict(values["valid_through"]) if "valid_through" in values else None,
+        )
+
+
+@dataclass(frozen=True)
+class Unconsumed:
+    """The published change that a consumer has not consumed: `rows` in `files` changed since `oldest`.
+
+    `whole` means that the consumer has consumed nothing yet or must start again; then nothing is counted.
+    `new` means that no file changed, but partitions are left that were defined later than their rows, or that
+    are computed from a recomputed partition. `trouble` is the reason why the change is unknown.
+    `missing_input` is a message about an input that does not exist. Rows outside all partitions do not count.
+    """
+
+    files: int = 0
+    rows: int = 0
+    oldest: datetime | None = None
+    whole: bool = False
+    new: bool = False
+    trouble: str | None = None
+    missing_input: str | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is something to consume."""
+        return self.whole or self.new or self.files > 0
+
+    def age_s(self, now: datetime) -> float:
+        """Return the seconds since the oldest unconsumed change was written; 0 if nothing is left."""
+        return max(0.0, (now - self.oldest).total_seconds()) if self.oldest else 0.0
+
+    def text(self) -> str:
+        """Return a description for people."""
+        if self.trouble or self.missing_input:
+            return str(self.trouble or self.missing_input)
+        if self.whole:
+            return "everything, for the first time or again"
+        if self.new:
+            return "all rows of partitions that are new, redefined, or computed from a recomputed partition"
+        return (
+            f"{format_count(self.rows, 'row')} in {format_count(self.files, 'file')}"
+            if self.files
+            else "nothing"
         )
 
 

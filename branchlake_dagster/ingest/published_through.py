@@ -31,7 +31,7 @@ from branchlake_dagster.history.change import ChangeLost, ChangeSet, Position
 from branchlake_dagster.incremental.affected_partitions import partition_coverage
 from branchlake_dagster.incremental.declaration import Consumer, UpstreamTable, require_columns
 from branchlake_dagster.incremental.pending import (
-    Backlog,
+    ConsumerState,
     compute_valid_through,
     unconsumed_partitions,
     windows_end_ms,
@@ -289,7 +289,7 @@ def _consumer_time(
             changes[upstream.name, since] = capture_change(upstream.table, since, name=upstream.name)
         return changes[upstream.name, since]
 
-    backlog = Backlog(consumer, positions, inputs, change_since, instance)
+    backlog = ConsumerState(consumer, positions, inputs, change_since, instance)
     end_ms = windows_end_ms(consumer)
     input_times = {key: time.input_time for key, time in times.items()}
     backlog_time = compute_valid_through(backlog, input_times, unconsumed_partitions(backlog), end_ms)

@@ -7,7 +7,6 @@ import dagster as dg
 import pytest
 
 from branchlake_dagster import incremental_sensor
-from branchlake_dagster.automation.backlog import Unconsumed
 from branchlake_dagster.automation.launch_decision import (
     Attempt,
     AttemptHistory,
@@ -21,6 +20,7 @@ from branchlake_dagster.automation.launch_decision import (
     launch_outcome,
 )
 from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.incremental.positions import Unconsumed
 from branchlake_dagster.runs.run_tags import PENDING, RunState
 from branchlake_dagster.stored_names import RunTag
 

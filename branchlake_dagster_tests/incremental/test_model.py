@@ -32,7 +32,7 @@ from branchlake_dagster.incremental import inputs, positions
 from branchlake_dagster.incremental import pending as pending_partitions
 from branchlake_dagster.incremental.affected_partitions import Reach
 from branchlake_dagster.incremental.consumption import Consumption
-from branchlake_dagster.incremental.pending import Backlog
+from branchlake_dagster.incremental.pending import ConsumerState
 from branchlake_dagster.incremental.positions import ConsumptionRecord, Positions, PropertyUpdate
 from branchlake_dagster_tests.incremental.consumers import PARTS, Kind, Step
 from branchlake_dagster_tests.incremental.iceberg import Row
@@ -190,7 +190,7 @@ def _added_keys(*args: Any) -> Iterator[Any]:
     yield next(iter(_KEY_ROWS(*args)))
 
 
-def _with_files_of_inputs(backlog: Backlog, keys: Any, table: Any, *more: Any) -> set[str]:
+def _with_files_of_inputs(backlog: ConsumerState, keys: Any, table: Any, *more: Any) -> set[str]:
     return set() if table is backlog.own_table else _WITH_FILES(backlog, keys, table, *more)
 
 
