@@ -1,8 +1,7 @@
-"""Launch the failed partitions of a backfill again, and rebuild stages whose change is no longer known.
+"""Launch the first stage of a backfill, approve results between stages, and launch failed partitions again.
 
-Launch the first stage of a backfill through Dagster's daemon. The later stages launch themselves.
-
-Approve the published results of a backfill, so that its next stages launch: by command or as a job.
+Dagster's daemon launches the first stage; the later stages launch themselves. A stage whose change is no
+longer known is rebuilt.
 
 This module has no postponed annotations: Dagster compares the annotation of `context` with the class itself.
 """

@@ -1,11 +1,8 @@
-"""Compute which published changes a consumer has not consumed yet.
+"""The assets of a code location that consume changes, and which published changes they have not consumed yet.
 
-The assets of a code location that consume changes.
-
-An automation condition that is true while a consumer has something left to consume.
-
-It is a class of this package, like the conditions on publications. So only a sensor that evaluates in the
-code server can use it: `publication_automation_sensor()`.
+The automation condition `unconsumed_change()` is a class of this package, like the conditions on
+publications. So only a sensor that evaluates in the code server can use it:
+`publication_automation_sensor()`.
 """
 
 from __future__ import annotations

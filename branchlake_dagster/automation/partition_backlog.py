@@ -1,10 +1,7 @@
 """Report the backlog of each partition of a consumer, and why no run is launched for it.
 
-Describe the backlog of a consumer as metadata that Dagster shows and plots.
-
-Find the runs that were launched for a state of a consumer's inputs, by their run keys.
-
-Find the partitions that unfinished or unjudged runs compute. A second run would be refused.
+Runs that were launched for the present state of the inputs are found by their run keys. A partition that an
+unfinished or unjudged run computes is not launched again, because a second run would be refused.
 """
 
 from __future__ import annotations

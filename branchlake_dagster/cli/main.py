@@ -1,8 +1,7 @@
 """The command group `branchlake` and its short commands.
 
-Expected errors end a command with one message instead of a stack trace.
-
-The command `branchlake new`, which creates a Dagster project from the template in this package.
+Expected errors end a command with one message instead of a stack trace. `branchlake new` creates a Dagster
+project from the template in this package.
 """
 
 from __future__ import annotations

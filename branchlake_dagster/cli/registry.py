@@ -1,9 +1,7 @@
-"""A command group that imports the modules of its commands on demand.
+"""Command groups that import the modules of their commands on demand, and the clean end of a command.
 
 So `branchlake --help` and each command import only the modules that they need. `cli` does not import the
 packages of benchmarks and of the space pipeline: the `sources` of its group name their commands.
-
-Signal handling that lets a command clean up before it ends.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The output of `branchlake reap`.
+"""The output of the commands on run branches: `branchlake status`, `set-aside` and `reap`.
 
-The command `branchlake set-aside`, which lists, retries and ends parked runs.
-
-A run is parked after several failed attempts to judge or publish it.
-
-The report of `branchlake status`, and the warning of `branchlake down` about a running Dagster daemon.
+`branchlake set-aside` lists, retries and ends parked runs. A run is parked after several failed attempts to
+judge or publish it.
 """
 
 from __future__ import annotations

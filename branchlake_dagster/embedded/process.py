@@ -1,12 +1,10 @@
-"""Start, find and stop detached server processes, and choose their ports.
+"""Start, find and stop detached server processes, choose their ports, and rotate their logs.
 
 A process id alone proves nothing after a reboot or an unclean stop, because the id may be reused. So a record
 also has the start time of the process. The start time counts from the machine's boot, because the wall clock
 may be set while a server runs.
 
 A server's port is the configured one, else its previous one, else a free one.
-
-Configure and rotate the log files of the embedded servers.
 
 Spark's log format is the default, except that bearer tokens are replaced. Spark's Nessie client puts the text
 of an error response into its exceptions, and some gateways repeat the refused header in it.
@@ -15,10 +13,6 @@ Rotation renames `spark.log.1` to `spark.log.2` and so on, and deletes the oldes
 open, so its log is copied to `spark.log.1` and then emptied. The server's descriptor is in append mode, so
 its next line starts the emptied file. A log whose writers open it for each line is renamed instead, which
 loses nothing.
-
-Decide which Python daemons of Spark may be terminated.
-
-Polling for a condition that sends no signal, such as a port that answers or a process that ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Captures a table's change since a position: the snapshots in between, and the files they changed.
 
-The ancestors of a snapshot: its parent, the parent's parent, and so on, from table metadata alone.
-
-Find the snapshots that a commit on a Nessie branch added to its tables.
+The ancestors of a snapshot are found from table metadata alone. The snapshots that a commit on a Nessie
+branch added are those that the table did not have before.
 """
 
 from __future__ import annotations

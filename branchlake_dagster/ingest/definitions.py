@@ -1,6 +1,6 @@
 """The Dagster definitions of ingestions, to be merged into any `Definitions`.
 
-The live mode in Dagster: a run that ingests batch after batch, and the sensor that restarts it.
+In live mode, a run ingests batch after batch, and a sensor restarts it.
 """
 
 import time

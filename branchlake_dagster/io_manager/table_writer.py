@@ -1,7 +1,4 @@
-"""Applies a planned write to a table on the run's branch, by PyIceberg or by Spark.
-
-Plans what one materialization writes, before anything is written.
-"""
+"""Plans what one materialization writes, then writes it to the run's branch by PyIceberg or by Spark."""
 
 from __future__ import annotations
 

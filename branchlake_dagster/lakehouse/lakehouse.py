@@ -1,8 +1,7 @@
 """The lake as one object: settings, Nessie client, tables at a reference, and Spark sessions.
 
-The notation of table and column names in the SQL of `branchlake sql` and `connect()`.
-
-Addresses of the web page that Nessie serves, and of its Iceberg REST catalog.
+Also its names and addresses: how SQL writes a table's name, and where Nessie serves its web page and its
+Iceberg REST catalog.
 """
 
 from __future__ import annotations

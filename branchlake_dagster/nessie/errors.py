@@ -1,6 +1,4 @@
-"""The errors of calls to Nessie.
-
-Repetition of calls to a service: the retry policy, the retry budget and the circuit breaker.
+"""The errors of calls to Nessie, and the repetition of failed calls: policy, budget and circuit breaker.
 
 The policy decides by the marker class of the error, never by its message. The budget keeps repeated calls a
 small share of all calls, so that they do not flood a service in trouble. The breaker blocks all calls to a

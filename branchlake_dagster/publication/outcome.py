@@ -1,8 +1,7 @@
 """The outcome of one pass for a branch, the report of a pass, and the branches that a pass has to handle.
 
-Failed attempts to judge or publish a run: retried after growing pauses, then parked.
-
-An error that concerns one run must not stop the others. An empty metadata file on one branch once ended every
+An attempt to judge or publish a run may fail. It is repeated after growing pauses, then the run is parked.
+An error that concerns one run must not stop the others: an empty metadata file on one branch once ended every
 pass, also for other tables. The run's tags hold the number of attempts and the time of the next one; no other
 state exists.
 """

@@ -1,7 +1,4 @@
-"""The client for `/metrics` and `/health` of receivers.
-
-The server of `/health` and `/metrics` of a receiver process.
-"""
+"""The server of `/health` and `/metrics` of a receiver process, and the client that reads them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The receivers of one process: they start together, are monitored, and are drained at the end.
 
-The intake: it moves records from one source through a buffer into one sink.
+The intake of each receiver moves records from its source through a buffer into its sink.
 """
 
 from __future__ import annotations

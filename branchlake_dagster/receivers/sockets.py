@@ -1,11 +1,11 @@
-"""The networks that may send to a receiver. This is not authentication: UDP addresses can be forged.
+"""The UDP and the TCP source, and the networks that may send to them.
 
-The UDP source. UDP has no back-pressure: datagrams that do not fit are dropped and counted.
+The check of networks is not authentication: UDP addresses can be forged. UDP has no back-pressure: datagrams
+that do not fit are dropped and counted.
 
-The TCP source. Each frame follows its length, an unsigned 32-bit little-endian number.
-
-The protocol has back-pressure: while the buffer is full nothing is read, and the sender's window closes. It
-has no acknowledgment above TCP's own, so frames that a sender has written can be lost with this process.
+Each TCP frame follows its length, an unsigned 32-bit little-endian number. The protocol has back-pressure:
+while the buffer is full nothing is read, and the sender's window closes. It has no acknowledgment above TCP's
+own, so frames that a sender has written can be lost with this process.
 """
 
 from __future__ import annotations
