@@ -16,7 +16,6 @@ from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from operator import methodcaller
 from typing import Any
 
 import pyarrow as pa
@@ -351,8 +350,6 @@ def read_deleted_positions(io: FileIO, file: DataFile) -> dict[str, pa.ChunkedAr
 
 
 _SCHEMA = "avro.schema"
-_read_offset = methodcaller("tell")
-"""Returns how many bytes a decoder has read."""
 _HEADER_READER = construct_reader(META_SCHEMA, {-1: AvroFileHeader})
 
 
@@ -369,7 +366,7 @@ def iter_entries(
     reader = _entry_reader(header.meta[_SCHEMA])
     sorted_positions = None if positions is None else sorted(set(positions))
     start = yielded_count = 0
-    while _read_offset(decoder) < len(content) and (
+    while decoder.tell() < len(content) and (
         sorted_positions is None or yielded_count < len(sorted_positions)
     ):
         count, size = decoder.read_int(), decoder.read_int()
@@ -393,7 +390,7 @@ def iter_manifests(content: bytes) -> Iterator[ManifestFile]:
     decoder = new_decoder(content)
     header = _read_header(decoder)
     reader = _manifest_reader(header.meta[_SCHEMA])
-    while _read_offset(decoder) < len(content):
+    while decoder.tell() < len(content):
         count, size = decoder.read_int(), decoder.read_int()
         records = _read_block(decoder, size, header)
         for _ in range(count):
