@@ -20,6 +20,7 @@ from branchlake_dagster.settings import Settings
         "receive": "branchlake_dagster.sda.benchmarks.commands:receive",
         "registry": "branchlake_dagster.sda.benchmarks.commands:registry",
         "screening": "branchlake_dagster.sda.benchmarks.commands:screening",
+        "sda": "branchlake_dagster.sda.benchmarks.commands:sda",
         "tracks": "branchlake_dagster.sda.benchmarks.commands:tracks",
     },
 )

@@ -148,3 +148,32 @@ def agreement(
     begin = start.replace(tzinfo=UTC) if start else None
     found = measure(file, start=begin, hours=hours, threshold_km=threshold_km, say=print_progress)
     click.echo(json.dumps(found, indent=2)) if as_json else show(found)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option(
+    "--observations",
+    default=250_000,
+    type=click.IntRange(min=1_000),
+    show_default=True,
+    help="Observations of the smaller input; the larger one has four times as many.",
+)
+@click.option("--seed", default=2026, show_default=True, help="Seed of the sensors.")
+@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def sda(as_json: bool, observations: int, seed: int, files: tuple[Path, ...]) -> None:
+    """Time the space pipeline from bytes to alerts.
+
+    Beside plain Spark, with the quality of associations and tracks, the registry and the screening.
+
+    FILES are GP files in the order of time, three or more, for the quality as in `bench tracks`, and the last
+    one for the screening. Without them objects are simulated.
+    """
+    from branchlake_dagster.sda.benchmarks.sensor_pipeline import measure_space_pipeline, show_space_pipeline
+
+    if len(files) in (1, 2):
+        raise click.UsageError("Name three or more GP files, or none.")
+    figures = measure_space_pipeline(
+        Settings(), files, observations=observations, seed=seed, say=print_progress
+    )
+    click.echo(json.dumps(figures, indent=2)) if as_json else show_space_pipeline(figures)

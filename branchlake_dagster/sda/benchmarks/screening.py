@@ -15,18 +15,18 @@ import polars as pl
 from rich.console import Console
 from rich.table import Table
 
-from branchlake_dagster.bench.launched_run import BenchFailed
 from branchlake_dagster.bench.own_lake import own_lake
-from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.publish import publish
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.sda.assets.catalogue import CATALOGUE
 from branchlake_dagster.sda.assets.conjunctions import CONJUNCTIONS, LIST_THRESHOLD_KM, newest_snapshot
+from branchlake_dagster.sda.benchmarks.published_runs import PublishedRuns
 from branchlake_dagster.sda.conjunctions.screening import MINUTE, Span
 from branchlake_dagster.sda.conjunctions.tasks import Pairs, Screening, in_parts
 from branchlake_dagster.sda.gp.simulated import simulated_elements
 from branchlake_dagster.sda.gp.write import format_tle
 from branchlake_dagster.sda.graph.code_location import build_definitions
 from branchlake_dagster.sda.orbits.propagation import Elements
+from branchlake_dagster.sda.partitions import gp_snapshots
 from branchlake_dagster.sda.sources import snapshot_id
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag
@@ -57,10 +57,56 @@ def measure(
         try:
             lake.endpoints()
             with dg.DagsterInstance.local_temp() as instance:
-                stack = _Stack(lake, instance, build_definitions(bench), hours)
-                return _measured(stack, snapshots, hours, say)
+                runs = PublishedRuns(lake, instance, build_definitions(bench))
+                return _measured(_Stack(runs, hours), snapshots, hours, say)
         finally:
             lake.servers.stop_all()
+
+
+def measure_full_screening(
+    settings: Settings, file: Path | None, *, objects: int, hours: float, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Time one screening of all pairs, from the run's start to its publication.
+
+    Args:
+        settings: the settings, of which the benchmark takes its own state folder.
+        file: a GP file; without it `objects` are simulated, 30,000 at most.
+        objects: the number of objects to simulate.
+        hours: how far ahead, within 5 km.
+        say: reports progress.
+
+    Returns:
+        ``screening_s``, and the numbers of ``objects`` in the catalog and of ``pairs_reported``.
+
+    """
+    with own_lake(settings) as bench:
+        gp = bench.state_dir / "gp"
+        gp.mkdir(parents=True)
+        snapshot = _placed(file, gp) if file is not None else simulate_snapshot(gp, objects)
+        lake = Lakehouse(bench, say=say)
+        try:
+            lake.endpoints()
+            with dg.DagsterInstance.local_temp() as instance:
+                runs = PublishedRuns(lake, instance, build_definitions(bench))
+                stack = _Stack(runs, hours)
+                stack.ingest(snapshot)
+                screening_s = stack.screen()
+                figures = {
+                    "screening_s": round(screening_s, 2),
+                    "objects": runs.count_rows(CATALOGUE),
+                    "pairs_reported": runs.count_rows(CONJUNCTIONS),
+                }
+        finally:
+            lake.servers.stop_all()
+    say(f"{figures['objects']:,} objects, {hours:g} h: {screening_s:.1f} s")
+    return figures
+
+
+def simulate_snapshot(folder: Path, objects: int) -> str:
+    """Write a GP file of simulated objects to a folder, and return its snapshot id."""
+    path = folder / f"made-{_FIRST:%Y%m%dT%H%M}Z.tle"
+    path.write_text(format_tle(simulated_elements(seed=2026, objects=objects, epoch=_FIRST)))
+    return snapshot_id(path)
 
 
 def _measured(
@@ -94,35 +140,23 @@ def _measured(
 
 
 class _Stack:
-    """Runs of the code location's jobs in this process, each of them published."""
+    """Snapshots of the catalog, and screenings of all pairs."""
 
-    def __init__(
-        self, lake: Lakehouse, instance: dg.DagsterInstance, definitions: dg.Definitions, hours: float
-    ) -> None:
-        self._lake = lake
-        self._instance = instance
-        self._definitions = definitions
-        self._config = {"ops": {"sda__conjunctions": {"config": {"horizon_h": hours}}}}
+    def __init__(self, runs: PublishedRuns, hours: float) -> None:
+        self._runs = runs
+        self._ops = {"sda__conjunctions": {"config": {"horizon_h": hours}}}
 
     def ingest(self, snapshot: str) -> None:
-        self._instance.add_dynamic_partitions("gp_snapshots", [snapshot])
-        self._run("catalogue_job", partition_key=snapshot)
+        self._runs.instance.add_dynamic_partitions(gp_snapshots.name or "", [snapshot])
+        self._runs.run("catalogue_job", partition=snapshot)
 
     def screen(self, *, anew: bool = False) -> float:
-        began = time.perf_counter()
-        tags = {RunTag.REBUILD: "true"} if anew else {}
-        self._run("conjunctions_job", run_config=self._config, tags=tags)
-        return time.perf_counter() - began
+        return self._runs.run(
+            "conjunctions_job", ops=self._ops, tags={RunTag.REBUILD: "true"} if anew else {}
+        )
 
     def table(self, key: dg.AssetKey) -> pl.DataFrame:
-        return pl.DataFrame(self._lake.catalog(MAIN).load_table(tuple(key.path)).scan().to_arrow())
-
-    def _run(self, job: str, **how: Any) -> None:
-        definition = self._definitions.resolve_job_def(job)
-        done = definition.execute_in_process(instance=self._instance, **how)
-        outcome = publish(done, self._definitions, instance=self._instance, lakehouse=self._lake)
-        if not outcome.published:
-            raise BenchFailed(f"{job} was not published: {outcome}", run_id=done.run_id)
+        return self._runs.table(key)
 
 
 def _comparable(found: pl.DataFrame) -> pl.DataFrame:
