@@ -311,6 +311,32 @@ def test_an_upsert_that_keeps_known_keys_finds_them_in_the_hour_that_a_zone_has_
         assert sorted(row["ts"] for row in p.rows(namespace, "t")) == instants
 
 
+def test_an_upsert_that_keeps_known_keys_accepts_a_frame_whose_filter_leaves_no_row(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    """Spark must not evaluate the assertions of the upsert on rows that the frame leaves out."""
+    keep = table_metadata(write_mode="upsert", keys=["ts", "id"], when_matched="keep", require_checks=False)
+    least = [0, 100, 2]
+
+    @dg.asset(key=[namespace, "t"], metadata=keep)
+    def t(spark: BranchSparkResource) -> DataFrame:
+        return spark.spark_session.sql(
+            f"""
+            SELECT ts, id, n FROM (
+                SELECT *, row_number() OVER (PARTITION BY ts, id ORDER BY n) AS copy
+                FROM VALUES (TIMESTAMP '2026-08-08 03:00:00Z', 1L, 1L),
+                    (TIMESTAMP '2026-08-08 04:00:00Z', 2L, 2L) AS v(ts, id, n)
+            ) WHERE copy = 1 AND n >= {least[0]}
+            """  # noqa: S608 - a number
+        )
+
+    with project(lakehouse, t) as p:
+        while least:
+            settled(p)
+            del least[0]
+        assert sorted(row["id"] for row in p.rows(namespace, "t")) == [1, 2]
+
+
 def test_an_upsert_that_keeps_known_keys_reads_files_with_its_times_only(
     lakehouse: Lakehouse, namespace: str
 ) -> None:
