@@ -327,7 +327,7 @@ def test_an_upsert_that_keeps_known_keys_accepts_a_frame_whose_filter_leaves_no_
                 FROM VALUES (TIMESTAMP '2026-08-08 03:00:00Z', 1L, 1L),
                     (TIMESTAMP '2026-08-08 04:00:00Z', 2L, 2L) AS v(ts, id, n)
             ) WHERE copy = 1 AND n >= {least[0]}
-            """  # noqa: S608 - a number
+            """
         )
 
     with project(lakehouse, t) as p:
@@ -335,6 +335,30 @@ def test_an_upsert_that_keeps_known_keys_accepts_a_frame_whose_filter_leaves_no_
             settled(p)
             del least[0]
         assert sorted(row["id"] for row in p.rows(namespace, "t")) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        spark_frames._KeyBounds(is_empty=True),
+        spark_frames._KeyBounds(
+            is_empty=False, by_key={"ts": ("timestamp_micros(0)", "timestamp_micros(1)")}
+        ),
+    ],
+    ids=["no row", "other times"],
+)
+def test_an_upsert_that_keeps_known_keys_refuses_a_frame_that_is_computed_twice_with_other_times(
+    lakehouse: Lakehouse, namespace: str, monkeypatch: pytest.MonkeyPatch, bounds: Any
+) -> None:
+    keep = table_metadata(write_mode="upsert", keys=["ts", "id"], when_matched="keep", require_checks=False)
+    rows: Rows = [{"ts": at(3), "id": 1, "n": 1}]
+    with project(lakehouse, sparks(namespace, rows, "ts timestamp, id long, n long", metadata=keep)) as p:
+        settled(p)
+        # As if the first computation of the frame, which finds the bounds, had given other rows.
+        monkeypatch.setattr(spark_frames, "_time_key_bounds", lambda *_: bounds)
+        rows[:] = [{"ts": at(4), "id": 2, "n": 1}]
+        p.run(ok=False)
+        p.failed_with(UpsertKeyInvalid)
 
 
 def test_an_upsert_that_keeps_known_keys_reads_files_with_its_times_only(
