@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import selectors
 import signal
 import socket
@@ -93,6 +94,10 @@ _LATE_IMPORTS = {
 second."""
 
 _DESCRIPTORS_FOLDER = Path("/proc/self/fd")
+_THREADS_FOLDER = Path("/proc/self/task")
+_POOL_THREAD = re.compile(r"(polars|rayon|tokio)-(?:\d|rt-|runtime)")
+"""The names of native threads that wait for work of a pool: `polars-0`, `tokio-rt-worker`. The other threads
+of these libraries, which start with the import, are no loss in a fork."""
 
 
 class NotForkable(Exception):  # noqa: N818 - the name describes the code location
@@ -117,6 +122,10 @@ def load_code_location(message: Mapping[str, Any]) -> dict[Path, Stamp | None]:
         thread.name for thread in threading.enumerate() if thread is not threading.main_thread()
     ]:
         raise NotForkable(f"importing the code started threads: {', '.join(other_threads)}")
+    if pools := list_thread_pools():
+        raise NotForkable(
+            f"importing the code started threads of {', '.join(pools)}, which a fork does not have"
+        )
     if new_sockets := _list_sockets() - sockets_before:
         raise NotForkable(f"importing the code opened {len(new_sockets)} network connections")
     return imported_sources(list(sys.modules.values()), began_ns=start_ns, ended_ns=time.time_ns())
@@ -128,6 +137,15 @@ def _preload_late_imports() -> None:
             for module in modules:
                 with contextlib.suppress(ImportError):  # an extra that is not installed
                     import_module(module)
+
+
+def list_thread_pools() -> list[str]:
+    """Return the libraries with a running pool of native threads. In a fork their first call would hang."""
+    names = set()
+    for entry in _THREADS_FOLDER.iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+            names.add((entry / "comm").read_text().strip())
+    return sorted({pool[1] for name in names if (pool := _POOL_THREAD.match(name))})
 
 
 def _list_sockets() -> set[str]:

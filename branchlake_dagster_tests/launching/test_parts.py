@@ -122,6 +122,10 @@ NOT_FORKABLE = {
         ["threads", "mine"],
     ),
     "import socket; pair = socket.socketpair()": ("load_failed", ["2", "network"]),
+    "import polars; polars.DataFrame({'n': [1]}).select(polars.col('n').sum())": (
+        "load_failed",
+        ["threads", "polars"],
+    ),
     "import os; os.kill(os.getpid(), 9)": ("not_ready", []),
 }
 
@@ -135,6 +139,17 @@ def test_code_that_cannot_be_forked_is_refused_in_words(code: str, loads: LoadSp
     with raising(NoWorker, *names, reason=reason):
         templates.launch(loads, "a run", timeout_s=60)
     assert templates.process_ids() == {}
+
+
+@pytest.mark.long
+def test_the_space_pipeline_can_be_forked() -> None:
+    code = (
+        "import branchlake_dagster.definitions as location;"
+        "from branchlake_dagster.launching.template import list_thread_pools;"
+        "location.defs.get_repository_def(); print(list_thread_pools())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.chaos

@@ -27,8 +27,8 @@ from branchlake_dagster.sda.registry.life_cycle import OBJECT_COLUMNS, update_ob
 from branchlake_dagster.sda.registry.merge import PULLED_COLUMNS, SET_KEY, merge_pulled_sets, select_new_sets
 from branchlake_dagster.sda.registry.periods import (
     DATED_ENTRY_COLUMNS,
-    PERIOD_SCHEMA,
     build_periods,
+    period_schema,
     select_dated_entries,
 )
 from branchlake_dagster.sda.registry.sources import source_name
@@ -268,4 +268,4 @@ def _changed(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
 def satellites(satellite_entries: DataFrame) -> DataFrame:
     """Owner, launch, decay and size of each object by the period in which the satellite catalogue said so."""
     by_object = select_dated_entries(satellite_entries).repartition("sat_no")
-    return by_object.mapInArrow(carried(build_periods), from_arrow_schema(PERIOD_SCHEMA))
+    return by_object.mapInArrow(carried(build_periods), from_arrow_schema(period_schema()))

@@ -46,7 +46,7 @@ def select_dated_entries(entries: DataFrame) -> DataFrame:
 def build_periods(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Build the periods of all entries of a partition, for Spark's ``mapInArrow``.
 
-    Input: `DATED_ENTRY_COLUMNS`, with all entries of an object in one partition. Output: `PERIOD_SCHEMA`, see
+    Input: `DATED_ENTRY_COLUMNS`, with all entries of an object in one partition. Output: `PERIOD_COLUMNS` of
     `build_validity_periods`.
     """
     filled_batches = [batch for batch in batches if batch.num_rows]
@@ -56,7 +56,16 @@ def build_periods(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]
             entries.select(pl.col(name).cast(kind) for name, kind in DATED_ENTRY_COLUMNS.items())
         )
         table = periods.select(*PERIOD_COLUMNS).to_arrow(compat_level=pl.CompatLevel.oldest())
-        yield from table.cast(PERIOD_SCHEMA).to_batches()
+        yield from table.cast(period_schema()).to_batches()
+
+
+def period_schema() -> pa.Schema:
+    """Return the Arrow schema of `PERIOD_COLUMNS`.
+
+    Not a constant: Polars would start its threads while the code location is imported, and runs could not be
+    forked from that process.
+    """
+    return _arrow_schema(PERIOD_COLUMNS)
 
 
 def _arrow_schema(columns: Mapping[str, pl.DataType]) -> pa.Schema:
@@ -68,6 +77,3 @@ def _arrow_schema(columns: Mapping[str, pl.DataType]) -> pa.Schema:
             for field in schema
         ]
     )
-
-
-PERIOD_SCHEMA = _arrow_schema(PERIOD_COLUMNS)
