@@ -17,10 +17,10 @@ import polars as pl
 
 from branchlake_dagster import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.outcome import PublicationAction
 from branchlake_dagster.receivers.landing_sink import LandingSink
 from branchlake_dagster.receivers.records import ReceiverOrigin, Record
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.sda.alerts.corrections import ALERT_FIELDS, INSERT
 from branchlake_dagster.sda.assets.alerts import CONJUNCTION_ALERTS
 from branchlake_dagster.sda.assets.associations import ASSOCIATIONS
@@ -262,17 +262,17 @@ def net_alerts(log: pl.DataFrame) -> pl.DataFrame:
 
 def publish(p: Project, *keys: dg.AssetKey, **options: Any) -> None:
     """Compute assets in one run, which must be published."""
-    assert run_quietly(p, *keys, **options) is PublicationAction.PUBLISHED
+    assert run_quietly(p, *keys, **options) is RunState.PUBLISHED
 
 
 def settle(p: Project, *keys: dg.AssetKey, **options: Any) -> None:
     """Compute assets in one run, which is published unless it changed nothing."""
-    assert run_quietly(p, *keys, **options) in (PublicationAction.PUBLISHED, PublicationAction.DISCARDED)
+    assert run_quietly(p, *keys, **options) in (RunState.PUBLISHED, RunState.DISCARDED)
 
 
 def run_quietly(
     p: Project, *keys: dg.AssetKey, ops: Mapping[str, Any] | None = None, **options: Any
-) -> PublicationAction:
+) -> RunState:
     """Compute assets in one run without its log, and return what became of it."""
     job = p.definitions.resolve_implicit_global_asset_job_def()
     run_config = {**QUIET, "ops": dict(ops or {})}

@@ -292,6 +292,7 @@ reports_sensor = incremental_sensor(
     target=dg.AssetSelection.assets(HOUR_REPORTS),
     # Tracks and alerts of an hour come in several publications.
     max_age_s=60.0,
+    min_rows=10_000_000,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
 """Draws an hour anew when its associations, tracks or alerts have changed."""
