@@ -349,8 +349,6 @@ def replace_by_spark(
     """
     require_key_columns(spec, frame.columns)
     rows = _assert_changed_keys(frame, keys)
-    if selection is not None:
-        rows = rows.filter(inside_assertion(selection, schema))
     own_rows_sql = (
         to_sql_predicate(selection, schema, table_alias=spec.spark_name) if selection is not None else "true"
     )
@@ -363,12 +361,10 @@ def replace_by_spark(
     )
     present = " AND ".join(f"{quote_spark_name(key)} IS NOT NULL" for key in spec.keys)
     valid = f"assert_true({_GONE} OR ({_COPIES} = 1 AND {present}), '{_NOT_UNIQUE}') IS NULL"
-    source = (
-        both.withColumn(_COPIES, copies)
-        .filter(F.expr(valid))
-        .filter(~F.col(_GONE) | (F.col(_COPIES) == 0))
-        .alias("incoming")
-    )
+    source = both.withColumn(_COPIES, copies).filter(F.expr(valid))
+    if selection is not None:
+        source = source.filter(inside_assertion(selection, schema, f"{_GONE} OR {_COPIES} < 1"))
+    source = source.filter(~F.col(_GONE) | (F.col(_COPIES) == 0)).alias("incoming")
     columns = {quote_spark_name(name): F.col(f"incoming.{quote_spark_name(name)}") for name in frame.columns}
     is_gone = F.expr(f"incoming.{_GONE}")
     with set_session_properties(frame.sparkSession, properties):

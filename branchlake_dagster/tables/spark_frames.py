@@ -145,7 +145,7 @@ def _merge_by_keys(
     # The window shuffles by the keys. The join of the MERGE needs the same shuffle.
     source = frame.withColumn(_COPIES_COLUMN, copies).filter(F.expr(unique_assertion))
     if selection is not None:
-        source = source.filter(inside_assertion(selection, schema))
+        source = source.filter(inside_assertion(selection, schema, f"{_COPIES_COLUMN} < 1"))
     bounds = _time_key_bounds(frame, spec) if spec.keeps_matched else None
     if bounds is not None:
         source = source.filter(_within_assertion(bounds))
@@ -268,13 +268,21 @@ def partition_mismatch_error(
     )
 
 
-def inside_assertion(selection: Selection, schema: Schema) -> Column:
-    """Return a filter that passes rows of the run's partitions.
+def inside_assertion(selection: Selection, schema: Schema, is_exempt: str) -> Column:
+    """Return a filter that passes rows of the run's partitions, and those that are exempt.
 
     Other rows fail the job with OUTSIDE_MESSAGE.
+
+    Args:
+        selection: the run's partitions.
+        schema: the schema of the table.
+        is_exempt: SQL of the rows that are not checked. It must use a column computed after the frame,
+            because Spark moves a filter below everything that does not compute its columns, so that it would
+            see rows that the frame leaves out.
+
     """
     inside = f"coalesce({to_sql_predicate(selection, schema)}, false)"
-    return F.expr(f"assert_true({inside}, '{OUTSIDE_MESSAGE}') IS NULL")
+    return F.expr(f"assert_true(({is_exempt}) OR {inside}, '{OUTSIDE_MESSAGE}') IS NULL")
 
 
 def require_key_columns(spec: TableSpec, column_names: list[str]) -> None:

@@ -443,6 +443,34 @@ def test_an_upsert_stays_within_the_partitions_of_its_run(lakehouse: Lakehouse, 
         assert p.rows(namespace, "t") == [{"ts": at(3), "id": 1}]
 
 
+def test_an_upsert_accepts_a_frame_that_leaves_rows_of_other_partitions_out(
+    lakehouse: Lakehouse, namespace: str
+) -> None:
+    """Spark must not evaluate the assertion of the partitions on rows that the frame leaves out."""
+
+    @dg.asset(
+        key=[namespace, "t"],
+        partitions_def=HOURLY,
+        metadata=table_metadata(
+            write_mode="upsert", keys=["ts", "id"], partition_by="ts", require_checks=False
+        ),
+    )
+    def t(spark: BranchSparkResource) -> DataFrame:
+        return spark.spark_session.sql(
+            """
+            SELECT ts, id FROM (
+                SELECT *, row_number() OVER (PARTITION BY ts, id ORDER BY n) AS copy
+                FROM VALUES (TIMESTAMP '2026-08-08 03:00:00Z', 1L, 1L),
+                    (TIMESTAMP '2026-08-08 04:00:00Z', 2L, 2L) AS v(ts, id, n)
+            ) WHERE copy = 1 AND n = 1
+            """
+        )
+
+    with project(lakehouse, t) as p:
+        settled(p, partition="2026-08-08-03:00")
+        assert p.rows(namespace, "t") == [{"ts": at(3), "id": 1}]
+
+
 # -- sessions and branches -----------------------------------------------------------------------------
 
 
