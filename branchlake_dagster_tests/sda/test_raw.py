@@ -21,6 +21,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.receivers.kafka_sink import KafkaSink
 from branchlake_dagster.receivers.landing_sink import LandingSink
 from branchlake_dagster.receivers.records import ReceiverOrigin, Record
+from branchlake_dagster.sda.assets.observations import OBSERVATIONS
 from branchlake_dagster.sda.assets.raw import Where, raw_ingests
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
 from branchlake_dagster.sda.graph.code_location import DATA_MODE, LIVE_SENSORS, build_definitions, data_mode
@@ -190,9 +191,13 @@ def test_without_kafkas_client_landing_folders_work_and_kafka_says_what_to_insta
 def test_the_mode_of_the_measurements_is_that_of_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.delenv(DATA_MODE, raising=False)
     assert data_mode() == "REAL"
     monkeypatch.setenv(DATA_MODE, " simulated ")
     assert data_mode() == "SIMULATED"
+    repository = build_definitions(Settings(state_dir=tmp_path)).get_repository_def()
+    fields = repository.assets_defs_by_key[OBSERVATIONS].op.config_schema.config_type.fields
+    assert fields["data_mode"].default_value == "SIMULATED"
     monkeypatch.setenv(DATA_MODE, "imagined")
     with raising(ConfigurationError, "'IMAGINED'"):
         build_definitions(Settings(state_dir=tmp_path))

@@ -25,6 +25,7 @@ from branchlake_dagster.sda.reports.hour_pictures import (
     draw_outcomes,
     draw_residuals,
     draw_track_quality,
+    select_worst_sensors,
 )
 from branchlake_dagster.sda.reports.pictures import picture_markdown, to_png
 from branchlake_dagster.sda.windows import window_of
@@ -44,7 +45,7 @@ REPORT_SCHEMA = pa.schema(
         pa.field("image", pa.binary()),
     ]
 )
-_HOUR = range_(optional=True)
+_INPUTS = (ASSOCIATIONS, FUSED_TRACKS, CONJUNCTION_ALERTS)
 _DAY_MICROS = 86_400e6
 
 
@@ -61,26 +62,26 @@ _DAY_MICROS = 86_400e6
         "alerts": dg.AssetIn(CONJUNCTION_ALERTS),
     },
     metadata=table_metadata(partition_by="window_start", require_checks=True)
-    | consumes({ASSOCIATIONS: _HOUR, FUSED_TRACKS: _HOUR, CONJUNCTION_ALERTS: _HOUR}, on="window_start")
+    | consumes({key: range_(optional=True) for key in _INPUTS}, on="window_start")
     | column_metadata(HourReport),
 )
 def hour_reports(
     context: dg.AssetExecutionContext, associations: DataFrame, fused_tracks: DataFrame, alerts: DataFrame
 ) -> pa.Table:
-    """Pictures of the hour, which are on this page too: results, residuals, tracks and alerts.
+    """Pictures of the hour: results of associations, residuals of sensors, tracks and alerts.
 
-    Spark aggregates; what is drawn is at most one row per object of the catalog.
+    The materialization shows them too. Spark aggregates: at most one row per object of the catalog is drawn.
     """
-    start, _ = window_of(context)
+    start = datetime.fromtimestamp(window_of(context)[0] / 1e6, UTC)
     rows = []
-    for name, frame, figure in _draw(associations, fused_tracks, alerts):
+    for name, drawn_rows, figure in _draw_pictures(associations, fused_tracks, alerts, start):
         title, png = figure.get_suptitle(), to_png(figure)
         rows.append(
             {
-                "window_start": datetime.fromtimestamp(start / 1e6, UTC),
+                "window_start": start,
                 "name": name,
                 "title": title,
-                "drawn_rows": frame.height,
+                "drawn_rows": drawn_rows.height,
                 "media_type": "image/png",
                 "image": png,
             }
@@ -89,30 +90,31 @@ def hour_reports(
     return pa.Table.from_pylist(rows, REPORT_SCHEMA)
 
 
-def _draw(
-    associations: DataFrame, fused_tracks: DataFrame, alerts: DataFrame
+def _draw_pictures(
+    associations: DataFrame, fused_tracks: DataFrame, alerts: DataFrame, start: datetime
 ) -> Iterator[tuple[str, pl.DataFrame, "Figure"]]:
-    """Yield the name, the drawn frame and the figure of each picture that has something to show."""
+    """Yield the name, the drawn rows and the figure of each picture that has something to show."""
     # A table that does not exist yet is a frame without columns.
+    figures: list[tuple[str, pl.DataFrame, Figure | None]] = []
     if associations.columns:
         outcomes, residuals = count_outcomes(associations), measure_residuals(associations)
-        yield from _if_drawn("outcomes", outcomes, draw_outcomes(outcomes))
-        yield from _if_drawn("residuals", residuals, draw_residuals(residuals))
-    # Tables of before this column existed have no preferred tracks; the next run of their hour brings it.
-    if "is_preferred" in fused_tracks.columns:
+        worst = select_worst_sensors(residuals)
+        figures += [
+            ("outcomes", outcomes, draw_outcomes(outcomes)),
+            ("residuals", worst, draw_residuals(worst, residuals.height)),
+        ]
+    if fused_tracks.columns:
         tracks = select_tracks(fused_tracks)
-        yield from _if_drawn("track_quality", tracks, draw_track_quality(tracks))
-        yield from _if_drawn("ground_tracks", tracks, draw_ground_tracks(tracks))
+        figures += [
+            ("track_quality", tracks, draw_track_quality(tracks)),
+            ("ground_tracks", tracks, draw_ground_tracks(tracks)),
+        ]
     if alerts.columns:
         holding = select_holding(alerts)
-        yield from _if_drawn("alerts", holding, draw_alerts(holding))
-
-
-def _if_drawn(
-    name: str, frame: pl.DataFrame, figure: "Figure | None"
-) -> Iterator[tuple[str, pl.DataFrame, "Figure"]]:
-    if figure is not None:
-        yield name, frame, figure
+        figures += [("alerts", holding, draw_alerts(holding, start))]
+    for name, rows, figure in figures:
+        if figure is not None:
+            yield name, rows, figure
 
 
 def count_outcomes(associations: DataFrame) -> pl.DataFrame:
@@ -137,10 +139,15 @@ def measure_residuals(associations: DataFrame) -> pl.DataFrame:
 def select_tracks(fused_tracks: DataFrame) -> pl.DataFrame:
     """Return what is drawn of each track."""
     age_days = (F.unix_micros("epoch") - F.unix_micros("catalogue_epoch")) / _DAY_MICROS
+    # Hours that were computed before a column existed have no value, or no column.
+    present = set(fused_tracks.columns)
+    is_preferred = F.coalesce("is_preferred", F.lit(False)) if "is_preferred" in present else F.lit(False)
+    prior_sigma_km = F.col("prior_sigma_km") if "prior_sigma_km" in present else F.lit(None).cast("double")
     return _collect(
         fused_tracks.select(
-            *("x_km", "y_km", "z_km", "epoch", "is_preferred", "catalogue_miss_km"),
-            *("position_sigma_km", "prior_sigma_km"),
+            *("x_km", "y_km", "z_km", "epoch", "catalogue_miss_km", "position_sigma_km"),
+            is_preferred.alias("is_preferred"),
+            prior_sigma_km.alias("prior_sigma_km"),
             age_days.alias("element_age_days"),
         )
     )
@@ -161,4 +168,6 @@ def select_holding(alerts: DataFrame) -> pl.DataFrame:
 
 
 def _collect(frame: DataFrame) -> pl.DataFrame:
-    return pl.DataFrame(frame.toArrow())
+    """Return the rows, with times in UTC: Spark returns them in the session's time zone."""
+    rows = pl.DataFrame(frame.toArrow())
+    return rows.with_columns(pl.col(pl.Datetime("us", "*")).dt.convert_time_zone("UTC"))

@@ -14,6 +14,8 @@ class HourReport(Contract):
     window_start: T.TimestampType = window()
     name: T.StringType = must("What is drawn.", isin=PICTURE_NAMES)
     title: T.StringType = must("The picture's title.")
-    drawn_rows: T.LongType = must("Sensors, tracks or alerts that are drawn.", ge=1)
+    drawn_rows: T.LongType = must(
+        "Rows that are drawn: sensors, tracks, alerts, or pairs of kind and result.", ge=1
+    )
     media_type: T.StringType = must("Format of the picture.", isin=["image/png"])
     image: T.BinaryType = must("The picture.")

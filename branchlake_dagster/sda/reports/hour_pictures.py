@@ -5,6 +5,7 @@ Each function draws a frame that the asset `hour_reports` has aggregated, and re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,14 @@ from branchlake_dagster.sda.orbits.frames import Floats, Micros, rotate_z, sider
 from branchlake_dagster.sda.reports.pictures import escape_label, new_figure
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 RESULT_COLORS = {"confirmed": "C2", "reassigned": "C1", "claimed": "C0", "uncorrelated": "C3"}
 PRIORITY_COLORS = {"high": "C3", "medium": "C1", "low": "C0"}
 _MAX_SENSORS = 25
 _MAX_LATITUDE_DEG, _MAX_LONGITUDE_DEG = 90, 180
-_MISS_LABEL = "miss distance, km"
+_MINUTE_MILLISECONDS = 60_000
 
 
 def draw_outcomes(outcomes: pl.DataFrame) -> Figure | None:
@@ -47,27 +49,35 @@ def draw_outcomes(outcomes: pl.DataFrame) -> Figure | None:
     return figure
 
 
-def draw_residuals(residuals: pl.DataFrame) -> Figure | None:
+def select_worst_sensors(residuals: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of the 25 sensors with the largest medians, the largest last."""
+    return residuals.filter(pl.col("median").is_finite()).sort("median", "source_id").tail(_MAX_SENSORS)
+
+
+def draw_residuals(residuals: pl.DataFrame, sensor_count: int) -> Figure | None:
     """Draw the distance of each sensor's observations from the predictions, in standard deviations.
 
-    A sensor that is biased, or that states too small an error, is right of 1. The sensors with the largest
-    medians are drawn.
+    A sensor that is biased, or that states too small an error, has a median above 1.
 
     Args:
         residuals: `source_id`, `observations`, and the quantiles `low`, `median`, `high` of the Mahalanobis
-            distance over the root of its degrees of freedom; one row per sensor.
+            distance over the root of its degrees of freedom; one row per sensor (`select_worst_sensors`).
+        sensor_count: the number of all sensors.
 
     """
     if residuals.is_empty():
         return None
-    worst = residuals.sort("median", "source_id").tail(_MAX_SENSORS)
-    figure = new_figure("Residuals by sensor: 5 %, median and 95 %")
+    which = "" if residuals.height == sensor_count else f", the largest of {sensor_count:,} sensors"
+    figure = new_figure(f"Residuals by sensor: 5 %, median and 95 %{which}")
     axes = figure.add_subplot()
-    place = np.arange(worst.height)
-    low, median, high = (worst[name].to_numpy() for name in ("low", "median", "high"))
-    axes.errorbar(median, place, xerr=np.abs([median - low, high - median]), fmt="o", capsize=3)
-    names = [f"{escape_label(name)} ({n:,})" for name, n in worst.select("source_id", "observations").rows()]
-    axes.set_yticks(place, names, fontsize="small")
+    positions = np.arange(residuals.height)
+    low, median, high = (residuals[name].to_numpy() for name in ("low", "median", "high"))
+    axes.errorbar(median, positions, xerr=np.abs([median - low, high - median]), fmt="o", capsize=3)
+    labels = [
+        f"{escape_label(name)} ({count:,})"
+        for name, count in residuals.select("source_id", "observations").rows()
+    ]
+    axes.set_yticks(positions, labels, fontsize="small")
     axes.axvline(1.0, color="0.6", linestyle="--")
     axes.set(xlabel="distance from the prediction, standard deviations", xlim=(0, None))
     return figure
@@ -90,24 +100,36 @@ def draw_track_quality(tracks: pl.DataFrame) -> Figure | None:
         "track, not preferred": tracks.filter(~pl.col("is_preferred"))["position_sigma_km"],
         "element set": tracks["prior_sigma_km"],
     }
-    values = {name: found.filter(found > 0).to_numpy() for name, found in columns.items()}
-    every = np.concatenate(list(values.values()))
-    if len(every):
-        edges = np.geomspace(every.min() / 1.01, every.max() * 1.01, 40)
-        for name, found in values.items():
-            errors.hist(found, bins=edges.tolist(), histtype="step", label=f"{name} ({len(found):,})")
+    values = {name: _drawable_by_log(column) for name, column in columns.items()}
+    all_values = np.concatenate(list(values.values()))
+    if len(all_values):
+        edges = np.geomspace(all_values.min() / 1.01, all_values.max() * 1.01, 40)
+        for name, errors_km in values.items():
+            errors.hist(errors_km, bins=edges.tolist(), histtype="step", label=f"{name} ({len(errors_km):,})")
         errors.set(xscale="log")
         errors.legend(fontsize="x-small")
     errors.set(xlabel="one sigma of the position, km", ylabel="objects")
+    distant_tracks = tracks.filter(
+        pl.col("catalogue_miss_km").is_between(0, float("inf"), closed="none")
+        & pl.col("element_age_days").is_finite()
+    )
     _scatter_by(
         ages,
-        tracks,
+        distant_tracks,
         ("element_age_days", "catalogue_miss_km"),
         "is_preferred",
         {True: ("C0", "preferred"), False: ("C1", "not preferred")},
     )
-    ages.set(xlabel="age of the element set, days", ylabel="distance from the element set, km", yscale="log")
+    ages.set(xlabel="age of the element set, days", ylabel="distance from the element set, km")
+    if distant_tracks.height:
+        ages.set(yscale="log")
     return figure
+
+
+def _drawable_by_log(column: pl.Series) -> Floats:
+    """Return the values that a logarithmic axis can show."""
+    values: Floats = column.filter((column > 0) & column.is_finite()).to_numpy()
+    return values
 
 
 def draw_ground_tracks(tracks: pl.DataFrame) -> Figure | None:
@@ -121,7 +143,9 @@ def draw_ground_tracks(tracks: pl.DataFrame) -> Figure | None:
         return None
     positions = tracks.select("x_km", "y_km", "z_km").to_numpy()
     latitude, longitude = subpoints(positions, tracks["epoch"].dt.epoch("us").to_numpy())
-    figure = new_figure(f"{tracks.height:,} tracks above the Earth, {_format_minute(tracks['epoch'].min())}")
+    epoch = tracks["epoch"].min()
+    moment = f", {epoch:%Y-%m-%d %H:%M} UTC" if isinstance(epoch, datetime) else ""
+    figure = new_figure(f"{tracks.height:,} tracks above the Earth{moment}")
     axes = figure.add_subplot()
     places = tracks.select("is_preferred").with_columns(
         longitude=pl.Series(longitude), latitude=pl.Series(latitude)
@@ -146,23 +170,31 @@ def draw_ground_tracks(tracks: pl.DataFrame) -> Figure | None:
     return figure
 
 
-def draw_alerts(alerts: pl.DataFrame) -> Figure | None:
+def draw_alerts(alerts: pl.DataFrame, start: datetime) -> Figure | None:
     """Draw the alerts that hold by time and miss distance, colored by priority.
 
     Args:
         alerts: `tca` (UTC), `miss_distance_km`, `priority`; one row per alert.
+        start: the start of the hour, UTC.
 
     """
     if alerts.is_empty():
         return None
-    figure = new_figure(f"{alerts.height:,} conjunction alerts")
+    figure = new_figure(f"Conjunction alerts that hold: {alerts.height:,}, {start:%Y-%m-%d %H:%M} UTC")
     axes = figure.add_subplot()
     counts = dict(alerts.group_by("priority").len().iter_rows())
     colors = {name: (color, f"{name} ({counts.get(name, 0):,})") for name, color in PRIORITY_COLORS.items()}
-    _scatter_by(axes, alerts, ("tca", "miss_distance_km"), "priority", colors, size=18)
-    axes.set(xlabel="time of closest approach, UTC", ylabel=_MISS_LABEL, ylim=(0, None))
+    by_minute = alerts.with_columns(
+        minute=(pl.col("tca") - start).dt.total_milliseconds() / _MINUTE_MILLISECONDS
+    )
+    _scatter_by(axes, by_minute, ("minute", "miss_distance_km"), "priority", colors, size=18)
+    axes.set(
+        xlabel="time of closest approach, minutes of the hour",
+        ylabel="miss distance, km",
+        xlim=(0, 60),
+        ylim=(0, None),
+    )
     axes.grid(visible=True, alpha=0.3)
-    axes.tick_params(axis="x", labelsize="small")
     return figure
 
 
@@ -175,20 +207,17 @@ def subpoints(positions: Floats, micros: Micros) -> tuple[Floats, Floats]:
 
 
 def _scatter_by(
-    axes: Any,
+    axes: Axes,
     rows: pl.DataFrame,
     columns: tuple[str, str],
-    by: str,
-    styles: dict[Any, tuple[str, str]],
+    style_column: str,
+    styles: Mapping[Any, tuple[str, str]],
     *,
     size: float = 4,
 ) -> None:
-    """Draw a point for each row, in the color and with the label of its value in the column `by`."""
+    """Draw a point for each row, in the color and with the label of its value in `style_column`."""
     for value, (color, label) in styles.items():
-        chosen = rows.filter(pl.col(by) == value)
-        axes.scatter(*(chosen[name].to_list() for name in columns), s=size, color=color, label=label)
+        rows_of_value = rows.filter(pl.col(style_column) == value)
+        x, y = (rows_of_value[name].to_list() for name in columns)
+        axes.scatter(x, y, s=size, color=color, label=label)
     axes.legend(fontsize="x-small", loc="upper right")
-
-
-def _format_minute(instant: object) -> str:
-    return f"{instant:%Y-%m-%d %H:%M} UTC" if isinstance(instant, datetime) else ""

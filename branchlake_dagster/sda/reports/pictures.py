@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Points = Sequence[tuple[float, float]]
 
 _SIZE_INCHES, _DOTS_PER_INCH = (7.5, 4.2), 96
+_MAX_LABEL = 40
 
 
 def new_figure(title: str) -> Figure:
@@ -73,7 +74,12 @@ def _coordinates(points: Points) -> tuple[list[float], list[float]]:
 
 
 def escape_label(text: str) -> str:
-    """Return a label that Matplotlib shows as it is: neither hidden (`_a`) nor read as a formula (`$a$`)."""
+    """Return a label that Matplotlib shows as it is: neither hidden (`_a`) nor read as a formula (`$a$`).
+
+    A long text is shortened to 40 characters, so that it leaves room for the picture.
+    """
+    if len(text) > _MAX_LABEL:
+        text = f"{text[: _MAX_LABEL - 1]}…"
     text = text.replace("$", r"\$")
     return f"\u200b{text}" if text.startswith("_") else text
 

@@ -1,5 +1,6 @@
 """Pictures of an hour: what is drawn is what the frames say."""
 
+import math
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -13,6 +14,7 @@ from branchlake_dagster.sda.reports.hour_pictures import (
     draw_outcomes,
     draw_residuals,
     draw_track_quality,
+    select_worst_sensors,
     subpoints,
 )
 from branchlake_dagster.sda.reports.pictures import draw_chart, to_markdown, to_png
@@ -63,7 +65,9 @@ def test_the_sensors_with_the_largest_residuals_are_drawn():
             "high": [9.0] * 40,
         }
     )
-    figure = draw_residuals(frame.sample(fraction=1.0, shuffle=True, seed=3))
+    worst = select_worst_sensors(frame.sample(fraction=1.0, shuffle=True, seed=3))
+    figure = draw_residuals(worst, 40)
+    assert "40 sensors" in figure.get_suptitle()
     (axes,) = figure.axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == [f"radar-{k} (100)" for k in range(15, 40)]
@@ -111,19 +115,52 @@ def test_alerts_are_drawn_by_priority():
             "priority": ["high", "low", "low"],
         }
     )
-    figure = draw_alerts(frame)
+    figure = draw_alerts(frame, HOUR)
     (axes,) = figure.axes
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["high (1)", "medium (0)", "low (2)"]
     assert [len(points.get_offsets()) for points in axes.collections] == [1, 0, 2]
+    assert axes.get_xlim() == (0, 60)
+    assert axes.collections[2].get_offsets()[:, 0].tolist() == [1.0, 2.0]
     to_png(figure)
 
 
-@pytest.mark.parametrize(
-    "draw", [draw_outcomes, draw_residuals, draw_track_quality, draw_ground_tracks, draw_alerts]
-)
-def test_nothing_is_drawn_of_an_empty_frame(draw):
-    assert draw(pl.DataFrame()) is None
+def test_nothing_is_drawn_of_an_empty_frame():
+    empty = pl.DataFrame()
+    assert draw_outcomes(empty) is None
+    assert draw_residuals(empty, 0) is None
+    assert draw_track_quality(empty) is None
+    assert draw_ground_tracks(empty) is None
+    assert draw_alerts(empty, HOUR) is None
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, None])
+def test_values_that_no_axis_can_show_are_left_out(value):
+    names = ["position_sigma_km", "prior_sigma_km", "catalogue_miss_km", "element_age_days"]
+    for count in (1, 5):
+        one = tracks(count).with_columns(pl.lit(value, pl.Float64).alias(name) for name in names)
+        to_png(draw_track_quality(one))
+        mixed = pl.concat([one.select(tracks().columns), tracks()])
+        to_png(draw_track_quality(mixed))
+        states = tracks(count).with_columns(x_km=pl.lit(value, pl.Float64))
+        to_png(draw_ground_tracks(states))
+    residuals = pl.DataFrame(
+        {"source_id": ["a", "b"], "observations": [1, 2], "low": 0.0, "median": [value, 1.0], "high": 2.0},
+        schema_overrides={"median": pl.Float64},
+    )
+    worst = select_worst_sensors(residuals)
+    assert worst["source_id"].to_list()[-1] == "b"
+    to_png(draw_residuals(worst, 2))
+
+
+def test_a_long_name_of_a_sensor_leaves_room_for_the_picture():
+    name = "$" + "radar" * 200
+    frame = pl.DataFrame(
+        {"source_id": [name], "observations": [1], "low": [0.1], "median": [1.0], "high": [2.0]}
+    )
+    figure = draw_residuals(frame, 1)
+    to_png(figure)
+    assert figure.axes[0].get_position().width > 0.3
 
 
 def test_a_chart_without_points_or_with_odd_names_is_still_a_picture():
