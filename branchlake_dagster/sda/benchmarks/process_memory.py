@@ -14,9 +14,9 @@ _EVERY_S = 0.5
 
 @dataclass
 class PeakMemory:
-    """The largest memory so far, in MB, and whether sampling has ended."""
+    """The largest memory so far in MB (None if it is unknown), and whether sampling has ended."""
 
-    peak_mb: float = 0.0
+    peak_mb: float | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
 
 
@@ -35,7 +35,8 @@ def watch_memory(server_pids: Iterable[int]) -> Iterator[PeakMemory]:
 
     def sample() -> None:
         while True:
-            peak.peak_mb = max(peak.peak_mb, _memory_of(roots) / 1e6)
+            if (size := _memory_of(roots)) is not None:
+                peak.peak_mb = max(peak.peak_mb or 0.0, size / 1e6)
             if peak.stopped.wait(_EVERY_S):
                 return
 
@@ -48,15 +49,18 @@ def watch_memory(server_pids: Iterable[int]) -> Iterator[PeakMemory]:
         thread.join()
 
 
-def _memory_of(roots: Iterable[psutil.Process]) -> int:
+def _memory_of(roots: Iterable[psutil.Process]) -> int | None:
     processes: dict[int, psutil.Process] = {}
     for root in roots:
         with contextlib.suppress(psutil.Error):
             processes |= {process.pid: process for process in [root, *root.children(recursive=True)]}
-    return sum(_proportional_size(process) for process in processes.values())
+    sizes = [_proportional_size(process) for process in processes.values()]
+    known_sizes = [size for size in sizes if size is not None]
+    return sum(known_sizes) if known_sizes else None
 
 
-def _proportional_size(process: psutil.Process) -> int:
+def _proportional_size(process: psutil.Process) -> int | None:
     with contextlib.suppress(psutil.Error):
-        return int(process.memory_full_info().pss)
-    return 0
+        size: int | None = getattr(process.memory_full_info(), "pss", None)
+        return size
+    return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from branchlake_dagster.bench.launched_run import BenchFailed
 from branchlake_dagster.bench.own_lake import own_lake
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.receivers.landing import Landing
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
@@ -34,7 +36,13 @@ from branchlake_dagster.sda.benchmarks.tracks import measure_tracks
 from branchlake_dagster.sda.commands.simulate import Simulated
 from branchlake_dagster.sda.commands.simulate import run as simulate_sensors
 from branchlake_dagster.sda.feeds.plan import RATES
-from branchlake_dagster.sda.graph.code_location import build_definitions, gp_folder
+from branchlake_dagster.sda.graph.code_location import (
+    GP_DIR,
+    LIVE_SENSORS,
+    SENSORS,
+    build_definitions,
+    gp_folder,
+)
 from branchlake_dagster.sda.partitions import gp_snapshots, windows
 from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS
 from branchlake_dagster.settings import Settings
@@ -142,11 +150,14 @@ def measure_throughput(
         ``plain_spark_obs_per_s``: the same of plain Spark on the same files, to a table of observations
         alone; ``plain_spark_with_raw_obs_per_s`` also writes the raw tables and reads them.
         ``pipeline_obs_per_s``: observations of the smaller input, over the seconds of all stages.
-        ``growth_1m_to_4m``: the seconds of the larger input over those of the smaller, to observations.
+        ``growth_1m_to_4m``: the seconds of the larger input over those of the smaller, to observations; from
+        one to four million only with a smaller input of a million.
         ``observations`` and ``large_observations``: the published observations of the inputs.
-        ``peak_mb``: see `watch_memory`.
+        ``peak_mb``: the largest memory of the pipeline with its servers, see `watch_memory`; None if the
+        system does not report it.
 
     """
+    _require_own_pipeline(os.environ)
     with own_lake(settings) as bench:
         lake = Lakehouse(bench, say=say)
         try:
@@ -161,11 +172,21 @@ def measure_throughput(
                 runs.run("catalogue_job", partition=snapshot)
                 (catalogue,) = gp_folder(bench).glob(f"{snapshot}.*")
                 trial = _Trial(runs, catalogue, seed, say)
-                pids = [record.pid for record in lake.servers.status().values() if record is not None]
-                with watch_memory(pids) as memory:
-                    return {**trial.measure(observations), "peak_mb": round(memory.peak_mb)}
+                return trial.measure(observations)
         finally:
             lake.servers.stop_all()
+
+
+def _require_own_pipeline(environment: Mapping[str, str]) -> None:
+    """Raise ConfigurationError if the environment configures another pipeline than the one that is timed."""
+    configured = [name for name in (GP_DIR, LIVE_SENSORS, SENSORS) if environment.get(name)]
+    if configured:
+        raise ConfigurationError(
+            f"The benchmark times the pipeline's defaults, but {', '.join(configured)} is set.",
+            hint=f"Run it without: env {' '.join(f'-u {name}' for name in configured)} branchlake bench sda",
+            reason="configured_pipeline",
+            subject=", ".join(configured),
+        )
 
 
 class _Trial:
@@ -181,9 +202,14 @@ class _Trial:
         warm_up = self._simulate(_HOURS[0], min(_WARM_UP_OBSERVATIONS, observations))
         self._to_alerts(warm_up)
         self._time_plain(warm_up, with_raw_tables=True)
-        stages, count = self._to_alerts(self._simulate(_HOURS[1], observations))
+        small = self._simulate(_HOURS[1], observations)
+        pids = [record.pid for record in self._runs.lake.servers.status().values() if record is not None]
+        with watch_memory(pids) as small_memory:
+            stages, count = self._to_alerts(small)
         large = self._simulate(_HOURS[2], GROWTH * observations)
-        large_stages, large_count = self._to_observations(large)
+        with watch_memory(pids) as large_memory:
+            large_stages, large_count = self._to_observations(large)
+        peaks_mb = [memory.peak_mb for memory in (small_memory, large_memory) if memory.peak_mb is not None]
         seconds, large_seconds = (
             found["ingestion"] + found["observations"] for found in (stages, large_stages)
         )
@@ -201,6 +227,7 @@ class _Trial:
             "stages": {name: round(value, 2) for name, value in stages.items()},
             "large_stages": {name: round(value, 2) for name, value in large_stages.items()},
             "growth_1m_to_4m": round(large_seconds / seconds, 2),
+            "peak_mb": round(max(peaks_mb)) if peaks_mb else None,
             "observations": count,
             "large_observations": large_count,
             "objects": self._runs.count_rows(CATALOGUE),

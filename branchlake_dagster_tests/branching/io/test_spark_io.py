@@ -358,7 +358,7 @@ def test_an_upsert_that_keeps_known_keys_refuses_a_frame_that_is_computed_twice_
         monkeypatch.setattr(spark_frames, "_time_key_bounds", lambda *_: bounds)
         rows[:] = [{"ts": at(4), "id": 2, "n": 1}]
         p.run(ok=False)
-        p.failed_with(UpsertKeyInvalid)
+        p.failed_with(UpsertKeyInvalid, "computed twice")
 
 
 def test_an_upsert_that_keeps_known_keys_reads_files_with_its_times_only(
