@@ -398,7 +398,7 @@ class NessieCatalog(NoViews, NamespaceOperations):
     # -- tables: changing ------------------------------------------------------------------------------
 
     def record_prefixes(self, metadata: TableMetadata) -> None:
-        """Record in the warehouse where files of a table are written (see `written_prefixes`).
+        """Record in the warehouse where files of a table are written (see `stored_files.list_prefixes`).
 
         Code that writes files of a table which this catalog has only loaded must call this before it writes.
         Raises OSError.

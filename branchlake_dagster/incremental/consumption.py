@@ -569,14 +569,14 @@ class Consumption:
             key: position_store.recorded_time(upstream.table.metadata, upstream.name)
             for key, upstream in self.inputs.items()
         }
-        valid_time = compute_valid_through(self._backlog(), input_times, remaining, end_ms)
+        valid_time = compute_valid_through(self._consumer_state(), input_times, remaining, end_ms)
         if valid_time is not None and remaining and self.positions.restart_reason:
             return replace(valid_time, table_ms=None)  # other partitions may have rows that do not count
         return valid_time
 
     def pending_partitions(self) -> set[str]:
         """Return all partitions of the asset that have something to consume. Raises ChangeLost."""
-        return pending_partitions(self._backlog())
+        return pending_partitions(self._consumer_state())
 
     def partitions_to_rebuild(self) -> set[str]:
         """Return the partitions to compute anew until no position is lost any more, for a rebuild.
@@ -585,7 +585,7 @@ class Consumption:
         common position, or positions of partitions that have left the definition, are lost, the result is the
         first partition: a run that computes any partition anew moves the common position.
         """
-        partitions = pending_partitions(self._backlog(lost_is_all=True))
+        partitions = pending_partitions(self._consumer_state(lost_is_all=True))
         if not partitions and (self.positions.void_partitions or self._is_common_position_lost()):
             return {*self._all_partitions[:1]}
         return partitions
@@ -605,11 +605,12 @@ class Consumption:
     def changes_by_partition(
         self, partitions: Iterable[str]
     ) -> dict[str, tuple[ConsumptionRecord | None, Unconsumed]]:
-        """Return what each of these partitions has left to consume. Raises ChangeLost.
+        """Return the consumption record and the remaining input of each of these partitions.
 
-        Reads manifests only.
+        The record is the partition's own, else the common position. It is None if nothing was consumed for the
+        partition. Raises ChangeLost. Cost: reads manifests only.
         """
-        return changes_by_partition(self._backlog(), partitions)
+        return changes_by_partition(self._consumer_state(), partitions)
 
     def runs_by_partition(
         self, partitions: Iterable[str], select_runs: Callable[[Collection[str]], Collection[str]]
@@ -618,7 +619,7 @@ class Consumption:
 
         Raises ChangeLost.
         """
-        return runs_by_partition(self._backlog(), partitions, select_runs)
+        return runs_by_partition(self._consumer_state(), partitions, select_runs)
 
     def consumed_run_ids(self, select_runs: Callable[[Collection[str]], Collection[str]]) -> set[str]:
         """Return the runs whose changes the step consumes, if `select_runs` returns them.
@@ -647,11 +648,11 @@ class Consumption:
 
     def _pending_or_none(self) -> set[str] | None:
         try:
-            return pending_partitions(self._backlog(lost_is_all=True))
+            return pending_partitions(self._consumer_state(lost_is_all=True))
         except ConfigurationError:
             return None
 
-    def _backlog(self, *, lost_is_all: bool = False) -> ConsumerState:
+    def _consumer_state(self, *, lost_is_all: bool = False) -> ConsumerState:
         inputs = tuple(self.inputs.values())
         return ConsumerState(
             self.consumer,

@@ -49,12 +49,12 @@ class ConsumptionRecord:
     snapshot_id: int | None = None
     """The snapshot of the consumer's table with the run's result; None if there is none or it is unknown."""
     partition_identity: Mapping[str, str] = field(default_factory=dict)
-    """What the partitions were then, see `redefinition.partition_identity`.
+    """What the partitions were then, see `partition_identity`.
 
     Empty if it was not recorded, or if there were no partitions.
     """
     extent: Mapping[str, str] = field(default_factory=dict)
-    """For the record of one partition: what it contained then, see `redefinition.partition_extent`."""
+    """For the record of one partition: what it contained then, see `partition_extent`."""
     predecessor_run: str = ""
     """For partitions that are computed in order: the run that had computed the partition before this one."""
     toggle: bool = False
@@ -173,7 +173,7 @@ class Positions:
     redefined_extents: tuple[Mapping[str, str], ...] = ()
     """The extents of partitions that were ahead of the common position under another definition.
 
-    See `redefinition`.
+    `fit_positions` computes them.
     """
 
     def without_lost(self, is_current: Callable[[int | None], bool]) -> Positions:
