@@ -15,7 +15,7 @@ import branchlake_dagster as root
 ROOT = Path(__file__).parents[1] / "branchlake_dagster"
 NAME = ROOT.name
 
-_BASE = {"errors", "extras", "file_lock", "stored_names", "wording", "internals", "settings"}
+_BASE = {"errors", "extras", "file_lock", "stored_names", "waiting", "wording", "internals", "settings"}
 _LAKE = {*_BASE, "nessie", "catalog", "embedded", "spark", "lakehouse"}
 _RUNS = {*_LAKE, "history", "tables", "runs"}
 _ASSETS = {*_RUNS, "incremental", "io_manager", "publication", "checks", "automation"}
@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": {"wording"},
     "internals": set(),
     "file_lock": set(),
+    "waiting": set(),
     "extras": {"errors"},
     "settings": {"errors"},
     "nessie": _BASE,

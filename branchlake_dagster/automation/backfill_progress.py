@@ -24,8 +24,8 @@ from branchlake_dagster.internals.dagster import (
     load_backfill,
     load_tagged_backfills,
 )
+from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import Approvals
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import TableMissing
 from branchlake_dagster.wording import format_count

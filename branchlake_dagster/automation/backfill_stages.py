@@ -19,8 +19,9 @@ from branchlake_dagster.automation.launch_decision import LaunchOutcome, launch_
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
 from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.internals.dagster import PARTITION_TAG, AssetGraph, add_asset_backfill, load_backfill
+from branchlake_dagster.runs.approval import approval_names, approve_run, is_on_main
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import APPROVAL_REQUIRED, approval_names, approve_run, is_on_main
+from branchlake_dagster.runs.run_tags import APPROVAL_REQUIRED
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.wording import format_count, pluralize
 

@@ -31,8 +31,8 @@ from branchlake_dagster.incremental.pending import PartitionBatch
 from branchlake_dagster.incremental.positions import ConsumptionRecord, Unconsumed
 from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster.internals.dagster import AssetGraph, AssetKeyPartitionKey
+from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import Approvals
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.tables.errors import InputColumnGone, PositionUnreadable, TableMissing
 

@@ -55,8 +55,8 @@ from branchlake_dagster.incremental.affected_partitions import partition_coverag
 from branchlake_dagster.incremental.positions import Unconsumed
 from branchlake_dagster.internals.dagster import RANGE_END_TAG, RANGE_START_TAG, CoercibleToAssetSelection
 from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import Approvals
 from branchlake_dagster.stored_names import AssetMetadata, RunTag
 from branchlake_dagster.wording import format_count, format_names
 

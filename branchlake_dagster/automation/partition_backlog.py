@@ -50,7 +50,8 @@ from branchlake_dagster.internals.dagster import (
     load_planned_assets,
 )
 from branchlake_dagster.publication.conditions import ABANDONED_AFTER
-from branchlake_dagster.runs.run_tags import NO_VALUE, PENDING, Approvals, find_publication, find_run_location
+from branchlake_dagster.runs.approval import Approvals
+from branchlake_dagster.runs.run_tags import NO_VALUE, PENDING, find_publication, find_run_location
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 
 _CHUNK = 200

@@ -10,8 +10,8 @@ import dagster as dg
 
 from branchlake_dagster.bench.launched_run import BenchFailed, launch_backfill
 from branchlake_dagster.bench.parts_project import ASSETS, LAYOUT, NAMESPACE, PARTITIONS, ROWS, SCHEMA
-from branchlake_dagster.embedded.process import holds_within
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.waiting import holds_within
 
 _TIMEOUT_S = 1_800.0
 _ROUNDS = 3

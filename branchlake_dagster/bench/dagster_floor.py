@@ -11,7 +11,7 @@ import dagster as dg
 
 from branchlake_dagster.bench.launched_run import BenchFailed, launch_run
 from branchlake_dagster.cli.dagster_home import dagster_dev
-from branchlake_dagster.embedded.process import holds_within
+from branchlake_dagster.waiting import holds_within
 
 _MODULE = "branchlake_dagster.bench.trivial_project"
 

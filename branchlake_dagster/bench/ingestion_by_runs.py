@@ -15,9 +15,9 @@ from branchlake_dagster.bench.kafka_feed import BenchFeed, send_in_background
 from branchlake_dagster.bench.launched_run import BenchFailed, start_sensor
 from branchlake_dagster.bench.time_to_visibility import measure_delays, publication_times
 from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
-from branchlake_dagster.embedded.process import holds_within
 from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.waiting import holds_within
 
 _MODULE = "branchlake_dagster.bench.ingestion_project"
 _TIMEOUT_S = 180.0

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from branchlake_dagster.bench.launched_run import BenchFailed
-from branchlake_dagster.embedded.process import holds_within
 from branchlake_dagster.ingest.errors import IngestError
 from branchlake_dagster.ingest.kafka_cluster import KafkaCluster
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
+from branchlake_dagster.waiting import holds_within
 
 PARTITIONS = 4
 SITES = 10

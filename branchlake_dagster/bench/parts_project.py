@@ -11,10 +11,10 @@ from pyiceberg.schema import Schema
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
-from branchlake_dagster.embedded.process import holds_within
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.tables.specification import table_metadata
+from branchlake_dagster.waiting import holds_within
 
 PARTITIONS = tuple(f"p{number:02}" for number in range(50))
 ROWS = 1_000

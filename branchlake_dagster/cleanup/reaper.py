@@ -51,8 +51,8 @@ from branchlake_dagster.runs.discarding import (
     release_leftover_claim,
     restore_branch,
 )
+from branchlake_dagster.runs.failure_detector import Heartbeats, Liveness, judge_by_timestamp, watch_suspects
 from branchlake_dagster.runs.heartbeats import Heartbeat
-from branchlake_dagster.runs.leases import Heartbeats, Liveness, judge_by_timestamp, watch_suspects
 from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.table_files import TableFiles

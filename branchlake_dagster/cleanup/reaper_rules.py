@@ -16,7 +16,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import LogEntry
 from branchlake_dagster.runs.branch_owner import UNKNOWN_ORIGIN, BranchOrigin, Maker
-from branchlake_dagster.runs.leases import Liveness
+from branchlake_dagster.runs.failure_detector import Liveness
 from branchlake_dagster.runs.run_tags import Retention
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.wording import CodedReason

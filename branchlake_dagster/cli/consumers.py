@@ -29,7 +29,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.change import ChangeSet
 from branchlake_dagster.internals.dagster import SensorTicks, load_sensor_ticks
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.run_tags import Approvals
+from branchlake_dagster.runs.approval import Approvals
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import format_count
 

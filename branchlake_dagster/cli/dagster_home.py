@@ -13,11 +13,12 @@ from pathlib import Path
 
 import requests
 
-from branchlake_dagster.embedded.process import LOOPBACK, ServerDidNotStart, choose_port, holds_within
+from branchlake_dagster.embedded.process import LOOPBACK, ServerDidNotStart, choose_port
 from branchlake_dagster.embedded.state_folder import make_state_folder
 from branchlake_dagster.extras import require_modules
 from branchlake_dagster.file_lock import file_lock
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.waiting import holds_within
 
 _DAGSTER_YAML = """\
 telemetry:

@@ -50,7 +50,7 @@ from branchlake_dagster.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.publication.cleanup_jobs import reap_branches, reaper_limits
 from branchlake_dagster.publication.publisher import build_publisher
-from branchlake_dagster.runs.leases import Liveness
+from branchlake_dagster.runs.failure_detector import Liveness
 from branchlake_dagster.runs.run_tags import RunState, find_publication
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.spark.session import connect_url, open_session

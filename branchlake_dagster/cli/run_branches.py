@@ -29,7 +29,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.embedded_kafka import KAFKA, EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse, nessie_page_url
 from branchlake_dagster.publication.ledger import iter_publications
-from branchlake_dagster.publication.outcome import discard_parked_run, iter_parked_runs, retry_parked_run
+from branchlake_dagster.publication.parked_runs import discard_parked_run, iter_parked_runs, retry_parked_run
 from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER
 from branchlake_dagster.runs.branch_owner import (
     BatchBranch,
@@ -39,8 +39,8 @@ from branchlake_dagster.runs.branch_owner import (
     writer_branch,
 )
 from branchlake_dagster.runs.discarding import DISCARDED_TAG_FILTER
+from branchlake_dagster.runs.failure_detector import judge_by_timestamp
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, HeartbeatsUnreadable
-from branchlake_dagster.runs.leases import judge_by_timestamp
 from branchlake_dagster.runs.run_branch import run_id_of_branch
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import RunTag

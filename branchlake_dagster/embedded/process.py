@@ -31,25 +31,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 import psutil
-from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from branchlake_dagster.embedded.state_folder import make_private_folder
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.file_lock import try_file_lock
-
-
-def holds_within(timeout_s: float, condition: Callable[[], bool], *, every_s: float) -> bool:
-    """Return whether `condition` becomes true within `timeout_s` seconds.
-
-    Calls `condition` at once and then every `every_s` seconds. Exceptions of `condition` are not caught.
-    """
-    return Retrying(
-        retry=retry_if_result(lambda holds: not holds),
-        stop=stop_after_delay(timeout_s),
-        wait=wait_fixed(every_s),
-        retry_error_callback=lambda _: False,
-    )(condition)
-
+from branchlake_dagster.waiting import holds_within
 
 LIMIT_BYTES = 16 << 20
 """The size in bytes above which a log is rotated."""

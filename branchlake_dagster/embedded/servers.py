@@ -33,13 +33,7 @@ from branchlake_dagster.embedded.jars import (
     spark_home,
 )
 from branchlake_dagster.embedded.java import Archive, bundled_java, find_archive, user_java
-from branchlake_dagster.embedded.process import (
-    LOOPBACK,
-    ProcessRecord,
-    holds_within,
-    keep_port,
-    rotate_folder,
-)
+from branchlake_dagster.embedded.process import LOOPBACK, ProcessRecord, keep_port, rotate_folder
 from branchlake_dagster.embedded.rest_catalog import catalog_environment, catalog_flags
 from branchlake_dagster.embedded.state_folder import (
     build_not_running,
@@ -54,6 +48,7 @@ from branchlake_dagster.embedded.state_folder import (
 )
 from branchlake_dagster.file_lock import file_lock
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.waiting import holds_within
 
 NESSIE = "nessie"
 SPARK = "spark"

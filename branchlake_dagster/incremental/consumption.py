@@ -607,8 +607,8 @@ class Consumption:
     ) -> dict[str, tuple[ConsumptionRecord | None, Unconsumed]]:
         """Return the consumption record and the remaining input of each of these partitions.
 
-        The record is the partition's own, else the common position. It is None if nothing was consumed for the
-        partition. Raises ChangeLost. Cost: reads manifests only.
+        The record is the partition's own, else the common position. It is None if nothing was consumed for
+        the partition. Raises ChangeLost. Cost: reads manifests only.
         """
         return changes_by_partition(self._consumer_state(), partitions)
 

@@ -16,7 +16,8 @@ from branchlake_dagster.incremental.consumption import Consumption
 from branchlake_dagster.incremental.inputs import select_ranges, target_ranges
 from branchlake_dagster.incremental.positions import recorded_time
 from branchlake_dagster.internals.pyiceberg import open_transaction
-from branchlake_dagster.runs.run_tags import APPROVAL_GIVEN, APPROVAL_REQUIRED, Approvals
+from branchlake_dagster.runs.approval import Approvals
+from branchlake_dagster.runs.run_tags import APPROVAL_GIVEN, APPROVAL_REQUIRED
 from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.selection import Selection, selection_mask, to_sql_predicate
 from branchlake_dagster.tables.specification import TableSpec

@@ -7,8 +7,8 @@ library for the whole process. `docs/upstream.md` has the reports for the librar
   bounds hide rows
 - `pyiceberg`, at import: `ExecutorFactory` in PyIceberg's `snapshot_producers`, because a failed commit
   leaves writers running
-- `dagster_launching`, in warm run processes: `create_engine` in Dagster's SQLite storages, to create one engine
-  per database instead of one per call
+- `dagster_launching`, in warm run processes: `create_engine` in Dagster's SQLite storages, to create one
+  engine per database instead of one per call
 - `dagster_launching`, in warm run processes: `ScriptDirectory.from_config` of Alembic, to read the revisions
   once
 - `pyspark`, when a session starts: `SparkSession.__del__` of Spark Connect, because it may wait for itself

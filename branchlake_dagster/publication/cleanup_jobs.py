@@ -46,14 +46,14 @@ from branchlake_dagster.runs.branch_owner import (
     load_instance_id,
 )
 from branchlake_dagster.runs.discarding import report_branch_end
-from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore
-from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.leases import (
+from branchlake_dagster.runs.failure_detector import (
     Liveness,
     continue_watch,
     judge_by_timestamp,
     local_clock_id,
 )
+from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_tags import (
     FENCED,
     Retention,

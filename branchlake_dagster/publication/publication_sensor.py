@@ -39,14 +39,9 @@ from branchlake_dagster.internals.dagster import (
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.conditions import never_evaluated
 from branchlake_dagster.publication.evidence import collect_evidence
-from branchlake_dagster.publication.outcome import (
-    FailedAttempts,
-    Outcome,
-    PassReport,
-    find_other_location,
-    format_error,
-)
-from branchlake_dagster.publication.publish_at_end import acquire_pass_lock
+from branchlake_dagster.publication.outcome import Outcome, PassReport, find_other_location
+from branchlake_dagster.publication.parked_runs import FailedAttempts, format_error
+from branchlake_dagster.publication.pass_lock import acquire_pass_lock
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.publication.report import MainView, RunReport, report_outcome
 from branchlake_dagster.publication.verdict import judge_evidence

@@ -35,7 +35,8 @@ from branchlake_dagster.publication.ledger import (
     Result,
     is_namespace_change,
 )
-from branchlake_dagster.publication.outcome import EndedRun, FailedAttempts, Outcome, find_ended_runs
+from branchlake_dagster.publication.outcome import EndedRun, Outcome, find_ended_runs
+from branchlake_dagster.publication.parked_runs import FailedAttempts
 from branchlake_dagster.publication.publisher import (
     MAX_BATCH_SIZE,
     PreparedState,

@@ -20,8 +20,8 @@ from branchlake_dagster.incremental.positions import ConsumptionRecord
 from branchlake_dagster.ingest.offsets import TableProgress, recorded_ingestions
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.publication.ledger import iter_publications
-from branchlake_dagster.publication.outcome import iter_parked_runs
-from branchlake_dagster.publication.outcome import retry_parked_run as try_again
+from branchlake_dagster.publication.parked_runs import iter_parked_runs
+from branchlake_dagster.publication.parked_runs import retry_parked_run as try_again
 from branchlake_dagster.runs.branch_owner import BatchBranch
 from branchlake_dagster.runs.discarding import discarded_tag_name, restore_branch
 from branchlake_dagster.runs.heartbeats import HeartbeatStore

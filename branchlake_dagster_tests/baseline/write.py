@@ -26,7 +26,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.nessie.model import IcebergTable
-from branchlake_dagster.publication.outcome import MAX_ATTEMPTS
+from branchlake_dagster.publication.parked_runs import MAX_ATTEMPTS
 from branchlake_dagster.runs.branch_owner import build_batch_branch_name, load_instance_id
 from branchlake_dagster.runs.discarding import claim_branch, discard_branch
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, build_heartbeat

@@ -23,7 +23,7 @@ from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest import kafka_topics as topics
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.leases import Liveness
+from branchlake_dagster.runs.failure_detector import Liveness
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunLocation, RunState, build_opening_tags
 from branchlake_dagster.stored_names import LakeProperty, RunTag

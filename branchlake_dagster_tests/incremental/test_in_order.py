@@ -15,8 +15,9 @@ from branchlake_dagster.automation.launch_decision import LaunchPolicy, LaunchSt
 from branchlake_dagster.automation.partition_backlog import InFlightRuns, launch_decisions
 from branchlake_dagster.internals.dagster import RANGE_END_TAG, RANGE_START_TAG, RUN_KEY_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.approval import Approvals, approve_run
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
-from branchlake_dagster.runs.run_tags import APPROVAL_REQUIRED, Approvals, approve_run
+from branchlake_dagster.runs.run_tags import APPROVAL_REQUIRED
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values

@@ -22,7 +22,6 @@ from branchlake_dagster.embedded import process as rotation
 from branchlake_dagster.embedded.process import (
     EARLIER_FILES,
     ProcessRecord,
-    holds_within,
     rotate_by_copy,
     rotate_by_rename,
     rotate_folder,
@@ -30,6 +29,7 @@ from branchlake_dagster.embedded.process import (
 from branchlake_dagster.embedded.servers import NESSIE, SPARK, EmbeddedServers
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.waiting import holds_within
 
 LIMIT = 20_000
 CHATTY = "i=0; while :; do i=$((i+1)); echo line $i of a server that says much; done"

@@ -24,9 +24,9 @@ from pyspark.sql import SparkSession
 
 from branchlake_dagster.embedded import warm_worker as warm
 from branchlake_dagster.embedded import worker_daemon as daemon
-from branchlake_dagster.embedded.process import holds_within
 from branchlake_dagster.internals.json_channel import receive_message, send_message
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.waiting import holds_within
 
 MODULE = daemon.__name__
 

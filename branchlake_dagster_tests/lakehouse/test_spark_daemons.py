@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from branchlake_dagster.embedded.process import ProcessRecord, find_start_s, holds_within
+from branchlake_dagster.embedded.process import ProcessRecord, find_start_s
 from branchlake_dagster.spark import session as python_daemons
+from branchlake_dagster.waiting import holds_within
 
 # A server with two daemons, of which one has a worker, and with a child of another kind.
 _SERVER = """

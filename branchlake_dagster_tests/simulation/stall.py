@@ -11,7 +11,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from branchlake_dagster.publication import publish_at_end
+from branchlake_dagster.publication import pass_lock
 
 if TYPE_CHECKING:
     from branchlake_dagster_tests.simulation.world import World
@@ -62,7 +62,7 @@ class Stall:
 
     def _real_pass(self, world: World) -> Any:
         clock = world.clock
-        return publish_at_end.acquire_pass_lock(
+        return pass_lock.acquire_pass_lock(
             cast(Any, self._settings),
             clock=clock.monotonic,
             now=lambda: clock.now().timestamp(),

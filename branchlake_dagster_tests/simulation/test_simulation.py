@@ -27,7 +27,7 @@ from branchlake_dagster.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown
 from branchlake_dagster.nessie.model import DiffAt, Operation, Reference, Unchanged
 from branchlake_dagster.publication import assessment as assess
-from branchlake_dagster.publication import committer, publish_at_end
+from branchlake_dagster.publication import committer, pass_lock
 from branchlake_dagster.publication import conflicts as overlap_rules
 from branchlake_dagster.publication import rebase_plan as commit_plan
 from branchlake_dagster.publication.assessment import BranchCommits
@@ -277,7 +277,7 @@ _BUGS = {
     "files of others are discarded": (CommitPlan, "_discard_values", _discarded),
     "what main has lost is taken for the run's": (sweep_plan, "_is_branch_base", lambda *_: True),
     "files are not opened": (committer, "find_unreadable_candidates", lambda tables, batch: {}),
-    "a pass that stands still stops the others": (publish_at_end, "_abandon_stale", lambda *_, **__: None),
+    "a pass that stands still stops the others": (pass_lock, "_abandon_stale", lambda *_, **__: None),
     "another instance's branches are reaped": (
         OriginFinder,
         "find_origin",

@@ -20,7 +20,8 @@ from branchlake_dagster.nessie.model import Namespace, Operation, Put
 from branchlake_dagster.publication import assessment as assess
 from branchlake_dagster.publication import recheck
 from branchlake_dagster.publication.ledger import MainLog
-from branchlake_dagster.publication.outcome import Outcome, discard_parked_run
+from branchlake_dagster.publication.outcome import Outcome
+from branchlake_dagster.publication.parked_runs import discard_parked_run
 from branchlake_dagster.publication.publish_at_end import NotPublished, RunPublication
 from branchlake_dagster.publication.reconciler import BranchSteps, Reconciler
 from branchlake_dagster.publication.table_change import ChangeMode, SnapshotChange

@@ -20,8 +20,8 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from branchlake_dagster.cli import main
 from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
-from branchlake_dagster.embedded.process import holds_within
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.waiting import holds_within
 from branchlake_dagster_tests.suite.absent import absent
 from branchlake_dagster_tests.testing.documented import GETTING_STARTED, files
 from branchlake_dagster_tests.ui.project import BAD_DAY, READERS_FILE

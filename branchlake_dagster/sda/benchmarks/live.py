@@ -22,12 +22,13 @@ from branchlake_dagster.bench.launched_run import BenchFailed, start_sensor
 from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.bench.time_to_visibility import iter_added_rows, publication_times
 from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
-from branchlake_dagster.embedded.process import LOOPBACK, choose_port, holds_within
+from branchlake_dagster.embedded.process import LOOPBACK, choose_port
 from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.sda.benchmarks.receiving import COMMAND
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.waiting import holds_within
 
 RATES = {"radar": 1_000, "optical": 50, "isl": 100}
 """Measurements a second of each kind."""

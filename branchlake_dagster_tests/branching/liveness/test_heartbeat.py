@@ -13,6 +13,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 from pyarrow.fs import FileSelector, LocalFileSystem
 
+from branchlake_dagster.runs.failure_detector import Liveness, judge_by_timestamp, watch_suspects
 from branchlake_dagster.runs.heartbeats import (
     Heartbeat,
     HeartbeatStore,
@@ -22,7 +23,6 @@ from branchlake_dagster.runs.heartbeats import (
     build_heartbeat,
     send_heartbeats,
 )
-from branchlake_dagster.runs.leases import Liveness, judge_by_timestamp, watch_suspects
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 BEAT = Heartbeat("run-1", "host-1-abc", "1", counter=1, written_at=NOW, interval_s=10, pid=1, host="host")

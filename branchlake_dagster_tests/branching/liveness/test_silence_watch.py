@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
+from branchlake_dagster.runs.failure_detector import continue_watch, local_clock_id
 from branchlake_dagster.runs.heartbeats import Heartbeat
-from branchlake_dagster.runs.leases import continue_watch, local_clock_id
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 BEAT = Heartbeat("run-1", "host-1-abc", "1", counter=1, written_at=NOW, interval_s=10, text="1")

@@ -15,7 +15,7 @@ from branchlake_dagster.cleanup.reaper_rules import (
     decide_reaping,
 )
 from branchlake_dagster.runs.branch_owner import UNKNOWN_ORIGIN, BranchOrigin, Maker
-from branchlake_dagster.runs.leases import Liveness
+from branchlake_dagster.runs.failure_detector import Liveness
 
 HOUR = timedelta(hours=1)
 LIMITS = Limits(max_age=6 * HOUR, orphan_grace=HOUR)

@@ -13,14 +13,12 @@ from branchlake_dagster.internals.dagster import (
     PARTITION_TAG,
     RETRY_NUMBER_TAG,
 )
+from branchlake_dagster.runs.approval import approval_names, inherited_approval_tags, requires_approval
 from branchlake_dagster.runs.run_tags import (
     APPROVAL_GIVEN,
     APPROVAL_REQUIRED,
     RunLocation,
-    approval_names,
     build_opening_tags,
-    inherited_approval_tags,
-    requires_approval,
 )
 from branchlake_dagster.stored_names import RunTag
 

@@ -20,7 +20,6 @@ import pytest
 from pyiceberg.exceptions import CommitFailedException
 
 from branchlake_dagster.embedded import process
-from branchlake_dagster.embedded.process import holds_within
 from branchlake_dagster.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 from branchlake_dagster.ingest.kafka_topics import KafkaTopics
@@ -32,6 +31,7 @@ from branchlake_dagster.publication.cleanup_jobs import reap_branches
 from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.waiting import holds_within
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS
 from branchlake_dagster_tests.ingest.histories.play import Played
 from branchlake_dagster_tests.ingest.histories.tokens import KINDS, PARTITIONS, Tokens, ingestion

@@ -19,10 +19,11 @@ from confluent_kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
-from branchlake_dagster.embedded.process import LOOPBACK, choose_port, holds_within
+from branchlake_dagster.embedded.process import LOOPBACK, choose_port
 from branchlake_dagster.ingest import embedded_kafka as broker_login
 from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.waiting import holds_within
 
 USER = "ali,ce"
 PASSWORD = 'never-shown "\\;= word'

@@ -21,7 +21,6 @@ from confluent_kafka import ConsumerGroupTopicPartitions
 from confluent_kafka.admin import AdminClient
 
 from branchlake_dagster.cli import main
-from branchlake_dagster.embedded.process import holds_within
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError
 from branchlake_dagster.ingest import kafka_topics as topics
 from branchlake_dagster.ingest.batch_report import to_utc_datetime
@@ -35,6 +34,7 @@ from branchlake_dagster.receivers.kafka_sink import BrokerRefused, BrokerUnreach
 from branchlake_dagster.receivers.metrics import TopicCounts, scrape_monitors, sum_by_topic
 from branchlake_dagster.receivers.records import ReceiverOrigin, Record
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.waiting import holds_within
 from branchlake_dagster_tests.cli.test_receive import ANYWHERE, framed, receiving
 from branchlake_dagster_tests.ingest.driving import Driver
 from branchlake_dagster_tests.ingest.secured.broker import PASSWORD, SECRET, SecuredBroker

@@ -6,10 +6,10 @@ from pathlib import Path
 import dagster as dg
 import polars as pl
 
-from branchlake_dagster.embedded.process import holds_within
 from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.tables.specification import table_metadata
+from branchlake_dagster.waiting import holds_within
 
 NAMESPACE = os.environ.get("BRANCHLAKE_TEST_NAMESPACE", "backfill")
 PARTITIONS = [f"p{number:02}" for number in range(int(os.environ.get("BRANCHLAKE_TEST_PARTITIONS", "50")))]

@@ -18,7 +18,7 @@ from branchlake_dagster.publication import publication_sensor, report
 from branchlake_dagster.publication import reconciler as reconciler_module
 from branchlake_dagster.publication.cleanup_jobs import reap_branches
 from branchlake_dagster.publication.ledger import Published
-from branchlake_dagster.publication.outcome import MAX_ATTEMPTS, discard_parked_run, iter_parked_runs
+from branchlake_dagster.publication.parked_runs import MAX_ATTEMPTS, discard_parked_run, iter_parked_runs
 from branchlake_dagster.publication.publication_sensor import judge_unbranched_runs
 from branchlake_dagster.publication.publisher import publication_branch_name
 from branchlake_dagster.runs.run_tags import RunState

@@ -13,7 +13,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication import reconciler as reconciler_module
 from branchlake_dagster.publication import report
 from branchlake_dagster.publication.outcome import Outcome, PassReport
-from branchlake_dagster.publication.publish_at_end import acquire_pass_lock
+from branchlake_dagster.publication.pass_lock import acquire_pass_lock
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState

@@ -20,7 +20,8 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication import assessment as assess
-from branchlake_dagster.publication.outcome import MAX_ATTEMPTS, Outcome
+from branchlake_dagster.publication.outcome import Outcome
+from branchlake_dagster.publication.parked_runs import MAX_ATTEMPTS
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import RunTag

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.publication.publish_at_end import acquire_pass_lock, longest_pass_s, read_pass_holder
+from branchlake_dagster.publication.pass_lock import acquire_pass_lock, longest_pass_s, read_pass_holder
 from branchlake_dagster.settings import Settings
 
 HOLD = """
 import sys
 from pathlib import Path
-from branchlake_dagster.publication.publish_at_end import acquire_pass_lock
+from branchlake_dagster.publication.pass_lock import acquire_pass_lock
 from branchlake_dagster.settings import Settings
 with acquire_pass_lock(Settings(state_dir=Path(sys.argv[1]))) as mine:
     print(mine, flush=True)
