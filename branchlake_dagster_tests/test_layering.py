@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "lakehouse": {*_BASE, "nessie", "catalog", "embedded", "spark"},
     "launching": {*_BASE, "nessie", "embedded"},
     "receivers": {*_BASE, "embedded"},
-    "history": {*_BASE, "nessie", "catalog"},
+    "history": {*_BASE, "catalog"},
     "tables": {*_LAKE, "history"},
     "runs": {*_LAKE, "history", "tables"},
     "cleanup": _RUNS,

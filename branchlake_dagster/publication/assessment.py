@@ -11,12 +11,6 @@ from dataclasses import dataclass, replace
 from dagster import DagsterInstance, DagsterRun
 from pyiceberg.table.snapshots import Operation, Snapshot
 
-from branchlake_dagster.history.capture import (
-    ReadMetadata,
-    find_added_snapshots,
-    iter_put_tables,
-    newest_metadata_locations,
-)
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
@@ -25,6 +19,12 @@ from branchlake_dagster.publication.evidence import RunEvidence, collect_evidenc
 from branchlake_dagster.publication.ledger import Candidate, Published, changed_tables, load_write_set
 from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.publication.verdict import Verdict, judge_evidence
+from branchlake_dagster.runs.added_snapshots import (
+    ReadMetadata,
+    find_added_snapshots,
+    iter_put_tables,
+    newest_metadata_locations,
+)
 from branchlake_dagster.runs.branch_owner import load_runs_on_branch
 from branchlake_dagster.runs.discarding import (
     FAILING_STATUSES,

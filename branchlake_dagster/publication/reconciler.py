@@ -18,7 +18,6 @@ from typing import Any, Self
 
 from dagster import DagsterInstance
 
-from branchlake_dagster.history.capture import ReadMetadata
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
@@ -46,6 +45,7 @@ from branchlake_dagster.publication.publisher import (
 )
 from branchlake_dagster.publication.recheck import PendingChecks, Recheck, RecheckResult
 from branchlake_dagster.publication.report import MainView
+from branchlake_dagster.runs.added_snapshots import ReadMetadata
 from branchlake_dagster.runs.branch_owner import branch_filter
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState, find_recorded_base

@@ -14,12 +14,6 @@ from enum import Enum, auto
 
 from dagster import DagsterInstance, DagsterRun
 
-from branchlake_dagster.history.capture import (
-    ReadMetadata,
-    find_added_snapshots,
-    iter_put_tables,
-    newest_metadata_locations,
-)
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import (
     Content,
@@ -29,6 +23,12 @@ from branchlake_dagster.nessie.model import (
     LogEntry,
     Operation,
     Put,
+)
+from branchlake_dagster.runs.added_snapshots import (
+    ReadMetadata,
+    find_added_snapshots,
+    iter_put_tables,
+    newest_metadata_locations,
 )
 from branchlake_dagster.runs.branch_owner import is_retry, iter_continuing_runs, load_runs_on_branch
 from branchlake_dagster.runs.discarding import is_claimed, report_branch_end, take_over_branch
