@@ -129,7 +129,7 @@ class Simulation:
             instance=instance, asset_selection=[key], run_config=_QUIET, tags=tags
         )
         outcome = Reconciler.from_lake(self._lake, instance, self._graph).reconcile_run(run_result.run_id)
-        if outcome is None or outcome.action is not RunState.PUBLISHED:
+        if outcome is None or outcome.state is not RunState.PUBLISHED:
             raise SimulationFailed(
                 f"{key.to_user_string()} was not published: {outcome}.", run_id=run_result.run_id
             )

@@ -130,7 +130,7 @@ def _time_pairs(lake: Lakehouse, rows: int, rounds: int) -> list[_RunPair]:
             began = time.perf_counter()
             outcomes = list(Reconciler.from_lake(lake, instance, graph).reconcile_branches())
             pairs.append(_RunPair(plain_s, branched_s, time.perf_counter() - began))
-            if [outcome.action for outcome in outcomes if outcome.run_id == run_id] != [RunState.PUBLISHED]:
+            if [outcome.state for outcome in outcomes if outcome.run_id == run_id] != [RunState.PUBLISHED]:
                 raise RuntimeError(f"A publication of the benchmark failed: {outcomes}")
     catalog = lake.catalog(MAIN)
     rows_per_file = [_rows_per_file(catalog.load_table((namespace, name))) for name in ("plain", "branched")]

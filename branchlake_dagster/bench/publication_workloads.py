@@ -129,7 +129,7 @@ def _time_branch_write(lake: Lakehouse, rows: int, name: str) -> tuple[float, fl
         graph = definitions.get_repository_def().asset_graph
         outcome = Reconciler.from_lake(lake, instance, graph).reconcile_run(run.run_id)
         durations["settle"] = time.perf_counter() - began
-        if outcome is None or outcome.action is not RunState.PUBLISHED:
+        if outcome is None or outcome.state is not RunState.PUBLISHED:
             raise RuntimeError(f"A publication of the benchmark failed: {outcome}")
     return durations["write"], durations["open"] + durations["settle"]
 
@@ -236,7 +236,7 @@ def _time_waiting_runs(
             start, before = time.perf_counter(), published
             outcome: Outcome | None = None
             for outcome in reconciler.reconcile_branches(budget_s=_BUDGET_S):
-                if outcome.action is RunState.PUBLISHED:
+                if outcome.state is RunState.PUBLISHED:
                     first = first or time.perf_counter() - began
                     published += 1
             passes.append(time.perf_counter() - start)

@@ -155,7 +155,7 @@ class AssessedRun:
     verdict: Verdict
     candidate: Candidate | None
     reason: str | None
-    action: RunState
+    state: RunState
     start_time: float
     already_published: Published | None = None
     """The publication that `main` already holds, if an earlier publisher stopped before it reported it."""
@@ -295,18 +295,18 @@ class Assessor:
             changed_columns = self._find_changed_columns(changes, evidence.frozen_tables)
             evidence = replace(evidence, changed_columns=changed_columns)
         verdict = judge_evidence(evidence, strict_tables=self._settings.require_checks)
-        reason, action, candidate = None, RunState.PUBLISHED, None
+        reason, state, candidate = None, RunState.PUBLISHED, None
         objection = None
         if evidence.succeeded and not already_published:
             objection = self._find_objection(branch, base_hash, changes, evidence, runs or (run,))
         if not evidence.succeeded:
-            reason, action = f"the run ended as {run.status.value.lower()}", RunState.DISCARDED
+            reason, state = f"the run ended as {run.status.value.lower()}", RunState.DISCARDED
         elif objection:
-            reason, action = objection, RunState.REFUSED
+            reason, state = objection, RunState.REFUSED
         elif verdict.blocked:
-            action = RunState.BLOCKED
+            state = RunState.BLOCKED
         elif not tables:
-            reason, action = NO_TABLE_CHANGED, RunState.DISCARDED
+            reason, state = NO_TABLE_CHANGED, RunState.DISCARDED
         else:
             reads = evidence.read_set
             candidate = Candidate(
@@ -322,7 +322,7 @@ class Assessor:
                 leases=evidence.leases,
             )
         if already_published:
-            reason, action = None, RunState.PUBLISHED
+            reason, state = None, RunState.PUBLISHED
         return AssessedRun(
             run,
             branch,
@@ -330,7 +330,7 @@ class Assessor:
             verdict,
             candidate,
             reason,
-            action,
+            state,
             start_time,
             already_published,
             base_hash,

@@ -29,6 +29,7 @@ from branchlake_dagster.runs.run_tags import (
     FENCED,
     RunLocation,
     RunState,
+    build_status_tag,
     find_keep_failed_hours,
     find_run_location,
 )
@@ -101,12 +102,12 @@ class Finisher:
                 f" as {publication.hash}"
             )
             # The assessment says "published" if it found the rows on main, whatever the verdict is.
-            was_found = assessed_run.action is RunState.PUBLISHED
-            action = RunState.BLOCKED if was_found else assessed_run.action
+            was_found = assessed_run.state is RunState.PUBLISHED
+            state = RunState.BLOCKED if was_found else assessed_run.state
             if refusal:
-                action = RunState.REFUSED
+                state = RunState.REFUSED
             codes = (*(refusal.codes if refusal else assessed_run.verdict.codes), "merged_outside")
-            return self._report_unpublished(assessed_run, message, action, on_main=True, codes=codes)
+            return self._report_unpublished(assessed_run, message, state, on_main=True, codes=codes)
         if publication is not None:
             return self._report_published(assessed_run, publication, deadline)
         if refusal:
@@ -114,18 +115,18 @@ class Finisher:
             return self._report_unpublished(
                 assessed_run, reason, RunState.REFUSED, next_step=LAUNCH_AGAIN, codes=refusal.codes
             )
-        if assessed_run.action is RunState.PUBLISHED:
+        if assessed_run.state is RunState.PUBLISHED:
             return self._report_unpublished(
                 assessed_run, _MAIN_WAS_SET_BACK, RunState.REFUSED, next_step=LAUNCH_AGAIN
             )
-        is_blocked = assessed_run.action is RunState.BLOCKED
+        is_blocked = assessed_run.state is RunState.BLOCKED
         next_step = (
             format_rows_hint(assessed_run.verdict.failed_tables, assessed_run.run.run_id)
             if is_blocked
             else ""
         )
         return self._report_unpublished(
-            assessed_run, assessed_run.reason, assessed_run.action, next_step=next_step
+            assessed_run, assessed_run.reason, assessed_run.state, next_step=next_step
         )
 
     def _find_publication(self, assessed_run: AssessedRun) -> Published | None:
@@ -161,14 +162,14 @@ class Finisher:
         self,
         assessed_run: AssessedRun,
         reason: str | None,
-        action: RunState,
+        state: RunState,
         *,
         on_main: bool = False,
         next_step: str = "",
         codes: tuple[str, ...] | None = None,
     ) -> Outcome:
         default_status = status_without_verdict(assessed_run.run)
-        final_state = action if action in FAILING_STATUSES else default_status
+        final_state = state if state in FAILING_STATUSES else default_status
         status = RunState.UNCHANGED if reason == NO_TABLE_CHANGED else final_state
         if status in FAILING_STATUSES:
             # Fail the run first: if this publisher stops here, the next one must not find a successful run.
@@ -183,7 +184,7 @@ class Finisher:
         outcome_codes = assessed_run.verdict.codes if codes is None else codes
         return self._build_outcome(
             assessed_run,
-            action,
+            state,
             reason or assessed_run.verdict.format_summary(),
             None,
             (),
@@ -228,7 +229,7 @@ class Finisher:
     @staticmethod
     def _build_outcome(
         assessed_run: AssessedRun,
-        action: RunState,
+        state: RunState,
         detail: str,
         publication: str | None,
         tables: tuple[str, ...],
@@ -238,7 +239,7 @@ class Finisher:
         return Outcome(
             assessed_run.branch.name,
             assessed_run.run.run_id,
-            action,
+            state,
             detail,
             assessed_run.verdict,
             publication,
@@ -312,13 +313,13 @@ class LostBranches:
     def _report_lost_run(self, run: DagsterRun, run_branch: RunLocation) -> Outcome:
         if publication := self._publisher.find_publication(run_branch.branch, run_branch.base_hash):
             self._instance.report_engine_event(f"Published as {publication.hash}.", run)
-            published_tags = {RunTag.STATUS: str(RunState.PUBLISHED), RunTag.VERDICT: str(Decision.PASSED)}
+            published_tags = {**build_status_tag(RunState.PUBLISHED), RunTag.VERDICT: str(Decision.PASSED)}
             self._instance.add_run_tags(run.run_id, {**published_tags, RunTag.PUBLICATION: publication.hash})
-            action, detail = RunState.PUBLISHED, "by a publisher that died before it could report it"
-            return Outcome(run_branch.branch, run.run_id, action, detail, None, publication.hash)
-        action, status = RunState.DISCARDED, status_without_verdict(run)
+            state, detail = RunState.PUBLISHED, "by a publisher that died before it could report it"
+            return Outcome(run_branch.branch, run.run_id, state, detail, None, publication.hash)
+        state, status = RunState.DISCARDED, status_without_verdict(run)
         if run.is_success:
-            action, status = RunState.REFUSED, RunState.REFUSED
+            state, status = RunState.REFUSED, RunState.REFUSED
             fail_unpublished_run(self._instance, run.run_id, _LOST_BRANCH_REASON)
         report_branch_end(
             self._instance,
@@ -328,4 +329,4 @@ class LostBranches:
             reason=_LOST_BRANCH_REASON,
             status=status,
         )
-        return Outcome(run_branch.branch, run.run_id, action, _LOST_BRANCH_REASON)
+        return Outcome(run_branch.branch, run.run_id, state, _LOST_BRANCH_REASON)

@@ -51,7 +51,7 @@ class Outcome:
 
     branch: str
     run_id: str
-    action: RunState
+    state: RunState
     detail: str
     verdict: Verdict | None = None
     publication: str | None = None
@@ -61,7 +61,7 @@ class Outcome:
     codes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.branch}: {self.action}, {self.detail}"
+        return f"{self.branch}: {self.state}, {self.detail}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ characters."""
 
 @dataclass
 class PassReport:
-    """The outcomes of one pass: counts by action, the first outcomes as text, and check runs to launch."""
+    """The outcomes of one pass: counts by state, the first outcomes as text, and check runs to launch."""
 
     counts: Counter[RunState] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
@@ -139,10 +139,10 @@ class PassReport:
 
     def add(self, outcome: Outcome) -> bool:
         """Add an outcome. Returns whether it is worth a line in the tick's log."""
-        self.counts[outcome.action] += 1
+        self.counts[outcome.state] += 1
         if outcome.check_run:
             self.check_runs.append(outcome.check_run)
-        if outcome.action in _ONLY_COUNTED:
+        if outcome.state in _ONLY_COUNTED:
             return False
         if len(self.examples) < _MAX_EXAMPLES:
             message = str(outcome)
@@ -166,9 +166,9 @@ class PassReport:
             ),
         }
         counts = [
-            f"{count} {pluralize(count, *phrases[action])}"
-            for action in phrases
-            if (count := self.counts[action])
+            f"{count} {pluralize(count, *phrases[state])}"
+            for state in phrases
+            if (count := self.counts[state])
         ]
         unlisted_count = self._count_reported() - len(self.examples)
         parts = [*self.examples, *([f"and {unlisted_count} more, in the log"] if unlisted_count else [])]
@@ -182,13 +182,10 @@ class PassReport:
 
         Dagster shows the tick's cursor in that row.
         """
-        reported_counts = {
-            action: count for action, count in self.counts.items() if action not in _ONLY_COUNTED
-        }
+        reported_counts = {state: count for state, count in self.counts.items() if state not in _ONLY_COUNTED}
         return (
-            ", ".join(f"{action} {count}" for action, count in reported_counts.items())
-            or "nothing to publish"
+            ", ".join(f"{state} {count}" for state, count in reported_counts.items()) or "nothing to publish"
         )
 
     def _count_reported(self) -> int:
-        return sum(count for action, count in self.counts.items() if action not in _ONLY_COUNTED)
+        return sum(count for state, count in self.counts.items() if state not in _ONLY_COUNTED)

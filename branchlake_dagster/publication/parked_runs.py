@@ -33,6 +33,7 @@ from branchlake_dagster.runs.discarding import (
 from branchlake_dagster.runs.run_tags import (
     NO_VALUE,
     RunState,
+    build_status_tag,
     find_recorded_base,
     is_opened_by,
     shorten_tag_value,
@@ -166,7 +167,7 @@ def discard_parked_run(client: NessieClient, instance: DagsterInstance, run: Dag
     reason = f"{message} {run.tags.get(RunTag.REASON, '')}".rstrip()
     report_engine_event(instance, message, run)
     status = RunState.UNBRANCHED if branch == MAIN else RunState.BLOCKED
-    tags = {RunTag.STATUS: str(status), RunTag.VERDICT: "blocked"}
+    tags = {**build_status_tag(status), RunTag.VERDICT: "blocked"}
     instance.add_run_tags(
         run.run_id, {**tags, RunTag.REASON: shorten_tag_value(reason), RunTag.NEXT_ATTEMPT: NO_VALUE}
     )

@@ -178,11 +178,11 @@ def _run_checks(definitions: dg.Definitions, instance: dg.DagsterInstance, check
 def _to_run_outcome(run_id: str, outcome: Outcome) -> RunOutcome:
     verdict = outcome.verdict
     reasons: tuple[str, ...] = ()
-    if outcome.action is not RunState.PUBLISHED:
-        blocked = outcome.action is RunState.BLOCKED and verdict is not None
+    if outcome.state is not RunState.PUBLISHED:
+        blocked = outcome.state is RunState.BLOCKED and verdict is not None
         reasons = verdict.reasons if blocked and verdict is not None else (outcome.detail,)
     warnings = verdict.warnings if verdict is not None else ()
-    return RunOutcome(run_id, outcome.action, reasons, warnings, outcome.publication, outcome.tables)
+    return RunOutcome(run_id, outcome.state, reasons, warnings, outcome.publication, outcome.tables)
 
 
 def _recorded_outcome(run: dg.DagsterRun, run_location: RunLocation) -> RunOutcome:

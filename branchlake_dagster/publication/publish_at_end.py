@@ -115,11 +115,11 @@ def publish_at_end(
 def format_run_outcome(outcome: Outcome) -> str:
     """Format the outcome of a run as one line, with the command that shows more."""
     subject, reasons = f"Run {outcome.run_id}", " ".join(_format_reasons(outcome).split()).rstrip(".")
-    if outcome.action is RunState.PUBLISHED:
+    if outcome.state is RunState.PUBLISHED:
         return f"{subject} is published as {(outcome.publication or '')[:16]}. {_SEE_STATUS}"
-    if outcome.action in (RunState.BLOCKED, RunState.REFUSED):
-        return f"{subject} is {outcome.action}: {reasons}. {outcome.next_step or _SEE_STATUS}"
-    if outcome.action is RunState.DISCARDED:
+    if outcome.state in (RunState.BLOCKED, RunState.REFUSED):
+        return f"{subject} is {outcome.state}: {reasons}. {outcome.next_step or _SEE_STATUS}"
+    if outcome.state is RunState.DISCARDED:
         return f"{subject} has nothing to publish: {reasons}."
     return f"{subject} waits for the publication sensor of dagster-daemon or dg dev: {reasons}. {_SEE_STATUS}"
 
@@ -165,7 +165,7 @@ class RunPublication(BranchSteps):
         states = self._recheck.load_states()
         checked = self._advance_states({name: ended_run}, states, self._advance_state, reservations)
         outcome = next(checked, None) or end_branch(ended_run, reservations)
-        if outcome.action in _UNDECIDED:
+        if outcome.state in _UNDECIDED:
             return self._fenced_outcome(run, name) or self._recorded_outcome(run, name) or outcome
         return outcome
 
@@ -259,15 +259,15 @@ class _PublishingExecutor(Executor):
         if outcome is None:
             return
         _print_on_command_line(format_run_outcome(outcome))
-        if outcome.action in (RunState.BLOCKED, RunState.REFUSED):
+        if outcome.state in (RunState.BLOCKED, RunState.REFUSED):
             raise NotPublished(
                 format_failure(_format_reasons(outcome)),
                 branch=outcome.branch,
                 run_id=outcome.run_id,
                 hint=outcome.next_step or None,
             )
-        if outcome.action is not RunState.PUBLISHED:
-            is_empty = outcome.action is RunState.DISCARDED
+        if outcome.state is not RunState.PUBLISHED:
+            is_empty = outcome.state is RunState.DISCARDED
             message = f"{'Nothing to publish' if is_empty else LEFT_TO_SENSOR}: {outcome.detail}"
             yield build_engine_event(plan_context, message)
 
@@ -337,5 +337,5 @@ def _publish_within(timeout_s: float, publish: Callable[[], Outcome], branch: st
 
 
 def _format_reasons(outcome: Outcome) -> str:
-    blocked = outcome.action is RunState.BLOCKED and outcome.verdict is not None
+    blocked = outcome.state is RunState.BLOCKED and outcome.verdict is not None
     return "; ".join(outcome.verdict.reasons) if blocked and outcome.verdict else outcome.detail

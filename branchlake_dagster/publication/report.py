@@ -21,7 +21,13 @@ from branchlake_dagster.publication.evidence import RunEvidence, WrittenPartitio
 from branchlake_dagster.publication.verdict import Verdict
 from branchlake_dagster.runs.discarding import revoke_materializations
 from branchlake_dagster.runs.provenance import count_rows
-from branchlake_dagster.runs.run_tags import NO_VALUE, RunState, is_opened_by, shorten_tag_value
+from branchlake_dagster.runs.run_tags import (
+    NO_VALUE,
+    RunState,
+    build_status_tag,
+    is_opened_by,
+    shorten_tag_value,
+)
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 
 _log = logging.getLogger(__name__)
@@ -144,7 +150,7 @@ class RunReport:
 
     def tags(self) -> Mapping[str, str]:
         """Return the tags to set on the run."""
-        tags = {RunTag.STATUS: str(self.status), RunTag.VERDICT: self.shown_verdict()}
+        tags = {**build_status_tag(self.status), RunTag.VERDICT: self.shown_verdict()}
         if self.publication:
             return {**tags, RunTag.PUBLICATION: self.publication}
         reason = self.why or "; ".join(self.verdict.reasons)

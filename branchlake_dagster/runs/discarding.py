@@ -42,6 +42,7 @@ from branchlake_dagster.runs.run_tags import (
     PUBLISHER,
     UNJUDGED,
     RunState,
+    build_status_tag,
     find_run_location,
     shorten_tag_value,
 )
@@ -400,7 +401,7 @@ def report_branch_end(
     reset_tags = {RunTag.NEXT_ATTEMPT: NO_VALUE} if RunTag.NEXT_ATTEMPT in run.tags else {}
     status = RunState.CONTINUED if verdict == CONTINUED else status or status_without_verdict(run)
     outcome_tags = {
-        RunTag.STATUS: str(status),
+        **build_status_tag(status),
         RunTag.VERDICT: verdict,
         RunTag.REASON: shorten_tag_value(reason),
     }

@@ -28,8 +28,8 @@ APPROVAL_GIVEN = "given"
 class RunState(StrEnum):
     """The state of a run that writes to the lake, or what a pass did with its branch.
 
-    The run's tag `branchlake` holds one of `RECORDED_STATES`. The other states are reported by a pass or by
-    `publish()`; they describe a run that the pass left as it was.
+    The run's tag `branchlake` holds one of `RECORDED_STATES`. The other states are outcomes of one pass. Only
+    `PARKED` is also stored, in the tag `NEXT_ATTEMPT`.
     """
 
     PENDING = "pending"
@@ -76,6 +76,16 @@ RECORDED_STATES = frozenset(
 """The states that the run's tag `branchlake` may hold."""
 
 
+def build_status_tag(state: RunState) -> dict[str, str]:
+    """Return the tag `branchlake` that records `state` on a run.
+
+    Raises ValueError if `state` is not one of `RECORDED_STATES`, because readers of the tag do not expect it.
+    """
+    if state not in RECORDED_STATES:
+        raise ValueError(f"The status tag cannot record {str(state)!r}, which is an outcome of one pass.")
+    return {RunTag.STATUS: str(state)}
+
+
 PENDING = "pending"
 """The verdict of a run that has not been judged yet."""
 FENCED = "fenced"
@@ -113,7 +123,7 @@ def build_opening_tags(
         RunTag.BASE_HASH: location.base_hash or NO_VALUE,
         RunTag.VERDICT: PENDING,
         RunTag.OPENED_BY: run_id,
-        RunTag.STATUS: str(RunState.UNBRANCHED if location.unbranched else RunState.PENDING),
+        **build_status_tag(RunState.UNBRANCHED if location.unbranched else RunState.PENDING),
     }
     if location.continues:
         own_tags[RunTag.CONTINUES] = location.continues

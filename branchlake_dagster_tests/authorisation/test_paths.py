@@ -51,7 +51,7 @@ def outcomes(p: Project, *run_ids: str) -> dict[str, Outcome]:
 def test_run_check_and_merge(lake: Lakehouse, namespace: str) -> None:
     with project(lake, *checked(namespace)) as p:
         run_id = p.run()
-        assert p.settle(run_id).action is RunState.PUBLISHED
+        assert p.settle(run_id).state is RunState.PUBLISHED
         assert p.rows(namespace, "checked") == [{"n": 1}]
         assert run_branch_name(run_id) not in p.branches()
 
@@ -59,7 +59,7 @@ def test_run_check_and_merge(lake: Lakehouse, namespace: str) -> None:
 def test_a_blocked_run_is_discarded(lake: Lakehouse, namespace: str) -> None:
     with project(lake, *checked(namespace, passes=False)) as p:
         run_id = p.run()
-        assert p.settle(run_id).action is RunState.BLOCKED
+        assert p.settle(run_id).state is RunState.BLOCKED
         assert discarded_tag_name(run_branch_name(run_id)) in p.branches()
 
 
@@ -67,9 +67,9 @@ def test_two_runs_of_one_table_are_rebased(lake: Lakehouse, namespace: str) -> N
     with project(lake, appending(namespace)) as p:
         p.settle(p.run())
         first, second = p.run(), p.run()
-        assert p.settle(first).action is RunState.PUBLISHED
+        assert p.settle(first).state is RunState.PUBLISHED
         rebased = p.settle(second)
-        assert rebased.action is RunState.PUBLISHED
+        assert rebased.state is RunState.PUBLISHED
         assert "rebased" in rebased.detail
         assert len(p.rows(namespace, "t")) == 3
 
@@ -79,7 +79,7 @@ def test_runs_that_wait_together_share_a_commit(lake: Lakehouse, namespace: str)
         p.settle(p.run())
         runs = [p.run() for _ in range(3)]
         found = outcomes(p, *runs)
-        assert {one.action for one in found.values()} == {RunState.PUBLISHED}
+        assert {one.state for one in found.values()} == {RunState.PUBLISHED}
         assert len({one.publication for one in found.values()}) == 1
         assert len(p.rows(namespace, "t")) == 4
 
@@ -90,10 +90,10 @@ def test_serializable_runs(lake: Lakehouse, namespace: str) -> None:
     with project(lake, source, summed) as p:
         p.settle(p.run(source.key))
         passes = p.run(summed.key)
-        assert p.settle(passes).action is RunState.PUBLISHED
+        assert p.settle(passes).state is RunState.PUBLISHED
         fails = p.run(summed.key)
         p.settle(p.run(source.key))
-        assert p.settle(fails).action is RunState.REFUSED
+        assert p.settle(fails).state is RunState.REFUSED
 
 
 def test_publishing_inside_the_run(lake: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_retry_reap_and_sweep(lake: Lakehouse, namespace: str) -> None:
         assert reaped[run_branch_name(second)].deletes_branch
         flaky.broken = False
         third = retry(p, second)
-        assert p.settle(third).action is RunState.PUBLISHED
+        assert p.settle(third).state is RunState.PUBLISHED
         assert p.rows(namespace, "second") == [{"n": 1, "twice": 2}]
 
         flaky.broken = True
@@ -158,5 +158,5 @@ def test_spark_reads_writes_and_checks(lake: Lakehouse, namespace: str) -> None:
     source = appending(namespace)
     with project(lake, source, *sparked(namespace, source)) as p:
         run_id = p.run()
-        assert p.settle(run_id).action is RunState.PUBLISHED
+        assert p.settle(run_id).state is RunState.PUBLISHED
         assert p.rows(namespace, "sparked") == [{"n": 1}, {"n": 1}]

@@ -117,7 +117,7 @@ def test_publishing_and_discarding(
                 says_so(str(caught.value))
             else:
                 (outcome,) = [one for one in reconciler.reconcile_branches() if one.run_id == run_id]
-                assert outcome.action is RunState.TRY_AGAIN
+                assert outcome.state is RunState.TRY_AGAIN
                 says_so(outcome.detail)
         undone = {p.instance.get_run_by_id(run_id).tags.get(RunTag.VERDICT) for p, run_id in runs}
         assert undone == {"pending"}
@@ -131,7 +131,7 @@ def test_what_was_refused_is_published_with_the_right_token(
         for token, action in ((READ_ONLY, RunState.TRY_AGAIN), (TOKEN, RunState.PUBLISHED)):
             outcome = Reconciler.from_lake(bearer(token), p.instance, p.graph).reconcile_run(run_id)
             assert outcome is not None
-            assert outcome.action is action
+            assert outcome.state is action
 
 
 def test_a_run_whose_token_expires_before_it_publishes_itself(
@@ -155,7 +155,7 @@ def test_a_run_whose_token_expires_before_it_publishes_itself(
         graph = publish_at_end_project.defs.get_repository_def().asset_graph
         outcome = Reconciler.from_lake(bearer(TOKEN), instance, graph).reconcile_run(result.run_id)
         assert outcome is not None
-        assert outcome.action is RunState.PUBLISHED
+        assert outcome.state is RunState.PUBLISHED
 
 
 @either
@@ -265,4 +265,4 @@ def test_a_token_that_expires_under_spark(
         p.failed_with(NessieUnauthorized, HINT)
         guard.full.add(TOKEN)
         assert run_branch_name(run_id) in p.branches()
-        assert p.settle(run_id).action is RunState.DISCARDED
+        assert p.settle(run_id).state is RunState.DISCARDED

@@ -76,7 +76,7 @@ def ids(p: Opened, *table: str, ref: str = MAIN) -> list[int]:
 
 def publish(p: Opened, run_id: str) -> None:
     outcome = p.settle(run_id)
-    assert outcome.action is RunState.PUBLISHED, outcome
+    assert outcome.state is RunState.PUBLISHED, outcome
 
 
 # -- before anything has changed -----------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_the_waiting_run_is_published(p: Opened, runs: dict[str, str]) -> None:
     """A publisher had claimed it before it died."""
     waiting = ids(p, "shop", "prices", ref=run_branch_name(runs["waiting"]))
     outcome = p.settle(runs["waiting"])
-    assert outcome.action is RunState.PUBLISHED, outcome
+    assert outcome.state is RunState.PUBLISHED, outcome
     assert ids(p, "shop", "prices") == waiting
     assert tags(p, runs["waiting"])[RunTag.STATUS] == "published"
 
@@ -225,14 +225,14 @@ def test_a_failed_run_is_retried_from_its_discarded_branch(p: Opened, runs: dict
 def test_a_run_that_was_set_aside_is_taken_up_again(p: Opened, runs: dict[str, str]) -> None:
     (run,) = iter_parked_runs(p.instance)
     assert run.run_id == runs["parked"]
-    assert p.settle(run.run_id).action is RunState.PARKED
+    assert p.settle(run.run_id).state is RunState.PARKED
     try_again(p.instance, run)
     publish(p, run.run_id)
 
 
 def test_a_prepared_publication_is_checked_and_published(p: Opened, runs: dict[str, str]) -> None:
     asked = p.settle(runs["checked_again"])
-    assert asked.action is RunState.CHECKING
+    assert asked.state is RunState.CHECKING
     assert asked.check_run is not None
     assert asked.check_run.branch == f"publish-{runs['checked_again']}"
     check_run(p, asked)

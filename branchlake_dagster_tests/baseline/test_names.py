@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.runs.run_tags import RECORDED_STATES
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster_tests.baseline.names import names_in_code
 from branchlake_dagster_tests.baseline.storage import EXPECTED, STORED
@@ -89,7 +89,7 @@ def test_references_have_their_prefixes() -> None:
 
 
 def test_stored_words_of_the_status_tag_are_still_known() -> None:
-    assert {*NAMES["status"]} - {"none"} <= {str(one) for one in RunState}
+    assert {*NAMES["status"]} - {"none"} <= {str(one) for one in RECORDED_STATES}
 
 
 def test_the_stored_lake_is_small() -> None:

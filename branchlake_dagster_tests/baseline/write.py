@@ -54,7 +54,7 @@ def published(p: Opened, *path: str, partition: str | None = None, **options: An
     """Run assets of the shop and publish the run; its id."""
     run_id = p.run(*map(key, path), partition=partition, **options)
     outcome = p.settle(run_id)
-    assert outcome.action is RunState.PUBLISHED, outcome
+    assert outcome.state is RunState.PUBLISHED, outcome
     return run_id
 
 
@@ -80,7 +80,7 @@ def write(p: Opened, *, blocked: Opened, fallback: Opened) -> dict[str, Any]:
     earlier = p.run(key("sales"), partition="2026-08-03")
     later = p.run(key("sales"), partition="2026-08-04")
     for run_id in (earlier, later):
-        assert p.settle(run_id).action is RunState.PUBLISHED
+        assert p.settle(run_id).state is RunState.PUBLISHED
     found["rebased"] = later
     # Exclusive, twice: the second token.
     for _ in range(2):
@@ -107,7 +107,7 @@ def write(p: Opened, *, blocked: Opened, fallback: Opened) -> dict[str, Any]:
     p.shop.price = -1
     found["blocked"] = blocked.run(key("prices"), ok=True)
     outcome = blocked.settle(found["blocked"])
-    assert outcome.action is RunState.BLOCKED, outcome
+    assert outcome.state is RunState.BLOCKED, outcome
     p.shop.price = 3
     found["checked_again"] = checked_again(p)
     found["parked"] = parked(p)
@@ -115,15 +115,15 @@ def write(p: Opened, *, blocked: Opened, fallback: Opened) -> dict[str, Any]:
     discard_branch(p.lake.nessie, p.lake.nessie.reference(run_branch_name(found["fenced"])))
     p.shop.failing.add("second")
     found["failed"] = p.run(key("first"), key("second"), ok=False)
-    assert p.settle(found["failed"]).action is RunState.DISCARDED
+    assert p.settle(found["failed"]).state is RunState.DISCARDED
     gone = p.run(key("first"), key("second"), ok=False)
     p.shop.failing.clear()
     found["retried"] = retry(p, gone, assets=[key("first"), key("second")])
-    assert p.settle(found["retried"]).action is RunState.PUBLISHED
+    assert p.settle(found["retried"]).state is RunState.PUBLISHED
     found["sweeping"] = sweeping(p)
     one, other = p.run(key("prices")), p.run(key("prices"))
-    assert p.settle(one).action is RunState.PUBLISHED
-    assert p.settle(other).action is RunState.REFUSED
+    assert p.settle(one).state is RunState.PUBLISHED
+    assert p.settle(other).state is RunState.REFUSED
     found["refused"] = other
     found["waiting_own"] = p.run(key("own"))
     # Published by the one that continues, with a claim of a publisher that died.
@@ -153,9 +153,9 @@ def write_ingestion(p: Opened) -> dict[str, Any]:
     """Batches as runs, dead letters put back, a batch of the live job, and records that wait."""
     p.land({"id": 1, "kind": "a"}, {"id": 2, "kind": "b"}, b"no record", {"id": 3, "kind": "a", "more": 1})
     first = p.ingest()
-    assert p.settle(first).action is RunState.PUBLISHED
+    assert p.settle(first).state is RunState.PUBLISHED
     again = p.ingest(tags={RunTag.REPROCESS: DeadLetterSelection().to_tag()})
-    assert p.settle(again).action is RunState.PUBLISHED
+    assert p.settle(again).state is RunState.PUBLISHED
     p.land({"id": 4, "kind": "a"}, {"id": 5, "kind": "b"})
     config = {"ops": {"ingest_events_batches": {"config": {"run_s": 0.1, "interval_s": 0.0}}}}
     live = p.ingest(job="live", run_config=config)
@@ -201,12 +201,12 @@ def write_requested(p: Opened) -> dict[str, Any]:
     followed_run = published(p, "visits")
     (after,) = p.tick("after_visits", cursor).run_requests
     followed = p.requested(after)
-    assert p.settle(followed).action is RunState.PUBLISHED
+    assert p.settle(followed).state is RunState.PUBLISHED
     p.shop.failing.add("copies")
     p.settle(p.requested(_for(p, "copies"), ok=False))
     p.shop.failing.clear()
     again = p.requested(_for(p, "copies"))
-    assert p.settle(again).action is RunState.PUBLISHED
+    assert p.settle(again).state is RunState.PUBLISHED
     published(p, "visits")
     return {"followed_run": followed_run, "followed": followed, "consumed": again}
 
@@ -239,10 +239,10 @@ def repeated(p: Opened) -> str:
 def checked_again(p: Opened) -> str:
     """A run whose rebased table is to be checked again: its publication is prepared. One before it was."""
     first, second, third = (p.run(key("orders")) for _ in range(3))
-    assert p.settle(first).action is RunState.PUBLISHED
+    assert p.settle(first).state is RunState.PUBLISHED
     check_run(p, p.settle(second))
-    assert p.settle(second).action is RunState.PUBLISHED
-    assert p.settle(third).action is RunState.CHECKING
+    assert p.settle(second).state is RunState.PUBLISHED
+    assert p.settle(third).state is RunState.CHECKING
     return third
 
 

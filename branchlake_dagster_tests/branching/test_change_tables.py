@@ -64,7 +64,7 @@ def rows(table: pa.Table) -> Rows:
 
 
 def consumed(p: Project, reader: Reader) -> None:
-    assert p.settle(p.run(reader.asset.key)).action is RunState.PUBLISHED
+    assert p.settle(p.run(reader.asset.key)).state is RunState.PUBLISHED
 
 
 def test_duckdb_polars_and_pyiceberg_read_change_tables(lakehouse: Lakehouse, namespace: str) -> None:
@@ -117,5 +117,5 @@ def test_all_change_tables_are_tried_and_every_error_is_told(
         assert "no 1" in error.message
         assert any("no 2" in line for line in [error.message, *error.stack])
         monkeypatch.undo()
-        assert p.settle(run_id).action is RunState.DISCARDED
+        assert p.settle(run_id).state is RunState.DISCARDED
         consumed(p, reader)

@@ -98,13 +98,13 @@ def test_two_runs_of_one_consumer_cannot_both_be_published(
     with project(lakehouse, orders.asset, copy) as p:
         orders.publish(p, ("a", 1))
         first, second = p.run(copy.key), p.run(copy.key)  # both make the table
-        assert p.settle(first).action == RunState.PUBLISHED
+        assert p.settle(first).state == RunState.PUBLISHED
         refused = p.settle(second)
-        assert refused.action == RunState.REFUSED
+        assert refused.state == RunState.REFUSED
         assert first in refused.detail
         orders.publish(p, ("b", 2))
         first, second = p.run(copy.key), p.run(copy.key)
-        assert p.settle(second).action == RunState.PUBLISHED
+        assert p.settle(second).state == RunState.PUBLISHED
         refused = p.settle(first)
         assert refused.codes == ("run_published_first",)
         assert values(p, copy) == [("a", 1, 1), ("b", 2, 1)]
@@ -120,7 +120,7 @@ def test_an_input_written_in_the_same_run_is_consumed_once(
         orders.rows = [("own", 2)]
         both = p.run(orders.key, copy.key)
         orders.publish(p, ("main", 3))  # meanwhile, so that the run's own rows are replayed after it
-        assert p.settle(both).action == RunState.PUBLISHED
+        assert p.settle(both).state == RunState.PUBLISHED
         published(p, copy)
         assert [row[0] for row in values(p, copy)] == ["a", "main", "own"]
 
@@ -490,7 +490,7 @@ def test_partitions_have_positions_of_their_own(lakehouse: Lakehouse, namespace:
         assert values(p, daily) == [(day(1), 11), (day(2), 2)]
         events.publish(p, (day(3), 5), (day(4), 6))
         one, other = p.run(daily.key, partition="2026-08-03"), p.run(daily.key, partition="2026-08-04")
-        assert p.settle(one).action == p.settle(other).action == RunState.PUBLISHED
+        assert p.settle(one).state == p.settle(other).state == RunState.PUBLISHED
         assert values(p, daily)[2:] == [(day(3), 5), (day(4), 6)]
 
 

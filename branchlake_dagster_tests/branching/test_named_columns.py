@@ -225,7 +225,7 @@ def test_spark_frames_get_the_rows_of_the_same_keys_and_ranges(lakehouse: Lakeho
         refunds.publish(p, (date(2026, 8, 2), 3))
 
         def consumed() -> None:
-            assert p.settle(p.run(spending.key, balance.key)).action is RunState.PUBLISHED
+            assert p.settle(p.run(spending.key, balance.key)).state is RunState.PUBLISHED
 
         consumed()
         assert values(p, spending) == [(1, "one", 10), (2, "two", 20)]

@@ -127,7 +127,7 @@ def test_a_block_by_a_check_of_the_whole_table_names_partitions(lakehouse: Lakeh
             assert [(one.data["partition"], one.data["failing_rows"]) for one in table.records] == both
         assert "branchlake/failing_partitions" not in found["few"]
         outcome = made.settle(run)
-        assert outcome.action is RunState.BLOCKED
+        assert outcome.state is RunState.BLOCKED
         events = made.instance.fetch_observations(measured.key, limit=1).records
         observation = events[0].event_log_entry.dagster_event
         assert observation is not None

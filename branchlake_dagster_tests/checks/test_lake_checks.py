@@ -81,7 +81,7 @@ def test_a_contract_that_metadata_proves_opens_no_spark(
             assert told["branchlake/proved_by_rows"].value == told["total_rows"].value == 3
             assert told["failing_rows"].value == 0
             assert told["branch"].value == f"run-{run}"
-            assert made.settle(run).action is RunState.PUBLISHED
+            assert made.settle(run).state is RunState.PUBLISHED
     assert not sessions
 
 
@@ -113,6 +113,6 @@ def test_what_metadata_does_not_prove_is_counted(
         assert evaluated["le__number"].metadata["total_rows"].value == 3
         assert evaluated["near__range_km"].metadata["examples"].records[0].data["range_km"] == "NaN"
         outcome = made.settle(run)
-        assert outcome.action is not RunState.PUBLISHED
+        assert outcome.state is not RunState.PUBLISHED
         assert "le__number" in str(outcome)
     assert sessions

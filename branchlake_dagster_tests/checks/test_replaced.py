@@ -44,7 +44,7 @@ def test_what_a_backfill_changes_is_reported_and_may_block(lakehouse: Lakehouse,
         p.settle(run)
         prices[:] = []
         refused = p.settle(p.run(partition="2026-08-02"))
-        assert refused.action == RunState.BLOCKED
+        assert refused.state == RunState.BLOCKED
         assert "Changed too much" in refused.detail
 
 
@@ -55,7 +55,7 @@ def test_a_missing_column_leaves_no_verdict(lakehouse: Lakehouse, namespace: str
 
     with project(lakehouse, t, replaced_check(t, sums=["gone"])) as p:
         outcome = p.settle(p.run(ok=False))
-        assert outcome.action != RunState.PUBLISHED
+        assert outcome.state != RunState.PUBLISHED
 
 
 def test_limits_are_looked_at_when_they_are_declared() -> None:

@@ -251,7 +251,7 @@ def test_a_branch_of_a_command_that_died_is_not_published_and_is_reaped(
         (branch,) = p.branches() - before
         outcome = p.reconciler().reconcile_run(run_id_of_branch(branch))
         assert outcome is not None
-        assert outcome.action is RunState.UNKNOWN_RUN
+        assert outcome.state is RunState.UNKNOWN_RUN
         tomorrow = datetime.now(UTC) + timedelta(days=2)
         reaped = list(reap_branches(lakehouse, p.instance, now=lambda: tomorrow, branch_names={branch}))
         assert [one.action for one in reaped] == [ReapingAction.DISCARD]

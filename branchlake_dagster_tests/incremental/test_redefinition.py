@@ -167,7 +167,7 @@ def test_the_own_table_is_rolled_back_while_a_run_is_at_work(
         at_work = p.run(lines.key, partition=partition)
         table = lakehouse.catalog().load_table((namespace, "lines"))
         table.manage_snapshots().rollback_to_snapshot(to).commit()
-        assert p.settle(at_work).action == RunState.REFUSED
+        assert p.settle(at_work).state == RunState.REFUSED
         catch_up(p, lines)
         rows = sorted(tuple(one.values()) for one in p.rows(*events.key.path))
         assert values(p, lines) == rows

@@ -108,7 +108,7 @@ class Shop:
         assert self.left() == (set(), set()), run_id
         branch = p.lake.nessie.entries(f"run-{run_id}")
         assert not [entry.key.name for entry in branch if CHANGE_TABLE_INFIX in entry.key.name]
-        assert p.settle(run_id).action is RunState.PUBLISHED
+        assert p.settle(run_id).state is RunState.PUBLISHED
         full = counted(self.table.scan().to_arrow())
         log = Counter[tuple[Any, ...]]()
         for row in p.rows(self.namespace, "copy"):
@@ -190,7 +190,7 @@ def test_a_step_that_fails_leaves_no_change_table_and_takes_no_file_along(
         changes, gone = shop.left()
         assert changes
         assert not gone
-        assert p.settle(run_id).action is RunState.DISCARDED
+        assert p.settle(run_id).state is RunState.DISCARDED
         list(sweep_discarded(lake, p.instance))
         assert shop.left() == (set(), set())
         shop.breaks = False
@@ -248,5 +248,5 @@ def test_rows_deleted_by_value_stop_rows_and_keys_and_no_range(shop: Shop) -> No
         for key in (copy, spent):
             p.run(key, ok=False)
             p.failed_with(RowsUnreadable, "by value", "branchlake/rebuild")
-        assert p.settle(p.run(daily)).action is RunState.PUBLISHED
+        assert p.settle(p.run(daily)).state is RunState.PUBLISHED
         assert [tuple(row.values()) for row in p.rows(shop.namespace, "daily")] == [(date(2026, 8, 1), 2)]

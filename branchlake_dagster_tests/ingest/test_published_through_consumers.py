@@ -99,17 +99,17 @@ def test_a_condition_and_a_check_wait_for_two_stages_of_consumers(
         early = p.run(revenue.key, partition="2026-08-03")
         assert not evaluation(p).passed
         assert evaluation(p).metadata["branchlake/valid_through"].value == noon.timestamp()
-        assert p.settle(early).action == RunState.BLOCKED
+        assert p.settle(early).state == RunState.BLOCKED
         published(p, gold, partition="2026-08-03")
         assert requested(p) == {"2026-08-02", "2026-08-03"}
         in_time = p.run(revenue.key, partition="2026-08-03")
         assert evaluation(p).passed
-        assert p.settle(in_time).action == RunState.PUBLISHED
+        assert p.settle(in_time).state == RunState.PUBLISHED
 
         ingest(p, datetime(2026, 8, 5, 1, tzinfo=UTC), (day(4), 4))
         together = p.run(silver.key, gold.key, revenue.key, partition="2026-08-04")
         assert evaluation(p).passed, "the run sees what its own steps have consumed"
-        assert p.settle(together).action == RunState.PUBLISHED
+        assert p.settle(together).state == RunState.PUBLISHED
         assert requested(p) == {"2026-08-02", "2026-08-03", "2026-08-04"}
 
         (event,) = p.instance.fetch_materializations(gold.key, limit=1).records

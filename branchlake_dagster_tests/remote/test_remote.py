@@ -127,4 +127,4 @@ def test_a_retry_that_skips_a_check_is_blocked_with_events_in_postgres(
         parent = p.run(ok=False)
         amounts.value, amounts.report_fails = -1, False
         child = retry(p, parent, amounts.steps["amounts"], amounts.steps["report"])
-        assert p.settle(child).action is RunState.BLOCKED
+        assert p.settle(child).state is RunState.BLOCKED

@@ -279,4 +279,4 @@ def run_quietly(
     done = job.execute_in_process(
         instance=p.instance, asset_selection=[*keys], run_config=run_config, **options
     )
-    return p.settle(done.run_id).action
+    return p.settle(done.run_id).state

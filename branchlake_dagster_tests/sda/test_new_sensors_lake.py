@@ -234,7 +234,7 @@ def code_location(
 def publish(p: Project, *keys: dg.AssetKey, partition: str | None = None) -> None:
     run_id = p.run(*keys, partition=partition)
     outcome = p.settle(run_id)
-    assert outcome.action is RunState.PUBLISHED, outcome
+    assert outcome.state is RunState.PUBLISHED, outcome
 
 
 def dead_letters(kind: SensorKind) -> dg.AssetKey:

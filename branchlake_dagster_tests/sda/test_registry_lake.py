@@ -124,28 +124,28 @@ def is_as_one_after_the_other(stage: Project, names: list[str]) -> None:
 
 
 def test_ten_writers_at_once_publish_what_one_after_the_other_would(stage):
-    assert stage.settle(launch(stage, NAMES[0])).action is RunState.PUBLISHED
+    assert stage.settle(launch(stage, NAMES[0])).state is RunState.PUBLISHED
     # All have read and written before any of them is published.
     runs = [launch(stage, name) for name in NAMES[1:]]
     settled = [stage.settle(run) for run in runs]
-    done = [one.action is RunState.PUBLISHED for one in settled]
+    done = [one.state is RunState.PUBLISHED for one in settled]
     assert done == [True] + [False] * (WRITERS - 2)
     for one in settled[1:]:
-        assert one.action is RunState.REFUSED
+        assert one.state is RunState.REFUSED
         assert one.codes == ("read_and_changed",)
     assert rule_holds(stage)
     assert of_main(stage, OBJECTS, OBJECT_COLUMNS).height == 90
     # What was refused is launched again: a backfill is one run.
-    assert stage.settle(launch(stage, *NAMES[2:])).action is RunState.PUBLISHED
+    assert stage.settle(launch(stage, *NAMES[2:])).state is RunState.PUBLISHED
     assert rule_holds(stage)
 
     is_as_one_after_the_other(stage, NAMES)
 
     # A satellite catalogue is a pull as well: its decays are tombstones, its facts are dated.
-    assert stage.settle(launch(stage, SATCAT)).action is RunState.PUBLISHED
+    assert stage.settle(launch(stage, SATCAT)).state is RunState.PUBLISHED
     found = dict(of_main(stage, OBJECTS, OBJECT_COLUMNS).select("sat_no", "state").iter_rows())
     assert (found[7], found[8]) == ("decayed", "tracked")
-    assert stage.settle(stage.run(SATELLITES)).action is RunState.PUBLISHED
+    assert stage.settle(stage.run(SATELLITES)).state is RunState.PUBLISHED
     rows = stage.rows("sda", "satellites")
     assert sorted((row["sat_no"], row["owner"], row["valid_to"]) for row in rows) == [
         (7, "US", None),

@@ -203,7 +203,7 @@ class World:
         finally:
             self.passes_at_work -= 1
         self.network.note("published itself", str(outcome))
-        if outcome and outcome.action in (RunState.BLOCKED, RunState.REFUSED):
+        if outcome and outcome.state in (RunState.BLOCKED, RunState.REFUSED):
             raise NotPublished(outcome.detail, run_id=run_id)
 
     # -- actors ----------------------------------------------------------------------------------------
@@ -331,10 +331,10 @@ class World:
             except AnotherPassAtWork:
                 outcomes = []
                 continue
-            waits = any(outcome.action is RunState.WAITING for outcome in outcomes)
+            waits = any(outcome.state is RunState.WAITING for outcome in outcomes)
             self._give_up(outcomes)
             self.scheduler.run()  # the checks that were asked for
-            if all(outcome.action is RunState.UNKNOWN_RUN for outcome in outcomes):
+            if all(outcome.state is RunState.UNKNOWN_RUN for outcome in outcomes):
                 for home in self.inhabited:
                     self._reap(home)
                 self.clock.advance(24 * 3600.0)
@@ -347,7 +347,7 @@ class World:
     def _give_up(self, outcomes: list[Outcome]) -> None:
         """As a person does with runs whose files are lost."""
         for outcome in outcomes:
-            if outcome.action is RunState.PARKED:
+            if outcome.state is RunState.PARKED:
                 instance = self.at(outcome.run_id)
                 told = discard_parked_run(self.client(), cast(Any, instance), instance.look(outcome.run_id))
                 self.network.note("given up", told)

@@ -148,7 +148,7 @@ class _Stage:
         )
         outcome = self._reconciler.reconcile_run(done.run_id)
         took = time.perf_counter() - began
-        if outcome is None or outcome.action is not RunState.PUBLISHED:
+        if outcome is None or outcome.state is not RunState.PUBLISHED:
             failed = [e.message for e in done.all_events if e.is_step_failure]
             raise RegistryFailed(f"The run was not published: {failed or outcome}.", run_id=done.run_id)
         return took, self._phases(done.run_id)

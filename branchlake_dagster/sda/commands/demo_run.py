@@ -237,7 +237,7 @@ def _line(
 
 
 def _checks(outcome: Outcome | None, done: dg.ExecuteInProcessResult) -> str:
-    if outcome is not None and outcome.verdict is not None and outcome.action is not RunState.WAITING:
+    if outcome is not None and outcome.verdict is not None and outcome.state is not RunState.WAITING:
         return f"{outcome.verdict.checks_passed}/{outcome.verdict.checks_total}"
     # The sensor of a `make dev` beside us was faster; the events tell the same.
     found = done.get_asset_check_evaluations()

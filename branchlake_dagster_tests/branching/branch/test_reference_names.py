@@ -88,7 +88,7 @@ def test_odd_names_of_tables_and_columns(
 
     with project(lakehouse, by_polars if engine == "polars" else by_spark) as p:
         for kind in ODD[1:4]:
-            assert p.settle(p.run(partition=kind)).action is RunState.PUBLISHED
+            assert p.settle(p.run(partition=kind)).state is RunState.PUBLISHED
     with project(lakehouse, by_polars, seen_by_polars, seen_by_spark) as p:
         for reader in ("seen", "sparkled"):
             p.run(dg.AssetKey([namespace, reader]), partition=ODD[3])

@@ -9,10 +9,19 @@ from branchlake_dagster.runs.discarding import (
     fail_unpublished_run,
     status_without_verdict,
 )
-from branchlake_dagster.runs.run_tags import PUBLISHER, UNJUDGED, RunLocation, RunState, build_opening_tags
+from branchlake_dagster.runs.run_tags import (
+    PUBLISHER,
+    RECORDED_STATES,
+    UNJUDGED,
+    RunLocation,
+    RunState,
+    build_opening_tags,
+    build_status_tag,
+)
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.dagster_internals import create_run_for_test
 from branchlake_dagster_tests.suite.instances import new_instance
+from branchlake_dagster_tests.suite.raised import raising
 from branchlake_dagster_tests.test_documents import ROOT
 
 FAILURE, CANCELED = dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED
@@ -46,6 +55,15 @@ def test_a_run_that_its_publisher_let_fail_was_not_interrupted() -> None:
         assert status_without_verdict(failed) is RunState.FAILED
         again = build_opening_tags("retry", RunLocation("run-retry", ""), failed.tags)
         assert again[RunTag.FAILED_BY] != PUBLISHER
+
+
+@pytest.mark.parametrize("state", RunState)
+def test_the_status_tag_holds_recorded_states_only(state: RunState) -> None:
+    if state in RECORDED_STATES:
+        assert build_status_tag(state) == {"branchlake": state.value}
+    else:
+        with raising(ValueError, str(state)):
+            build_status_tag(state)
 
 
 @pytest.mark.parametrize("word", sorted({*map(str, (*RunState, *Decision)), *UNJUDGED}), ids=str)

@@ -60,10 +60,10 @@ def run() -> None:
     lake = Lakehouse()
     with project(lake, t, sums, frame) as p:
         for kind in ("a", "b"):
-            assert p.settle(p.run(dg.AssetKey([NAMESPACE, "t"]), partition=kind)).action is RunState.PUBLISHED
+            assert p.settle(p.run(dg.AssetKey([NAMESPACE, "t"]), partition=kind)).state is RunState.PUBLISHED
         rest = [dg.AssetKey([NAMESPACE, name]) for name in ("sums", "frame")]
         for _ in range(2):
-            assert p.settle(p.run(*rest)).action is RunState.PUBLISHED
+            assert p.settle(p.run(*rest)).state is RunState.PUBLISHED
         found = sorted((row["kind"], row["total"]) for row in p.rows(NAMESPACE, "frame"))
         assert found == [("a", 3), ("b", 3)], found
         assert len(p.rows(NAMESPACE, "t")) == 4

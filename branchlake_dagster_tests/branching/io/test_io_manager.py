@@ -507,10 +507,10 @@ def test_frozen_columns_block_a_run_that_changes_them_by_its_own_code(
             update.delete_column("s")
 
     with project(lakehouse, t) as p:
-        assert p.settle(p.run()).action is RunState.PUBLISHED
+        assert p.settle(p.run()).state is RunState.PUBLISHED
         changes["now"] = True
         outcome = p.settle(p.run())
-        assert outcome.action is RunState.BLOCKED
+        assert outcome.state is RunState.BLOCKED
         assert outcome.verdict is not None
         (reason,) = outcome.verdict.reasons
         for column in ("extra", "n", "s"):

@@ -50,7 +50,7 @@ def at(hour: int, minute: int = 0) -> datetime:
 def settled(p: Project, *assets: str, partition: str | None = None) -> str:
     run_id = p.run(*assets, partition=partition)
     outcome = p.settle(run_id)
-    assert outcome.action is RunState.PUBLISHED, outcome
+    assert outcome.state is RunState.PUBLISHED, outcome
     return run_id
 
 
@@ -94,7 +94,7 @@ def test_a_partition_is_replaced_and_rows_outside_it_are_refused(
         rows[:] = [{"ts": at(1), "n": 4}, {"ts": at(2), "n": 5}, {"ts": None, "n": 6}]
         run_id = p.run(partition="2026-08-08-01:00", ok=False)
         p.failed_with(PartitionMismatch, "2 rows of the frame are outside", f"{namespace}.t")
-        assert p.settle(run_id).action is RunState.DISCARDED
+        assert p.settle(run_id).state is RunState.DISCARDED
         assert lakehouse.nessie.reference("main").hash == main
 
         rows[:] = []  # an hour without data empties its partition and no other
@@ -254,7 +254,7 @@ def test_an_upsert_updates_known_keys_and_inserts_new_ones(lakehouse: Lakehouse,
             "branchlake.attempt": "1",
             "branchlake.instance": load_instance_id(p.instance),
         }
-        assert p.settle(run_id).action is RunState.PUBLISHED
+        assert p.settle(run_id).state is RunState.PUBLISHED
         assert by_n(p.rows(namespace, "t")) == [
             {"kind": "a", "id": 1, "n": 1},
             {"kind": "a", "id": 2, "n": 20},
@@ -501,7 +501,7 @@ def test_sql_inside_an_asset_stands_on_the_runs_branch(lakehouse: Lakehouse, nam
             e for e in p.last.get_asset_materialization_events() if e.asset_key.path == [namespace, "t"]
         ]
         assert event.materialization.metadata["branchlake/rows_on_branch"].value == 1
-        assert p.settle(run_id).action is RunState.PUBLISHED
+        assert p.settle(run_id).state is RunState.PUBLISHED
         assert p.rows(namespace, "twice") == [{"n": 10}]
         assert p.rows(namespace, "silent") == [{"n": 5}]
 

@@ -51,7 +51,7 @@ def of(frames: list[Any], namespace: str, **options: Any) -> dg.AssetsDefinition
 
 def settled(p: Project, **options: Any) -> str:
     run_id = p.run(**options)
-    assert p.settle(run_id).action is RunState.PUBLISHED
+    assert p.settle(run_id).state is RunState.PUBLISHED
     return run_id
 
 
@@ -117,7 +117,7 @@ def test_the_snapshot_says_what_a_merge_says(lakehouse: Lakehouse, namespace: st
                 "branchlake.attempt": "1",
             }
             assert (summary.operation.value, told["total-records"]) == (operation, str(rows))
-            assert p.settle(run_id).action is RunState.PUBLISHED
+            assert p.settle(run_id).state is RunState.PUBLISHED
 
 
 @pytest.mark.usefixtures("no_spark")
@@ -224,7 +224,7 @@ def test_rows_with_known_keys_are_kept_and_new_ones_added(lakehouse: Lakehouse, 
         assert table.current_snapshot().summary.additional_properties["added-records"] == "1"
         assert table.current_snapshot().summary.operation.value == "append"
         nothing = p.run()
-        assert p.settle(nothing).action is RunState.DISCARDED
+        assert p.settle(nothing).state is RunState.DISCARDED
         rows = by_id(p.rows(namespace, "t"))
     assert [(row["id"], row["n"]) for row in rows] == [(1, 0), (2, 0), (3, 1)]
 
@@ -238,8 +238,8 @@ def test_two_runs_do_not_both_add_a_key(lakehouse: Lakehouse, namespace: str) ->
     with project(lakehouse, of(left, namespace, metadata=KEEP)) as p:
         settled(p)
         first, second = p.run(), p.run()
-        assert p.settle(first).action is RunState.PUBLISHED
-        assert p.settle(second).action is RunState.REFUSED
+        assert p.settle(first).state is RunState.PUBLISHED
+        assert p.settle(second).state is RunState.REFUSED
         assert [(row["id"], row["n"]) for row in by_id(p.rows(namespace, "t"))] == [(1, 0), (2, 1)]
 
 

@@ -208,12 +208,12 @@ def test_runs_of_an_exclusive_asset(
         # It has passed and waits for its publication: that is no silence, however long.
         p.run(ok=False)
         p.failed_with(LeaseHeld, f"run-{first} holds")
-        assert p.settle(first).action is RunState.PUBLISHED
+        assert p.settle(first).state is RunState.PUBLISHED
         # What was published is free, and so is what has failed.
-        assert p.settle(p.run()).action is RunState.PUBLISHED
+        assert p.settle(p.run()).state is RunState.PUBLISHED
         asked["fails"] = True
         p.run(ok=False)
-        assert p.settle(p.run()).action is RunState.PUBLISHED
+        assert p.settle(p.run()).state is RunState.PUBLISHED
         assert counted(p, namespace) == 3
         # Six grants are four too many for three rows: the failed ones count as well, but not the one that waited.
         assert lease(lakehouse, namespace).token == 4
@@ -225,7 +225,7 @@ def test_a_run_that_lost_its_lease_after_its_end_is_refused(lakehouse: Lakehouse
         # As a foreign instance would, that does not know the run and hears nothing of it.
         leases(lakehouse, SimpleNamespace(get_run_by_id=lambda _: None), "x", namespace).ensure_held(None)  # type: ignore[arg-type]
         refused = p.settle(first)
-        assert refused.action is RunState.REFUSED
+        assert refused.state is RunState.REFUSED
         assert refused.codes == ("lease_taken_over",)
         assert "run-x" in refused.detail
         assert not lakehouse.catalog(MAIN).table_exists((namespace, "counter"))

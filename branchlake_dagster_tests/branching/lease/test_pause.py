@@ -71,7 +71,7 @@ def test_a_holder_that_stood_still_for_too_long_writes_nothing(
             reconciler = Reconciler.from_lake(lakehouse, instance, graph)
             outcome = reconciler.reconcile_run(second)
             assert outcome is not None
-            assert outcome.action is RunState.PUBLISHED, outcome
+            assert outcome.state is RunState.PUBLISHED, outcome
             time.sleep(max(0.0, PAUSE_S - (time.monotonic() - stopped)))
 
             first.send_signal(signal.SIGCONT)
@@ -85,7 +85,7 @@ def test_a_holder_that_stood_still_for_too_long_writes_nothing(
             )
             ended = reconciler.reconcile_run((tmp_path / "holds").read_text())
             assert ended is not None
-            assert ended.action is RunState.DISCARDED
+            assert ended.state is RunState.DISCARDED
     finally:
         first.kill()
         first.wait()

@@ -48,7 +48,7 @@ def test_an_append_through_the_catalog_is_there_once_after_a_retry_of_the_step(
 
     with project(lakehouse, first, writer) as p:
         run_id = p.run()
-        assert p.settle(run_id).action is RunState.PUBLISHED
+        assert p.settle(run_id).state is RunState.PUBLISHED
         assert rows(p, namespace, "t") == [0, 1]
 
 
@@ -65,7 +65,7 @@ def test_a_table_that_a_failed_attempt_created_is_gone_before_the_next_one(
             raise RuntimeError("after the append")
 
     with project(lakehouse, made) as p:
-        assert p.settle(p.run()).action is RunState.PUBLISHED
+        assert p.settle(p.run()).state is RunState.PUBLISHED
         assert rows(p, namespace, "made") == [1]
 
 
@@ -87,7 +87,7 @@ def test_a_retry_from_failure_takes_out_what_the_failed_run_wrote(
         fails[0] = False
         child = retry(p, again)
         assert rows(p, namespace, "t", ref=run_branch_name(child)) == [0, 1]
-        assert p.settle(child).action is RunState.PUBLISHED
+        assert p.settle(child).state is RunState.PUBLISHED
 
 
 def test_a_retry_is_refused_by_name_if_another_step_wrote_to_the_table_since(
@@ -128,7 +128,7 @@ def test_what_other_steps_wrote_before_and_to_other_tables_stays(
         return pl.DataFrame({"n": [8]})
 
     with project(lakehouse, first, earlier, writer) as p:
-        assert p.settle(p.run()).action is RunState.PUBLISHED
+        assert p.settle(p.run()).state is RunState.PUBLISHED
         assert rows(p, namespace, "t") == [0, 1, 2]
         assert (rows(p, namespace, "earlier"), rows(p, namespace, "writer")) == ([7], [8])
 
@@ -147,5 +147,5 @@ def test_sql_is_there_once_after_a_retry_of_the_step(lakehouse: Lakehouse, names
 
     with project(lakehouse, first, writer) as p:
         outcome = p.settle(p.run())
-        assert outcome.action is RunState.PUBLISHED, outcome
+        assert outcome.state is RunState.PUBLISHED, outcome
         assert rows(p, namespace, "t") == [10, 11]

@@ -78,7 +78,7 @@ def test_sparks_predicates_say_what_dagsters_windows_say(spark_session: SparkSes
 def settled(p: Project, *assets: str, partition: str | None = None, **options: Any) -> str:
     run_id = p.run(*assets, partition=partition, **options)
     outcome = p.settle(run_id)
-    assert outcome.action is RunState.PUBLISHED, outcome
+    assert outcome.state is RunState.PUBLISHED, outcome
     return run_id
 
 
@@ -188,7 +188,7 @@ def test_files_that_were_divided_are_replayed_on_what_main_has_become(
         value["n"] = 2
         waiting = p.run(partition=keys[5])
         settled(p, partition=keys[20])
-        assert p.settle(waiting).action is RunState.PUBLISHED
+        assert p.settle(waiting).state is RunState.PUBLISHED
         found = sorted((row["key"], row["n"]) for row in p.rows(namespace, "t"))
         changed = {5: 2, 20: 2}
         assert found == sorted((keys[k], changed.get(k, 1)) for k in (4, 5, 6, 7, 20) for _ in range(2))

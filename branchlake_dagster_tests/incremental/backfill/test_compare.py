@@ -102,11 +102,11 @@ def test_a_backfill_of_one_run_is_checked_once_and_published_as_a_whole(
     checked = replaced_check(events, sums=["price"], most_change=most_change, severity="error")
     tags = {"dagster/asset_partition_range_start": DAYS[0], "dagster/asset_partition_range_end": DAYS[1]}
     with project(lakehouse, events, checked) as p:
-        assert p.settle(p.run(tags=tags)).action is RunState.PUBLISHED
+        assert p.settle(p.run(tags=tags)).state is RunState.PUBLISHED
         price = 9
         outcome = p.settle(p.run(tags=tags))
         (evaluation,) = p.last.get_asset_check_evaluations()
         assert evaluation.metadata["rows_after"].value == 2
-        published = outcome.action is RunState.PUBLISHED
+        published = outcome.state is RunState.PUBLISHED
         assert published is (most_change is None)
         assert [row["price"] for row in p.rows(namespace, "events")] == [9 if published else 1] * 2

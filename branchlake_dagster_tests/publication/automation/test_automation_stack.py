@@ -78,7 +78,7 @@ def test_the_downstream_is_requested_when_main_has_the_upstream(lakehouse: Lakeh
         assert requested() == set()
         run = p.run(up.key)
         assert requested() == set()
-        assert p.settle(run).action is RunState.PUBLISHED
+        assert p.settle(run).state is RunState.PUBLISHED
         assert requested() == {None}
         assert requested() == set()
         # The requested run is published itself, which is nobody's upstream.
@@ -96,11 +96,11 @@ def test_blocked_and_failed_runs_request_nothing(lakehouse: Lakehouse, namespace
     with project(lakehouse, up, down, good, boom) as p:
         requested = Evaluator(p, down)
         requested()
-        assert p.settle(p.run(up.key)).action is RunState.BLOCKED
+        assert p.settle(p.run(up.key)).state is RunState.BLOCKED
         assert requested() == set()
-        assert p.settle(p.run(up.key, boom.key, ok=False)).action is RunState.DISCARDED
+        assert p.settle(p.run(up.key, boom.key, ok=False)).state is RunState.DISCARDED
         assert requested() == set()
-        assert p.settle(p.run(up.key)).action is RunState.PUBLISHED
+        assert p.settle(p.run(up.key)).state is RunState.PUBLISHED
         assert requested() == {None}
 
 
@@ -113,7 +113,7 @@ def test_a_refused_run_requests_nothing(lakehouse: Lakehouse, namespace: str) ->
         first, second = p.run(up.key), p.run(up.key)
         p.settle(first)
         assert requested() == {None}
-        assert p.settle(second).action is RunState.REFUSED
+        assert p.settle(second).state is RunState.REFUSED
         assert requested() == set()
 
 
@@ -122,7 +122,7 @@ def test_a_run_of_both_requests_nothing(lakehouse: Lakehouse, namespace: str) ->
     with project(lakehouse, up, down, good) as p:
         requested = Evaluator(p, down)
         requested()
-        assert p.settle(p.run()).action is RunState.PUBLISHED
+        assert p.settle(p.run()).state is RunState.PUBLISHED
         assert requested() == set()
 
 
@@ -137,9 +137,9 @@ def test_the_next_request_waits_until_the_last_one_is_judged(lakehouse: Lakehous
         mine = p.run(down.key)
         p.settle(p.run(up.key))
         assert requested() == set()
-        assert p.settle(mine).action is RunState.PUBLISHED
+        assert p.settle(mine).state is RunState.PUBLISHED
         assert requested() == {None}
-        assert p.settle(p.run(down.key)).action is RunState.PUBLISHED
+        assert p.settle(p.run(down.key)).state is RunState.PUBLISHED
         assert requested() == set()
 
 
@@ -151,11 +151,11 @@ def test_a_backfill_in_many_runs_requests_each_day_once(lakehouse: Lakehouse, na
         requested()
         runs = [p.run(up.key, partition=day) for day in days]
         assert requested() == set()
-        assert p.settle(runs[0]).action is RunState.PUBLISHED
+        assert p.settle(runs[0]).state is RunState.PUBLISHED
         assert requested() == {days[0]}
         # The others at once, as the publication sensor finds them: rebased, in one commit.
         outcomes = [one for one in p.reconciler().reconcile_branches() if one.run_id in runs]
-        assert {one.action for one in outcomes} == {RunState.PUBLISHED}
+        assert {one.state for one in outcomes} == {RunState.PUBLISHED}
         assert requested() == set(days[1:])
         assert requested() == set()
 
@@ -180,7 +180,7 @@ def test_the_sensor_on_mains_log_launches_by_partition(lakehouse: Lakehouse, nam
         runs = [p.run(up.key, partition=day) for day in days]
         assert tick(start) == ([], start)
         outcomes = {
-            one.run_id: one.action for one in p.reconciler().reconcile_branches() if one.run_id in runs
+            one.run_id: one.state for one in p.reconciler().reconcile_branches() if one.run_id in runs
         }
         assert set(outcomes.values()) == {RunState.PUBLISHED}
         requests, after = tick(start)

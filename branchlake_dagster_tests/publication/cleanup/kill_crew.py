@@ -120,9 +120,9 @@ def _publisher(instance: Any) -> Callable[[], bool]:
     def tick() -> bool:
         outcomes = list(Reconciler.from_lake(lake, instance, graph).reconcile_branches())
         for outcome in outcomes:
-            if outcome.action is not RunState.WAITING:
+            if outcome.state is not RunState.WAITING:
                 os.write(1, f"{outcome}\n".encode())
-        return any(outcome.action is RunState.PUBLISHED for outcome in outcomes)
+        return any(outcome.state is RunState.PUBLISHED for outcome in outcomes)
 
     return tick
 

@@ -139,7 +139,7 @@ def test_it_is_told_as_what_it_is(lakehouse: Lakehouse, namespace: str) -> None:
         run_id = p.run()
         done = merge(lakehouse, run_branch_name(run_id))
         outcome = p.settle(run_id)
-        assert (outcome.action, outcome.publication) == (RunState.PUBLISHED, done)
+        assert (outcome.state, outcome.publication) == (RunState.PUBLISHED, done)
         assert "merged outside branchlake" in outcome.detail
         (told,) = p.observations([namespace, "t"])
         assert told.description == f"On main already: its branch was merged outside branchlake, as {done}."
@@ -155,7 +155,7 @@ def test_a_blocked_run_that_was_merged_by_hand_is_not_told_to_be_off_main(
         run_id = p.run()
         done = merge(lakehouse, run_branch_name(run_id))
         outcome = p.settle(run_id)
-        assert outcome.action is RunState.BLOCKED
+        assert outcome.state is RunState.BLOCKED
         assert "merged_outside" in outcome.codes
         assert done in outcome.detail
         (told,) = p.observations([namespace, "t"])
@@ -191,7 +191,7 @@ def test_a_run_whose_base_was_rolled_back_is_told(lakehouse: Lakehouse, namespac
         run_id = p.run(asset.key)
         assign_main(lakehouse, before)
         outcome = p.settle(run_id)
-        assert outcome.action is RunState.REFUSED
+        assert outcome.state is RunState.REFUSED
         assert outcome.codes == ("base_not_on_main",)
         run = p.instance.get_run_by_id(run_id)
         assert run is not None

@@ -56,7 +56,7 @@ def test_a_passing_run_is_published_in_one_commit_with_its_story(
 
         outcome = p.settle(run_id)
 
-        assert outcome.action is RunState.PUBLISHED
+        assert outcome.state is RunState.PUBLISHED
         assert p.rows(namespace, "one") == [{"n": 1}, {"n": 2}, {"n": 3}]
         assert p.rows(namespace, "two") == [{"n": 7}]
         assert run_branch_name(run_id) not in p.branches()
@@ -89,7 +89,7 @@ def test_severity_decides(
     with project(lakehouse, asset, check(asset, passed=False, severity=severity)) as p:
         run_id = p.run()
         outcome = p.settle(run_id)
-        assert outcome.action is action
+        assert outcome.state is action
         assert "as told" in outcome.detail
         assert lakehouse.catalog().table_exists((namespace, "t")) is (action is RunState.PUBLISHED)
         assert run_branch_name(run_id) not in p.branches()
@@ -107,7 +107,7 @@ def test_a_crashed_check_blocks(lakehouse: Lakehouse, namespace: str) -> None:
 
     with project(lakehouse, asset, crashes) as p:
         run_id = p.run(ok=False)
-        assert p.settle(run_id).action is RunState.DISCARDED
+        assert p.settle(run_id).state is RunState.DISCARDED
         assert not lakehouse.catalog().table_exists((namespace, "t"))
 
 
@@ -118,9 +118,9 @@ def test_no_check_blocks_unless_the_asset_says_so(lakehouse: Lakehouse, namespac
 
     with project(lakehouse, table(namespace, "strict"), free) as p:
         blocked = p.settle(p.run(dg.AssetKey([namespace, "strict"])))
-        assert blocked.action is RunState.BLOCKED
+        assert blocked.state is RunState.BLOCKED
         assert blocked.codes == ("no_check",)
-        assert p.settle(p.run(dg.AssetKey([namespace, "free"]))).action is RunState.PUBLISHED
+        assert p.settle(p.run(dg.AssetKey([namespace, "free"]))).state is RunState.PUBLISHED
 
 
 def test_a_table_written_behind_the_assets_back_blocks(lakehouse: Lakehouse, namespace: str) -> None:
@@ -134,7 +134,7 @@ def test_a_table_written_behind_the_assets_back_blocks(lakehouse: Lakehouse, nam
 
     with project(lakehouse, asset, sneaky, check(asset)) as p:
         outcome = p.settle(p.run())
-        assert outcome.action is RunState.BLOCKED
+        assert outcome.state is RunState.BLOCKED
         assert f"{namespace}.side" in outcome.detail
 
 
@@ -144,9 +144,9 @@ def test_a_conflict_is_refused_and_names_the_other_run(lakehouse: Lakehouse, nam
     with project(lakehouse, asset, check(asset)) as p:
         p.settle(p.run())
         first, second = p.run(), p.run()
-        assert p.settle(first).action is RunState.PUBLISHED
+        assert p.settle(first).state is RunState.PUBLISHED
         outcome = p.settle(second)
-        assert outcome.action is RunState.REFUSED
+        assert outcome.state is RunState.REFUSED
         assert outcome.codes == ("run_replaced_table",)
         assert [name for name in (f"{namespace}.t", first) if name not in outcome.detail] == []
         assert run_branch_name(second) not in p.branches()
@@ -182,7 +182,7 @@ def test_a_failed_run_is_discarded_and_main_untouched(lakehouse: Lakehouse, name
     with project(lakehouse, asset, boom, check(asset)) as p:
         before = lakehouse.nessie.reference("main").hash
         run_id = p.run(ok=False)
-        assert p.settle(run_id).action is RunState.DISCARDED
+        assert p.settle(run_id).state is RunState.DISCARDED
         assert lakehouse.nessie.reference("main").hash == before
 
 
@@ -191,7 +191,7 @@ def test_unknown_runs_are_left_to_the_reaper(lakehouse: Lakehouse) -> None:
     branch = lakehouse.nessie.create_branch(f"run-{uuid.uuid4()}", from_ref="main", from_hash=main)
     with project(lakehouse) as p:
         found = [o for o in p.reconciler().reconcile_branches() if o.branch == branch.name]
-        assert [o.action for o in found] == [RunState.UNKNOWN_RUN]
+        assert [o.state for o in found] == [RunState.UNKNOWN_RUN]
     lakehouse.nessie.delete_branch(branch.name, expected_hash=branch.hash)
 
 
@@ -208,7 +208,7 @@ def test_a_full_reexecution_opens_a_branch_of_its_own(lakehouse: Lakehouse, name
         assert tags[RunTag.VERDICT] == "pending"
         assert tags[RunTag.PUBLICATION] == "none"
         outcome = p.settle(again)
-        assert outcome.action is RunState.PUBLISHED
+        assert outcome.state is RunState.PUBLISHED
         assert p.instance.get_run_by_id(again).tags[RunTag.PUBLICATION] == outcome.publication
         assert len(p.observations([namespace, "t"])) == 2
 

@@ -187,11 +187,11 @@ def test_3_a_run_reads_what_another_publishes_meanwhile(lakehouse: Lakehouse, na
         newer = p.run(key["source"])
         p.settle(newer)
         refused = p.settle(strict)
-        assert refused.action is RunState.REFUSED
+        assert refused.state is RunState.REFUSED
         assert refused.codes == ("read_and_changed",)
         assert [name for name in (f"{namespace}.source", newer) if name not in refused.detail] == []
-        assert p.settle(loose).action is RunState.PUBLISHED
-        assert p.settle(p.run(key["strict"])).action is RunState.PUBLISHED
+        assert p.settle(loose).state is RunState.PUBLISHED
+        assert p.settle(p.run(key["strict"])).state is RunState.PUBLISHED
 
 
 def test_4_a_missing_check_is_not_a_passed_one(lakehouse: Lakehouse, namespace: str) -> None:
@@ -202,7 +202,7 @@ def test_4_a_missing_check_is_not_a_passed_one(lakehouse: Lakehouse, namespace: 
         return pl.DataFrame({"n": [1]})
 
     with project(lakehouse, unchecked) as p:
-        assert p.settle(p.run()).action is RunState.BLOCKED
+        assert p.settle(p.run()).state is RunState.BLOCKED
         assert not lakehouse.catalog().table_exists((namespace, "t"))
 
 

@@ -46,7 +46,7 @@ def test_a_retry_without_the_check_that_its_new_rows_need_is_blocked(p: Project,
     parent = p.run(ok=False)
     amounts.value, amounts.noise, amounts.report_fails = -1, 0, False
     child = retry(p, parent, amounts.steps["amounts"], amounts.steps["report"])
-    assert p.settle(child).action is RunState.BLOCKED
+    assert p.settle(child).state is RunState.BLOCKED
     with pytest.raises(NoSuchTableError):
         p.rows(*amounts.outer_key.path)
 
@@ -58,7 +58,7 @@ def test_a_retry_of_a_retry_is_blocked_by_rows_that_no_check_saw(p: Project, amo
     first = retry(p, parent, amounts.steps["amounts"], amounts.steps["report"], ok=False)
     amounts.value, amounts.report_fails = 1, False
     second = retry(p, first)
-    assert p.settle(second).action is RunState.BLOCKED
+    assert p.settle(second).state is RunState.BLOCKED
 
 
 def test_a_retry_from_failure_of_a_check_that_crashed_is_published(p: Project, amounts: Amounts) -> None:
@@ -66,7 +66,7 @@ def test_a_retry_from_failure_of_a_check_that_crashed_is_published(p: Project, a
     parent = p.run(ok=False)
     amounts.check_crashes = False
     child = retry(p, parent)
-    assert p.settle(child).action is RunState.PUBLISHED
+    assert p.settle(child).state is RunState.PUBLISHED
     assert p.rows(*amounts.outer_key.path) == [{"n": 1}]
 
 
@@ -74,4 +74,4 @@ def test_a_check_in_the_asset_s_step_judges_the_rows_of_its_own_run(p: Project, 
     parent = p.run(ok=False)
     amounts.value, amounts.report_fails = -1, False
     child = retry(p, parent, amounts.steps["inner"], amounts.steps["report"])
-    assert p.settle(child).action is RunState.BLOCKED
+    assert p.settle(child).state is RunState.BLOCKED

@@ -109,7 +109,7 @@ def test_a_view_that_no_asset_stands_for_is_blocked(
     with project(lakehouse, with_view(namespace, table=table)) as p:
         run_id = p.run()
         outcome = p.settle(run_id)
-        assert outcome.action is RunState.BLOCKED
+        assert outcome.state is RunState.BLOCKED
         assert outcome.verdict is not None
         (reason,) = outcome.verdict.reasons
         assert f"{namespace}.v" in reason
@@ -121,7 +121,7 @@ def test_where_no_checks_are_required_a_view_is_published(lakehouse: Lakehouse, 
     free = Lakehouse(lakehouse.settings.model_copy(update={"require_checks": False}))
     with project(free, with_view(namespace, table=False)) as p:
         run_id = p.run()
-        assert p.settle(run_id).action is RunState.PUBLISHED
+        assert p.settle(run_id).state is RunState.PUBLISHED
         assert isinstance(contents(p, namespace, "v"), OtherContent)
         assert run_branch_name(run_id) not in p.branches()
 

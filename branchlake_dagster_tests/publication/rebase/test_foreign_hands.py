@@ -388,12 +388,12 @@ def test_dagsters_database_is_locked_while_a_pass_works(
             other.execute("BEGIN EXCLUSIVE")
             outcome = p.reconciler().reconcile_run(run_id)
             assert outcome is not None
-            assert outcome.action is RunState.TRY_AGAIN
+            assert outcome.state is RunState.TRY_AGAIN
             assert run_id in str(outcome)
         finally:
             other.execute("ROLLBACK")
             other.close()
-        assert p.settle(run_id).action is RunState.PUBLISHED
+        assert p.settle(run_id).state is RunState.PUBLISHED
         assert p.rows(namespace, "t") == [{"n": 1}]
         # The first pass could not note that it had told it; whoever follows publications knows them by name.
         told = {one.metadata[EventMetadata.PUBLICATION].value for one in p.observations([namespace, "t"])}

@@ -52,11 +52,11 @@ class World:
 
     def published(self, run_id: str) -> None:
         outcome = self.p.settle(run_id)
-        assert outcome.action is RunState.PUBLISHED, outcome
+        assert outcome.state is RunState.PUBLISHED, outcome
 
     def refused(self, run_id: str) -> Outcome:
         outcome = self.p.settle(run_id)
-        assert outcome.action is RunState.REFUSED, outcome
+        assert outcome.state is RunState.REFUSED, outcome
         return outcome
 
     def main(self) -> list[int]:

@@ -114,7 +114,7 @@ def test_a_run_fails_clearly_when_a_remote_nessie_dies_under_it(
         own_lake.endpoints()  # somebody starts it again
         assert own_lake.nessie.reference("main").hash == main
         assert run_branch_name(run_id) in {ref.name for ref in own_lake.nessie.references()}
-        assert p.settle(run_id).action is RunState.DISCARDED
+        assert p.settle(run_id).state is RunState.DISCARDED
         assert run_branch_name(run_id) not in p.branches()
         assert own_lake.nessie.reference("main").hash == main
 
@@ -124,7 +124,7 @@ def test_the_embedded_nessie_comes_back_under_a_run(own_lake: Lakehouse, namespa
     first = table(namespace, "first")
     with project(own_lake, first, killing(own_lake, namespace, first)) as p:
         outcome = p.settle(p.run())
-        assert outcome.action is RunState.PUBLISHED
+        assert outcome.state is RunState.PUBLISHED
         assert (p.rows(namespace, "first"), p.rows(namespace, "second")) == ([{"n": 1}], [{"n": 2}])
 
 

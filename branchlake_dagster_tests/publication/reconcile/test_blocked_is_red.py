@@ -76,7 +76,7 @@ def launch(p: Project, values: Values, rows: Sequence[int], day: str | None = No
     """The run's id and what the publisher did about it."""
     values.rows = rows
     run_id = p.run(partition=day)
-    return run_id, p.settle(run_id).action
+    return run_id, p.settle(run_id).state
 
 
 def status_of(p: Project, run_id: str) -> tuple[dg.DagsterRunStatus, str]:
@@ -179,7 +179,7 @@ def test_what_another_run_has_published_since_stays_filled(lakehouse: Lakehouse,
         values.rows = [-1]
         late = p.run(partition="mon")
         launch(p, values, [1], "mon")
-        assert p.settle(late).action == RunState.BLOCKED
+        assert p.settle(late).state == RunState.BLOCKED
         assert states(p, namespace)["mon"] == "filled"
 
 
@@ -190,7 +190,7 @@ def test_a_refused_run_fails_and_is_told_apart(lakehouse: Lakehouse, namespace: 
         values.rows = [1, 2]
         late = p.run()
         launch(p, values, [1, 2, 3])
-        assert p.settle(late).action == RunState.REFUSED
+        assert p.settle(late).state == RunState.REFUSED
         assert status_of(p, late) == (dg.DagsterRunStatus.FAILURE, RunState.REFUSED)
         run = p.instance.get_run_by_id(late)
         assert run is not None
@@ -210,7 +210,7 @@ def test_a_run_whose_other_step_failed_has_filled_nothing(lakehouse: Lakehouse, 
 
     with project(lakehouse, asset, check, u) as p:
         run_id = p.run(partition="mon", ok=False)
-        assert p.settle(run_id).action == RunState.DISCARDED
+        assert p.settle(run_id).state == RunState.DISCARDED
         assert states(p, namespace)["mon"] == "failed"
         assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, RunState.FAILED)
 
@@ -225,7 +225,7 @@ def test_a_run_that_changed_no_table_stays_green(lakehouse: Lakehouse, namespace
 
     with project(lakehouse, nothing, check) as p:
         run_id = p.run(partition="mon")
-        assert p.settle(run_id).action == RunState.DISCARDED
+        assert p.settle(run_id).state == RunState.DISCARDED
         assert status_of(p, run_id) == (dg.DagsterRunStatus.SUCCESS, RunState.UNCHANGED)
         assert states(p, namespace)["mon"] == "filled"
 
@@ -248,6 +248,6 @@ def test_a_publisher_that_dies_before_it_has_told_leaves_no_green_run(
             with pytest.raises(Died):
                 p.settle(run_id)
         assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, RunState.PENDING)
-        assert p.settle(run_id).action == RunState.DISCARDED
+        assert p.settle(run_id).state == RunState.DISCARDED
         assert status_of(p, run_id) == (dg.DagsterRunStatus.FAILURE, RunState.FAILED)
         assert states(p, namespace)["mon"] == "failed"

@@ -64,7 +64,7 @@ def status(p: Project, run_id: str) -> tuple[str, bool]:
 
 def refused(p: Project, run_id: str) -> None:
     outcome = p.settle(run_id)
-    assert outcome.action is RunState.REFUSED, outcome
+    assert outcome.state is RunState.REFUSED, outcome
     assert status(p, run_id) == (RunState.REFUSED, False)
 
 
@@ -116,7 +116,7 @@ def test_a_branch_that_somebody_changed_while_the_run_worked_is_not_published(
 
 def test_two_assets_of_one_run_are_published(lakehouse: Lakehouse, namespace: str) -> None:
     with two_assets(lakehouse, namespace, []) as p:
-        assert p.settle(p.run()).action is RunState.PUBLISHED
+        assert p.settle(p.run()).state is RunState.PUBLISHED
 
 
 def test_a_passed_run_whose_branch_was_deleted_is_reported(lakehouse: Lakehouse, p: Project) -> None:
@@ -124,7 +124,7 @@ def test_a_passed_run_whose_branch_was_deleted_is_reported(lakehouse: Lakehouse,
     head = lakehouse.nessie.reference(run_branch_name(run_id)).hash
     lakehouse.nessie.delete_branch(run_branch_name(run_id), expected_hash=head)
     outcomes = {one.run_id: one for one in p.reconciler().reconcile_branches()}
-    assert outcomes[run_id].action is RunState.REFUSED
+    assert outcomes[run_id].state is RunState.REFUSED
     assert status(p, run_id) == (RunState.REFUSED, False)
     assert run_id not in {one.run_id for one in p.reconciler().reconcile_branches()}  # once
 
@@ -135,7 +135,7 @@ def restored(lakehouse: Lakehouse, p: Project) -> str:
     run_id = p.run()
     client = lakehouse.nessie
     before, head = client.reference(MAIN).hash, client.reference(run_branch_name(run_id)).hash
-    assert p.settle(run_id).action is RunState.PUBLISHED
+    assert p.settle(run_id).state is RunState.PUBLISHED
     client.create_branch(run_branch_name(run_id), from_ref=MAIN, from_hash=head)
     assign_main(lakehouse, before)
     return run_id
@@ -147,7 +147,7 @@ def test_a_published_run_whose_publication_main_lost_is_published_again(
 ) -> None:
     assert not lakehouse.catalog().table_exists((namespace, "t"))
     outcome = p.settle(restored)
-    assert outcome.action is RunState.PUBLISHED
+    assert outcome.state is RunState.PUBLISHED
     assert p.rows(namespace, "t") == [{"n": 1}]
     run = p.instance.get_run_by_id(restored)
     assert run is not None
@@ -186,7 +186,7 @@ def sql_asset(namespace: str) -> dg.AssetsDefinition:
 def test_an_asset_that_writes_by_sql_and_catalog_is_published(lakehouse: Lakehouse, namespace: str) -> None:
     with project(lakehouse, sql_asset(namespace)) as p:
         outcome = p.settle(p.run())
-        assert outcome.action is RunState.PUBLISHED, outcome
+        assert outcome.state is RunState.PUBLISHED, outcome
         assert sorted(row["n"] for row in p.rows(namespace, "sql")) == [0, 1, 2, 9]
 
 

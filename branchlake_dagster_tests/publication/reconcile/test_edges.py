@@ -101,7 +101,7 @@ def test_an_unbranched_run_in_trouble_is_set_aside_and_given_up_without_touching
 
         def settle() -> list[RunState]:
             found = judge_unbranched_runs(p.lake, p.instance, p.graph)
-            return [one.action for one in found]
+            return [one.state for one in found]
 
         assert settle() == [RunState.TRY_AGAIN]
         assert settle() == [RunState.WAITING]
@@ -141,7 +141,7 @@ def test_a_store_that_refuses_old_runs_leaves_time_for_young_ones(
         assert RunTag.ATTEMPTS not in tags(p, first)  # a store that refuses may be mended: it is not counted
         monkeypatch.setattr(assess, "collect_evidence", real)
         clock.now += timedelta(minutes=2)
-        assert {one.action for one in ours(p, p.reconciler(now=clock).reconcile_branches())} == {
+        assert {one.state for one in ours(p, p.reconciler(now=clock).reconcile_branches())} == {
             RunState.PUBLISHED
         }
 
@@ -162,7 +162,7 @@ def test_a_run_given_up_that_is_on_main_is_told_by_the_next_pass(
         (one,) = iter_parked_runs(p.instance)
         assert "is on main" in discard_parked_run(lakehouse.nessie, p.instance, one)
         (outcome,) = ours(p, p.reconciler().reconcile_branches())
-        assert outcome.action is RunState.PUBLISHED
+        assert outcome.state is RunState.PUBLISHED
         assert len(p.observations([namespace, "t"])) == 1
         assert len(p.rows(namespace, "t")) == 1
 
@@ -188,7 +188,7 @@ def test_one_run_that_spoils_a_shared_state_is_not_the_others_fault(
             for outcome in ours(p, p.reconciler().reconcile_branches()):
                 if outcome.check_run:
                     check_run(p, outcome)
-                if outcome.action is RunState.PUBLISHED:
+                if outcome.state is RunState.PUBLISHED:
                     done.add(outcome.run_id)
         assert done == set(ids) - {bad}
         assert RunTag.ATTEMPTS in tags(p, bad)

@@ -125,7 +125,7 @@ def test_what_does_not_fit_waits_for_the_next_tick_and_the_oldest_comes_first(
         reconciler = p.reconciler()
         reconciler._clock = Ticking()
         found = ours(p, reconciler.reconcile_branches(budget_s=1.5))
-        assert [(one.run_id, one.action) for one in found] == [
+        assert [(one.run_id, one.state) for one in found] == [
             (run_id, RunState.PUBLISHED if number < 2 else RunState.WAITING)
             for number, run_id in enumerate(ids)
         ]
@@ -133,7 +133,7 @@ def test_what_does_not_fit_waits_for_the_next_tick_and_the_oldest_comes_first(
             "left to the next tick, because the time budget is used up"
         }
         later = ours(p, p.reconciler().reconcile_branches())
-        assert [(one.run_id, one.action) for one in later] == [(i, RunState.PUBLISHED) for i in ids[2:]]
+        assert [(one.run_id, one.state) for one in later] == [(i, RunState.PUBLISHED) for i in ids[2:]]
         assert len(p.rows(namespace, "t")) == 5
 
 
@@ -162,7 +162,7 @@ def test_the_telling_of_many_partitions_goes_on_where_it_stopped(
             reconciler._finisher._clock = Ticking()
             reconciler._clock = lambda: 0.0
             (outcome,) = ours(p, reconciler.reconcile_branches(budget_s=3.5))
-            assert outcome.action is RunState.PUBLISHED
+            assert outcome.state is RunState.PUBLISHED
             told = p.instance.get_run_by_id(run_id)
             assert told is not None
             seen.append(len(p.observations([namespace, "t"])))
@@ -195,8 +195,8 @@ def test_nine_waiting_runs_share_their_checks(
                 if outcome.check_run:
                     check_run(p, outcome)
                     checks += 1
-                if outcome.action in (RunState.PUBLISHED, RunState.REFUSED):
-                    done[outcome.run_id] = outcome.action
+                if outcome.state in (RunState.PUBLISHED, RunState.REFUSED):
+                    done[outcome.run_id] = outcome.state
             if len(done) == len(ids):
                 break
         assert sum(action is RunState.PUBLISHED for action in done.values()) == published
@@ -233,7 +233,7 @@ def test_a_check_run_that_takes_too_long_is_given_up_and_made_again(
         assert ended is not None
         assert ended.is_failure
         check_run(p, again)
-        assert p.settle(second).action is RunState.PUBLISHED
+        assert p.settle(second).state is RunState.PUBLISHED
 
 
 # -- the sensor ------------------------------------------------------------------------------------------

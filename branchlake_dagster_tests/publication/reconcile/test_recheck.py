@@ -67,16 +67,16 @@ def test_a_rebased_table_is_checked_again_before_it_is_published(
     with project(lakehouse, asset, at_most(asset, 10)) as p:
         p.settle(run(p, namespace, 1))
         first, second = run(p, namespace, 2), run(p, namespace, 3)
-        assert p.settle(first).action is RunState.PUBLISHED
+        assert p.settle(first).state is RunState.PUBLISHED
         asked = p.settle(second)
-        assert asked.action is RunState.CHECKING
+        assert asked.state is RunState.CHECKING
         assert f"total on {namespace}/t" in asked.detail
         assert rows(p, namespace) == [1, 2]
         assert publication_branch_name(second) in p.branches()
         assert p.settle(second).check_run == asked.check_run  # asked again until it runs
         checks = check_run(p, asked)
         done = p.settle(second)
-        assert done.action is RunState.PUBLISHED, done
+        assert done.state is RunState.PUBLISHED, done
         assert rows(p, namespace) == [1, 2, 3]
         assert {publication_branch_name(second), run_branch_name(second), run_branch_name(checks)}.isdisjoint(
             p.branches()
@@ -92,7 +92,7 @@ def test_a_rebased_table_that_fails_its_check_is_refused(lakehouse: Lakehouse, n
         p.settle(first)
         checks = check_run(p, p.settle(second))
         refused = p.settle(second)
-        assert refused.action is RunState.REFUSED
+        assert refused.state is RunState.REFUSED
         assert refused.codes == ("checks_failed",)
         names = (checks, f"total on {namespace}/t", "sum is 14, at most 10")
         assert [name for name in names if name not in refused.detail] == []
@@ -109,7 +109,7 @@ def test_main_moves_again_while_the_checks_run(lakehouse: Lakehouse, namespace: 
         asked = p.settle(second)
         # A third one waits: otherwise a busy table would move away under every check.
         outcomes = {o.run_id: o for o in p.reconciler().reconcile_branches()}
-        assert outcomes[third].action is RunState.WAITING
+        assert outcomes[third].state is RunState.WAITING
         assert second in outcomes[third].detail
         # Somebody else changes the table all the same.
         lakehouse.catalog().load_table((namespace, "t")).append(
@@ -119,13 +119,13 @@ def test_main_moves_again_while_the_checks_run(lakehouse: Lakehouse, namespace: 
         )
         check_run(p, asked)
         again = p.settle(second)
-        assert again.action is RunState.CHECKING
+        assert again.state is RunState.CHECKING
         assert again.check_run is not None
         assert again.check_run != asked.check_run
         check_run(p, again)
-        assert p.settle(second).action is RunState.PUBLISHED
+        assert p.settle(second).state is RunState.PUBLISHED
         check_run(p, p.settle(third))
-        assert p.settle(third).action is RunState.PUBLISHED
+        assert p.settle(third).state is RunState.PUBLISHED
         assert rows(p, namespace) == [1, 2, 3, 4, 50]
 
 
@@ -147,7 +147,7 @@ def test_a_check_run_that_dies_is_asked_for_again_and_then_refused(
                 check_run(p, asked)
         assert len(set(keys)) == 3
         refused = p.settle(second)
-        assert refused.action is RunState.REFUSED
+        assert refused.state is RunState.REFUSED
         assert refused.codes == ("checks_gave_no_verdict",)
 
 
@@ -160,7 +160,7 @@ def test_the_scope_decides_and_a_check_without_one_is_taken_for_the_table(
         p.settle(run(p, namespace, 1))
         first, second = run(p, namespace, 2), run(p, namespace, 3)
         p.settle(first)
-        assert p.settle(second).action is action
+        assert p.settle(second).state is action
 
 
 def test_the_sensor_asks_for_the_checks_and_nothing_else(lakehouse: Lakehouse, namespace: str) -> None:
@@ -204,4 +204,4 @@ def test_a_run_that_repeats_checks_beats(lakehouse: Lakehouse, namespace: str) -
         checks = check_run(p, p.settle(second))
         assert beating == [run_branch_name(checks)]
         assert run_branch_name(checks) not in p.branches()
-        assert p.settle(second).action is RunState.PUBLISHED
+        assert p.settle(second).state is RunState.PUBLISHED

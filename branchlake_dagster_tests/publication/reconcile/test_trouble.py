@@ -91,7 +91,7 @@ def test_an_empty_metadata_file_holds_up_nobody(
     p, one, broken, other = three
     elsewhere = p.run(dg.AssetKey([namespace, "u"]))
     found = one_pass(p, clock)
-    assert {run_id: found[run_id].action for run_id in (one, broken, other, elsewhere)} == {
+    assert {run_id: found[run_id].state for run_id in (one, broken, other, elsewhere)} == {
         one: RunState.PUBLISHED,
         broken: RunState.TRY_AGAIN,
         other: RunState.PUBLISHED,
@@ -106,18 +106,18 @@ def test_it_is_tried_later_and_later_and_then_set_aside(
     p, _, broken, _ = three
     pauses = []
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        assert one_pass(p, clock)[broken].action is RunState.TRY_AGAIN
+        assert one_pass(p, clock)[broken].state is RunState.TRY_AGAIN
         tags = run_of(p, broken).tags
         assert tags[RunTag.ATTEMPTS] == str(attempt)
         assert tags[RunTag.REASON]
         if attempt < MAX_ATTEMPTS:
-            assert one_pass(p, clock)[broken].action is RunState.WAITING
+            assert one_pass(p, clock)[broken].state is RunState.WAITING
             due = datetime.fromisoformat(tags[RunTag.NEXT_ATTEMPT])
             pauses.append(round((due - clock.now).total_seconds() / 5))
             clock.now = due
     assert pauses == [2**n for n in range(MAX_ATTEMPTS - 1)]
     clock.now += timedelta(days=1)
-    assert one_pass(p, clock)[broken].action is RunState.PARKED
+    assert one_pass(p, clock)[broken].state is RunState.PARKED
     log = p.instance.all_logs(broken)
     assert any(f"branchlake set-aside retry {broken}" in entry.message for entry in log)
     assert run_branch_name(broken) in p.branches()
@@ -166,7 +166,7 @@ def test_the_command_lists_and_retries(
     assert isinstance(content, IcebergTable)
     location = Path(content.metadata_location.removeprefix("file://"))
     kept(location).rename(location)  # somebody has put the file back meanwhile
-    assert one_pass(p, clock)[broken].action is RunState.PUBLISHED
+    assert one_pass(p, clock)[broken].state is RunState.PUBLISHED
     assert len(p.rows(namespace, "t")) == 4
     assert run_of(p, broken).tags[RunTag.REASON] == "none"
 
@@ -202,13 +202,13 @@ def test_an_error_of_any_class_is_the_runs_own(
         with monkeypatch.context() as patch:
             patch.setattr(assess, "collect_evidence", failing)
             found = one_pass(p)
-        assert [found[run_id].action for run_id in (one, bad, other)] == [
+        assert [found[run_id].state for run_id in (one, bad, other)] == [
             RunState.PUBLISHED,
             RunState.TRY_AGAIN,
             RunState.PUBLISHED,
         ]
         assert type(error).__name__ in found[bad].detail
-        assert one_pass(p, Clock(datetime.now(UTC) + timedelta(minutes=1)))[bad].action is RunState.PUBLISHED
+        assert one_pass(p, Clock(datetime.now(UTC) + timedelta(minutes=1)))[bad].state is RunState.PUBLISHED
         assert len(p.rows(namespace, "t")) == 3
 
 
@@ -229,7 +229,7 @@ def test_an_error_of_the_whole_group_is_divided(
         with monkeypatch.context() as patch:
             patch.setattr(NessieClient, "commit", refusing)
             found = one_pass(p)
-        assert [found[run_id].action for run_id in (one, bad, other)] == [
+        assert [found[run_id].state for run_id in (one, bad, other)] == [
             RunState.PUBLISHED,
             RunState.TRY_AGAIN,
             RunState.PUBLISHED,
@@ -242,7 +242,7 @@ def test_a_tag_that_somebody_wrote_holds_up_nobody(lakehouse: Lakehouse, namespa
     with project(lakehouse, appending(namespace)) as p:
         run_id = p.run()
         p.instance.add_run_tags(run_id, {RunTag.NEXT_ATTEMPT: due})
-        assert one_pass(p)[run_id].action is RunState.PUBLISHED
+        assert one_pass(p)[run_id].state is RunState.PUBLISHED
 
 
 def test_a_storage_that_cannot_note_the_trouble_stops_nobody(
@@ -258,5 +258,5 @@ def test_a_storage_that_cannot_note_the_trouble_stops_nobody(
 
     monkeypatch.setattr(type(p.instance), "add_run_tags", locked)
     found = one_pass(p)
-    assert found[broken].action is RunState.TRY_AGAIN
-    assert {found[one].action, found[other].action} == {RunState.PUBLISHED}
+    assert found[broken].state is RunState.TRY_AGAIN
+    assert {found[one].state, found[other].state} == {RunState.PUBLISHED}

@@ -153,7 +153,7 @@ def test_what_the_run_could_not_do_the_sensor_does(
             patch.undo()
             outcome = reconciler(lakehouse, store).reconcile_run(result.run_id)
             assert outcome is not None
-            assert outcome.action is RunState.PUBLISHED
+            assert outcome.state is RunState.PUBLISHED
             assert times(lakehouse, token) == 1
 
 
@@ -173,7 +173,7 @@ def test_an_error_of_any_class_leaves_a_passed_run_to_the_sensor(
             assert "Read-only file system" in str(told)
             outcome = reconciler(lakehouse, store).reconcile_run(result.run_id)
             assert outcome is not None
-            assert outcome.action is RunState.PUBLISHED
+            assert outcome.state is RunState.PUBLISHED
             assert times(lakehouse, token) == 1
 
 
@@ -197,7 +197,7 @@ def test_a_run_that_died_after_its_publication_is_told_as_published(
             store.report_run_failed(found)
         outcome = reconciler(lakehouse, store).reconcile_run(found.run_id)
         assert outcome is not None
-        assert outcome.action is RunState.PUBLISHED
+        assert outcome.state is RunState.PUBLISHED
         assert outcome.publication is not None
         assert times(lakehouse, token) == 1
         assert run_branch_name(found.run_id) not in {ref.name for ref in lakehouse.nessie.references()}
@@ -228,7 +228,7 @@ def test_the_run_and_the_sensor_race_to_one_publication(
             for thread in threads:
                 thread.join()
             # Who comes from outside may find the branch gone; the run itself knows how it ended.
-            told = {o.action for o in outcomes if o}
+            told = {o.state for o in outcomes if o}
             assert told <= {RunState.PUBLISHED, RunState.TRY_AGAIN}
             assert len({o.publication for o in outcomes if o and o.publication}) == 1
             assert times(lakehouse, token) == 1
@@ -248,7 +248,7 @@ def test_a_run_that_was_ended_meanwhile_does_not_publish_itself(
             assert found is not None
             assert found.is_finished
             outcome = publication(lakehouse, store).publish(found)
-            assert outcome.action is RunState.TRY_AGAIN
+            assert outcome.state is RunState.TRY_AGAIN
             assert times(lakehouse, token) == 0
 
 
@@ -275,5 +275,5 @@ def test_a_publication_that_does_not_end_is_left_to_the_sensor(
         answers.set()
         outcome = reconciler(lakehouse, store).reconcile_run(run_id)
         assert outcome is not None
-        assert outcome.action is RunState.PUBLISHED
+        assert outcome.state is RunState.PUBLISHED
         assert times(lakehouse, token) == 1

@@ -42,7 +42,7 @@ def seeded(namespace: str, *names: str) -> list[dg.AssetsDefinition]:
 
 
 def settled(p: Project, run_id: str) -> RunState:
-    return p.settle(run_id).action
+    return p.settle(run_id).state
 
 
 def noted(p: Project, run_id: str, name: str = EventMetadata.READ_TABLES) -> list[str]:
@@ -211,7 +211,7 @@ def test_what_cannot_be_known_blocks_a_serializable_asset(lakehouse: Lakehouse, 
         settled(p, p.run())
     with project(lakehouse, t) as p:
         outcome = p.settle(p.run())
-        assert outcome.action is RunState.BLOCKED
+        assert outcome.state is RunState.BLOCKED
         assert outcome.codes == ("reads_unknown",)
 
 

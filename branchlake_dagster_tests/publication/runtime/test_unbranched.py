@@ -55,7 +55,7 @@ def test_a_run_without_a_branch_writes_to_main_and_says_so(
         run = p.instance.get_run_by_id(run_id)
         assert (run.tags[RunTag.BRANCH], run.tags[RunTag.UNBRANCHED]) == ("main", "true")
         (outcome,) = settle(p)
-        assert (outcome.action, outcome.run_id) == (RunState.UNBRANCHED, run_id)
+        assert (outcome.state, outcome.run_id) == (RunState.UNBRANCHED, run_id)
         assert "its checks passed" in outcome.detail
         assert outcome.publication == lake.nessie.reference("main").hash
         assert p.instance.get_run_by_id(run_id).tags[RunTag.VERDICT] == "passed"
