@@ -315,26 +315,28 @@ KEPT_RECORDS_SUFFIX = "_kept_records"
 class ExclusiveProperty:
     """A table property whose value accounts for the rows that a run wrote.
 
-    So of two runs that set it to different values only one can be published, and a run that sets it cannot be
-    replayed on a table that was rolled back or replaced: its value would hide that the table lacks rows.
+    If two runs set the property to different values, only one of them can be published. A run that sets the
+    property cannot be replayed on a table that was rolled back or replaced, because the value would hide that
+    the table lacks rows.
 
     Attributes:
         prefix: The beginning of the property's name.
-        conflict: The reason why the second run is refused.
-        conflict_code: The code of that reason.
-        rollback: The reason why the run is refused on a table that was rolled back or replaced.
-        later_rows: The prefix of another exclusive property. A snapshot with that property and the same name
-            after the prefix appends rows of records that a snapshot with this property does not concern.
+        conflict_reason: The reason why the second of two runs is refused.
+        conflict_code: The code of `conflict_reason`.
+        rewind_reason: The reason why a run is refused if its table was rolled back or replaced.
+        later_rows_prefix: The prefix of another exclusive property, or None. Both names end with the same
+            ingestion's name. A snapshot on `main` with the other property appends records that were received
+            later. A run with this property never changes these records, so the two do not conflict.
     """
 
     prefix: str
-    conflict: str
+    conflict_reason: str
     conflict_code: str
-    rollback: str
-    later_rows: str | None = None
+    rewind_reason: str
+    later_rows_prefix: str | None = None
 
 
-_HIDES_ROLLBACK = (
+_REWIND_REASON = (
     "it was rolled back or replaced, and the read positions that the run recorded would hide that"
 )
 
@@ -343,25 +345,25 @@ EXCLUSIVE_PROPERTIES = (
         LakeProperty.CONSUMED,
         "another run of this consumer was published first: both have consumed the same change",
         "run_published_first",
-        _HIDES_ROLLBACK,
+        _REWIND_REASON,
     ),
     ExclusiveProperty(
         LakeProperty.OFFSETS_PREFIX,
         "another batch of this ingestion was published first: both have read the same offsets",
         "batch_published_first",
-        _HIDES_ROLLBACK,
+        _REWIND_REASON,
     ),
     ExclusiveProperty(
         LakeProperty.REPROCESSED_PREFIX,
         "another run of this ingestion has reprocessed dead letters meanwhile, possibly the same ones",
         "dead_letters_reprocessed",
-        _HIDES_ROLLBACK,
-        later_rows=LakeProperty.OFFSETS_PREFIX,
+        _REWIND_REASON,
+        later_rows_prefix=LakeProperty.OFFSETS_PREFIX,
     ),
 )
-"""All exclusive properties. A publication knows them only from here."""
+"""All exclusive properties. The checks of a publication read no other list of them."""
 
 
 def find_exclusive_property(name: str) -> ExclusiveProperty | None:
-    """Return the exclusive property that a table property of this name is; None if it is an ordinary one."""
+    """Find the exclusive property whose prefix a table property's name has; None if it is not exclusive."""
     return next((each for each in EXCLUSIVE_PROPERTIES if name.startswith(each.prefix)), None)

@@ -278,7 +278,7 @@ def _pending_partitions(stage: Stage, backlog: ConsumerBacklog) -> set[Partition
     """
     if stage.partitions is not None:
         return {partition for partition in backlog.pending_partitions if partition in stage.partitions}
-    return {None} if backlog.require_unconsumed().any else set()
+    return {None} if backlog.require_unconsumed().has_any else set()
 
 
 def _load_newest_retries(

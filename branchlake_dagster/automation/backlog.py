@@ -250,8 +250,8 @@ def consumer_backlog(asset: AssetsDefinition, lakehouse: LakehouseResource) -> U
         lakehouse (LakehouseResource): The lake.
 
     Returns:
-        Unconsumed: `any` is True if something is left. `rows`, `files` and `age_s(now)` are its size and age.
-            `text()` describes it for people, and gives the reason if it is unknown.
+        Unconsumed: `has_any` is True if something is left. `rows`, `files` and `age_s(now)` are its size and
+            age. `format_summary()` describes it for people, and gives the reason if it is unknown.
 
     Raises:
         ConfigurationError: The asset consumes no changes.
@@ -266,7 +266,7 @@ def consumer_backlog(asset: AssetsDefinition, lakehouse: LakehouseResource) -> U
             @dg.schedule(cron_schedule="*/5 * * * *", target=[spent])
             def every_five_minutes(lakehouse: LakehouseResource):
                 left = consumer_backlog(spent, lakehouse)
-                return dg.RunRequest() if left.any else dg.SkipReason(left.text())
+                return dg.RunRequest() if left.has_any else dg.SkipReason(left.format_summary())
     """
     namespace = lakehouse.lakehouse.settings.default_namespace
     for spec in asset.specs:
@@ -356,7 +356,7 @@ class UnconsumedChange(AutomationCondition[AssetKey]):
         per_run = partitions_per_run(context.asset_graph.get(context.key).backfill_policy)
         backlog = ConsumerBacklog(self.lake, consumer, instance=instance, per_run=per_run)
         partitions: set[str | None] = set()
-        if backlog.unconsumed.any:
+        if backlog.unconsumed.has_any:
             runs: list[tuple[str | None, ...]] = [(None,)]
             if consumer.tracks_partitions:
                 runs = [batch.partitions for batch in backlog.batches]

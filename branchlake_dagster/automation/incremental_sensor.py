@@ -249,9 +249,9 @@ class _SensorTick:
         except Exception as error:  # noqa: BLE001 - a store or a table's metadata may raise anything
             self._record_failure(name, error)
             return
-        if unconsumed.any or unconsumed.trouble or unconsumed.missing_input:
+        if unconsumed.has_any or unconsumed.trouble or unconsumed.missing_input:
             self.is_quiet = False
-            self.log_lines.append(f"{name}: {unconsumed.text()}")
+            self.log_lines.append(f"{name}: {unconsumed.format_summary()}")
 
     def _record_failure(self, name: str, error: Exception) -> None:
         self.is_quiet = False
@@ -338,7 +338,7 @@ class _SensorTick:
     def format_summary(self) -> str:
         """Return a one-line summary of the tick."""
         asset_names = [
-            key.to_user_string() for key, unconsumed in self.unconsumed_by_asset.items() if unconsumed.any
+            key.to_user_string() for key, unconsumed in self.unconsumed_by_asset.items() if unconsumed.has_any
         ]
         if not asset_names:
             return f"{format_count(len(self.unconsumed_by_asset), 'consumer')} checked, nothing to consume"

@@ -88,7 +88,7 @@ class LaunchPolicy:
 
     def is_reached(self, unconsumed: Unconsumed, now: datetime) -> bool:
         """Return whether the change is worth a run."""
-        if not unconsumed.any:
+        if not unconsumed.has_any:
             return False
         enough = unconsumed.rows >= self.min_rows and unconsumed.files >= self.min_files
         return unconsumed.whole or unconsumed.new or enough or unconsumed.age_s(now) >= self.max_age_s
@@ -247,7 +247,7 @@ def decide_launch(
         return LaunchDecision(LaunchState.UNKNOWN, reason=unconsumed.trouble)
     if unconsumed.missing_input:
         return LaunchDecision(LaunchState.WAITS_FOR_INPUT, reason=unconsumed.missing_input)
-    if not unconsumed.any:
+    if not unconsumed.has_any:
         return LaunchDecision(LaunchState.NOTHING_LEFT)
     if under_way is not None:
         state = LaunchState.AWAITS_VERDICT if under_way.is_finished else LaunchState.BEING_COMPUTED

@@ -255,7 +255,7 @@ def launch_decisions(
     partitions: Sequence[str | None] = [None]
     if backlog.by_partition and not is_unknown:
         partitions = backlog.pending_partitions[:max_partitions]
-    if not unconsumed.any or is_unknown:
+    if not unconsumed.has_any or is_unknown:
         decision = decide_launch(unconsumed, AttemptHistory(""), None, policy, now)
         return [(partition, decision) for partition in partitions]
     whole_run, single_runs = in_flight.find_whole_run(asset), in_flight.runs_by_partition(asset)
@@ -336,7 +336,7 @@ def backlog_metadata(
         EventMetadata.UNCONSUMED_ROWS: MetadataValue.int(unconsumed.rows),
         EventMetadata.UNCONSUMED_FILES: MetadataValue.int(unconsumed.files),
         EventMetadata.UNCONSUMED_AGE_S: MetadataValue.float(round(unconsumed.age_s(now), 1)),
-        EventMetadata.UNCONSUMED: MetadataValue.text(unconsumed.text()),
+        EventMetadata.UNCONSUMED: MetadataValue.text(unconsumed.format_summary()),
         EventMetadata.UNCONSUMED_PARTITIONS: MetadataValue.table(table, _SCHEMA),
         **(
             {}
@@ -361,7 +361,7 @@ def _to_table_record(backlog: PartitionBacklog, now: datetime, policy: LaunchPol
     return TableRecord(
         {
             "partition": backlog.partition or "",
-            "left": backlog.unconsumed.text(),
+            "left": backlog.unconsumed.format_summary(),
             "rows": backlog.unconsumed.rows,
             "files": backlog.unconsumed.files,
             "age_s": round(backlog.unconsumed.age_s(now), 1),

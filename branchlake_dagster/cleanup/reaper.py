@@ -352,17 +352,22 @@ class Reaper:
         if branch.name.startswith(ReferencePrefix.PUBLICATION):
             run_id = branch.name.removeprefix(ReferencePrefix.PUBLICATION)
             run_branch_exists = run_branch_name(run_id) in view.branches
-            run_state = view.owner(run_branch_name(run_id)).state
+            owner_state = view.owner(run_branch_name(run_id)).state
             origin = (
                 self._find_origin(branch)
-                if run_state is OwnerState.MISSING and not run_branch_exists
+                if owner_state is OwnerState.MISSING and not run_branch_exists
                 else UNKNOWN_ORIGIN
             )
             action, reason = decide_publication_branch(
-                publishers, run_branch_exists=run_branch_exists, state=run_state, origin=origin
+                publishers, run_branch_exists=run_branch_exists, state=owner_state, origin=origin
             )
             return Reaping(
-                branch.name, run_id, action, reason, run_state, instance=self._format_other_instances(origin)
+                branch.name,
+                run_id,
+                action,
+                reason,
+                owner_state,
+                instance=self._format_other_instances(origin),
             )
         writers = frozenset(state for beat, state in liveness.items() if beat.kind != "publisher")
         owner = view.owner(branch.name)

@@ -72,7 +72,12 @@ class MainHistory:
 
 
 class OwnerState(StrEnum):
-    """The state of a branch's run according to Dagster."""
+    """The state of a branch's run, as the reaper derives it from Dagster's record of the run.
+
+    It is never stored, and it distinguishes only what the reaper's rules need. A `RunState` is finer: it
+    names the outcome for one run, and most of its values are stored in the run's tag `branchlake`. For
+    example, blocked, refused, failed and canceled runs are all `UNPUBLISHED` here.
+    """
 
     ACTIVE = "active"
     AWAITING_PUBLICATION = "awaiting publication"

@@ -231,7 +231,7 @@ def _partition_to_dict(backlog: PartitionBacklog, policy: LaunchPolicy, now: dat
         "unconsumed_rows": unconsumed.rows if is_counted else None,
         "unconsumed_files": unconsumed.files if is_counted else None,
         "unconsumed_age_s": round(unconsumed.age_s(now), 1) if unconsumed.oldest else None,
-        "left": unconsumed.text(),
+        "left": unconsumed.format_summary(),
         "state": decision.state.name.lower(),
         "why": decision.format_state(policy),
         "run_id": decision.run_id,
@@ -260,7 +260,7 @@ def show_consumer_partitions(
             table.add_row(
                 consumer.asset.to_user_string(),
                 "all of it" if backlog.partition is None else escape(backlog.partition),
-                escape(backlog.unconsumed.text()),
+                escape(backlog.unconsumed.format_summary()),
                 age,
                 format_consumed_position(backlog.position),
                 escape(backlog.decision.format_state(consumer.policy)),

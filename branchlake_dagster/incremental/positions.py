@@ -132,7 +132,7 @@ class Unconsumed:
     missing_input: str | None = None
 
     @property
-    def any(self) -> bool:
+    def has_any(self) -> bool:
         """Whether there is something to consume."""
         return self.whole or self.new or self.files > 0
 
@@ -140,8 +140,8 @@ class Unconsumed:
         """Return the seconds since the oldest unconsumed change was written; 0 if nothing is left."""
         return max(0.0, (now - self.oldest).total_seconds()) if self.oldest else 0.0
 
-    def text(self) -> str:
-        """Return a description for people."""
+    def format_summary(self) -> str:
+        """Format what is left as a phrase for people, or the reason why it is unknown."""
         if self.trouble or self.missing_input:
             return str(self.trouble or self.missing_input)
         if self.whole:

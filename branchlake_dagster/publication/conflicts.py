@@ -278,9 +278,9 @@ def _adds_later_records(main_step: SnapshotChange, step: SnapshotChange) -> bool
     topic's partitions have different offsets. A table that is filled again is never reprocessed.
     """
     later_names = {
-        exclusive.later_rows + name.removeprefix(exclusive.prefix)
+        exclusive.later_rows_prefix + name.removeprefix(exclusive.prefix)
         for name in step.properties
-        if (exclusive := find_exclusive_property(name)) is not None and exclusive.later_rows
+        if (exclusive := find_exclusive_property(name)) is not None and exclusive.later_rows_prefix
     }
     return main_step.mode is ChangeMode.APPEND and any(name in main_step.properties for name in later_names)
 

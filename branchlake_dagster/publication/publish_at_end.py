@@ -29,7 +29,7 @@ from branchlake_dagster.publication.ledger import Candidate, Result
 from branchlake_dagster.publication.outcome import EndedRun, Outcome
 from branchlake_dagster.publication.parked_runs import format_error
 from branchlake_dagster.publication.pass_lock import acquire_pass_lock, longest_pass_s
-from branchlake_dagster.publication.reconciler import BranchSteps, Reservations, waiting_outcome
+from branchlake_dagster.publication.reconciler import BranchPublisher, Reservations, waiting_outcome
 from branchlake_dagster.runs.discarding import FAILING_STATUSES, format_failure, report_branch_end
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, send_heartbeats
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource, record_branch_heads
@@ -140,7 +140,7 @@ _UNDECIDED = (
 )
 
 
-class RunPublication(BranchSteps):
+class RunPublication(BranchPublisher):
     """Judges and publishes a run from inside it, as its last step.
 
     The run must have opened a branch, and all its steps must have succeeded. The outcomes are those of an
@@ -154,7 +154,11 @@ class RunPublication(BranchSteps):
         )
 
     def judge(self, run: dg.DagsterRun) -> Outcome:
-        """Judge the run. One that passes is left to the sensor."""
+        """Judge the run, and leave its publication to the sensor if it passes.
+
+        A state that an earlier pass prepared may still be published: if the checks on that state are
+        complete and have passed, this call publishes it.
+        """
         return self._end_run(run, self._finish_unless_passed)
 
     def _end_run(
@@ -178,10 +182,10 @@ class RunPublication(BranchSteps):
             return waiting_outcome(ended_run, "the run passed, and the publication sensor publishes it")
         return self._finish_run(assessment, assessment.already_published)
 
-    def _judge(self, ended_run: EndedRun) -> Outcome | AssessedRun:
+    def _assess_ended_run(self, ended_run: EndedRun) -> Outcome | AssessedRun:
         return self._assessor.assess(ended_run.branch, ended_run.run, all_steps_succeeded=True)
 
-    def _publish(self, candidates: Sequence[Candidate]) -> Mapping[str, Result | Exception]:
+    def _send_candidates(self, candidates: Sequence[Candidate]) -> Mapping[str, Result | Exception]:
         # The run may have been taken for dead while its process was suspended.
         return self._publisher.publish(candidates, alive=lambda: self._require_publishable(candidates))
 

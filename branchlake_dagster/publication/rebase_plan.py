@@ -323,7 +323,7 @@ class CommitPlan:
             raise _CandidateRefused(key, _explain_same_property(property_name), (), runs)
         exclusive = next(filter(None, map(find_exclusive_property, run_change.properties_set)), None)
         if exclusive is not None and not main_change.is_complete:
-            raise _CandidateRefused(key, CodedReason(exclusive.rollback, "rolled_back"), (), runs)
+            raise _CandidateRefused(key, CodedReason(exclusive.rewind_reason, "rolled_back"), (), runs)
         run_change = map_over_compactions(run_change, main_change)
         if conflict := find_overlap(run_change, main_change):
             # The files of a table without partitions have the partition "".
@@ -369,7 +369,7 @@ def _has_only_appends(change: TableChange) -> bool:
 def _explain_same_property(name: str) -> CodedReason:
     """Return the reason for a refusal because both sides set a property."""
     if (exclusive := find_exclusive_property(name)) is not None:
-        return CodedReason(exclusive.conflict, exclusive.conflict_code)
+        return CodedReason(exclusive.conflict_reason, exclusive.conflict_code)
     return CodedReason(f"both sides set its property {name}", "same_property")
 
 

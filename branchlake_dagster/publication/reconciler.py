@@ -78,15 +78,17 @@ class Reservations:
         return next((self._branches[key] for key in keys if key in self._branches), None)
 
 
-class BranchSteps:
-    """The steps from a run's branch to its outcome, for a pass and for a run that publishes itself.
+class BranchPublisher:
+    """Publishes or discards the branches of runs: assesses each run, sends it to the publisher, finishes it.
 
-    Idempotent: several publishers may work at once, and every step can be repeated. `graph` are the
-    definitions with the checks of each asset. `main_view` supplies row counts and commit links for reports;
-    if it is None, reports omit them. `location` is the code location of the definitions; if it is None, the
-    runs of all code locations are judged. `clock` counts seconds, `now` is the wall clock. `at_once` runs are
-    assessed or reported in parallel. `read_metadata` reads a table metadata file, and returns None if the
-    file is missing.
+    The base class of `Reconciler`, which handles ended runs in passes, and of `RunPublication`, with which a
+    run publishes itself. Idempotent: several publishers may work at once, and every step can be repeated.
+
+    `graph` are the definitions with the checks of each asset. `main_view` supplies row counts and commit
+    links for reports; if it is None, reports omit them. `location` is the code location of the definitions;
+    if it is None, the runs of all code locations are judged. `clock` counts seconds, `now` is the wall clock.
+    `at_once` runs are assessed or reported in parallel. `read_metadata` reads a table metadata file, and
+    returns None if the file is missing.
     """
 
     def __init__(
@@ -173,12 +175,14 @@ class BranchSteps:
         except ReferenceNotFound:
             return None
 
-    # -- steps that a run which publishes itself does in its own way -----------------------------------
+    # -- steps that RunPublication overrides -------------------------------------------------------------
 
-    def _judge(self, ended_run: EndedRun) -> Outcome | AssessedRun:
+    def _assess_ended_run(self, ended_run: EndedRun) -> Outcome | AssessedRun:
+        """Assess a run. Raises any error of the assessment."""
         return self._assessor.assess(ended_run.branch, ended_run.run)
 
-    def _publish(self, candidates: Sequence[Candidate]) -> Mapping[str, Result | Exception]:
+    def _send_candidates(self, candidates: Sequence[Candidate]) -> Mapping[str, Result | Exception]:
+        """Send passed runs to the publisher, and return its answers by branch name."""
         return self._publisher.publish(candidates)
 
     # -- states that wait for checks -------------------------------------------------------------------
@@ -270,7 +274,7 @@ class BranchSteps:
         yield from (item for item in assessments if isinstance(item, Outcome))
         assessed_runs = [item for item in assessments if isinstance(item, AssessedRun)]
         ready_runs = [item for item in assessed_runs if item.candidate and not item.already_published]
-        results = self._publish([item.candidate for item in ready_runs if item.candidate])
+        results = self._send_candidates([item.candidate for item in ready_runs if item.candidate])
         answers = [(item, results.get(item.branch.name, item.already_published)) for item in assessed_runs]
         unchecked_runs = [item for item, answer in answers if isinstance(answer, NeedsChecks)]
         final_answers = [pair for pair in answers if not isinstance(pair[1], NeedsChecks)]
@@ -285,7 +289,7 @@ class BranchSteps:
         if waiting is not None:
             return waiting
         try:
-            return self._judge(ended_run)
+            return self._assess_ended_run(ended_run)
         except Exception as error:  # noqa: BLE001 - the error becomes the outcome of this run
             return self._failed_attempts.record(ended_run.branch, ended_run.run, error)
 
@@ -315,7 +319,7 @@ class BranchSteps:
             return self._failed_attempts.record(assessed_run.branch.name, assessed_run.run, error)
 
 
-class Reconciler(BranchSteps):
+class Reconciler(BranchPublisher):
     """Publishes or discards the branches of finished runs, in passes over all branches or for one run."""
 
     def reconcile_branches(self, *, budget_s: float = math.inf) -> Iterator[Outcome]:

@@ -80,7 +80,7 @@ def test_a_schedule_makes_no_empty_runs(lakehouse: Lakehouse, namespace: str, or
     @dg.schedule(cron_schedule="*/5 * * * *", target=[spent])
     def often(lakehouse: LakehouseResource) -> dg.RunRequest | dg.SkipReason:
         left = consumer_backlog(spent, lakehouse)
-        return dg.RunRequest() if left.any else dg.SkipReason(left.text())
+        return dg.RunRequest() if left.has_any else dg.SkipReason(left.format_summary())
 
     def tick() -> Any:
         resources = {"lakehouse": LakehouseResource.from_settings(lakehouse.settings)}

@@ -182,9 +182,9 @@ def test_rows_of_a_day_that_is_no_partition_yet(lakehouse: Lakehouse, namespace:
         assert values(p, before) == [(day(2), 1)]
         events.publish(p, (day(6), 6))
         catch_up(p, before)
-        assert not consumer_backlog(before, LakehouseResource.from_settings(lakehouse.settings)).any
+        assert not consumer_backlog(before, LakehouseResource.from_settings(lakehouse.settings)).has_any
     with project(lakehouse, events.asset, after) as p:
-        assert consumer_backlog(after, LakehouseResource.from_settings(lakehouse.settings)).any
+        assert consumer_backlog(after, LakehouseResource.from_settings(lakehouse.settings)).has_any
         catch_up(p, after)
         assert values(p, after) == [(day(2), 1), (day(5), 5), (day(6), 6)]
 
@@ -219,7 +219,7 @@ def test_a_day_that_leaves_the_partitions_and_comes_back_without_rows(
         events.publish(p, (day(2), 2))
         catch_up(p, without)
     with project(lakehouse, events.asset, after) as p:
-        assert consumer_backlog(after, LakehouseResource.from_settings(lakehouse.settings)).any
+        assert consumer_backlog(after, LakehouseResource.from_settings(lakehouse.settings)).has_any
         catch_up(p, after)
         assert values(p, after) == [(day(2), 1), (day(2), 2)]
 

@@ -218,8 +218,8 @@ def _without_roll_backs(self: MainLog, *args: Any, **of: Any) -> object:
         return None
 
 
-def _unguarded_look(self: Reconciler, one: EndedRun, *, inside: bool) -> object:
-    return self._assessor.assess(one.branch, one.run, all_steps_succeeded=inside)
+def _unguarded_look(self: Reconciler, one: EndedRun) -> object:
+    return self._assess_ended_run(one)
 
 
 _PUBLISHED = MainLog.find_publication
