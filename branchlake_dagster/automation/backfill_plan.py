@@ -1,6 +1,6 @@
-"""Plan a backfill: the requested partitions, and all partitions that are computed from them by changes.
+"""Plans a backfill: the requested partitions, and all partitions that are computed from them by changes.
 
-Find the partitions on `main` that another code version of the asset has computed.
+`find_stale_partitions` finds the partitions on `main` that another code version of the asset has computed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Report the backlog of every table on `main` that recorded positions in its inputs.
+"""Reports the backlog of every table on `main` that has recorded positions in its inputs.
 
-Only the lake is read, not definitions. So consumers of all code locations are included.
+The backlog is computed from the lake alone, not from definitions. So consumers of all code locations are
+included.
 
-The objects that depend on a table whose columns change: tables on `main`, assets and checks.
+The module also finds the objects that depend on a table whose columns change: tables on `main`, assets and
+checks.
 """
 
 from __future__ import annotations

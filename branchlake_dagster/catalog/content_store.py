@@ -1,6 +1,7 @@
-"""Read the contents of one Nessie reference, and change them by compare-and-swap.
+"""Reads the contents of one Nessie reference, and changes them by compare-and-swap.
 
-Namespaces of the catalog, nested to any depth, with properties. Views are refused.
+`NamespaceOperations` implements the namespaces of the catalog, which have properties and are nested to any
+depth. `NoViews` refuses views.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files of Iceberg tables in storage: read completely, checked for their size, synchronized to disk.
+"""Reads, checks and synchronizes the files of Iceberg tables in storage, and records where files are written.
 
 PyIceberg caches what it has read, and loads a table without checking its data files. The functions here
 answer whether a table can be read, so every call asks the storage.
@@ -7,8 +7,7 @@ A commit in Nessie names files. A file system writes a new file to disk up to ha
 power cut in between, Nessie had a table whose metadata file was empty. Therefore local files are synchronized
 to disk, with their folder, before a commit names them. Object stores answer a write when the object is safe.
 
-The prefixes under which writers create files, recorded in the warehouse before the first file.
-
+The prefixes under which writers create files are recorded in the warehouse before the first file is written.
 A search for orphaned files must list the files of tables that no reference names any more. It must not list
 other files in the same bucket. Therefore each prefix is recorded as a small file in the warehouse, which
 outlives dropped tables, deleted branches and a restored Nessie.

@@ -1,6 +1,7 @@
-"""Build asset checks from pandera models and from SQL, and join several of them into one step.
+"""Builds asset checks from pandera models and from SQL, and joins several of them into one step.
 
-Describe the columns of a contract for the asset's page in Dagster: text, unit, type and constraints.
+`column_metadata` describes the columns of a contract for the asset's page in Dagster: text, unit, type and
+constraints.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Decide when a run branch is ended. The rules are pure functions of the facts about a branch.
+"""Decides when a run branch is ended, from facts about the branch and the history of `main`.
 
-The reasons for the rules are in docs/adr/0007-closed-gate-and-reaping.md.
-
-Read the history of `main` as far back as needed: where a branch left it, and what was published since.
+The rules are pure functions of the facts about a branch. The reasons for the rules are in
+docs/adr/0007-closed-gate-and-reaping.md. `MainHistory` reads the history of `main` as far back as needed:
+where a branch left it, and what was published since.
 """
 
 from __future__ import annotations

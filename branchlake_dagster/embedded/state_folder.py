@@ -1,4 +1,4 @@
-"""The state folder of an embedded lake: its recorded location and its permissions.
+"""Manages the state folder of an embedded lake: its recorded location, its permissions, and Nessie's token.
 
 Iceberg metadata contains absolute paths. In a copy of a state folder these paths point to the original: reads
 return the original's rows, and a cleanup would delete the original's files. In a moved folder they point to
@@ -7,10 +7,9 @@ files that no longer exist. So the first start records the location in the folde
 Only the owner can read the subfolders with secrets: the tokens, the logs (which quote data and paths) and the
 store. A user who can write to the store can change `main`.
 
-Create a bearer token for the embedded Nessie, so that other accounts of the machine cannot use its port.
-
-Nessie 0.99 accepts only signed tokens, because its build disables users with passwords. With a public key in
-its settings, it verifies tokens without an identity provider. So a new private key signs one token and is
+The embedded Nessie requires a bearer token, so that other accounts of the machine cannot use its port. Nessie
+0.99 accepts only signed tokens, because its build disables users with passwords. With a public key in its
+settings, it verifies tokens without an identity provider. So a new private key signs one token and is
 discarded: a second token for this public key cannot be created. Plain integer arithmetic is enough, because
 nothing is signed for others.
 """

@@ -1,17 +1,15 @@
 """Reads the manifest lists and manifests of snapshots. All other modules read them through this one.
 
-The functions are generators: they read the storage while the caller iterates, and no further than the caller
-iterates. Nothing is cached. All raise FileNotFoundError or another OSError with the location as `filename`,
-and StoredFileDamaged if a file is truncated or cannot be parsed.
+The functions that read entries are generators: they read the storage while the caller iterates, and no
+further than the caller iterates. They cache nothing. All raise FileNotFoundError or another OSError with the
+location as `filename`, and StoredFileDamaged if a file is truncated or cannot be parsed.
 
-Facts about one column in all rows of a data file, from the file's manifest entry.
+`column_facts` returns facts about one column in all rows of a data file, from the file's manifest entry. It
+states a fact only if the fact is proved. `reliable_metrics` decides which counts and bounds can be trusted.
+The value of an identity partition holds for every row of the file, whatever its metrics are.
 
-A fact is stated only if it is proved. `reliable_metrics` decides which counts and bounds can be trusted. The
-value of an identity partition holds for every row of the file, whatever its metrics are.
-
-Reads the files that snapshots added and removed, or that a snapshot has.
-
-Manifests never change, so each is read once per process.
+`OwnFilesCache` reads the files that snapshots added and removed. Manifests never change, so it reads each of
+them once per process, as long as its memory suffices.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Manages the change tables of one step on the run's branch.
+"""Builds and manages the change tables of one step on the run's branch.
 
-A change table is created for a step and dropped before the step's result can be published.
-
-Builds change tables: Iceberg tables that refer to the files of a change without copying them.
+A change table is an Iceberg table that refers to the files of a change without copying them. It is created
+for a step and dropped before the step's result can be published.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""The declaration that an asset consumes changes: written as asset metadata, read as a `Declaration`.
+"""Declares which changes an asset consumes.
 
-Consumers, their inputs, and the input columns that decide what has changed.
+`consumes` writes the declaration as asset metadata, and `parse_declaration` reads it as a `Declaration`. A
+`Consumer` combines the declaration with the asset's table, its partitions and the tables of its inputs.
+`UpstreamTable` is the table of one input on the run's branch. `require_columns` raises an error if an input
+lacks a column that the consumer needs to find changes.
 """
 
 from __future__ import annotations

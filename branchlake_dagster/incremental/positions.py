@@ -1,10 +1,11 @@
-"""The consumption records in a table's properties: how far the table has consumed its inputs.
+"""Reads and writes a table's consumption records, which state how far the table has consumed its inputs.
 
-Reads recorded positions after the consumer's partition definition was changed.
+The records are properties of the table.
 
-A record counts for rows, but names them by partition keys. If days become weeks, both share keys: a day that
-was ahead of the common position must not count for the week with the same key. So each record names its
-partition definition.
+A record counts for rows, but it names them by partition keys. If the asset's partitions change from days to
+weeks, days and weeks share keys. A day that was ahead of the common position must not count for the week with
+the same key. So each record names its partition definition, and `fit_positions` returns the positions that
+still count under the present definition.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Loads the changes of inputs as Spark frames, and filters Spark frames by changed keys.
+"""Loads the changes of inputs as Spark frames, and replaces the rows of changed keys in the asset's table.
 
-Replaces all rows of changed keys by the rows that were computed of them.
-
-An upsert alone would keep a row whose key has lost its last input row.
+The replacement removes all rows of the changed keys, and adds the rows that were computed for these keys. An
+upsert alone would keep a row whose key has lost its last input row.
 """
 
 from __future__ import annotations

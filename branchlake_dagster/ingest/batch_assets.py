@@ -1,8 +1,7 @@
-"""The multi-asset of an ingestion: each materialization writes one batch on the run's branch.
+"""Builds the multi-asset of an ingestion: each materialization writes one batch on the run's branch.
 
-The undo of an earlier attempt of a step, so that a retry starts from the base of the run's branch.
-
-An attempt may have committed its batch although it failed: it failed before it reported the batch, or its
+A retry of the step first undoes the earlier attempt, so that it starts from the base of the run's branch. An
+attempt may have committed its batch although it failed: it failed before it reported the batch, or its
 process died. A retry on top of that commit would report no check results for its dead letters and broken
 contracts.
 """

@@ -1,11 +1,9 @@
-"""The commits of a batch: data files with offsets, and merges of rows by their keys.
+"""Commits a batch: adds data files with offsets, merges rows by their keys, and removes old kept records.
 
-The table of kept records, and the removal of those that are too old.
-
-With `keep_value`, each batch appends its records as they were received, in the commit that adds their rows.
-The table is partitioned by the day of receipt, so a removal only drops whole files: it reads the manifests
-and no data. A table property has the first day that is not removed. The removal is repeated when that day
-changes, once a day.
+With `keep_value`, each batch appends its records to the table of kept records as they were received, in the
+commit that adds their rows. This table is partitioned by the day of receipt, so a removal only drops whole
+files: it reads the manifests and no data. A table property has the first day that is not removed. The removal
+is repeated when that day changes, once a day.
 """
 
 from __future__ import annotations

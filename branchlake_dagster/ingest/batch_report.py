@@ -1,6 +1,7 @@
-"""The report of a batch to Dagster: metadata by table, and check results. Pure functions.
+"""Builds what an ingestion reports to Dagster: metadata and check results of batches, and observations.
 
-External assets for topics and receivers, and the observations on them: lag and oldest record.
+The observations belong to external assets for topics and receivers. They contain the lag and the oldest
+record. The functions for the reports of batches are pure.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The sensor that starts an ingestion's runs, with growing pauses while the runs keep failing.
+"""Builds the sensor that starts an ingestion's runs, and the job that removes old landing files.
 
-With wrong credentials a run fails within seconds, and without pauses the sensor started another one every
-five seconds, all night. The same happened with a batch that the gate blocks, although all of its steps
-succeed. Runs that were killed or interrupted do not count as failing: the next run starts at once.
+The sensor makes growing pauses while the runs keep failing. With wrong credentials a run fails within
+seconds, and without pauses the sensor started another one every five seconds, all night. The same happened
+with a batch that the gate blocks, although all of its steps succeed. Runs that were killed or interrupted do
+not count as failing: the next run starts at once.
 
-A job that removes landing files whose records are on `main`, and its schedule.
+The job removes landing files whose records are on `main`. It has a schedule.
 """
 
 import json

@@ -1,11 +1,9 @@
-"""The records of a batch as a Spark frame, read from exactly the planned offsets.
+"""Reads the records of a batch as a Spark frame, and finds records that make a batch fail.
 
-No consumer group takes part.
+A frame contains the records of exactly the planned offsets. Kafka's consumer groups are not used.
 
-The search for records that fail a batch: it halves the offsets until one record is left.
-
-Pure functions and plain values. To find one bad record among n takes about log2(n) + 3 passes, which read
-about 2n records in total.
+`find_unwritable_records` halves the offsets until one record is left. It works on plain values. To find one
+bad record among n, it takes about log2(n) + 3 passes, which read about 2n records in total.
 """
 
 from __future__ import annotations

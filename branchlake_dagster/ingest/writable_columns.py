@@ -1,14 +1,13 @@
-"""Which fields can become columns, and which values of a column cannot be written.
+"""Decides which fields become columns, infers their types, and finds values that a column cannot store.
 
-Spark accepts some values of a column's type that PyIceberg cannot write: their records become dead letters.
-PyIceberg keeps column bounds as Python values. Spark reads `"45000"` as a date of the year 45000, which
-Python cannot represent. It would fail its task, and with it every later batch.
+The types of undeclared fields are inferred from the schema of the values or from the first records. For JSON,
+Spark's `schema_of_variant_agg` returns the types as text, which this module parses itself. Spark Connect
+would return a parsed type as nested protobuf messages, and its client refuses more than 100 levels of them:
+an object of 31 levels made every batch fail that had such a record.
 
-Types of undeclared fields, inferred from the schema of the values or from the first records.
-
-For JSON, Spark's `schema_of_variant_agg` returns the types as text, which this module parses itself. Spark
-Connect would return a parsed type as nested protobuf messages, and its client refuses more than 100 levels of
-them: an object of 31 levels made every batch fail that had such a record.
+Spark accepts some values of a column's type that PyIceberg cannot write. The records with these values become
+dead letters. For example, Spark reads `"45000"` as a date of the year 45000. PyIceberg keeps column bounds as
+Python values, and Python cannot represent this date. It would fail its task, and with it every later batch.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""The parts of Dagster 1.13 for launching runs that `import dagster` does not export.
+"""Uses the parts of Dagster 1.13 for launching runs that `import dagster` does not export.
 
 Only the base class of a run launcher is public. Its arguments, the code location of a run, and how a run's
 process executes the run have no public names.
 
-Caches for Dagster's SQLite databases, in a process that executes one run.
-
-Dagster has a database for each run, and opens one for each event that it stores. Each time it creates an
-SQLAlchemy engine, which compiles every statement again. Twice per run it also requests the newest revision of
-the databases, for which Alembic reads and orders ninety scripts. Together that was a fifth of the computing
-time of a small run.
-
-Dagster has no setting for either. So names of its modules are replaced, only in branchlake's own processes.
+The module also installs caches for Dagster's SQLite databases in a process that executes one run. Dagster has
+a database for each run, and opens one for each event that it stores. Each time it creates an SQLAlchemy
+engine, which compiles every statement again. Twice per run it also requests the newest revision of the
+databases, for which Alembic reads and orders ninety scripts. Together that was a fifth of the computing time
+of a small run. Dagster has no setting for either. So names of its modules are replaced, only in branchlake's
+own processes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Parts of PyIceberg 0.12 that it does not export: snapshots of given files, and writing metadata.
+"""Uses parts of PyIceberg 0.12 that it does not export, for snapshots of given files, metadata and manifests.
 
-Read manifests and manifest lists from their bytes, with parts of PyIceberg 0.12 that it does not export.
-
-`ManifestFile.fetch_manifest_entry` creates an object for every entry, which takes 40 µs. It also resolves the
-schema of each file again, which takes half a millisecond, or two in `read_manifest_list`.
+PyIceberg exports no way to build a snapshot of given files, or to write metadata before a commit. Manifests
+and manifest lists are read from their bytes, because `ManifestFile.fetch_manifest_entry` creates an object
+for every entry, which takes 40 µs. It also resolves the schema of each file again, which takes half a
+millisecond, or two in `read_manifest_list`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""`NessieBranchIOManager`: writes assets to the run's own branch and reads them from it.
+"""Writes assets to the run's own branch and reads them from it, as `NessieBranchIOManager`.
 
-Counts the rows of each Dagster partition of a table from its manifests, without reading data.
+`count_partition_rows` counts the rows of each Dagster partition of a table from its manifests, without
+reading data.
 """
 
 from __future__ import annotations

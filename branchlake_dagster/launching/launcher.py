@@ -1,6 +1,6 @@
-"""`WarmRunLauncher`, a run launcher for Dagster that forks runs from warm processes.
+"""Launches Dagster runs by forking them from warm processes, as `WarmRunLauncher`.
 
-The warm processes of one launcher. Each code location gets one when its first run starts.
+`Templates` manages the warm processes of one launcher. Each code location gets one when its first run starts.
 """
 
 from __future__ import annotations

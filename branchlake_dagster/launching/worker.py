@@ -1,10 +1,11 @@
-"""The work of a template's fork: execute one run, and end without the interpreter's cleanup.
+"""Executes one run in a fork of a template, and ends the fork without the interpreter's cleanup.
 
 A fork ends as the interpreter would, but it does not free the objects that it has inherited. Freeing a
 quarter of a gigabyte of modules, each page copied from the template, was a fifth of the CPU time of a small
 run. The kernel frees them at once.
 
-The identity of the process that executes a run. Other processes of its machine can check it safely.
+`WorkerProcess` identifies the process that executes a run. Other processes of its machine can check it
+safely, because the process id alone may be reused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""HTTP to one Nessie server: authentication, TLS, timeouts and one connection pool per thread.
+"""Sends HTTP requests to one Nessie server, and converts failed requests into errors.
 
-Convert an HTTP answer or a broken connection into the NessieError that shows whether to retry.
+`HttpTransport` handles authentication, TLS and timeouts, and has one connection pool per thread. An HTTP
+answer or a broken connection is converted into the NessieError that shows whether to retry.
 """
 
 from __future__ import annotations

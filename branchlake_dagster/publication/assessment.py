@@ -1,6 +1,7 @@
-"""The assessment of one run branch: whether its run has ended, and whether the branch may be published.
+"""Assesses the branch of an ended run: collects evidence, applies the gate, and checks the branch's commits.
 
-The check that a run's branch holds exactly what its runs wrote: no foreign, missing or late commit.
+`Assessor` decides whether the branch may be published. `BranchCommits` compares the commits on the branch
+with what the branch's runs wrote, and finds a commit that is foreign, missing or late.
 """
 
 from __future__ import annotations

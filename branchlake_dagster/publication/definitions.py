@@ -1,6 +1,8 @@
-"""Everything of a code location except the assets, ready to be merged into any `Definitions`.
+"""Builds the definitions of a lake for a code location, and finds mistakes in its assets when they load.
 
-Find mistakes in a lake's assets when the definitions load, not only when a run is blocked.
+`branchlake_definitions` builds everything of a code location except the assets. The result can be merged into
+any `Definitions`. `validate_definitions` reports mistakes in a lake's assets at load time, so that they do
+not appear only when a run is blocked.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The ledger of publications, which is `main`'s log in Nessie, with the publisher's candidates and answers.
+"""Reads and writes the ledger of publications, which is `main`'s log in Nessie.
 
 The properties of a publication's commit (prefix `branchlake.`) record run, branch, base, verdict and tables.
 If one commit carries several publications, each property is a list separated by commas. The property `tables`
-is itself such a list, so its lists are separated by semicolons.
+is itself such a list, so its lists are separated by semicolons. The publisher gets each run as a `Candidate`,
+and answers with `Published`, `Refused` or `NeedsChecks`.
 
-A cache of `main`'s history: which branches were published, or merged outside branchlake.
-
+`MainLog` caches `main`'s history. It finds which branches were published, or were merged outside branchlake.
 `main`'s log grows without limit: searching 12,000 commits took 1.7 s for each branch. A commit's hash stands
-for everything before it, so what was read once stays valid. The log is read once per process, back to the
-oldest requested base, and afterwards only its new commits. If `main` was set back, the cached commits after
-the fork are dropped.
+for everything before it, so what was read once stays valid. Therefore the log is read once per process, back
+to the oldest requested base, and afterwards only its new commits are read. If `main` was set back, the cached
+commits after the fork are dropped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The state of the lake that a query reads: `main`, a branch, a tag, a run, or an earlier `main`.
+"""Finds the state of the lake that a query reads, and the tables that the query names.
 
-The tables that a query names, and the search for these tables in the lake.
+The state is that of `main`, a branch, a tag or a run, or an earlier state of `main`. A `LakeState` fixes it
+at one commit.
 """
 
 # Named like the other outcomes of the package.

@@ -1,20 +1,14 @@
-"""Find the run or batch that a branch belongs to, by the branch's name and the tags of runs.
-
-The branch of one batch of a live ingestion is named `run-{UUIDv7}.{live run}.{Dagster instance}`. No run has
-this name, and Nessie records neither an owner nor an age for a branch without commits of its own. So the name
-records both, even if the writer died right after creating the branch.
-
-Name the Nessie references that branchlake creates, and recognize them.
+"""Names the Nessie references of branchlake, and finds the run and the Dagster instance that own a branch.
 
 A name consists of a prefix and the run's UUID, so that references of users are never taken for branchlake's.
 `publish-q3-report` was once deleted as a publication branch, and `run-experiment` would have been reaped. The
-branch of a live ingestion's batch has three UUIDs after the prefix (`build_batch_branch_name`).
+branch of one batch of a live ingestion is named `run-{UUIDv7}.{live run}.{Dagster instance}`. No run has this
+name, and Nessie records neither an owner nor an age for a branch without commits of its own. So the name
+records both, even if the writer died right after creating the branch.
 
-Find the Dagster instance that made a branch, because each of several instances ends only its own branches.
-
-An instance is identified by the id of its run storage. PyIceberg's commits record the id as a property. Spark
-overwrites the properties of its commits, so its snapshot summaries record the id. The branch of a live
-ingestion's batch has the id in its name.
+Each of several Dagster instances ends only its own branches. An instance is identified by the id of its run
+storage. PyIceberg's commits record the id as a property. Spark overwrites the properties of its commits, so
+its snapshot summaries record the id.
 """
 
 from __future__ import annotations

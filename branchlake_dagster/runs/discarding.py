@@ -1,18 +1,17 @@
-"""End a run's branch: fence its writer, keep the state as a tag, and report the end in Dagster.
+"""Ends a run's branch: claims the branch, fences its writer, keeps its state, and reports the end in Dagster.
 
-The tag is the journal of the cleanup and is stored in Nessie. `discarded-{run_id}` means that nobody can
-write to the branch, but a retry may continue it. `sweeping-{run_id}` means that its files are being deleted.
-The tag is created before the branch is deleted, so a crash loses neither. Every step may be repeated.
+A publisher claims a branch by a tag at the hash that it has read. This hash is final for all publishers,
+because creating a reference is an atomic compare-and-set in Nessie. Without a claim, two publishers judged
+two states of one branch, one before and one after the late write of a dead run. The second state was merged
+on top of the first.
+
+Other tags in Nessie are the journal of the cleanup. `discarded-{run_id}` means that nobody can write to the
+branch, but a retry may continue it. `sweeping-{run_id}` means that its files are being deleted. The tag is
+created before the branch is deleted, so a crash loses neither. Every step may be repeated.
 
 Dagster keeps the materializations of a run even if the run is not published. A blocked partition once counted
 as filled, and a backfill of "failed and missing" partitions skipped it. So these materializations are
 revoked.
-
-Claim a run branch for publication: the hash that the first publisher reads is final for all publishers.
-
-Creating a reference is an atomic compare-and-set in Nessie. Without a claim, two publishers judged two states
-of one branch, one before and one after the late write of a dead run. The second state was merged on top of
-the first.
 """
 
 from __future__ import annotations

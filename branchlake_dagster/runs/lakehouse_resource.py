@@ -1,6 +1,7 @@
-"""Provide the lake and the run's branch as a Dagster resource.
+"""Provides the lake, the run's branch and the run's Spark session as Dagster resources.
 
-Provide the run's Spark session as a Dagster resource, configured through dagster-pyspark.
+`LakehouseResource` is the lake and the run's branch. `BranchSparkResource` is the run's Spark session, which
+is configured through dagster-pyspark.
 """
 
 from __future__ import annotations

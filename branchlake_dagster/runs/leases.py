@@ -1,4 +1,4 @@
-"""Hold exclusive leases on names, and detect when a lease's holder is gone.
+"""Holds exclusive leases on names, and detects when the holder of a lease is gone.
 
 A lease is a namespace without tables on `main`, `branchlake.lease-{name}`. Its properties record the holder
 and a fencing token. A grant is a commit on `main`. If several runs commit at once, Nessie accepts one of

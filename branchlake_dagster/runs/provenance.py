@@ -1,10 +1,12 @@
-"""Record the origin of each snapshot, and describe each materialization's snapshot in Dagster.
+"""Records the origin of each snapshot, and the tables that each step reads.
 
-Record what a step reads by its own SQL or through the catalog in its run's read set.
+`build_snapshot_properties` returns the entries of a snapshot's summary that name its run.
+`materialization_metadata` describes the snapshot of a materialization in Dagster.
 
-Only steps that write a serializable asset are recorded. The record is an engine event in the run's log. It is
-stored before the rows are read, so it survives the step. Unlike an observation of an asset, it does not
-trigger automation. Unlike tags, several processes can add events at once.
+`ReadSet` records what a step reads by its own SQL or through the catalog. Only steps that write a
+serializable asset are recorded. The record is an engine event in the run's log. It is stored before the rows
+are read, so it survives the step. Unlike an observation of an asset, it does not trigger automation. Several
+processes can add events at once, but they could not add to the same tag.
 """
 
 from __future__ import annotations

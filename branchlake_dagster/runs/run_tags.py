@@ -1,4 +1,4 @@
-"""Read and write the tags of a Dagster run that record its branch, its status and its retention.
+"""Reads and writes the tags of a Dagster run that record its branch, its state and its retention.
 
 Dagster may copy all tags of a run to a re-execution. So readers call `is_opened_by` first, and a run that
 opens its branch overwrites inherited tags. A re-execution once took its parent's base hash for its own and
