@@ -50,7 +50,8 @@ if TYPE_CHECKING:
         webhook_alert,
     )
     from branchlake_dagster.query.connection import connect
-    from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
+    from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+    from branchlake_dagster.runs.spark_resource import BranchSparkResource
     from branchlake_dagster.settings import Settings
     from branchlake_dagster.tables.specification import table_metadata
 
@@ -200,10 +201,8 @@ _HOMES = {
         "webhook_alert",
     ),
     "query.connection": ("connect",),
-    "runs.lakehouse_resource": (
-        "LakehouseResource",
-        "BranchSparkResource",
-    ),
+    "runs.lakehouse_resource": ("LakehouseResource",),
+    "runs.spark_resource": ("BranchSparkResource",),
     "settings": ("Settings",),
     "tables.specification": ("table_metadata",),
 }

@@ -134,6 +134,18 @@ def test_nothing_heavy_is_loaded_before_it_is_asked_for() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_cleanup_and_backlogs_do_not_load_spark() -> None:
+    script = (
+        "import sys, branchlake_dagster.publication.cleanup_jobs, branchlake_dagster.automation.backlog\n"
+        "heavy = {'pyspark.sql', 'dagster_pyspark'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_pipeline_is_a_user_like_any_other() -> None:
     """Assets import from the root, as users do; commands and benchmarks are parts of the command line."""
     command_line = {ROOT / "sda" / "commands", ROOT / "sda" / "benchmarks"}

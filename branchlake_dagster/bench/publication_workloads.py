@@ -38,9 +38,10 @@ from branchlake_dagster.publication.ledger import (
 from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.publication.publisher import build_publisher
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunLocation, RunState, build_opening_tags
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import EventMetadata, LakeProperty
 from branchlake_dagster.tables import arrow_frames
 from branchlake_dagster.tables.replaced_rows import build_replaced_rows as predicate_of

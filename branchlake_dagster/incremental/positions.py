@@ -137,6 +137,15 @@ class Unconsumed:
         """Whether there is something to consume."""
         return self.whole or self.new or self.files > 0
 
+    @property
+    def any(self) -> bool:
+        """The former name of `has_any`. It works until 1.0."""
+        return self.has_any
+
+    def text(self) -> str:
+        """Return `format_summary()`, of which this is the former name. It works until 1.0."""
+        return self.format_summary()
+
     def age_s(self, now: datetime) -> float:
         """Return the seconds since the oldest unconsumed change was written; 0 if nothing is left."""
         return max(0.0, (now - self.oldest).total_seconds()) if self.oldest else 0.0

@@ -32,8 +32,9 @@ from branchlake_dagster.ingest.topic_source import open_topic_source
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, Delete, Operation, Put
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.provenance import materialization_metadata
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import AssetMetadata, LakeProperty, RunTag
 from branchlake_dagster.tables.specification import parse_table_spec, table_metadata
 

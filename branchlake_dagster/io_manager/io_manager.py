@@ -45,7 +45,8 @@ from branchlake_dagster.io_manager.loading import (
 from branchlake_dagster.io_manager.table_writer import TableWriter, WriteRequest
 from branchlake_dagster.nessie.errors import NessieUnauthorized
 from branchlake_dagster.runs import provenance
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.spark.session import quote_spark_name, translate_refusals
 from branchlake_dagster.stored_names import AssetMetadata, EventMetadata
 from branchlake_dagster.tables import arrow_frames, spark_frames

@@ -35,7 +35,8 @@ from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
 from branchlake_dagster.publication.cleanup_jobs import dead_writer_sensor, reap_job, reap_schedule
 from branchlake_dagster.publication.publication_sensor import publication_sensor
 from branchlake_dagster.publication.publish_at_end import publish_at_end
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import AssetMetadata
 from branchlake_dagster.tables.specification import (

@@ -1,8 +1,4 @@
-"""Provides the lake, the run's branch and the run's Spark session as Dagster resources.
-
-`LakehouseResource` is the lake and the run's branch. `BranchSparkResource` is the run's Spark session, which
-is configured through dagster-pyspark.
-"""
+"""Provides the lake and the run's branch as a Dagster resource."""
 
 from __future__ import annotations
 
@@ -11,20 +7,16 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
 from weakref import WeakValueDictionary
 
 from dagster import DagsterInstance, DagsterRun, InitResourceContext, MetadataValue
-from dagster_pyspark import PySparkResource
-from dagster_spark.utils import flatten_dict
 from pyarrow import ArrowException
 from pydantic import PrivateAttr
-from pyspark.sql import SparkSession
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY, NAMESPACE_CREATE
 from branchlake_dagster.errors import ReadOnlyReference
-from branchlake_dagster.internals.dagster import CopiedByFields, get_running_context, report_engine_event
+from branchlake_dagster.internals.dagster import get_running_context, report_engine_event
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.branch_owner import find_check_reference, is_retry, load_instance_id
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, SharedHeartbeats, build_heartbeat
@@ -35,10 +27,8 @@ from branchlake_dagster.runs.retries import inherit_parent_branch, undo_earlier_
 from branchlake_dagster.runs.run_branch import RunBranch, run_branch_name
 from branchlake_dagster.runs.run_tags import Retention, RunLocation, is_opened_by
 from branchlake_dagster.settings import Settings
-from branchlake_dagster.spark.plan_reads import PlanReads, watch_reads
-from branchlake_dagster.spark.session import is_connect
 from branchlake_dagster.stored_names import EventMetadata, LakeProperty, RunTag
-from branchlake_dagster.tables.errors import OneLakeOnly, ReadsUnknown, RetryNeedsFullRun
+from branchlake_dagster.tables.errors import OneLakeOnly, RetryNeedsFullRun
 from branchlake_dagster.tables.specification import parse_exclusive_name
 from branchlake_dagster.tables.table_files import TableFiles
 
@@ -342,130 +332,3 @@ def record_branch_heads(run_id: str) -> None:
     for (process, owner, _), branch in list(_branches.items()):
         if process == os.getpid() and owner == run_id:
             branch.record_head()
-
-
-class BranchSparkResource(CopiedByFields, PySparkResource):
-    """dagster-pyspark's session resource, with one session per run that uses the run's branch.
-
-    Reads and writes of `nessie.<namespace>.<table>` with `spark.spark_session.sql(…)` use that branch. The
-    session and the branch are created at their first use. A Connect session ends with the run. The base class
-    calls `getOrCreate()`, so two runs in one process would share a session and its branch.
-
-    Args:
-        lakehouse (LakehouseResource): The lake; the same one that the IO manager has.
-        spark_config (Optional[Dict[str, Any]]): dagster-pyspark's Spark settings, nested or dotted,
-            including `spark.remote`. (default: none)
-
-    Raises:
-        ReadsUnknown: From `spark_session`: a serializable asset requests a classic session, whose reads
-            cannot be recorded.
-
-    Examples:
-        .. code-block:: python
-
-            import dagster as dg
-
-            from branchlake_dagster import BranchSparkResource
-
-            @dg.asset
-            def revenue(spark: BranchSparkResource):
-                return spark.spark_session.sql("SELECT shop, sum(price) FROM nessie.shop.sales GROUP BY shop")
-    """
-
-    lakehouse: LakehouseResource
-    spark_config: dict[str, Any] = {}  # noqa: RUF012 - a pydantic field, copied per instance
-
-    _holds: tuple[str, str] | None = PrivateAttr(default=None)
-
-    def setup_for_execution(self, context: InitResourceContext) -> None:
-        """Do nothing. The session and the branch are created at their first use."""
-
-    def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
-        """Release the session. The last user of a run's session ends it on the server."""
-        key, self._holds, self._spark_session = self._holds, None, None
-        if key is not None:
-            _sessions.release(key)
-
-    @property
-    def spark_session(self) -> SparkSession:
-        """The session of this run. `spark.sql(…)` in it reads and writes the run's branch.
-
-        Reads of a serializable asset are added to the run's read set. A classic session cannot record them,
-        so it raises ReadsUnknown for such an asset.
-        """
-        self.lakehouse.open_branch()  # each step's access is noted, even if the session is open already
-        if self.lakehouse.run_branch is not None:
-            self.lakehouse.run_branch.note_use_by_code()
-        session, reads = self.own_session(), self.lakehouse.read_set
-        step = find_running_step().key
-        if step is not None and self._holds is not None:
-            _sessions.name_step(self._holds, step)
-        if reads is not None and not is_connect(session):
-            if reads.step().is_serializable:
-                raise ReadsUnknown(
-                    "A serializable asset requests a classic Spark session, whose reads cannot be recorded.",
-                    branch=self.lakehouse.open_branch(),
-                    hint="Use Spark Connect (session_kind=connect), load its inputs through the IO manager,"
-                    " or declare isolation='snapshot'.",
-                )
-            if reads.is_recording():
-                reads.report_scan(PlanReads(unnamed_reads=frozenset({"a classic Spark session"})))
-        return session
-
-    def own_session(self) -> SparkSession:
-        """Return the session for the IO manager, which reports its reads itself."""
-        if self._spark_session is None:
-            ref = self.lakehouse.open_branch()
-            conf = {key: str(value) for key, value in flatten_dict(self.spark_config)}  # type: ignore[no-untyped-call]
-            conf = self.lakehouse.session_conf() | conf
-            self._holds = (ref, repr(sorted(conf.items())))
-            self._spark_session = _sessions.acquire(self._holds, lambda: self._open_session(ref, conf))
-        session: SparkSession = self._spark_session
-        return session
-
-    def _open_session(self, ref: str, conf: Mapping[str, str]) -> SparkSession:
-        session = self.lakehouse.lakehouse.spark_session(ref, conf=conf)
-        reads = self.lakehouse.read_set
-        if reads is not None and is_connect(session):
-            watch_reads(session, reads.is_recording, reads.report_scan)
-        return session
-
-
-class _SharedSessions:
-    """The sessions of this process by branch and configuration, with the number of their users.
-
-    Dagster gives the asset and the IO manager a separate copy of one resource. With separate sessions, their
-    frames could not be joined (SESSION_NOT_SAME).
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[tuple[str, str], tuple[SparkSession, int]] = {}
-        self._steps: dict[tuple[str, str], str] = {}
-
-    def acquire(self, key: tuple[str, str], create_session: Callable[[], SparkSession]) -> SparkSession:
-        with self._lock:
-            session, users = self._open[key] if key in self._open else (create_session(), 0)
-            self._open[key] = (session, users + 1)
-            return session
-
-    def name_step(self, key: tuple[str, str], step: str) -> None:
-        """Name `step` in the snapshots that user code adds in this session."""
-        with self._lock:
-            if self._steps.get(key) != step and key in self._open:
-                session, _ = self._open[key]
-                session.conf.set(f"spark.sql.iceberg.snapshot-property.{LakeProperty.CODE_OF_STEP}", step)
-                self._steps[key] = step
-
-    def release(self, key: tuple[str, str]) -> None:
-        with self._lock:
-            session, users = self._open.pop(key)
-            if users > 1:
-                self._open[key] = (session, users - 1)
-                return
-            self._steps.pop(key, None)
-            if is_connect(session):
-                session.stop()  # a classic session shares its JVM with the others
-
-
-_sessions = _SharedSessions()

@@ -16,8 +16,9 @@ from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.publication.publish import RunOutcome, publish
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.errors import TableMissing
 from branchlake_dagster.tables.specification import format_table_name, table_identifier

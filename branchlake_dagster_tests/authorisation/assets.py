@@ -8,7 +8,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.types import LongType
 
 from branchlake_dagster.checks import pandera_checks
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.tables.specification import table_metadata
 
 APPEND = table_metadata(write_mode="append", require_checks=False)

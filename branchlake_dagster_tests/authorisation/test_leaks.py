@@ -21,8 +21,8 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.errors import NessieUnauthorized
 from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource
 from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster_tests.harness import project
 
 from . import leaks

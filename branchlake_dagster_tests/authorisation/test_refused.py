@@ -17,9 +17,9 @@ from branchlake_dagster.nessie.errors import NessieUnauthorized
 from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
 from branchlake_dagster.publication.publish_at_end import LEFT_TO_SENSOR, RunPublication
 from branchlake_dagster.publication.reconciler import Reconciler
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.branching.resources.test_retry import Flaky, retry
 from branchlake_dagster_tests.dagster_internals import ReconstructableRepository

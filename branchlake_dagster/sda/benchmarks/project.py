@@ -7,7 +7,7 @@ from pyspark.sql.types import LongType
 
 from branchlake_dagster.bench.parts_project import parts_definitions
 from branchlake_dagster.checks import pandera_checks
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.sda.graph.code_location import build_definitions
 from branchlake_dagster.settings import Settings
 

@@ -8,8 +8,8 @@ from pyspark.sql import DataFrame
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.model import ContentKey
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource
 from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.spark.session import quote_spark_name, quote_spark_path, quote_spark_string
 from branchlake_dagster.tables.specification import format_table_name, table_identifier, table_metadata
 from branchlake_dagster_tests.harness import project

@@ -9,9 +9,9 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.spark.session import is_connect
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import project

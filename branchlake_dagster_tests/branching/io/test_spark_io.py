@@ -18,9 +18,9 @@ from branchlake_dagster.cleanup.sweeper import Sweeper
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.branch_owner import load_instance_id
 from branchlake_dagster.runs.discarding import discard_branch, discarded_tag_name
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import LakeProperty, RunTag
 from branchlake_dagster.tables import spark_frames
 from branchlake_dagster.tables.errors import (

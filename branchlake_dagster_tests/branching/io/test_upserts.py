@@ -13,9 +13,9 @@ from pyspark.sql import DataFrame
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster.tables.errors import PartitionMismatch, UpsertKeyInvalid
 from branchlake_dagster.tables.specification import parse_table_spec, table_metadata

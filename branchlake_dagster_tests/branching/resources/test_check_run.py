@@ -8,7 +8,8 @@ from pyspark.errors import IllegalArgumentException
 from branchlake_dagster.errors import ReadOnlyReference
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.branch_owner import find_check_reference
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import InvalidCheckRun
 from branchlake_dagster.tables.specification import table_metadata

@@ -12,8 +12,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.provenance import ReadSet, RunningStep, mark_merge_target
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.spark.plan_reads import PlanReads
 from branchlake_dagster.stored_names import EventMetadata
 from branchlake_dagster.tables.errors import ReadsUnknown

@@ -5,9 +5,10 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.tables.errors import RetryNeedsFullRun
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, project, retry

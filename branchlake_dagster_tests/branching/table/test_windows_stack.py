@@ -13,9 +13,9 @@ from pyspark.sql import functions as F  # noqa: N812 - the library's own abbrevi
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.tables.selection import select_partitions, to_sql_predicate
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.branching.table.windows import (

@@ -33,9 +33,10 @@ from branchlake_dagster.publication.cleanup_jobs import (
 from branchlake_dagster.runs.branch_owner import BranchOrigin, Maker, OriginFinder, load_instance_id
 from branchlake_dagster.runs.discarding import claim_branch, discard_branch
 from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore, HeartbeatsUnreadable
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name, run_id_of_branch
 from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.specification import table_metadata

@@ -10,9 +10,10 @@ import pytest
 from branchlake_dagster.cleanup.reaper_rules import ReapingAction
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.cleanup_jobs import reap_branches
-from branchlake_dagster.runs.lakehouse_resource import BranchSparkResource, LakehouseResource
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
+from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.harness import Project, assign_main, project

@@ -1,0 +1,148 @@
+"""Provide the run's Spark session as a Dagster resource, configured through dagster-pyspark."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dagster import InitResourceContext
+from dagster_pyspark import PySparkResource
+from dagster_spark.utils import flatten_dict
+from pydantic import PrivateAttr
+from pyspark.sql import SparkSession
+
+from branchlake_dagster.internals.dagster import CopiedByFields
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.runs.provenance import find_running_step
+from branchlake_dagster.spark.plan_reads import PlanReads, watch_reads
+from branchlake_dagster.spark.session import is_connect
+from branchlake_dagster.stored_names import LakeProperty
+from branchlake_dagster.tables.errors import ReadsUnknown
+
+
+class BranchSparkResource(CopiedByFields, PySparkResource):
+    """dagster-pyspark's session resource, with one session per run that uses the run's branch.
+
+    Reads and writes of `nessie.<namespace>.<table>` with `spark.spark_session.sql(…)` use that branch. The
+    session and the branch are created at their first use. A Connect session ends with the run. The base class
+    calls `getOrCreate()`, so two runs in one process would share a session and its branch.
+
+    Args:
+        lakehouse (LakehouseResource): The lake; the same one that the IO manager has.
+        spark_config (Optional[Dict[str, Any]]): dagster-pyspark's Spark settings, nested or dotted,
+            including `spark.remote`. (default: none)
+
+    Raises:
+        ReadsUnknown: From `spark_session`: a serializable asset requests a classic session, whose reads
+            cannot be recorded.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import BranchSparkResource
+
+            @dg.asset
+            def revenue(spark: BranchSparkResource):
+                return spark.spark_session.sql("SELECT shop, sum(price) FROM nessie.shop.sales GROUP BY shop")
+    """
+
+    lakehouse: LakehouseResource
+    spark_config: dict[str, Any] = {}  # noqa: RUF012 - a pydantic field, copied per instance
+
+    _holds: tuple[str, str] | None = PrivateAttr(default=None)
+
+    def setup_for_execution(self, context: InitResourceContext) -> None:
+        """Do nothing. The session and the branch are created at their first use."""
+
+    def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
+        """Release the session. The last user of a run's session ends it on the server."""
+        key, self._holds, self._spark_session = self._holds, None, None
+        if key is not None:
+            _sessions.release(key)
+
+    @property
+    def spark_session(self) -> SparkSession:
+        """The session of this run. `spark.sql(…)` in it reads and writes the run's branch.
+
+        Reads of a serializable asset are added to the run's read set. A classic session cannot record them,
+        so it raises ReadsUnknown for such an asset.
+        """
+        self.lakehouse.open_branch()  # each step's access is noted, even if the session is open already
+        if self.lakehouse.run_branch is not None:
+            self.lakehouse.run_branch.note_use_by_code()
+        session, reads = self.own_session(), self.lakehouse.read_set
+        step = find_running_step().key
+        if step is not None and self._holds is not None:
+            _sessions.name_step(self._holds, step)
+        if reads is not None and not is_connect(session):
+            if reads.step().is_serializable:
+                raise ReadsUnknown(
+                    "A serializable asset requests a classic Spark session, whose reads cannot be recorded.",
+                    branch=self.lakehouse.open_branch(),
+                    hint="Use Spark Connect (session_kind=connect), load its inputs through the IO manager,"
+                    " or declare isolation='snapshot'.",
+                )
+            if reads.is_recording():
+                reads.report_scan(PlanReads(unnamed_reads=frozenset({"a classic Spark session"})))
+        return session
+
+    def own_session(self) -> SparkSession:
+        """Return the session for the IO manager, which reports its reads itself."""
+        if self._spark_session is None:
+            ref = self.lakehouse.open_branch()
+            conf = {key: str(value) for key, value in flatten_dict(self.spark_config)}  # type: ignore[no-untyped-call]
+            conf = self.lakehouse.session_conf() | conf
+            self._holds = (ref, repr(sorted(conf.items())))
+            self._spark_session = _sessions.acquire(self._holds, lambda: self._open_session(ref, conf))
+        session: SparkSession = self._spark_session
+        return session
+
+    def _open_session(self, ref: str, conf: Mapping[str, str]) -> SparkSession:
+        session = self.lakehouse.lakehouse.spark_session(ref, conf=conf)
+        reads = self.lakehouse.read_set
+        if reads is not None and is_connect(session):
+            watch_reads(session, reads.is_recording, reads.report_scan)
+        return session
+
+
+class _SharedSessions:
+    """The sessions of this process by branch and configuration, with the number of their users.
+
+    Dagster gives the asset and the IO manager a separate copy of one resource. With separate sessions, their
+    frames could not be joined (SESSION_NOT_SAME).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, str], tuple[SparkSession, int]] = {}
+        self._steps: dict[tuple[str, str], str] = {}
+
+    def acquire(self, key: tuple[str, str], create_session: Callable[[], SparkSession]) -> SparkSession:
+        with self._lock:
+            session, users = self._open[key] if key in self._open else (create_session(), 0)
+            self._open[key] = (session, users + 1)
+            return session
+
+    def name_step(self, key: tuple[str, str], step: str) -> None:
+        """Name `step` in the snapshots that user code adds in this session."""
+        with self._lock:
+            if self._steps.get(key) != step and key in self._open:
+                session, _ = self._open[key]
+                session.conf.set(f"spark.sql.iceberg.snapshot-property.{LakeProperty.CODE_OF_STEP}", step)
+                self._steps[key] = step
+
+    def release(self, key: tuple[str, str]) -> None:
+        with self._lock:
+            session, users = self._open.pop(key)
+            if users > 1:
+                self._open[key] = (session, users - 1)
+                return
+            self._steps.pop(key, None)
+            if is_connect(session):
+                session.stop()  # a classic session shares its JVM with the others
+
+
+_sessions = _SharedSessions()
