@@ -125,7 +125,7 @@ _ONLY_COUNTED = (
     RunState.UNKNOWN_RUN,
     RunState.PARKED,
 )
-"""Actions for branches that are left as they are at every tick. In full, 4,300 branches gave 459,000
+"""States of branches that are left as they are at every tick. In full, 4,300 branches gave 459,000
 characters."""
 
 

@@ -200,7 +200,7 @@ def _void_stays(now_at: Positions, *args: Any, **more: Any) -> PropertyUpdate:
 
 def _lost(self: Consumption) -> set[str] | None:
     try:
-        return pending_partitions.pending_partitions(self._backlog())
+        return pending_partitions.pending_partitions(self._consumer_state())
     except ChangeLost:
         return None
 
