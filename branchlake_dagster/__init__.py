@@ -40,9 +40,13 @@ if TYPE_CHECKING:
         publication_automation_sensor,
     )
     from branchlake_dagster.publication.definitions import DefinitionsWarning, branchlake_definitions
-    from branchlake_dagster.publication.publish import RunOutcome, publish
-    from branchlake_dagster.publication.publish_at_end import NotPublished, publish_at_end
     from branchlake_dagster.publication.published_sensor import PublishedAssets, published_sensor
+    from branchlake_dagster.publication.run_publication import (
+        NotPublished,
+        RunOutcome,
+        publish,
+        publish_at_end,
+    )
     from branchlake_dagster.publication.unpublished_runs import (
         AlertFailed,
         UnpublishedRun,
@@ -182,17 +186,15 @@ _HOMES = {
         "branchlake_definitions",
         "DefinitionsWarning",
     ),
-    "publication.publish": (
-        "RunOutcome",
-        "publish",
-    ),
-    "publication.publish_at_end": (
-        "NotPublished",
-        "publish_at_end",
-    ),
     "publication.published_sensor": (
         "PublishedAssets",
         "published_sensor",
+    ),
+    "publication.run_publication": (
+        "NotPublished",
+        "RunOutcome",
+        "publish",
+        "publish_at_end",
     ),
     "publication.unpublished_runs": (
         "AlertFailed",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.automation.backfill_comparison import EarlierStateLost
     from branchlake_dagster.catalog.stored_files import StoredFileDamaged
     from branchlake_dagster.checks.constraints import CheckFailedToRun, ContractError
+    from branchlake_dagster.cleanup.jobs import NotOurs, RunsUnreadable
     from branchlake_dagster.cleanup.sweep_plan import BaseUnknown, StateUnreadable
     from branchlake_dagster.cleanup.sweeper import FilesNotDeleted
     from branchlake_dagster.embedded.jars import DownloadFailed, JarRefused
@@ -73,19 +74,16 @@ if TYPE_CHECKING:
         NotNessie,
         ReferenceNotFound,
     )
-    from branchlake_dagster.publication.cleanup_jobs import NotOurs, RunsUnreadable
     from branchlake_dagster.publication.column_changes import ColumnChangeRefused
-    from branchlake_dagster.publication.committer import (
-        PublicationContended,
+    from branchlake_dagster.publication.ledger import BaseNotOnMain
+    from branchlake_dagster.publication.publisher import PublicationContended, PublicationUnexplained
+    from branchlake_dagster.publication.replay import (
+        ReplayImpossible,
         TableFilesDamaged,
         TableFilesMissing,
         TableFilesUnreadable,
     )
-    from branchlake_dagster.publication.ledger import BaseNotOnMain
-    from branchlake_dagster.publication.publish import RunUnknown
-    from branchlake_dagster.publication.publish_at_end import NotPublished
-    from branchlake_dagster.publication.publisher import PublicationUnexplained
-    from branchlake_dagster.publication.replay import ReplayImpossible
+    from branchlake_dagster.publication.run_publication import NotPublished, RunUnknown
     from branchlake_dagster.publication.unpublished_runs import AlertFailed
     from branchlake_dagster.query.reference import NoSuchState, QueryFailed, TableNotThere
     from branchlake_dagster.receivers.kafka_sink import BrokerRefused, BrokerUnreachable
@@ -407,6 +405,10 @@ _ERRORS_BY_MODULE = {
         "CheckFailedToRun",
         "ContractError",
     ),
+    "cleanup.jobs": (
+        "NotOurs",
+        "RunsUnreadable",
+    ),
     "cleanup.sweep_plan": (
         "BaseUnknown",
         "StateUnreadable",
@@ -461,22 +463,22 @@ _ERRORS_BY_MODULE = {
         "NotNessie",
         "ReferenceNotFound",
     ),
-    "publication.cleanup_jobs": (
-        "NotOurs",
-        "RunsUnreadable",
-    ),
     "publication.column_changes": ("ColumnChangeRefused",),
-    "publication.committer": (
+    "publication.ledger": ("BaseNotOnMain",),
+    "publication.publisher": (
         "PublicationContended",
+        "PublicationUnexplained",
+    ),
+    "publication.replay": (
+        "ReplayImpossible",
         "TableFilesDamaged",
         "TableFilesMissing",
         "TableFilesUnreadable",
     ),
-    "publication.ledger": ("BaseNotOnMain",),
-    "publication.publish": ("RunUnknown",),
-    "publication.publish_at_end": ("NotPublished",),
-    "publication.publisher": ("PublicationUnexplained",),
-    "publication.replay": ("ReplayImpossible",),
+    "publication.run_publication": (
+        "NotPublished",
+        "RunUnknown",
+    ),
     "publication.unpublished_runs": ("AlertFailed",),
     "query.reference": (
         "NoSuchState",

@@ -136,7 +136,7 @@ def test_nothing_heavy_is_loaded_before_it_is_asked_for() -> None:
 
 def test_cleanup_and_backlogs_do_not_load_spark() -> None:
     script = (
-        "import sys, branchlake_dagster.publication.cleanup_jobs, branchlake_dagster.automation.backlog\n"
+        "import sys, branchlake_dagster.cleanup.jobs, branchlake_dagster.automation.backlog\n"
         "heavy = {'pyspark.sql', 'dagster_pyspark'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

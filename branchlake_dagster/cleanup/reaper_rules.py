@@ -60,6 +60,13 @@ class MainHistory:
     def _first_on_main(self, hashes: list[str]) -> str | None:
         return next((hash_ for hash_ in hashes if hash_ in self._positions), None)
 
+    def contains_commit(self, commit_hash: str) -> bool:
+        """Return whether `main` has the commit, as of the first read of its log."""
+        while commit_hash not in self._positions:
+            if not self._read_entries(_BATCH_SIZE):
+                return False
+        return True
+
     def run_ids_published_since(self, base_hash: str) -> set[str]:
         """Return the ids of the runs that the ledger names after `base_hash`, a result of `find_base`."""
         entries = self._entries[: self._positions[base_hash]]

@@ -28,6 +28,7 @@ from pyspark.errors import PySparkException
 from sqlalchemy.exc import SQLAlchemyError
 
 from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.cleanup.jobs import reap_branches, reaper_limits
 from branchlake_dagster.cleanup.reaper_rules import OwnerState, Reaping, ReapingAction
 from branchlake_dagster.embedded.jars import ICEBERG_SPARK
 from branchlake_dagster.embedded.java import (
@@ -48,7 +49,6 @@ from branchlake_dagster.ingest.kafka_topics import KafkaTopics
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.nessie.errors import ReferenceNotFound
-from branchlake_dagster.publication.cleanup_jobs import reap_branches, reaper_limits
 from branchlake_dagster.publication.publisher import build_publisher
 from branchlake_dagster.runs.failure_detector import Liveness
 from branchlake_dagster.runs.run_tags import RunState, find_publication

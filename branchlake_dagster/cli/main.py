@@ -340,11 +340,11 @@ def reap(module: str | None, dry_run: bool, names: tuple[str, ...]) -> None:
     """
     from dagster import DagsterInstance
 
+    from branchlake_dagster.cleanup.jobs import end_named_refs, reap_branches, sweep_discarded
     from branchlake_dagster.cli.dagster_home import dagster_home
     from branchlake_dagster.cli.location import format_settings
     from branchlake_dagster.cli.run_branches import show_reaping
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-    from branchlake_dagster.publication.cleanup_jobs import end_named_refs, reap_branches, sweep_discarded
 
     loaded_settings = load_command_settings(module)
     settings = loaded_settings.settings if dry_run else loaded_settings.require_named_lake()

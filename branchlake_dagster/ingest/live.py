@@ -30,9 +30,8 @@ from branchlake_dagster.ingest.record_frames import Records
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieError, ReferenceNotFound
-from branchlake_dagster.publication.committer import PublicationContended
 from branchlake_dagster.publication.ledger import Candidate, Published, Refused, load_write_set
-from branchlake_dagster.publication.publisher import build_publisher
+from branchlake_dagster.publication.publisher import PublicationContended, build_publisher
 from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.runs.branch_owner import build_batch_branch_name
 from branchlake_dagster.runs.discarding import end_judged_branch

@@ -1,1 +1,1 @@
-"""The quality gate, the publisher that commits a passing run to `main`, and their sensors and jobs."""
+"""The quality gate, the publisher that commits a passing run to `main`, and a code location's sensors."""

@@ -1,30 +1,46 @@
-"""Assesses the branch of an ended run: collects evidence, applies the gate, and checks the branch's commits.
+"""Assesses the branch of an ended run: collects evidence from Dagster, and applies the gate.
 
-`Assessor` decides whether the branch may be published. `BranchCommits` compares the commits on the branch
-with what the branch's runs wrote, and finds a commit that is foreign, missing or late.
+`collect_evidence` reads the facts about runs. `Assessor` decides whether a branch may be published.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from dagster import DagsterInstance, DagsterRun
-from pyiceberg.table.snapshots import Operation, Snapshot
+from dagster import (
+    AssetCheckSeverity,
+    AssetKey,
+    AssetMaterialization,
+    DagsterEvent,
+    DagsterEventType,
+    DagsterInstance,
+    DagsterRun,
+    EventLogRecord,
+    MetadataValue,
+)
 
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.nessie.model import ContentKey, DiffEntry, IcebergTable, LogEntry, Reference
-from branchlake_dagster.publication.evidence import RunEvidence, collect_evidence
 from branchlake_dagster.publication.ledger import Candidate, Published, changed_tables, load_write_set
 from branchlake_dagster.publication.outcome import Outcome
-from branchlake_dagster.publication.verdict import Verdict, judge_evidence
-from branchlake_dagster.runs.added_snapshots import (
+from branchlake_dagster.publication.verdict import (
+    AssetRules,
+    CheckEvaluation,
+    CheckName,
+    EventPosition,
+    RunEvidence,
+    Verdict,
+    WrittenPartition,
+    judge_evidence,
+)
+from branchlake_dagster.runs.branch_commits import (
+    BranchCommits,
     ReadMetadata,
-    find_added_snapshots,
-    iter_put_tables,
-    newest_metadata_locations,
 )
 from branchlake_dagster.runs.branch_owner import load_runs_on_branch
 from branchlake_dagster.runs.discarding import (
@@ -43,99 +59,191 @@ from branchlake_dagster.runs.run_tags import (
     is_opened_by,
 )
 from branchlake_dagster.settings import Settings
-from branchlake_dagster.stored_names import LakeProperty, RunTag
+from branchlake_dagster.stored_names import AssetMetadata, EventMetadata, RunTag
+from branchlake_dagster.tables.specification import (
+    format_table_name,
+    parse_exclusive_name,
+    table_identifier,
+    unwrap_metadata,
+)
 
-_CLIENT_PROPERTY = "application-type"
-"""The commit property of Iceberg's Java client, which cannot attach properties of its caller."""
+_EVENT_TYPES = {
+    DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED,
+    DagsterEventType.ASSET_CHECK_EVALUATION,
+    DagsterEventType.ASSET_MATERIALIZATION,
+    DagsterEventType.LOADED_INPUT,
+    DagsterEventType.ENGINE_EVENT,
+}
 
 
-@dataclass(frozen=True)
-class BranchCommits:
-    """The commits of a run's branch since its base, and the runs that may have made them.
+def collect_evidence(
+    instance: DagsterInstance,
+    runs: Sequence[DagsterRun],
+    graph: AssetGraph,
+    *,
+    write_set: frozenset[str],
+    default_namespace: str,
+    require_checks: bool,
+) -> RunEvidence:
+    """Read the check, materialization and input events of the runs that worked on one branch.
 
-    Args:
-        branch (str): The branch's name.
-        base_hash (str): The commit of `main` that the branch started from.
-        base_snapshots (Mapping[str, int]): Snapshot ids of the changed tables at the base, by content id.
-        entries (Sequence[LogEntry]): The commits after the base, newest first, with their operations.
-        recorded_heads (Collection[str]): The hashes that the runs recorded after their writes.
-        run_ids (Collection[str]): The runs that worked on the branch.
+    `runs` are in order, oldest first. A later event of the same check or asset replaces an earlier one. The
+    work has succeeded if the last run has. Costs one query to Dagster's event log per run and 1,000 events.
     """
-
-    branch: str
-    base_hash: str
-    base_snapshots: Mapping[str, int]
-    entries: Sequence[LogEntry]
-    recorded_heads: Collection[str]
-    run_ids: Collection[str]
-
-    def find_objection(self, read_metadata: ReadMetadata) -> str | None:
-        """Return why the branch is not exactly what its runs wrote, as a clause; None if it is.
-
-        Three conditions must hold:
-
-        1. The branch contains every recorded head. Otherwise it was set back, or Nessie was restored from an
-           older copy.
-        2. One of the runs made every commit: the commit's properties name the run or, for Spark, the
-           summaries of the added snapshots do.
-        3. The newest commit was recorded. No check has seen a later commit.
-
-        `read_metadata` is called only for Spark commits that add a snapshot. A Spark commit without a
-        snapshot, such as ALTER TABLE, does not name a run and is accepted.
-        """
-        hashes = {entry.commit.hash for entry in self.entries}
-        if lost_heads := sorted(set(self.recorded_heads) - hashes - {self.base_hash}):
-            return (
-                f"branch {self.branch} no longer contains commit {lost_heads[0][:16]} that the run wrote:"
-                " the branch was set back, or Nessie was restored from an older copy"
+    planned_checks: set[tuple[CheckName, str | None]] = set()
+    evaluations: dict[tuple[CheckName, str | None], CheckEvaluation] = {}
+    written_partitions: dict[tuple[str, str | None], WrittenPartition] = {}
+    loaded_tables: set[tuple[str | None, str]] = set()
+    read_tables: set[str] = set()
+    unnamed_reads: set[str] = set()
+    branch_heads: set[str] = set()
+    for position, record in _iter_positioned_events(instance, runs):
+        event = record.event_log_entry.dagster_event
+        if event is None:
+            continue
+        step_key = record.event_log_entry.step_key
+        if event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED:
+            planned_check = event.asset_check_planned_data
+            check_name = (planned_check.asset_key.to_user_string(), planned_check.check_name)
+            subset = planned_check.partitions_subset
+            planned_checks |= (
+                {(check_name, key) for key in subset.get_partition_keys()} if subset else {(check_name, None)}
             )
-        if (foreign_commit := self._find_foreign_commit(read_metadata)) is not None:
-            return (
-                f"{self._format_commit(foreign_commit)}, which the run did not make:"
-                " another writer changed the branch"
+        elif event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION:
+            result = event.asset_check_evaluation_data
+            check_name = (result.asset_key.to_user_string(), result.check_name)
+            evaluations[check_name, result.partition] = CheckEvaluation(
+                passed=result.passed,
+                is_blocking=result.severity == AssetCheckSeverity.ERROR,
+                position=position,
+                step_key=step_key,
+                description=result.description or "",
+                failing_rows=_get_int(result.metadata, "failing_rows"),
             )
-        if self.entries and self.entries[0].commit.hash not in self.recorded_heads:
-            return f"{self._format_commit(self.entries[0])}, made after the last commit that the run recorded"
-        return None
+        elif event.event_type == DagsterEventType.LOADED_INPUT:
+            table = _event_metadata(event).get(EventMetadata.TABLE)
+            if table is not None:
+                loaded_tables.add((step_key, str(table.value)))
+        elif event.event_type == DagsterEventType.ENGINE_EVENT:
+            read_tables |= _get_json_set(event, EventMetadata.READ_TABLES)
+            unnamed_reads |= _get_json_set(event, EventMetadata.UNNAMED_READS)
+            branch_heads |= _get_string_set(_event_metadata(event), EventMetadata.BRANCH_HEAD)
+        else:
+            materialization = event.step_materialization_data.materialization
+            branch_heads |= _get_string_set(materialization.metadata, EventMetadata.BRANCH_HEAD)
+            written_partitions[materialization.asset_key.to_user_string(), materialization.partition] = (
+                _to_written_partition(position, record, materialization)
+            )
+    rules = {
+        asset: _build_asset_rules(AssetKey.from_user_string(asset), graph, default_namespace, require_checks)
+        for asset in {asset for asset, _ in written_partitions}
+    }
+    last_run = runs[-1]
+    return RunEvidence(
+        last_run.run_id,
+        last_run.is_success,
+        frozenset(planned_checks),
+        evaluations,
+        written_partitions,
+        rules,
+        write_set,
+        frozenset(loaded_tables),
+        frozenset(read_tables),
+        frozenset(unnamed_reads),
+        frozenset(branch_heads),
+    )
 
-    def _find_foreign_commit(self, read_metadata: ReadMetadata) -> LogEntry | None:
-        """Return the oldest commit that none of the runs made; None if there is none."""
-        snapshots, newest = dict(self.base_snapshots), newest_metadata_locations(self.entries)
-        for entry in reversed(self.entries):
-            properties = entry.commit.properties
-            if LakeProperty.RUN_ID in properties:
-                is_own = properties[LakeProperty.RUN_ID] in self.run_ids
-            else:
-                snapshots_by_table = (
-                    find_added_snapshots(table, snapshots, read_metadata, newest)
-                    for _, table in iter_put_tables(entry)
-                )
-                is_own = properties.get(_CLIENT_PROPERTY) == "iceberg" and all(
-                    new_snapshots is not None and all(map(self._is_own_snapshot, new_snapshots))
-                    for new_snapshots in snapshots_by_table
-                )
-            if not is_own:
-                return entry
-            snapshots |= {table.content_id or "": table.snapshot_id for _, table in iter_put_tables(entry)}
-        return None
 
-    def _is_own_snapshot(self, snapshot: Snapshot) -> bool:
-        """Return whether one of the runs made the snapshot, or the snapshot does not change rows.
+def _iter_positioned_events(
+    instance: DagsterInstance, runs: Sequence[DagsterRun]
+) -> Iterator[tuple[EventPosition, EventLogRecord]]:
+    for index, run in enumerate(runs):
+        cursor: str | None = None
+        has_more = True
+        while has_more:
+            page = instance.get_records_for_run(run.run_id, cursor=cursor, of_type=_EVENT_TYPES, limit=1000)
+            for record in page.records:
+                yield EventPosition(index, record.storage_id), record
+            cursor, has_more = page.cursor, page.has_more
 
-        Spark's procedures, such as rewrite_data_files, ignore the session's snapshot properties.
-        """
-        summary = snapshot.summary
-        if summary is None:
-            return False
-        return (
-            summary.operation is Operation.REPLACE
-            or summary.additional_properties.get(LakeProperty.RUN_ID) in self.run_ids
-        )
 
-    def _format_commit(self, entry: LogEntry) -> str:
-        commit = entry.commit
-        author = f" by {commit.author}" if commit.author else ""
-        return f"branch {self.branch} contains commit {commit.hash[:16]}{author} ({commit.message})"
+def _to_written_partition(
+    position: EventPosition, record: EventLogRecord, materialization: AssetMaterialization
+) -> WrittenPartition:
+    mode, preview = (
+        materialization.metadata.get(AssetMetadata.WRITE_MODE),
+        materialization.metadata.get(EventMetadata.PREVIEW),
+    )
+    return WrittenPartition(
+        position,
+        record.event_log_entry.step_key,
+        record.run_id,
+        _get_int(materialization.metadata, EventMetadata.ROWS_ON_BRANCH),
+        _get_int(materialization.metadata, EventMetadata.PARTITION_ROWS_ON_BRANCH),
+        record.timestamp,
+        mode is not None and mode.value == "replace_partitions",
+        str(preview.value) if preview is not None else None,
+    )
+
+
+def _get_int(metadata: Mapping[str, MetadataValue[Any]], name: str) -> int | None:
+    value = metadata.get(name)
+    return value.value if value is not None and isinstance(value.value, int) else None
+
+
+def _get_string_set(metadata: Mapping[str, MetadataValue[Any]], name: str) -> set[str]:
+    value = metadata.get(name)
+    return set() if value is None else {str(value.value)}
+
+
+def _get_json_set(event: DagsterEvent, name: str) -> set[str]:
+    """Return the strings of a JSON list in an event's metadata."""
+    value = _event_metadata(event).get(name)
+    return set() if value is None else set(json.loads(str(value.value)))
+
+
+def _event_metadata(event: DagsterEvent) -> Mapping[str, Any]:
+    data: Any = event.event_specific_data
+    return getattr(data, "metadata", None) or {}
+
+
+def _build_asset_rules(
+    key: AssetKey, graph: AssetGraph, default_namespace: str, require_checks: bool
+) -> AssetRules:
+    table = format_table_name(table_identifier(key, default_namespace))
+    if not graph.has(key):
+        # The asset was removed from the code after the run's launch, so its required checks are not known.
+        return AssetRules(table, frozenset(), demands_checks=True)
+    node = graph.get(key)
+    demands_checks = unwrap_metadata(node.metadata.get(AssetMetadata.REQUIRE_CHECKS, require_checks))
+    return AssetRules(
+        table,
+        frozenset(check.name for check in node.check_keys),
+        bool(demands_checks),
+        {
+            check.name: frozenset(
+                format_table_name(table_identifier(entity_key, default_namespace))
+                for entity_key in graph.get(check).parent_entity_keys
+            )
+            for check in node.check_keys
+            if covers_whole_table(graph.get(check))
+        },
+        unwrap_metadata(node.metadata.get(AssetMetadata.ISOLATION)) == "serializable",
+        frozenset(
+            format_table_name(table_identifier(parent, default_namespace)) for parent in node.parent_keys
+        ),
+        parse_exclusive_name(node.metadata, table),
+        unwrap_metadata(node.metadata.get(AssetMetadata.COLUMNS)) == "freeze",
+    )
+
+
+def covers_whole_table(check: Any) -> bool:
+    """Return whether a check covers all rows of its table.
+
+    The check's metadata decides; without that metadata, a check without partitions covers all rows.
+    """
+    scope = unwrap_metadata((check.metadata or {}).get(AssetMetadata.CHECK_SCOPE))
+    return scope == "table" if scope is not None else check.partitions_def is None
 
 
 NO_TABLE_CHANGED = "the run did not change any table"
@@ -163,6 +271,10 @@ class AssessedRun:
     base_hash: str = ""
     was_claimed: bool = False
     """Whether a publisher had claimed the branch before."""
+
+    def to_outcome(self, state: RunState, detail: str, **fields: Any) -> Outcome:
+        """Return an outcome of this run with its verdict, and with other `fields` of `Outcome`."""
+        return Outcome(self.branch.name, self.run.run_id, state, detail, self.verdict, **fields)
 
 
 class Assessor:

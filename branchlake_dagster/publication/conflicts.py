@@ -449,7 +449,7 @@ def _check_layouts(run_change: TableChange, main_change: TableChange) -> CodedRe
             return CodedReason("a column of its partition spec was renamed", "partition_column_renamed")
         return CodedReason("its partition spec differs", "partition_spec")
     if run_change.before is None or main_change.before is None:
-        if not (run_change.is_created and main_change.is_created):
+        if run_change.before is not None or main_change.before is not None:
             return CodedReason("it was dropped and created again", "created_again")
         if run_change.after.columns != main_layout.columns:
             return CodedReason("both sides created it with different columns", "created_with_other_columns")

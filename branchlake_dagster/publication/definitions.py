@@ -27,14 +27,14 @@ from dagster import (
     multi_or_in_process_executor,
 )
 
+from branchlake_dagster.cleanup.jobs import dead_writer_sensor, reap_job, reap_schedule
 from branchlake_dagster.errors import ConfigurationError, format_first_values
 from branchlake_dagster.incremental.declaration import Consumer, parse_declaration
 from branchlake_dagster.incremental.step_consumption import build_consumer
 from branchlake_dagster.internals.dagster import AssetGraph, io_manager_key_of, with_executor
 from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
-from branchlake_dagster.publication.cleanup_jobs import dead_writer_sensor, reap_job, reap_schedule
 from branchlake_dagster.publication.publication_sensor import publication_sensor
-from branchlake_dagster.publication.publish_at_end import publish_at_end
+from branchlake_dagster.publication.run_publication import publish_at_end
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.spark_resource import BranchSparkResource
 from branchlake_dagster.settings import Settings

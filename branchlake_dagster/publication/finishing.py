@@ -11,9 +11,14 @@ from dagster import DagsterInstance, DagsterRun, DagsterRunStatus, RunsFilter
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.publication.assessment import NO_TABLE_CHANGED, AssessedRun
 from branchlake_dagster.publication.ledger import Published, Refused
-from branchlake_dagster.publication.outcome import Outcome, find_other_location
+from branchlake_dagster.publication.outcome import (
+    MainView,
+    Outcome,
+    RunReport,
+    find_other_location,
+    report_outcome,
+)
 from branchlake_dagster.publication.publisher import Publisher
-from branchlake_dagster.publication.report import MainView, RunReport, report_outcome
 from branchlake_dagster.publication.verdict import LAUNCH_AGAIN, Decision, format_rows_hint
 from branchlake_dagster.runs.branch_owner import iter_continuing_runs
 from branchlake_dagster.runs.discarding import (
@@ -156,7 +161,9 @@ class Finisher:
             detail += f"; the next ticks report {format_count(remaining, 'more partition')}"
         else:
             end_branch_and_claim(self._client, assessed_run.branch, keep_data=True)
-        return self._build_outcome(assessed_run, RunState.PUBLISHED, detail, publication.hash, tables)
+        return assessed_run.to_outcome(
+            RunState.PUBLISHED, detail, publication=publication.hash, tables=tables
+        )
 
     def _report_unpublished(
         self,
@@ -181,15 +188,11 @@ class Finisher:
         )
         if not self._keep_hours(assessed_run.run):
             end_branch_and_claim(self._client, assessed_run.branch, keep_data=False)
-        outcome_codes = assessed_run.verdict.codes if codes is None else codes
-        return self._build_outcome(
-            assessed_run,
+        return assessed_run.to_outcome(
             state,
             reason or assessed_run.verdict.format_summary(),
-            None,
-            (),
-            next_step,
-            outcome_codes,
+            next_step=next_step,
+            codes=assessed_run.verdict.codes if codes is None else codes,
         )
 
     def _report_outcome(
@@ -226,32 +229,10 @@ class Finisher:
     def _keep_hours(self, run: DagsterRun) -> float:
         return find_keep_failed_hours(run.tags, run.run_id, self._settings)
 
-    @staticmethod
-    def _build_outcome(
-        assessed_run: AssessedRun,
-        state: RunState,
-        detail: str,
-        publication: str | None,
-        tables: tuple[str, ...],
-        next_step: str = "",
-        codes: tuple[str, ...] = (),
-    ) -> Outcome:
-        return Outcome(
-            assessed_run.branch.name,
-            assessed_run.run.run_id,
-            state,
-            detail,
-            assessed_run.verdict,
-            publication,
-            tables,
-            next_step=next_step,
-            codes=codes,
-        )
 
-
-_MAX_RUNS_PER_PASS = 100
-"""The number of runs reported in one pass; the next passes report the others."""
-_FINISHED_STATUSES = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED]
+MAX_RUNS_PER_PASS = 100
+"""The number of runs without a branch that are reported in one pass; the next passes report the others."""
+FINISHED_STATUSES = [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED]
 _LOST_BRANCH_REASON = (
     "its branch no longer exists although the run was not judged: somebody deleted the branch, or Nessie was"
     " restored from a copy that does not have it"
@@ -286,8 +267,8 @@ class LostBranches:
         and three requests to Nessie for each run without a branch.
         """
         pending_runs = self._instance.get_runs(
-            RunsFilter(tags={RunTag.STATUS: str(RunState.PENDING)}, statuses=_FINISHED_STATUSES),
-            limit=_MAX_RUNS_PER_PASS,
+            RunsFilter(tags={RunTag.STATUS: str(RunState.PENDING)}, statuses=FINISHED_STATUSES),
+            limit=MAX_RUNS_PER_PASS,
         )
         for run in pending_runs:
             run_branch = find_run_location(run.tags, run.run_id)

@@ -325,11 +325,12 @@ class MainLog:
             return False
         return True
 
-    def find_merges(self, client: NessieClient, *, base_hash: str, main_hash: str) -> dict[str, str]:
-        """Return the commits on `main` that merged outside branchlake, by the merged hash.
+    def find_merges(self, client: NessieClient, *, base_hash: str) -> dict[str, str]:
+        """Return the commits on `main` since `base_hash` that merged outside branchlake, by the merged hash.
 
-        Only merges after the commit `base_hash` and up to `main_hash` are returned. Raises BaseNotOnMain.
+        Raises BaseNotOnMain.
         """
+        main_hash = client.reference(MAIN).hash
         with self._lock:
             start, end = self._load_positions(client, base_hash, main_hash)
             merge_positions = {

@@ -20,9 +20,9 @@ from branchlake_dagster.internals.dagster import report_engine_event
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieError, ReferenceNotFound, may_succeed_later
-from branchlake_dagster.publication.committer import PublicationContended
 from branchlake_dagster.publication.ledger import MainLog, Published
 from branchlake_dagster.publication.outcome import Outcome
+from branchlake_dagster.publication.publisher import PublicationContended
 from branchlake_dagster.runs.branch_owner import load_runs_on_branch
 from branchlake_dagster.runs.discarding import (
     end_judged_branch,

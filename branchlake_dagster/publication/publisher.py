@@ -5,180 +5,297 @@ current hash of `main` and sent with that hash as the expected one. This is the 
 its tables, if the run asked for serializable isolation, or if several candidates change the same table.
 
 Both ways can be repeated after a lost reply. Nessie recognizes a merge that it has, and the ledger is
-searched for the commit before it is planned again. Two commits of one plan cannot both succeed, because each
-changes keys that the other expects unchanged.
+searched for the commit, at the hash of the plan, before it is planned again. Two commits of one plan cannot
+both succeed, because each changes keys that the other expects unchanged.
 
-A rebased state that needs checks on whole tables waits on a branch of its own. One state holds all runs that
-wait for the same tables. With one state per run, every publication changed the table under all the others,
-and nine waiting runs took forty check runs.
+The files of a candidate are read first, because a merge in Nessie does not open them. A run whose metadata
+file was empty after a power cut was once merged, and the table on `main` could not be read any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
+from types import MappingProxyType
 
-from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown
+from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.errors import NessieConflict, NessieError, ReferenceNotFound, may_succeed_later
-from branchlake_dagster.nessie.model import ContentKey, DiffEntry
-from branchlake_dagster.publication.committer import Committer, PublicationContended
+from branchlake_dagster.nessie.errors import (
+    NessieConflict,
+    NessieError,
+    NessieOutcomeUnknown,
+    ReferenceNotFound,
+    may_succeed_later,
+)
+from branchlake_dagster.nessie.model import (
+    Content,
+    ContentKey,
+    ContentsAt,
+    DiffEntry,
+)
 from branchlake_dagster.publication.ledger import (
+    BaseNotOnMain,
     Candidate,
     MainLog,
+    NeedsChecks,
     Publication,
     Published,
+    Refused,
     Result,
     is_namespace_change,
-    parse_publications,
     publication_message,
     publication_properties,
 )
-from branchlake_dagster.publication.replay import IcebergTableFormat, TableFormat
+from branchlake_dagster.publication.rebase_plan import CommitPlan, add_culprits, find_origin_commit
+from branchlake_dagster.publication.replay import (
+    IcebergTableFormat,
+    TableFormat,
+    find_unreadable_candidates,
+    table_states,
+    wrap_file_errors,
+)
 from branchlake_dagster.publication.snapshot_files import SnapshotFiles
-from branchlake_dagster.runs.branch_owner import branch_filter
-from branchlake_dagster.runs.run_branch import run_branch_name
-from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
+from branchlake_dagster.runs.leases import lease_key
+from branchlake_dagster.wording import CodedReason
 
-PUBLICATION_BRANCH_FILTER = branch_filter(ReferencePrefix.PUBLICATION)
-"""Nessie's filter for publication branches. They are named `publish-{run_id}`, after the oldest of their
-runs."""
+_MAX_ATTEMPTS = 5
 
 
-def publication_branch_name(run_id: str) -> str:
-    """Return the name of the branch on which the rebased state of a run waits for its checks."""
-    return f"{ReferencePrefix.PUBLICATION}{run_id}"
+class PublicationContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """Other writers kept changing the same tables; nothing was published, and the next tick tries again."""
 
 
-@dataclass(frozen=True)
-class PreparedState:
-    """A state on a branch of its own: `main` at `main_hash` plus one commit, on which checks can run.
+class Committer:
+    """Plans and sends commits. Several publishers may use the same tables at once."""
 
-    `run_branches` are the branches whose changes the state holds, oldest first. `tables` are those of their
-    tables that were replayed. `changes` are the changes of the commit.
-    """
-
-    branch: str
-    hash: str
-    main_hash: str
-    run_branches: tuple[str, ...]
-    tables: tuple[str, ...]
-    changes: tuple[DiffEntry, ...]
-
-    @property
-    def changed_keys(self) -> frozenset[ContentKey]:
-        """The content keys that the state would change on `main`, without namespaces."""
-        return frozenset(change.key for change in self.changes if not is_namespace_change(change))
-
-
-class PreparedStates:
-    """Creates prepared states, finds them again in a later process, and publishes them after their checks."""
-
-    def __init__(self, client: NessieClient, committer: Committer) -> None:
+    def __init__(self, client: NessieClient, tables: TableFormat, log: MainLog) -> None:
         self._client = client
-        self._committer = committer
-
-    def prepare(
-        self, batch: Sequence[Candidate]
-    ) -> tuple[PreparedState | None, dict[str, Result | Exception]]:
-        """Commit the rebased candidates to a publication branch.
-
-        Returns the state, or None if it would hold no candidate, and the results of the candidates that it
-        does not hold.
-        """
-        plan, results = self._committer.plan_for_checks(batch)
-        if not plan.accepted:
-            return None, results
-        candidates = list(plan.accepted)
-        name = publication_branch_name(candidates[0].run_id)
-        self.delete(name)
-        try:
-            self._client.create_branch(name, from_ref=MAIN, from_hash=plan.main_hash)
-        except Exception:
-            plan.discard()
-            raise
-        tables = tuple(sorted({table for rebased in plan.accepted.values() for table in rebased}))
-        commit_hash = self._committer.send_commit(plan, name, {LakeProperty.REBASED: ",".join(tables)})
-        if commit_hash is None:
-            raise PublicationContended(
-                "The rebased state could not be committed to its branch for the checks.",
-                branch=name,
-                run_id=candidates[0].run_id,
-                hint="Nothing is lost: the next tick of the publication sensor tries again.",
-            )
-        changes = tuple(self._client.diff(f"@{plan.main_hash}", f"@{commit_hash}"))
-        run_branches = tuple(candidate.branch for candidate in candidates)
-        return PreparedState(name, commit_hash, plan.main_hash, run_branches, tables, changes), results
-
-    def load_all(self, names: Iterable[str] | None = None) -> list[PreparedState]:
-        """Load the states that this or an earlier process has prepared. Incomplete ones are left out.
-
-        `names` are the names of the publication branches, if the caller has listed them already.
-        """
-        if names is None:
-            names = [ref.name for ref in self._client.references(filter=PUBLICATION_BRANCH_FILTER)]
-        return [state for name in names if (state := self._load_state(name))]
-
-    def _load_state(self, name: str) -> PreparedState | None:
-        try:
-            entries = list(self._client.log(name, limit=1))
-        except ReferenceNotFound:
-            return None
-        if not entries or LakeProperty.REBASED not in (properties := entries[0].commit.properties):
-            return None  # the process died before the commit, or the branch is not ours
-        commit = entries[0].commit
-        main_hash = commit.parent_hashes[0]
-        run_branches = tuple(publication.branch for publication in parse_publications(entries[0]))
-        if (
-            not run_branches
-            or publication_branch_name(run_branches[0].removeprefix(run_branch_name(""))) != name
-        ):
-            return None
-        tables = tuple(filter(None, properties[LakeProperty.REBASED].split(",")))
-        changes = tuple(self._client.diff(f"@{main_hash}", f"@{commit.hash}"))
-        return PreparedState(name, commit.hash, main_hash, run_branches, tables, changes)
+        self._tables = tables
+        self._log = log
 
     def publish(
-        self, prepared: PreparedState, batch: Sequence[Candidate]
-    ) -> dict[str, Result | Exception] | None:
-        """Publish exactly the state that was checked, for all its candidates.
+        self, batch: Sequence[Candidate], *, alive: Callable[[], None] = lambda: None
+    ) -> dict[str, Result | Exception]:
+        """Plan and commit until `main` does not change in between; return the result of each branch.
 
-        Returns None if `main` has changed the same keys since. Otherwise returns the results of all
-        candidates, or of those because of which a new state must be prepared.
+        `alive` is called before each commit and may raise to stop it. An error of one candidate is returned
+        as its result; an error that concerns all candidates is raised. Raises PublicationContended after five
+        attempts. If the outcome of an attempt is unknown and no later attempt clears it up, raises
+        NessieOutcomeUnknown, whatever failed last.
         """
-        plan, results, is_current = self._committer.plan_checked_state(batch, prepared.changes)
-        if results:
+        keys = _involved_keys(batch)
+        unknown_outcome: NessieOutcomeUnknown | None = None
+        for _ in range(_MAX_ATTEMPTS):
+            try:
+                results = self._try_publish(batch, keys, alive)
+            except NessieOutcomeUnknown as error:
+                unknown_outcome = unknown_outcome or error
+                continue
+            except Exception as error:
+                if unknown_outcome is None:
+                    raise
+                raise unknown_outcome from error
+            if results is None:
+                continue
+            for branch, result in results.items():
+                if unknown_outcome is not None and isinstance(result, Exception):
+                    results[branch] = unknown_outcome
             return results
-        if not is_current:
-            return None
-        if not self._committer.can_read_files(prepared.changes):
-            # A lost file of a run stays lost. A lost file of the state is written again with the next state.
-            return dict(self._committer.find_unreadable(batch)) or None
-        commit_hash = self._committer.send_commit(plan, MAIN)
+        if unknown_outcome is not None:
+            raise unknown_outcome
+        raise PublicationContended(
+            f"Main changed {_MAX_ATTEMPTS} times while the publication was planned.",
+            table=", ".join(batch[0].tables),
+            branch=batch[0].branch,
+            run_id=batch[0].run_id,
+            hint="Nothing is lost. The next tick of the publication sensor tries again.",
+        )
+
+    def _try_publish(
+        self, batch: Sequence[Candidate], keys: list[ContentKey], alive: Callable[[], None]
+    ) -> dict[str, Result | Exception] | None:
+        """Plan and commit once. Return None if `main` has changed keys of the plan meanwhile."""
+        main_contents = self._client.contents_at(MAIN, keys)
+        plan, results = self._build_plan(batch, main_contents)
+        if not plan.accepted:
+            return results
+        commit_hash = self.send_commit(plan, MAIN, alive=alive)
         if commit_hash is None:
             return None
-        return {
-            candidate.branch: Published(
-                commit_hash,
-                rebased_tables=tuple(table for table in prepared.tables if table in candidate.tables),
-            )
-            for candidate in batch
+        published = {
+            candidate.branch: Published(commit_hash, rebased_tables=tables)
+            for candidate, tables in plan.accepted.items()
         }
+        return {**results, **published}
 
-    def find_outside_merge(self, prepared: PreparedState) -> Published | None:
-        """Find a merge of the state outside branchlake, before its checks ended; None if there is none."""
-        return self._committer.find_outside_merge(prepared.hash, base=prepared.main_hash)
+    def plan_for_checks(self, batch: Sequence[Candidate]) -> tuple[CommitPlan, dict[str, Result | Exception]]:
+        """Return a plan whose result must pass checks, and the reasons why other candidates are not in it.
 
-    def delete(self, name: str) -> None:
-        """Delete the branch of a prepared state, if it exists."""
+        A candidate that conflicts only with others of the plan is left out without a reason, because those
+        may still fail their checks. A run was once refused because of a run that failed its checks later.
+        """
+        main_contents = self._client.contents_at(MAIN, _involved_keys(batch))
+        plan, results = self._build_plan(batch, main_contents, checked=True)
+        for candidate in batch:
+            if isinstance(results.get(candidate.branch), Refused) and plan.accepted:
+                single_plan, _ = self._build_plan([candidate], main_contents, checked=True)
+                if single_plan.accepted:
+                    del results[candidate.branch]
+                single_plan.discard()
+        return plan, results
+
+    def plan_checked_state(
+        self, batch: Sequence[Candidate], changes: Sequence[DiffEntry]
+    ) -> tuple[CommitPlan, dict[str, Result | Exception], bool]:
+        """Return a plan that puts a checked state of all candidates on `main`.
+
+        `changes` is the difference between `main` and that state. Also returns the reasons of candidates that
+        cannot be published, and whether the plan is complete. It is incomplete if there is such a reason,
+        because the state is then not what was checked, or if `main` has changed the same keys.
+        """
+        changed_keys = [entry.key for entry in changes]
+        main_contents = self._client.contents_at(MAIN, sorted({*_involved_keys(batch), *changed_keys}))
+        plan = CommitPlan(main_contents.reference.hash, main_contents.contents, self._tables)
+        results: dict[str, Result | Exception] = {}
+        for candidate in batch:
+            if earlier_result := self._find_earlier_result(candidate, plan.main_hash):
+                results[candidate.branch] = earlier_result
+            elif obstacle := plan.add_reader(candidate, self._load_read_set(candidate)):
+                results[candidate.branch] = add_culprits(
+                    self._client, candidate, obstacle, main_hash=plan.main_hash
+                )
+        with wrap_file_errors(batch[0]):
+            fits = not results and plan.add_state(changes)
+        return plan, results, fits
+
+    def find_unreadable(self, batch: Sequence[Candidate]) -> dict[str, Exception]:
+        """Return the error of each candidate, by branch, whose own files cannot be read.
+
+        See `find_unreadable_candidates`.
+        """
+        return find_unreadable_candidates(self._tables, batch)
+
+    def can_read_files(self, changes: Sequence[DiffEntry]) -> bool:
+        """Return whether all files that the changes add to tables can be read."""
+        return not any(self._tables.find_read_errors(table_states(changes)))
+
+    def find_outside_merge(self, source: str, *, base: str) -> Published | None:
+        """Return the merge of the state `source` that was made outside branchlake; None if there is none.
+
+        `base` is the commit of `main` from which the state was made.
+        """
         try:
-            self._client.delete_branch(name, expected_hash=self._client.reference(name).hash)
-        except ReferenceNotFound:
-            return
+            merges = self._log.find_merges(self._client, base_hash=base)
+        except BaseNotOnMain:
+            return None
+        return Published(merges[source], is_new=False, merged_outside=True) if source in merges else None
+
+    def _build_plan(
+        self, batch: Iterable[Candidate], main_contents: ContentsAt, *, checked: bool = False
+    ) -> tuple[CommitPlan, dict[str, Result | Exception]]:
+        plan = CommitPlan(main_contents.reference.hash, main_contents.contents, self._tables)
+        results: dict[str, Result | Exception] = {}
+        for candidate in batch:
+            obstacle = self._find_earlier_result(candidate, plan.main_hash) or self._add_candidate(
+                plan, candidate, checked=checked
+            )
+            if obstacle is not None:
+                results[candidate.branch] = obstacle
+        return plan, results
+
+    def _find_earlier_result(self, candidate: Candidate, main_hash: str) -> Published | Refused | None:
+        """Return the candidate's earlier publication, or its refusal if its base is not on `main`; else None.
+
+        `main_hash` is the hash that the plan will expect. Searching at exactly that hash closes the race: a
+        later publication of the candidate changes keys of the plan, so the commit fails and is planned again.
+        """
+        try:
+            return self._log.find_publication(
+                self._client,
+                candidate.branch,
+                base_hash=candidate.base_hash,
+                head_hash=candidate.head_hash,
+                main_hash=main_hash,
+            )
+        except BaseNotOnMain as error:
+            return Refused(dict.fromkeys(candidate.tables, CodedReason(error.message, "base_not_on_main")))
+
+    def _add_candidate(
+        self, plan: CommitPlan, candidate: Candidate, *, checked: bool
+    ) -> Published | Refused | NeedsChecks | Exception | None:
+        """Add a candidate to a plan; return None, or the reason why it was not added."""
+        try:
+            with wrap_file_errors(candidate):
+                obstacle = plan.add(candidate, self._load_read_set(candidate), checked=checked)
+            if isinstance(obstacle, Refused):
+                return add_culprits(self._client, candidate, obstacle, main_hash=plan.main_hash)
+            if isinstance(obstacle, Published):
+                return replace(
+                    obstacle,
+                    hash=find_origin_commit(self._client, candidate, main_hash=plan.main_hash)
+                    or obstacle.hash,
+                )
+        except NessieError:
+            raise  # all candidates need the server
+        except Exception as error:  # noqa: BLE001 - an error of one candidate must not block others
+            return error
+        return obstacle
+
+    def _load_read_set(self, candidate: Candidate) -> Mapping[ContentKey, Content]:
+        """Load the contents of the read set at the candidate's base."""
+        if not candidate.read_set:
+            return {}
+        return self._client.contents(f"@{candidate.base_hash}", sorted(candidate.read_set))
+
+    def send_commit(
+        self,
+        plan: CommitPlan,
+        branch: str,
+        extra_properties: Mapping[str, str] = MappingProxyType({}),
+        *,
+        alive: Callable[[], None] = lambda: None,
+    ) -> str | None:
+        """Commit the plan to `branch` and return the hash; None if one of its keys has changed.
+
+        `alive` is called after the files of the plan are written, immediately before the request, and may
+        raise. Raises NessieOutcomeUnknown if the commit may exist; the plan's files are kept then.
+        """
+        entries = [candidate.to_publication() for candidate in plan.accepted]
+        with wrap_file_errors(next(iter(plan.accepted))):
+            operations = plan.build_operations()
+        try:
+            alive()
+            return self._client.commit(
+                branch,
+                expected_hash=plan.main_hash,
+                operations=operations,
+                message=publication_message(entries),
+                properties={**publication_properties(entries), **plan.fencing_tokens(), **extra_properties},
+            ).hash
+        except NessieOutcomeUnknown:
+            # Keep the files: the commit may exist, or still arrive. The next attempt finds it in the ledger.
+            # If it arrives later, it fails because the keys have changed.
+            raise
+        except NessieConflict:
+            plan.discard()
+            return None
+        except Exception:
+            plan.discard()  # the commit certainly does not exist
+            raise
+
+
+def _involved_keys(candidates: Iterable[Candidate]) -> list[ContentKey]:
+    """Return all keys that a plan must read: written keys, read keys, leases, and their namespaces."""
+    candidate_keys = {
+        key
+        for candidate in candidates
+        for key in (*candidate.keys, *(candidate.read_set or ()), *map(lease_key, candidate.leases))
+    }
+    return sorted(candidate_keys | {ContentKey(key.parent) for key in candidate_keys if key.parent})
 
 
 MAX_BATCH_SIZE = 32
@@ -208,8 +325,7 @@ class Publisher:
     def __init__(self, client: NessieClient, tables: TableFormat, log: MainLog | None = None) -> None:
         self._client = client
         self._log = log or MainLog()
-        self._committer = Committer(client, tables, self._log)
-        self.prepared_states = PreparedStates(client, self._committer)
+        self.committer = Committer(client, tables, self._log)
 
     def publish(
         self, candidates: Sequence[Candidate], *, alive: Callable[[], None] = lambda: None
@@ -238,7 +354,7 @@ class Publisher:
         An error of any class concerns its candidate alone.
         """
         try:
-            return self._committer.find_unreadable(candidates)
+            return self.committer.find_unreadable(candidates)
         except Exception as error:  # noqa: BLE001 - the error becomes the outcome of its candidate
             if len(candidates) == 1:
                 return {candidates[0].branch: error}
@@ -293,7 +409,7 @@ class Publisher:
         results: dict[str, Result | Exception] = {}
         waiting = iter(group)
         while batch := list(islice(waiting, MAX_BATCH_SIZE)):
-            results |= self._publish_isolated(partial(self._committer.publish, alive=alive), batch)
+            results |= self._publish_isolated(partial(self.committer.publish, alive=alive), batch)
         return results
 
     # -- one merge -------------------------------------------------------------------------------------
@@ -343,10 +459,7 @@ class Publisher:
 
         The head is later if a writer that was taken for dead changed the branch after it was judged.
         """
-        main_hash = self._client.reference(MAIN).hash
-        for source, merge in self._log.find_merges(
-            self._client, base_hash=base_hash, main_hash=main_hash
-        ).items():
+        for source, merge in self._log.find_merges(self._client, base_hash=base_hash).items():
             with contextlib.suppress(ReferenceNotFound):  # that branch began at another commit of main
                 later = self._client.log(f"@{source}", since=base_hash)
                 if any(entry.commit.hash == head_hash for entry in later):

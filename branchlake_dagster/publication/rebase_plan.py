@@ -2,20 +2,24 @@
 
 The plan starts from `main` at one hash. Each candidate is added completely or not at all, on top of the
 candidates before it. Contents that nobody else changed are taken from the run's branch. If `main` changed a
-table, the run's changes are replayed on the newer state.
+table, the run's changes are replayed on the newer state. `main`'s log names the runs that a refused candidate
+conflicts with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
+from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import (
     Content,
     ContentKey,
     Delete,
     DiffEntry,
     IcebergTable,
+    LogEntry,
     Namespace,
     Operation,
     OtherContent,
@@ -23,7 +27,13 @@ from branchlake_dagster.nessie.model import (
     Unchanged,
 )
 from branchlake_dagster.publication.conflicts import find_overlap, map_over_compactions
-from branchlake_dagster.publication.ledger import Candidate, NeedsChecks, Published, Refused
+from branchlake_dagster.publication.ledger import (
+    Candidate,
+    NeedsChecks,
+    Published,
+    Refused,
+    parse_publications,
+)
 from branchlake_dagster.publication.replay import ReplayImpossible, StagedState, TableFormat
 from branchlake_dagster.publication.table_change import ChangeMode, TableChange
 from branchlake_dagster.runs.leases import Lease, lease_key
@@ -382,3 +392,69 @@ def _find_same_property(run_change: TableChange, main_change: TableChange) -> st
         if run_change.properties_set.get(name) != main_change.properties_set.get(name)
     }
     return min(differing_names, default=None)
+
+
+_MAX_COMMITS = 2000
+"""The number of commits, newest first, that are searched for the runs of a conflict."""
+
+OUTSIDE_WRITER = "somebody outside branchlake"
+
+
+def add_culprits(client: NessieClient, candidate: Candidate, refusal: Refused, *, main_hash: str) -> Refused:
+    """Add to a refusal the publications that it conflicts with, and the new names of renamed tables.
+
+    `main_hash` is the hash of `main` at which the candidate was refused. Reads the log since the candidate's
+    base, once.
+    """
+    old_contents = {entry.key: entry.from_content for entry in candidate.changes}
+    key_by_name = {key.name: key for key in (*old_contents, *(candidate.read_set or ()))}
+    keys = {key_by_name[name] for name in refusal.conflicts if name in key_by_name}
+    entries = list(_iter_commits(client, candidate, main_hash))
+    conflicts = dict(refusal.conflicts)
+    runs = list(refusal.runs)
+    for entry in entries:
+        for key in [key for key in keys if _changes_key(entry, key)]:
+            if not refusal.runs:
+                runs += [publication.run_id for publication in parse_publications(entry)] or [OUTSIDE_WRITER]
+            old_table = old_contents.get(key)
+            if isinstance(old_table, IcebergTable) and (new_name := _find_new_name(entry, key, old_table)):
+                conflicts[key.name] = CodedReason(f"it was renamed to {new_name}", "renamed")
+    return replace(refusal, conflicts=conflicts, runs=tuple(dict.fromkeys(runs)))
+
+
+def find_origin_commit(client: NessieClient, candidate: Candidate, *, main_hash: str) -> str | None:
+    """Return the first commit on `main` that has the candidate's last table as on its branch.
+
+    None if that commit is not among the newest 2,000 since the base.
+    """
+    last_change = next(e for e in reversed(candidate.changes) if isinstance(e.to_content, IcebergTable))
+    commit_hash = None
+    for entry in _iter_commits(client, candidate, main_hash):
+        if any(
+            isinstance(operation, Put)
+            and operation.key == last_change.key
+            and operation.content == last_change.to_content
+            for operation in entry.operations
+        ):
+            commit_hash = entry.commit.hash
+    return commit_hash
+
+
+def _iter_commits(client: NessieClient, candidate: Candidate, main_hash: str) -> Iterator[LogEntry]:
+    """Yield the commits since the candidate's base, at most `_MAX_COMMITS`."""
+    return islice(client.log(f"@{main_hash}", since=candidate.base_hash, fetch_operations=True), _MAX_COMMITS)
+
+
+def _changes_key(entry: LogEntry, key: ContentKey) -> bool:
+    return any(isinstance(operation, Put | Delete) and operation.key == key for operation in entry.operations)
+
+
+def _find_new_name(entry: LogEntry, key: ContentKey, old_table: IcebergTable) -> str | None:
+    """Return the dotted name under which the same commit put the content that it deleted at `key`."""
+    if not any(isinstance(operation, Delete) and operation.key == key for operation in entry.operations):
+        return None
+    puts = (operation for operation in entry.operations if isinstance(operation, Put))
+    return next(
+        (operation.key.name for operation in puts if operation.content.content_id == old_table.content_id),
+        None,
+    )

@@ -3,6 +3,9 @@
 The state waits on a branch `publish-{run_id}` while a Dagster run executes the checks there. No state is kept
 in memory between ticks: the branch and the tags of that run record the progress. If the checks of a state
 fail, its runs are divided until the failing run is found.
+
+One state holds all runs that wait for the same tables. With one state per run, every publication changed the
+table under all the others, and nine waiting runs took forty check runs.
 """
 
 from __future__ import annotations
@@ -14,13 +17,164 @@ from datetime import UTC, datetime, timedelta
 from dagster import DagsterInstance, RunRecord, RunsFilter
 
 from branchlake_dagster.internals.dagster import AssetGraph
-from branchlake_dagster.nessie.errors import may_succeed_later
-from branchlake_dagster.publication.evidence import RunEvidence, collect_evidence
-from branchlake_dagster.publication.ledger import Candidate, NeedsChecks, Published, Refused
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import ReferenceNotFound, may_succeed_later
+from branchlake_dagster.nessie.model import ContentKey, DiffEntry
+from branchlake_dagster.publication.assessment import collect_evidence
+from branchlake_dagster.publication.ledger import (
+    Candidate,
+    NeedsChecks,
+    Published,
+    Refused,
+    Result,
+    is_namespace_change,
+    parse_publications,
+)
 from branchlake_dagster.publication.outcome import CheckRun
-from branchlake_dagster.publication.publisher import PreparedState, PreparedStates
-from branchlake_dagster.stored_names import RunTag
+from branchlake_dagster.publication.publisher import Committer, PublicationContended
+from branchlake_dagster.publication.verdict import RunEvidence
+from branchlake_dagster.runs.branch_owner import branch_filter
+from branchlake_dagster.runs.run_branch import run_branch_name
+from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix, RunTag
 from branchlake_dagster.wording import CodedReason, format_count, pluralize
+
+PUBLICATION_BRANCH_FILTER = branch_filter(ReferencePrefix.PUBLICATION)
+"""Nessie's filter for publication branches. They are named `publish-{run_id}`, after the oldest of their
+runs."""
+
+
+def publication_branch_name(run_id: str) -> str:
+    """Return the name of the branch on which the rebased state of a run waits for its checks."""
+    return f"{ReferencePrefix.PUBLICATION}{run_id}"
+
+
+@dataclass(frozen=True)
+class PreparedState:
+    """A state on a branch of its own: `main` at `main_hash` plus one commit, on which checks can run.
+
+    `run_branches` are the branches whose changes the state holds, oldest first. `tables` are those of their
+    tables that were replayed. `changes` are the changes of the commit.
+    """
+
+    branch: str
+    hash: str
+    main_hash: str
+    run_branches: tuple[str, ...]
+    tables: tuple[str, ...]
+    changes: tuple[DiffEntry, ...]
+
+    @property
+    def changed_keys(self) -> frozenset[ContentKey]:
+        """The content keys that the state would change on `main`, without namespaces."""
+        return frozenset(change.key for change in self.changes if not is_namespace_change(change))
+
+
+class PreparedStates:
+    """Creates prepared states, finds them again in a later process, and publishes them after their checks."""
+
+    def __init__(self, client: NessieClient, committer: Committer) -> None:
+        self._client = client
+        self._committer = committer
+
+    def prepare(
+        self, batch: Sequence[Candidate]
+    ) -> tuple[PreparedState | None, dict[str, Result | Exception]]:
+        """Commit the rebased candidates to a publication branch.
+
+        Returns the state, or None if it would hold no candidate, and the results of the candidates that it
+        does not hold.
+        """
+        plan, results = self._committer.plan_for_checks(batch)
+        if not plan.accepted:
+            return None, results
+        candidates = list(plan.accepted)
+        name = publication_branch_name(candidates[0].run_id)
+        self.delete(name)
+        try:
+            self._client.create_branch(name, from_ref=MAIN, from_hash=plan.main_hash)
+        except Exception:
+            plan.discard()
+            raise
+        tables = tuple(sorted({table for rebased in plan.accepted.values() for table in rebased}))
+        commit_hash = self._committer.send_commit(plan, name, {LakeProperty.REBASED: ",".join(tables)})
+        if commit_hash is None:
+            raise PublicationContended(
+                "The rebased state could not be committed to its branch for the checks.",
+                branch=name,
+                run_id=candidates[0].run_id,
+                hint="Nothing is lost: the next tick of the publication sensor tries again.",
+            )
+        changes = tuple(self._client.diff(f"@{plan.main_hash}", f"@{commit_hash}"))
+        run_branches = tuple(candidate.branch for candidate in candidates)
+        return PreparedState(name, commit_hash, plan.main_hash, run_branches, tables, changes), results
+
+    def load_all(self, names: Iterable[str] | None = None) -> list[PreparedState]:
+        """Load the states that this or an earlier process has prepared. Incomplete ones are left out.
+
+        `names` are the names of the publication branches, if the caller has listed them already.
+        """
+        if names is None:
+            names = [ref.name for ref in self._client.references(filter=PUBLICATION_BRANCH_FILTER)]
+        return [state for name in names if (state := self._load_state(name))]
+
+    def _load_state(self, name: str) -> PreparedState | None:
+        try:
+            entries = list(self._client.log(name, limit=1))
+        except ReferenceNotFound:
+            return None
+        if not entries or LakeProperty.REBASED not in (properties := entries[0].commit.properties):
+            return None  # the process died before the commit, or the branch is not ours
+        commit = entries[0].commit
+        main_hash = commit.parent_hashes[0]
+        run_branches = tuple(publication.branch for publication in parse_publications(entries[0]))
+        if (
+            not run_branches
+            or publication_branch_name(run_branches[0].removeprefix(run_branch_name(""))) != name
+        ):
+            return None
+        tables = tuple(filter(None, properties[LakeProperty.REBASED].split(",")))
+        changes = tuple(self._client.diff(f"@{main_hash}", f"@{commit.hash}"))
+        return PreparedState(name, commit.hash, main_hash, run_branches, tables, changes)
+
+    def publish(
+        self, prepared: PreparedState, batch: Sequence[Candidate]
+    ) -> dict[str, Result | Exception] | None:
+        """Publish exactly the state that was checked, for all its candidates.
+
+        Returns None if `main` has changed the same keys since. Otherwise returns the results of all
+        candidates, or of those because of which a new state must be prepared.
+        """
+        plan, results, is_current = self._committer.plan_checked_state(batch, prepared.changes)
+        if results:
+            return results
+        if not is_current:
+            return None
+        if not self._committer.can_read_files(prepared.changes):
+            # A lost file of a run stays lost. A lost file of the state is written again with the next state.
+            return dict(self._committer.find_unreadable(batch)) or None
+        commit_hash = self._committer.send_commit(plan, MAIN)
+        if commit_hash is None:
+            return None
+        return {
+            candidate.branch: Published(
+                commit_hash,
+                rebased_tables=tuple(table for table in prepared.tables if table in candidate.tables),
+            )
+            for candidate in batch
+        }
+
+    def find_outside_merge(self, prepared: PreparedState) -> Published | None:
+        """Find a merge of the state outside branchlake, before its checks ended; None if there is none."""
+        return self._committer.find_outside_merge(prepared.hash, base=prepared.main_hash)
+
+    def delete(self, name: str) -> None:
+        """Delete the branch of a prepared state, if it exists."""
+        try:
+            self._client.delete_branch(name, expected_hash=self._client.reference(name).hash)
+        except ReferenceNotFound:
+            return
+
 
 MAX_CHECK_ATTEMPTS = 3
 """A check run that ended without a verdict is requested at most this often."""
@@ -51,7 +205,7 @@ class Recheck:
         default_namespace: str,
         *,
         patience: timedelta,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        now: Callable[[], datetime],
     ) -> None:
         self._states = states
         self._instance = instance
@@ -59,13 +213,6 @@ class Recheck:
         self._default_namespace = default_namespace
         self._patience = patience
         self._now = now
-
-    def load_states(self, names: Iterable[str] | None = None) -> list[PreparedState]:
-        """Load the states that wait for their checks.
-
-        `names` are the names of their branches, if the caller has listed them already.
-        """
-        return self._states.load_all(names)
 
     def prepare(self, members: Mapping[Candidate, RunEvidence]) -> dict[str, RecheckResult]:
         """Prepare a state with all `members`, oldest first, and request its checks.
@@ -175,10 +322,6 @@ class Recheck:
             )
             return self._refuse_or_divide(prepared, members, CodedReason(why, "checks_gave_no_verdict"))
         return self._request_checks(prepared, members, attempt=len(runs))
-
-    def release(self, prepared: PreparedState) -> None:
-        """Delete a state, because some of its runs do not wait any more."""
-        self._states.delete(prepared.branch)
 
     def _load_check_runs(self, prepared: PreparedState) -> Sequence[RunRecord]:
         tags = {RunTag.CHECK_HASH: prepared.hash, RunTag.CHECK_REF: prepared.branch}

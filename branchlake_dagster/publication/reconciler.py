@@ -3,28 +3,41 @@
 A pass starts from stored state, not from events. Whatever a lost tick, a crash or a backlog left behind is
 found again, because the branch still exists. A pass is bounded: the oldest runs come first, in batches from
 verdict to publication. Runs that do not fit into the time budget wait for the next pass.
+
+A lock allows one pass over a lake at a time on one machine, but never waits for a stuck pass. Dagster gives a
+tick 60 s, then starts the next one while the old one goes on. Passes may overlap: each change of the lake
+happens exactly once. But overlapping passes do the work twice, and once reported four publications twice.
+
+A pass holds the lock during calls to Nessie, the storage and Dagster's database. A process that is stopped,
+or waits for a disk, would hold it as long as it lives. Therefore the lock file records its holder and the
+start time. A later pass ignores a holder that is older than any pass should be.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice
-from typing import Any, Self
+from pathlib import Path
+from typing import IO, Any, Self
 
 from dagster import DagsterInstance
 
+from branchlake_dagster.file_lock import try_file_lock
 from branchlake_dagster.internals.dagster import AssetGraph
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieError, ReferenceNotFound
 from branchlake_dagster.nessie.model import ContentKey, Reference
 from branchlake_dagster.publication.assessment import AssessedRun, Assessor
-from branchlake_dagster.publication.evidence import RunEvidence
 from branchlake_dagster.publication.finishing import Finisher, LostBranches
 from branchlake_dagster.publication.ledger import (
     Candidate,
@@ -34,18 +47,23 @@ from branchlake_dagster.publication.ledger import (
     Result,
     is_namespace_change,
 )
-from branchlake_dagster.publication.outcome import EndedRun, Outcome, find_ended_runs
+from branchlake_dagster.publication.outcome import EndedRun, MainView, Outcome, find_ended_runs
 from branchlake_dagster.publication.parked_runs import FailedAttempts
 from branchlake_dagster.publication.publisher import (
     MAX_BATCH_SIZE,
-    PreparedState,
     Publisher,
     build_publisher,
     group_by_shared_keys,
 )
-from branchlake_dagster.publication.recheck import PendingChecks, Recheck, RecheckResult
-from branchlake_dagster.publication.report import MainView
-from branchlake_dagster.runs.added_snapshots import ReadMetadata
+from branchlake_dagster.publication.recheck import (
+    PendingChecks,
+    PreparedState,
+    PreparedStates,
+    Recheck,
+    RecheckResult,
+)
+from branchlake_dagster.publication.verdict import RunEvidence
+from branchlake_dagster.runs.branch_commits import ReadMetadata
 from branchlake_dagster.runs.branch_owner import branch_filter
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState, find_recorded_base
@@ -132,8 +150,9 @@ class BranchPublisher:
             clock=clock,
             now=now,
         )
+        self._states = PreparedStates(client, publisher.committer)
         self._recheck = Recheck(
-            publisher.prepared_states,
+            self._states,
             instance,
             graph,
             settings.default_namespace,
@@ -231,7 +250,7 @@ class BranchPublisher:
             item.candidate: item for item in assessed_runs if item.candidate and not item.already_published
         }
         if len(members) < len(state_runs):
-            self._recheck.release(state)
+            self._states.delete(state.branch)
             return []
         return self._answer_members(
             members, lambda evidence: self._recheck.advance(state, evidence), reservations
@@ -253,8 +272,11 @@ class BranchPublisher:
         for candidate, assessed_run in members.items():
             answer = answers[candidate.branch]
             if isinstance(answer, PendingChecks):
-                reservations.add(_changed_keys(candidate), assessed_run.branch.name)
-                outcomes.append(_checking_outcome(assessed_run, answer))
+                changed_keys = (entry.key for entry in candidate.changes if not is_namespace_change(entry))
+                reservations.add(changed_keys, assessed_run.branch.name)
+                outcomes.append(
+                    assessed_run.to_outcome(RunState.CHECKING, answer.detail, check_run=answer.check_run)
+                )
             else:
                 outcomes.append(self._finish_run(assessed_run, answer))
         return outcomes
@@ -337,7 +359,7 @@ class Reconciler(BranchPublisher):
         yield from self._lost_branches.report({ref.name for ref in run_refs})
         if not ended:
             return
-        states = self._recheck.load_states(
+        states = self._states.load_all(
             ref.name for ref in refs if ref.name.startswith(ReferencePrefix.PUBLICATION)
         )
         yield from self._reconcile_ended(ended, states, self._advance_complete_state)
@@ -349,7 +371,7 @@ class Reconciler(BranchPublisher):
             return None
         ended, others = find_ended_runs(self._instance, [branch], location=self._location)
         return next(iter(others), None) or next(
-            self._reconcile_ended(ended, self._recheck.load_states(), self._advance_state)
+            self._reconcile_ended(ended, self._states.load_all(), self._advance_state)
         )
 
     def _reconcile_ended(
@@ -383,7 +405,7 @@ class Reconciler(BranchPublisher):
         `state_runs` are those of all ended runs that belong to the state.
         """
         if len(state_runs) < len(state.run_branches):
-            self._recheck.release(state)
+            self._states.delete(state.branch)
             return []
         return self._advance_state(state, state_runs, reservations)
 
@@ -398,22 +420,99 @@ def _parallel_map(at_once: int) -> Iterator[Callable[..., Iterable[Any]]]:
         yield pool.map
 
 
-def _changed_keys(candidate: Candidate) -> Iterator[ContentKey]:
-    return (entry.key for entry in candidate.changes if not is_namespace_change(entry))
-
-
 def waiting_outcome(pending_run: EndedRun | AssessedRun, why: str) -> Outcome:
     """Return the outcome of a run that this pass leaves as it is."""
     branch = pending_run.branch if isinstance(pending_run, EndedRun) else pending_run.branch.name
     return Outcome(branch, pending_run.run.run_id, RunState.WAITING, why)
 
 
-def _checking_outcome(assessed_run: AssessedRun, answer: PendingChecks) -> Outcome:
-    return Outcome(
-        assessed_run.branch.name,
-        assessed_run.run.run_id,
-        RunState.CHECKING,
-        answer.detail,
-        assessed_run.verdict,
-        check_run=answer.check_run,
-    )
+# -- one pass at a time ----------------------------------------------------------------------------------
+
+_POLL_S = 0.02
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _PassHolder:
+    """The process whose pass holds the lock. `since` is the start of the pass in Unix seconds."""
+
+    pid: int
+    since: float
+
+
+def longest_pass_s(settings: Settings) -> float:
+    """Return the seconds after which a pass counts as stuck.
+
+    That is the time budget of a pass plus the minute that Dagster gives a tick.
+    """
+    return settings.publish_budget_s + 60.0
+
+
+@contextmanager
+def acquire_pass_lock(
+    settings: Settings,
+    *,
+    patience_s: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[bool]:
+    """Acquire the lock for one pass; the context value is False if another pass of this machine holds it.
+
+    The call waits up to `patience_s` seconds for the other pass. It does not wait for a pass that began more
+    than `longest_pass_s` ago. The kernel releases the lock when the process ends, however it ends. `clock`
+    counts seconds, `now` is the wall clock.
+    """
+    folder = settings.state_dir / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"publication-{settings.lake_id}.lock"
+    deadline = clock() + patience_s
+    while True:
+        with path.open("a+b", buffering=0) as handle:
+            if try_file_lock(handle.fileno()):
+                if _is_current(path, handle):
+                    os.truncate(handle.fileno(), 0)
+                    handle.write(json.dumps(asdict(_PassHolder(os.getpid(), now()))).encode())
+                    yield True
+                    return
+                continue  # another pass deleted this file before we locked it
+            _abandon_stale(path, handle, now=now(), longest_s=longest_pass_s(settings))
+            if _is_current(path, handle):
+                if clock() >= deadline:
+                    yield False
+                    return
+                sleep(_POLL_S)
+
+
+def _abandon_stale(path: Path, handle: IO[bytes], *, now: float, longest_s: float) -> None:
+    """Delete the lock file of a stuck holder, so that later passes create a new one.
+
+    Two passes may do so at the same moment and then work at the same time. That is allowed.
+    """
+    holder = _read_holder(handle)
+    since = holder.since if holder else os.fstat(handle.fileno()).st_mtime
+    if since <= now - longest_s and _is_current(path, handle):
+        path.unlink(missing_ok=True)
+        pid = holder.pid if holder else "an unknown process"
+        _log.warning(
+            "The publication pass of process %s began %.0f s ago and is stuck. This pass ignores its lock.",
+            pid,
+            now - since,
+        )
+
+
+def _is_current(path: Path, handle: IO[bytes]) -> bool:
+    """Check whether the opened file is still the lock file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _read_holder(handle: IO[bytes]) -> _PassHolder | None:
+    """Read the record in a lock file; None if the holder has not written it yet."""
+    handle.seek(0)
+    try:
+        return _PassHolder(**json.loads(handle.read() or b""))
+    except (ValueError, TypeError):
+        return None

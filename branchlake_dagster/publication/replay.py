@@ -1,16 +1,17 @@
-"""Replay a run's snapshots on a newer state of their table: new metadata, with the run's own data files.
+"""Read the files of a table's changes, and replay a run's snapshots on a newer state of their table.
 
-PyIceberg's snapshot producers write the manifests. They also decide whether the table still has the files
-that a step removes.
+A replay writes new metadata, with the run's own data files. PyIceberg's snapshot producers write the
+manifests. They also decide whether the table still has the files that a step removes.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -39,13 +40,14 @@ from branchlake_dagster.catalog.catalog import NO_SNAPSHOT, table_content
 from branchlake_dagster.catalog.stored_files import (
     REQUESTS_AT_ONCE,
     StoredFile,
+    StoredFileDamaged,
     file_errors,
     is_local,
     map_concurrently,
     read_metadata_fields,
     synchronize_files,
 )
-from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 from branchlake_dagster.history.capture import follow_parents
 from branchlake_dagster.internals.pyiceberg import (
     add_log_entry,
@@ -55,10 +57,22 @@ from branchlake_dagster.internals.pyiceberg import (
     metadata_version,
     write_metadata,
 )
-from branchlake_dagster.nessie.model import ContentKey, IcebergTable
+from branchlake_dagster.nessie.model import (
+    ContentKey,
+    DiffEntry,
+    IcebergTable,
+)
+from branchlake_dagster.publication.ledger import (
+    Candidate,
+)
 from branchlake_dagster.publication.snapshot_files import SnapshotFiles
-from branchlake_dagster.publication.table_change import ChangeMode, SnapshotChange, TableChange
-from branchlake_dagster.publication.table_history import build_layout, load_table_change
+from branchlake_dagster.publication.table_change import (
+    ChangeMode,
+    SnapshotChange,
+    TableChange,
+    build_layout,
+    load_table_change,
+)
 from branchlake_dagster.stored_names import LakeProperty
 
 _log = logging.getLogger(__name__)
@@ -415,3 +429,89 @@ def _snapshot_updates(staged: StagedState, step: SnapshotChange) -> tuple[TableU
         written_paths=staged.written_paths,
     )
     return tuple(map(as_compaction, updates)) if step.mode is ChangeMode.COMPACT else updates
+
+
+class _FileError(BranchlakeError):
+    """An error of one file. `file` is its location; None if it is not known."""
+
+    def __init__(self, message: str, *, file: str | None = None, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.file = file
+
+
+class TableFilesMissing(_FileError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A file that a publication needs does not exist; nothing was published."""
+
+
+class TableFilesDamaged(_FileError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A file that a publication needs is empty, truncated or has another content; nothing was published."""
+
+
+class TableFilesUnreadable(_FileError, Transient):  # noqa: N818 - named like the other outcomes
+    """The storage refused to read or write files of a table; nothing was published."""
+
+
+def find_unreadable_candidates(tables: TableFormat, candidates: Sequence[Candidate]) -> dict[str, Exception]:
+    """Return the error of each candidate, by branch, whose own files cannot be read.
+
+    Reads the metadata, manifest lists and manifests of the snapshots that a candidate adds to `main`, and
+    asks for the size of their data and delete files. Files with `file://` locations are flushed to disk.
+    """
+    states = [(candidate, state) for candidate in candidates for state in table_states(candidate.changes)]
+    errors: dict[str, Exception] = {}
+    for (candidate, state), error in zip(
+        states, tables.find_read_errors([state for _, state in states]), strict=True
+    ):
+        if error is not None and candidate.branch not in errors:
+            errors[candidate.branch] = _to_file_error(error, candidate, state[0].name)
+    return errors
+
+
+def table_states(changes: Sequence[DiffEntry]) -> list[TableStates]:
+    """Return the tables that the changes write, each with its content before and after.
+
+    A renamed table is returned under its new name.
+    """
+    old_tables = {
+        entry.from_content.content_id: entry.from_content
+        for entry in changes
+        if isinstance(entry.from_content, IcebergTable)
+    }
+    return [
+        (entry.key, old_tables.get(entry.to_content.content_id), entry.to_content)
+        for entry in changes
+        if isinstance(entry.to_content, IcebergTable)
+    ]
+
+
+@contextmanager
+def wrap_file_errors(candidate: Candidate) -> Iterator[None]:
+    """Add the candidate to errors of its files, so that they do not block other candidates in every tick."""
+    try:
+        yield
+    except (OSError, StoredFileDamaged) as error:
+        raise _to_file_error(error, candidate, ", ".join(candidate.tables)) from error
+
+
+def _to_file_error(error: Exception, candidate: Candidate, table: str) -> Exception:
+    """Return the error with its table, branch, run and file; other errors are returned unchanged."""
+    context = {"table": table, "branch": candidate.branch, "run_id": candidate.run_id}
+    hint = "Nothing was published. Restore the file, or launch the run again."
+    file_error: BranchlakeError
+    if isinstance(error, StoredFileDamaged):
+        file_error = TableFilesDamaged(error.message, file=error.file, **context, hint=hint)
+    elif isinstance(error, FileNotFoundError):
+        missing_message = f"A file of the table does not exist: {error.filename or error}."
+        file_error = TableFilesMissing(missing_message, file=error.filename, **context, hint=hint)
+    elif isinstance(error, OSError):
+        error_name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+        file_error = TableFilesUnreadable(
+            f"The storage refused to read or write a file of the table ({error_name}): {error}.",
+            file=error.filename,
+            **context,
+            hint="Nothing was published. The next ticks try again until the storage answers.",
+        )
+    else:
+        return error
+    file_error.__cause__ = error
+    return file_error

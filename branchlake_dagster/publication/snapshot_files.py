@@ -47,7 +47,7 @@ from branchlake_dagster.history.manifests import (
     read_manifests,
 )
 from branchlake_dagster.internals.column_metrics import ReliableInclusiveEvaluator, data_paths
-from branchlake_dagster.publication.table_change import ChangeMode, DeleteFile, File, FileBounds
+from branchlake_dagster.publication.table_change import ChangeMode, DeleteFile, File, FileBounds, TouchedFiles
 from branchlake_dagster.tables.replaced_rows import ReplacedCondition, ReplacedRows, ReplacedSlice, StringSet
 
 _TYPES: dict[str, tuple[type[IcebergType], ...]] = {
@@ -115,17 +115,6 @@ _MAX_ENTRIES = 10_000
 _MAX_ANSWERS = 10_000
 """Most answers of one kind that are kept for a layout."""
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class TouchedFiles:
-    """The files that one snapshot added and removed."""
-
-    added: tuple[File, ...] = ()
-    removed: tuple[File, ...] = ()
-    deletes: tuple[DeleteFile, ...] = ()
-    mode: ChangeMode | None = None
-    """How the snapshot changed the table; None if its operation and its files do not show it."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from dagster import (
 
 from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Transient
 from branchlake_dagster.publication.new_publications import load_run_partitions
+from branchlake_dagster.publication.outcome import find_other_location
 from branchlake_dagster.runs.run_tags import RunState, is_opened_by
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster.wording import format_count
@@ -242,14 +243,15 @@ def on_blocked(
         if cursor is None:
             context.update_cursor(_Cursor(now, now).format())
             return SkipReason("The sensor starts with runs that end from now on.")
-        location = None if all_code_locations else _sensor_location(context)
+        origin = context.code_location_origin
+        location = None if all_code_locations or origin is None else origin.location_name
         tag = f"{RunTag.ALERT_PREFIX}{name}"
         sent_count, failures, deadline = 0, list[tuple[DagsterRun, Exception]](), time.monotonic() + _TICK_S
         for run, state in _find_unpublished(context.instance, states, cursor.search_from()):
             attempts = _parse_attempts(run.tags.get(tag, ""), run.run_id)
             if attempts is None or attempts >= _MAX_ALERT_ATTEMPTS:
                 continue
-            if location is not None and _run_location(run) not in (None, location):
+            if find_other_location(run, location) is not None:
                 continue
             if time.monotonic() > deadline:
                 return SkipReason(f"{format_count(sent_count, 'alert')} sent. The next tick continues.")
@@ -353,16 +355,6 @@ def _parse_attempts(value: str, run_id: str) -> int | None:
     if owner != run_id:
         return 0
     return None if state == "sent" else int(state.removeprefix("failed "))
-
-
-def _sensor_location(context: SensorEvaluationContext) -> str | None:
-    origin = context.code_location_origin
-    return origin.location_name if origin else None
-
-
-def _run_location(run: DagsterRun) -> str | None:
-    origin = run.remote_job_origin
-    return origin.repository_origin.code_location_origin.location_name if origin else None
 
 
 # -- describing a run ----------------------------------------------------------------------------------

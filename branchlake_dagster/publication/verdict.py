@@ -1,17 +1,163 @@
-"""The quality gate: derive a verdict from evidence, and block if evidence is missing. Pure functions."""
+"""The quality gate: derive a verdict from evidence, and block if evidence is missing. Pure functions.
+
+Evidence is what a finished run did, and what its assets demand, as plain values.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from branchlake_dagster.lakehouse.lakehouse import sql_name
 from branchlake_dagster.nessie.model import ContentKey
-from branchlake_dagster.publication.evidence import CheckEvaluation, CheckName, RunEvidence
 from branchlake_dagster.stored_names import CHANGE_TABLE_INFIX
 from branchlake_dagster.wording import CodedReason, format_names
+
+
+@dataclass(frozen=True, order=True)
+class EventPosition:
+    """The order of an event: first by its run, then within that run.
+
+    Dagster's `storage_id` alone does not order events of several runs. The default SQLite storage has one
+    database, and so one counter, for each run: a retry's first events have smaller ids than its parent's last
+    ones. Both fields are private, so that they are only compared together.
+
+    Args:
+        _run_index (int): Position of the run among the runs whose work is on the branch, oldest first.
+        _storage_id (int): Dagster's id of the event, which only grows within one run.
+    """
+
+    _run_index: int
+    _storage_id: int
+
+    def is_same_run(self, other: EventPosition) -> bool:
+        """Return whether both events belong to the same run."""
+        return self._run_index == other._run_index
+
+
+CheckName = tuple[str, str]
+"""(asset key as text, check name)."""
+
+
+@dataclass(frozen=True)
+class CheckEvaluation:
+    """The result of one check. `is_blocking` is True if its severity is ERROR."""
+
+    passed: bool
+    is_blocking: bool
+    position: EventPosition
+    step_key: str | None
+    description: str
+    failing_rows: int | None = None
+    """The number of rows that fail the check; None if the check does not count them."""
+
+
+@dataclass(frozen=True)
+class WrittenPartition:
+    """A materialization on the run's branch, with the numbers that it reported.
+
+    `rows` is the row count of the whole table on the branch, `partition_rows` that of the partition.
+    `timestamp` is in seconds since 1970. `is_whole_partition` is True if the run replaced the partition, so
+    that the published partition holds only its rows.
+    """
+
+    position: EventPosition
+    step_key: str | None
+    run_id: str = ""
+    rows: int | None = None
+    partition_rows: int | None = None
+    timestamp: float = 0.0
+    is_whole_partition: bool = False
+    preview: str | None = None
+
+
+@dataclass(frozen=True)
+class AssetRules:
+    """The rules of an asset in the current definitions.
+
+    `table` is its table and `checks` are the names of its checks. `demands_checks`: it may not be published
+    without a check. `whole_table_checks` has the checked tables of each check that reads all rows.
+    `serializable`: the asset asks for serializable isolation. `upstream_tables` are the tables of the assets
+    that it is made from. `lease_name` is the name under which it is exclusive. `columns_frozen`: runs may not
+    change the columns of its table.
+    """
+
+    table: str
+    checks: frozenset[str]
+    demands_checks: bool
+    whole_table_checks: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    serializable: bool = False
+    upstream_tables: frozenset[str] = frozenset()
+    lease_name: str | None = None
+    columns_frozen: bool = False
+
+
+@dataclass(frozen=True)
+class RunEvidence:
+    """All facts that the verdict on a run depends on. A partition is None for an event without partition."""
+
+    run_id: str
+    succeeded: bool
+    planned_checks: frozenset[tuple[CheckName, str | None]] = frozenset()
+    evaluations: Mapping[tuple[CheckName, str | None], CheckEvaluation] = field(default_factory=dict)
+    written_partitions: Mapping[tuple[str, str | None], WrittenPartition] = field(default_factory=dict)
+    rules: Mapping[str, AssetRules] = field(default_factory=dict)
+    write_set: frozenset[str] = frozenset()
+    loaded_tables: frozenset[tuple[str | None, str]] = frozenset()
+    """(step, table) of every input that the IO manager loaded."""
+    read_tables: frozenset[str] = frozenset()
+    """The tables that serializable assets read by SQL or through the catalog, in any step."""
+    unnamed_reads: frozenset[str] = frozenset()
+    """Descriptions of reads by serializable assets whose tables are not known."""
+    branch_heads: frozenset[str] = frozenset()
+    """The branch hashes that the runs recorded after their writes."""
+    changed_columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The columns that differ between base and branch, by frozen table; without unchanged tables."""
+
+    @property
+    def read_set(self) -> frozenset[str] | None:
+        """The tables that must be unchanged on `main` since the run's base; None if no asset is serializable.
+
+        For each serializable asset these are its declared upstream tables, the inputs loaded for it, and the
+        tables that it read itself.
+        """
+        strict_assets = self.serializable_assets
+        if not strict_assets:
+            return None
+        step_keys = {
+            written.step_key
+            for (asset, _), written in self.written_partitions.items()
+            if asset in strict_assets
+        }
+        declared_tables = {table for asset in strict_assets for table in self.rules[asset].upstream_tables}
+        return frozenset(
+            declared_tables
+            | self.read_tables
+            | {table for step_key, table in self.loaded_tables if step_key in step_keys}
+        )
+
+    @property
+    def serializable_assets(self) -> frozenset[str]:
+        """The written assets that ask for serializable isolation."""
+        return frozenset(asset for asset, rules in self.rules.items() if rules.serializable)
+
+    @property
+    def leases(self) -> frozenset[str]:
+        """The names under which written assets are exclusive."""
+        return frozenset(rules.lease_name for rules in self.rules.values() if rules.lease_name)
+
+    @property
+    def fully_checked_tables(self) -> frozenset[str]:
+        """The tables of which at least one check reads all rows."""
+        table_sets = (tables for rules in self.rules.values() for tables in rules.whole_table_checks.values())
+        return frozenset().union(*table_sets)
+
+    @property
+    def frozen_tables(self) -> frozenset[str]:
+        """The tables of written assets whose columns runs may not change."""
+        return frozenset(rules.table for rules in self.rules.values() if rules.columns_frozen)
 
 
 class Decision(StrEnum):

@@ -24,7 +24,7 @@ from branchlake_dagster.nessie.model import (
     Operation,
     Put,
 )
-from branchlake_dagster.runs.added_snapshots import (
+from branchlake_dagster.runs.branch_commits import (
     ReadMetadata,
     find_added_snapshots,
     iter_put_tables,

@@ -15,7 +15,7 @@ from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable
-from branchlake_dagster.publication.publish import RunOutcome, publish
+from branchlake_dagster.publication.run_publication import RunOutcome, publish
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.spark_resource import BranchSparkResource

@@ -15,11 +15,11 @@ import pytest
 from click.testing import CliRunner
 from pyspark.sql import DataFrame, SparkSession
 
+from branchlake_dagster.cleanup.jobs import reap_branches, sweep_discarded
 from branchlake_dagster.cli import main
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.errors import NessieUnauthorized
-from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.runs.spark_resource import BranchSparkResource

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 from pyiceberg.catalog import load_catalog
 
+from branchlake_dagster.cleanup.jobs import reap_branches, sweep_discarded
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
 from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.runs.discarding import discarded_tag_name
 from branchlake_dagster.runs.run_branch import run_branch_name

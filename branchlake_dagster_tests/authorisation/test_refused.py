@@ -11,12 +11,12 @@ from click.testing import CliRunner
 from pyiceberg.catalog import load_catalog
 from pyspark.sql import DataFrame, SparkSession
 
+from branchlake_dagster.cleanup.jobs import reap_branches, sweep_discarded
 from branchlake_dagster.cli import main
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.errors import NessieUnauthorized
-from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
-from branchlake_dagster.publication.publish_at_end import LEFT_TO_SENSOR, RunPublication
 from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.publication.run_publication import LEFT_TO_SENSOR, RunPublication
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.runs.spark_resource import BranchSparkResource

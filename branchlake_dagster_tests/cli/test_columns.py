@@ -20,12 +20,12 @@ from pyiceberg.types import LongType, NestedField, StringType, StructType, Times
 
 from branchlake_dagster import consumes, keys, table_metadata
 from branchlake_dagster.automation.progress import iter_code_dependents, list_asset_columns
+from branchlake_dagster.cleanup.jobs import reap_branches
 from branchlake_dagster.cleanup.reaper_rules import ReapingAction
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.errors import NessieOutcomeUnknown
 from branchlake_dagster.publication import column_changes
-from branchlake_dagster.publication.cleanup_jobs import reap_branches
 from branchlake_dagster.publication.column_changes import (
     BY_COMMAND,
     ColumnChange,

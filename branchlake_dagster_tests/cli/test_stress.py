@@ -31,7 +31,8 @@ from branchlake_dagster.embedded.state_folder import (
 )
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.outcome import Outcome, PassReport
+from branchlake_dagster.publication.outcome import Outcome
+from branchlake_dagster.publication.publication_sensor import PassReport
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.sda.commands import demo_run as demo
 from branchlake_dagster.settings import Settings

@@ -14,8 +14,8 @@ import dagster as dg
 import pyarrow as pa
 import pytest
 
+from branchlake_dagster.cleanup.jobs import reap_branches, sweep_discarded
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS

@@ -17,6 +17,7 @@ import pytest
 from pyiceberg.table import Table
 from pyspark.sql import SparkSession
 
+from branchlake_dagster.cleanup.jobs import DagsterRuns, reap_branches
 from branchlake_dagster.cleanup.reaper import Reaper
 from branchlake_dagster.cleanup.reaper_rules import Limits, Reaping, ReapingAction
 from branchlake_dagster.embedded.servers import Endpoints
@@ -31,8 +32,7 @@ from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
-from branchlake_dagster.publication.cleanup_jobs import DagsterRuns, reap_branches
-from branchlake_dagster.publication.committer import PublicationContended
+from branchlake_dagster.publication.publisher import PublicationContended
 from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.dagster_internals import create_run_for_test

@@ -15,7 +15,7 @@ from branchlake_dagster.ingest.published_through import PublishedTime, published
 from branchlake_dagster.ingest.published_through_check import published_through_check
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.definitions import branchlake_definitions
-from branchlake_dagster.publication.publish import RunOutcome, publish
+from branchlake_dagster.publication.run_publication import RunOutcome, publish
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster_tests.ingest.conftest import Driving

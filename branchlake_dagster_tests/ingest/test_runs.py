@@ -23,7 +23,7 @@ from branchlake_dagster.ingest.planning import CommittedOffsets, StartingOffsets
 from branchlake_dagster.ingest.reprocessing import DeadLetterSelection
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.definitions import branchlake_definitions
-from branchlake_dagster.publication.publish import RunOutcome, publish
+from branchlake_dagster.publication.run_publication import RunOutcome, publish
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_tags import NO_VALUE, RunState
 from branchlake_dagster.settings import Settings

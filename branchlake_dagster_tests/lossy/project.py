@@ -9,7 +9,7 @@ import dagster as dg
 import polars as pl
 
 from branchlake_dagster.publication.definitions import branchlake_definitions
-from branchlake_dagster.publication.publish_at_end import publish_at_end
+from branchlake_dagster.publication.run_publication import publish_at_end
 from branchlake_dagster.tables.specification import table_metadata
 
 NAMESPACE = "lossy"

@@ -11,7 +11,8 @@ from dagster import DagsterRun, DagsterRunStatus
 
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.nessie.model import IcebergTable
-from branchlake_dagster.publication.evidence import (
+from branchlake_dagster.publication.outcome import CheckRun
+from branchlake_dagster.publication.verdict import (
     AssetRules,
     CheckEvaluation,
     CheckName,
@@ -19,7 +20,6 @@ from branchlake_dagster.publication.evidence import (
     RunEvidence,
     WrittenPartition,
 )
-from branchlake_dagster.publication.outcome import CheckRun
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster_tests.simulation.runs import Plan, table_key
 from branchlake_dagster_tests.simulation.scheduler import Died

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
+from branchlake_dagster.cleanup.jobs import DagsterRuns
 from branchlake_dagster.cleanup.reaper import Reaper
 from branchlake_dagster.cleanup.reaper_rules import Limits
 from branchlake_dagster.cleanup.sweeper import Sweeper
-from branchlake_dagster.publication.cleanup_jobs import DagsterRuns
 from branchlake_dagster.publication.ledger import MainLog
 from branchlake_dagster.tables.table_files import TableFiles
 from branchlake_dagster_tests.simulation.files import SimulatedTableFiles

@@ -11,7 +11,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from branchlake_dagster.publication import pass_lock
+from branchlake_dagster.publication import reconciler as pass_lock
 
 if TYPE_CHECKING:
     from branchlake_dagster_tests.simulation.world import World

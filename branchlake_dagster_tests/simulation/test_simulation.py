@@ -27,20 +27,20 @@ from branchlake_dagster.nessie import NessieClient, RetryPolicy
 from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown
 from branchlake_dagster.nessie.model import DiffAt, Operation, Reference, Unchanged
 from branchlake_dagster.publication import assessment as assess
-from branchlake_dagster.publication import committer, pass_lock
 from branchlake_dagster.publication import conflicts as overlap_rules
+from branchlake_dagster.publication import publisher as committer
 from branchlake_dagster.publication import rebase_plan as commit_plan
-from branchlake_dagster.publication.assessment import BranchCommits
-from branchlake_dagster.publication.committer import Committer
+from branchlake_dagster.publication import reconciler as pass_lock
 from branchlake_dagster.publication.conflicts import Overlap
-from branchlake_dagster.publication.evidence import EventPosition
 from branchlake_dagster.publication.ledger import BaseNotOnMain, MainLog
 from branchlake_dagster.publication.outcome import EndedRun
+from branchlake_dagster.publication.publisher import Committer
 from branchlake_dagster.publication.rebase_plan import CommitPlan
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.publication.replay import StagedState
 from branchlake_dagster.publication.table_change import ChangeMode, TableChange
-from branchlake_dagster.publication.verdict import Decision, Verdict
+from branchlake_dagster.publication.verdict import Decision, EventPosition, Verdict
+from branchlake_dagster.runs.branch_commits import BranchCommits
 from branchlake_dagster.runs.branch_owner import BranchOrigin, Maker, OriginFinder
 from branchlake_dagster_tests.simulation.faults import Fault
 from branchlake_dagster_tests.simulation.play import BY_OTHERS, failures, play

@@ -22,8 +22,8 @@ from branchlake_dagster.publication import recheck
 from branchlake_dagster.publication.ledger import MainLog
 from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.publication.parked_runs import discard_parked_run
-from branchlake_dagster.publication.publish_at_end import NotPublished, RunPublication
 from branchlake_dagster.publication.reconciler import BranchPublisher, Reconciler
+from branchlake_dagster.publication.run_publication import NotPublished, RunPublication
 from branchlake_dagster.publication.table_change import ChangeMode, SnapshotChange
 from branchlake_dagster.runs.discarding import discarded_tag_name
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name

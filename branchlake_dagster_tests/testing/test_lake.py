@@ -24,7 +24,7 @@ from branchlake_dagster import (
 )
 from branchlake_dagster.embedded.process import ProcessRecord, find_start_s
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.publication.publish import RunUnknown
+from branchlake_dagster.publication.run_publication import RunUnknown
 from branchlake_dagster.tables.errors import TableMissing
 from branchlake_dagster.testing import ThrowawayLake, ThrowawayServer, throwaway_lake, throwaway_server
 from branchlake_dagster_tests.suite.raised import raising

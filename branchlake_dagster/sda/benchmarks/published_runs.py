@@ -12,7 +12,7 @@ import polars as pl
 
 from branchlake_dagster.bench.launched_run import BenchFailed
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.publish import publish
+from branchlake_dagster.publication.run_publication import publish
 
 _QUIET: Mapping[str, Any] = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 """Dagster prints every event of an in-process run; the benchmark reports its own progress."""

@@ -9,12 +9,12 @@ from datetime import UTC, datetime, timedelta
 import dagster as dg
 import pytest
 
+from branchlake_dagster.cleanup.jobs import DagsterRuns
 from branchlake_dagster.cleanup.reaper import Reaper
 from branchlake_dagster.cleanup.reaper_rules import Limits, Reaping, ReapingAction
 from branchlake_dagster.cleanup.sweeper import Sweeper, Sweeping
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, Namespace, Put, Reference
-from branchlake_dagster.publication.cleanup_jobs import DagsterRuns
 from branchlake_dagster.runs.branch_owner import build_batch_branch_name, load_instance_id, writer_branch
 from branchlake_dagster.runs.discarding import discard_branch, discarded_tag_name
 from branchlake_dagster.runs.heartbeats import Heartbeat

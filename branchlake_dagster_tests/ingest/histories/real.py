@@ -19,6 +19,7 @@ import dagster as dg
 import pytest
 from pyiceberg.exceptions import CommitFailedException
 
+from branchlake_dagster.cleanup.jobs import reap_branches
 from branchlake_dagster.embedded import process
 from branchlake_dagster.embedded.servers import NESSIE, SPARK
 from branchlake_dagster.ingest.embedded_kafka import EmbeddedKafka
@@ -27,7 +28,6 @@ from branchlake_dagster.ingest.live import LiveIngestion
 from branchlake_dagster.ingest.record_frames import KafkaRecords
 from branchlake_dagster.internals.dagster_launching import STORAGES
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.cleanup_jobs import reap_branches
 from branchlake_dagster.publication.reconciler import RUN_BRANCH_FILTER
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings

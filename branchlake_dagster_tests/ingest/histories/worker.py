@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.publication.publish import publish
+from branchlake_dagster.publication.run_publication import publish
 
 PROJECT = "branchlake_dagster_tests.ingest.project"
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
+from branchlake_dagster.cleanup.jobs import reap_branches, sweep_discarded
 from branchlake_dagster.embedded import process
 from branchlake_dagster.embedded.servers import NESSIE
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
 from branchlake_dagster.publication.ledger import Publication, iter_publications
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.discarding import FAILING_STATUSES

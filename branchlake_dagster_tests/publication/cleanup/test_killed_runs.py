@@ -11,9 +11,9 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
+from branchlake_dagster.cleanup.jobs import reap_branches, sweep_discarded
 from branchlake_dagster.cleanup.reaper_rules import ReapingAction
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
 from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource

@@ -6,8 +6,8 @@ import dagster as dg
 import polars as pl
 import pytest
 
+from branchlake_dagster.cleanup.jobs import end_named_refs, reap_branches, sweep_discarded
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.cleanup_jobs import end_named_refs, reap_branches, sweep_discarded
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.discarding import discarded_tag_name
 from branchlake_dagster.runs.run_tags import RunState, is_opened_by

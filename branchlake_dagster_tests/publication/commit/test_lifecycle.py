@@ -6,8 +6,8 @@ import dagster as dg
 import polars as pl
 import pytest
 
+from branchlake_dagster.cleanup.jobs import reap_branches
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.cleanup_jobs import reap_branches
 from branchlake_dagster.publication.ledger import iter_publications
 from branchlake_dagster.publication.outcome import find_other_location
 from branchlake_dagster.runs.run_branch import run_branch_name

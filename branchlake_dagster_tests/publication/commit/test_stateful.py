@@ -20,17 +20,17 @@ from branchlake_dagster.cleanup.reaper import Reaper
 from branchlake_dagster.cleanup.reaper_rules import BranchOwner, Limits, OwnerState
 from branchlake_dagster.nessie import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Namespace, Put
-from branchlake_dagster.publication.evidence import (
+from branchlake_dagster.publication.ledger import Candidate, Published, Refused, load_write_set
+from branchlake_dagster.publication.publisher import Publisher
+from branchlake_dagster.publication.table_change import ChangeMode, SnapshotChange
+from branchlake_dagster.publication.verdict import (
     AssetRules,
     CheckEvaluation,
     EventPosition,
     RunEvidence,
     WrittenPartition,
+    judge_evidence,
 )
-from branchlake_dagster.publication.ledger import Candidate, Published, Refused, load_write_set
-from branchlake_dagster.publication.publisher import Publisher
-from branchlake_dagster.publication.table_change import ChangeMode, SnapshotChange
-from branchlake_dagster.publication.verdict import judge_evidence
 from branchlake_dagster.runs.discarding import discard_branch
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name, run_id_of_branch
 from branchlake_dagster.stored_names import ReferencePrefix

@@ -18,14 +18,15 @@ from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import Terminal, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.publication.committer import (
+from branchlake_dagster.publication.ledger import NeedsChecks, Published
+from branchlake_dagster.publication.publisher import Publisher
+from branchlake_dagster.publication.recheck import PreparedStates
+from branchlake_dagster.publication.replay import (
+    IcebergTableFormat,
     TableFilesDamaged,
     TableFilesMissing,
     TableFilesUnreadable,
 )
-from branchlake_dagster.publication.ledger import NeedsChecks, Published
-from branchlake_dagster.publication.publisher import Publisher
-from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster_tests.publication.rebase.deleting import delete_equal
 from branchlake_dagster_tests.publication.workbench import Run, Workbench, frame
 from branchlake_dagster_tests.suite import memory
@@ -270,14 +271,15 @@ def test_a_state_that_was_checked_is_opened_before_it_is_published(bench: Workbe
     candidate = run.candidate(frozenset({bench.key()}))
     publisher = bench.publisher
     assert isinstance(publisher.publish([candidate])[run.name], NeedsChecks)
-    prepared, _ = publisher.prepared_states.prepare([candidate])
+    prepared_states = PreparedStates(bench.lake.nessie, publisher.committer)
+    prepared, _ = prepared_states.prepare([candidate])
     assert prepared is not None
     state = bench.lake.catalog(prepared.branch).load_table((bench.namespace, "t"))
     kept = path_of(metadata_file(state)).rename(path_of(metadata_file(state)).with_suffix(".kept"))
-    assert publisher.prepared_states.publish(prepared, [candidate]) is None  # the state is prepared again
+    assert prepared_states.publish(prepared, [candidate]) is None  # the state is prepared again
     kept.rename(path_of(metadata_file(state)))
     path_of(data_file(run.table())).unlink()
-    results = publisher.prepared_states.publish(prepared, [candidate])
+    results = prepared_states.publish(prepared, [candidate])
     assert results is not None
     assert isinstance(results[run.name], TableFilesMissing)
     assert len(bench.rows()) == 2

@@ -13,7 +13,7 @@ from pyiceberg.table.snapshots import Operation, Snapshot, Summary
 from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
 
 from branchlake_dagster.nessie.model import CommitMeta, ContentKey, IcebergTable, LogEntry, Put
-from branchlake_dagster.publication.assessment import BranchCommits
+from branchlake_dagster.runs.branch_commits import BranchCommits
 from branchlake_dagster.stored_names import LakeProperty
 
 KEY = ContentKey(["lake", "t"])

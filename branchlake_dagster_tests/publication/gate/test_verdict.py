@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchlake_dagster.publication.evidence import (
+from branchlake_dagster.publication.verdict import (
     AssetRules,
     CheckEvaluation,
+    Decision,
     EventPosition,
     RunEvidence,
+    Verdict,
     WrittenPartition,
+    judge_evidence,
 )
-from branchlake_dagster.publication.verdict import Decision, Verdict, judge_evidence
 
 A = "lake/a"
 CHECK = (A, "good")

@@ -18,8 +18,8 @@ from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.committer import TableFilesUnreadable
 from branchlake_dagster.publication.ledger import Published, Refused
+from branchlake_dagster.publication.replay import TableFilesUnreadable
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.settings import Settings

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from branchlake_dagster.publication.table_history import _count_expired
+from branchlake_dagster.publication.table_change import _count_expired
 
 
 def history(*parents: tuple[int, int | None], current: int | None = None) -> Any:

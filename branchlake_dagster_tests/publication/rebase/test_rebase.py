@@ -11,8 +11,8 @@ from pyiceberg.table.snapshots import Operation
 from pyiceberg.types import IntegerType, LongType, NestedField, StringType
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.committer import TableFilesMissing
 from branchlake_dagster.publication.ledger import NeedsChecks, Published, Refused, iter_publications
+from branchlake_dagster.publication.replay import TableFilesMissing
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster_tests.harness import published
 from branchlake_dagster_tests.internals.plain_pyiceberg import plain_pyiceberg

@@ -16,8 +16,7 @@ from pyiceberg.transforms import BucketTransform, DayTransform, IdentityTransfor
 from branchlake_dagster.incremental.spark_inputs import from_arrow
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.snapshot_files import SnapshotFiles
-from branchlake_dagster.publication.table_change import SnapshotChange
-from branchlake_dagster.publication.table_history import load_table_change
+from branchlake_dagster.publication.table_change import SnapshotChange, load_table_change
 from branchlake_dagster.tables import arrow_frames as frame_conversion
 from branchlake_dagster.tables import spark_frames
 from branchlake_dagster.tables import upserts as merge

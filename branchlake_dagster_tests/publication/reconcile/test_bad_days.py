@@ -15,6 +15,13 @@ import dagster as dg
 import polars as pl
 import pytest
 
+from branchlake_dagster.cleanup.jobs import (
+    NotOurs,
+    RunsUnreadable,
+    end_named_refs,
+    reap_branches,
+    sweep_discarded,
+)
 from branchlake_dagster.cleanup.reaper import Reaper
 from branchlake_dagster.cleanup.reaper_rules import BranchOwner, Limits, OwnerState, Reaping, ReapingAction
 from branchlake_dagster.embedded import process
@@ -23,13 +30,6 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieUnavailable
 from branchlake_dagster.nessie.model import Reference, ReferenceType
-from branchlake_dagster.publication.cleanup_jobs import (
-    NotOurs,
-    RunsUnreadable,
-    end_named_refs,
-    reap_branches,
-    sweep_discarded,
-)
 from branchlake_dagster.runs.branch_owner import BranchOrigin, Maker, OriginFinder, load_instance_id
 from branchlake_dagster.runs.discarding import claim_branch, discard_branch
 from branchlake_dagster.runs.heartbeats import Heartbeat, HeartbeatStore, HeartbeatsUnreadable

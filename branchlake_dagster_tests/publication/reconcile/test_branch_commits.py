@@ -7,9 +7,9 @@ import dagster as dg
 import polars as pl
 import pytest
 
+from branchlake_dagster.cleanup.jobs import reap_branches
 from branchlake_dagster.cleanup.reaper_rules import ReapingAction
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.cleanup_jobs import reap_branches
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState

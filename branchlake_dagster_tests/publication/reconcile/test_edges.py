@@ -10,17 +10,18 @@ import polars as pl
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from branchlake_dagster.cleanup.jobs import reap_branches
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieRefused, NessieUnavailable
 from branchlake_dagster.publication import assessment as assess
-from branchlake_dagster.publication import publication_sensor, report
+from branchlake_dagster.publication import outcome as report
+from branchlake_dagster.publication import publication_sensor
 from branchlake_dagster.publication import reconciler as reconciler_module
-from branchlake_dagster.publication.cleanup_jobs import reap_branches
 from branchlake_dagster.publication.ledger import Published
 from branchlake_dagster.publication.parked_runs import MAX_ATTEMPTS, discard_parked_run, iter_parked_runs
 from branchlake_dagster.publication.publication_sensor import judge_unbranched_runs
-from branchlake_dagster.publication.publisher import publication_branch_name
+from branchlake_dagster.publication.recheck import publication_branch_name
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.specification import table_metadata

@@ -10,10 +10,11 @@ import polars as pl
 import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication import outcome as report
 from branchlake_dagster.publication import reconciler as reconciler_module
-from branchlake_dagster.publication import report
-from branchlake_dagster.publication.outcome import Outcome, PassReport
-from branchlake_dagster.publication.pass_lock import acquire_pass_lock
+from branchlake_dagster.publication.outcome import Outcome
+from branchlake_dagster.publication.publication_sensor import PassReport
+from branchlake_dagster.publication.reconciler import acquire_pass_lock
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState

@@ -8,7 +8,7 @@ import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.outcome import Outcome
-from branchlake_dagster.publication.publisher import publication_branch_name
+from branchlake_dagster.publication.recheck import publication_branch_name
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_branch_name

@@ -8,7 +8,7 @@ import dagster as dg
 import polars as pl
 
 from branchlake_dagster import LakehouseResource, branchlake_definitions
-from branchlake_dagster.publication.publish_at_end import publish_at_end
+from branchlake_dagster.publication.run_publication import publish_at_end
 from branchlake_dagster.tables.specification import table_metadata
 
 NAMESPACE = f"inrun{uuid.uuid4().hex[:8]}"

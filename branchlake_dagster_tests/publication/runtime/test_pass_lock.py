@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from branchlake_dagster.publication.pass_lock import acquire_pass_lock, longest_pass_s, read_pass_holder
+from branchlake_dagster.publication.reconciler import acquire_pass_lock, longest_pass_s
 from branchlake_dagster.settings import Settings
 
 HOLD = """
 import sys
 from pathlib import Path
-from branchlake_dagster.publication.pass_lock import acquire_pass_lock
+from branchlake_dagster.publication.reconciler import acquire_pass_lock
 from branchlake_dagster.settings import Settings
 with acquire_pass_lock(Settings(state_dir=Path(sys.argv[1]))) as mine:
     print(mine, flush=True)
@@ -55,20 +56,20 @@ def later(settings: Settings) -> float:
     return time.time() + longest_pass_s(settings) + 1
 
 
+def holder(settings: Settings) -> dict[str, float]:
+    (path,) = (settings.state_dir / "run").glob("publication-*.lock")
+    return dict(json.loads(path.read_text()))
+
+
 def test_the_lock_records_its_holder(settings: Settings) -> None:
-    assert read_pass_holder(settings) is None
     with acquire_pass_lock(settings, now=lambda: 5.0):
-        holder = read_pass_holder(settings)
-    assert holder is not None
-    assert (holder.pid, holder.since) == (os.getpid(), 5.0)
+        assert holder(settings) == {"pid": os.getpid(), "since": 5.0}
 
 
 def test_a_pass_that_works_is_waited_for(settings: Settings, stopped: subprocess.Popen[str]) -> None:
     with acquire_pass_lock(settings) as mine:
         assert not mine
-    holder = read_pass_holder(settings)
-    assert holder is not None
-    assert holder.pid == stopped.pid
+    assert holder(settings)["pid"] == stopped.pid
 
 
 def test_later_passes_go_on_beside_one_that_stands_still(

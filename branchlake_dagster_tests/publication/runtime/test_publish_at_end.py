@@ -13,12 +13,12 @@ import pytest
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.errors import NessieUnavailable
-from branchlake_dagster.publication import publish_at_end
+from branchlake_dagster.publication import run_publication as publish_at_end
 from branchlake_dagster.publication.ledger import iter_publications
 from branchlake_dagster.publication.outcome import Outcome
-from branchlake_dagster.publication.publish_at_end import LEFT_TO_SENSOR, RunPublication
 from branchlake_dagster.publication.publisher import Publisher
 from branchlake_dagster.publication.reconciler import Reconciler
+from branchlake_dagster.publication.run_publication import LEFT_TO_SENSOR, RunPublication
 from branchlake_dagster.runs.run_branch import run_branch_name
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import RunTag
@@ -166,7 +166,7 @@ def test_an_error_of_any_class_leaves_a_passed_run_to_the_sensor(
         raise OSError(30, "Read-only file system")
 
     with environment.context() as patch, instance() as store:
-        patch.setattr("branchlake_dagster.publication.publish_at_end.acquire_pass_lock", read_only)
+        patch.setattr("branchlake_dagster.publication.run_publication.acquire_pass_lock", read_only)
         with run(store) as result:
             assert result.success
             told = [event.message for event in result.all_events if LEFT_TO_SENSOR in (event.message or "")]

@@ -1,4 +1,4 @@
-"""Judge and publish a run as its last step, instead of waiting for the publication sensor.
+"""Judge and publish one run: as its last step, or by a call, instead of waiting for the publication sensor.
 
 `branchlake_definitions(settings, definitions)` wraps the executor of the code location with `publish_at_end`.
 A job with its own executor wraps it itself:
@@ -6,13 +6,14 @@ A job with its own executor wraps it itself:
     dg.define_asset_job("prices_job", selection, executor_def=publish_at_end(dg.multiprocess_executor))
 
 The run uses the publisher of the sensor. If the process dies, or Nessie does not answer, the sensor finds the
-branch and continues from any state.
+branch and continues from any state. `publish` does the same for a finished run, in the caller's process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import copy_context
+from dataclasses import dataclass
 from queue import Empty, Queue
 from threading import Thread
 from typing import Any
@@ -21,22 +22,216 @@ import click
 import dagster as dg
 from dagster import DagsterEvent, Executor
 
-from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Terminal
 from branchlake_dagster.internals.dagster import asset_graph_of, build_engine_event
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.assessment import AssessedRun
+from branchlake_dagster.publication.assessment import NO_TABLE_CHANGED, AssessedRun
 from branchlake_dagster.publication.ledger import Candidate, Result
-from branchlake_dagster.publication.outcome import EndedRun, Outcome
+from branchlake_dagster.publication.outcome import CheckRun, EndedRun, Outcome
 from branchlake_dagster.publication.parked_runs import format_error
-from branchlake_dagster.publication.pass_lock import acquire_pass_lock, longest_pass_s
-from branchlake_dagster.publication.reconciler import BranchPublisher, Reservations, waiting_outcome
+from branchlake_dagster.publication.reconciler import (
+    BranchPublisher,
+    Reconciler,
+    Reservations,
+    acquire_pass_lock,
+    longest_pass_s,
+    waiting_outcome,
+)
 from branchlake_dagster.runs.discarding import FAILING_STATUSES, format_failure, report_branch_end
 from branchlake_dagster.runs.heartbeats import HeartbeatStore, send_heartbeats
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource, record_branch_heads
-from branchlake_dagster.runs.run_branch import run_branch_name
-from branchlake_dagster.runs.run_tags import FENCED, RunState, find_recorded_base, is_judged, is_opened_by
+from branchlake_dagster.runs.run_branch import run_branch_name, run_id_of_branch
+from branchlake_dagster.runs.run_tags import (
+    FENCED,
+    NO_VALUE,
+    PENDING,
+    RunLocation,
+    RunState,
+    find_publication,
+    find_recorded_base,
+    find_run_location,
+    is_judged,
+    is_opened_by,
+)
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import RunBranchGone
+
+_UNPUBLISHED_STATES = (RunState.BLOCKED, RunState.REFUSED, RunState.UNBRANCHED)
+"""Recorded states that `publish()` returns as they are. With any other, the branch was discarded."""
+
+
+_MAX_PASSES = 20
+"""Each pass except the last one runs the checks that the pass before requested."""
+
+
+class RunUnknown(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """The Dagster instance has no run of this id, so nothing can be judged."""
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What became of one run: whether `main` has it, and if not, why.
+
+    Attributes:
+        run_id (str): The run.
+        status (str): `published`; `blocked` by the gate; `refused` because its changes conflict with newer
+            changes of `main`; `discarded` because it failed or changed no table; `waiting`, `checking` or
+            `try again` if there is no decision yet; `unbranched` if it wrote to `main` directly; `set aside`
+            if judging it failed again and again.
+        reasons (tuple[str, ...]): Why it is not published, one sentence each; empty if it is published.
+        warnings (tuple[str, ...]): Failed checks that do not block.
+        commit (str | None): The commit on `main` that holds its changes.
+        tables (tuple[str, ...]): The dotted names of the tables that this call published.
+
+    Examples:
+        .. code-block:: python
+
+            outcome = publish(result, defs, instance=instance)
+            assert outcome.published, outcome
+            assert outcome.commit
+    """
+
+    run_id: str
+    status: str
+    reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    commit: str | None = None
+    tables: tuple[str, ...] = ()
+
+    @property
+    def published(self) -> bool:
+        """Whether `main` has the run."""
+        return self.status == RunState.PUBLISHED
+
+    def __str__(self) -> str:
+        details = "; ".join(self.reasons or self.warnings)
+        return f"run {self.run_id}: {self.status}" + (f": {details}" if details else "")
+
+
+def publish(
+    run: str | dg.ExecuteInProcessResult | dg.DagsterRun,
+    definitions: dg.Definitions,
+    *,
+    instance: dg.DagsterInstance | None = None,
+    lakehouse: Lakehouse | LakehouseResource | None = None,
+) -> RunOutcome:
+    """Judges one finished run and publishes it if it passes, in the caller's process.
+
+    The function does for tests, scripts and notebooks what the publication sensor does for a run: the same
+    gate, commit, tags and observations. The run's branch does not exist afterwards. Sensors may work at the
+    same time. If `main` has changed, some checks of whole tables must run again; they run in this process. A
+    judged run is not judged again: the function returns the recorded outcome, with the reasons as its tags
+    hold them (at most 250 characters).
+
+    Args:
+        run (str | ExecuteInProcessResult | DagsterRun): The run, its id, or the result of
+            `execute_in_process` or `materialize`.
+        definitions (Definitions): The assets and all of their checks. The gate blocks a run that left out a
+            check.
+        instance (Optional[DagsterInstance]): The instance that has the run. (default: the one of
+            `DAGSTER_HOME`)
+        lakehouse (Optional[Lakehouse | LakehouseResource]): The lake. (default: the `LakehouseResource`
+            among the resources of `definitions`)
+
+    Returns:
+        RunOutcome: The status, the reasons if the run is not published, and the commit if it is. A blocked
+        or refused run is returned as an outcome, not raised as an error.
+
+    Raises:
+        RunUnknown: The instance does not have this run. A run of `dg.materialize(…)` without an `instance`
+            is forgotten when it ends.
+        ConfigurationError: The definitions have no `LakehouseResource`, and `lakehouse` is None.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import publish
+
+            result = defs.resolve_implicit_global_asset_job_def().execute_in_process(instance=instance)
+            outcome = publish(result, defs, instance=instance)
+            assert outcome.published, outcome.reasons
+    """
+    instance = instance or dg.DagsterInstance.get()
+    run_id = run if isinstance(run, str) else run.run_id
+    dagster_run = instance.get_run_by_id(run_id)
+    if dagster_run is None:
+        raise RunUnknown(
+            "The Dagster instance does not have this run.",
+            run_id=run_id,
+            hint="Pass the instance of the run: execute_in_process(instance=instance) or"
+            " materialize(…, instance=instance), then publish(…, instance=instance).",
+        )
+    if not dagster_run.is_finished:
+        return RunOutcome(run_id, RunState.WAITING, (f"the run is {dagster_run.status.value.lower()}",))
+    run_location = find_run_location(dagster_run.tags, run_id)
+    if run_location is None:
+        reason = (
+            NO_TABLE_CHANGED
+            if dagster_run.is_success
+            else f"the run ended as {dagster_run.status.value.lower()}"
+        )
+        return RunOutcome(run_id, RunState.DISCARDED, (reason,))
+    lake = _find_lake(definitions, lakehouse)
+    reconciler = Reconciler.from_lake(lake, instance, definitions.resolve_asset_graph())
+    outcome: Outcome | None = None
+    for _ in range(_MAX_PASSES):
+        outcome = reconciler.reconcile_run(run_id_of_branch(run_location.branch))
+        if outcome is None or outcome.check_run is None:
+            break
+        _run_checks(definitions, instance, outcome.check_run)
+    if outcome is None or (outcome.publication is not None and outcome.verdict is None):
+        return _recorded_outcome(instance.get_run_by_id(run_id) or dagster_run, run_location)
+    return _to_run_outcome(run_id, outcome)
+
+
+def _find_lake(definitions: dg.Definitions, lakehouse: Lakehouse | LakehouseResource | None) -> Lakehouse:
+    resources = (definitions.resources or {}).values()
+    configured_lake = lakehouse or next(
+        (resource for resource in resources if isinstance(resource, LakehouseResource)), None
+    )
+    if configured_lake is None:
+        raise ConfigurationError(
+            "The definitions have no LakehouseResource among their resources, so the lake is unknown.",
+            hint="Merge branchlake_definitions() into the definitions, or call publish(…, lakehouse=…).",
+            reason="lake_unknown",
+        )
+    return configured_lake.lakehouse if isinstance(configured_lake, LakehouseResource) else configured_lake
+
+
+def _run_checks(definitions: dg.Definitions, instance: dg.DagsterInstance, check_run: CheckRun) -> None:
+    """Run the checks that a rebased state needs, as the daemon would. A failed check raises no error here."""
+    request = check_run.to_run_request()
+    job = definitions.resolve_implicit_global_asset_job_def().get_subset(
+        asset_selection=set(), asset_check_selection=set(request.asset_check_keys or [])
+    )
+    job.execute_in_process(instance=instance, tags=dict(request.tags), raise_on_error=False)
+
+
+def _to_run_outcome(run_id: str, outcome: Outcome) -> RunOutcome:
+    reasons = () if outcome.state is RunState.PUBLISHED else outcome.reasons
+    warnings = outcome.verdict.warnings if outcome.verdict is not None else ()
+    return RunOutcome(run_id, outcome.state, reasons, warnings, outcome.publication, outcome.tables)
+
+
+def _recorded_outcome(run: dg.DagsterRun, run_location: RunLocation) -> RunOutcome:
+    """Return the outcome of a run whose branch does not exist any more, from its tags."""
+    if commit := find_publication(run.tags, run_location.branch):
+        return RunOutcome(run.run_id, RunState.PUBLISHED, commit=commit)
+    reason, verdict = run.tags.get(RunTag.REASON, NO_VALUE), run.tags.get(RunTag.VERDICT, PENDING)
+    reasons = () if reason == NO_VALUE else (reason,)
+    if run_location.unbranched and verdict == PENDING:
+        explanation = "the run wrote to main directly; the publication sensor judges it"
+        return RunOutcome(run.run_id, RunState.UNBRANCHED, (explanation,))
+    if verdict == PENDING and run.is_success:
+        return RunOutcome(run.run_id, RunState.REFUSED, ("its branch was deleted before the run was judged",))
+    status = run.tags.get(RunTag.STATUS)
+    state = RunState(status) if status in _UNPUBLISHED_STATES else RunState.DISCARDED
+    return RunOutcome(run.run_id, state, reasons)
+
+
+# -- as the last step of the run --------------------------------------------------------------------------
 
 LEFT_TO_SENSOR = "Left to the publication sensor"
 """Start of the message of the event by which a run reports that it could not publish itself."""
@@ -114,7 +309,7 @@ def publish_at_end(
 
 def format_run_outcome(outcome: Outcome) -> str:
     """Format the outcome of a run as one line, with the command that shows more."""
-    subject, reasons = f"Run {outcome.run_id}", " ".join(_format_reasons(outcome).split()).rstrip(".")
+    subject, reasons = f"Run {outcome.run_id}", " ".join("; ".join(outcome.reasons).split()).rstrip(".")
     if outcome.state is RunState.PUBLISHED:
         return f"{subject} is published as {(outcome.publication or '')[:16]}. {_SEE_STATUS}"
     if outcome.state in (RunState.BLOCKED, RunState.REFUSED):
@@ -166,7 +361,7 @@ class RunPublication(BranchPublisher):
     ) -> Outcome:
         name = run.tags.get(RunTag.BRANCH) or run_branch_name(run.run_id)
         ended_run, reservations = EndedRun(name, run), Reservations()
-        states = self._recheck.load_states()
+        states = self._states.load_all()
         checked = self._advance_states({name: ended_run}, states, self._advance_state, reservations)
         outcome = next(checked, None) or end_branch(ended_run, reservations)
         if outcome.state in _UNDECIDED:
@@ -265,7 +460,7 @@ class _PublishingExecutor(Executor):
         _print_on_command_line(format_run_outcome(outcome))
         if outcome.state in (RunState.BLOCKED, RunState.REFUSED):
             raise NotPublished(
-                format_failure(_format_reasons(outcome)),
+                format_failure("; ".join(outcome.reasons)),
                 branch=outcome.branch,
                 run_id=outcome.run_id,
                 hint=outcome.next_step or None,
@@ -338,8 +533,3 @@ def _publish_within(timeout_s: float, publish: Callable[[], Outcome], branch: st
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome
-
-
-def _format_reasons(outcome: Outcome) -> str:
-    blocked = outcome.state is RunState.BLOCKED and outcome.verdict is not None
-    return "; ".join(outcome.verdict.reasons) if blocked and outcome.verdict else outcome.detail

@@ -33,11 +33,17 @@ from dagster import (
 )
 
 from branchlake_dagster.cleanup.reaper import Reaper
-from branchlake_dagster.cleanup.reaper_rules import BranchOwner, Limits, OwnerState, Reaping, ReapingAction
+from branchlake_dagster.cleanup.reaper_rules import (
+    BranchOwner,
+    Limits,
+    MainHistory,
+    OwnerState,
+    Reaping,
+    ReapingAction,
+)
 from branchlake_dagster.cleanup.sweeper import SWEEPER_TAG_FILTER, Sweeper, Sweeping
 from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.publisher import build_publisher
 from branchlake_dagster.runs.branch_owner import (
     is_own_reference,
     is_retry,
@@ -67,6 +73,7 @@ from branchlake_dagster.stored_names import ReferencePrefix, RunTag
 from branchlake_dagster.tables.table_files import TableFiles
 
 T = TypeVar("T")
+_MAX_BULLETS = 500
 _STEP_FAILURE_EVENTS = {DagsterEventType.STEP_FAILURE, DagsterEventType.STEP_UP_FOR_RETRY}
 
 
@@ -190,8 +197,6 @@ def reap_branches(
     *,
     dry_run: bool = False,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    monotonic: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
     branch_names: Collection[str] | None = None,
 ) -> Iterator[Reaping]:
     """Run one pass of the reaper over the lake, with Dagster's knowledge of runs.
@@ -205,8 +210,6 @@ def reap_branches(
         branch_names=branch_names,
         any_instance=branch_names is not None,
         now=now,
-        monotonic=monotonic,
-        sleep=sleep,
     )
     return reaper.run(dry_run=dry_run)
 
@@ -218,8 +221,6 @@ def _build_reaper(
     branch_names: Collection[str] | None = None,
     any_instance: bool = False,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    monotonic: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> Reaper:
     settings = lake.settings
     return Reaper(
@@ -228,9 +229,9 @@ def _build_reaper(
         reaper_limits(settings),
         heartbeats=HeartbeatStore.from_settings(settings),
         now=now,
-        monotonic=monotonic,
-        sleep=sleep,
-        is_on_main=lambda commit: build_publisher(lake).is_on_main(commit),
+        monotonic=time.monotonic,
+        sleep=time.sleep,
+        is_on_main=MainHistory(lake.nessie).contains_commit,
         instance=load_instance_id(instance),
         files=TableFiles(settings.file_io_properties()),
         only=branch_names,
@@ -345,8 +346,8 @@ def reap_job(lakehouse_key: str = "lakehouse", prefix: str = "") -> JobDefinitio
                 "kept": MetadataValue.int(len(kept_branches)),
                 "files_deleted": MetadataValue.int(sum(result.files for result in sweep_results)),
                 "bytes_freed": MetadataValue.int(sum(result.size for result in sweep_results)),
-                "branches": _format_bullets(reap_results) or MetadataValue.md("no run branches"),
-                "discarded": _format_bullets(sweep_results) or MetadataValue.md("nothing discarded"),
+                "branches": _format_bullets(reap_results, "no run branches"),
+                "discarded": _format_bullets(sweep_results, "nothing discarded"),
             }
         )
 
@@ -365,12 +366,11 @@ def _log_decisions(context: OpExecutionContext, decisions: Iterator[T]) -> list[
     return results
 
 
-def _format_bullets(lines: Sequence[object], max_lines: int = 500) -> MetadataValue | None:
-    remainder = [f"- and {len(lines) - max_lines} more, in the run's log"] if len(lines) > max_lines else []
-    return (
-        MetadataValue.md("\n".join([*(f"- {line}" for line in lines[:max_lines]), *remainder]))
-        if lines
-        else None
+def _format_bullets(results: Sequence[object], text_if_empty: str) -> MetadataValue:
+    remainder = len(results) - _MAX_BULLETS
+    bullets = [f"- {result}" for result in results[:_MAX_BULLETS]] or [text_if_empty]
+    return MetadataValue.md(
+        "\n".join([*bullets, *([f"- and {remainder} more, in the run's log"] if remainder > 0 else [])])
     )
 
 

@@ -1,0 +1,161 @@
+"""The commits of a run's branch: the snapshots that they added to tables, and whether the run made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.snapshots import Operation, Snapshot
+
+from branchlake_dagster.history.capture import snapshots_between
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable, LogEntry, Put
+from branchlake_dagster.stored_names import LakeProperty
+
+ReadMetadata = Callable[[str], TableMetadata | None]
+"""A function that reads the table metadata at a location. It returns None if the file is missing."""
+
+
+def iter_put_tables(entry: LogEntry) -> Iterator[tuple[ContentKey, IcebergTable]]:
+    """Iterate over the tables that a commit put, with their keys.
+
+    The log entry must include its operations.
+    """
+    for operation in entry.operations:
+        if isinstance(operation, Put) and isinstance(operation.content, IcebergTable):
+            yield operation.key, operation.content
+
+
+def newest_metadata_locations(newest_first: Iterable[LogEntry]) -> dict[str, str]:
+    """Return the newest metadata location of each table that the commits put, by content id."""
+    locations: dict[str, str] = {}
+    for entry in newest_first:
+        for _, table in iter_put_tables(entry):
+            locations.setdefault(table.content_id or "", table.metadata_location)
+    return locations
+
+
+def find_added_snapshots(
+    content: IcebergTable,
+    snapshots_before: Mapping[str, int],
+    read_metadata: ReadMetadata,
+    newest_locations: Mapping[str, str],
+) -> list[Snapshot] | None:
+    """Find the snapshots that a commit added to one table, newest first. None if they can no longer be found.
+
+    `content` is the table as the commit put it. `snapshots_before` maps content ids to the snapshot ids
+    before the commit. The search walks from the current snapshot back to the one before the commit. A
+    rollback ends at an older snapshot, with a smaller sequence number, and adds no snapshots.
+
+    Cost: reads one file, or none if the snapshot stayed the same. Spark may delete old metadata files
+    (`write.metadata.delete-after-commit.enabled`). Then the file at the table's location in
+    `newest_locations` is read instead.
+    """
+    previous_id = snapshots_before.get(content.content_id or "")
+    if content.snapshot_id == previous_id:
+        return []
+    content_id = content.content_id or ""
+    metadata = read_metadata(content.metadata_location) or read_metadata(newest_locations[content_id])
+    if metadata is None or metadata.snapshot_by_id(content.snapshot_id) is None:
+        return None if content.snapshot_id > 0 else []
+    snapshots, _ = snapshots_between(metadata, previous_id, content.snapshot_id)
+    previous_snapshot = metadata.snapshot_by_id(previous_id) if previous_id is not None else None
+    previous_number = (previous_snapshot.sequence_number or 0) if previous_snapshot else 0
+    return [
+        snapshot
+        for snapshot in reversed(snapshots)
+        if not previous_number or (snapshot.sequence_number or 0) > previous_number
+    ]
+
+
+_CLIENT_PROPERTY = "application-type"
+"""The commit property of Iceberg's Java client, which cannot attach properties of its caller."""
+
+
+@dataclass(frozen=True)
+class BranchCommits:
+    """The commits of a run's branch since its base, and the runs that may have made them.
+
+    Args:
+        branch (str): The branch's name.
+        base_hash (str): The commit of `main` that the branch started from.
+        base_snapshots (Mapping[str, int]): Snapshot ids of the changed tables at the base, by content id.
+        entries (Sequence[LogEntry]): The commits after the base, newest first, with their operations.
+        recorded_heads (Collection[str]): The hashes that the runs recorded after their writes.
+        run_ids (Collection[str]): The runs that worked on the branch.
+    """
+
+    branch: str
+    base_hash: str
+    base_snapshots: Mapping[str, int]
+    entries: Sequence[LogEntry]
+    recorded_heads: Collection[str]
+    run_ids: Collection[str]
+
+    def find_objection(self, read_metadata: ReadMetadata) -> str | None:
+        """Return why the branch is not exactly what its runs wrote, as a clause; None if it is.
+
+        Three conditions must hold:
+
+        1. The branch contains every recorded head. Otherwise it was set back, or Nessie was restored from an
+           older copy.
+        2. One of the runs made every commit: the commit's properties name the run or, for Spark, the
+           summaries of the added snapshots do.
+        3. The newest commit was recorded. No check has seen a later commit.
+
+        `read_metadata` is called only for Spark commits that add a snapshot. A Spark commit without a
+        snapshot, such as ALTER TABLE, does not name a run and is accepted.
+        """
+        hashes = {entry.commit.hash for entry in self.entries}
+        if lost_heads := sorted(set(self.recorded_heads) - hashes - {self.base_hash}):
+            return (
+                f"branch {self.branch} no longer contains commit {lost_heads[0][:16]} that the run wrote:"
+                " the branch was set back, or Nessie was restored from an older copy"
+            )
+        if (foreign_commit := self._find_foreign_commit(read_metadata)) is not None:
+            return (
+                f"{self._format_commit(foreign_commit)}, which the run did not make:"
+                " another writer changed the branch"
+            )
+        if self.entries and self.entries[0].commit.hash not in self.recorded_heads:
+            return f"{self._format_commit(self.entries[0])}, made after the last commit that the run recorded"
+        return None
+
+    def _find_foreign_commit(self, read_metadata: ReadMetadata) -> LogEntry | None:
+        """Return the oldest commit that none of the runs made; None if there is none."""
+        snapshots, newest = dict(self.base_snapshots), newest_metadata_locations(self.entries)
+        for entry in reversed(self.entries):
+            properties = entry.commit.properties
+            if LakeProperty.RUN_ID in properties:
+                is_own = properties[LakeProperty.RUN_ID] in self.run_ids
+            else:
+                snapshots_by_table = (
+                    find_added_snapshots(table, snapshots, read_metadata, newest)
+                    for _, table in iter_put_tables(entry)
+                )
+                is_own = properties.get(_CLIENT_PROPERTY) == "iceberg" and all(
+                    new_snapshots is not None and all(map(self._is_own_snapshot, new_snapshots))
+                    for new_snapshots in snapshots_by_table
+                )
+            if not is_own:
+                return entry
+            snapshots |= {table.content_id or "": table.snapshot_id for _, table in iter_put_tables(entry)}
+        return None
+
+    def _is_own_snapshot(self, snapshot: Snapshot) -> bool:
+        """Return whether one of the runs made the snapshot, or the snapshot does not change rows.
+
+        Spark's procedures, such as rewrite_data_files, ignore the session's snapshot properties.
+        """
+        summary = snapshot.summary
+        if summary is None:
+            return False
+        return (
+            summary.operation is Operation.REPLACE
+            or summary.additional_properties.get(LakeProperty.RUN_ID) in self.run_ids
+        )
+
+    def _format_commit(self, entry: LogEntry) -> str:
+        commit = entry.commit
+        author = f" by {commit.author}" if commit.author else ""
+        return f"branch {self.branch} contains commit {commit.hash[:16]}{author} ({commit.message})"
