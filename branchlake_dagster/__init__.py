@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         publication_automation_sensor,
     )
     from branchlake_dagster.publication.definitions import DefinitionsWarning, branchlake_definitions
-    from branchlake_dagster.publication.published_sensor import PublishedAssets, published_sensor
+    from branchlake_dagster.publication.new_publications import PublishedAssets, published_sensor
     from branchlake_dagster.publication.run_publication import (
         NotPublished,
         RunOutcome,
@@ -186,7 +186,7 @@ _HOMES = {
         "branchlake_definitions",
         "DefinitionsWarning",
     ),
-    "publication.published_sensor": (
+    "publication.new_publications": (
         "PublishedAssets",
         "published_sensor",
     ),

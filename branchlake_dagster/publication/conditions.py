@@ -9,8 +9,7 @@ sensor that evaluates in the code server can use them: `publication_automation_s
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -38,11 +37,11 @@ from branchlake_dagster.internals.dagster import (
     TimingMetadata,
 )
 from branchlake_dagster.publication.new_publications import (
-    PublicationReport,
-    ReportCursor,
+    PublicationReader,
+    ReportedPublication,
+    ReportReader,
     load_asset_partitions,
     load_run_partitions,
-    read_new_reports,
 )
 from branchlake_dagster.runs.run_tags import PENDING
 from branchlake_dagster.stored_names import RunTag
@@ -219,7 +218,7 @@ def _is_from_this_package(condition: AutomationCondition[Any]) -> bool:
 
 @dataclass(frozen=True)
 class PublishedCondition(AutomationCondition[AssetKey]):
-    """The condition of `newly_published()`. Its cursor is a `ReportCursor`."""
+    """The condition of `newly_published()`. Its cursor is that of a `ReportReader`."""
 
     ignore_same_run: bool = False
 
@@ -244,17 +243,18 @@ class PublishedCondition(AutomationCondition[AssetKey]):
                 hint="Use AutomationCondition.any_deps_match(newly_published()).",
             )
         last_id = context.max_storage_id or 0
-        last_cursor = ReportCursor.from_json(context.cursor) if context.cursor else None
         # A changed condition has an empty cursor; the asset's last evaluation still counts.
         start_id = (
             last_id if context.previous_evaluation_time is None else context.previous_max_storage_id or 0
         )
-        new_reports, new_cursor = read_new_reports(
-            context.asset_graph_view.instance, context.key, last_cursor, start_id=start_id, last_id=last_id
+        reader: PublicationReader[ReportedPublication] = ReportReader(
+            context.asset_graph_view.instance, context.key, start_id, last_id
         )
+        new = reader.read_since(context.cursor)
+        publications = new.publications
         if self.ignore_same_run:
-            new_reports = _drop_same_run_reports(context, new_reports)
-        subset = _to_subset(context, context.key, {report.partition for report in new_reports})
+            publications = _drop_same_run(context, publications)
+        subset = _to_subset(context, context.key, {key for one in publications for key in one.partitions})
         subset = context.candidate_subset.compute_intersection(subset)
         # A publication reported since the last evaluation is later than the request made in that evaluation,
         # even if the clocks of publisher and code server differ: SINCE would otherwise drop it.
@@ -262,7 +262,7 @@ class PublishedCondition(AutomationCondition[AssetKey]):
         return AutomationResult(
             context,
             subset,
-            cursor=new_cursor.to_json(),
+            cursor=new.cursor,
             timing_metadata=None if subset.is_empty else TimingMetadata(timestamps=timestamps),
         )
 
@@ -303,28 +303,24 @@ class AwaitingVerdictCondition(AutomationCondition[AssetOrCheckKey]):
         return AutomationResult(context, context.candidate_subset.compute_intersection(subset))
 
 
-def _drop_same_run_reports(
-    context: AutomationContext[AssetKey], reports: Iterable[PublicationReport]
-) -> list[PublicationReport]:
+def _drop_same_run(
+    context: AutomationContext[AssetKey], publications: Sequence[ReportedPublication]
+) -> Sequence[ReportedPublication]:
     """Drop publications whose branch also wrote all partitions of the target that depend on them."""
     target = context.root_context.key
     if not isinstance(target, AssetKey) or target not in context.asset_graph.get(context.key).child_keys:
-        return list(reports)
-    reports_by_branch: dict[str, list[PublicationReport]] = defaultdict(list)
-    for report in reports:
-        reports_by_branch[report.branch].append(report)
-    target_partitions = load_asset_partitions(context.asset_graph_view.instance, reports_by_branch, target)
-    remaining: list[PublicationReport] = []
-    for branch, branch_reports in reports_by_branch.items():
-        if partitions := target_partitions.get(branch):
-            published_subset = _to_subset(
-                context, context.key, {telling.partition for telling in branch_reports}
-            )
-            dependents = published_subset.compute_mapped_subset(target, direction="down")
-            if dependents.compute_difference(_to_subset(context, target, partitions)).is_empty:
-                continue
-        remaining += branch_reports
-    return remaining
+        return publications
+    target_partitions = load_asset_partitions(
+        context.asset_graph_view.instance, [one.branch for one in publications], target
+    )
+
+    def depends_on_more(publication: ReportedPublication) -> bool:
+        written = _to_subset(context, target, target_partitions.get(publication.branch, ()))
+        published = _to_subset(context, context.key, publication.partitions)
+        dependents = published.compute_mapped_subset(target, direction="down")
+        return not dependents.compute_difference(written).is_empty
+
+    return [one for one in publications if one.branch not in target_partitions or depends_on_more(one)]
 
 
 def _to_subset(

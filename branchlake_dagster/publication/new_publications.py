@@ -1,35 +1,88 @@
-"""The publications since a cursor, read from `main`'s log or from the reports in Dagster's event log.
+"""The publications since a cursor: how they are read, and the sensor that launches runs for them.
 
-Sensors follow `main`'s log, because they must miss no publication, also of other code locations. Conditions
-follow the reports, because Dagster's daemon reads no lake.
+Sensors and automation conditions read through a `PublicationReader`. It returns each publication once. There
+are two readers, because there are two records of publications:
 
-The publisher reports one observation per published partition. Reading "everything after the last event id"
-would be wrong for two reasons. A database may commit an event after another one with a higher id. And the
-same publication may be reported twice: by two publishers in a race, or because one died before it recorded
-that it had reported. So each evaluation reads some earlier events again and skips those that it delivered
-before.
+- `MainLogReader` reads `main`'s log. `published_sensor` uses it, because it must miss no publication, also of
+  other code locations and Dagster instances.
+- `ReportReader` reads the observations that the publisher reports for an asset. Conditions use it: Dagster
+  passes no lake to a condition, and runs without a branch are reported, but are not in the ledger.
+
+`on_publication()` serves several publications with one run. `published_sensor` requests one run for each
+publication, in the order of the log.
+
+No postponed annotations here: Dagster compares the annotation of `context` with the class itself.
 """
 
-from __future__ import annotations
-
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Self
+from typing import Generic, Protocol, Self, TypeVar
 
-from dagster import AssetKey, AssetRecordsFilter, DagsterEventType, DagsterInstance, DagsterRun, RunsFilter
+from dagster import (
+    AssetKey,
+    AssetRecordsFilter,
+    AssetSelection,
+    DagsterEventType,
+    DagsterInstance,
+    DagsterRun,
+    DefaultSensorStatus,
+    RepositoryDefinition,
+    RunRequest,
+    RunsFilter,
+    SensorDefinition,
+    SensorEvaluationContext,
+    SensorResult,
+    SkipReason,
+    partition_loading_context,
+    sensor,
+)
 
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.internals.dagster import CoercibleToAssetKey, ExecutableDefinition
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import ReferenceNotFound
-from branchlake_dagster.nessie.model import LogEntry
 from branchlake_dagster.publication.ledger import Publication, parse_publications
 from branchlake_dagster.runs.branch_owner import load_runs_on_branch
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import run_id_of_branch
 from branchlake_dagster.runs.run_tags import find_run_location
-from branchlake_dagster.stored_names import EventMetadata
+from branchlake_dagster.stored_names import EventMetadata, RunTag
+from branchlake_dagster.tables.specification import format_table_name, table_identifier
+from branchlake_dagster.wording import format_count
+
+_PublicationT = TypeVar("_PublicationT", covariant=True)
+
+
+@dataclass(frozen=True)
+class NewPublications(Generic[_PublicationT]):
+    """The publications since a cursor, oldest first, and the cursor after them.
+
+    `records_read` counts what was read, also commits and reports that have no new publication. `note` says
+    why the record was not read from the cursor; empty otherwise.
+    """
+
+    publications: Sequence[_PublicationT]
+    cursor: str
+    records_read: int = 0
+    note: str = ""
+
+
+class PublicationReader(Protocol[_PublicationT]):
+    """Reads the publications of some assets from one record of publications."""
+
+    def read_since(self, cursor: str | None) -> NewPublications[_PublicationT]:
+        """Read the publications after `cursor`, each once, even if it was recorded repeatedly.
+
+        With None as cursor the reader starts at the present: earlier publications count as read. The cursor
+        is text for Dagster to store. Costs what was recorded since the cursor, however long history is.
+        """
+
+
+# -- partitions on a branch ------------------------------------------------------------------------------
 
 _CHUNK = 500
 """Values in one query; SQLite takes at most 999."""
@@ -95,43 +148,68 @@ COMMITS_PER_TICK = 100
 
 
 @dataclass(frozen=True)
-class LogBatch:
-    """Commits of `main` in the order of the log, the publications in them, and the cursor after them.
+class PublishedAssets:
+    """A publication that changed watched assets, as the `request` of a `published_sensor` gets it.
 
-    `note` says why the log was not read as usual; empty otherwise.
+    Attributes:
+        publication (Publication): Its `hash`, `run_id`, `publication_id` and `tables` (dotted names).
+        partitions (Mapping[AssetKey, Set[str | None]]): The published partitions of each asset; None stands
+            for an asset without partitions. A set is empty if this Dagster instance does not have the
+            published run.
+
+    Examples:
+        .. code-block:: python
+
+            def request(published: PublishedAssets) -> dg.RunRequest | None:
+                days = published.partitions[dg.AssetKey(["shop", "prices"])]
+                return dg.RunRequest(tags={"days": ",".join(sorted(day for day in days if day))})
     """
 
-    entries: Sequence[LogEntry]
-    cursor: str
-    note: str = ""
-
-    @property
-    def publications(self) -> list[Publication]:
-        """The publications of these commits, in their order."""
-        return [publication for entry in self.entries for publication in parse_publications(entry)]
+    publication: Publication
+    partitions: Mapping[AssetKey, Set[str | None]]
 
 
-def read_new_publications(client: NessieClient, cursor: str | None) -> LogBatch:
-    """Read the commits on `main` since the commit `cursor`, at most `COMMITS_PER_TICK`.
+@dataclass(frozen=True)
+class MainLogReader:
+    """Reads `main`'s log. The cursor is the hash of the last commit that was read.
 
-    None as cursor starts at the current end of the log. If `main`'s history was rewritten, the note says so.
+    `keys_by_table` are the assets whose publications are returned, by the dotted names of their tables. At
+    most `COMMITS_PER_TICK` commits are returned at once. If `main`'s history was rewritten, the reader starts
+    again at the present, and the note says so.
     """
-    head = client.reference(MAIN)
-    if cursor is None:
-        return LogBatch((), head.hash, f"The sensor starts at main's current commit {head.hash[:12]}.")
-    if cursor == head.hash:
-        return LogBatch((), cursor)
-    try:
-        entries = list(client.log(head.pinned_ref, since=cursor))
-    except ReferenceNotFound:
-        return LogBatch(
-            (),
-            head.hash,
-            f"main's log no longer holds commit {cursor[:12]}: its history was rewritten. Publications "
-            f"in between are unknown. The sensor starts again at {head.hash[:12]}.",
-        )
-    next_entries = entries[::-1][:COMMITS_PER_TICK]
-    return LogBatch(next_entries, next_entries[-1].commit.hash if next_entries else cursor)
+
+    client: NessieClient
+    instance: DagsterInstance
+    keys_by_table: Mapping[str, AssetKey]
+
+    def read_since(self, cursor: str | None) -> NewPublications[PublishedAssets]:
+        """Read the commits on `main` after the commit `cursor`, and the partitions of their publications."""
+        head = self.client.reference(MAIN)
+        if cursor is None:
+            note = f"The sensor starts at main's current commit {head.hash[:12]}."
+            return NewPublications((), head.hash, note=note)
+        if cursor == head.hash:
+            return NewPublications((), cursor)
+        try:
+            # The log yields the newest commit first; only the oldest commits are kept.
+            entries = deque(self.client.log(head.pinned_ref, since=cursor), maxlen=COMMITS_PER_TICK)
+        except ReferenceNotFound:
+            note = (
+                f"main's log no longer holds commit {cursor[:12]}: its history was rewritten. Publications "
+                f"in between are unknown. The sensor starts again at {head.hash[:12]}."
+            )
+            return NewPublications((), head.hash, note=note)
+        publications = [
+            self._load_assets(publication, keys)
+            for entry in reversed(entries)
+            for publication in parse_publications(entry)
+            if (keys := [self.keys_by_table[t] for t in publication.tables if t in self.keys_by_table])
+        ]
+        return NewPublications(publications, entries[0].commit.hash if entries else cursor, len(entries))
+
+    def _load_assets(self, publication: Publication, keys: Sequence[AssetKey]) -> PublishedAssets:
+        partitions = load_branch_partitions(self.instance, publication.branch)
+        return PublishedAssets(publication, {key: partitions.get(key, frozenset()) for key in keys})
 
 
 # -- reports in the event log --------------------------------------------------------------------------
@@ -216,23 +294,242 @@ class ReportCursor:
         return cls(data["upto"], frozenset((pub, part) for pub, parts in names.items() for part in parts))
 
 
-def read_new_reports(
-    instance: DagsterInstance, key: AssetKey, last_cursor: ReportCursor | None, *, start_id: int, last_id: int
-) -> tuple[list[PublicationReport], ReportCursor]:
-    """Return the publications reported since `last_cursor` and up to the event `last_id`, and the new cursor.
+@dataclass(frozen=True)
+class ReportedPublication:
+    """The partitions of one asset that the branch of a run brought to `main`."""
 
-    If `last_cursor` is None, reports up to the event `start_id` count as delivered, so history does not
-    trigger requests.
+    branch: str
+    partitions: Set[str | None]
+
+
+@dataclass(frozen=True)
+class ReportReader:
+    """Reads the publications that were reported for one asset in Dagster's event log, up to `last_id`.
+
+    The cursor is the text of a `ReportCursor`. Without a cursor, reports up to the event `start_id` count as
+    read, so history does not trigger requests.
+
+    The publisher reports one observation per published partition. Reading "everything after the last event
+    id" would be wrong for two reasons. A database may commit an event after another one with a higher id. And
+    the same publication may be reported twice: by two publishers in a race, or because one died before it
+    recorded that it had reported. So some earlier events are read again, and those that were delivered before
+    are skipped.
     """
-    since_id = last_cursor.last_id if last_cursor else start_id
-    reports = list(
-        iter_publication_reports(instance, key, after_id=since_id - REREAD_EVENT_IDS, last_id=last_id)
+
+    instance: DagsterInstance
+    key: AssetKey
+    start_id: int
+    last_id: int
+
+    def read_since(self, cursor: str | None) -> NewPublications[ReportedPublication]:
+        """Read the reports after `cursor`; the partitions of one branch are one publication."""
+        last_cursor = ReportCursor.from_json(cursor) if cursor else None
+        since_id = last_cursor.last_id if last_cursor else self.start_id
+        reports = list(
+            iter_publication_reports(
+                self.instance, self.key, after_id=since_id - REREAD_EVENT_IDS, last_id=self.last_id
+            )
+        )
+        delivered_keys = (
+            last_cursor.delivered_keys
+            if last_cursor
+            else {report.key for report in reports if report.storage_id <= since_id}
+        )
+        partitions: dict[str, set[str | None]] = defaultdict(set)
+        for report in reports:
+            if report.key not in delivered_keys:
+                partitions[report.branch].add(report.partition)
+        recent_keys = {
+            report.key for report in reports if report.storage_id > self.last_id - REREAD_EVENT_IDS
+        }
+        return NewPublications(
+            [ReportedPublication(*one) for one in partitions.items()],
+            ReportCursor(self.last_id, frozenset(recent_keys)).to_json(),
+            len(reports),
+        )
+
+
+# -- the sensor on main's log ----------------------------------------------------------------------------
+
+_RequestBuilder = Callable[[PublishedAssets], Sequence[RunRequest] | str]
+"""Returns the run requests for a publication, or a message why there are none."""
+
+
+def published_sensor(
+    name: str,
+    *,
+    assets: Sequence[CoercibleToAssetKey] | AssetSelection,
+    job: ExecutableDefinition | None = None,
+    jobs: Sequence[ExecutableDefinition] | None = None,
+    request: Callable[[PublishedAssets], RunRequest | SkipReason | None] | None = None,
+    minimum_interval_seconds: int = 3,
+    default_status: DefaultSensorStatus = DefaultSensorStatus.STOPPED,
+    description: str | None = None,
+    lakehouse_key: str = "lakehouse",
+) -> SensorDefinition:
+    """A sensor that launches a job for each publication that changed a table of its assets.
+
+    The sensor reads `main`'s log in order. It misses no publication and merges none. A partitioned job gets
+    one run per published partition, if all `assets` have exactly the same partitions as the job; otherwise
+    pass `request`. The first tick starts at the current end of the log.
+
+    Args:
+        name (str): The sensor's name.
+        assets (Sequence[CoercibleToAssetKey] | AssetSelection): Asset keys, also of other code locations, or
+            a selection of this code location.
+        job (Optional[ExecutableDefinition]): The job to launch.
+        jobs (Optional[Sequence[ExecutableDefinition]]): Several jobs, of which `request` chooses one.
+        request (Optional[Callable[[PublishedAssets], RunRequest | SkipReason | None]]): Called with each
+            publication; returns what to launch. A request without a `run_key` gets the publication's id, so
+            that nothing is launched twice. (default: a run of `job`)
+        minimum_interval_seconds (int): Seconds between two ticks. Dagster looks for due sensors every 5 s,
+            so 3 s means every time. (default: 3)
+        default_status (DefaultSensorStatus): Whether the sensor starts as running. (default: STOPPED)
+        description (Optional[str]): The description in Dagster's UI.
+        lakehouse_key (str): The resource key of the lake whose log is read. (default: `lakehouse`)
+
+    Returns:
+        SensorDefinition: Its cursor is the last commit that it has read.
+
+    Raises:
+        ConfigurationError: The sensor cannot know what to launch. Raised here or in each tick.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import published_sensor
+
+            report_job = dg.define_asset_job("report_job", selection="report")
+            after_prices = published_sensor("after_prices", assets=[["shop", "prices"]], job=report_job)
+    """
+    if not isinstance(assets, AssetSelection) and not assets:
+        raise ConfigurationError(
+            f"The sensor {name} watches no assets.",
+            hint="Pass at least one asset key: assets=[…].",
+            reason="no_assets",
+            subject=name,
+        )
+    if request is None and job is None:
+        raise ConfigurationError(
+            f"The sensor {name} has no job to launch.",
+            hint="Pass job=…, or request=… and jobs=[…].",
+            reason="no_job",
+            subject=name,
+        )
+
+    @sensor(
+        name=name,
+        job=job,
+        jobs=jobs,
+        minimum_interval_seconds=minimum_interval_seconds,
+        default_status=default_status,
+        description=description or "Launches a run for each publication of the watched assets.",
+        required_resource_keys={lakehouse_key},
     )
-    delivered_keys = (
-        last_cursor.delivered_keys
-        if last_cursor
-        else {report.key for report in reports if report.storage_id <= since_id}
-    )
-    new_reports = {report.key: report for report in reports if report.key not in delivered_keys}
-    recent_keys = {report.key for report in reports if report.storage_id > last_id - REREAD_EVENT_IDS}
-    return list(new_reports.values()), ReportCursor(last_id, frozenset(recent_keys))
+    def follow(context: SensorEvaluationContext, **_: object) -> SensorResult:
+        # `_`: when a test calls the sensor like a function, Dagster also passes the resources by name.
+        repository = context.repository_def
+        assert repository is not None  # noqa: S101 - the daemon always evaluates within a code location
+        resource: LakehouseResource = getattr(context.resources, lakehouse_key)
+        lake = resource.lakehouse
+        keys = _resolve_keys(assets, repository)
+        build_requests = (
+            _user_request_builder(request)
+            if request
+            else _job_request_builder(job, keys, repository, context.instance)
+        )
+        reader: PublicationReader[PublishedAssets] = MainLogReader(
+            lake.nessie,
+            context.instance,
+            {format_table_name(table_identifier(key, lake.settings.default_namespace)): key for key in keys},
+        )
+        new = reader.read_since(context.cursor)
+        requests: list[RunRequest] = []
+        messages = [new.note] if new.note else []
+        for published in new.publications:
+            result = build_requests(published)
+            requests += [] if isinstance(result, str) else result
+            messages += [result] if isinstance(result, str) else []
+        for line in messages:
+            context.log.info(line)
+        commits = format_count(new.records_read, "commit")
+        nothing_new = f"{commits} on main since the last tick, none of them for these assets."
+        return SensorResult(
+            run_requests=requests,
+            cursor=new.cursor,
+            skip_reason=None if requests else SkipReason(" ".join(messages) or nothing_new),
+        )
+
+    return follow
+
+
+def _resolve_keys(
+    assets: Sequence[CoercibleToAssetKey] | AssetSelection, repository: RepositoryDefinition
+) -> Sequence[AssetKey]:
+    if isinstance(assets, AssetSelection):
+        return sorted(assets.resolve(repository.asset_graph))
+    return [AssetKey.from_coercible(asset) for asset in assets]
+
+
+# -- what to launch ------------------------------------------------------------------------------------
+
+
+def _user_request_builder(
+    request: Callable[[PublishedAssets], RunRequest | SkipReason | None],
+) -> _RequestBuilder:
+    """Wrap the user's function: its requests get a run key, and its skip reasons become messages."""
+
+    def build_requests(published: PublishedAssets) -> Sequence[RunRequest] | str:
+        result = request(published)
+        if isinstance(result, RunRequest):
+            key = result.run_key or published.publication.publication_id
+            return [result.with_replaced_attrs(run_key=key)]
+        return (
+            result.skip_message if result else None
+        ) or f"No request for the publication of run {published.publication.run_id}."
+
+    return build_requests
+
+
+def _job_request_builder(
+    job: ExecutableDefinition | None,
+    keys: Sequence[AssetKey],
+    repository: RepositoryDefinition,
+    instance: DagsterInstance,
+) -> _RequestBuilder:
+    """Build the requests for `job`: one for each publication.
+
+    A partitioned job gets one request for each published partition that still exists.
+    """
+    assert job is not None  # noqa: S101 - a sensor without `request` has a job
+    partitions, graph = repository.get_job(job.name).partitions_def, repository.asset_graph
+    differing_assets = [
+        key.to_user_string()
+        for key in keys
+        if not graph.has(key) or graph.get(key).partitions_def != partitions
+    ]
+    if partitions is not None and differing_assets:
+        raise ConfigurationError(
+            f"The job {job.name} has other partitions than {', '.join(differing_assets)}.",
+            hint="Choose what to launch with published_sensor(request=…). For an asset of another code "
+            "location, an AssetSpec can declare the partitions.",
+            reason="other_partitions",
+            subject=", ".join(differing_assets),
+        )
+
+    def build_requests(published: PublishedAssets) -> Sequence[RunRequest] | str:
+        publication = published.publication
+        tags = {RunTag.AFTER_PUBLICATION: publication.hash, RunTag.AFTER_RUN: publication.run_id}
+        if partitions is None:
+            return [RunRequest(publication.publication_id, job_name=job.name, tags=tags)]
+        published_keys = {key for keys in published.partitions.values() for key in keys if key is not None}
+        with partition_loading_context(dynamic_partitions_store=instance):
+            existing_keys = partitions.filter_valid_partition_keys(published_keys)
+        return [
+            RunRequest(f"{publication.publication_id}:{key}", job_name=job.name, partition_key=key, tags=tags)
+            for key in sorted(existing_keys)
+        ] or f"No partition to launch after run {publication.run_id}: its partitions are unknown or deleted."
+
+    return build_requests

@@ -28,7 +28,7 @@ from branchlake_dagster.publication.new_publications import (
     REREAD_EVENT_IDS,
     PublicationReport,
     ReportCursor,
-    read_new_reports,
+    ReportReader,
 )
 from branchlake_dagster.runs.run_tags import PENDING, RunLocation, build_opening_tags
 from branchlake_dagster.stored_names import RunTag
@@ -550,12 +550,13 @@ def test_each_publication_is_passed_on_once_however_late_its_event_is_committed(
                 yield PublicationReport(storage_id, name, "c", None)
 
     passed_on: list[str] = []
-    position: ReportCursor | None = None
+    position: str | None = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reports, "iter_publication_reports", visible)
         while now <= at + 2 * REREAD_EVENT_IDS:
-            new, position = read_new_reports(None, UP, position, start_id=0, last_id=now)  # type: ignore[arg-type]
-            position = ReportCursor.from_json(position.to_json())
-            passed_on += [telling.branch for telling in new]
+            reader = ReportReader(None, UP, start_id=0, last_id=now)  # type: ignore[arg-type]
+            new = reader.read_since(position)
+            position = new.cursor
+            passed_on += [published.branch for published in new.publications]
             now += every
     assert sorted(passed_on) == sorted({name for _, _, name in events})

@@ -9,7 +9,7 @@ import polars as pl
 
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.conditions import on_publication
-from branchlake_dagster.publication.published_sensor import published_sensor
+from branchlake_dagster.publication.new_publications import published_sensor
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import AssetMetadata
 from branchlake_dagster.tables.specification import table_metadata

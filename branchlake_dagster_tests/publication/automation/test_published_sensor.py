@@ -15,7 +15,7 @@ from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Namespace, Put
 from branchlake_dagster.publication import new_publications
 from branchlake_dagster.publication.ledger import Publication, publication_id, publication_properties
-from branchlake_dagster.publication.published_sensor import PublishedAssets, published_sensor
+from branchlake_dagster.publication.new_publications import PublishedAssets, published_sensor
 from branchlake_dagster.settings import Settings
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.transport import DirectTransport
