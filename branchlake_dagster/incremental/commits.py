@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -86,11 +86,6 @@ def commits_of_change(
                 )
             )
     return commits
-
-
-def commits_by_snapshot(commits: list[MainCommit]) -> Mapping[int, MainCommit]:
-    """Return the commits by the ids of their snapshots."""
-    return {snapshot_id: commit for commit in commits for snapshot_id in commit.snapshots}
 
 
 def _iter_put_entries(

@@ -208,18 +208,9 @@ class HeartbeatThread:
     Never raises an exception into the caller's work.
     """
 
-    def __init__(
-        self,
-        store: HeartbeatStore,
-        beat: Heartbeat,
-        *,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-        log: logging.Logger = _log,
-    ) -> None:
+    def __init__(self, store: HeartbeatStore, beat: Heartbeat) -> None:
         self._store = store
         self._beat = beat
-        self._now = now
-        self._log = log
         self._stopped = threading.Event()
         self._failing = False
         self._writes: list[threading.Thread] = []
@@ -250,7 +241,7 @@ class HeartbeatThread:
             self._writes = [write for write in self._writes if write.is_alive()]
             counter += 1
             if len(self._writes) < _MAX_PENDING_WRITES:
-                beat = replace(self._beat, counter=counter, written_at=self._now())
+                beat = replace(self._beat, counter=counter, written_at=datetime.now(UTC))
                 write = threading.Thread(target=self._write, args=(beat,), daemon=True)
                 self._writes.append(write)
                 write.start()
@@ -263,7 +254,7 @@ class HeartbeatThread:
         except Exception as error:  # noqa: BLE001 - whatever it is, the next beat tries again
             if not self._failing:
                 self._failing = True
-                self._log.warning(
+                _log.warning(
                     "Heartbeat of %s failed, trying again every %g s: %s",
                     beat.branch,
                     beat.interval_s,
@@ -280,7 +271,7 @@ class HeartbeatThread:
         try:
             self._store.remove(self._beat.branch, self._beat.writer)
         except Exception as error:  # noqa: BLE001 - the file is stale soon; the work it stood for is done
-            self._log.warning("Heartbeat of %s was not removed: %s", self._beat.branch, error)
+            _log.warning("Heartbeat of %s was not removed: %s", self._beat.branch, error)
 
     @property
     def is_stopped(self) -> bool:

@@ -170,8 +170,6 @@ class RunLeases:
         interval_s: float,
         wait_s: float,
         log_info: Callable[[str], None],
-        monotonic: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._client = client
         self._instance = instance
@@ -181,8 +179,6 @@ class RunLeases:
         self._interval_s = interval_s
         self._wait_s = wait_s
         self._log_info = log_info
-        self._monotonic = monotonic
-        self._sleep = sleep
 
     def ensure_held(self, location: RunLocation | None) -> None:
         """Ensure that this run holds all leases that it needs.
@@ -202,7 +198,7 @@ class RunLeases:
                 self._acquire(name, own_branch, location)
 
     def _acquire(self, name: str, own_branch: str, location: RunLocation | None) -> None:
-        started_at = self._monotonic()
+        started_at = time.monotonic()
         watches: dict[tuple[int, str], HolderWatch] = {}
         while True:
             main_contents = self._client().contents_at(MAIN, lease_keys([name]))
@@ -222,7 +218,7 @@ class RunLeases:
                 watch = watches.setdefault((lease.token, lease.holder), self._watch(lease.holder))
                 gone_reason = watch.gone_reason()
                 if gone_reason is None:
-                    self._wait(lease, self._monotonic() - started_at)
+                    self._wait(lease, time.monotonic() - started_at)
                     continue
             grant = lease.next_grant(own_branch)
             takeover_note = f" after {lease.holder}: {gone_reason}" if gone_reason else ""
@@ -248,7 +244,6 @@ class RunLeases:
             self._instance,
             self._load_heartbeats,
             interval_s=self._interval_s,
-            monotonic=self._monotonic,
         )
 
     def _require_base_lease(self, lease: Lease, own_branch: str, location: RunLocation) -> None:
@@ -284,4 +279,4 @@ class RunLeases:
                 subject=lease.name,
             )
         # Short enough for the required number of readings within the holder's longest silence.
-        self._sleep(min(1.0, MISSED_INTERVALS * self._interval_s / (2 * MIN_READINGS)))
+        time.sleep(min(1.0, MISSED_INTERVALS * self._interval_s / (2 * MIN_READINGS)))

@@ -43,7 +43,7 @@ from branchlake_dagster.nessie.model import ContentKey, IcebergTable
 from branchlake_dagster.runs.run_branch import RunBranch
 from branchlake_dagster.spark.plan_reads import PlanReads
 from branchlake_dagster.stored_names import AssetMetadata, EventMetadata, LakeProperty
-from branchlake_dagster.tables.specification import TableSpec
+from branchlake_dagster.tables.specification import TableSpec, unwrap_metadata
 
 _MAX_LISTED = 20
 
@@ -208,14 +208,9 @@ def find_running_step() -> RunningStep:
     step = context.op_execution_context.get_step_execution_context()
     assets = step.job_def.asset_layer.get_assets_def_for_node(step.node_handle)
     is_serializable = assets is not None and any(
-        _unwrap_metadata(spec.metadata.get(AssetMetadata.ISOLATION)) == "serializable"
-        for spec in assets.specs
+        unwrap_metadata(spec.metadata.get(AssetMetadata.ISOLATION)) == "serializable" for spec in assets.specs
     )
     return RunningStep(step.step.key, is_serializable, step.previous_attempt_count + 1)
-
-
-def _unwrap_metadata(value: Any) -> Any:
-    return getattr(value, "value", value)
 
 
 @contextlib.contextmanager
