@@ -32,7 +32,6 @@ from branchlake_dagster.runs.discarding import (
 )
 from branchlake_dagster.runs.run_tags import (
     FENCED,
-    RunLocation,
     RunState,
     build_status_tag,
     find_keep_failed_hours,
@@ -239,75 +238,53 @@ _LOST_BRANCH_REASON = (
 )
 
 
-class LostBranches:
-    """Finds finished runs that show *pending* and have no branch, and reports each of them once.
+def report_lost_branches(
+    client: NessieClient,
+    publisher: Publisher,
+    instance: DagsterInstance,
+    existing_branches: Collection[str],
+    *,
+    lake_id: str,
+    location: str | None,
+) -> Iterator[Outcome]:
+    """Report each finished run once whose unpublished work is lost because its branch is gone.
 
-    `lake_id` and `location` are the reconciler's. Runs of other lakes and code locations are left alone.
+    Such runs show *pending*. Runs of other lakes and code locations are left alone. `existing_branches` must
+    have been listed before this call. Costs one query to Dagster's run storage, and three requests to Nessie
+    for each run without a branch.
     """
+    pending_runs = instance.get_runs(
+        RunsFilter(tags={RunTag.STATUS: str(RunState.PENDING)}, statuses=FINISHED_STATUSES),
+        limit=MAX_RUNS_PER_PASS,
+    )
+    for run in pending_runs:
+        run_branch = find_run_location(run.tags, run.run_id)
+        if run_branch is None or run_branch.unbranched or run_branch.branch in existing_branches:
+            continue
+        if run.tags.get(RunTag.LAKE, lake_id) != lake_id or find_other_location(run, location):
+            continue
+        branch = run_branch.branch
+        # A tag whose files are being deleted does not count, because it cannot be restored.
+        if any(map(client.has_reference, (branch, discarded_tag_name(branch)))):
+            continue
+        if any(iter_continuing_runs(instance, [branch])):
+            continue
+        publication = publisher.find_publication(branch, run_branch.base_hash)
+        yield _report_lost_branch(instance, run, branch, publication)
 
-    def __init__(
-        self,
-        client: NessieClient,
-        publisher: Publisher,
-        instance: DagsterInstance,
-        *,
-        lake_id: str,
-        location: str | None,
-    ) -> None:
-        self._client = client
-        self._publisher = publisher
-        self._instance = instance
-        self._lake_id = lake_id
-        self._location = location
 
-    def report(self, existing_branches: Collection[str]) -> Iterator[Outcome]:
-        """Report the finished runs whose unpublished work is lost because their branch is gone.
-
-        `existing_branches` must have been listed before this call. Costs one query to Dagster's run storage,
-        and three requests to Nessie for each run without a branch.
-        """
-        pending_runs = self._instance.get_runs(
-            RunsFilter(tags={RunTag.STATUS: str(RunState.PENDING)}, statuses=FINISHED_STATUSES),
-            limit=MAX_RUNS_PER_PASS,
-        )
-        for run in pending_runs:
-            run_branch = find_run_location(run.tags, run.run_id)
-            if run_branch is None or run_branch.unbranched or run_branch.branch in existing_branches:
-                continue
-            if run.tags.get(RunTag.LAKE, self._lake_id) != self._lake_id or find_other_location(
-                run, self._location
-            ):
-                continue
-            if not self._is_lost(run_branch):
-                continue
-            yield self._report_lost_run(run, run_branch)
-
-    def _is_lost(self, run_branch: RunLocation) -> bool:
-        """Return whether the run's work is lost: it has no branch, no discarded branch, and no retry.
-
-        A tag whose files are being deleted does not count, because it cannot be restored.
-        """
-        if any(map(self._client.has_reference, (run_branch.branch, discarded_tag_name(run_branch.branch)))):
-            return False
-        return not any(iter_continuing_runs(self._instance, [run_branch.branch]))
-
-    def _report_lost_run(self, run: DagsterRun, run_branch: RunLocation) -> Outcome:
-        if publication := self._publisher.find_publication(run_branch.branch, run_branch.base_hash):
-            self._instance.report_engine_event(f"Published as {publication.hash}.", run)
-            published_tags = {**build_status_tag(RunState.PUBLISHED), RunTag.VERDICT: str(Decision.PASSED)}
-            self._instance.add_run_tags(run.run_id, {**published_tags, RunTag.PUBLICATION: publication.hash})
-            state, detail = RunState.PUBLISHED, "by a publisher that died before it could report it"
-            return Outcome(run_branch.branch, run.run_id, state, detail, None, publication.hash)
-        state, status = RunState.DISCARDED, status_without_verdict(run)
-        if run.is_success:
-            state, status = RunState.REFUSED, RunState.REFUSED
-            fail_unpublished_run(self._instance, run.run_id, _LOST_BRANCH_REASON)
-        report_branch_end(
-            self._instance,
-            run.run_id,
-            run_branch.branch,
-            verdict=FENCED,
-            reason=_LOST_BRANCH_REASON,
-            status=status,
-        )
-        return Outcome(run_branch.branch, run.run_id, state, _LOST_BRANCH_REASON)
+def _report_lost_branch(
+    instance: DagsterInstance, run: DagsterRun, branch: str, publication: Published | None
+) -> Outcome:
+    if publication is not None:
+        instance.report_engine_event(f"Published as {publication.hash}.", run)
+        published_tags = {**build_status_tag(RunState.PUBLISHED), RunTag.VERDICT: str(Decision.PASSED)}
+        instance.add_run_tags(run.run_id, {**published_tags, RunTag.PUBLICATION: publication.hash})
+        detail = "by a publisher that died before it could report it"
+        return Outcome(branch, run.run_id, RunState.PUBLISHED, detail, None, publication.hash)
+    state, status = RunState.DISCARDED, status_without_verdict(run)
+    if run.is_success:
+        state, status = RunState.REFUSED, RunState.REFUSED
+        fail_unpublished_run(instance, run.run_id, _LOST_BRANCH_REASON)
+    report_branch_end(instance, run.run_id, branch, verdict=FENCED, reason=_LOST_BRANCH_REASON, status=status)
+    return Outcome(branch, run.run_id, state, _LOST_BRANCH_REASON)

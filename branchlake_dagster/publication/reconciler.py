@@ -38,7 +38,7 @@ from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieError, ReferenceNotFound
 from branchlake_dagster.nessie.model import ContentKey, Reference
 from branchlake_dagster.publication.assessment import AssessedRun, Assessor
-from branchlake_dagster.publication.finishing import Finisher, LostBranches
+from branchlake_dagster.publication.finishing import Finisher, report_lost_branches
 from branchlake_dagster.publication.ledger import (
     Candidate,
     NeedsChecks,
@@ -128,6 +128,7 @@ class BranchPublisher:
         self._publisher = publisher
         self._instance = instance
         self._location = location
+        self._lake_id = settings.lake_id
         self._clock = clock
         self._deadline = math.inf
         self._at_once = at_once
@@ -160,9 +161,6 @@ class BranchPublisher:
             now=now,
         )
         self._failed_attempts = FailedAttempts(instance, now=now)
-        self._lost_branches = LostBranches(
-            client, publisher, instance, lake_id=settings.lake_id, location=location
-        )
 
     @classmethod
     def from_lake(
@@ -356,7 +354,14 @@ class Reconciler(BranchPublisher):
         run_refs = [ref for ref in refs if not ref.name.startswith(ReferencePrefix.PUBLICATION)]
         ended, others = find_ended_runs(self._instance, run_refs, location=self._location)
         yield from others
-        yield from self._lost_branches.report({ref.name for ref in run_refs})
+        yield from report_lost_branches(
+            self._client,
+            self._publisher,
+            self._instance,
+            {ref.name for ref in run_refs},
+            lake_id=self._lake_id,
+            location=self._location,
+        )
         if not ended:
             return
         states = self._states.load_all(
