@@ -91,7 +91,8 @@ def incremental_sensor(
         target (Optional[CoercibleToAssetSelection]): The assets. (default: all that consume changes)
         min_rows (int): The smallest number of changed rows that is worth a run. (default: 1)
         min_files (int): The smallest number of changed files that is worth a run. (default: 1)
-        max_age_s (float): Age in seconds at which a smaller change is launched, too. (default: an hour)
+        max_age_s (float): Age in seconds at which a change below `min_rows` or `min_files` is launched, too.
+            Without those two each change is launched at once, whatever its age. (default: an hour)
         max_runs (int): The largest number of runs per tick. The next tick continues. (default: 25)
         retries (int): How often a failed run is launched again for the same state of its inputs. Runs count
             as failed if a step or check crashed, or if `main` had an overlapping change. Runs that their

@@ -148,6 +148,8 @@ _CONJUNCTIONS = "branchlake_dagster.sda.commands.conjunctions"
         "reprocess": "branchlake_dagster.cli.reprocess:reprocess",
         "sda": "branchlake_dagster.sda.commands.group:sda",
         "sql": "branchlake_dagster.cli.sql:sql",
+        "undo": "branchlake_dagster.cli.undo:undo",
+        "undrop": "branchlake_dagster.cli.undo:undrop",
         "conjunctions": f"{_CONJUNCTIONS}:conjunctions",
         "screen-ephemeris": f"{_CONJUNCTIONS}:screen_ephemeris",
         "receive": f"{_SENSORS}:receive",

@@ -66,9 +66,8 @@ def _request_fork(connection: socket.socket) -> None:
     # Set the handler before the daemon starts to work: the daemon must not outlive this process.
     signal.signal(signal.SIGTERM, forward_signal)
     send_message(connection, {"go": True})
-    connection.settimeout(
-        None
-    )  # a timeout could end the wait at the moment in which the daemon writes its port
+    # A timeout could end the wait at the moment in which the daemon writes its port.
+    connection.settimeout(None)
     receive_message(connection)
     is_listening = True
 

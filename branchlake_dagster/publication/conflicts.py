@@ -299,7 +299,7 @@ def _check_upsert(
             CodedReason(reason, "key_column_gone"), tuple(sorted(shared_steps)), _run_ids(main_steps)
         )
     by_partition = layout.partition_columns and layout.partition_columns <= {*step.key_columns}
-    if (not shared_steps and by_partition) or _has_disjoint_keys(step, main_steps):
+    if (not shared_steps and by_partition) or has_disjoint_keys(step, main_steps):
         return None
     meeting_steps = [main_step for steps in shared_steps.values() for main_step in steps]
     reason = CodedReason("both sides may have changed the same keys", "same_keys")
@@ -359,7 +359,7 @@ def _check_row_deletes(step: SnapshotChange, own_paths: Set[str], main_change: T
     for main_step in main_change.steps:
         if main_step.mode is ChangeMode.COMPACT or not removed_files:
             continue  # a compaction writes the same deletes again
-        if hit_files := _find_hit_files(main_step.deletes, removed_files):
+        if hit_files := find_hit_files(main_step.deletes, removed_files):
             reason = (
                 CodedReason(
                     "main deleted rows (deletion vectors) of files that the run replaced",
@@ -377,7 +377,7 @@ def _check_row_deletes(step: SnapshotChange, own_paths: Set[str], main_change: T
     return None
 
 
-def _find_hit_files(deletes: Sequence[DeleteFile], files: Sequence[File]) -> list[File]:
+def find_hit_files(deletes: Sequence[DeleteFile], files: Sequence[File]) -> list[File]:
     """Return the files that one of the delete files may apply to.
 
     Most delete files name one data file or one partition, so these are compared by sets.
@@ -419,7 +419,7 @@ def _check_removed_files(step: SnapshotChange, main_change: TableChange) -> Over
     return Overlap(reason, tuple(sorted({file.partition for file in shared_files})), _run_ids(main_steps))
 
 
-def _has_disjoint_keys(step: SnapshotChange, main_steps: Sequence[SnapshotChange]) -> bool:
+def has_disjoint_keys(step: SnapshotChange, main_steps: Sequence[SnapshotChange]) -> bool:
     """Return whether the bounds of one key column prove that both sides changed different keys."""
     main_files = [file for main_step in main_steps for file in main_step.touched_files]
     return any(_has_disjoint_bounds(step.touched_files, main_files, key) for key in step.key_columns)

@@ -339,7 +339,7 @@ class IcebergTableFormat:
                 self._apply_updates(staged, _snapshot_updates(staged, step))
         except Exception as error:
             # No other code knows these files. Every pass would leave more of them in a full store.
-            _delete_existing_files(staged, staged.written_paths[len(target.written_paths) :])
+            delete_existing_files(staged, staged.written_paths[len(target.written_paths) :])
             if isinstance(error, ValidationException):
                 raise ReplayImpossible(str(error), table=key.name) from error
             raise
@@ -381,7 +381,7 @@ class IcebergTableFormat:
 
     def discard(self, staged: StagedState) -> None:
         """Delete the manifests and metadata files of the state. The data files belong to the run."""
-        _delete_existing_files(staged, staged.written_paths)
+        delete_existing_files(staged, staged.written_paths)
 
 
 def _schema_updates(target: TableMetadata, new_schema: Schema) -> tuple[TableUpdate, ...]:
@@ -397,7 +397,7 @@ def _schema_updates(target: TableMetadata, new_schema: Schema) -> tuple[TableUpd
     return AddSchemaUpdate(schema_=added_schema), SetCurrentSchemaUpdate(schema_id=schema_id)
 
 
-def _delete_existing_files(staged: StagedState, paths: Sequence[str]) -> None:
+def delete_existing_files(staged: StagedState, paths: Sequence[str]) -> None:
     """Delete files. Some may never have been written, and the store may refuse the deletion too."""
     for path in paths:
         try:

@@ -11,7 +11,7 @@ of its columns. These answers are inclusive: False is a proof, True is not.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
@@ -222,6 +222,12 @@ def _load_snapshot(snapshot: Snapshot, io: FileIO) -> StoredSnapshot:
         if is_own_entry(entry, snapshot.snapshot_id)
     )
     return StoredSnapshot(tuple(manifest.manifest_path for manifest in own_manifests), tuple(entries))
+
+
+def convert_delete_files(metadata: TableMetadata, files: Iterable[DataFile]) -> list[DeleteFile]:
+    """Convert the delete files of a table to plain values."""
+    converter = _FileConverter(metadata)
+    return [converter.to_delete_file(file) for file in files]
 
 
 class _FileConverter:

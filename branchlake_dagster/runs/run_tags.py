@@ -47,6 +47,8 @@ class RunState(StrEnum):
     UNCHANGED = "nothing to publish"
     UNBRANCHED = "unbranched"
     CONTINUED = "continued by a retry"
+    UNDONE = "undone"
+    """Its publication was taken back later."""
     CHECKING = "checking"
     """Checks run again on the rebased tables."""
     WAITING = "waiting"
@@ -71,6 +73,7 @@ RECORDED_STATES = frozenset(
         RunState.UNCHANGED,
         RunState.UNBRANCHED,
         RunState.CONTINUED,
+        RunState.UNDONE,
     }
 )
 """The states that the run's tag `branchlake` may hold."""

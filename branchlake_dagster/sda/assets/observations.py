@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import dagster as dg
 from pydantic import Field
@@ -12,6 +11,7 @@ from branchlake_dagster import column_metadata, consumes, rows, table_metadata
 from branchlake_dagster.sda.assets.registry import OBJECTS
 from branchlake_dagster.sda.assets.upkeep import OF_WINDOWS, OWNERS
 from branchlake_dagster.sda.contracts.by_kind import observation_contract, rejected_observation_contract
+from branchlake_dagster.sda.contracts.fields import DataMode
 from branchlake_dagster.sda.observations.envelope import (
     build_observations,
     build_rejected_observations,
@@ -24,9 +24,6 @@ GROUP = "observations"
 OBSERVATIONS = dg.AssetKey(["sda", "observations"])
 REJECTED_OBSERVATIONS = dg.AssetKey(["sda", "rejected_observations"])
 _KEYS = ["sensor_timestamp", "observation_id"]
-
-
-DataMode = Literal["REAL", "SIMULATED", "TEST", "EXERCISE"]
 
 
 def observation_assets(

@@ -1,7 +1,7 @@
 """What the contracts are written with: columns with meaning, unit and promises."""
 
 # No `from __future__ import annotations`: pandera reads the annotations.
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pandera.pyspark as pa
 
@@ -15,7 +15,8 @@ else:
 
 UUID5_PATTERN = "^[0-9a-f]{8}-[0-9a-f]{4}-5[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$"
 
-DATA_MODES = ["REAL", "SIMULATED", "TEST", "EXERCISE"]
+DataMode = Literal["REAL", "SIMULATED", "TEST", "EXERCISE"]
+DATA_MODES = [*get_args(DataMode)]
 
 
 def must(description: str, unit: str | None = None, **promises: Any) -> Any:

@@ -8,8 +8,8 @@ import dagster as dg
 
 from branchlake_dagster import Settings, branchlake_definitions
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.sda.assets.observations import DataMode
 from branchlake_dagster.sda.assets.raw import Where
+from branchlake_dagster.sda.contracts.fields import DataMode
 from branchlake_dagster.sda.graph.definitions import (
     fusion_assets,
     fusion_checks,

@@ -233,12 +233,13 @@ def gp_snapshot_files(context: dg.SensorEvaluationContext, gp: GpSource) -> dg.S
 conjunctions_sensor = incremental_sensor(
     "conjunctions_sensor",
     target=dg.AssetSelection.assets(CONJUNCTIONS),
-    max_age_s=60.0,
     minimum_interval_seconds=15,
-    default_status=dg.DefaultSensorStatus.STOPPED,
+    # A run is refused if the registry or the error model was published meanwhile.
+    retries=3,
+    retry_delay_seconds=10.0,
+    default_status=dg.DefaultSensorStatus.RUNNING,
 )
-"""Screens when the catalogue has changed. Off until somebody turns it on: a screening takes all cores for
-a quarter of a minute, which is no part of a first look."""
+"""Screens what is ahead when the catalog has changed."""
 
 
 def _of_satellite_catalogues(published: PublishedAssets) -> dg.RunRequest | None:

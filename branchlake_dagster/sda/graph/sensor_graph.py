@@ -11,7 +11,6 @@ from branchlake_dagster.sda.assets.associations import ASSOCIATIONS, association
 from branchlake_dagster.sda.assets.observations import (
     OBSERVATIONS,
     REJECTED_OBSERVATIONS,
-    DataMode,
     observation_assets,
 )
 from branchlake_dagster.sda.assets.raw import Where, live_sensors
@@ -22,6 +21,7 @@ from branchlake_dagster.sda.contracts.by_kind import (
     observation_contract,
     rejected_observation_contract,
 )
+from branchlake_dagster.sda.contracts.fields import DataMode
 from branchlake_dagster.sda.estimation import preference
 from branchlake_dagster.sda.estimation.preference import MAX_EDITED_SHARE, MAX_SIGMA_RATIO
 from branchlake_dagster.sda.graph.balance import balance_check

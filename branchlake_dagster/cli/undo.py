@@ -1,0 +1,101 @@
+"""The commands `branchlake undo`, which takes back a publication, and `branchlake undrop`.
+
+The commands import their dependencies when they run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_settings
+from branchlake_dagster.cli.registry import print_progress
+
+_WIDE = 160
+"""Width of a table in characters if the output is not a terminal."""
+
+
+@click.command()
+@click.argument("publication")
+@click.option("-m", "--module", help=MODULE_HELP)
+@click.option("--with-followers", is_flag=True, help="Also take back later publications that build on it.")
+@click.option(
+    "--keep-positions",
+    is_flag=True,
+    help="Do not read again what it had read: records of topics, changes of other tables.",
+)
+@click.option("--dry-run", is_flag=True, help="Only show what would be taken back.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def undo(
+    publication: str,
+    module: str | None,
+    with_followers: bool,
+    keep_positions: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Take back PUBLICATION over all of its tables, and keep later publications.
+
+    PUBLICATION is a run's id or a commit on main, or the beginning of one of them. `branchlake status` lists
+    the newest ones.
+
+    One commit on main gives each table the rows that it would have without the publication. Created tables
+    are dropped, dropped ones come back, and positions of consumers and ingestions move back. Reads and writes
+    metadata only. Assets that consumed the publication get the undo as a change.
+
+    If later publications changed the same rows, nothing is undone, and the message names them.
+    """
+    from dagster import DagsterInstance
+    from rich.console import Console
+    from rich.table import Table
+
+    from branchlake_dagster.cli.dagster_home import dagster_home
+    from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+    from branchlake_dagster.undo.find_publication import find_publication
+    from branchlake_dagster.undo.publication_undo import PublicationUndo
+    from branchlake_dagster.undo.report import report_undo
+    from branchlake_dagster.undo.summary import HEADERS, format_undo, list_columns, undo_to_json
+
+    loaded_settings = load_command_settings(module)
+    settings = loaded_settings.settings if dry_run else loaded_settings.require_named_lake()
+    lake = Lakehouse(settings, say=print_progress, start=False)
+    lake.endpoints(spark=False)
+    undoer = PublicationUndo.of_lake(lake)
+    found = find_publication(lake.nessie, publication)
+    if dry_run:
+        result = undoer.plan(found, with_followers=with_followers, keep_positions=keep_positions)
+    else:
+        result = undoer.undo(found, with_followers=with_followers, keep_positions=keep_positions)
+        dagster_home(settings)
+        with DagsterInstance.get() as instance:
+            report_undo(instance, lake, result)
+    if as_json:
+        click.echo(json.dumps(undo_to_json(result), indent=2))
+        return
+    if result.tables:
+        console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+        table = Table(*HEADERS)
+        for undone_table in result.tables:
+            table.add_row(*list_columns(undone_table))
+        console.print(table)
+    click.echo(format_undo(result, dry_run=dry_run))
+
+
+@click.command()
+@click.argument("table")
+@click.option("-m", "--module", help=MODULE_HELP)
+def undrop(table: str, module: str | None) -> None:
+    """Bring back the dropped TABLE, namespace.name, as it was before it was dropped.
+
+    The files of a dropped table stay until the lake's clean-up removes them.
+    """
+    from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+    from branchlake_dagster.undo.undrop import undrop_table
+
+    settings = load_command_settings(module).require_named_lake()
+    lake = Lakehouse(settings, say=print_progress, start=False)
+    lake.endpoints(spark=False)
+    restored = undrop_table(lake, table)
+    click.echo(f"{table} is back as {restored.commit}, as it was at {restored.from_commit}.")

@@ -1,0 +1,95 @@
+"""Which snapshots, properties and columns of a commit belong to one of its publications."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyiceberg.table import Table
+
+from branchlake_dagster.publication.ledger import Publication
+from branchlake_dagster.publication.table_change import SnapshotChange, TableChange
+from branchlake_dagster.stored_names import find_exclusive_property
+from branchlake_dagster.undo.table_undo import Dependency, DependencyFound, OwnChange, recorded_run_ids
+from branchlake_dagster.wording import CodedReason
+
+_CATALOG_PROPERTIES = "nessie."
+"""Prefix of properties that Iceberg's Java catalog for Nessie writes with each commit."""
+
+
+def build_own_change(
+    publication: Publication,
+    others: Sequence[Publication],
+    change: TableChange,
+    old: Table | None,
+    new: Table,
+) -> OwnChange:
+    """Return what a publication did to a table.
+
+    `change` is the change by its commit, from `old` (None if the commit created the table) to `new`. `others`
+    are the publications of the same commit that changed the same table: their runs tell the steps apart.
+    Raises DependencyFound if a step belongs to none of them.
+    """
+    steps = change.steps
+    if others:
+        steps = _select_steps(publication, others, change)
+    old_values = old.metadata.properties if old is not None else {}
+    new_values = new.metadata.properties
+    names = [
+        name
+        for name in sorted(old_values.keys() | new_values.keys())
+        if old_values.get(name) != new_values.get(name)
+        and not name.startswith(_CATALOG_PROPERTIES)
+        # The settings of a new table stay, if later publications keep the table alive.
+        and (old is not None or find_exclusive_property(name) is not None)
+        and (not others or _is_set_by(publication, steps, name, new_values.get(name)))
+    ]
+    return OwnChange(
+        frozenset(step.snapshot_id for step in steps),
+        {name: old_values.get(name) for name in names},
+        {name: new_values.get(name) for name in names},
+        change.before,
+        change.after,
+    )
+
+
+def _select_steps(
+    publication: Publication, others: Sequence[Publication], change: TableChange
+) -> tuple[SnapshotChange, ...]:
+    run_ids = {publication.run_id, *(other.run_id for other in others)}
+    if any(step.run_id not in run_ids for step in change.steps):
+        table = "".join(name for name in publication.tables[:1])
+        reason = CodedReason(
+            "its commit has several publications, and a snapshot names none of their runs", "shared_commit"
+        )
+        raise DependencyFound(Dependency(table, reason, run_ids=tuple(other.run_id for other in others)))
+    return tuple(step for step in change.steps if step.run_id == publication.run_id)
+
+
+def _is_set_by(
+    publication: Publication, steps: Sequence[SnapshotChange], name: str, value: str | None
+) -> bool:
+    """Return whether the publication set a property in a commit that others share.
+
+    The position of a consumer names its run, and the snapshots of an ingestion repeat their offsets. Other
+    properties stay, because another publication may have set them.
+    """
+    return publication.run_id in recorded_run_ids(name, value) or any(
+        name in step.properties for step in steps
+    )
+
+
+def join_own_changes(changes: Sequence[OwnChange]) -> OwnChange:
+    """Join the changes of several publications of one table, oldest first."""
+    old_properties: dict[str, str | None] = {}
+    new_properties: dict[str, str | None] = {}
+    for change in changes:
+        new_properties |= change.new_properties
+        for name, value in change.old_properties.items():
+            old_properties.setdefault(name, value)
+    return OwnChange(
+        frozenset().union(*(change.snapshot_ids for change in changes)),
+        old_properties,
+        new_properties,
+        changes[0].old_layout,
+        changes[-1].new_layout,
+    )

@@ -1,0 +1,549 @@
+"""Plan and commit the undo of publications: one commit on `main` over all of their tables.
+
+The commit expects the hash of `main` that it was planned for. If `main` has changed one of its tables
+meanwhile, the undo is planned again. Before each plan, the log of `main` is searched for an earlier undo of
+the same publications, so an undo is made once even if the reply to its commit was lost. Only metadata is
+read and written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown, ReferenceNotFound
+from branchlake_dagster.nessie.model import (
+    Content,
+    ContentKey,
+    Delete,
+    DiffEntry,
+    IcebergTable,
+    LogEntry,
+    Namespace,
+    Operation,
+    Put,
+)
+from branchlake_dagster.publication.ledger import Publication, is_namespace_change, parse_publications
+from branchlake_dagster.publication.replay import IcebergTableFormat, StagedState
+from branchlake_dagster.publication.snapshot_files import SnapshotFiles
+from branchlake_dagster.stored_names import LakeProperty
+from branchlake_dagster.undo.find_publication import PublicationNotFound
+from branchlake_dagster.undo.own_change import build_own_change, join_own_changes
+from branchlake_dagster.undo.table_state import build_undone_state, require_restorable
+from branchlake_dagster.undo.table_undo import (
+    Dependency,
+    DependencyFound,
+    OwnChange,
+    TableUndo,
+    plan_table_undo,
+)
+from branchlake_dagster.wording import CodedReason, format_names
+
+_MAX_ATTEMPTS = 5
+_TABLES_AT_ONCE = 8
+
+
+class UndoRefused(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """Later work builds on the publications, so they cannot be taken back alone; nothing was changed.
+
+    Attributes:
+        dependencies: Why, for each table.
+    """
+
+    def __init__(self, message: str, dependencies: Sequence[Dependency], **where: object) -> None:
+        super().__init__(message, **where)  # type: ignore[arg-type]
+        self.dependencies = tuple(dependencies)
+
+
+class UndoContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """Other writers kept changing the same tables; nothing was undone."""
+
+
+class UndoUnknown(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
+    """The reply to the undo's commit was lost, and `main` does not show yet whether it was made."""
+
+
+@dataclass(frozen=True)
+class UndoneTable:
+    """What an undo does, or did, with one table.
+
+    `action` is one of `changed`, `dropped` (the publication had created it), `restored` (the publication had
+    dropped it) and `unchanged` (later publications have replaced all of it). The numbers of rows are None if
+    they are not recorded in the manifests.
+    """
+
+    table: str
+    action: str
+    removed_files: int = 0
+    removed_rows: int | None = 0
+    restored_files: int = 0
+    restored_rows: int | None = 0
+    properties: tuple[str, ...] = ()
+    """The properties that get their earlier values: among them positions and offsets."""
+    superseded_by: tuple[str, ...] = ()
+    """Later runs that have replaced a part of its rows already."""
+
+
+@dataclass(frozen=True)
+class Undo:
+    """A planned or committed undo.
+
+    `publications` are all that are undone, newest first: the one that was asked for and, with followers,
+    those that build on it. `commit` is the commit on `main`; None for a dry run, or if nothing is left to
+    undo. `is_new` is False if an earlier call had undone it.
+    """
+
+    publications: tuple[Publication, ...]
+    tables: tuple[UndoneTable, ...] = ()
+    commit: str | None = None
+    is_new: bool = True
+    dependencies: tuple[Dependency, ...] = ()
+    """Of a dry run: why the publications cannot be undone without others."""
+
+
+@dataclass
+class _Plan:
+    """An undo in preparation, on `main` at `main_hash`."""
+
+    main_hash: str
+    contents: Mapping[ContentKey, Content]
+    """What `main` holds under the keys of the publications and of their namespaces."""
+    new_contents: dict[ContentKey, Content | None] = field(default_factory=dict)
+    """What changed keys hold after the undo."""
+    states: list[StagedState] = field(default_factory=list)
+    tables: list[UndoneTable] = field(default_factory=list)
+    dependencies: list[Dependency] = field(default_factory=list)
+
+    def build_operations(self) -> list[Operation]:
+        """Build the operations of the commit, with namespaces that were dropped since."""
+        operations: list[Operation] = []
+        for key, content in sorted(self.new_contents.items()):
+            namespace_key = ContentKey(key.parent) if key.parent else None
+            if content is None:
+                operations.append(Delete(key))
+                continue
+            if namespace_key is not None and namespace_key not in self.contents:
+                put_namespace = Put(namespace_key, Namespace(None, namespace_key.elements, {}))
+                if put_namespace not in operations:
+                    operations.append(put_namespace)
+            operations.append(Put(key, content))
+        return operations
+
+
+@dataclass(frozen=True)
+class _KeyHistory:
+    """What the undone publications did with one key: content before the first and after the last of them.
+
+    `commits` are their changes of the key, oldest first, with the publication.
+    """
+
+    key: ContentKey
+    before: Content | None
+    after: Content | None
+    commits: tuple[tuple[Publication, DiffEntry], ...]
+    is_renamed: bool = False
+    """Whether one of the commits renamed the content from or to this key."""
+
+    @property
+    def is_one_table(self) -> bool:
+        """Whether the key held one table before and after each of the commits."""
+        contents = [
+            content for _, entry in self.commits for content in (entry.from_content, entry.to_content)
+        ]
+        return all(isinstance(content, IcebergTable) for content in contents) and not self.is_interrupted
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether one of the commits dropped the content, or it was another content afterwards."""
+        later_contents = [entry.to_content for _, entry in self.commits]
+        later_contents += [entry.from_content for _, entry in self.commits[1:]]
+        ids = {content.content_id if content is not None else None for content in later_contents}
+        return len(ids) > 1
+
+
+class PublicationUndo:
+    """Takes back publications of one lake."""
+
+    def __init__(self, client: NessieClient, tables: IcebergTableFormat) -> None:
+        self._client = client
+        self._tables = tables
+        self._changes: dict[str, tuple[DiffEntry, ...]] = {}
+        """The changes of each commit that was read."""
+        self._members: dict[str, list[Publication]] = {}
+        """The publications of each commit that was read."""
+
+    @classmethod
+    def of_lake(cls, lake: Lakehouse) -> PublicationUndo:
+        """Build it for a lake."""
+        return cls(lake.nessie, IcebergTableFormat(lake.catalog(), SnapshotFiles()))
+
+    def plan(
+        self, publication: Publication, *, with_followers: bool = False, keep_positions: bool = False
+    ) -> Undo:
+        """Return what `undo` would do now, and change nothing."""
+        if earlier := self._find_earlier_undo(publication):
+            return earlier
+        publications, plan = self._plan_with_followers(publication, with_followers, keep_positions)
+        self._discard(plan)
+        return Undo(publications, tuple(plan.tables), dependencies=tuple(plan.dependencies))
+
+    def undo(
+        self, publication: Publication, *, with_followers: bool = False, keep_positions: bool = False
+    ) -> Undo:
+        """Take back a publication on `main`. Safe to call again after any failure.
+
+        With `with_followers`, later publications that build on it are undone by the same commit. With
+        `keep_positions`, consumers and ingestions do not read again what the publication had read.
+
+        Raises UndoRefused, UndoContended, UndoUnknown, and the errors of Nessie and of the storage.
+        """
+        unknown_outcome: NessieOutcomeUnknown | None = None
+        for _ in range(_MAX_ATTEMPTS):
+            if earlier := self._find_earlier_undo(publication):
+                return earlier if unknown_outcome is None else replace(earlier, is_new=True)
+            publications, plan = self._plan_with_followers(publication, with_followers, keep_positions)
+            if plan.dependencies:
+                self._discard(plan)
+                raise _refusal(publication, plan.dependencies)
+            if not plan.new_contents:
+                return Undo(publications, tuple(plan.tables))
+            try:
+                commit = self._client.commit(
+                    MAIN,
+                    expected_hash=plan.main_hash,
+                    operations=plan.build_operations(),
+                    message=_message(publications),
+                    properties=_properties(publications, plan.tables),
+                ).hash
+            except NessieOutcomeUnknown as error:
+                # Keep the files: the commit may exist, or still arrive.
+                unknown_outcome = error
+                continue
+            except NessieConflict:
+                self._discard(plan)
+                continue
+            except Exception:
+                self._discard(plan)
+                raise
+            return Undo(publications, tuple(plan.tables), commit)
+        where = {"branch": MAIN, "run_id": publication.run_id, "table": ", ".join(publication.tables)}
+        if unknown_outcome is not None:
+            raise UndoUnknown(
+                "Nessie did not answer to the commit of the undo.",
+                hint="Repeat the command: it finds the commit on main if it was made.",
+                **where,
+            ) from unknown_outcome
+        raise UndoContended(
+            f"Main changed {_MAX_ATTEMPTS} times while the undo was planned.",
+            hint="Nothing was undone. Repeat the command, or stop the other writers of the tables first.",
+            **where,
+        )
+
+    def _find_earlier_undo(self, publication: Publication) -> Undo | None:
+        """Find the undo of the publication on `main`."""
+        for entry in self._earlier_undos(publication):
+            if publication.publication_id in _list_property(entry, LakeProperty.UNDONE_PUBLICATIONS):
+                return Undo((publication,), commit=entry.commit.hash, is_new=False)
+        return None
+
+    def _earlier_undos(self, publication: Publication) -> list[LogEntry]:
+        """Read the undos on `main` since a publication. Nessie filters the commits."""
+        marker = f"'{LakeProperty.UNDONE_PUBLICATIONS}' in commit.properties"
+        try:
+            return list(self._client.log(MAIN, since=publication.hash, filter=marker))
+        except ReferenceNotFound as error:
+            raise PublicationNotFound(
+                "Main no longer has the publication: main was set back meanwhile.",
+                run_id=publication.run_id,
+                hint="There is nothing to undo.",
+            ) from error
+
+    def _find_hidden_rows(self, publications: Sequence[Publication]) -> Iterator[Dependency]:
+        """Yield the tables in which the publications replaced rows that were undone since.
+
+        The undo of the replacement would bring these rows back.
+        """
+        undone_ids = {publication.publication_id for publication in publications}
+        run_ids = {publication.run_id for publication in publications}
+        tables = {table for publication in publications for table in publication.tables}
+        for entry in self._earlier_undos(publications[-1]):
+            earlier_ids = _list_property(entry, LakeProperty.UNDONE_PUBLICATIONS)
+            replacing_runs = {*_list_property(entry, LakeProperty.UNDONE_SUPERSEDED_BY)}
+            if replacing_runs & run_ids and not undone_ids & {*earlier_ids}:
+                reason = CodedReason(
+                    f"it replaced rows of a publication that was undone since, as {entry.commit.hash}",
+                    "hides_undone_rows",
+                )
+                yield Dependency(", ".join(sorted(tables)), reason)
+
+    def _plan_with_followers(
+        self, publication: Publication, with_followers: bool, keep_positions: bool
+    ) -> tuple[tuple[Publication, ...], _Plan]:
+        """Plan the undo. With followers, add the publications that build on it until none is left."""
+        publications: tuple[Publication, ...] = (publication,)
+        while True:
+            plan = self._plan(publications, keep_positions)
+            if not (plan.dependencies and with_followers):
+                return publications, plan
+            known_ids = {member.publication_id for member in publications}
+            run_ids = {run_id for dependency in plan.dependencies for run_id in dependency.run_ids}
+            followers = [
+                member
+                for member in self._later_publications(publication)
+                if member.run_id in run_ids
+                and member.publication_id not in known_ids
+                and any(dependency.table in member.tables for dependency in plan.dependencies)
+            ]
+            has_unnamed = any(not dependency.run_ids for dependency in plan.dependencies)
+            if has_unnamed or not followers:
+                return publications, plan
+            self._discard(plan)
+            publications = (*followers, *publications)
+
+    def _later_publications(self, publication: Publication) -> Iterator[Publication]:
+        """Yield the publications on `main` since the given one, newest first."""
+        for entry in self._client.log(MAIN, since=publication.hash):
+            yield from parse_publications(entry)
+
+    def _plan(self, publications: Sequence[Publication], keep_positions: bool) -> _Plan:
+        histories = self._load_histories(publications)
+        keys = {history.key for history in histories}
+        namespace_keys = {ContentKey(key.parent) for key in keys if key.parent}
+        main = self._client.contents_at(MAIN, sorted(keys | namespace_keys))
+        plan = _Plan(main.reference.hash, main.contents)
+        try:
+            with ThreadPoolExecutor(_TABLES_AT_ONCE) as pool:
+                answers = list(
+                    pool.map(lambda history: self._plan_key(history, plan, keep_positions), histories)
+                )
+        except Exception:
+            self._discard(plan)
+            raise
+        for answer in answers:
+            if isinstance(answer, Dependency):
+                plan.dependencies.append(self._name_writers(answer, publications))
+            else:
+                plan.tables.append(answer)
+        plan.dependencies += self._find_hidden_rows(publications)
+        return plan
+
+    def _name_writers(self, dependency: Dependency, publications: Sequence[Publication]) -> Dependency:
+        """Name the later publications of the table, if the dependency is on whatever changed it."""
+        if dependency.reason.code not in _NAMED_BY_TABLE:
+            return dependency
+        run_ids = [
+            member.run_id
+            for member in self._later_publications(publications[-1])
+            if dependency.table in member.tables
+        ]
+        return replace(dependency, run_ids=tuple(dict.fromkeys(run_ids)))
+
+    def _load_histories(self, publications: Sequence[Publication]) -> list[_KeyHistory]:
+        commits: dict[ContentKey, list[tuple[Publication, DiffEntry]]] = {}
+        renamed_keys: set[ContentKey] = set()
+        for publication in reversed(publications):
+            changes = self._load_changes(publication.hash)
+            renamed_keys |= _renamed_keys(changes)
+            for entry in changes:
+                if not is_namespace_change(entry) and entry.key.name in publication.tables:
+                    commits.setdefault(entry.key, []).append((publication, entry))
+        return [
+            _KeyHistory(
+                key,
+                entries[0][1].from_content,
+                entries[-1][1].to_content,
+                tuple(entries),
+                key in renamed_keys,
+            )
+            for key, entries in sorted(commits.items())
+        ]
+
+    def _load_changes(self, commit: str) -> tuple[DiffEntry, ...]:
+        if commit not in self._changes:
+            entry = next(iter(self._client.log(f"@{commit}", limit=1)))
+            parent = entry.commit.parent_hashes[0]
+            self._members[commit] = parse_publications(entry)
+            self._changes[commit] = tuple(self._client.diff(f"@{parent}", f"@{commit}"))
+        return self._changes[commit]
+
+    def _plan_key(self, history: _KeyHistory, plan: _Plan, keep_positions: bool) -> UndoneTable | Dependency:
+        key, current = history.key, plan.contents.get(history.key)
+        name, after = key.name, history.after
+        if current == after and not history.is_one_table:
+            return self._plan_content(history, plan)
+        if isinstance(after, IcebergTable) and isinstance(current, IcebergTable):
+            if after.content_id != current.content_id:
+                return UndoneTable(name, "unchanged")  # dropped and created again since
+            if history.is_renamed or history.is_interrupted:
+                reason = CodedReason(
+                    "the publication renamed or dropped it, and it has changed since", "renamed"
+                )
+                return Dependency(name, reason)
+            try:
+                return self._plan_table(history, current, keep_positions, plan)
+            except DependencyFound as found:
+                return found.dependency
+        if isinstance(after, IcebergTable) and current is None:
+            return UndoneTable(name, "unchanged")  # dropped since
+        reason = CodedReason("it was created, dropped or changed since", "changed_since")
+        return Dependency(name, reason)
+
+    def _plan_content(self, history: _KeyHistory, plan: _Plan) -> UndoneTable | Dependency:
+        """Plan the undo of a created or dropped table, or of a view, that nobody has changed since."""
+        key, before = history.key, history.before
+        if before is None:
+            plan.new_contents[key] = None
+            return UndoneTable(key.name, "dropped")
+        if isinstance(before, IcebergTable):
+            (error,) = self._tables.find_read_errors([(key, None, before)])
+            if error is not None:
+                reason = CodedReason(f"its files cannot be read any more ({error})", "files_gone")
+                return Dependency(key.name, reason)
+        current = plan.contents.get(key)
+        content_id = current.content_id if current else before.content_id if history.is_renamed else None
+        plan.new_contents[key] = replace(before, content_id=content_id)
+        return UndoneTable(key.name, "restored")
+
+    def _plan_table(
+        self, history: _KeyHistory, current: IcebergTable, keep_positions: bool, plan: _Plan
+    ) -> UndoneTable:
+        key, name = history.key, history.key.name
+        before = history.before if isinstance(history.before, IcebergTable) else None
+        target = self._tables.open(key, current)
+        old_table = self._tables.open(key, before).table if before is not None else None
+        undo = plan_table_undo(
+            name,
+            self._tables.load_change(key, before, current),
+            self._load_own_change(history),
+            target.table.metadata.properties,
+            keep_positions=keep_positions,
+        )
+        if undo.restored and old_table is not None:
+            require_restorable(name, undo, old_table)
+        undone_table = _describe(name, undo)
+        if undo.changes_anything:
+            ids = _join_ids([publication for publication, _ in history.commits])
+            state = build_undone_state(target, undo, old_table, {LakeProperty.UNDONE_PUBLICATIONS: ids})
+            plan.states.append(state)
+            plan.new_contents[key] = self._tables.write(state, current.content_id)
+        return undone_table
+
+    def _load_own_change(self, history: _KeyHistory) -> OwnChange:
+        """Load the snapshots, properties and columns of the undone publications in one table."""
+        own_changes = []
+        for publication, entry in history.commits:
+            assert isinstance(entry.to_content, IcebergTable)  # noqa: S101 - only tables have snapshots
+            before = entry.from_content if isinstance(entry.from_content, IcebergTable) else None
+            old = self._tables.open(history.key, before).table if before is not None else None
+            new = self._tables.open(history.key, entry.to_content).table
+            change = self._tables.load_change(history.key, before, entry.to_content, files=False)
+            others = [
+                member
+                for member in self._members[publication.hash]
+                if member != publication and history.key.name in member.tables
+            ]
+            own_changes.append(build_own_change(publication, others, change, old, new))
+        return join_own_changes(own_changes)
+
+    def _discard(self, plan: _Plan) -> None:
+        """Delete the files that were written for a commit that certainly does not exist."""
+        for state in plan.states:
+            self._tables.discard(state)
+        plan.states.clear()
+
+
+_NAMED_BY_TABLE = frozenset({"changed_since", "renamed"})
+"""Dependencies on whatever changed the table since."""
+
+
+def _renamed_keys(changes: Collection[DiffEntry]) -> set[ContentKey]:
+    """Return the old and new keys of contents that a commit renamed."""
+    old_ids = {
+        entry.from_content.content_id for entry in changes if entry.from_content and not entry.to_content
+    }
+    new_ids = {
+        entry.to_content.content_id for entry in changes if entry.to_content and not entry.from_content
+    }
+    renamed_ids = old_ids & new_ids
+    return {
+        entry.key
+        for entry in changes
+        for content in (entry.from_content, entry.to_content)
+        if content is not None and content.content_id in renamed_ids
+    }
+
+
+def _describe(table: str, undo: TableUndo) -> UndoneTable:
+    removed_rows = [file.rows for file in undo.removed.values()]
+    restored_rows = [file.rows for file in undo.restored.values()]
+    return UndoneTable(
+        table,
+        "changed" if undo.changes_anything else "unchanged",
+        removed_files=len(removed_rows),
+        removed_rows=_sum_known(removed_rows),
+        restored_files=len(restored_rows),
+        restored_rows=_sum_known(restored_rows),
+        properties=tuple(sorted({*undo.properties_set, *undo.properties_removed})),
+        superseded_by=undo.superseded_by,
+    )
+
+
+def _sum_known(counts: Sequence[int | None]) -> int | None:
+    known_counts = [count for count in counts if count is not None]
+    return sum(known_counts) if len(known_counts) == len(counts) else None
+
+
+def _join_ids(publications: Sequence[Publication]) -> str:
+    return ",".join(publication.publication_id for publication in publications)
+
+
+def _list_property(entry: LogEntry, name: str) -> list[str]:
+    return [item for item in entry.commit.properties.get(name, "").split(",") if item]
+
+
+def _properties(publications: Sequence[Publication], tables: Sequence[UndoneTable]) -> dict[str, str]:
+    """Return the properties of the undo's commit. Readers of publications must not take it for one."""
+    properties = {
+        LakeProperty.UNDONE_PUBLICATIONS: _join_ids(publications),
+        LakeProperty.UNDONE_RUNS: ",".join(publication.run_id for publication in publications),
+    }
+    replacing_runs = dict.fromkeys(run_id for table in tables for run_id in table.superseded_by)
+    if replacing_runs:
+        properties[LakeProperty.UNDONE_SUPERSEDED_BY] = ",".join(replacing_runs)
+    return properties
+
+
+def _message(publications: Sequence[Publication]) -> str:
+    tables = ", ".join(dict.fromkeys(table for publication in publications for table in publication.tables))
+    run_ids = list(dict.fromkeys(publication.run_id for publication in publications))
+    return f"Undo the publication of {tables} by {format_names('run', run_ids)}"
+
+
+def _refusal(publication: Publication, dependencies: Sequence[Dependency]) -> UndoRefused:
+    run_ids = tuple(dict.fromkeys(run_id for one in dependencies for run_id in one.run_ids))
+    sentences = "; ".join(format_dependency(dependency) for dependency in dependencies)
+    is_possible = all(dependency.run_ids for dependency in dependencies)
+    advice = (
+        f"To undo {format_names('run', run_ids)} as well, add --with-followers."
+        if is_possible
+        else "The undo of this publication is not possible. Correct the rows by a new run."
+    )
+    return UndoRefused(
+        f"The publication cannot be taken back. {sentences}.",
+        dependencies,
+        run_id=publication.run_id,
+        branch=MAIN,
+        table=", ".join(dict.fromkeys(dependency.table for dependency in dependencies)),
+        hint=f"Nothing was changed. {advice}",
+    )
+
+
+def format_dependency(dependency: Dependency) -> str:
+    """Return a clause with the table, the reason, the partitions and the runs."""
+    partition_note = f" ({format_names('partition', dependency.partitions)})" if dependency.partitions else ""
+    run_note = f", by {format_names('run', dependency.run_ids)}" if dependency.run_ids else ""
+    return f"{dependency.table}: {dependency.reason}{partition_note}{run_note}"

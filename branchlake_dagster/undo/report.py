@@ -1,0 +1,116 @@
+"""Report an undo in Dagster: on the runs whose publications were taken back, and on their assets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from dagster import AssetKey, AssetObservation, DagsterInstance, DagsterRun, MetadataValue
+
+from branchlake_dagster.internals.dagster import report_engine_event, report_observations
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.publication.ledger import Publication
+from branchlake_dagster.publication.report import MainView
+from branchlake_dagster.runs.branch_owner import BatchBranch
+from branchlake_dagster.runs.discarding import iter_materializations
+from branchlake_dagster.runs.run_branch import run_id_of_branch
+from branchlake_dagster.runs.run_tags import RunState, build_status_tag, find_run_location, shorten_tag_value
+from branchlake_dagster.stored_names import EventMetadata, RunTag
+from branchlake_dagster.tables.specification import format_table_name, table_identifier
+from branchlake_dagster.undo.publication_undo import Undo
+
+_BATCH_SIZE = 200
+
+
+def report_undo(instance: DagsterInstance, lake: Lakehouse, undo: Undo) -> int:
+    """Report a committed undo on its runs and on each asset and partition that they materialized.
+
+    The newest observation of a partition tells what `main` has of it. Assets whose rows later publications
+    had replaced already are left out. The tag `branchlake` of a run becomes `undone`. A live ingestion keeps
+    its tag, because its other batches are still on `main`. Runs that this Dagster instance does not have are
+    left out. Idempotent, apart from repeated observations. Returns the number of runs.
+    """
+    if undo.commit is None:
+        return 0
+    changed_tables = {table.table for table in undo.tables if table.action != "unchanged"}
+    row_counts = MainView(lake).count_rows(changed_tables, undo.commit)
+    count = 0
+    for publication in undo.publications:
+        run = instance.get_run_by_id(publication.run_id)
+        if run is None:
+            continue
+        _report_publication(instance, lake, run, publication, undo.commit, changed_tables, row_counts)
+        count += 1
+    return count
+
+
+def _report_publication(
+    instance: DagsterInstance,
+    lake: Lakehouse,
+    run: DagsterRun,
+    publication: Publication,
+    commit: str,
+    changed_tables: set[str],
+    row_counts: Mapping[str, int | None],
+) -> None:
+    message = f"Undone by {commit}: what this run had published as {publication.hash} was taken back."
+    is_batch = BatchBranch.from_name(publication.branch) is not None
+    metadata = {
+        EventMetadata.ON_MAIN: MetadataValue.bool(False),
+        EventMetadata.UNDONE_BY: MetadataValue.text(commit),
+        EventMetadata.RUN: MetadataValue.dagster_run(run.run_id),
+    }
+    tables = changed_tables & {*publication.tables}
+    observations = _build_observations(
+        instance, lake, run, tables, row_counts, message, metadata, with_partitions=not is_batch
+    )
+    while batch := list(islice(observations, _BATCH_SIZE)):
+        report_observations(instance, batch)
+    report_engine_event(instance, message, run, metadata)
+    if not is_batch:
+        reason = shorten_tag_value(f"undone by {commit}")
+        instance.add_run_tags(run.run_id, {**build_status_tag(RunState.UNDONE), RunTag.REASON: reason})
+
+
+def _build_observations(
+    instance: DagsterInstance,
+    lake: Lakehouse,
+    run: DagsterRun,
+    tables: set[str],
+    row_counts: Mapping[str, int | None],
+    message: str,
+    metadata: Mapping[str, Any],
+    *,
+    with_partitions: bool,
+) -> Iterator[AssetObservation]:
+    """Yield one observation for each asset and partition that the run, or a run that it continued, wrote."""
+    seen: set[tuple[AssetKey, str | None]] = set()
+    for run_id in _continued_run_ids(instance, run):
+        for key, partition, _ in iter_materializations(instance, run_id):
+            shown_partition = partition if with_partitions else None
+            table = format_table_name(table_identifier(key, lake.settings.default_namespace))
+            if table not in tables or (key, shown_partition) in seen:
+                continue
+            seen.add((key, shown_partition))
+            rows = row_counts.get(table)
+            row_metadata = {} if rows is None else {EventMetadata.TABLE_ROWS: MetadataValue.int(rows)}
+            yield AssetObservation(
+                key,
+                partition=shown_partition,
+                description=message,
+                metadata={**metadata, **row_metadata},
+            )
+
+
+def _continued_run_ids(instance: DagsterInstance, run: DagsterRun) -> Sequence[str]:
+    """Return the run, and the failed runs whose work it took over."""
+    run_ids = [run.run_id]
+    current: DagsterRun | None = run
+    while current is not None:
+        location = find_run_location(current.tags, current.run_id)
+        if location is None or location.continues is None:
+            break
+        run_ids.append(run_id_of_branch(location.continues))
+        current = instance.get_run_by_id(run_ids[-1])
+    return run_ids

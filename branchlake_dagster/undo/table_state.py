@@ -1,0 +1,95 @@
+"""The table after an undo, in memory: snapshot, properties and columns. Reads and writes only metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pyiceberg.manifest import ManifestContent
+from pyiceberg.table import Table
+from pyiceberg.table.snapshots import Operation
+from pyiceberg.table.update import (
+    RemovePropertiesUpdate,
+    SetCurrentSchemaUpdate,
+    SetPropertiesUpdate,
+    TableUpdate,
+)
+
+from branchlake_dagster.catalog.stored_files import StoredFile, file_errors
+from branchlake_dagster.history.manifests import read_live_files
+from branchlake_dagster.internals.pyiceberg import apply_updates, build_snapshot
+from branchlake_dagster.publication.replay import StagedState, delete_existing_files
+from branchlake_dagster.publication.snapshot_files import convert_delete_files
+from branchlake_dagster.stored_names import LakeProperty
+from branchlake_dagster.undo.table_undo import (
+    Dependency,
+    DependencyFound,
+    TableUndo,
+    find_returning_deletes,
+)
+from branchlake_dagster.wording import CodedReason
+
+
+def require_restorable(name: str, undo: TableUndo, old_table: Table) -> None:
+    """Require that restored files exist, and that no rows come back that were deleted by delete files.
+
+    `old_table` is the table before the undone publications. Raises DependencyFound.
+    """
+    delete_files = read_live_files(old_table.io, old_table.current_snapshot(), ManifestContent.DELETES)
+    old_deletes = convert_delete_files(old_table.metadata, delete_files)
+    if dependency := find_returning_deletes(undo, old_deletes, name):
+        raise DependencyFound(dependency)
+    stored_files = [
+        StoredFile(old_table.io, file.path, file.handle.file_size_in_bytes) for file in undo.restored.values()
+    ]
+    if error := next(filter(None, file_errors(stored_files)), None):
+        reason = CodedReason(f"a file of its earlier rows cannot be read any more ({error})", "files_gone")
+        raise DependencyFound(Dependency(name, reason))
+
+
+def build_undone_state(
+    target: StagedState, undo: TableUndo, old_table: Table | None, properties: Mapping[str, str]
+) -> StagedState:
+    """Return the table's state after the undo, in memory. Its manifests are written.
+
+    `target` is the current state, and `old_table` the table before the undone publications. `properties` go
+    into the summary of the new snapshot.
+    """
+    state = StagedState(target.base, target.table, list(target.written_paths))
+    _apply(state, _metadata_updates(undo, old_table))
+    if undo.removed or undo.restored:
+        removed_files = [file.handle for file in undo.removed.values()]
+        try:
+            updates = build_snapshot(
+                state.table,
+                added=[file.handle for file in undo.restored.values()],
+                removed=removed_files,
+                operation=Operation.OVERWRITE if undo.restored else Operation.DELETE,
+                properties={
+                    **properties,
+                    LakeProperty.UNDONE_SNAPSHOTS: ",".join(map(str, undo.snapshot_ids)),
+                },
+                written_paths=state.written_paths,
+            )
+        except Exception:
+            delete_existing_files(state, state.written_paths)
+            raise
+        _apply(state, updates)
+    return state
+
+
+def _metadata_updates(undo: TableUndo, old_table: Table | None) -> tuple[TableUpdate, ...]:
+    updates: tuple[TableUpdate, ...] = ()
+    if undo.old_layout is not None and old_table is not None:
+        updates += (SetCurrentSchemaUpdate(schema_id=old_table.metadata.current_schema_id),)
+    if undo.properties_set:
+        updates += (SetPropertiesUpdate(updates=undo.properties_set),)
+    if undo.properties_removed:
+        updates += (RemovePropertiesUpdate(removals=list(undo.properties_removed)),)
+    return updates
+
+
+def _apply(state: StagedState, updates: tuple[TableUpdate, ...]) -> None:
+    if updates:
+        table = state.table
+        metadata = apply_updates(table.metadata, updates)
+        state.table = Table(table.name(), metadata, table.metadata_location, table.io, table.catalog)

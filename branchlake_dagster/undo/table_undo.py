@@ -1,0 +1,422 @@
+"""What the undo of publications changes in one table. Pure functions over a table's steps.
+
+The undo of a step removes the files that the step added, and adds the files that it removed. Later steps of
+other publications stay. The result must be the table that a history without the undone steps would have.
+Where the files do not prove that, the undo is not possible, and the answer is a `Dependency` that names the
+later publications. They can be undone as well.
+
+| a later step | the undo |
+|---|---|
+| appended rows | is independent of it |
+| replaced the whole table, or the partitions that the undone step had replaced | has nothing to do |
+| compacted exactly the files of the undone step | removes the compacted files |
+| removed or rewrote a file that the undone step added | depends on it |
+| updated or deleted rows where files would be restored | depends on it, unless keys are certainly different |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from branchlake_dagster.incremental.positions import ConsumptionRecord
+from branchlake_dagster.publication.conflicts import (
+    find_hit_files,
+    has_disjoint_keys,
+    map_over_compactions,
+)
+from branchlake_dagster.publication.table_change import (
+    ChangeMode,
+    DeleteFile,
+    File,
+    Layout,
+    SnapshotChange,
+    TableChange,
+)
+from branchlake_dagster.stored_names import LakeProperty, find_exclusive_property
+from branchlake_dagster.wording import CodedReason
+
+_NOT_INVERTIBLE = {
+    ChangeMode.UNKNOWN: CodedReason("its history does not lead back to the publication", "history_lost"),
+    ChangeMode.OLD_LAYOUT: CodedReason("it has files of an older partition spec", "older_partition_spec"),
+    ChangeMode.ROW_DELETES: CodedReason(
+        "the publication wrote delete files (merge-on-read), which cannot be taken back", "wrote_delete_files"
+    ),
+    ChangeMode.DELETION_VECTORS: CodedReason(
+        "the publication wrote deletion vectors, which cannot be taken back", "wrote_deletion_vectors"
+    ),
+}
+_MAX_FORMAT_VERSION = 2
+"""The newest format version whose manifests PyIceberg writes."""
+_MORE_PARTITIONS = "…"
+"""Begins the last of a snapshot's partition names if it has more than its summary lists."""
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """Why a table of the publication cannot be taken back alone.
+
+    Attributes:
+        table: The table's dotted name.
+        reason: The reason, a clause.
+        partitions: The partitions that the reason is about.
+        run_ids: The later runs whose publications must be undone as well. Empty if no run can be named: then
+            the undo is not possible.
+    """
+
+    table: str
+    reason: CodedReason
+    partitions: tuple[str, ...] = ()
+    run_ids: tuple[str, ...] = ()
+
+
+class DependencyFound(Exception):  # noqa: N818 - it never leaves the package
+    """A part of the publication cannot be taken back alone."""
+
+    def __init__(self, dependency: Dependency) -> None:
+        super().__init__(dependency.reason)
+        self.dependency = dependency
+
+
+@dataclass(frozen=True)
+class OwnChange:
+    """What the undone publications did to one table, apart from its rows.
+
+    Attributes:
+        snapshot_ids: The snapshots on `main` that they added.
+        old_properties: Each property that they set or removed, with its value before the first of them; None
+            if the table did not have it.
+        new_properties: The same names with their values after the last of them.
+        old_layout: The layout before the first of them; None if it created the table.
+        new_layout: The layout after the last of them.
+    """
+
+    snapshot_ids: frozenset[int]
+    old_properties: Mapping[str, str | None]
+    new_properties: Mapping[str, str | None]
+    old_layout: Layout | None
+    new_layout: Layout
+
+
+@dataclass
+class TableUndo:
+    """What the undo changes in one table.
+
+    `removed` are the files whose rows go, and `restored` the files whose rows come back. `superseded_by` are
+    later runs that have replaced a part of the rows already.
+    """
+
+    removed: dict[str, File] = field(default_factory=dict)
+    restored: dict[str, File] = field(default_factory=dict)
+    properties_set: dict[str, str] = field(default_factory=dict)
+    properties_removed: tuple[str, ...] = ()
+    old_layout: Layout | None = None
+    """The layout whose columns become current again; None if they stay."""
+    snapshot_ids: tuple[int, ...] = ()
+    """The snapshots whose changes are taken back."""
+    superseded_by: tuple[str, ...] = ()
+    is_superseded: bool = False
+    """Whether later publications have replaced all rows of the undone ones."""
+
+    @property
+    def changes_anything(self) -> bool:
+        """Whether the table gets a new state."""
+        return bool(
+            self.removed
+            or self.restored
+            or self.properties_set
+            or self.properties_removed
+            or self.old_layout is not None
+        )
+
+
+def plan_table_undo(
+    table: str,
+    change: TableChange,
+    own: OwnChange,
+    current_properties: Mapping[str, str],
+    *,
+    keep_positions: bool = False,
+) -> TableUndo:
+    """Plan the undo in one table.
+
+    `change` leads from the state before the first undone publication to the current state of `main`. With
+    `keep_positions`, the positions of consumers and the offsets of ingestions stay as they are, so what was
+    read is not read again. Raises DependencyFound.
+    """
+    own_steps, superseded_by = list[SnapshotChange](), dict[str, None]()
+    undo = TableUndo()
+    for step in _drop_undone_steps(change.steps):
+        if step.snapshot_id in own.snapshot_ids:
+            _require_invertible(table, step)
+            own_steps.append(step)
+            _add_own_step(undo, step)
+        elif step.mode in (ChangeMode.UNKNOWN, ChangeMode.OLD_LAYOUT):
+            if own_steps or own.snapshot_ids:
+                raise DependencyFound(Dependency(table, _NOT_INVERTIBLE[step.mode], run_ids=_run_ids(step)))
+        elif remaining_steps := [own_step for own_step in own_steps if not _supersedes(step, own_step)]:
+            if len(remaining_steps) < len(own_steps):
+                own_steps, undo = remaining_steps, _join_own_steps(remaining_steps)
+                superseded_by.update(dict.fromkeys(_run_ids(step)))
+            _follow_later_step(table, undo, step, change)
+        elif own_steps:
+            own_steps, undo = [], TableUndo()
+            superseded_by.update(dict.fromkeys(_run_ids(step)))
+    undo.snapshot_ids = tuple(step.snapshot_id for step in own_steps)
+    undo.superseded_by = tuple(superseded_by)
+    undo.is_superseded = bool(own.snapshot_ids) and not own_steps
+    _require_known_layout(table, undo, change, own)
+    _plan_columns(table, undo, change, own)
+    if not (keep_positions or undo.is_superseded):
+        _require_own_positions(table, change, own, current_properties)
+    _plan_properties(undo, own, current_properties, keep_positions)
+    return undo
+
+
+def _drop_undone_steps(steps: Sequence[SnapshotChange]) -> list[SnapshotChange]:
+    """Leave out the steps that an earlier undo took back, together with the step of that undo."""
+    undone_ids: set[int] = set()
+    kept_steps = []
+    for step in reversed(steps):
+        if undone_snapshots := step.properties.get(LakeProperty.UNDONE_SNAPSHOTS):
+            undone_ids |= {int(snapshot_id) for snapshot_id in undone_snapshots.split(",")}
+        elif step.snapshot_id not in undone_ids:
+            kept_steps.append(step)
+    return kept_steps[::-1]
+
+
+def _require_invertible(table: str, step: SnapshotChange) -> None:
+    mode = ChangeMode.ROW_DELETES if step.deletes and step.mode not in _NOT_INVERTIBLE else step.mode
+    if mode in _NOT_INVERTIBLE:
+        raise DependencyFound(Dependency(table, _NOT_INVERTIBLE[mode], tuple(sorted(step.partitions))))
+
+
+def _join_own_steps(steps: Sequence[SnapshotChange]) -> TableUndo:
+    undo = TableUndo()
+    for step in steps:
+        _add_own_step(undo, step)
+    return undo
+
+
+def _add_own_step(undo: TableUndo, step: SnapshotChange) -> None:
+    for file in step.removed:
+        if undo.removed.pop(file.path, None) is None:
+            undo.restored[file.path] = file
+    for file in step.added:
+        if undo.restored.pop(file.path, None) is None:
+            undo.removed[file.path] = file
+
+
+def _supersedes(step: SnapshotChange, own_step: SnapshotChange) -> bool:
+    """Return whether the rows after a later step are the same without the undone step.
+
+    The recorded predicate of replaced rows may be wider than the rows that were replaced. So it must be the
+    same one, and the Dagster partitions must be the same or more.
+    """
+    if _replaces_whole_table(step):
+        return True
+    names = {*own_step.partition_names}
+    return (
+        own_step.mode is ChangeMode.REPLACE_PARTITIONS
+        and step.mode is ChangeMode.REPLACE_PARTITIONS
+        and own_step.recorded_predicate is not None
+        and own_step.recorded_predicate == step.recorded_predicate
+        and bool(names)
+        and names <= {*step.partition_names}
+        and not any(name.startswith(_MORE_PARTITIONS) for name in names)
+        and own_step.properties.get(LakeProperty.ASSET) == step.properties.get(LakeProperty.ASSET)
+    )
+
+
+def _follow_later_step(table: str, undo: TableUndo, step: SnapshotChange, change: TableChange) -> None:
+    """Change `undo` so that it can follow a later step. Raises DependencyFound if it cannot."""
+    if step.mode is ChangeMode.APPEND:
+        return
+    if step.mode is ChangeMode.COMPACT:
+        _follow_compaction(undo, step, change)
+    if lost_files := [file for file in step.removed if file.path in undo.removed]:
+        reason = (
+            CodedReason("rows of the publication were compacted together with others", "compacted")
+            if step.mode is ChangeMode.COMPACT
+            else CodedReason("later changes rewrote files of the publication", "rewritten_since")
+        )
+        raise DependencyFound(Dependency(table, reason, _partitions(lost_files), _run_ids(step)))
+    if step.mode is not ChangeMode.COMPACT:
+        _require_independent_deletes(table, undo, step)
+        _require_independent_rows(table, undo, step, change)
+
+
+def _replaces_whole_table(step: SnapshotChange) -> bool:
+    """Return whether the step left no row of the table, other than its own.
+
+    Only the recorded write mode shows it: an update of all rows also removes all files.
+    """
+    return step.properties.get(LakeProperty.WRITE_MODE) == "replace_table"
+
+
+def _follow_compaction(undo: TableUndo, step: SnapshotChange, change: TableChange) -> None:
+    """Remove the compacted files instead, if a compaction rewrote exactly files that the undo removes."""
+    removal = replace(
+        change, steps=(SnapshotChange(0, ChangeMode.REWRITE, removed=tuple(undo.removed.values())),)
+    )
+    mapped = map_over_compactions(removal, replace(change, steps=(step,)))
+    undo.removed = {file.path: file for file in mapped.steps[0].removed}
+
+
+def _require_independent_deletes(table: str, undo: TableUndo, step: SnapshotChange) -> None:
+    """Require that rows which a later step moved by delete files do not come from the publication."""
+    if not step.deletes:
+        return
+    hit_files = find_hit_files(step.deletes, list(undo.restored.values()))
+    if step.added and step.mode is not ChangeMode.UPSERT:
+        # An update wrote new versions of the rows that it deleted.
+        hit_files += find_hit_files(step.deletes, list(undo.removed.values()))
+    if hit_files:
+        reason = CodedReason("later changes updated or deleted rows of the publication", "rows_changed_since")
+        raise DependencyFound(Dependency(table, reason, _partitions(hit_files), _run_ids(step)))
+
+
+def _require_independent_rows(table: str, undo: TableUndo, step: SnapshotChange, change: TableChange) -> None:
+    """Require that a later step would not have changed rows that the undo restores."""
+    restored_files = list(undo.restored.values())
+    if not restored_files:
+        return
+    predicate = step.recorded_predicate
+    if predicate is not None:
+        concerned_files = [file for file in restored_files if file.may_hold(predicate)]
+    elif step.mode is ChangeMode.UPSERT:
+        concerned_files = _files_with_its_keys(step, restored_files, change.after)
+    else:
+        # The statement of a user may have matched restored rows, wherever the rows that it changed are.
+        concerned_files = restored_files if step.touched_files or step.deletes else []
+    if concerned_files:
+        reason = CodedReason(
+            "later changes may concern rows that the publication removed", "rows_changed_since"
+        )
+        raise DependencyFound(Dependency(table, reason, _partitions(concerned_files), _run_ids(step)))
+
+
+def _files_with_its_keys(step: SnapshotChange, files: list[File], layout: Layout) -> list[File]:
+    """Return the files that may have a row with a key of an upsert."""
+    if not {*step.key_columns} <= {column.name for column in layout.columns}:
+        return files  # a key column was renamed or dropped since
+    if layout.partition_columns and layout.partition_columns <= {*step.key_columns}:
+        files = [file for file in files if file.partition in step.partitions]
+    own_step = SnapshotChange(0, ChangeMode.UPSERT, added=tuple(files), key_columns=step.key_columns)
+    return [] if files and has_disjoint_keys(own_step, [step]) else files
+
+
+def _require_known_layout(table: str, undo: TableUndo, change: TableChange, own: OwnChange) -> None:
+    """Require that everything but columns and properties is as the publication found it."""
+    if change.after.format_version > _MAX_FORMAT_VERSION:
+        reason = CodedReason(
+            f"its format version is {change.after.format_version}; an undo writes version"
+            f" {_MAX_FORMAT_VERSION} at most",
+            "format_version",
+        )
+        raise DependencyFound(Dependency(table, reason))
+    old_layout = own.old_layout
+    if old_layout is None:
+        return
+    if old_layout.spec != own.new_layout.spec:
+        reason = CodedReason("the publication changed its partition spec", "partition_spec")
+        raise DependencyFound(Dependency(table, reason))
+    if undo.restored and change.before is not None and change.before.spec != change.after.spec:
+        reason = CodedReason("its partition spec was changed later", "partition_spec")
+        raise DependencyFound(Dependency(table, reason))
+    old_others = dict(old_layout.others)
+    for name, value in own.new_layout.others:
+        if value != old_others.get(name):
+            reason = CodedReason(f"the publication changed its {name}", f"{name.replace(' ', '_')}_changed")
+            raise DependencyFound(Dependency(table, reason))
+
+
+def _plan_columns(table: str, undo: TableUndo, change: TableChange, own: OwnChange) -> None:
+    """Take back changes of the columns, if no later publication has written or changed columns since."""
+    old_layout = own.old_layout
+    if old_layout is None or old_layout.shape == own.new_layout.shape:
+        return
+    own_ids = own.snapshot_ids
+    writers = [step for step in change.steps if step.snapshot_id not in own_ids and step.added]
+    if change.after.shape != own.new_layout.shape or writers:
+        reason = CodedReason("later changes were written with the columns of the publication", "columns_used")
+        run_ids = tuple(dict.fromkeys(run_id for step in writers for run_id in _run_ids(step)))
+        raise DependencyFound(Dependency(table, reason, run_ids=run_ids))
+    undo.old_layout = old_layout
+
+
+def _require_own_positions(
+    table: str, change: TableChange, own: OwnChange, current_properties: Mapping[str, str]
+) -> None:
+    """Require that no later run started from positions or offsets that the undone publications recorded.
+
+    These account for rows. If a later publication moved them, the rows of the undone one would be missing for
+    ever, unless they were replaced already.
+    """
+    moved_names = [
+        name
+        for name, value in own.new_properties.items()
+        if find_exclusive_property(name) is not None and current_properties.get(name) != value
+    ]
+    for name in moved_names:
+        reason = CodedReason(
+            "a later run of the same ingestion or consumer started from the positions of the publication",
+            "positions_moved",
+        )
+        steps = [
+            step
+            for step in change.steps
+            if step.snapshot_id not in own.snapshot_ids and name in step.properties
+        ]
+        run_ids = [run_id for step in steps for run_id in _run_ids(step)]
+        run_ids += recorded_run_ids(name, current_properties.get(name))
+        raise DependencyFound(Dependency(table, reason, run_ids=tuple(dict.fromkeys(run_ids))))
+
+
+def recorded_run_ids(name: str, value: str | None) -> list[str]:
+    """Return the run that a consumer's position names; nothing for other properties."""
+    if value is None or not name.startswith(LakeProperty.CONSUMED):
+        return []
+    try:
+        return [ConsumptionRecord.from_json(value).run_id]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def _plan_properties(
+    undo: TableUndo, own: OwnChange, current_properties: Mapping[str, str], keep_positions: bool
+) -> None:
+    """Take back the properties that nobody has changed since."""
+    removed_names = []
+    for name, old_value in own.old_properties.items():
+        is_kept = keep_positions and find_exclusive_property(name) is not None
+        current_value = current_properties.get(name)
+        if is_kept or current_value != own.new_properties.get(name) or current_value == old_value:
+            continue
+        if old_value is None:
+            removed_names.append(name)
+        else:
+            undo.properties_set[name] = old_value
+    undo.properties_removed = tuple(removed_names)
+
+
+def find_returning_deletes(
+    undo: TableUndo, old_deletes: Sequence[DeleteFile], table: str
+) -> Dependency | None:
+    """Return a dependency if restored files had rows that were deleted by delete files.
+
+    A restored file gets a new sequence number, to which the old delete files do not apply.
+    """
+    hit_files = find_hit_files(old_deletes, list(undo.restored.values()))
+    if not hit_files:
+        return None
+    reason = CodedReason("rows that were deleted before the publication would come back", "deleted_rows")
+    return Dependency(table, reason, _partitions(hit_files))
+
+
+def _partitions(files: Collection[File]) -> tuple[str, ...]:
+    return tuple(sorted({file.partition for file in files if file.partition}))
+
+
+def _run_ids(step: SnapshotChange) -> tuple[str, ...]:
+    return (step.run_id,) if step.run_id else ()

@@ -1,0 +1,72 @@
+"""Bring back a dropped table, from the log of `main`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import ContentKey, Delete, IcebergTable, Namespace, Operation, Put
+from branchlake_dagster.publication.replay import IcebergTableFormat
+
+
+class TableNotDropped(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """The table exists, or `main` never had it."""
+
+
+class DroppedTableUnreadable(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """A file of the dropped table does not exist any more, or cannot be read."""
+
+
+@dataclass(frozen=True)
+class RestoredTable:
+    """A table that came back by `commit`, as it was at `from_commit`, the last commit that had it."""
+
+    commit: str
+    from_commit: str
+
+
+def undrop_table(lake: Lakehouse, name: str) -> RestoredTable:
+    """Bring back a dropped table by one commit on `main`.
+
+    Reads the log of `main` back to the commit that dropped the table, and checks that all files of the table
+    can be read. Raises ValueError for a malformed name, TableNotDropped, DroppedTableUnreadable, and
+    NessieConflict if somebody created the table meanwhile.
+    """
+    client, key = lake.nessie, ContentKey.from_path(name)
+    namespace_key = ContentKey(key.parent) if key.parent else None
+    main = client.contents_at(MAIN, [key, *([namespace_key] if namespace_key else [])])
+    if key in main.contents:
+        raise TableNotDropped(f"Main has the table {name}.", table=name, hint="There is nothing to restore.")
+    from_commit = _find_last_commit(client, main.reference.hash, key)
+    content = client.contents(f"@{from_commit}", [key]).get(key) if from_commit else None
+    if from_commit is None or not isinstance(content, IcebergTable):
+        raise TableNotDropped(
+            f"The log of main has no commit that dropped a table {name}.",
+            table=name,
+            hint="Check the name: namespace.name.",
+        )
+    (error,) = IcebergTableFormat(lake.catalog()).find_read_errors([(key, None, content)])
+    if error is not None:
+        raise DroppedTableUnreadable(
+            f"A file of the dropped table cannot be read: {error}",
+            table=name,
+            hint="Nothing was changed. Restore the file, or write the table anew.",
+        ) from error
+    operations: list[Operation] = []
+    if namespace_key is not None and namespace_key not in main.contents:
+        operations.append(Put(namespace_key, Namespace(None, namespace_key.elements)))
+    operations.append(Put(key, replace(content, content_id=None)))
+    commit = client.commit(
+        MAIN, expected_hash=main.reference.hash, operations=operations, message=f"Restore the table {name}"
+    )
+    return RestoredTable(commit.hash, from_commit)
+
+
+def _find_last_commit(client: NessieClient, main_hash: str, key: ContentKey) -> str | None:
+    """Return the commit before the one that dropped the table; None if there is none."""
+    for entry in client.log(f"@{main_hash}", fetch_operations=True):
+        if any(isinstance(operation, Delete) and operation.key == key for operation in entry.operations):
+            return entry.commit.parent_hashes[0]
+    return None

@@ -1,0 +1,539 @@
+"""The undo of a publication gives the rows of a history without it, in one commit, or it is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from pyiceberg.expressions import EqualTo
+from pyiceberg.types import StringType
+
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieOutcomeUnknown
+from branchlake_dagster.publication.ledger import Publication, iter_publications, parse_publications
+from branchlake_dagster.publication.replay import IcebergTableFormat
+from branchlake_dagster.stored_names import LakeProperty
+from branchlake_dagster.tables.replaced_rows import ReplacedRows, StringSet, to_json
+from branchlake_dagster.undo.find_publication import PublicationNotFound, find_publication
+from branchlake_dagster.undo.publication_undo import PublicationUndo, Undo, UndoRefused, UndoUnknown
+from branchlake_dagster_tests.publication.workbench import BY_DAY, FLAT, Rows, Run, Workbench, frame
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
+pytestmark = pytest.mark.filterwarnings("ignore:Delete operation did not match")
+
+
+@pytest.fixture
+def bench(lakehouse: Lakehouse, namespace: str) -> Iterator[Workbench]:
+    bench = Workbench(lakehouse, namespace)
+    yield bench
+    bench.clean()
+
+
+def publication_of(bench: Workbench, run: Run) -> Publication:
+    return find_publication(bench.lake.nessie, run.run_id)
+
+
+def undoer(bench: Workbench, client: NessieClient | None = None) -> PublicationUndo:
+    return PublicationUndo(client or bench.lake.nessie, IcebergTableFormat(bench.lake.catalog()))
+
+
+def undo(bench: Workbench, run: Run, **options: bool) -> Undo:
+    return undoer(bench).undo(publication_of(bench, run), **options)
+
+
+def refused(bench: Workbench, run: Run, **options: bool) -> UndoRefused:
+    head, rows = bench.lake.nessie.reference(MAIN).hash, bench.rows()
+    with pytest.raises(UndoRefused) as caught:
+        undo(bench, run, **options)
+    assert (bench.lake.nessie.reference(MAIN).hash, bench.rows()) == (head, rows)
+    return caught.value
+
+
+def codes(error: UndoRefused) -> set[str]:
+    return {dependency.reason.code for dependency in error.dependencies}
+
+
+def run_ids(error: UndoRefused) -> set[str]:
+    return {run_id for dependency in error.dependencies for run_id in dependency.run_ids}
+
+
+def replaced(run: Run, day: str, rows: Rows, name: str = "t") -> None:
+    """As the IO manager replaces a partition: its name and its predicate are recorded."""
+    table = run.table(name)
+    predicate = ReplacedRows(((StringSet(table.schema().find_field("day").field_id, frozenset({day})),),))
+    properties = run.properties("replace_partitions")
+    properties |= {LakeProperty.PARTITION: day, LakeProperty.REPLACED: to_json(predicate)}
+    transaction = table.transaction()
+    transaction.overwrite(frame(rows), overwrite_filter=EqualTo("day", day), snapshot_properties=properties)
+    transaction.commit_transaction()
+
+
+def appended(bench: Workbench, rows: Rows, name: str = "t") -> Run:
+    run = bench.run()
+    run.append(rows, name)
+    bench.published(run)
+    return run
+
+
+@memory.ON_BOTH
+def test_an_append_is_taken_back_and_later_ones_stay(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    wrong = appended(bench, [("a", 2), ("b", 3)])
+    appended(bench, [("a", 4)])
+    done = undo(bench, wrong)
+    assert bench.rows() == [("a", 1), ("a", 4)]
+    (table,) = done.tables
+    assert (table.action, table.removed_files, table.removed_rows, table.restored_files) == (
+        "changed",
+        2,
+        2,
+        0,
+    )
+    entry = next(iter(bench.lake.nessie.log(MAIN)))
+    assert entry.commit.hash == done.commit
+    assert entry.commit.properties[LakeProperty.UNDONE_RUNS] == wrong.run_id
+    assert parse_publications(entry) == []
+    # Another call finds the undo.
+    again = undo(bench, wrong)
+    assert (again.commit, again.is_new) == (done.commit, False)
+    assert bench.rows() == [("a", 1), ("a", 4)]
+    # The next run works on the result.
+    appended(bench, [("a", 5)])
+    assert bench.rows() == [("a", 1), ("a", 4), ("a", 5)]
+
+
+def test_a_run_that_began_before_the_undo_is_published_after_it(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    wrong = appended(bench, [("a", 2)])
+    waiting = bench.run()
+    waiting.append([("b", 7)])
+    undo(bench, wrong)
+    bench.published(waiting)
+    assert bench.rows() == [("a", 1), ("b", 7)]
+
+
+def test_a_dry_run_changes_nothing(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    wrong = appended(bench, [("a", 2)])
+    head = bench.lake.nessie.reference(MAIN).hash
+    files = bench.main().inspect.metadata_log_entries().num_rows
+    planned = undoer(bench).plan(publication_of(bench, wrong))
+    assert (planned.commit, planned.tables[0].removed_rows, planned.dependencies) == (None, 1, ())
+    assert bench.lake.nessie.reference(MAIN).hash == head
+    assert bench.main().inspect.metadata_log_entries().num_rows == files
+
+
+@pytest.mark.parametrize("record", [replaced, Run.replace], ids=["recorded", "files alone"])
+def test_rows_of_a_replaced_partition_come_back(
+    bench: Workbench, record: Callable[[Run, str, Rows], None]
+) -> None:
+    bench.seeded([("a", 1), ("b", 2)])
+    wrong = bench.run()
+    record(wrong, "a", [("a", 10), ("a", 11)])
+    bench.published(wrong)
+    appended(bench, [("a", 4), ("c", 5)])
+    (table,) = undo(bench, wrong).tables
+    assert (table.removed_rows, table.restored_rows) == (2, 1)
+    assert bench.rows() == [("a", 1), ("a", 4), ("b", 2), ("c", 5)]
+
+
+def test_nothing_is_left_of_a_partition_that_was_replaced_again(bench: Workbench) -> None:
+    bench.seeded([("a", 1), ("b", 2)])
+    wrong, right = bench.run(), None
+    replaced(wrong, "a", [("a", 10)])
+    bench.published(wrong)
+    right = bench.run()
+    replaced(right, "a", [("a", 20)])
+    bench.published(right)
+    done = undo(bench, wrong)
+    assert (done.commit, done.tables[0].action) == (None, "unchanged")
+    assert done.tables[0].superseded_by == (right.run_id,)
+    assert bench.rows() == [("a", 20), ("b", 2)]
+
+
+def test_another_partition_that_was_replaced_is_independent(bench: Workbench) -> None:
+    bench.seeded([("a", 1), ("b", 2)])
+    wrong = bench.run()
+    replaced(wrong, "a", [("a", 10)])
+    bench.published(wrong)
+    other = bench.run()
+    replaced(other, "b", [("b", 20)])
+    bench.published(other)
+    undo(bench, wrong)
+    assert bench.rows() == [("a", 1), ("b", 20)]
+
+
+def test_rows_that_were_updated_since_are_followed(bench: Workbench) -> None:
+    bench.seeded([("a", 1)], spec=FLAT)
+    wrong = appended(bench, [("a", 2)])
+    later = bench.run()
+    later.upsert([("z", 2)], "id")
+    bench.published(later)
+    last = appended(bench, [("c", 9)])
+    error = refused(bench, wrong)
+    assert (codes(error), run_ids(error)) == ({"rewritten_since"}, {later.run_id})
+    done = undo(bench, wrong, with_followers=True)
+    assert [one.run_id for one in done.publications] == [later.run_id, wrong.run_id]
+    assert bench.rows() == [("a", 1), ("c", 9)]
+    assert last.run_id not in {one.run_id for one in done.publications}
+    assert undo(bench, later).is_new is False
+
+
+def test_an_upsert_may_not_meet_restored_rows_of_its_keys(bench: Workbench) -> None:
+    """Without the wrong run, the later upsert would have updated the row that the wrong run removed."""
+    bench.seeded([("a", 1), ("b", 50)], spec=FLAT)
+    wrong = bench.run()
+    wrong.replace_table([("b", 50)])
+    bench.published(wrong)
+    later = bench.run()
+    later.upsert([("z", 1)], "id")
+    bench.published(later)
+    assert run_ids(refused(bench, wrong)) == {later.run_id}
+    undo(bench, wrong, with_followers=True)
+    assert bench.rows() == [("a", 1), ("b", 50)]
+
+
+def test_a_statement_of_a_user_may_concern_restored_rows(bench: Workbench) -> None:
+    bench.seeded([("a", 1), ("b", 2)])
+    wrong = bench.run()
+    wrong.replace("a", [])
+    bench.published(wrong)
+    later = bench.run()
+    later.table().delete(EqualTo("id", 2), snapshot_properties=later.properties(None))
+    bench.published(later)
+    assert codes(refused(bench, wrong)) == {"rows_changed_since"}
+
+
+def test_a_created_table_goes_and_one_that_others_use_stays(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    alone, shared = bench.run(), bench.run()
+    for run, name in ((alone, "alone"), (shared, "shared")):
+        run.create(name)
+        run.append([("a", 1)], name)
+        bench.published(run)
+    appended(bench, [("b", 2)], "shared")
+    assert undo(bench, alone).tables[0].action == "dropped"
+    assert undo(bench, shared).tables[0].action == "changed"
+    namespace = bench.namespace
+    assert [key[-1] for key in bench.lake.catalog().list_tables((namespace,))] == ["shared", "t"]
+    assert bench.rows("shared") == [("b", 2)]
+    assert bench.main("shared").properties.get("gc.enabled") == "false"
+
+
+def test_a_dropped_table_comes_back(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    wrong = bench.run()
+    wrong.catalog.drop_table((bench.namespace, "t"))
+    bench.published(wrong)
+    assert undo(bench, wrong).tables[0].action == "restored"
+    assert bench.rows() == [("a", 1)]
+    appended(bench, [("a", 2)])
+    assert bench.rows() == [("a", 1), ("a", 2)]
+
+
+def test_a_dropped_table_that_was_created_again_stays_as_it_is(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    wrong = bench.run()
+    wrong.catalog.drop_table((bench.namespace, "t"))
+    bench.published(wrong)
+    later = bench.run()
+    later.create()
+    later.append([("b", 2)])
+    bench.published(later)
+    error = refused(bench, wrong)
+    assert (codes(error), run_ids(error)) == ({"changed_since"}, {later.run_id})
+    undo(bench, wrong, with_followers=True)
+    assert bench.rows() == [("a", 1)]
+
+
+def test_a_renamed_table_gets_its_name_back(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    wrong = bench.run()
+    wrong.catalog.rename_table((bench.namespace, "t"), (bench.namespace, "u"))
+    bench.published(wrong)
+    undo(bench, wrong)
+    assert [key[-1] for key in bench.lake.catalog().list_tables((bench.namespace,))] == ["t"]
+    assert bench.rows() == [("a", 1)]
+
+
+def test_new_columns_are_taken_back_unless_somebody_used_them(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+
+    def add_column() -> Run:
+        run = bench.run()
+        with run.table().update_schema() as update:
+            update.add_column("note", StringType())
+        run.append([("b", 2)])
+        bench.published(run)
+        return run
+
+    wrong = add_column()
+    undo(bench, wrong)
+    assert bench.main().schema().column_names == ["day", "id"]
+    assert bench.rows() == [("a", 1)]
+    wrong = add_column()
+    later = appended(bench, [("c", 3)])
+    error = refused(bench, wrong)
+    assert (codes(error), run_ids(error)) == ({"columns_used"}, {later.run_id})
+
+
+def test_all_tables_of_a_publication_in_one_commit(bench: Workbench) -> None:
+    names = [f"t{number}" for number in range(10)]
+    for name in names:
+        bench.seeded([("a", 1)], name=name)
+    wrong = bench.run()
+    for name in names:
+        wrong.append([("a", 2)], name)
+    bench.published(wrong)
+    before = bench.lake.nessie.reference(MAIN).hash
+    done = undo(bench, wrong)
+    assert [entry.commit.hash for entry in bench.lake.nessie.log(MAIN, since=before)] == [done.commit]
+    assert all(bench.rows(name) == [("a", 1)] for name in names)
+
+
+def test_one_table_that_others_use_keeps_all_tables(bench: Workbench) -> None:
+    bench.seeded([("a", 1)], spec=FLAT)
+    bench.seeded([("a", 1)], name="u")
+    wrong = bench.run()
+    wrong.append([("a", 2)])
+    wrong.append([("a", 2)], "u")
+    bench.published(wrong)
+    later = bench.run()
+    later.upsert([("z", 2)], "id")
+    bench.published(later)
+    refused(bench, wrong)
+    assert bench.rows("u") == [("a", 1), ("a", 2)]
+
+
+def test_one_publication_of_a_commit_with_several(bench: Workbench) -> None:
+    bench.seeded([("x", 0)])
+    runs = [bench.run() for _ in range(3)]
+    for number, run in enumerate(runs):
+        run.append([("a", number), ("b", number)])
+        run.table().transaction().set_properties(
+            {f"{LakeProperty.OFFSETS_PREFIX}{number}": "1"}
+        ).commit_transaction()
+    hashes = {result.hash for result in bench.published(*runs)}
+    assert len(hashes) == 1
+    with pytest.raises(PublicationNotFound):
+        find_publication(bench.lake.nessie, hashes.pop())
+    undo(bench, runs[1])
+    assert bench.rows() == [("a", 0), ("a", 2), ("b", 0), ("b", 2), ("x", 0)]
+
+
+def ingest(bench: Workbench, rows: Rows, offset: int) -> Run:
+    """As a batch of an ingestion: the offsets are in the snapshot and in the table's property."""
+    run = bench.run()
+    name = f"{LakeProperty.OFFSETS_PREFIX}flights"
+    transaction = run.table().transaction()
+    transaction.append(frame(rows), snapshot_properties={**run.properties("append"), name: str(offset)})
+    transaction.set_properties({name: str(offset)})
+    transaction.commit_transaction()
+    bench.published(run)
+    return run
+
+
+def test_offsets_move_back_with_the_rows_unless_they_shall_stay(bench: Workbench) -> None:
+    name = f"{LakeProperty.OFFSETS_PREFIX}flights"
+    bench.seeded([("a", 0)])
+    first = ingest(bench, [("a", 1)], 10)
+    undone = undo(bench, ingest(bench, [("a", 2)], 20))
+    assert undone.tables[0].properties == (name,)
+    assert bench.main().properties[name] == "10"
+    undo(bench, ingest(bench, [("a", 3)], 20), keep_positions=True)
+    assert (bench.main().properties[name], bench.rows()) == ("20", [("a", 0), ("a", 1)])
+    undo(bench, first, keep_positions=True)
+    assert (bench.main().properties[name], bench.rows()) == ("20", [("a", 0)])
+
+
+def test_batches_after_the_undone_one_are_its_followers(bench: Workbench) -> None:
+    name = f"{LakeProperty.OFFSETS_PREFIX}flights"
+    bench.seeded([("a", 0)])
+    runs = [ingest(bench, [("a", number)], 10 * number) for number in (1, 2, 3)]
+    error = refused(bench, runs[1])
+    assert (codes(error), run_ids(error)) == ({"positions_moved"}, {runs[2].run_id})
+    done = undo(bench, runs[1], with_followers=True)
+    assert [one.run_id for one in done.publications] == [runs[2].run_id, runs[1].run_id]
+    assert (bench.main().properties[name], bench.rows()) == ("10", [("a", 0), ("a", 1)])
+    undo(bench, runs[0])
+    assert name not in bench.main().properties
+
+
+class LosingClient(NessieClient):
+    """Loses the replies to the next commits; `arrives` says whether the commits are made."""
+
+    losses = 0
+    arrives = True
+
+    def commit(self, *arguments: Any, **options: Any) -> Any:
+        if not self.losses:
+            return super().commit(*arguments, **options)
+        self.losses -= 1
+        if self.arrives:
+            super().commit(*arguments, **options)
+        raise NessieOutcomeUnknown("The reply was lost.")
+
+
+def losing(bench: Workbench, losses: int, *, arrives: bool) -> LosingClient:
+    nessie = bench.lake.nessie
+    client = LosingClient(nessie.uri, transport=nessie._transport)
+    client.losses, client.arrives = losses, arrives
+    return client
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_lost_reply_undoes_once(bench: Workbench, arrives: bool) -> None:
+    bench.seeded([("a", 1)])
+    wrong = appended(bench, [("a", 2)])
+    done = undoer(bench, losing(bench, 1, arrives=arrives)).undo(publication_of(bench, wrong))
+    assert done.is_new
+    assert bench.rows() == [("a", 1)]
+    marks = [
+        entry
+        for entry in bench.lake.nessie.log(MAIN)
+        if LakeProperty.UNDONE_PUBLICATIONS in entry.commit.properties
+    ]
+    assert [entry.commit.hash for entry in marks] == [done.commit]
+
+
+def test_an_outcome_that_stays_unknown_is_no_failure(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    wrong = appended(bench, [("a", 2)])
+    with pytest.raises(UndoUnknown):
+        undoer(bench, losing(bench, 99, arrives=False)).undo(publication_of(bench, wrong))
+    undo(bench, wrong)
+    assert bench.rows() == [("a", 1)]
+
+
+def test_a_publication_is_named_by_run_publication_or_commit(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    wrong = appended(bench, [("a", 2)])
+    found = publication_of(bench, wrong)
+    nessie = bench.lake.nessie
+    assert find_publication(nessie, found.hash[:12]) == found
+    assert find_publication(nessie, found.hash) == found
+    assert find_publication(nessie, found.publication_id) == found
+    for name in ("abc", "no-such-run", bench.namespace):
+        with pytest.raises(PublicationNotFound):
+            find_publication(nessie, name)
+    assert found in list(iter_publications(nessie))
+
+
+# -- random histories ----------------------------------------------------------------------------------
+
+
+SEEDS = int(os.environ.get("BRANCHLAKE_TEST_UNDO_HISTORIES", "12"))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One publication of a random history. `rows` are the model's rows after it as a function of those before."""
+
+    kind: str
+    day: str
+    rows: tuple[tuple[str, int], ...]
+
+    def write(self, run: Run) -> None:
+        match self.kind:
+            case "append":
+                run.append(self.rows)
+            case "replace":
+                replaced(run, self.day, self.rows)
+            case "replace by files":
+                run.replace(self.day, self.rows)
+            case "upsert":
+                run.upsert(self.rows, "id")
+            case "upsert by day":
+                run.upsert(self.rows, "day", "id")
+            case "delete":
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # it may match nothing
+                    run.table().delete(EqualTo("day", self.day), snapshot_properties=run.properties(None))
+            case "replace table":
+                run.replace_table(self.rows)
+
+    def apply(self, rows: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        if self.kind == "append":
+            kept = list(rows)
+        elif self.kind in ("replace", "replace by files", "delete"):
+            kept = [row for row in rows if row[0] != self.day]
+        elif self.kind == "upsert":
+            kept = [row for row in rows if row[1] not in {number for _, number in self.rows}]
+        elif self.kind == "upsert by day":
+            kept = [row for row in rows if row not in self.rows]
+        else:
+            kept = []
+        return sorted([*kept, *self.rows])
+
+
+@dataclass
+class History:
+    """Draws steps whose appended ids are new, so that keys are unique."""
+
+    random: random.Random
+    next_id: int = 0
+    ids: list[int] = field(default_factory=list)
+    upsert: str = ""
+
+    def __post_init__(self) -> None:
+        self.upsert = self.random.choice(["upsert", "upsert by day"])
+
+    def step(self) -> Step:
+        kind = self.random.choice(
+            ["append", "append", "replace", "replace by files", self.upsert, "delete", "replace table"]
+        )
+        day = self.random.choice("abc")
+        if kind == "delete":
+            return Step(kind, day, ())
+        count = self.random.randrange(1, 4)
+        if kind.startswith("upsert") and self.ids:
+            numbers = {self.random.choice(self.ids) for _ in range(count)}
+        else:
+            numbers = set(range(self.next_id, self.next_id + count))
+            self.next_id += count
+            self.ids += numbers
+        if kind.startswith("replace") and kind != "replace table":
+            return Step(kind, day, tuple((day, number) for number in sorted(numbers)))
+        if kind == "upsert by day":
+            return Step(kind, day, tuple((self.random.choice("abc"), number) for number in sorted(numbers)))
+        return Step(kind, day, tuple((self.random.choice("abc"), number) for number in sorted(numbers)))
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_undone_or_refused_but_never_wrong(bench: Workbench, seed: int) -> None:
+    """Undo each publication of a random history in turn; what is not refused must be as if it had not been."""
+    history = History(random.Random(seed))
+    bench.seeded([("a", -1), ("b", -2), ("c", -3)], spec=FLAT if seed % 3 == 0 else BY_DAY)
+    steps, runs = [], []
+    for _ in range(8):
+        step, run = history.step(), bench.run()
+        step.write(run)
+        if bench.lake.nessie.reference(run.name).hash != run.base:  # a statement may match nothing
+            bench.published(run)
+            steps.append(step)
+            runs.append(run)
+    remaining = list(range(len(steps)))
+    seed_rows = [("a", -1), ("b", -2), ("c", -3)]
+    for number in history.random.sample(range(len(steps)), len(steps)):
+        if number not in remaining:
+            continue
+        follow = history.random.random() < 0.3
+        try:
+            done = undo(bench, runs[number], with_followers=follow)
+        except UndoRefused:
+            continue
+        gone = {publication.run_id for publication in done.publications}
+        if done.commit is not None:
+            remaining = [one for one in remaining if runs[one].run_id not in gone]
+        expected = sorted(seed_rows)
+        for one in remaining:
+            if runs[one].run_id not in gone:
+                expected = steps[one].apply(expected)
+        assert bench.rows() == expected, f"step {number}, {follow=}, {remaining=}, {steps}"
