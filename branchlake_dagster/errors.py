@@ -113,6 +113,10 @@ if TYPE_CHECKING:
         UpsertKeyInvalid,
     )
     from branchlake_dagster.tables.table_files import FileUnreadable
+    from branchlake_dagster.undo.find_publication import PublicationNotFound
+    from branchlake_dagster.undo.publication_undo import UndoContended, UndoUnknown
+    from branchlake_dagster.undo.result import UndoRefused
+    from branchlake_dagster.undo.undrop import DroppedTableUnreadable, TableNotDropped
 
 __all__ = [
     "AlertFailed",
@@ -134,6 +138,7 @@ __all__ = [
     "ContractError",
     "DeadLettersLeftOut",
     "DownloadFailed",
+    "DroppedTableUnreadable",
     "EarlierAttemptLate",
     "EarlierStateLost",
     "FileUnreadable",
@@ -176,6 +181,7 @@ __all__ = [
     "PositionLost",
     "PositionUnreadable",
     "PublicationContended",
+    "PublicationNotFound",
     "PublicationUnexplained",
     "QueryFailed",
     "ReadOnlyReference",
@@ -203,6 +209,7 @@ __all__ = [
     "TableFilesMissing",
     "TableFilesUnreadable",
     "TableMissing",
+    "TableNotDropped",
     "TableNotThere",
     "TableTooNarrow",
     "Terminal",
@@ -211,6 +218,9 @@ __all__ = [
     "TopicReplaced",
     "Transient",
     "TypesUnknown",
+    "UndoContended",
+    "UndoRefused",
+    "UndoUnknown",
     "Unsupported",
     "UnsupportedType",
     "UpsertKeyInvalid",
@@ -522,6 +532,16 @@ _ERRORS_BY_MODULE = {
         "UpsertKeyInvalid",
     ),
     "tables.table_files": ("FileUnreadable",),
+    "undo.find_publication": ("PublicationNotFound",),
+    "undo.publication_undo": (
+        "UndoContended",
+        "UndoUnknown",
+    ),
+    "undo.result": ("UndoRefused",),
+    "undo.undrop": (
+        "DroppedTableUnreadable",
+        "TableNotDropped",
+    ),
 }
 """The errors that each module below the package defines. The first use of an error imports its module."""
 _MODULE_BY_ERROR = {name: module for module, names in _ERRORS_BY_MODULE.items() for name in names}

@@ -251,12 +251,12 @@ class LakeProperty:
     REPLAYED_FROM = "branchlake.replayed_from"
     """On a snapshot that a rebase wrote: the id of the replayed snapshot on the run's branch."""
     UNDONE_PUBLICATIONS = "branchlake.undone_publications"
-    """On a commit of `main` and its snapshots: the ids of the publications that it takes back, separated by
+    """On a commit of `main` and its snapshots: the ids of the publications that it undoes, separated by
     commas. Since 0.2.0."""
     UNDONE_RUNS = "branchlake.undone_runs"
     """On the same commit: the runs of these publications. Since 0.2.0."""
     UNDONE_SNAPSHOTS = "branchlake.undone_snapshots"
-    """On a snapshot of that commit: the snapshots that it takes back. Since 0.2.0."""
+    """On a snapshot of that commit: the snapshots that it reverses. Since 0.2.0."""
     UNDONE_SUPERSEDED_BY = "branchlake.undone_superseded_by"
     """On that commit: runs that had replaced rows of the undone publications before. Since 0.2.0."""
     CHANGE_OF = "branchlake.change_of"

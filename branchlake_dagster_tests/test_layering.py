@@ -49,8 +49,9 @@ ALLOWED: dict[str, set[str]] = {
     "query": {*_RUNS, "publication"},
     "testing": {*_RUNS, "io_manager", "publication"},
     "components": {*_RUNS, "publication"},
-    "cli": {*_ASSETS, "cleanup", "ingest", "query"},
-    "bench": {*_ASSETS, "cleanup", "ingest", "query", "receivers", "cli"},
+    "undo": {*_RUNS, "incremental", "publication"},
+    "cli": {*_ASSETS, "cleanup", "ingest", "query", "undo"},
+    "bench": {*_ASSETS, "cleanup", "ingest", "query", "receivers", "cli", "undo"},
     "sda": {*_ASSETS, "ingest", "query", "receivers", "cli", "bench"},
     "definitions": {"settings", "sda"},
 }

@@ -35,6 +35,8 @@ from branchlake_dagster.publication.publisher import build_publisher
 from branchlake_dagster.runs.discarding import discard_branch
 from branchlake_dagster.runs.run_branch import RunBranch, ensure_main_has_commit
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.undo.find_publication import find_publication
+from branchlake_dagster.undo.publication_undo import PublicationUndo
 
 _NAMESPACE = "bench"
 _SCHEMA = Schema(NestedField(1, "token", StringType(), required=False), NestedField(2, "n", LongType()))
@@ -147,6 +149,8 @@ def measure_publication(
             say("Publishing into one table …")
             figures |= _time_same_table(bench, samples, rounds)
             figures |= _time_disjoint_tables(bench, rounds)
+            say("Undoing publications of ten tables …")
+            _time_undo(bench, samples, max(10, rounds // 5))
             lost, doubled = bench.count_lost_and_doubled()
             say(f"Publishing {waiting:,} finished runs of one table …")
             figures |= measure_waiting_runs(lake, waiting, say=say)
@@ -175,6 +179,7 @@ def measure_publication(
         "publish_floor_p50_ms": times["publish floor"]["p50"],
         "publish10_p50_ms": times["publish 10"]["p50"],
         "rebase_p50_ms": times["rebase"]["p50"],
+        "undo_ten_tables_ms": times["undo 10"]["p50"],
         **figures,
         "lost": lost,
         "doubled": doubled,
@@ -219,6 +224,26 @@ def _time_publications(bench: _PublicationBench, samples: _Samples, rounds: int)
             with samples.time_call(f"{label} floor"):
                 bench.merge(merge_candidate)
             bench.delete_branches([candidate, merge_candidate])
+
+
+def _time_undo(bench: _PublicationBench, samples: _Samples, count: int) -> None:
+    """Time the undo of a publication of ten tables, after a later publication of the same tables."""
+    names = [f"undone_{number}" for number in range(10)]
+    for name in names:
+        bench.create_table(name)
+    for _ in range(count):
+        candidate = bench.create_run(*names)
+        for name in names:
+            bench.tokens[name].pop()  # the undo removes these rows
+        bench.publish([candidate])
+        later_candidate = bench.create_run(*names)
+        bench.publish([later_candidate])
+        with samples.time_call("undo 10"):
+            undoer = PublicationUndo.of_lake(bench.lake)
+            undo = undoer.undo(find_publication(bench.nessie, candidate.run_id))
+        if undo.commit is None or len(undo.tables) != len(names):
+            raise RuntimeError(f"An undo of the benchmark changed too little: {undo}")
+        bench.delete_branches([candidate, later_candidate])
 
 
 def _time_same_table(bench: _PublicationBench, samples: _Samples, rounds: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The commands `branchlake undo`, which takes back a publication, and `branchlake undrop`.
+"""The commands `branchlake undo`, which undoes a publication, and `branchlake undrop`.
 
 The commands import their dependencies when they run.
 """
@@ -20,13 +20,13 @@ _WIDE = 160
 @click.command()
 @click.argument("publication")
 @click.option("-m", "--module", help=MODULE_HELP)
-@click.option("--with-followers", is_flag=True, help="Also take back later publications that build on it.")
+@click.option("--with-followers", is_flag=True, help="Also undo later publications that build on it.")
 @click.option(
     "--keep-positions",
     is_flag=True,
     help="Do not read again what it had read: records of topics, changes of other tables.",
 )
-@click.option("--dry-run", is_flag=True, help="Only show what would be taken back.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be undone.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def undo(
     publication: str,
@@ -36,7 +36,7 @@ def undo(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Take back PUBLICATION over all of its tables, and keep later publications.
+    """Undo PUBLICATION in all of its tables, and keep later publications.
 
     PUBLICATION is a run's id or a commit on main, or the beginning of one of them. `branchlake status` lists
     the newest ones.

@@ -48,7 +48,7 @@ class RunState(StrEnum):
     UNBRANCHED = "unbranched"
     CONTINUED = "continued by a retry"
     UNDONE = "undone"
-    """Its publication was taken back later."""
+    """Its publication was undone later."""
     CHECKING = "checking"
     """Checks run again on the rebased tables."""
     WAITING = "waiting"

@@ -1,1 +1,1 @@
-"""Undo of publications: a commit on `main` that takes back what they changed and keeps later publications."""
+"""Undo of publications: a commit on `main` that reverses what they changed and keeps later publications."""

@@ -17,21 +17,22 @@ _CATALOG_PROPERTIES = "nessie."
 
 
 def build_own_change(
+    table: str,
     publication: Publication,
     others: Sequence[Publication],
     change: TableChange,
     old: Table | None,
     new: Table,
 ) -> OwnChange:
-    """Return what a publication did to a table.
+    """Return what a publication did to the table with the dotted name `table`.
 
     `change` is the change by its commit, from `old` (None if the commit created the table) to `new`. `others`
-    are the publications of the same commit that changed the same table: their runs tell the steps apart.
-    Raises DependencyFound if a step belongs to none of them.
+    are the publications of the same commit that changed the same table. Then only steps with the
+    publication's run belong to it. Raises DependencyFound if a step names none of these runs.
     """
     steps = change.steps
     if others:
-        steps = _select_steps(publication, others, change)
+        steps = _select_steps(table, publication, others, change)
     old_values = old.metadata.properties if old is not None else {}
     new_values = new.metadata.properties
     names = [
@@ -53,11 +54,10 @@ def build_own_change(
 
 
 def _select_steps(
-    publication: Publication, others: Sequence[Publication], change: TableChange
+    table: str, publication: Publication, others: Sequence[Publication], change: TableChange
 ) -> tuple[SnapshotChange, ...]:
     run_ids = {publication.run_id, *(other.run_id for other in others)}
     if any(step.run_id not in run_ids for step in change.steps):
-        table = "".join(name for name in publication.tables[:1])
         reason = CodedReason(
             "its commit has several publications, and a snapshot names none of their runs", "shared_commit"
         )

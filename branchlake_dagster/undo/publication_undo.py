@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
+from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Transient
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown, ReferenceNotFound
@@ -33,12 +33,12 @@ from branchlake_dagster.publication.snapshot_files import SnapshotFiles
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.undo.find_publication import PublicationNotFound
 from branchlake_dagster.undo.own_change import build_own_change, join_own_changes
+from branchlake_dagster.undo.result import Undo, UndoneTable, build_refusal, describe_table
 from branchlake_dagster.undo.table_state import build_undone_state, require_restorable
 from branchlake_dagster.undo.table_undo import (
     Dependency,
     DependencyFound,
     OwnChange,
-    TableUndo,
     plan_table_undo,
 )
 from branchlake_dagster.wording import CodedReason, format_names
@@ -47,62 +47,12 @@ _MAX_ATTEMPTS = 5
 _TABLES_AT_ONCE = 8
 
 
-class UndoRefused(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Later work builds on the publications, so they cannot be taken back alone; nothing was changed.
-
-    Attributes:
-        dependencies: Why, for each table.
-    """
-
-    def __init__(self, message: str, dependencies: Sequence[Dependency], **where: object) -> None:
-        super().__init__(message, **where)  # type: ignore[arg-type]
-        self.dependencies = tuple(dependencies)
-
-
 class UndoContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
     """Other writers kept changing the same tables; nothing was undone."""
 
 
 class UndoUnknown(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
     """The reply to the undo's commit was lost, and `main` does not show yet whether it was made."""
-
-
-@dataclass(frozen=True)
-class UndoneTable:
-    """What an undo does, or did, with one table.
-
-    `action` is one of `changed`, `dropped` (the publication had created it), `restored` (the publication had
-    dropped it) and `unchanged` (later publications have replaced all of it). The numbers of rows are None if
-    they are not recorded in the manifests.
-    """
-
-    table: str
-    action: str
-    removed_files: int = 0
-    removed_rows: int | None = 0
-    restored_files: int = 0
-    restored_rows: int | None = 0
-    properties: tuple[str, ...] = ()
-    """The properties that get their earlier values: among them positions and offsets."""
-    superseded_by: tuple[str, ...] = ()
-    """Later runs that have replaced a part of its rows already."""
-
-
-@dataclass(frozen=True)
-class Undo:
-    """A planned or committed undo.
-
-    `publications` are all that are undone, newest first: the one that was asked for and, with followers,
-    those that build on it. `commit` is the commit on `main`; None for a dry run, or if nothing is left to
-    undo. `is_new` is False if an earlier call had undone it.
-    """
-
-    publications: tuple[Publication, ...]
-    tables: tuple[UndoneTable, ...] = ()
-    commit: str | None = None
-    is_new: bool = True
-    dependencies: tuple[Dependency, ...] = ()
-    """Of a dry run: why the publications cannot be undone without others."""
 
 
 @dataclass
@@ -166,7 +116,7 @@ class _KeyHistory:
 
 
 class PublicationUndo:
-    """Takes back publications of one lake."""
+    """Undoes publications of one lake."""
 
     def __init__(self, client: NessieClient, tables: IcebergTableFormat) -> None:
         self._client = client
@@ -185,16 +135,17 @@ class PublicationUndo:
         self, publication: Publication, *, with_followers: bool = False, keep_positions: bool = False
     ) -> Undo:
         """Return what `undo` would do now, and change nothing."""
-        if earlier := self._find_earlier_undo(publication):
+        undos = self._earlier_undos(publication)
+        if earlier := _find_own_undo(publication, undos):
             return earlier
-        publications, plan = self._plan_with_followers(publication, with_followers, keep_positions)
+        publications, plan = self._plan_with_followers(publication, undos, with_followers, keep_positions)
         self._discard(plan)
         return Undo(publications, tuple(plan.tables), dependencies=tuple(plan.dependencies))
 
     def undo(
         self, publication: Publication, *, with_followers: bool = False, keep_positions: bool = False
     ) -> Undo:
-        """Take back a publication on `main`. Safe to call again after any failure.
+        """Undo a publication on `main`. Safe to call again after any failure.
 
         With `with_followers`, later publications that build on it are undone by the same commit. With
         `keep_positions`, consumers and ingestions do not read again what the publication had read.
@@ -203,12 +154,13 @@ class PublicationUndo:
         """
         unknown_outcome: NessieOutcomeUnknown | None = None
         for _ in range(_MAX_ATTEMPTS):
-            if earlier := self._find_earlier_undo(publication):
+            undos = self._earlier_undos(publication)
+            if earlier := _find_own_undo(publication, undos):
                 return earlier if unknown_outcome is None else replace(earlier, is_new=True)
-            publications, plan = self._plan_with_followers(publication, with_followers, keep_positions)
+            publications, plan = self._plan_with_followers(publication, undos, with_followers, keep_positions)
             if plan.dependencies:
                 self._discard(plan)
-                raise _refusal(publication, plan.dependencies)
+                raise build_refusal(publication, plan.dependencies)
             if not plan.new_contents:
                 return Undo(publications, tuple(plan.tables))
             try:
@@ -243,13 +195,6 @@ class PublicationUndo:
             **where,
         )
 
-    def _find_earlier_undo(self, publication: Publication) -> Undo | None:
-        """Find the undo of the publication on `main`."""
-        for entry in self._earlier_undos(publication):
-            if publication.publication_id in _list_property(entry, LakeProperty.UNDONE_PUBLICATIONS):
-                return Undo((publication,), commit=entry.commit.hash, is_new=False)
-        return None
-
     def _earlier_undos(self, publication: Publication) -> list[LogEntry]:
         """Read the undos on `main` since a publication. Nessie filters the commits."""
         marker = f"'{LakeProperty.UNDONE_PUBLICATIONS}' in commit.properties"
@@ -262,31 +207,18 @@ class PublicationUndo:
                 hint="There is nothing to undo.",
             ) from error
 
-    def _find_hidden_rows(self, publications: Sequence[Publication]) -> Iterator[Dependency]:
-        """Yield the tables in which the publications replaced rows that were undone since.
-
-        The undo of the replacement would bring these rows back.
-        """
-        undone_ids = {publication.publication_id for publication in publications}
-        run_ids = {publication.run_id for publication in publications}
-        tables = {table for publication in publications for table in publication.tables}
-        for entry in self._earlier_undos(publications[-1]):
-            earlier_ids = _list_property(entry, LakeProperty.UNDONE_PUBLICATIONS)
-            replacing_runs = {*_list_property(entry, LakeProperty.UNDONE_SUPERSEDED_BY)}
-            if replacing_runs & run_ids and not undone_ids & {*earlier_ids}:
-                reason = CodedReason(
-                    f"it replaced rows of a publication that was undone since, as {entry.commit.hash}",
-                    "hides_undone_rows",
-                )
-                yield Dependency(", ".join(sorted(tables)), reason)
-
     def _plan_with_followers(
-        self, publication: Publication, with_followers: bool, keep_positions: bool
+        self,
+        publication: Publication,
+        undos: Sequence[LogEntry],
+        with_followers: bool,
+        keep_positions: bool,
     ) -> tuple[tuple[Publication, ...], _Plan]:
         """Plan the undo. With followers, add the publications that build on it until none is left."""
         publications: tuple[Publication, ...] = (publication,)
         while True:
             plan = self._plan(publications, keep_positions)
+            plan.dependencies += _find_hidden_rows(publications, undos)
             if not (plan.dependencies and with_followers):
                 return publications, plan
             known_ids = {member.publication_id for member in publications}
@@ -328,7 +260,6 @@ class PublicationUndo:
                 plan.dependencies.append(self._name_writers(answer, publications))
             else:
                 plan.tables.append(answer)
-        plan.dependencies += self._find_hidden_rows(publications)
         return plan
 
     def _name_writers(self, dependency: Dependency, publications: Sequence[Publication]) -> Dependency:
@@ -424,7 +355,7 @@ class PublicationUndo:
         )
         if undo.restored and old_table is not None:
             require_restorable(name, undo, old_table)
-        undone_table = _describe(name, undo)
+        undone_table = describe_table(name, undo)
         if undo.changes_anything:
             ids = _join_ids([publication for publication, _ in history.commits])
             state = build_undone_state(target, undo, old_table, {LakeProperty.UNDONE_PUBLICATIONS: ids})
@@ -446,7 +377,7 @@ class PublicationUndo:
                 for member in self._members[publication.hash]
                 if member != publication and history.key.name in member.tables
             ]
-            own_changes.append(build_own_change(publication, others, change, old, new))
+            own_changes.append(build_own_change(history.key.name, publication, others, change, old, new))
         return join_own_changes(own_changes)
 
     def _discard(self, plan: _Plan) -> None:
@@ -477,28 +408,35 @@ def _renamed_keys(changes: Collection[DiffEntry]) -> set[ContentKey]:
     }
 
 
-def _describe(table: str, undo: TableUndo) -> UndoneTable:
-    removed_rows = [file.rows for file in undo.removed.values()]
-    restored_rows = [file.rows for file in undo.restored.values()]
-    return UndoneTable(
-        table,
-        "changed" if undo.changes_anything else "unchanged",
-        removed_files=len(removed_rows),
-        removed_rows=_sum_known(removed_rows),
-        restored_files=len(restored_rows),
-        restored_rows=_sum_known(restored_rows),
-        properties=tuple(sorted({*undo.properties_set, *undo.properties_removed})),
-        superseded_by=undo.superseded_by,
-    )
-
-
-def _sum_known(counts: Sequence[int | None]) -> int | None:
-    known_counts = [count for count in counts if count is not None]
-    return sum(known_counts) if len(known_counts) == len(counts) else None
-
-
 def _join_ids(publications: Sequence[Publication]) -> str:
     return ",".join(publication.publication_id for publication in publications)
+
+
+def _find_own_undo(publication: Publication, undos: Sequence[LogEntry]) -> Undo | None:
+    """Find the undo of the publication among the undos since it."""
+    for entry in undos:
+        if publication.publication_id in _list_property(entry, LakeProperty.UNDONE_PUBLICATIONS):
+            return Undo((publication,), commit=entry.commit.hash, is_new=False)
+    return None
+
+
+def _find_hidden_rows(publications: Sequence[Publication], undos: Sequence[LogEntry]) -> Iterator[Dependency]:
+    """Yield the tables in which the publications replaced rows that were undone since.
+
+    The undo of the replacement would bring these rows back.
+    """
+    undone_ids = {publication.publication_id for publication in publications}
+    run_ids = {publication.run_id for publication in publications}
+    tables = {table for publication in publications for table in publication.tables}
+    for entry in undos:
+        earlier_ids = _list_property(entry, LakeProperty.UNDONE_PUBLICATIONS)
+        replacing_runs = {*_list_property(entry, LakeProperty.UNDONE_SUPERSEDED_BY)}
+        if replacing_runs & run_ids and not undone_ids & {*earlier_ids}:
+            reason = CodedReason(
+                f"it replaced rows of a publication that was undone since, as {entry.commit.hash}",
+                "hides_undone_rows",
+            )
+            yield Dependency(", ".join(sorted(tables)), reason)
 
 
 def _list_property(entry: LogEntry, name: str) -> list[str]:
@@ -521,29 +459,3 @@ def _message(publications: Sequence[Publication]) -> str:
     tables = ", ".join(dict.fromkeys(table for publication in publications for table in publication.tables))
     run_ids = list(dict.fromkeys(publication.run_id for publication in publications))
     return f"Undo the publication of {tables} by {format_names('run', run_ids)}"
-
-
-def _refusal(publication: Publication, dependencies: Sequence[Dependency]) -> UndoRefused:
-    run_ids = tuple(dict.fromkeys(run_id for one in dependencies for run_id in one.run_ids))
-    sentences = "; ".join(format_dependency(dependency) for dependency in dependencies)
-    is_possible = all(dependency.run_ids for dependency in dependencies)
-    advice = (
-        f"To undo {format_names('run', run_ids)} as well, add --with-followers."
-        if is_possible
-        else "The undo of this publication is not possible. Correct the rows by a new run."
-    )
-    return UndoRefused(
-        f"The publication cannot be taken back. {sentences}.",
-        dependencies,
-        run_id=publication.run_id,
-        branch=MAIN,
-        table=", ".join(dict.fromkeys(dependency.table for dependency in dependencies)),
-        hint=f"Nothing was changed. {advice}",
-    )
-
-
-def format_dependency(dependency: Dependency) -> str:
-    """Return a clause with the table, the reason, the partitions and the runs."""
-    partition_note = f" ({format_names('partition', dependency.partitions)})" if dependency.partitions else ""
-    run_note = f", by {format_names('run', dependency.run_ids)}" if dependency.run_ids else ""
-    return f"{dependency.table}: {dependency.reason}{partition_note}{run_note}"

@@ -1,4 +1,4 @@
-"""Report an undo in Dagster: on the runs whose publications were taken back, and on their assets."""
+"""Report an undo in Dagster: on the runs whose publications were undone, and on their assets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from branchlake_dagster.runs.run_branch import run_id_of_branch
 from branchlake_dagster.runs.run_tags import RunState, build_status_tag, find_run_location, shorten_tag_value
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster.tables.specification import format_table_name, table_identifier
-from branchlake_dagster.undo.publication_undo import Undo
+from branchlake_dagster.undo.result import Undo
 
 _BATCH_SIZE = 200
 
@@ -26,7 +26,7 @@ _BATCH_SIZE = 200
 def report_undo(instance: DagsterInstance, lake: Lakehouse, undo: Undo) -> int:
     """Report a committed undo on its runs and on each asset and partition that they materialized.
 
-    The newest observation of a partition tells what `main` has of it. Assets whose rows later publications
+    The newest observation of a partition shows whether `main` has it. Assets whose rows later publications
     had replaced already are left out. The tag `branchlake` of a run becomes `undone`. A live ingestion keeps
     its tag, because its other batches are still on `main`. Runs that this Dagster instance does not have are
     left out. Idempotent, apart from repeated observations. Returns the number of runs.
@@ -54,7 +54,7 @@ def _report_publication(
     changed_tables: set[str],
     row_counts: Mapping[str, int | None],
 ) -> None:
-    message = f"Undone by {commit}: what this run had published as {publication.hash} was taken back."
+    message = f"Undone by {commit}: main no longer has what this run had published as {publication.hash}."
     is_batch = BatchBranch.from_name(publication.branch) is not None
     metadata = {
         EventMetadata.ON_MAIN: MetadataValue.bool(False),

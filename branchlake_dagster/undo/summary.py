@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from branchlake_dagster.undo.publication_undo import Undo, UndoneTable, format_dependency
+from branchlake_dagster.undo.result import Undo, UndoneTable, format_dependency
 from branchlake_dagster.wording import format_count, format_names
 
 
@@ -15,7 +15,7 @@ def format_undo(undo: Undo, *, dry_run: bool) -> str:
     runs = format_names("run", run_ids)
     if undo.dependencies:
         reasons = "; ".join(format_dependency(dependency) for dependency in undo.dependencies)
-        return f"{count} of {runs} cannot be taken back alone. {reasons}."
+        return f"{count} of {runs} cannot be undone alone. {reasons}."
     if undo.commit is not None and not undo.is_new:
         return f"{count} of {runs} was undone before, as {undo.commit}."
     if dry_run:

@@ -40,10 +40,10 @@ _NOT_INVERTIBLE = {
     ChangeMode.UNKNOWN: CodedReason("its history does not lead back to the publication", "history_lost"),
     ChangeMode.OLD_LAYOUT: CodedReason("it has files of an older partition spec", "older_partition_spec"),
     ChangeMode.ROW_DELETES: CodedReason(
-        "the publication wrote delete files (merge-on-read), which cannot be taken back", "wrote_delete_files"
+        "the publication wrote delete files (merge-on-read), which cannot be undone", "wrote_delete_files"
     ),
     ChangeMode.DELETION_VECTORS: CodedReason(
-        "the publication wrote deletion vectors, which cannot be taken back", "wrote_deletion_vectors"
+        "the publication wrote deletion vectors, which cannot be undone", "wrote_deletion_vectors"
     ),
 }
 _MAX_FORMAT_VERSION = 2
@@ -54,7 +54,7 @@ _MORE_PARTITIONS = "…"
 
 @dataclass(frozen=True)
 class Dependency:
-    """Why a table of the publication cannot be taken back alone.
+    """Why a table of the publication cannot be undone alone.
 
     Attributes:
         table: The table's dotted name.
@@ -71,7 +71,7 @@ class Dependency:
 
 
 class DependencyFound(Exception):  # noqa: N818 - it never leaves the package
-    """A part of the publication cannot be taken back alone."""
+    """A part of the publication cannot be undone alone."""
 
     def __init__(self, dependency: Dependency) -> None:
         super().__init__(dependency.reason)
@@ -113,7 +113,7 @@ class TableUndo:
     old_layout: Layout | None = None
     """The layout whose columns become current again; None if they stay."""
     snapshot_ids: tuple[int, ...] = ()
-    """The snapshots whose changes are taken back."""
+    """The snapshots whose changes are undone."""
     superseded_by: tuple[str, ...] = ()
     is_superseded: bool = False
     """Whether later publications have replaced all rows of the undone ones."""
@@ -174,7 +174,7 @@ def plan_table_undo(
 
 
 def _drop_undone_steps(steps: Sequence[SnapshotChange]) -> list[SnapshotChange]:
-    """Leave out the steps that an earlier undo took back, together with the step of that undo."""
+    """Leave out the steps that an earlier undo reversed, together with the step of that undo."""
     undone_ids: set[int] = set()
     kept_steps = []
     for step in reversed(steps):

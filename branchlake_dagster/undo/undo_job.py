@@ -1,4 +1,4 @@
-"""The Dagster job that takes back a publication.
+"""The Dagster job that undoes a publication.
 
 This module does not postpone annotations: Dagster compares the annotation of `context` with the class itself.
 """
@@ -8,24 +8,25 @@ from pydantic import Field
 
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.undo.find_publication import find_publication
-from branchlake_dagster.undo.publication_undo import PublicationUndo, Undo
+from branchlake_dagster.undo.publication_undo import PublicationUndo
 from branchlake_dagster.undo.report import report_undo
+from branchlake_dagster.undo.result import Undo
 from branchlake_dagster.undo.summary import format_publications, format_undo, format_undo_table
 
 
 class UndoConfig(Config):
-    """Which publication to take back, and how."""
+    """Which publication to undo, and how."""
 
     publication: str = Field(description="Its run, or its commit on main, or the beginning of one of them.")
-    with_followers: bool = Field(False, description="Also take back later publications that build on it.")
+    with_followers: bool = Field(False, description="Also undo later publications that build on it.")
     keep_positions: bool = Field(
         False, description="Do not read again what it had read: records of topics, changes of other tables."
     )
-    dry_run: bool = Field(False, description="Only say what would be taken back.")
+    dry_run: bool = Field(False, description="Only say what would be undone.")
 
 
 def undo_job(lakehouse_key: str = "lakehouse", prefix: str = "") -> JobDefinition:
-    """The job `undo_publication`: takes back a publication over all of its tables, by one commit on `main`.
+    """The job `undo_publication`: undoes a publication over all of its tables, by one commit on `main`.
 
     The launchpad asks for the publication. The results are metadata of the job's output. `lakehouse_key` is
     the resource key of the lake. `prefix` comes before the job's name.
@@ -33,7 +34,7 @@ def undo_job(lakehouse_key: str = "lakehouse", prefix: str = "") -> JobDefinitio
 
     @op(
         name=f"{prefix}undo_publication_op",
-        description="Takes back a publication and keeps later ones.",
+        description="Undoes a publication and keeps later ones.",
         required_resource_keys={lakehouse_key},
     )
     def undo_publication_op(context: OpExecutionContext, config: UndoConfig) -> None:
@@ -56,7 +57,7 @@ def undo_job(lakehouse_key: str = "lakehouse", prefix: str = "") -> JobDefinitio
             }
         )
 
-    @job(name=f"{prefix}undo_publication", description="Takes back a publication, by one commit on main.")
+    @job(name=f"{prefix}undo_publication", description="Undoes a publication, by one commit on main.")
     def undo_publication_job() -> None:
         undo_publication_op()
 
