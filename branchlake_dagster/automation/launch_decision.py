@@ -31,6 +31,8 @@ class LaunchOutcome(StrEnum):
     BLOCKED = "blocked"
     """The run's checks failed. With the same data they would fail again."""
     CANCELED = "canceled"
+    UNDONE = "undone"
+    """The run's publication was undone later. The same code would bring the same rows again."""
     ENDED = "ended without a publication"
     """The run changed no table, wrote to `main` without a branch, or a re-execution continued its work."""
 
@@ -209,6 +211,8 @@ def launch_outcome(run: DagsterRun) -> LaunchOutcome:
     if not run.is_finished:
         return LaunchOutcome.UNFINISHED
     location = find_run_location(run.tags, run.run_id)
+    if location is not None and run.tags.get(RunTag.STATUS) == RunState.UNDONE:
+        return LaunchOutcome.UNDONE
     if location is not None and find_publication(run.tags, location.branch):
         return LaunchOutcome.PUBLISHED
     if run.status is DagsterRunStatus.CANCELED:

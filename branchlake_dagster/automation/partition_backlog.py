@@ -51,7 +51,13 @@ from branchlake_dagster.internals.dagster import (
 )
 from branchlake_dagster.publication.conditions import ABANDONED_AFTER
 from branchlake_dagster.runs.approval import Approvals
-from branchlake_dagster.runs.run_tags import NO_VALUE, PENDING, find_publication, find_run_location
+from branchlake_dagster.runs.run_tags import (
+    NO_VALUE,
+    PENDING,
+    RunState,
+    find_publication,
+    find_run_location,
+)
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 
 _CHUNK = 200
@@ -116,8 +122,10 @@ def _load_newest_runs(instance: DagsterInstance, keys: Sequence[str]) -> dict[st
 
 
 def _find_publication(record: RunRecord) -> str | None:
-    """Return the commit on `main` that published the run; None if it was not published."""
+    """Return the commit on `main` that published the run; None if it was not published, or was undone."""
     run = record.dagster_run
+    if run.tags.get(RunTag.STATUS) == RunState.UNDONE:
+        return None
     location = find_run_location(run.tags, run.run_id)
     return find_publication(run.tags, location.branch) if location is not None else None
 

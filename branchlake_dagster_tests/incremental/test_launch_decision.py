@@ -87,6 +87,7 @@ def test_a_delay_grows_to_a_day_at_most_and_a_longer_first_one_stays() -> None:
         (LaunchOutcome.REFUSED, LaunchState.DUE),
         (LaunchOutcome.BLOCKED, LaunchState.NOT_RETRIED),
         (LaunchOutcome.CANCELED, LaunchState.NOT_RETRIED),
+        (LaunchOutcome.UNDONE, LaunchState.NOT_RETRIED),
         (LaunchOutcome.ENDED, LaunchState.NOT_RETRIED),
         (LaunchOutcome.UNFINISHED, LaunchState.BEING_COMPUTED),
         (LaunchOutcome.AWAITS_VERDICT, LaunchState.AWAITS_VERDICT),
@@ -166,6 +167,7 @@ SUCCESS, FAILURE = dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE
         (run(FAILURE, RunState.CONTINUED), LaunchOutcome.ENDED),
         (run(dg.DagsterRunStatus.CANCELED, RunState.DISCARDED), LaunchOutcome.CANCELED),
         (run(SUCCESS, RunState.UNCHANGED), LaunchOutcome.ENDED),
+        (run(SUCCESS, RunState.UNDONE, **{RunTag.PUBLICATION: "c0ffee"}), LaunchOutcome.UNDONE),
         (run(SUCCESS), LaunchOutcome.ENDED),
     ],
 )

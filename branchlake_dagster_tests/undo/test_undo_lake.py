@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from branchlake_dagster import table_metadata
 from branchlake_dagster.cli.main import main as command
 from branchlake_dagster.errors import TableNotDropped
+from branchlake_dagster.internals.dagster import RUN_KEY_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import EventMetadata, RunTag
@@ -23,6 +24,7 @@ from branchlake_dagster.undo.undrop import undrop_table
 from branchlake_dagster_tests.branching.test_incremental import copy_of, spent_of
 from branchlake_dagster_tests.harness import Project, project
 from branchlake_dagster_tests.incremental.sources import FREE, Source, published, values
+from branchlake_dagster_tests.incremental.test_incremental_sensor import Ticks
 from branchlake_dagster_tests.publication.workbench import Workbench
 from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.json_contract import check_output
@@ -74,6 +76,22 @@ def test_a_consumer_reads_again_what_its_undone_run_had_read(lakehouse: Lakehous
         orders.publish(p, ("d", 4))
         published(p, copy)
         assert values(p, copy) == [("a", 1, 1), ("d", 4, 1)]
+
+
+def test_the_sensor_does_not_launch_an_undone_run_again(lakehouse: Lakehouse, namespace: str) -> None:
+    orders = Source(namespace)
+    spent = spent_of(orders, namespace)
+    with project(lakehouse, orders.asset, spent) as p:
+        ticks = Ticks(p, retries=3)
+        orders.publish(p, ("a", 1))
+        (request,) = ticks.tick()
+        published(p, spent, tags={**request.tags, RUN_KEY_TAG: request.run_key})
+        report_undo(p.instance, lakehouse, undo(lakehouse, last_run(p)))
+        assert ticks.tick() == []
+        orders.publish(p, ("b", 2))
+        (request,) = ticks.tick()
+        published(p, spent, tags={**request.tags, RUN_KEY_TAG: request.run_key})
+        assert values(p, spent) == [("a", 1), ("b", 2)]
 
 
 # -- Dagster -------------------------------------------------------------------------------------------
