@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.ingest.published_through import published_through
     from branchlake_dagster.ingest.published_through_check import published_through_check
     from branchlake_dagster.io_manager.io_manager import NessieBranchIOManager
+    from branchlake_dagster.lake_definitions import DefinitionsWarning, branchlake_definitions
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.launching.launcher import WarmRunLauncher
     from branchlake_dagster.publication.conditions import (
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
         on_publication,
         publication_automation_sensor,
     )
-    from branchlake_dagster.publication.definitions import DefinitionsWarning, branchlake_definitions
     from branchlake_dagster.publication.new_publications import PublishedAssets, published_sensor
     from branchlake_dagster.publication.run_publication import (
         NotPublished,
@@ -174,6 +174,10 @@ _HOMES = {
     "ingest.published_through": ("published_through",),
     "ingest.published_through_check": ("published_through_check",),
     "io_manager.io_manager": ("NessieBranchIOManager",),
+    "lake_definitions": (
+        "branchlake_definitions",
+        "DefinitionsWarning",
+    ),
     "lakehouse.lakehouse": ("Lakehouse",),
     "launching.launcher": ("WarmRunLauncher",),
     "publication.conditions": (
@@ -181,10 +185,6 @@ _HOMES = {
         "on_publication",
         "publication_automation_sensor",
         "newly_published",
-    ),
-    "publication.definitions": (
-        "branchlake_definitions",
-        "DefinitionsWarning",
     ),
     "publication.new_publications": (
         "PublishedAssets",

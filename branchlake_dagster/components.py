@@ -10,7 +10,7 @@ from typing import Any
 import dagster as dg
 
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.settings import Settings
 from branchlake_dagster.wording import format_names
 

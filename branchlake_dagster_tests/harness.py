@@ -12,9 +12,9 @@ import dagster as dg
 
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.internals.dagster import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.publication.ledger import Publication, iter_publications
 from branchlake_dagster.publication.outcome import Outcome
 from branchlake_dagster.publication.reconciler import Reconciler

@@ -162,7 +162,7 @@ tools = ("branchlake_dagster.cli.", "branchlake_dagster.bench.")
 assert all(name.startswith(tools) for name in needs_domain), needs_domain
 
 import dagster as dg
-from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.settings import Settings
 
 @dg.asset

@@ -48,11 +48,12 @@ ALLOWED: dict[str, set[str]] = {
     "ingest": {*_ASSETS, "receivers"},
     "query": {*_RUNS, "publication"},
     "testing": {*_RUNS, "io_manager", "publication"},
-    "components": {*_RUNS, "publication"},
     "undo": {*_RUNS, "incremental", "publication"},
+    "lake_definitions": {*_RUNS, "cleanup", "incremental", "io_manager", "publication", "undo"},
+    "components": {*_RUNS, "lake_definitions"},
     "cli": {*_ASSETS, "cleanup", "ingest", "query", "undo"},
-    "bench": {*_ASSETS, "cleanup", "ingest", "query", "receivers", "cli", "undo"},
-    "sda": {*_ASSETS, "ingest", "query", "receivers", "cli", "bench"},
+    "bench": {*_ASSETS, "cleanup", "ingest", "query", "receivers", "cli", "lake_definitions", "undo"},
+    "sda": {*_ASSETS, "ingest", "query", "receivers", "cli", "bench", "lake_definitions"},
     "definitions": {"settings", "sda"},
 }
 """The packages and modules directly under the root, and what each may import. Only downwards."""

@@ -25,8 +25,8 @@ from branchlake_dagster.checks.judge import CheckedRows, ConstraintGroup, FrameR
 from branchlake_dagster.checks.stored_rows import TableRows
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.io_manager.loading import StoredRows
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name
 from branchlake_dagster.runs.spark_resource import BranchSparkResource

@@ -19,8 +19,8 @@ from branchlake_dagster.bench.incremental_feed import (
 )
 from branchlake_dagster.bench.incremental_pipeline import Pipeline, build_pipeline
 from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_tags import RunState

@@ -8,7 +8,7 @@ from branchlake_dagster.bench.kafka_feed import COLUMNS
 from branchlake_dagster.bench.time_to_visibility import OFFSET_COLUMNS
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.definitions import ingest_definitions
-from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.lake_definitions import branchlake_definitions
 
 TOPIC = "BENCH_TOPIC"
 NAME = "benched"

@@ -24,9 +24,9 @@ from pyspark.sql import functions as F  # noqa: N812 - the library's own abbrevi
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
 from branchlake_dagster.internals.dagster import StepMaterializationData
 from branchlake_dagster.internals.pyiceberg import write_metadata
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, Unchanged
-from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.publication.ledger import (
     Candidate,
     MainLog,

@@ -11,7 +11,7 @@ from dagster import AssetKey, AssetObservation, DagsterInstance, DagsterRun, Met
 from branchlake_dagster.internals.dagster import report_engine_event, report_observations
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.ledger import Publication
-from branchlake_dagster.publication.report import MainView
+from branchlake_dagster.publication.outcome import MainView
 from branchlake_dagster.runs.branch_owner import BatchBranch
 from branchlake_dagster.runs.discarding import iter_materializations
 from branchlake_dagster.runs.run_branch import run_id_of_branch

@@ -17,9 +17,9 @@ import polars as pl
 from branchlake_dagster import consumes, table_metadata
 from branchlake_dagster.incremental import consumption, outputs
 from branchlake_dagster.incremental.consumption import Consumption
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.publication.reconciler import Reconciler
 
 NAMESPACE = os.environ.get("TEST_NAMESPACE", "killed")

@@ -7,8 +7,8 @@ from typing import Any
 import dagster as dg
 
 from branchlake_dagster.incremental import spark_inputs
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.tables import spark_frames
 from branchlake_dagster_tests.incremental.test_spark_changes import Shop
 

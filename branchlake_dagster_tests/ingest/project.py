@@ -5,7 +5,7 @@ import os
 import dagster as dg
 
 from branchlake_dagster.ingest.definitions import ingest_definitions
-from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster_tests.ingest.histories.tokens import ingestion
 
 NAME, TOPICS = "TEST_INGESTION", "TEST_TOPICS"

@@ -8,7 +8,7 @@ import pytest
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.definitions import ingest_definitions
-from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.lake_definitions import branchlake_definitions
 
 ORDERS = Ingest(
     name="orders", topics=["orders"], tables=[IngestTable(key="raw/orders", columns={"id": "bigint"})]

@@ -13,8 +13,8 @@ from branchlake_dagster.ingest import batch_assets
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
 from branchlake_dagster.ingest.published_through import PublishedTime, published_through, published_time
 from branchlake_dagster.ingest.published_through_check import published_through_check
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.publication.run_publication import RunOutcome, publish
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.tables.specification import table_metadata

@@ -21,8 +21,8 @@ from branchlake_dagster.ingest.definitions import ingest_definitions, live_senso
 from branchlake_dagster.ingest.ingest_sensor import build_batch_sensor, observe_topics, plan_batch_on_main
 from branchlake_dagster.ingest.planning import CommittedOffsets, StartingOffsets
 from branchlake_dagster.ingest.reprocessing import DeadLetterSelection
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.publication.run_publication import RunOutcome, publish
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_tags import NO_VALUE, RunState

@@ -8,7 +8,7 @@ partitions replaced. `watched` is read by the serializable `strict`, whose rows 
 import dagster as dg
 import polars as pl
 
-from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.publication.run_publication import publish_at_end
 from branchlake_dagster.tables.specification import table_metadata
 

@@ -5,8 +5,8 @@ import sys
 
 import dagster as dg
 
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
-from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.publication.reconciler import Reconciler
 from branchlake_dagster.sda.assets.catalogue import gp_ingest
 from branchlake_dagster.sda.assets.registry import registry

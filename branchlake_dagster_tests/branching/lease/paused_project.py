@@ -8,7 +8,7 @@ from pathlib import Path
 import dagster as dg
 import polars as pl
 
-from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.tables.specification import table_metadata
 

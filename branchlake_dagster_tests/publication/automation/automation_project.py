@@ -5,8 +5,8 @@ import os
 import dagster as dg
 import polars as pl
 
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.publication.conditions import on_publication, publication_automation_sensor
-from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.tables.specification import table_metadata
 
 NAMESPACE = os.environ["BRANCHLAKE_TEST_NAMESPACE"]

@@ -7,7 +7,7 @@ replaced by a third; the first two write `beside` too, which must always hold th
 import dagster as dg
 import pyarrow as pa
 
-from branchlake_dagster.publication.definitions import branchlake_definitions
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.publication.run_publication import publish_at_end
 from branchlake_dagster.tables.specification import table_metadata
 

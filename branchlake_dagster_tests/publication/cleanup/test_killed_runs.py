@@ -13,8 +13,8 @@ import pytest
 
 from branchlake_dagster.cleanup.jobs import reap_branches, sweep_discarded
 from branchlake_dagster.cleanup.reaper_rules import ReapingAction
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit, run_branch_name

@@ -21,7 +21,7 @@ from branchlake_dagster import (
     table_metadata,
 )
 from branchlake_dagster.errors import ConfigurationError
-from branchlake_dagster.publication.definitions import DefinitionsWarning
+from branchlake_dagster.lake_definitions import DefinitionsWarning
 from branchlake_dagster.stored_names import AssetMetadata
 from branchlake_dagster_tests.suite.raised import raising
 

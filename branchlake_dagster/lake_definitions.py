@@ -45,6 +45,7 @@ from branchlake_dagster.tables.specification import (
     parse_table_spec,
     unwrap_metadata,
 )
+from branchlake_dagster.undo.undo_job import undo_job
 from branchlake_dagster.wording import format_names, pluralize
 
 _PREFIX = "branchlake/"
@@ -416,7 +417,7 @@ def branchlake_definitions(
             publication_sensor(settings, lakehouse_key, prefix),
             dead_writer_sensor(settings, lakehouse_key, prefix),
         ],
-        jobs=[reaper],
+        jobs=[reaper, undo_job(lakehouse_key, prefix)],
         schedules=[reap_schedule(reaper, settings)],
     )
     if definitions is None:
