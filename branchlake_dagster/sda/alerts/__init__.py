@@ -1,1 +1,1 @@
-"""Alerts of expected close approaches, and their corrections."""
+"""Derive alerts of expected close approaches, and their corrections."""

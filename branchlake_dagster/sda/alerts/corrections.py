@@ -1,14 +1,17 @@
 """Derive alert entries from changes of the conjunction risks, on Spark.
 
+A conjunction risk is a row about one close approach of two objects: its time (`tca`, the time of closest
+approach), the miss distance and, if it is known, the probability of a collision.
+
 The log of alerts only grows. An entry is an ``insert`` or a ``retract`` of one alert, with a sequence number:
-``insert`` 0, and for each correction ``retract`` N and then ``insert`` N + 1. A ``retract`` that is the last
-entry is a tombstone: the approach is no longer expected. Ordered by alert, sequence and kind (insert before
-retract of the same number), the entries of an alert alternate.
+``insert`` 0, and for each correction ``retract`` N and then ``insert`` N + 1. If the last entry of an alert
+is a ``retract``, the approach is no longer expected. Ordered by alert, sequence and kind (insert before
+retract of the same number), the entries of an alert alternate between ``insert`` and ``retract``.
 
 An alert is about one approach of a pair. Its id is a hash of the ordered pair and of the ten minutes in which
-the approach was first expected, so it survives corrections. Risks of a pair that follow each other within
-`SAME_APPROACH` are one approach: two objects meet at most every half revolution, and corrections move the
-time by seconds.
+the approach was first expected, so it survives corrections. Risks of a pair whose times are at most
+`SAME_APPROACH` apart are the same approach: two objects meet at most once per half revolution, and
+corrections move the time by seconds.
 """
 
 from __future__ import annotations
@@ -38,13 +41,14 @@ from branchlake_dagster.sda.uuid_sql import uuid5_sql
 ALERT_NAMESPACE = uuid.UUID("0c1b5d3a-6a3e-5a5b-8f0e-2d9f4c7b6e11")
 """The namespace of alert ids. If it changed, every alert would get a new id."""
 SAME_APPROACH = timedelta(minutes=10)
+"""The largest time between two risks of a pair that are the same approach."""
 
 ALERT_FIELDS = (
     *("window_start", "sat1_object_designator", "sat2_object_designator", "priority", "tca"),
     *("miss_distance_km", "relative_speed_km_s", "collision_probability", "max_collision_probability"),
     *("hard_body_radius_m", "sat1_state_source", "sat2_state_source"),
 )
-"""What an alert states. A correction is a change of one of these, after rounding."""
+"""The facts of an alert. A correction is a change of one of these after rounding."""
 ENTRY_COLUMNS = ("alert_id", "sequence", "kind", "reason", *ALERT_FIELDS)
 
 _PAIR = ("sat1_object_designator", "sat2_object_designator")
@@ -53,12 +57,13 @@ _SAME_MICROS = SAME_APPROACH // timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class AlertRules:
-    """Which risks become alerts, and of what priority.
+    """Rules that decide which risks become alerts, and with which priority.
 
-    An encounter is reported if its probability is at least ``min_probability``, or if it has none and its
-    miss distance is at most ``max_distance_km``. NASA's conjunction assessment mitigates risks from a
-    probability of 1e-4 on (NASA/SP-20230002470), so this is ``high_probability``. Encounters that are too
-    slow for a probability, in formations, are not reported.
+    An encounter (a pass of two objects with a clear minimum of the distance) becomes an alert if its
+    probability is at least ``min_probability``. Without a probability it becomes an alert if its miss
+    distance is at most ``max_distance_km``, except if the probability is missing because the objects move
+    together too slowly, as in formations. NASA's conjunction assessment mitigates risks from a probability of
+    1e-4 on (NASA/SP-20230002470), so this is ``high_probability``.
     """
 
     min_probability: float = 1e-5
@@ -67,7 +72,7 @@ class AlertRules:
 
     @property
     def condition(self) -> str:
-        """The SQL condition on a risk."""
+        """The SQL condition that is true for risks which become alerts."""
         return (
             f"kind = '{Kind.ENCOUNTER.value}' AND (collision_probability >= {self.min_probability!r}D"
             " OR (collision_probability IS NULL AND no_probability_because <> "
@@ -76,7 +81,7 @@ class AlertRules:
 
     @property
     def priority(self) -> str:
-        """The SQL expression of the priority."""
+        """The SQL expression of an alert's priority: high, medium or, without a probability, low."""
         return (
             f"CASE WHEN collision_probability >= {self.high_probability!r}D THEN '{HIGH}'"
             f" WHEN collision_probability IS NOT NULL THEN '{MEDIUM}' ELSE '{LOW}' END"
@@ -86,12 +91,16 @@ class AlertRules:
 def with_current_risks(changed: DataFrame, current: DataFrame) -> DataFrame:
     """Return the removed risks, and all current risks of the pairs that have a changed one.
 
-    An unchanged risk may be about the same approach as a removed one: that of the hour before or after.
+    All current risks of a pair are needed because an approach near the boundary of two hours can have a risk
+    in each hour. If one of the two is removed, the other one still keeps the alert.
 
     Args:
-        changed: risks that were added or removed, with ``_change_type``.
-        current: the risks from `SAME_APPROACH` before the first changed one to the same time after the last.
+        changed: Risks that were added or removed, with ``_change_type`` (``INSERT`` or ``DELETE``).
+        current: The present risks from `SAME_APPROACH` before the first changed one to the same time after
+            the last.
 
+    Returns:
+        DataFrame: The current risks of the pairs with the ``_change_type`` ``INSERT``, and the removed risks.
     """
     pairs = changed.select(*_PAIR).distinct()
     of_pairs = current.join(F.broadcast(pairs), on=list(_PAIR), how="left_semi")
@@ -100,12 +109,13 @@ def with_current_risks(changed: DataFrame, current: DataFrame) -> DataFrame:
 
 
 def select_reportable(risks: DataFrame, rules: AlertRules) -> DataFrame:
-    """Return the risks that become alerts and all removed ones, with rounded `ALERT_FIELDS`.
+    """Return the risks that become alerts and all removed risks, with rounded `ALERT_FIELDS`.
 
-    A removed risk may have been reported by other rules. ``_change_type`` and all other columns stay.
+    All removed risks are kept because earlier rules may have reported them. All columns stay, and
+    ``priority`` is added.
 
-    Distances are rounded to 10 m, speeds to 1 m/s, times to 0.1 s and probabilities to two digits, so that an
-    alert is not corrected for a change without a meaning.
+    Distances are rounded to 10 m, speeds to 1 m/s, times to 0.1 s and probabilities to two digits, so that
+    insignificant changes do not correct an alert.
     """
     reportable = risks.where(f"_change_type = 'DELETE' OR ({rules.condition})")
     reportable = reportable.withColumn("priority", F.expr(rules.priority))
@@ -126,17 +136,18 @@ def _two_digits(name: str) -> Column:
 
 
 def derive_entries(changed: DataFrame, reported: DataFrame | None, *, is_whole: bool = False) -> DataFrame:
-    """Return the entries (`ENTRY_COLUMNS`) that bring the log of alerts up to date.
+    """Return the new entries (`ENTRY_COLUMNS`) that make the log of alerts agree with the risks.
 
-    Cost: one shuffle, of the changed risks and of the log's entries about the same time.
+    Each approach keeps the alert of the log that is nearest in time, or gets a new alert. Cost: one shuffle,
+    of the changed risks and of the log's entries about the same time.
 
     Args:
-        changed: reportable risks (`select_reportable`), with the ``_change_type`` ``INSERT`` for those that
-            are expected and ``DELETE`` for those that were removed.
-        reported: the log of alerts, or None if there is none. At least all entries of the alerts that are
-            within `SAME_APPROACH` of a risk.
-        is_whole: whether ``changed`` has all risks, so that alerts without a risk are canceled.
-
+        changed: Rows of `select_reportable`. ``_change_type`` is ``INSERT`` for risks that are expected and
+            ``DELETE`` for those that were removed.
+        reported: The log of alerts, or None if there is none. It must have at least all entries of the alerts
+            that are within `SAME_APPROACH` of a risk.
+        is_whole: Whether ``changed`` has all risks, so that every alert without a risk is canceled. Otherwise
+            only alerts of removed risks are canceled.
     """
     rows = changed.select(
         *_PAIR, "tca", "_change_type", F.expr(_FIELDS), F.expr(f"cast(NULL AS {_ENTRY_TYPE}) AS entry")
@@ -177,11 +188,14 @@ _LAST_ENTRIES = """
     filter(log, entry -> NOT exists(log, other_entry -> other_entry.alert_id = entry.alert_id
         AND struct(other_entry.sequence, other_entry.is_retracted)
             > struct(entry.sequence, entry.is_retracted)))"""
-"""The last entry of each alert of the approach: nearly always of one."""
+"""SQL of the last entry of each alert of the approach: nearly always there is one alert."""
 
 
 def _nearest_alert(micros: str) -> str:
-    """Return SQL of the alert that is nearest in time to an instant; null without an alert or an instant."""
+    """Return SQL of the alert that is nearest in time to an instant; null without an alert or an instant.
+
+    `micros` is SQL of the instant, in microseconds since 1970.
+    """
     apart = f"abs(unix_micros(alert.fields.tca) - {micros})"
     ordered = f"transform(alerts, alert -> struct({apart} AS apart, alert.alert_id AS alert_id))"
     is_nearest = f"alert.alert_id = array_min({ordered}).alert_id"
@@ -189,7 +203,11 @@ def _nearest_alert(micros: str) -> str:
 
 
 def _canceled(*, is_whole: bool) -> str:
-    """Return SQL of the alerts that no longer have a risk."""
+    """Return SQL of the alerts that are canceled because they no longer have a risk.
+
+    With `is_whole`, these are all alerts that no risk matches. Otherwise they are those among them to which a
+    removed risk belonged.
+    """
     is_open = "NOT alert.is_retracted AND NOT (alert.alert_id <=> matched.alert_id)"
     if is_whole:
         return f"filter(alerts, alert -> {is_open})"
@@ -231,13 +249,15 @@ _NEW_ENTRIES = f"""concat(
 
 
 def add_observations(entries: DataFrame, associations: DataFrame | None, reported_at: datetime) -> DataFrame:
-    """Add the time of the report, and the observations of objects whose state is from a track.
+    """Add the time of the report, and the ids of the observations on which the objects' states are based.
+
+    ``sat1_observation_ids`` and ``sat2_observation_ids`` are empty for retracts, and for objects whose state
+    is from an element set instead of a track.
 
     Args:
-        entries: rows of `derive_entries`.
-        associations: the associations of the entries' hours, or None.
-        reported_at: the time of the report, with a zone.
-
+        entries: Rows of `derive_entries`.
+        associations: The associations of the entries' hours, or None. Without them all lists are empty.
+        reported_at: The time of the report, with a time zone.
     """
     stamped = entries.withColumn("reported_at", F.lit(reported_at.isoformat()).cast("timestamp"))
     if associations is None:

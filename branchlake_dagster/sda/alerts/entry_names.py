@@ -1,4 +1,4 @@
-"""The words that entries of the log of alerts use. Importing them does not import Spark."""
+"""The constant values in entries of the log of alerts. Importing them does not import Spark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entries of the log of alerts as plain values: their order, what was added, and their text."""
+"""Sort, compare and format entries of the log of alerts, without Spark."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import polars as pl
 from branchlake_dagster.sda.alerts.entry_names import RETRACT
 
 Entry = Mapping[str, Any]
-"""An entry's columns by name. Times are datetimes with a zone."""
+"""The columns of an entry by name. Times are datetimes with a time zone."""
 
 IDENTITY = ("alert_id", "sequence", "kind")
-"""What identifies an entry. A subscriber that got an entry twice recognizes it by these columns."""
+"""The columns that identify an entry. A subscriber can recognize by them an entry that was sent twice."""
 _PAIR = ("sat1_object_designator", "sat2_object_designator")
 
 
 @dataclass(frozen=True)
 class AddedEntries:
-    """The entries that a change added, and how many entries it removed or altered.
+    """The entries that a change added, and the number of entries that it removed or altered.
 
     A log only grows, so `lost_count` is 0 unless somebody rebuilt the table with other entries, or deleted
     rows.
@@ -32,9 +32,9 @@ class AddedEntries:
 
 
 def find_added_entries(added: pl.DataFrame, removed: pl.DataFrame) -> AddedEntries:
-    """Compare the rows that a change added with those that it removed.
+    """Compare the rows that a change of the log's table added with those that it removed.
 
-    A rewritten file has its unchanged entries on both sides; they were not added.
+    A rewritten file has its unchanged entries in both frames. These entries were neither added nor lost.
     """
     if removed.is_empty() or added.is_empty():
         return AddedEntries(added, removed.height)
@@ -43,7 +43,7 @@ def find_added_entries(added: pl.DataFrame, removed: pl.DataFrame) -> AddedEntri
         pl.col(name).list.join("\n") if isinstance(dtype, pl.List) else pl.col(name)
         for name, dtype in added.schema.items()
     ]
-    # A column that the schema got meanwhile is missing on the side of the removed rows.
+    # The removed rows lack columns that were added to the schema later.
     earlier = removed.select(name for name in columns if name in removed.columns)
     shared = earlier.columns
     lost = earlier.with_columns(one for one in comparable if one.meta.output_name() in shared).join(
@@ -63,10 +63,10 @@ def latest_entries(entries: pl.DataFrame) -> pl.DataFrame:
 
 
 def held_alerts(entries: pl.DataFrame) -> pl.DataFrame:
-    """Return the entries that hold now: the last ones of their alerts that are inserts.
+    """Return the entries of the alerts that are valid now: the last entry of each alert, if it is an insert.
 
-    `entries` may be filtered by any fact that alerts state: a retract states the facts of the insert that it
-    retracts, so a filter selects both or neither.
+    `entries` may be a selection by any column of `ALERT_FIELDS`. A retract has the same values as the insert
+    that it retracts, so a selection contains both or neither.
     """
     return latest_entries(entries).filter(pl.col("kind") != RETRACT)
 
@@ -102,10 +102,10 @@ def format_entry(entry: Entry) -> str:
 
 
 def format_sources(entry: Entry) -> str:
-    """Return what the states of both objects are from."""
+    """Return the sources of both objects' states, each `track` or `element set`."""
     return f"{entry['sat1_state_source']}, {entry['sat2_state_source']}"
 
 
 def to_entries(frame: pl.DataFrame) -> Iterable[Entry]:
-    """Iterate over the entries of a frame."""
+    """Iterate over the rows of a frame as entries."""
     return frame.iter_rows(named=True)
