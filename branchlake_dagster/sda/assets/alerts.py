@@ -1,4 +1,4 @@
-"""Conjunction alerts: a log that follows the conjunction risks, with corrections."""
+"""Asset `conjunction_alerts`: a log of alerts that follows the conjunction risks, with corrections."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 from datetime import UTC, datetime, timedelta
@@ -38,7 +38,7 @@ _RULES = AlertRules()
 
 
 class AlertConfig(dg.Config):
-    """Which risks become alerts."""
+    """The run configuration of the rules by which risks become alerts."""
 
     min_probability: float = Field(
         _RULES.min_probability, gt=0, description="Smallest probability of collision that is reported."
@@ -70,10 +70,10 @@ def conjunction_alerts(
     risks: DataFrame,
     lakehouse: LakehouseResource,
 ) -> DataFrame:
-    """Insert, correct and retract alerts, so that they agree with the risks that are published.
+    """Insert, correct and retract alerts, so that they agree with the published conjunction risks.
 
-    Each change of the risks is consumed once. A risk that is computed again with the same result is no
-    change.
+    Each change of the risks is consumed once. A risk that was computed again with the same result does not
+    count as a change.
     """
     rules = AlertRules(config.min_probability, config.high_probability, config.max_distance_km)
     session = risks.sparkSession
@@ -97,16 +97,19 @@ def conjunction_alerts(
 
 
 def _is_between(first: int, last: int, margin: timedelta, column: str = "tca") -> Column:
-    """Return whether a time is between two instants (UTC microseconds since 1970), or near them."""
+    """Return the condition that a time column is between two instants, widened by `margin` on both sides.
+
+    The instants are UTC microseconds since 1970.
+    """
     micros = margin // timedelta(microseconds=1)
     low, high = (F.timestamp_micros(F.lit(one)) for one in (first - micros, last + micros))
     return F.col(column).between(low, high)
 
 
 def _alerts_near(log: DataFrame, first: int, last: int) -> DataFrame:
-    """Return all entries of the alerts that risks between two instants may belong to."""
+    """Return all entries of the alerts to which risks between two instants may belong."""
     near = log.where(_is_between(first, last, 2 * SAME_APPROACH)).select("alert_id").distinct()
-    # Corrections move an alert by seconds; a day bounds what is read.
+    # Corrections move an alert by seconds, so entries within a day are enough.
     return log.where(_is_between(first, last, timedelta(days=1))).join(near, "alert_id", "left_semi")
 
 
@@ -119,7 +122,10 @@ def _load_log(session: SparkSession, lakehouse: LakehouseResource) -> DataFrame 
 def _load_associations(
     session: SparkSession, lakehouse: LakehouseResource, first: int, last: int
 ) -> DataFrame | None:
-    """Return the associations of the hours with approaches between two instants; None without a table."""
+    """Return the associations of the hours with approaches between two instants.
+
+    None if the table of associations does not exist.
+    """
     if not lakehouse.catalog().table_exists(tuple(ASSOCIATIONS.path)):
         return None
     hours = _is_between(first, last, timedelta(hours=1) + SAME_APPROACH, "window_start")

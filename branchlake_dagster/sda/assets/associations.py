@@ -1,4 +1,4 @@
-"""Associations: the object of the catalogue that each observation belongs to."""
+"""Asset `associations`: the catalog object that each observation belongs to."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ ASSOCIATIONS = dg.AssetKey(["sda", "associations"])
 
 
 def association_asset(kinds: Sequence[SensorKind]) -> dg.AssetsDefinition:
-    """Build `associations` of observations of the given kinds of sensor."""
+    """Build the asset `associations`, which assigns observations of the given sensor kinds to objects."""
     models = measurement_models(kinds)
 
     @dg.asset(
@@ -54,9 +54,10 @@ def association_asset(kinds: Sequence[SensorKind]) -> dg.AssetsDefinition:
         catalogue: pa.Table,
         lakehouse: LakehouseResource,
     ) -> DataFrame:
-        """The object that each observation of the hour belongs to, or none, with the distance.
+        """Assign each observation of the hour to a catalog object, or to none, and report the distance.
 
-        Predictions have the errors of the published error model, or assumed ones before there is a model.
+        An object's predicted position comes from its element set. The uncertainty of the prediction comes
+        from the published error model, or is assumed if no error model exists yet.
         """
         start, end = window_of(context)
         elements = Elements.from_arrow(of_tracked(catalogue).sort_by("sat_no"))

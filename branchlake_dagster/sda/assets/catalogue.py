@@ -1,4 +1,9 @@
-"""Group ``catalogue``: pulls of GP and satellite catalogues as they are."""
+"""Asset group ``catalogue``: the files of the providers, as rows.
+
+A pull is one downloaded file, and a partition of these assets. It has either element sets (GP data: the
+parameters of an object's orbit at one time, its epoch) or satellite catalog entries (name, owner, launch,
+decay). The partition key is the pull's snapshot id.
+"""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 from collections.abc import Iterator
@@ -36,7 +41,7 @@ _EMPTY = {
     name="gp_ingest",
     group_name=GROUP,
     partitions_def=gp_snapshots,
-    # A backfill of many pulls is one run: they change one catalogue.
+    # A backfill of many pulls is one run, because all of them change the same catalog.
     backfill_policy=dg.BackfillPolicy.single_run(),
     outs={
         "element_sets": dg.AssetOut(
@@ -68,7 +73,10 @@ _EMPTY = {
     },
 )
 def gp_ingest(context: dg.AssetExecutionContext, gp: GpSource) -> Iterator[dg.Output[pl.DataFrame]]:
-    """Read one file a snapshot. A damaged record is a row of ``rejected_records``, a damaged file fails."""
+    """Read one file per pull. A damaged record becomes a row of ``rejected_records``.
+
+    A file that cannot be read at all fails the run.
+    """
     parts: dict[str, list[pl.DataFrame]] = {name: [pl.DataFrame(schema=c)] for name, c in _EMPTY.items()}
     sources = []
     for snapshot in pulls_of(context):

@@ -1,4 +1,4 @@
-"""Group ``conjunctions``: close approaches, hour by hour and as the list of what is ahead."""
+"""Asset `conjunctions`: the list of predicted close approaches of all objects in the next hours."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 import contextlib
@@ -53,11 +53,11 @@ HORIZON_H = 24.0
 MAX_ELEMENT_AGE_DAYS = 14.0
 _DAY_MICROS = 86_400_000_000
 _ASSET = "branchlake.asset"
-"""What our writes say in a snapshot's summary."""
+"""The key that branchlake's writes add to a snapshot's summary."""
 
 
 class ConjunctionsConfig(dg.Config):
-    """How far ahead the list looks, and for what."""
+    """The run configuration of the screening: its time span, its threshold, and objects to leave out."""
 
     horizon_h: float = Field(HORIZON_H, gt=0, le=24 * 14, description="Hours that are screened.")
     threshold_km: float = Field(LIST_THRESHOLD_KM, gt=0, description="Largest miss distance kept, km.")
@@ -90,10 +90,10 @@ def conjunctions(
     lakehouse: LakehouseResource,
     spark: BranchSparkResource,
 ) -> pl.DataFrame:
-    """What is ahead: all objects against all, from the newest GP snapshot on.
+    """List the predicted close approaches of all objects, from the time of the newest GP snapshot on.
 
-    When the catalogue changes, only pairs with a changed object are screened again, and what the earlier list
-    did not reach; the list is the same as that of a full screening.
+    If the catalog changes, only two parts are screened again: pairs with a changed object, and the hours that
+    the earlier list did not cover. The result is the same as that of a full screening.
     """
     tables = lakehouse.catalog()
     catalogue = of_tracked(tables.load_table(tuple(CATALOGUE.path)).scan().to_arrow())
@@ -108,7 +108,7 @@ def conjunctions(
         earlier, ours = pl.DataFrame(table.scan().to_arrow()), as_made(table)
     if not ours:
         context.log.warning("Somebody else has changed the list's rows, so all pairs are screened again.")
-    # Of a list with fewer columns than today's no row can be kept.
+    # Rows of a list that lacks a column cannot be kept.
     whole = earlier is not None and ours and set(ENCOUNTER_SCHEMA.names) <= set(earlier.columns)
     planned = plan(
         elements,
@@ -152,9 +152,11 @@ def conjunctions(
 
 
 def as_made(table: Table) -> bool:
-    """Whether a table's rows are those that a run of ours has put there; compactions change none.
+    """Return whether a branchlake run wrote the current rows of the list's table.
 
-    A row that somebody deletes by hand would be missing from every list that is kept up by changes.
+    Compactions (snapshots with the operation `replace`) are skipped, because they change no rows. If another
+    writer changed rows, unchanged pairs must not be taken over from the table: a deleted row would be missing
+    from every later list.
     """
     known = {one.snapshot_id: one for one in table.metadata.snapshots}
     if table.metadata.current_snapshot_id is None:
@@ -166,7 +168,7 @@ def as_made(table: Table) -> bool:
 
 
 def with_kept(found: pl.DataFrame, earlier: pl.DataFrame | None, planned: Plan) -> pl.DataFrame:
-    """What was found now, and the rows of the earlier list that are the same in the new one."""
+    """Return the approaches found now, and the rows of the earlier list that are the same in the new one."""
     if earlier is None or not len(planned.kept):
         return found
     kept = earlier[planned.kept].select(pl.col(name).cast(kind) for name, kind in found.schema.items())
@@ -174,7 +176,13 @@ def with_kept(found: pl.DataFrame, earlier: pl.DataFrame | None, planned: Plan) 
 
 
 def radii_of(tables: Catalog, gp: GpSource, default_m: float) -> ObjectRadii:
-    """The objects' radii: of the radius table where there is one, and of the registry's size classes."""
+    """Load the objects' radii from the radius table, if one is configured, and the registry's size columns.
+
+    Args:
+        tables: The catalog of the run's branch.
+        gp: The resource that reads the radius table.
+        default_m: The radius of an object whose size neither source has, m.
+    """
     known: dict[str, pl.DataFrame] = {}
     table = gp.radius_table()
     if table is not None:
@@ -190,7 +198,7 @@ def radii_of(tables: Catalog, gp: GpSource, default_m: float) -> ObjectRadii:
 def pictures(
     result: pl.DataFrame, elements: Elements, catalogue: pa.Table
 ) -> dict[str, dg.MarkdownMetadataValue]:
-    """The top of the list as a table, and what it looks like."""
+    """Return metadata with the top of the list as a table, and charts of altitudes, distance and geometry."""
     shown = {
         "altitudes": dg.MetadataValue.md(to_markdown(draw_altitudes(elements), "Objects by altitude")),
     }
@@ -209,15 +217,19 @@ def pictures(
 
 
 def newest_snapshot(names: Sequence[str]) -> int:
-    """The newest collection time (UTC microseconds, a whole minute) of GP snapshots."""
+    """Return the newest collection time among GP snapshot names, in UTC microseconds, cut to a whole minute.
+
+    Names without a time count as `REFERENCE_EPOCH`.
+    """
     newest = max((snapshot_time(name) or REFERENCE_EPOCH for name in names), default=REFERENCE_EPOCH)
     return int(newest.timestamp()) // 60 * MINUTE
 
 
 def earlier_list(found: pl.DataFrame | None, max_element_age_days: float) -> Earlier | None:
-    """What an earlier table says, or None of one that does not tell its time.
+    """Return the earlier list for the planning of a screening, or None if its rows cannot be kept.
 
-    Nor of one with another limit of age: it left out objects that have not changed since.
+    Rows cannot be kept if the table is empty, or if it was made with another `max_element_age_days`: it then
+    left out other objects.
     """
     if found is None or found.is_empty():
         return None
@@ -242,7 +254,15 @@ def listed(
     threshold_km: float,
     max_element_age_days: float = MAX_ELEMENT_AGE_DAYS,
 ) -> pl.DataFrame:
-    """Close approaches with the columns of `Conjunction`."""
+    """Return close approaches with the columns of `Conjunction`, sorted by time and event id.
+
+    Args:
+        found: Close approaches with the columns of `ENCOUNTER_SCHEMA`.
+        earlier: The rows of the earlier list, from which known events keep their ids; or None.
+        span: The screened time.
+        threshold_km: The largest miss distance, km. It becomes a column.
+        max_element_age_days: The largest age of an element set, days. It becomes a column.
+    """
     moment = pl.Datetime("us", "UTC")
     begin, end = (pl.lit(one).cast(moment) for one in (span.start, span.end))
     age = [

@@ -1,4 +1,8 @@
-"""Group ``conjunctions``: close approaches of own ephemerides, from a folder of files."""
+"""Asset `ephemeris_conjunctions`: close approaches of the operator's own ephemerides.
+
+An ephemeris is a table of an object's positions and velocities over time. The asset reads ephemerides from
+files in a folder and compares them with the element sets of the catalog.
+"""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 from pathlib import Path
@@ -22,7 +26,7 @@ _ENDINGS = (".oem", ".kvn", ".xml", ".gz")
 
 
 class EphemeridesConfig(dg.Config):
-    """Which ephemerides are screened, and for what."""
+    """The run configuration: folder of ephemerides, largest miss distance, and objects to leave out."""
 
     folder: str = Field(description="Folder of Orbit Ephemeris Messages: .oem, .kvn, .xml, also gzipped.")
     threshold_km: float = Field(5.0, gt=0, description="Largest miss distance kept, km.")
@@ -46,7 +50,10 @@ class EphemeridesConfig(dg.Config):
 def ephemeris_conjunctions(
     context: dg.AssetExecutionContext, config: EphemeridesConfig, lakehouse: LakehouseResource
 ) -> pl.DataFrame:
-    """What own ephemerides come close to, as far as each may be used. A damaged file fails."""
+    """List the catalog objects that come close to the ephemerides in a folder, within their usable times.
+
+    A file without a usable segment fails the run. Other unusable records are logged and counted.
+    """
     table = lakehouse.catalog().load_table(tuple(CATALOGUE.path)).scan().to_arrow()
     catalogue = pl.DataFrame(of_tracked(table)).sort("sat_no")
     parts, unused = [], 0
@@ -78,11 +85,10 @@ def ephemeris_conjunctions(
 
 
 def files_of(folder: str) -> list[Path]:
-    """The ephemeris files of a folder, by name.
+    """Return the ephemeris files of a folder, sorted by name.
 
     Raises:
-        UnreadableMessage: there is no such folder, no file in it, or one that is larger than may be read.
-
+        UnreadableMessage: The folder does not exist, it has no ephemeris file, or a file is too large.
     """
     place = Path(folder).expanduser()
     found = (

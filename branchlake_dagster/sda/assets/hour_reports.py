@@ -1,4 +1,4 @@
-"""Hour reports: pictures of what was observed in an hour, what became of it, and what it warns of."""
+"""Asset `hour_reports`: pictures of an hour's observations, associations, tracks and alerts."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 from collections.abc import Iterator
@@ -68,9 +68,10 @@ _DAY_MICROS = 86_400e6
 def hour_reports(
     context: dg.AssetExecutionContext, associations: DataFrame, fused_tracks: DataFrame, alerts: DataFrame
 ) -> pa.Table:
-    """Pictures of the hour: results of associations, residuals of sensors, tracks and alerts.
+    """Draw pictures of the hour: results of associations, residuals of sensors, tracks and alerts.
 
-    The materialization shows them too. Spark aggregates: at most one row per object of the catalog is drawn.
+    The materialization shows them too. Spark aggregates the rows first, so at most one row per object of the
+    catalog is drawn.
     """
     start = datetime.fromtimestamp(window_of(context)[0] / 1e6, UTC)
     rows = []
@@ -118,12 +119,16 @@ def _draw_pictures(
 
 
 def count_outcomes(associations: DataFrame) -> pl.DataFrame:
-    """Count observations by `source_kind` and `result`, as the column `observations`."""
+    """Count observations by `source_kind` and `result`; the count is the column `observations`."""
     return _collect(associations.groupBy("source_kind", "result").agg(F.count("*").alias("observations")))
 
 
 def measure_residuals(associations: DataFrame) -> pl.DataFrame:
-    """Return three quantiles of each sensor's distances from the predictions, in standard deviations."""
+    """Return quantiles of each sensor's normalized distances between observations and predictions.
+
+    The columns `low`, `median` and `high` are the quantiles 5 %, 50 % and 95 %, in standard deviations per
+    measured value.
+    """
     ratio = F.col("normalized_distance") / F.sqrt("degrees_of_freedom")
     quantiles = F.percentile_approx(ratio, [0.05, 0.5, 0.95], 1000)
     by_sensor = associations.where("normalized_distance IS NOT NULL").groupBy("source_id")
@@ -137,7 +142,7 @@ def measure_residuals(associations: DataFrame) -> pl.DataFrame:
 
 
 def select_tracks(fused_tracks: DataFrame) -> pl.DataFrame:
-    """Return what is drawn of each track."""
+    """Return the columns of each track that the pictures show, also for tables without the newest columns."""
     age_days = (F.unix_micros("epoch") - F.unix_micros("catalogue_epoch")) / _DAY_MICROS
     # Hours that were computed before a column existed have no value, or no column.
     present = set(fused_tracks.columns)
@@ -154,7 +159,7 @@ def select_tracks(fused_tracks: DataFrame) -> pl.DataFrame:
 
 
 def select_holding(alerts: DataFrame) -> pl.DataFrame:
-    """Return the alerts that hold: those whose last entry is an insert."""
+    """Return time, miss distance and priority of the valid alerts: those whose last entry is an insert."""
     last = alerts.groupBy("alert_id").agg(
         F.max_by(
             F.struct("kind", "tca", "miss_distance_km", "priority"), F.struct("sequence", F.col("kind"))

@@ -1,4 +1,4 @@
-"""Group ``observations``: the measurements of all sensors in one envelope, and those that are rejected."""
+"""Assets `observations` and `rejected_observations`: measurements of all sensors with the same columns."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ _KEYS = ["sensor_timestamp", "observation_id"]
 def observation_assets(
     kinds: Sequence[SensorKind], default_mode: DataMode = "REAL"
 ) -> list[dg.AssetsDefinition]:
-    """Build `observations` and `rejected_observations` of the given kinds of sensor.
+    """Build the assets `observations` and `rejected_observations` for the given kinds of sensor.
 
     `default_mode` is the `data_mode` of the observations, unless a run's configuration has another one.
     """
@@ -54,7 +54,7 @@ def observation_assets(
         by_kind = {kind.source_kind: raw[kind.raw_table.path[-1]] for kind in kinds}
         return identify_measurements(by_kind, objects, kinds)
 
-    # A multi-asset, because `@dg.asset` warns that its backfill policy is a beta.
+    # A multi-asset, because `@dg.asset` warns that its backfill policy is a beta feature.
     @dg.multi_asset(
         name="observations",
         group_name=GROUP,
@@ -83,7 +83,12 @@ def observation_assets(
         },
     )
     def observations(config: ObservationConfig, objects: DataFrame, **raw: DataFrame) -> DataFrame:
-        """Return the observations among the new raw measurements of the run's hours."""
+        """Return accepted measurements of the run's hours as observations.
+
+        `raw` has one frame per kind of sensor, with the raw measurements that no earlier run consumed.
+        `objects` are the objects of the registry: a measurement that names an unknown or decayed object is
+        rejected.
+        """
         return build_observations(identify(raw, objects), data_mode=config.data_mode)
 
     @dg.asset(
@@ -103,7 +108,10 @@ def observation_assets(
         | column_metadata(rejected),
     )
     def rejected_observations(objects: DataFrame, **raw: DataFrame) -> DataFrame:
-        """Rejected measurements, each with the reason: impossible, or of an unknown or decayed object."""
+        """Return rejected measurements with the reason.
+
+        Reasons are an impossible value, and an unknown or decayed object.
+        """
         return build_rejected_observations(identify(raw, objects))
 
     return [observations, rejected_observations]

@@ -1,4 +1,4 @@
-"""The asset of the catalogue's objects whose propagated states in a window cannot be true."""
+"""Asset `quarantined_objects`: catalog objects whose predicted positions in an hour cannot be true."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 import dagster as dg
@@ -31,30 +31,33 @@ QUARANTINED_OBJECTS = dg.AssetKey(["sda", "quarantined_objects"])
     | column_metadata(QuarantinedObject),
 )
 def quarantined_objects(context: dg.AssetExecutionContext, catalogue: DataFrame) -> DataFrame:
-    """Objects whose states in the window cannot be true; the screening leaves them out.
+    """List the objects whose predicted states in the window cannot be true. The screening leaves them out.
 
-    SGP4 gives absurd states without an error for elements gone stale. A few of them are no reason to do
-    without an hour of all others.
+    SGP4, the standard model that predicts positions from element sets, returns absurd states without an error
+    if the elements are too old. A few such objects do not block the hour's results for all others.
     """
     start, end = window_of(context)
-    # A published catalogue is few files, which would be few tasks.
+    # A published catalog has few files, which would give few tasks.
     objects = tracked(catalogue).select(*QUARANTINE_INPUT).repartition("sat_no")
     return objects.mapInArrow(carried(quarantine_batches(start, end)), from_arrow_schema(QUARANTINE_SCHEMA))
 
 
 def of_tracked(catalogue: pa.Table) -> pa.Table:
-    """The rows of objects that may be propagated; all of a table of before, which has no states yet."""
+    """Return the catalog rows with the state `tracked`, whose positions may be predicted.
+
+    A table that was written before the column `state` existed is returned whole.
+    """
     if "state" not in catalogue.column_names:
         return catalogue
     return catalogue.filter(pc.equal(catalogue.column("state"), "tracked"))
 
 
 def tracked(catalogue: DataFrame) -> DataFrame:
-    """The objects of the catalogue that may be propagated."""
-    # A table of before has no states; the next pull brings them.
+    """Return the catalog rows with the state `tracked`, as `of_tracked` does for an Arrow table."""
+    # A table that was written before this column existed has no states; the next pull adds them.
     return catalogue.where("state = 'tracked'") if "state" in catalogue.columns else catalogue
 
 
 def usable(catalogue: DataFrame, quarantined: DataFrame) -> DataFrame:
-    """The tracked objects of the catalogue without a window's quarantined ones."""
+    """Return the tracked objects of the catalog without those that are quarantined in a window."""
     return tracked(catalogue).join(quarantined.select("sat_no"), on="sat_no", how="left_anti")

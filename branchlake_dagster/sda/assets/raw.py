@@ -1,6 +1,6 @@
 """Raw tables of sensor measurements, one for each kind of sensor.
 
-Ingestions fill them: each record is written once, and records that cannot be decoded become dead letters.
+Ingestions fill them. Each record is written once, and records that cannot be decoded become dead letters.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def live_sensors(
     *,
     keep_value: bool = False,
 ) -> dg.Definitions:
-    """The ingestions of kinds of sensor, from topics on Kafka or in the landing folder.
+    """Build the ingestions of sensor kinds, from topics on Kafka or in the landing folder.
 
-    `receivers` are the URLs of the receivers' monitors. The sensors for single batches are on at first.
+    `receivers` are the URLs of the receivers' monitors. The Dagster sensors that launch ingestion runs start
+    as running.
     """
     ingests = raw_ingests(source, kinds, keep_value=keep_value)
     return ingest_definitions(*ingests, receivers=receivers, most_age_s=MAX_WAIT_S, running=True)
@@ -40,10 +41,10 @@ def live_sensors(
 def raw_ingests(
     source: Where, kinds: Sequence[SensorKind] = DEFAULT_SENSOR_KINDS, *, keep_value: bool = False
 ) -> list[Ingest]:
-    """Return the declarations of the ingestions, for the topics of the kinds.
+    """Return the declarations of the ingestions, one per kind of sensor, which reads the kind's topic.
 
-    `keep_value` keeps the bytes of all measurements, so that a corrected decoder can read them again. It is
-    off by default because of its cost (docs/benchmarks.md).
+    With `keep_value`, the tables keep the bytes of all measurements, so that a corrected decoder can read
+    them again. It is off by default because of its cost (docs/benchmarks.md).
     """
     return [replace(_ingest(kind, source), keep_value=keep_value) for kind in kinds]
 

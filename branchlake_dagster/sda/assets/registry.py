@@ -1,4 +1,4 @@
-"""Group ``catalogue``: the registry that pulls are merged into."""
+"""Assets of the registry, in the group ``catalogue``: pulls are merged into one catalog of all objects."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 from collections.abc import Iterator, Mapping
@@ -42,13 +42,13 @@ SATELLITES = dg.AssetKey(["sda", "satellites"])
 
 CATALOGUE_COLUMNS = {**PULLED_COLUMNS, "state": pl.String()}
 _FEW = 2_000
-"""Objects that are looked up by number; of more all rows are read."""
+"""The largest number of objects that are looked up by catalog number. For more, all rows are read."""
 
-# What it read must still be so when it is published: two runs that merge at once would each leave out the
-# other's sets, and the rule across tables would be checked on neither result.
+# The tables that a run read must be unchanged when it is published. Otherwise two concurrent merges would
+# each leave out the other's sets, and the check across tables would not cover the combined result.
 _SERIALIZABLE: Literal["serializable"] = "serializable"
 _EXCLUSIVE = "registry"
-"""So they work one after the other, and none in vain."""
+"""The name under which runs of the registry exclude each other: they run one after the other."""
 
 
 @dg.multi_asset(
@@ -119,16 +119,16 @@ def registry(
     element_sets: pl.DataFrame,
     satellite_entries: pl.DataFrame,
 ) -> Iterator[dg.Output[pl.DataFrame | None]]:
-    """Merge pulls into the catalogue, in whatever order they come, and say what became of each object.
+    """Merge pulls into the catalog, and record what became of each pulled element set.
 
-    Where nothing has changed nothing is written; otherwise catalogue and objects are written whole, as the
-    run holds them anyway (`_Tables.changed`).
+    The order in which pulls arrive does not matter. Tables without changes are not written. Otherwise catalog
+    and objects are written whole, because the run holds all rows anyway (`_Tables.changed`).
     """
     tables = _Tables(lakehouse, context.run)
-    # Where these are all partitions that Dagster knows, the inputs are whole tables.
+    # If the run covers all partitions that Dagster knows, the inputs are whole tables.
     mine = pl.col("snapshot_id").is_in(pulls_of(context))
-    pulled = _of_columns(element_sets.filter(mine), PULLED_COLUMNS)
-    entries = _of_columns(satellite_entries.filter(mine), DATED_ENTRY_COLUMNS)
+    pulled = _conform_columns(element_sets.filter(mine), PULLED_COLUMNS)
+    entries = _conform_columns(satellite_entries.filter(mine), DATED_ENTRY_COLUMNS)
     before = tables.read(CATALOGUE, CATALOGUE_COLUMNS)
     objects_before = tables.read(OBJECTS, OBJECT_COLUMNS)
     merged = merge_pulled_sets(before, pulled, tables.all_pulls_of)
@@ -136,8 +136,8 @@ def registry(
     catalogue = merged.winners.join(objects.select("sat_no", "state"), on="sat_no", how="left").select(
         list(CATALOGUE_COLUMNS)
     )
-    changed = _changed(before, catalogue)
-    changed_objects = _changed(objects_before, objects)
+    changed = _changed_rows(before, catalogue)
+    changed_objects = _changed_rows(objects_before, objects)
     news = select_new_sets(tables.history_since(pulled), pulled)
     outcomes = merged.audit.group_by("outcome").len().sort("outcome")
     states = objects.group_by("state").len().sort("state")
@@ -167,7 +167,7 @@ def registry(
 
 
 class _Tables:
-    """The registry's own tables as the run's branch has them; what is read here is in its read set."""
+    """The registry's own tables on the run's branch. Tables that are read here enter the run's read set."""
 
     def __init__(self, lakehouse: LakehouseResource, run: dg.DagsterRun) -> None:
         self._catalog = lakehouse.catalog()
@@ -179,7 +179,7 @@ class _Tables:
         columns: Mapping[str, pl.DataType],
         rows: BooleanExpression | None = None,
     ) -> pl.DataFrame:
-        """All rows, or those of a filter; a table that is not there yet has none."""
+        """Return all rows, or those of a filter. A table that does not exist yet gives an empty frame."""
         try:
             table = self._catalog.load_table(tuple(key.path))
         except NoSuchTableError:
@@ -189,13 +189,14 @@ class _Tables:
             row_filter=rows if rows is not None else AlwaysTrue(),
             selected_fields=tuple(name for name in columns if name in there),
         )
-        return _of_columns(pl.DataFrame(pl.from_arrow(scan.to_arrow())), columns)
+        return _conform_columns(pl.DataFrame(pl.from_arrow(scan.to_arrow())), columns)
 
     def changed(self, key: dg.AssetKey, rows: pl.DataFrame, whole: pl.DataFrame) -> pl.DataFrame | None:
-        """Bring a table to `whole`: what is left for the IO manager to upsert, None for nothing.
+        """Bring a table to the rows `whole`. Return the rows that the IO manager must upsert, or None.
 
-        The run holds the whole table anyway, and a MERGE in Spark would read it again to write the same
-        files. So it is written here, unless it must be made first or gets new columns.
+        `rows` are the rows of `whole` that differ from the table. The run holds the whole table anyway, and a
+        MERGE in Spark would read it again to write the same files. So the table is overwritten here. If the
+        table does not exist, gets new columns, or has no changed rows, `rows` is returned for the IO manager.
         """
         try:
             table = self._catalog.load_table(tuple(key.path))
@@ -204,7 +205,7 @@ class _Tables:
         names = [field.name for field in table.schema().fields]
         if not rows.height or set(names) != set(whole.columns):
             return rows
-        # As the IO manager marks what it writes (docs/architecture.md).
+        # The snapshot properties that the IO manager also sets (docs/architecture.md).
         marks = {
             "branchlake.run_id": self._run.run_id,
             "branchlake.root_run_id": self._run.root_run_id or self._run.run_id,
@@ -215,13 +216,13 @@ class _Tables:
         return None
 
     def all_pulls_of(self, objects: pl.Series) -> pl.DataFrame:
-        """All rows of objects in all pulls."""
+        """Return all element sets of the given catalog numbers, from all pulls."""
         chosen = In("sat_no", objects.to_list()) if objects.len() <= _FEW else None
         found = self.read(ELEMENT_SETS, PULLED_COLUMNS, chosen)
         return found.filter(pl.col("sat_no").is_in(objects.implode()))
 
     def history_since(self, pulled: pl.DataFrame) -> pl.DataFrame:
-        """What the history has of the pulled sets' epochs, as `SET_KEY`."""
+        """Return the keys (`SET_KEY`) of the stored history from the earliest pulled epoch on."""
         columns = {name: PULLED_COLUMNS[name] for name in SET_KEY}
         first = pulled["epoch"].min()
         if not isinstance(first, datetime):
@@ -229,10 +230,11 @@ class _Tables:
         return self.read(ELEMENT_HISTORY, columns, GreaterThanOrEqual("epoch", first.isoformat()))
 
 
-def _of_columns(frame: pl.DataFrame, columns: Mapping[str, pl.DataType]) -> pl.DataFrame:
-    """The columns with their types. Tables of before said neither source nor time of collection.
+def _conform_columns(frame: pl.DataFrame, columns: Mapping[str, pl.DataType]) -> pl.DataFrame:
+    """Return a frame with exactly these columns and types.
 
-    Both are in the snapshot's id; where it has no time, the epoch stands for it, which is believed then.
+    Older tables have neither `source` nor `collected_at`. Both are derived from the snapshot's id. If the id
+    has no time, the epoch is used as the time of collection.
     """
     absent = [pl.lit(None, dtype=kind).alias(n) for n, kind in columns.items() if n not in frame.columns]
     frame = frame.with_columns(absent).select(pl.col(n).cast(kind) for n, kind in columns.items())
@@ -252,8 +254,8 @@ def _of_columns(frame: pl.DataFrame, columns: Mapping[str, pl.DataType]) -> pl.D
     )
 
 
-def _changed(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
-    """Rows of `after` that `before` does not have as they are."""
+def _changed_rows(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of `after` that `before` does not contain with equal values."""
     return after.join(before, on=after.columns, how="anti", nulls_equal=True)
 
 
@@ -266,6 +268,6 @@ def _changed(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
     metadata=table_metadata(write_mode="replace_table", require_checks=True) | column_metadata(Satellite),
 )
 def satellites(satellite_entries: DataFrame) -> DataFrame:
-    """Owner, launch, decay and size of each object by the period in which the satellite catalogue said so."""
+    """List each object's owner, launch, decay and size, by the period in which the catalog stated them."""
     by_object = select_dated_entries(satellite_entries).repartition("sat_no")
     return by_object.mapInArrow(carried(build_periods), from_arrow_schema(period_schema()))

@@ -1,4 +1,8 @@
-"""Conjunction risks: the close approaches of each hour by tracks and element sets, with probabilities."""
+"""Asset `conjunction_risks`: the close approaches of each hour, with probabilities of collision.
+
+An object's position comes from its fused track (its orbit as estimated from observations) if the track is
+preferred, and otherwise from its element set.
+"""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 import dagster as dg
@@ -42,7 +46,7 @@ _DAY_MICROS = 86_400e6
 
 
 class RiskConfig(dg.Config):
-    """What counts as a risk, and how the hour is divided."""
+    """The run configuration: which approaches and objects count, and how the hour is divided into tasks."""
 
     threshold_km: float = Field(RISK_THRESHOLD_KM, gt=0, description="Largest miss distance kept, km.")
     max_element_age_days: float = Field(
@@ -84,10 +88,11 @@ def conjunction_risks(
     lakehouse: LakehouseResource,
     gp: GpSource,
 ) -> DataFrame:
-    """Pairs of objects that come close within 30 s, by preferred tracks and otherwise by element sets.
+    """List pairs of objects that come close in the hour, with the probability of a collision.
 
-    The whole hour is computed again when its tracks change. All numbers are rounded, so that the same
-    observations, catalog and error model give the same rows.
+    Positions come from preferred tracks, and otherwise from element sets. The whole hour is computed again
+    when its tracks change. All numbers are rounded, so that the same observations, catalog and error model
+    give the same rows.
     """
     start, end = window_of(context)
     objects = tracked_elements(catalogue, quarantined_objects)
@@ -115,15 +120,20 @@ def conjunction_risks(
 
 
 def tracked_elements(catalogue: DataFrame, quarantined_objects: DataFrame) -> DataFrame:
-    """Return the tracked objects of the catalog without the quarantined ones, if there is such a table."""
+    """Return the tracked objects of the catalog without the quarantined ones, if that table exists."""
     if not quarantined_objects.columns:
         quarantined_objects = catalogue.select("sat_no").where("false")
     return usable(catalogue, quarantined_objects)
 
 
 def elements_of_tracks(fused_tracks: DataFrame, objects: DataFrame) -> pa.Table:
-    """Return the element sets (`TRACK_ELEMENT_SCHEMA`) of the tracks that should be preferred."""
-    # A table of before this column existed has no preferred tracks; the next run of its hour brings them.
+    """Return element sets (`TRACK_ELEMENT_SCHEMA`) that are fitted to the preferred tracks.
+
+    Args:
+        fused_tracks: The hour's tracks.
+        objects: The catalog's element sets. A track of an object that is not among them is left out.
+    """
+    # A table from before this column existed has no preferred tracks; the next run of its hour adds them.
     if "is_preferred" not in fused_tracks.columns:
         return TRACK_ELEMENT_SCHEMA.empty_table()
     states = fused_tracks.where("is_preferred").select(*TRACK_STATE_COLUMNS)

@@ -1,4 +1,7 @@
-"""Group ``fused_tracks``: one estimated state per object and window."""
+"""Asset `fused_tracks`: one estimated state per object and hour.
+
+A state is an object's position and velocity at one time. Its covariance matrix describes its uncertainty.
+"""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 from collections.abc import Sequence
@@ -30,7 +33,7 @@ FUSED_TRACKS = dg.AssetKey(["sda", "fused_tracks"])
 
 
 def track_asset(kinds: Sequence[SensorKind]) -> dg.AssetsDefinition:
-    """Build `fused_tracks` of observations of the given kinds of sensor."""
+    """Build the asset `fused_tracks`, which uses observations of the given kinds of sensor."""
     models = measurement_models(kinds)
 
     @dg.asset(
@@ -57,10 +60,11 @@ def track_asset(kinds: Sequence[SensorKind]) -> dg.AssetsDefinition:
         catalogue: DataFrame,
         lakehouse: LakehouseResource,
     ) -> DataFrame:
-        """State and covariance of each object with associated observations; its element set is the prior.
+        """Estimate position, velocity and their covariance for each object with associated observations.
 
-        `is_preferred` marks states that should be preferred to the element set. Observations with the result
-        `claimed` are not used, because their object has no usable prediction.
+        The object's element set is the prior of the estimate. `is_preferred` marks states that should be used
+        instead of the element set. Observations with the result `claimed` are not used, because their object
+        has no usable prediction.
         """
         start, end = window_of(context)
         errors = published_errors(lakehouse.catalog())

@@ -1,4 +1,8 @@
-"""How far the catalogue is to be trusted: the error of its element sets against age, and sets that jump."""
+"""Assets that measure how accurate the element sets of the catalog are.
+
+`element_errors` has the error by the age of an element set, `object_errors` the differences between objects,
+and `element_jumps` the element sets that do not continue the earlier ones.
+"""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the compute functions.
 from collections.abc import Iterator
@@ -39,7 +43,7 @@ HISTORY_DAYS = 75.0
 
 
 class ErrorsConfig(dg.Config):
-    """How much of the history is looked at."""
+    """The run configuration: how many days of the element history are compared."""
 
     history_days: float = Field(HISTORY_DAYS, gt=0, description="Days before the newest epoch.")
 
@@ -77,7 +81,7 @@ def _out(key: dg.AssetKey, model: type, description: str) -> dg.AssetOut:
 def element_trust(
     context: dg.AssetExecutionContext, config: ErrorsConfig, lakehouse: LakehouseResource
 ) -> Iterator[dg.Output[pl.DataFrame]]:
-    """Hold each element set against later ones of the same object, and say how wrong it was at what age."""
+    """Compare each element set with later ones of the same object, and derive its error by its age."""
     table = lakehouse.catalog().load_table(tuple(ELEMENT_HISTORY.path))
     history = history_of(table, config.history_days)
     model = build_error_model(history)
@@ -104,7 +108,11 @@ def element_trust(
 
 
 def history_of(table: Table, days: float) -> Elements:
-    """The element sets of the last days, each epoch of an object once, sorted."""
+    """Load the element sets whose epoch is within `days` days before the newest epoch in the table.
+
+    The rows are sorted by object and epoch, and each epoch of an object occurs once: of several sets with the
+    same epoch, the one that was collected last is kept. An empty table gives empty elements.
+    """
     epochs = table.scan(selected_fields=("epoch",)).to_arrow().column("epoch")
     newest = cast("datetime | None", pc.max(epochs).as_py())
     if newest is None:
@@ -114,13 +122,13 @@ def history_of(table: Table, days: float) -> Elements:
         row_filter=GreaterThanOrEqual("epoch", oldest.isoformat()),
         selected_fields=(*Elements.COLUMNS, "collected_at", "snapshot_id"),
     )
-    # Two files may state one set differently: the later one has corrected it.
+    # If two files have different sets of one epoch, the later one is a correction.
     sets = pl.DataFrame(scan.to_arrow()).sort("sat_no", "epoch", "collected_at", "snapshot_id")
     return Elements.from_arrow(sets.unique(["sat_no", "epoch"], keep="last", maintain_order=True).to_arrow())
 
 
 def draw_growth(errors: pl.DataFrame) -> "Figure":
-    """Draw the error along the track by age: measured errors as dots, the curves as lines."""
+    """Draw the error along the orbit by age and orbit class: measured errors as dots, fits as lines."""
     told = errors.filter(
         pl.col("sigma_t_km").is_not_null() & (pl.col("sigma_t_km") > 0) & (pl.col("age_days") > 0)
     )
@@ -137,7 +145,7 @@ def draw_growth(errors: pl.DataFrame) -> "Figure":
 
 
 def published_errors(tables: Catalog) -> PublishedErrors | None:
-    """The error model on the run's branch; None before there is one."""
+    """Load the error model from the run's branch. None if its tables do not exist or are empty."""
     try:
         errors, objects = (
             pl.DataFrame(tables.load_table(tuple(key.path)).scan().to_arrow())

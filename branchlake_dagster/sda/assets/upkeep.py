@@ -1,4 +1,4 @@
-"""Who keeps the tables, and how old they may be."""
+"""The owners of the tables, and how old their data may be."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ import dagster as dg
 OWNERS = ("team:sda",)
 
 MAX_CATALOGUE_AGE = timedelta(days=7)
-"""Elements older than that are kilometres off; the schedules then do nothing rather than publish fiction."""
+"""The largest age of the catalog.
+
+Older elements predict positions that are kilometers off, so the schedules then launch nothing.
+"""
 
 OF_SNAPSHOTS = dg.FreshnessPolicy.time_window(fail_window=MAX_CATALOGUE_AGE, warn_window=timedelta(days=1))
-"""GP catalogues are issued several times a day; when it fails, the hourly schedules have stopped too."""
+"""Freshness of tables from GP catalogs.
+
+Providers issue them several times a day. When this policy fails, the hourly schedules have stopped too.
+"""
 
 
 def live_freshness(allowed_lateness_s: float) -> dg.FreshnessPolicy:
-    """Return how old the newest batch of a kind of sensor may be.
+    """Return the freshness policy of the raw table of a sensor kind.
 
-    Sensors measure all the time: five minutes without a row is a receiver, a broker or a run that is down.
-    Kinds whose measurements usually come later have twice that lateness before the warning.
+    Sensors measure all the time: five minutes without a row mean that a receiver, a broker or a run is down.
+    For kinds whose measurements usually arrive later, the warning comes after twice `allowed_lateness_s`. The
+    policy fails after three times the time of the warning.
     """
     warn = max(timedelta(minutes=5), timedelta(seconds=2 * allowed_lateness_s))
     return dg.FreshnessPolicy.time_window(fail_window=3 * warn, warn_window=warn)
@@ -28,4 +35,7 @@ def live_freshness(allowed_lateness_s: float) -> dg.FreshnessPolicy:
 OF_WINDOWS = dg.FreshnessPolicy.time_window(
     fail_window=timedelta(minutes=150), warn_window=timedelta(minutes=90)
 )
-"""A window a run an hour: a warning is one that is half an hour late, a failure a second one missing."""
+"""Freshness of hourly tables.
+
+The warning comes when a window is half an hour late, the failure when a second window is missing.
+"""
