@@ -1,4 +1,7 @@
-"""Associations as a function over Arrow batches, for Spark's ``mapInArrow``."""
+"""Associate Arrow batches of observations with objects, for Spark's ``mapInArrow``.
+
+An association is the decision which object of the catalog an observation belongs to, if any.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ from branchlake_dagster.sda.sensors.models import MEASUREMENT_COLUMNS, Measureme
 
 _KEYS = ("observation_id", "source_kind", "source_id", "track_id", "sensor_timestamp", "sat_no", "max_skew_s")
 OBSERVATION_INPUT = (*_KEYS, *MEASUREMENT_COLUMNS)
-"""Columns of the envelope that the association reads. ``sat_no`` is the claim."""
+"""Columns of the table of observations that the association reads.
+
+``sat_no`` is the catalog number that the observation claims.
+"""
 
 ASSOCIATION_SCHEMA = pa.schema(
     [
@@ -46,9 +52,9 @@ ASSOCIATION_SCHEMA = pa.schema(
 )
 """One row per observation, sorted by kind, sensor, track and time.
 
-``normalized_distance`` is that of the observation by itself, null without a tested object. ``reason`` says
-why an observation is uncorrelated. ``element_age_days`` is the time from the epoch of the object's element
-set to the observation.
+``normalized_distance`` is the distance of the single observation from the prediction, in standard deviations;
+null if the observation has no tested object. ``reason`` explains why an observation is uncorrelated.
+``element_age_days`` is the time from the epoch of the object's element set to the observation.
 """
 _SORT_KEYS = [
     (name, "ascending")
@@ -67,17 +73,17 @@ def associate_batches(
     """Build a function from batches of observations (`OBSERVATION_INPUT`) to batches of `ASSOCIATION_SCHEMA`.
 
     All rows of a sensor must come to one call, as ``repartition("source_id")`` arranges. A call holds its
-    share of the window in memory, and propagates the whole catalog once.
+    share of the window in memory, and propagates the whole catalog once (computes all objects' positions).
 
     Args:
-        elements: one element set per object; 1.4 MB of the function for 16,000 objects.
-        sigma_km: (n, 3) one sigma of each object along R, T and N; NaN if unknown. See
-            `PublishedErrors.position_sigma`, at the middle of the window.
-        start: the start of the window, UTC microseconds since 1970.
-        end: its end. All observations lie within the window, up to the errors of their clocks.
-        models: measurement models by source kind. Observations of other kinds are left out.
-        rules: the gates, by default `AssociationRules()`.
-
+        elements: One element set per object. Spark ships it with the function: 1.4 MB for 16,000 objects.
+        sigma_km: (n, 3) one standard deviation of each object's position along R, T and N (radial, along the
+            track, normal to the orbit's plane), km; NaN if unknown. See `PublishedErrors.position_sigma`, at
+            the middle of the window.
+        start: The start of the window, UTC microseconds since 1970.
+        end: The end of the window. All observations lie within the window, up to the errors of their clocks.
+        models: Measurement models by source kind. Observations of other kinds are left out.
+        rules: The limits of the decisions. (default: `AssociationRules()`)
     """
 
     def associate_all(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -111,9 +117,10 @@ def associate_table(
 
 
 def tracked_observations(table: pa.Table, models: Mapping[str, MeasurementModel]) -> TrackedObservations:
-    """Build the arrays of a table that is sorted by kind, sensor and track.
+    """Convert a table that is sorted by kind, sensor and track to arrays.
 
-    The largest error of a clock is taken as the half width of a uniform distribution.
+    The column `max_skew_s`, the largest error of the sensor's clock, is taken as the half width of a uniform
+    distribution; the result has its standard deviation.
     """
     sensor = _number_runs(table, ("source_kind", "source_id"))
     track = _number_runs(table, ("source_kind", "source_id", "track_id"))
@@ -124,7 +131,7 @@ def tracked_observations(table: pa.Table, models: Mapping[str, MeasurementModel]
 
 
 def _number_runs(table: pa.Table, names: tuple[str, ...]) -> Rows:
-    """Number the runs of equal values (n,) in some columns."""
+    """Return a number (n,) per row that is equal for adjacent rows with equal values in the given columns."""
     changes = np.zeros(table.num_rows, np.bool_)
     for name in names:
         codes = table.column(name).combine_chunks().dictionary_encode().indices.to_numpy()

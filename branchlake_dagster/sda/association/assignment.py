@@ -1,8 +1,9 @@
 """Assign local tracks to objects: the assignment of a whole window with the least total cost.
 
-A sensor cannot see an object twice at the same time. So tracks of one sensor exclude each other at an object
-if they overlap in time. Tracks that share no candidate, directly or through others, are independent: each
-such component is solved by itself.
+A local track is a group of observations that the sensor itself took for one object. A sensor cannot see an
+object twice at the same time. So at most one of several tracks of a sensor that overlap in time can belong to
+an object. Tracks that share no candidate object, directly or through other tracks, are independent: each such
+component is solved by itself.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from branchlake_dagster.sda.association.predictions import Rows
 from branchlake_dagster.sda.orbits.frames import Floats, Micros
 
 _TIE_STEP = 1e-9
-"""Equal costs are decided for the lower catalog number: each later object costs this much more."""
+"""A cost that is added per target number, so that the lower number wins between equal gains."""
 _FORBIDDEN = 1e12
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The chosen options. ``option`` (tracks,) is the chosen one of each track, or -1.
+    """The chosen option of each track, where an option is a pair of a track and a target.
 
-    ``margin`` (tracks,) is how much more the best assignment would cost without that option; infinite for
-    tracks without one.
+    ``option`` (tracks,) is the index of the chosen option, or -1. ``margin`` (tracks,) is how much more the
+    best assignment would cost without that option; it is infinite for tracks without an option.
     """
 
     option: Rows
@@ -35,14 +36,16 @@ class Assignment:
 
 
 def number_passes(sensor: Rows, object_row: Rows, first_micros: Micros, last_micros: Micros) -> Rows:
-    """Number the passes (k,) of objects over sensors: options that overlap in time have the same number.
+    """Number the passes of objects over sensors.
+
+    Options of one sensor and object that overlap in time, directly or through others, are one pass and get
+    the same number (k,). Numbers are ordered by sensor, object and time.
 
     Args:
-        sensor: (k,) the sensor of each option.
-        object_row: (k,) the object of each option.
-        first_micros: (k,) the time of the first observation of each option.
-        last_micros: (k,) the time of the last one.
-
+        sensor: (k,) The sensor of each option.
+        object_row: (k,) The object of each option.
+        first_micros: (k,) The time of the first observation of each option, microseconds.
+        last_micros: (k,) The time of the last observation of each option.
     """
     order = np.lexsort((last_micros, first_micros, object_row, sensor))
     key_changes = np.ones(len(order), np.bool_)
@@ -64,15 +67,13 @@ def number_passes(sensor: Rows, object_row: Rows, first_micros: Micros, last_mic
 def assign_tracks(track: Rows, target: Rows, gain: Floats, tracks: int) -> Assignment:
     """Choose options so that their total gain is largest.
 
-    Each track and each target is used at most once. Every gain is positive: an option with less gain than no
-    option is not a candidate.
+    Each track and each target is used at most once. A track may stay without an option, with a gain of zero.
 
     Args:
-        track: (k,) the track of each option, 0 to tracks - 1.
-        target: (k,) the target of each option; at equal gains the lower number is chosen.
-        gain: (k,) the gain of each option.
-        tracks: the number of tracks.
-
+        track: (k,) The track of each option, 0 to tracks - 1.
+        target: (k,) The target of each option. At equal gains the lower number is chosen.
+        gain: (k,) The gain of each option. Every gain must be positive.
+        tracks: The number of tracks.
     """
     option, margin = np.full(tracks, -1), np.full(tracks, np.inf)
     if not len(track):
@@ -94,7 +95,7 @@ def assign_tracks(track: Rows, target: Rows, gain: Floats, tracks: int) -> Assig
 def _assign_component(
     options: Rows, track: Rows, target: Rows, gain: Floats, option: Rows, margin: Floats
 ) -> None:
-    """Solve one component; write the results of its tracks to ``option`` and ``margin``."""
+    """Solve one component. Write the results of its tracks to ``option`` and ``margin``."""
     row_tracks, row = np.unique(track[options], return_inverse=True)
     column_targets, column = np.unique(target[options], return_inverse=True)
     height, width = len(row_tracks), len(column_targets)

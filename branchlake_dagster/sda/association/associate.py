@@ -1,18 +1,22 @@
 """Associate observations with catalog objects: candidates, fits of passes, assignment, single observations.
 
-The four results, for each observation:
+Each observation is compared with the prediction of an object, by the squared Mahalanobis distance: the
+squared difference in units of its standard deviations. The gate is the largest such distance at which an
+observation can belong to the object. Each observation gets one of four results:
 
-- ``confirmed``: the observation belongs to the object of its claim.
-- ``reassigned``: it belongs to another object than its claim, which fits clearly better. Or its track has no
-  object, and it fits an object of which the same sensor has a track.
-- ``claimed``: its claim names an object without a usable prediction, so the claim stands untested. It yields
-  only to an object of which the same sensor has a track that the observation fits: then it is reassigned.
-- ``uncorrelated``: several objects fit about equally well (`ambiguous`), or it was not assigned for any other
-  reason (`outside_gate`): for example, no object is within the gate, or a value is missing.
+- ``confirmed``: The observation belongs to the object that it claims.
+- ``reassigned``: It belongs to an object other than the claimed one, which fits clearly better. Or its track
+  has no object, and it fits an object of which the same sensor has another track.
+- ``claimed``: It claims an object without a usable prediction, so the claim could not be tested. The claim is
+  kept, unless the observation fits an object of which the same sensor has a track: then the observation is
+  reassigned.
+- ``uncorrelated``: It belongs to no object. Either several objects fit about equally well (the reason
+  `ambiguous`), or it was not assigned for another reason (`outside_gate`): for example, no object is within
+  the gate, or a value is missing.
 
-The claim of an observation is the catalog number that its source states: links name their partner, and laser
-stations their target. An observation without such a number claims what its local track claims: the object
-that the track is assigned to.
+The claim of an observation is the catalog number that its source states: links between satellites name their
+partner, and laser stations their target. An observation without such a number claims the object to which its
+local track was assigned.
 """
 
 from __future__ import annotations
@@ -68,9 +72,9 @@ REASON_NAMES = tuple(reason.name.lower() for reason in Reason)
 class TrackedObservations:
     """Observations of any number of sensors in one window, n rows.
 
-    ``measured`` has the measurements; its ``row`` is the local track, 0 to tracks - 1. ``sensor`` (n,) is the
-    same for all observations of a track, and all of them are of one kind. ``claimed_sat_no`` (n,) is -1 for
-    observations without a claim. ``clock_sigma_s`` (n,) is one standard deviation of the sensor's clock.
+    ``measured`` has the measurements; its ``row`` is the local track, 0 to tracks - 1. All observations of a
+    track have the same ``sensor`` (n,) and the same kind. ``claimed_sat_no`` (n,) is -1 for observations
+    without a claim. ``clock_sigma_s`` (n,) is one standard deviation of the sensor's clock.
     """
 
     measured: Observations
@@ -86,10 +90,11 @@ class TrackedObservations:
 class Associations:
     """The results of n observations.
 
-    ``sat_no`` (n,) is the object, or -1. ``distance`` (n,) is the normalized distance, the square root of the
-    squared Mahalanobis distance, of the observation by itself from the prediction of that object; NaN without
-    one. ``degrees_of_freedom`` (n,) is the number of measured values. ``candidates`` (n,) is the number of
-    objects within the gate. ``result`` and ``reason`` (n,) are codes of `Result` and `Reason`.
+    ``sat_no`` (n,) is the object's catalog number, or -1. ``distance`` (n,) is the normalized distance (the
+    square root of the squared Mahalanobis distance) of the single observation from the prediction of that
+    object; NaN without a tested object. ``degrees_of_freedom`` (n,) is the number of measured values.
+    ``candidates`` (n,) is the number of objects within the gate. ``result`` and ``reason`` (n,) are codes of
+    `Result` and `Reason`.
     """
 
     sat_no: Rows
@@ -106,11 +111,11 @@ def associate(
     """Associate the observations of a window with the objects of a catalog.
 
     The assignment is made per sensor. The result of an observation does not depend on the order of the rows,
-    nor on observations of other sensors. Rows of one instant, sensor and track must be in a fixed order.
-    Observations with missing values or uncertainties are not compared with any object.
+    nor on observations of other sensors; only rows of the same instant, sensor and track must always come in
+    the same order. Observations with missing values or uncertainties are not compared with any object.
 
-    Memory is bounded by the observations and the pairs within the gate, a few hundred bytes each, and by one
-    batch of pairs and the catalog's ephemeris.
+    Memory: a few hundred bytes for each observation and each pair within the gate, one batch of pairs, and
+    the catalog's ephemeris (the objects' positions over the window).
     """
     rules = rules or AssociationRules()
     count = len(observations)
@@ -154,7 +159,7 @@ def _has_all_values(measured: Observations, widths: Rows) -> npt.NDArray[np.bool
 
 @dataclass(frozen=True)
 class _Found:
-    """What was found for each observation (n,), filled kind by kind."""
+    """The object of each observation (n,), filled kind by kind."""
 
     sat_no: Rows
     track_sat_no: Rows
@@ -204,7 +209,7 @@ def _associate_kind(
     rules: AssociationRules,
     found: _Found,
 ) -> None:
-    """Associate the given rows, all of one kind, and write to ``found``.
+    """Associate the observations `rows`, all of one kind, and write the results to ``found``.
 
     Observations whose claim cannot be tested take no part in the assignment of tracks.
     """
@@ -318,7 +323,7 @@ def _empty_model(width: int) -> PairModel:
 
 
 def _track_references(observations: TrackedObservations, rows: Rows, tracks: int) -> Rows:
-    """Return the median time (tracks,) of each track, which a few wrong track numbers do not move far."""
+    """Return the median time (tracks,) of each track. A few wrong track numbers hardly move a median."""
     track, micros = observations.measured.row[rows], observations.measured.stations.micros[rows]
     order = np.lexsort((micros, track))
     counts = np.bincount(track, minlength=tracks)
@@ -330,7 +335,7 @@ def _track_references(observations: TrackedObservations, rows: Rows, tracks: int
 def _track_claims(track: Rows, claimed_rows: Rows, tracks: int) -> Rows:
     """Return the object row (tracks,) that most observations of a track claim, or -1.
 
-    At equal numbers it is the lower catalog number.
+    If several objects have equally many claims, the one with the lower catalog number is returned.
     """
     claims = np.full(tracks, -1)
     claiming = np.flatnonzero(claimed_rows >= 0)
@@ -354,9 +359,10 @@ def _choose_fits(
 ) -> tuple[Rows, npt.NDArray[np.bool_]]:
     """Choose the fit (tracks,) of each track, or -1, and report which tracks (tracks,) are ambiguous.
 
-    The gain of a fit is the ratio of two likelihoods: the members are of the object and the others are stray,
-    or all of them are false. A claim counts as much as a clear margin, so that another object must fit
-    clearly better.
+    The gain of a fit is the logarithm of the ratio of two likelihoods. In the first hypothesis the members of
+    the fit belong to the object and the other observations of the track are strays. In the second all are
+    false measurements. A claimed object gets an additional gain of a clear margin, so that another object is
+    chosen only if it fits clearly better.
     """
     width = measurement.width
     size = track_size[fits.track]
@@ -399,10 +405,10 @@ def _associate_strays(
     found: _Found,
     sat_no: Rows,
 ) -> None:
-    """Associate observations that do not belong to their track's object, one by one; write to ``found``.
+    """Associate observations that do not belong to their track's object one by one; write to ``found``.
 
     An object is considered only if the same sensor has a track of it. That track has corrected the object's
-    prediction, which is then sharp enough for a single observation.
+    prediction, which is then accurate enough for a single observation.
     """
     own, fit = _nearest_fits(
         fits, chosen, track_sensor, sensor[strays.observation], strays.object_row, strays.model.micros
@@ -433,7 +439,7 @@ def _nearest_fits(
 ) -> tuple[Rows, Rows]:
     """Find, for pairs (k,), the chosen fit of the same sensor and object that is nearest in time.
 
-    Returns the pairs that have one, and the fits of these.
+    Returns the rows of the pairs for which such a fit exists, and these fits.
     """
     used = chosen[chosen >= 0]
     if not len(used) or not len(object_row):

@@ -1,10 +1,10 @@
-"""Find the objects that an observation may be of, without a comparison of all pairs.
+"""Find the objects that an observation may belong to, without comparing all pairs.
 
-Observations are grouped into short slices of time. All objects are placed once per slice, at its middle. A
-k-d tree of the slice's observations then finds, for each object, the observations within a radius that covers
-the motion during the slice and the error of the prediction. Observations with a position are searched by
-position, others by direction. A kind that measures neither cannot find an object. Its observations are only
-compared with the object that they claim.
+Observations are grouped into short slices of time. The positions of all objects are computed once per slice,
+at its middle. A k-d tree of the slice's observations then finds, for each object, the observations within a
+radius. The radius covers the motion during the slice and the error of the prediction. Observations with a
+position are searched by position, others by direction. Observations that have neither can only be compared
+with the object that they claim.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from branchlake_dagster.sda.trust.differences import rtn_axes
 
 POSITION_SLICE_S = 60.0
 DIRECTION_SLICE_S = 20.0
-"""Length of a slice. Shorter slices need more searches, longer ones find more pairs. Directions change faster
-than positions, relative to their density."""
+"""The length of a slice in a search by direction.
+
+Shorter slices need more searches, longer ones find more pairs that are not real. Within the same time,
+directions change more than positions in relation to the distance between neighbors.
+"""
 MAX_ACCELERATION_KM_S2 = 0.0098
 
 
@@ -42,21 +45,20 @@ def find_candidates(
     reach: float,
     sigma_factor: float,
 ) -> Iterator[tuple[Rows, Rows]]:
-    """Yield pairs of rows, observations and objects, slice by slice in the order of time.
+    """Yield pairs of observation rows and object rows, slice by slice in the order of time.
 
     The result contains every pair within ``reach`` standard deviations, and others. Slices begin at multiples
     of their length since 1970, so the pairs of an observation do not depend on other observations.
 
     Args:
-        catalog: the predicted objects.
-        observations: the observations.
-        clock_sigma_s: (observations,) one standard deviation of the sensor's clock.
-        rows: the observations to search for, all of the same kind.
-        kind: that kind.
-        claimed_rows: (observations,) rows of the claimed objects, or -1.
-        reach: number of standard deviations of the measurement and of the prediction.
-        sigma_factor: factor on the catalog's sigmas.
-
+        catalog: The predicted objects.
+        observations: The observations.
+        clock_sigma_s: (observations,) One standard deviation of the sensor's clock.
+        rows: The observations to search for, all of the same kind.
+        kind: The index of that kind in `observations.models`.
+        claimed_rows: (observations,) The rows of the claimed objects, or -1.
+        reach: The number of standard deviations of the measurement and of the prediction.
+        sigma_factor: A factor on the catalog's standard deviations.
     """
     objects = np.flatnonzero(catalog.is_usable)
     if not len(rows) or not len(objects):
@@ -108,7 +110,10 @@ def find_candidates(
 
 
 def _states_at_instant(catalog: PredictedCatalog, objects: Rows, micros: int) -> tuple[Floats, Floats]:
-    """Return the states (k, 3) of objects at one instant, faster than for an instant of each object."""
+    """Return positions and velocities (k, 3) of objects at one instant.
+
+    This is faster than an interpolation at a separate instant for each object.
+    """
     ephemeris = catalog.ephemeris
     step = int(ephemeris.micros[1] - ephemeris.micros[0])
     cell = min(max((micros - int(ephemeris.micros[0])) // step, 0), len(ephemeris.micros) - 2)
@@ -120,7 +125,10 @@ def _states_at_instant(catalog: PredictedCatalog, objects: Rows, micros: int) ->
 
 
 def _total_error(sigma_km: Floats, reach: float) -> Floats:
-    """Return the largest distance (k,) in km of a true position from its prediction."""
+    """Return the largest distance (k,) in km of a true position from its prediction.
+
+    ``reach`` is the number of standard deviations that count as the largest error.
+    """
     # Along the track the radial error appears twice.
     return np.asarray(reach * np.sqrt(5 * sigma_km[:, 0] ** 2 + sigma_km[:, 1] ** 2 + sigma_km[:, 2] ** 2))
 
@@ -156,25 +164,25 @@ def _search_positions(
 
 
 _WIDE = 1.1
-"""Covers the errors that observations of one pass do not share."""
+"""A factor on the error of the prediction, for errors that differ between observations of one pass."""
 _ALLOWANCE_KM = 0.3
 
 
 def _near_orbit(
     measured: Floats, position: Floats, velocity: Floats, seconds: Floats, tolerance: Floats
 ) -> npt.NDArray[np.bool_]:
-    """Return which measured positions (k, 3) are near the orbits of their objects, anywhere along them.
+    """Return which measured positions (k, 3) are near the orbits of their objects.
 
-    The error along the track is by far the largest. So most pairs that are near each other differ in the
-    radius or across the plane by more than the object's errors there.
+    The comparison ignores where on the orbit the object is, because the error along the track is by far the
+    largest. Most wrong pairs differ in the distance from the Earth's center, or across the plane of the
+    orbit, by more than the object's errors there.
 
     Args:
-        measured: (k, 3) measured positions, km.
-        position: (k, 3) positions of the objects, km.
-        velocity: (k, 3) velocities of the objects, km/s.
-        seconds: (k,) time of the measurement after that of the object, at most half a minute.
-        tolerance: (k, 3) the largest differences along R, T and N, km.
-
+        measured: (k, 3) Measured positions, km.
+        position: (k, 3) Positions of the objects, km.
+        velocity: (k, 3) Velocities of the objects, km/s.
+        seconds: (k,) Time of the measurement after that of the object, at most half a minute.
+        tolerance: (k, 3) The largest differences along R, T and N, km. The one along T is not used.
     """
     gravity = -MU_KM3_S2 * position / np.linalg.norm(position, axis=1, keepdims=True) ** 3
     moved = position + velocity * seconds[:, None] + gravity / 2 * seconds[:, None] ** 2
@@ -229,7 +237,10 @@ def _search_directions(
 
 
 def _within(rows: Rows, measured: Floats, points: Floats, radius: Floats) -> tuple[Rows, Rows]:
-    """Return all pairs (rows, indices of points) with a measured point within each point's own radius."""
+    """Return all pairs of rows and point indices with a measured point within the radius of the point.
+
+    `points` has one row per object, and `radius` one value per point.
+    """
     lists = cKDTree(measured).query_ball_point(points, radius)
     counts = np.fromiter(map(len, lists), np.int64, len(lists))
     flat = np.fromiter(chain.from_iterable(lists), np.int64, int(counts.sum()))
@@ -243,7 +254,10 @@ def _distance_travelled(speed: Floats, seconds: float) -> Floats:
 def _measured_positions(
     observations: Observations, rows: Rows, model: MeasurementModel
 ) -> tuple[Floats, Floats]:
-    """Return positions (k, 3) in TEME, km, and one standard deviation (k,) in the worst direction."""
+    """Return measured positions (k, 3) in TEME, km, and one standard deviation (k,) in the worst direction.
+
+    TEME is the inertial frame of SGP4: it does not rotate with the Earth.
+    """
     values, sigma = observations.values[rows], observations.sigma[rows]
     if model.direction is None:
         return values[:, :3], sigma[:, 0]
@@ -263,7 +277,7 @@ def _measured_positions(
 def _measured_directions(
     observations: Observations, rows: Rows, model: MeasurementModel, direction: tuple[int, int]
 ) -> tuple[Floats, Floats]:
-    """Return unit vectors (k, 3) along the axes of TEME, and one standard deviation (k,) in rad."""
+    """Return measured unit vectors (k, 3) along the axes of TEME, and one standard deviation (k,) in rad."""
     longitude, latitude = direction
     turn, height = observations.values[rows, longitude], observations.values[rows, latitude]
     sigma = observations.sigma[rows, latitude]

@@ -1,8 +1,9 @@
-"""Fit the observations of a local track to each object that the track may be of.
+"""Fit the observations of a local track to each object that the track may belong to.
 
-All observations of a pass share the errors of the prediction. Sums of their own distances would count these
-errors once per observation. So the common parameters are estimated with their prior, and the distance of the
-track is that of all its measurements under their joint covariance (by the Woodbury identity).
+All observations of a pass (the time in which an object crosses a sensor's field of view) share the errors of
+the prediction. A sum of the single observations' distances would count these errors once per observation. So
+the shared errors are estimated as parameters with a prior, and the distance of the track is computed from all
+its measurements under their joint covariance (by the Woodbury identity).
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from branchlake_dagster.sda.orbits.frames import Floats, Micros
 
 @dataclass(frozen=True)
 class PassFits:
-    """The fits of g passes: a local track taken as observations of one object.
+    """The fits of g passes: a fit treats a local track as observations of one object.
 
     ``track`` and ``object_row`` (g,) identify a fit; fits are sorted by both. ``group`` (k,) is the fit of
-    each pair, and ``is_member`` (k,) is false for pairs that do not fit the others. ``estimate`` (g, 6) and
-    ``covariance`` (g, 6, 6) are the common parameters in units of their sigmas. ``distance`` (g,) is the
-    squared distance of the members, ``log_det`` (g,) belongs to its covariance, ``members`` (g,) counts them.
-    ``in_track_km`` (g,) is the estimated error along the track.
-    ``first_micros`` and ``last_micros`` (g,) are the times of the first and last member.
+    each pair of an observation and an object. ``is_member`` (k,) is false for pairs that were removed because
+    they do not fit the others. ``reference_micros`` (g,) is the reference time. ``estimate`` (g, 6) and
+    ``covariance`` (g, 6, 6) are the shared parameters in units of their standard deviations. ``distance``
+    (g,) is the squared distance of the members, ``log_det`` (g,) the log determinant of its covariance, and
+    ``members`` (g,) the number of members. ``in_track_km`` (g,) is the estimated error along the track.
+    ``first_micros`` and ``last_micros`` (g,) are the times of the first and the last member.
+    ``is_within_gate`` (g,) is true if ``distance`` is within the gate.
     """
 
     track: Rows
@@ -51,17 +54,16 @@ def fit_passes(
     track_reference_micros: Micros,
     rules: AssociationRules,
 ) -> PassFits:
-    """Fit every combination of a track and an object among the pairs.
+    """Fit every combination of a track and an object that occurs among the pairs.
 
     A fit outside its gate loses its worst pair, up to ``rules.max_removal_rounds`` times.
 
     Args:
-        model: the k pairs, sorted by track and object.
-        pair_track: (k,) the track of each pair.
-        pair_object: (k,) the object row of each pair.
-        track_reference_micros: (tracks,) the reference time of each track.
-        rules: the gate.
-
+        model: The measurement model of the k pairs, sorted by track and object.
+        pair_track: (k,) The track of each pair.
+        pair_object: (k,) The object row of each pair.
+        track_reference_micros: (tracks,) The reference time of each track.
+        rules: The gate and the number of removals.
     """
     is_start = np.ones(len(pair_track), np.bool_)
     is_start[1:] = (np.diff(pair_track) != 0) | (np.diff(pair_object) != 0)
@@ -118,9 +120,10 @@ def _worst_members(
     starts: Rows,
     shrinks: Flags,
 ) -> Flags:
-    """Return which pairs (k,) are the worst members of the groups (g,) that shrink.
+    """Mark the worst member (k,) of each group (g,) for which ``shrinks`` is true.
 
-    Each member is compared with the estimate by all members. At equal distances the first pair is the worst.
+    The worst member has the largest distance from the estimate by all members. At equal distances it is the
+    first pair.
     """
     left = model.residual - np.einsum("kmp,kp->km", design, estimate[group])
     size = np.einsum("km,kmn,kn->k", left, model.weight, left)

@@ -1,7 +1,9 @@
 """Predict what a sensor measures of a catalog object, with the covariance of the prediction.
 
-The error of an element set changes smoothly along the orbit, so all observations of one pass share it. Its
-model has six parameters that are common to a pass:
+An element set is the orbit of an object, from which SGP4 computes its position at any time. The error of that
+position is described along three axes: R (radial, away from the Earth), T (along the track) and N (normal to
+the plane of the orbit). It changes smoothly along the orbit, so all observations of one pass share it. Its
+model has six parameters that are the same for all observations of a pass:
 
 - ``R0`` and ``R1`` (km): amplitudes of the radial error, ``R0 cos(phi) + R1 sin(phi)``
 - ``T0`` (km): the error along the track, which is an error of time
@@ -34,10 +36,16 @@ Flags = npt.NDArray[np.bool_]
 
 EPHEMERIS_STEP_S = 30.0
 MAX_IN_TRACK_SIGMA_KM = 100.0
-"""Objects with a larger error along the track have no usable prediction. Neighbors in a plane of a
-constellation are a few hundred kilometers apart, so the prediction would fit several of them."""
+"""Objects with a larger standard deviation along the track have no usable prediction.
+
+Neighbors in one orbital plane of a constellation are a few hundred kilometers apart, so such a prediction
+would fit several of them.
+"""
 MAX_SHIFT_S = 120.0
-"""Maximum error of time along the track for which the prediction follows the arc instead of its tangent."""
+"""The largest error of time along the track that is applied before a prediction is linearized.
+
+Up to this value, the prediction follows the curved orbit instead of its tangent.
+"""
 PARAMETERS = 6
 IN_TRACK = 2
 """The index of ``T0`` among the parameters."""
@@ -45,7 +53,7 @@ _CLOCK_STEP_S = 0.05
 MAX_ROUNDS = 4
 _SHIFT_TOLERANCE_S = 0.05
 _HOPELESS_DISTANCE = 1e4
-"""Squared distance above which another round cannot bring a pair within its gate."""
+"""Squared distance above which another iteration cannot bring a pair within its gate."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +61,8 @@ class PredictedCatalog:
     """The n objects of a catalog and their predicted states over a window.
 
     ``elements`` are sorted by ``sat_no``. ``sigma_km`` (n, 3) is one standard deviation along R, T and N.
-    ``is_usable`` (n,) is false if an object has implausible states in the window, or an error that is unknown
-    or larger than `MAX_IN_TRACK_SIGMA_KM`.
+    ``ephemeris`` has positions and velocities on a grid of times. ``is_usable`` (n,) is false if an object
+    has implausible states in the window, or an error that is unknown or larger than `MAX_IN_TRACK_SIGMA_KM`.
     """
 
     elements: Elements
@@ -66,7 +74,8 @@ class PredictedCatalog:
     def predict(cls, elements: Elements, sigma_km: Floats, start: int, end: int) -> PredictedCatalog:
         """Propagate one element set per object over a window (UTC microseconds since 1970).
 
-        ``sigma_km`` (n, 3) belongs to the rows of ``elements``; NaN marks an unknown error.
+        ``sigma_km`` (n, 3) belongs to the rows of ``elements``; NaN marks an unknown error. To propagate
+        means to compute positions and velocities from the element sets.
         """
         order = np.argsort(elements.sat_no, kind="stable")
         elements, sigma_km = elements.take(order), sigma_km[order]
@@ -91,12 +100,16 @@ class PredictedCatalog:
 class PairModel:
     """The linear measurement model of k pairs of an observation and an object, of one kind of sensor.
 
-    The measurement minus its prediction is ``residual`` (k, m). ``local_slope`` (k, m, 6) is the derivative
-    of the measurement by position (km) and velocity (km/s) along the object's R, T and N. ``time_slope``
-    (k, 6) is the derivative of that local state by ``T0``, and ``clock_slope`` (k, m) the derivative of the
-    measurement by the time. ``weight`` (k, m, m) is the inverse covariance of the errors that observations do
-    not share, with ``noise_log_det`` (k,) of that covariance. ``scale`` (k, 6) is one standard deviation of
-    each parameter, ``rate`` (k,) the angular rate (rad/s) and ``micros`` (k,) the time of the observation.
+    - ``residual`` (k, m): the measurement minus its prediction
+    - ``local_slope`` (k, m, 6): the derivative of the measurement by position (km) and velocity (km/s) along
+      the object's R, T and N
+    - ``time_slope`` (k, 6): the derivative of that local state by ``T0``
+    - ``clock_slope`` (k, m): the derivative of the measurement by time
+    - ``weight`` (k, m, m): the inverse covariance of the errors that observations of a pass do not share
+    - ``noise_log_det`` (k,): the log determinant of that covariance
+    - ``scale`` (k, 6): one standard deviation of each parameter
+    - ``rate`` (k,): the object's angular rate, rad/s
+    - ``micros`` (k,): the time of the observation
     """
 
     residual: Floats
@@ -115,7 +128,7 @@ class PairModel:
 
     @classmethod
     def concatenate(cls, parts: list[PairModel]) -> PairModel:
-        """Join parts of one kind of sensor."""
+        """Join models of the same kind of sensor."""
         return cls(
             *(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__)
         )
@@ -123,7 +136,8 @@ class PairModel:
     def design(self, reference_micros: Micros) -> Floats:
         """Return the derivatives (k, m, 6) of the measurements by the parameters in units of their sigma.
 
-        ``reference_micros`` (k,) is the reference time of each pair's pass.
+        Sigma is one standard deviation, here of the parameter. ``reference_micros`` (k,) is the reference
+        time of each pair's pass.
         """
         phase = self.rate * (self.micros - reference_micros) / 1e6
         c, s, n = np.cos(phase), np.sin(phase), self.rate
@@ -140,21 +154,25 @@ class PairModel:
         return np.asarray(slope * self.scale[:, None, :])
 
     def own_distances(self) -> Floats:
-        """Return the squared Mahalanobis distance (k,) of each observation by itself."""
+        """Return the squared Mahalanobis distance (k,) of each observation without the others of its pass."""
         covariance = self.total_covariance(self.design(self.micros), None)
         return solve_distances(covariance, self.residual)[0]
 
     def total_covariance(self, design: Floats, parameter_covariance: Floats | None) -> Floats:
-        """Return the covariance (k, m, m) of the residuals.
+        """Return the covariance (k, m, m) of the residuals, from noise and from the parameters' uncertainty.
 
-        ``parameter_covariance`` (k, 6, 6) is in units of the sigmas; None means the prior, the identity.
+        ``design`` (k, m, 6) is the result of `design`. ``parameter_covariance`` (k, 6, 6) is in units of the
+        sigmas; None means the prior, which is the identity.
         """
         spread = design if parameter_covariance is None else design @ parameter_covariance
         return np.asarray(np.linalg.inv(self.weight) + spread @ np.swapaxes(design, 1, 2))
 
 
 def solve_distances(covariance: Floats, residual: Floats) -> tuple[Floats, Floats]:
-    """Return squared Mahalanobis distances (k,) and log determinants (k,) of covariances (k, m, m)."""
+    """Return squared Mahalanobis distances (k,) and log determinants (k,) of covariances (k, m, m).
+
+    ``residual`` is (k, m).
+    """
     solved = np.linalg.solve(covariance, residual[..., None])[..., 0]
     return np.sum(residual * solved, axis=1), np.linalg.slogdet(covariance)[1]
 
@@ -164,8 +182,9 @@ def predict_measurements(
 ) -> tuple[Floats, Floats]:
     """Return the measured values (k, m) of states (k, 3) and their derivatives (k, m, 6) by the state.
 
-    The derivatives of azimuth and right ascension are on the sphere: multiplied by the cosine of the
-    elevation or declination, as `subtract_measurements` gives the differences.
+    Positions are in km and velocities in km/s, in TEME. The derivatives of azimuth and right ascension are
+    multiplied by the cosine of the elevation or declination, so that they are arcs on the sphere, as the
+    differences of `subtract_measurements` are.
     """
     values, slope = measured.predict(position, velocity, stations)
     if measured.direction is not None:
@@ -175,10 +194,10 @@ def predict_measurements(
 
 
 def subtract_measurements(measured: MeasurementModel, values: Floats, predicted: Floats) -> Floats:
-    """Return the difference (k, m) of measured values.
+    """Return the difference (k, m) of measured and predicted values.
 
-    Directions differ in the plane that touches the sphere at the predicted one. So nothing is singular at the
-    zenith or the pole, where azimuth and right ascension change fast.
+    Directions are subtracted in the plane that touches the sphere at the predicted direction. So the result
+    is also correct at the zenith and the pole, where azimuth and right ascension change fast.
     """
     difference = values - predicted
     if measured.direction is not None:
@@ -201,18 +220,19 @@ def model_pairs(
 ) -> PairModel:
     """Build the measurement model of pairs of observations and objects of one kind.
 
-    The model is linearized where the object would be if the observation alone corrected its time along the
-    track. So it follows the arc of the orbit, however large that error is, up to `MAX_SHIFT_S`.
+    The model is linearized at the position that the object would have if the observation alone corrected the
+    object's time along the track. So the model follows the arc of the orbit for errors of time up to
+    `MAX_SHIFT_S`.
 
     Args:
-        catalog: the predicted objects.
-        observations: the observations.
-        clock_sigma_s: (observations,) one standard deviation of the sensor's clock.
-        pairs: rows of the observations and rows of the objects, both (k,).
-        kind: the kind of all these observations, an index of `Observations.models`.
-        sigma_factor: factor on the catalog's sigmas.
-        independent_share: share of the radial and normal error that observations of one pass do not share.
-
+        catalog: The predicted objects.
+        observations: The observations.
+        clock_sigma_s: (observations,) One standard deviation of the sensor's clock.
+        pairs: Rows of the observations and rows of the objects, both (k,).
+        kind: The kind of all these observations, an index of `Observations.models`.
+        sigma_factor: A factor on the catalog's standard deviations.
+        independent_share: The share of the radial and normal error that observations of one pass do not
+            share.
     """
     rows, objects = pairs
     stations = _take_stations(observations.stations, rows)
@@ -256,7 +276,7 @@ def model_pairs(
 
 
 def _along_track_offsets(model: PairModel) -> tuple[Floats, Floats]:
-    """Return ``T0`` (k,) in km by each observation alone, and its squared distance (k,)."""
+    """Return ``T0`` (k,) in km as each observation alone estimates it, and its squared distance (k,)."""
     design = model.design(model.micros)
     covariance = model.total_covariance(design, None)
     solved = np.linalg.solve(covariance, model.residual[..., None])[..., 0]

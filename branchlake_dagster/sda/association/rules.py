@@ -1,4 +1,4 @@
-"""The constants that decide an association."""
+"""The constants that decide which object an observation is associated with."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from branchlake_dagster.sda.orbits.propagation import Elements
 
 @dataclass(frozen=True)
 class AssociationRules:
-    """Gates and margins. Costs are ``-2 ln`` of a probability density, as squared distances are.
+    """Limits and margins. A cost is ``-2 ln`` of a probability density, as squared distances are.
 
-    ``gate_probability`` is the probability that an observation of a Gaussian error lies outside its gate. It
-    is small, and ``sigma_factor`` widens the catalog's sigmas, because real errors have wide tails.
-    ``independent_share`` is the share of the radial and normal error that observations of one pass do not
-    share. ``clear_margin`` is the cost by which an object must fit better than any other; 13.8 is a ratio of
-    1,000. ``stray_share`` is the expected share of observations with a wrong track number.
-    ``min_track_share`` is the share of a track's observations that must fit. ``max_in_track_km`` is the
-    largest error along the track of an object that the track does not claim: beyond it, the neighbor in the
-    same plane is more likely.
+    - ``gate_probability``: the probability that an observation with a Gaussian error lies outside its gate.
+      It is small because real errors have more outliers than a Gaussian.
+    - ``sigma_factor``: a factor on the catalog's standard deviations, for the same reason.
+    - ``independent_share``: the share of the radial and normal error that observations of one pass do not
+      share.
+    - ``clear_margin``: the cost by which an object must fit better than any other. 13.8 is a ratio of 1,000.
+    - ``stray_share``: the expected share of observations with a wrong track number.
+    - ``min_track_share``: the share of a track's observations that must fit.
+    - ``max_removal_rounds``: how many observations a fit of a track may leave out to come within the gate.
+    - ``max_in_track_km``: the largest error along the track for an object that the track does not claim. If
+      the error is larger, the neighbor in the same plane is more likely.
     """
 
     gate_probability: float = 1e-5
@@ -36,23 +39,26 @@ class AssociationRules:
     max_in_track_km: float = 200.0
 
     def gate(self, degrees_of_freedom: Floats | int) -> Floats:
-        """Return the maximum squared distance by degrees of freedom."""
+        """Return the maximum squared distance for a number of degrees of freedom."""
         return np.asarray(chi2.isf(self.gate_probability, degrees_of_freedom))
 
     @property
     def reach(self) -> float:
-        """The number of standard deviations of any component within the gate of six measured values."""
+        """The largest error of a single component within the gate of six values, in standard deviations."""
         return float(np.sqrt(self.gate(6)))
 
 
 ASSUMED_SIGMA_KM = (0.5, 1.0, 0.5)
-"""One sigma of an element set at its epoch, along R, T and N, where no error model is known yet."""
+"""One standard deviation of an element set at its epoch, along R, T and N, if there is no error model yet."""
 ASSUMED_GROWTH_KM_PER_DAY = 3.0
-"""How much the sigma along T grows. SGP4 is 1 to 3 km off after a day."""
+"""Growth of the standard deviation along T, km per day. SGP4 predictions are 1 to 3 km off after a day."""
 
 
 def assumed_position_sigma(elements: Elements, micros: npt.NDArray[np.int64]) -> Floats:
-    """Return assumed sigmas along R, T and N (n, 3), km, of n element sets at the instants `micros` (n,)."""
+    """Return assumed standard deviations (n, 3) of n element sets along R, T and N, km.
+
+    ``micros`` (n,) are the instants of the predictions, UTC microseconds since 1970.
+    """
     age_days = np.abs(micros - elements.epoch_micros) / 86_400e6
     sigma = np.tile(np.array(ASSUMED_SIGMA_KM), (len(elements), 1))
     sigma[:, 1] += ASSUMED_GROWTH_KM_PER_DAY * age_days
