@@ -1,1 +1,1 @@
-"""benchmarks."""
+"""Benchmarks of the Space Domain Awareness graph, run by `branchlake bench`."""

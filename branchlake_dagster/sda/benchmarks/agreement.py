@@ -1,4 +1,7 @@
-"""`branchlake bench agreement`: compare the screening, event by event, with independent brute force."""
+"""`branchlake bench agreement`: compare the screening's events with those of a brute-force search.
+
+Screening is the search for close approaches of all pairs of objects. An event is one close approach.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,12 @@ from branchlake_dagster.sda.orbits.propagation import Elements, propagate_satell
 MATCH_WITHIN_S = 30.0
 """Two events of one pair and kind are the same event if their times differ by at most this."""
 THRESHOLD_MARGIN_KM = 1e-3
-"""An event this near the threshold may be on either side of it."""
+"""An event whose distance differs from the threshold by at most this may be found by one side only."""
 SLOW_KM_S = 0.1
-"""The time of a minimum is uncertain by the error of the distance over the relative speed. So the largest
-differences of time are reported for slower and faster pairs separately."""
+"""Pairs with a smaller relative speed are slow. Their differences of time are reported separately.
+
+The error of the time of a minimum is the error of the distance divided by the relative speed.
+"""
 
 _SIMULATED_OBJECTS = 2_000
 _SIMULATED_AT = datetime(2026, 8, 8, tzinfo=UTC)
@@ -39,11 +44,11 @@ _REASONS = ("threshold", "implausible state", "other kind", "end of the span", "
 
 @dataclass(frozen=True)
 class EventComparison:
-    """Events of the reference and of the product.
+    """The matched and unmatched events of the reference (brute force) and the product (the screening).
 
-    ``matched`` has one row for each event that both found: the reference's columns, and the product's with
-    the suffix ``_product``. ``missed`` are events of the reference alone, ``extra`` those of the product
-    alone, both with a column ``reason``.
+    ``matched`` has one row for each event that both found: the reference's columns, and the product's columns
+    with the suffix ``_product``. ``missed`` has the events that only the reference found, ``extra`` those
+    that only the product found; the column ``reason`` explains them.
     """
 
     matched: pl.DataFrame
@@ -62,8 +67,9 @@ def measure(
     """Screen one GP file by brute force and by the product, and compare the events.
 
     Without a file, 2,000 objects are simulated. Without a start, the span begins at the first whole hour
-    after 99 % of the epochs. `kinds` has the counts and the largest differences of each kind, `unmatched`
-    the events that only one of the two found, with the reason. `reference_s` and `product_s` are seconds.
+    after 99 % of the epochs. In the result, `kinds` has the counts and the largest differences of each kind,
+    and `unmatched` the events that only one of the two found, with the reason. `reference_s` and `product_s`
+    are seconds.
     """
     content = file.read_bytes() if file else _simulate()
     parsed = read_catalogue(content, file.name if file else "simulated")
@@ -103,11 +109,10 @@ def screen_events(elements: Elements, start: datetime, *, minutes: int, threshol
     """Return the product's events in the columns of the reference (`EVENT_SCHEMA`).
 
     Args:
-        elements: sorted by catalog number.
-        start: begin of the span, a whole minute.
-        minutes: length of the span.
-        threshold_km: the largest distance that counts.
-
+        elements: Element sets, sorted by catalog number.
+        start: The beginning of the span, a whole minute.
+        minutes: The length of the span.
+        threshold_km: The largest distance of an event.
     """
     begin = _to_micros(start)
     screened = screen(elements, Span.whole(begin, begin + minutes * MINUTE), threshold_km=threshold_km)
@@ -115,7 +120,7 @@ def screen_events(elements: Elements, start: datetime, *, minutes: int, threshol
 
 
 def encounters_to_events(screened: Encounters, elements: Elements, start: datetime) -> pl.DataFrame:
-    """Return the product's rows in the columns of the reference (`EVENT_SCHEMA`)."""
+    """Convert the product's close approaches to the columns of the reference (`EVENT_SCHEMA`)."""
     return pl.DataFrame(
         {
             "first": elements.sat_no[screened.first],
@@ -141,18 +146,17 @@ def compare_events(
 ) -> EventComparison:
     """Match the events (`EVENT_SCHEMA`) of two implementations, and explain those without a match.
 
-    Two events match if pair and kind are equal and the times differ by at most `MATCH_WITHIN_S`; of several
-    candidates the nearest in time counts. Events of kind together match by pair alone: a pair has one, and
-    the closest moment of a formation may be ambiguous.
+    Two events match if pair and kind are equal and the times differ by at most `MATCH_WITHIN_S`. Of several
+    candidates, the nearest in time is taken. Events of the kind `together` match by pair alone, because a
+    pair has only one such event and the closest moment of a formation may be ambiguous.
 
     Args:
-        reference: events of the reference.
-        product: events of the product.
-        elements: the screened element sets, sorted by catalog number.
-        start: begin of the span.
-        minutes: length of the span.
-        threshold_km: the largest distance that counted.
-
+        reference: The events of the reference.
+        product: The events of the product.
+        elements: The screened element sets, sorted by catalog number.
+        start: The beginning of the span.
+        minutes: The length of the span.
+        threshold_km: The largest distance of an event.
     """
     left, right = reference.with_row_index("row"), product.with_row_index("row")
     apart = (pl.col("time_s") - pl.col("time_s_product")).abs()
@@ -200,7 +204,10 @@ def _explain(
 
 
 def _has_possible_states(events: pl.DataFrame, elements: Elements, start: datetime) -> np.ndarray[Any, Any]:
-    """Return of which events (k,) the product considers both states plausible, at both ends of the minute."""
+    """Return for each event (k,) whether the product considers the states of both objects plausible.
+
+    The states are those at both ends of the event's minute.
+    """
     is_possible = np.ones(events.height, np.bool_)
     # Few events are without a match, so a call for each is cheap.
     for k, (time_s, *pair) in enumerate(events.select("time_s", *_PAIR).rows()):
@@ -215,7 +222,7 @@ def _has_possible_states(events: pl.DataFrame, elements: Elements, start: dateti
 def _summarize(
     compared: EventComparison, reference: pl.DataFrame, product: pl.DataFrame, kind: Kind
 ) -> dict[str, Any]:
-    """Return counts and the largest differences of one kind; None where there is no event."""
+    """Return counts and the largest differences of one kind. A difference is None if there is no event."""
     matched = compared.matched.filter(pl.col("kind") == kind.value)
     time_ms = (pl.col("time_s") - pl.col("time_s_product")).abs() * 1e3
     miss_m = (pl.col("miss_km") - pl.col("miss_km_product")).abs() * 1e3

@@ -1,4 +1,7 @@
-"""`branchlake bench association`: observations of a real catalog against element sets of an earlier day."""
+"""`branchlake bench association`: measure how often simulated observations get their true object.
+
+The observations are simulated from a real catalog, and associated by the element sets of an earlier day.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ _HOUR = 3_600_000_000
 
 
 class Catalogs(NamedTuple):
-    """The true objects, the earlier element sets with their sigmas (n, 3), and the start of the window."""
+    """The true objects, the earlier element sets with their standard deviations, and the start of the window.
+
+    `sigma_km` (n, 3) is along R, T and N, km. `start` is in UTC microseconds since 1970.
+    """
 
     truth: Elements
     earlier: Elements
@@ -46,17 +52,16 @@ def measure_association(
     """Measure the association of simulated observations of all kinds, in this process.
 
     Args:
-        files: GP files in the order of time, three or more. The last one is the truth. The one before it is
-            the prediction. It and all files before it are the history of the error model. Without files,
-            16,000 objects are simulated.
-        hours: the length of the window. It ends at the newest epoch that most objects of the last file have.
-        seed: the seed of the observations.
-        say: reports progress.
+        files: GP files in the order of time, three or more. The last file is the truth, and the file before
+            it the prediction. All files except the last are the history from which the error model is built.
+            Without files, 16,000 objects are simulated.
+        hours: The length of the window. It ends at the time before which 99 % of the last file's epochs lie.
+        seed: The seed of the observations.
+        say: Called with lines of progress.
 
     Returns:
-        Figures by kind of sensor and of all kinds together, as `count_outcomes` describes them, and the CPU
-        time of the association with and without the propagation of the catalog.
-
+        Figures by kind of sensor and for all kinds together, as `count_outcomes` describes them, and the CPU
+            time of the association and of the catalog's propagation.
     """
     catalogs = read_catalogs(files, hours, say) if files else simulate_catalogs(_OBJECTS, seed)
     end = catalogs.start + round(hours * _HOUR)
@@ -90,13 +95,20 @@ def measure_association(
 def count_outcomes(
     associations: pl.DataFrame, scene: Scene, predicted: pl.Series, kind: str = "all"
 ) -> dict[str, Any]:
-    """Compare associations with the truth.
+    """Compare associations with the truth, and return counts and shares.
 
-    All shares are of the true observations, except ``clutter_accepted_share``. ``wrong`` counts observations
-    with an object that is not the true one; ``wrong_claimed`` of them only repeat a claim that could not be
-    tested. ``uncorrelated`` is split by the cause: the true object has no usable prediction, several objects
-    fit, or no object is within its gate. ``wrong_tag_corrected_share`` is the share of the observations with
-    a wrong track number that have their true object; ``predicted`` are the objects with a prediction.
+    All shares are of the true observations, except ``clutter_accepted_share``, which is of the clutter (false
+    measurements). ``wrong`` counts observations with an object that is not the true one; ``wrong_claimed`` of
+    them only repeat a claim that could not be tested. ``uncorrelated`` is split by the cause: the true object
+    has no usable prediction, several objects fit, or no object is within the gate.
+    ``wrong_tag_corrected_share`` is the share of observations with a wrong track number that got their true
+    object.
+
+    Args:
+        associations: Rows of `ASSOCIATION_SCHEMA`.
+        scene: The truth.
+        predicted: Catalog numbers of the objects with a usable prediction.
+        kind: The kind of sensor to count, or "all".
     """
     joined = associations.join(scene.truth.drop("source_kind"), on="observation_id")
     if kind != "all":
@@ -141,10 +153,10 @@ def _share(count: int, of: int) -> float | None:
 
 
 def simulate_catalogs(objects: int, seed: int) -> Catalogs:
-    """Simulate true objects, and element sets of them that are wrong by known Gaussian errors.
+    """Simulate true objects, and element sets of them that deviate by known Gaussian errors.
 
     The errors are along the track, in the inclination and in the eccentricity. The window begins an hour
-    after the epochs.
+    after the reference epoch.
     """
     frame = simulated_elements(seed=seed, objects=objects, epoch=REFERENCE_EPOCH)
     truth = Elements.from_arrow(frame.sort("sat_no").to_arrow())
@@ -162,7 +174,7 @@ def simulate_catalogs(objects: int, seed: int) -> Catalogs:
 
 
 def read_catalogs(files: Sequence[Path], hours: float, say: Callable[[str], None]) -> Catalogs:
-    """Read the truth and the earlier element sets from GP files, with the errors that a history gives."""
+    """Read the truth and the earlier element sets from GP files, with errors derived from the history."""
     frames = [
         read_catalogue(path.read_bytes(), path.name).elements.select(Elements.COLUMNS) for path in files
     ]

@@ -1,7 +1,8 @@
-"""Simulated observations without the objects' numbers, some of them with wrong track numbers, and clutter.
+"""Simulate observations that do not name their objects, some with wrong track numbers, and clutter.
 
-A sensor does not know what it sees. So the simulated track numbers, which name the object, are replaced, and
-only links name a partner. The truth is returned as a table of its own.
+Clutter are false measurements. The simulation's track numbers contain the object's number, which a real
+sensor does not know. So they are replaced, and only links between satellites name their partner. The truth is
+returned as a separate table.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from branchlake_dagster.sda.sensors.network import Tasking
 from branchlake_dagster.sda.sensors.simulate import simulate
 
 CLUTTER = -1
-"""The true number of false measurements."""
+"""The value of ``true_sat_no`` for false measurements."""
 _DONOR_DRAWS = 12
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Observations in the envelope, and the truth: ``observation_id``, ``true_sat_no``, ``has_wrong_tag``."""
+    """Observations and their truth.
+
+    ``truth`` has the columns ``observation_id``, ``source_kind``, ``true_sat_no`` and ``has_wrong_tag``.
+    """
 
     observations: pl.DataFrame
     truth: pl.DataFrame
@@ -44,16 +48,15 @@ def simulate_scene(
     """Simulate all kinds of sensors over a window (UTC microseconds since 1970).
 
     Args:
-        elements: the true objects, sorted by ``sat_no``.
-        start: the start of the window.
-        end: its end.
-        seed: everything random follows from the seed.
-        wrong_tag_share: share of the observations that carry the track number, and the partner, of another
-            track of the same sensor. The other track is one of those nearest in time.
-        clutter_share: false measurements in relation to the true ones. Half of them have the number of a real
-            track, half of them one of their own.
-        tasking: how much the sensors observe.
-
+        elements: The true objects, sorted by ``sat_no``.
+        start: The start of the window.
+        end: The end of the window.
+        seed: The seed of all random numbers.
+        wrong_tag_share: The share of observations that carry the track number and the partner of another
+            track of the same sensor. The other track is near in time.
+        clutter_share: The number of false measurements divided by the number of true ones. About half of them
+            carry the number of a real track, the others a separate number.
+        tasking: How much the sensors observe.
     """
     generator = np.random.default_rng([seed, 91])
     native = pl.concat(
@@ -81,7 +84,7 @@ def simulate_scene(
 
 
 def _replace_tracks(native: pl.DataFrame, generator: np.random.Generator) -> pl.DataFrame:
-    """Give each track a random number; leave a catalog number to links only."""
+    """Give each track a random number, and remove the catalog number except from links."""
     names = native.select("orig_sensor_id", "track_id").unique(maintain_order=True)
     numbers = pl.Series(generator.permutation(len(names)))
     names = names.with_columns(new_track=pl.format("{}-t{}", "orig_sensor_id", numbers))
@@ -100,7 +103,7 @@ def _exchange_tags(
 ) -> tuple[pl.DataFrame, np.ndarray[Any, np.dtype[np.bool_]]]:
     """Give some observations the track and the claim of another object's observation of the same sensor.
 
-    The other observation is one of the next five in the order of time, before or after.
+    The other observation is one of the five before or after it in the order of time.
     """
     count = len(tagged)
     sensor = tagged["orig_sensor_id"].cast(pl.Categorical).to_physical().to_numpy()
@@ -123,7 +126,7 @@ def _exchange_tags(
 
 
 def _clutter(native: pl.DataFrame, share: float, generator: np.random.Generator) -> pl.DataFrame:
-    """Draw false measurements: everything but the sensor and its noise is random in the field of view."""
+    """Draw false measurements: true ones of which the time and all values are replaced by random ones."""
     count = round(share * len(native))
     picked = np.sort(generator.permutation(len(native))[:count])
     rows: pl.DataFrame = native[picked.tolist()]
@@ -159,7 +162,10 @@ def _clutter(native: pl.DataFrame, share: float, generator: np.random.Generator)
 def _directions(
     rows: pl.DataFrame, micros: np.ndarray[Any, np.dtype[np.int64]], azimuth: Floats, elevation: Floats
 ) -> tuple[Floats, Floats]:
-    """Return right ascension and declination of horizontal directions (Vallado, algorithm 28, reversed)."""
+    """Convert azimuth and elevation (rad) to right ascension and declination (rad).
+
+    Source: Vallado, algorithm 28, reversed.
+    """
     lat = np.radians(rows["sensor_lat_deg"].fill_null(0.0).to_numpy())
     lon = np.radians(rows["sensor_lon_deg"].fill_null(0.0).to_numpy())
     sin_dec = np.sin(elevation) * np.sin(lat) + np.cos(elevation) * np.cos(lat) * np.cos(azimuth)
@@ -172,7 +178,7 @@ def _directions(
 
 
 def _tag_clutter(false: pl.DataFrame, tagged: pl.DataFrame, generator: np.random.Generator) -> pl.DataFrame:
-    """Give half of the false measurements the track and claim of a real one of their sensor."""
+    """Give about half of the false measurements the track and claim of a true one of their sensor."""
     count = len(false)
     own = pl.format("{}-c{}", "orig_sensor_id", pl.int_range(pl.len()))
     donors = tagged.group_by("orig_sensor_id", maintain_order=True).agg(
@@ -191,7 +197,10 @@ def _tag_clutter(false: pl.DataFrame, tagged: pl.DataFrame, generator: np.random
 
 
 def to_envelope(native: pl.DataFrame) -> pl.DataFrame:
-    """Return the columns of the envelope that the association reads, as the normalization makes them."""
+    """Convert simulated measurements to the columns of observations that the association reads.
+
+    The conversions of units and the clock errors are those of the pipeline's table `observations`.
+    """
     degrees = 180 / np.pi
     c = pl.col
     age = c("clock_sync_age_s")

@@ -1,16 +1,17 @@
-"""Close approaches by brute force: the reference that the screening is compared with.
+"""Find close approaches by brute force: the reference with which the screening is compared.
 
-The module imports nothing of this package. It reads GP files and propagates with the `sgp4` package alone,
-at every tenth second. A k-d tree gives all pairs of objects that are near each other at such an instant.
-Where the distance of a pair has a minimum between two instants, Brent's method finds the root of the range
-rate, with SGP4 evaluated at each iteration: no state is interpolated.
+The module imports nothing else of this package. It reads GP files and computes states with the `sgp4` package
+alone, at every tenth second. A k-d tree gives all pairs of objects that are near each other at such an
+instant. If the distance of a pair has a minimum between two instants, Brent's method finds the root of the
+range rate, with SGP4 evaluated at each iteration: no state is interpolated.
 
-The kinds of events are those of the documentation (docs/fusion.md). Minutes are counted from the start:
+The kinds of events are those of the documentation (docs/fusion.md). Minutes are counted from the start of the
+span:
 
-* **together**: the pair is within the threshold at both ends of a minute. A pair has one such event for all
-  of these minutes, with the closest moment in them.
-* **encounter**: a minimum of the distance within the threshold, in a minute that is not together.
-* **edge**: the pair is within the threshold and closest at the start or the end of the span.
+- `together`: The pair is within the threshold at both ends of a minute. A pair has one such event for all of
+  these minutes, with the closest moment in them.
+- `encounter`: A minimum of the distance within the threshold, in a minute that is not `together`.
+- `edge`: The pair is within the threshold and closest at the start or the end of the span.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ _Indices = npt.NDArray[np.int64]
 STEP_S = 10.0
 _STEPS_PER_MINUTE = 6
 _STEPS_AT_ONCE = 60
-"""Bounds the memory: 26,834 objects at 62 instants take 80 MB."""
+"""The number of steps that are computed together.
+
+It bounds the memory: 26,834 objects at 62 instants take 80 MB.
+"""
 _MAX_ACCELERATION_KM_S2 = 0.0105
-"""Above gravity at an altitude of zero, 0.0098."""
+"""An upper bound of an object's acceleration. Gravity at an altitude of zero is 0.0098 km/s²."""
 _MARGIN_KM = 1.0
 _ROOT_TOLERANCE_S = 1e-7
 _MEASURES = ("time_s", "miss_km", "speed_km_s")
@@ -54,13 +58,17 @@ EVENT_SCHEMA = {
     "speed_km_s": pl.Float64,
     "minutes": pl.Int64,
 }
-"""Columns of events: catalog numbers (first < second), seconds after the start, distance and relative speed
-at that time, and the number of minutes together (0 for other kinds)."""
+"""Columns of events.
+
+`first` and `second` are catalog numbers, first < second. `time_s` is in seconds after the start; `miss_km`
+and `speed_km_s` are the distance and the relative speed at that time. `minutes` is the number of minutes
+together, 0 for the other kinds.
+"""
 
 
 @dataclass(frozen=True)
 class ReferenceCatalog:
-    """SGP4 records by catalog number, in increasing order of the numbers (n,)."""
+    """SGP4 records, sorted by their catalog numbers (n,)."""
 
     numbers: _Indices
     records: tuple[Satrec, ...]
@@ -72,9 +80,10 @@ class ReferenceCatalog:
 
 
 def read_reference_catalog(content: bytes) -> ReferenceCatalog:
-    """Read a GP file, OMM in CSV or TLE with or without names, plain or gzipped.
+    """Read a GP file: OMM in CSV, or TLE (two-line element sets) with or without names; plain or gzipped.
 
-    Of two element sets of one object the newer one counts. Raises KeyError or ValueError for damaged records.
+    If an object has several element sets, the newest is kept. Raises KeyError or ValueError for damaged
+    records.
     """
     text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode()
     newest: dict[int, Satrec] = {}
@@ -139,7 +148,7 @@ class _Motion:
         return [b - a for a, b in zip(r1, r2, strict=True)], [b - a for a, b in zip(v1, v2, strict=True)]
 
     def range_rate(self, seconds: float, first: int, second: int) -> float:
-        """Return half the derivative of the squared distance, km²/s."""
+        """Return half the derivative of the squared distance, km²/s. A minimum has the value zero."""
         position, velocity = self.relative(seconds, first, second)
         return math.fsum(x * u for x, u in zip(position, velocity, strict=True))
 
@@ -154,15 +163,14 @@ def find_events(
 ) -> pl.DataFrame:
     """Return all events (`EVENT_SCHEMA`) of all pairs, sorted by pair and time.
 
+    Cost: 30 ms of one core for each step of ten seconds, with 26,834 objects.
+
     Args:
-        catalog: of n objects. An object has no events at instants for which SGP4 reports an error.
-        start: begin of the span, UTC, a whole minute.
-        minutes: length of the span.
-        threshold_km: the largest distance that counts.
-        say: receives a line of progress for each hour of the span.
-
-    The cost is 30 ms of one core for each step of ten seconds, with 26,834 objects.
-
+        catalog: The n objects. An object has no events at instants for which SGP4 reports an error.
+        start: The beginning of the span, UTC, a whole minute.
+        minutes: The length of the span.
+        threshold_km: The largest distance of an event.
+        say: Called with a line of progress for each hour of the span.
     """
     motion = _Motion.from_start(catalog.records, start)
     last_step = minutes * _STEPS_PER_MINUTE
@@ -193,7 +201,10 @@ def find_events(
 
 
 def _near_pairs(position: _Vectors, velocity: _Vectors, threshold_km: float) -> _Indices:
-    """Return the pairs (k, 2) that may come within the threshold less than half a step from an instant."""
+    """Return the pairs (k, 2) that may come within the threshold less than half a step from an instant.
+
+    `position` and `velocity` (n, 3) are the states at the instant. Objects with NaN are left out.
+    """
     valid = np.flatnonzero(np.isfinite(position[:, 0]))
     if len(valid) < 2:
         return np.zeros((0, 2), np.int64)
@@ -218,10 +229,10 @@ def _dot(left: _Vectors, right: _Vectors) -> _Vectors:
 def _find_brackets(
     around: list[tuple[_Vectors, _Vectors]], pairs: _Indices, step: int, threshold_km: float
 ) -> _Indices:
-    """Return (first, second, step) (k, 3): pairs whose distance has a minimum between a step and the next.
+    """Return rows (first, second, step) of pairs whose distance has a minimum between a step and the next.
 
     ``around`` holds the states at the step before, at this step and at the step after. Minima that are
-    farther than half a step from this step may be left out; another step finds them.
+    farther than half a step from this step may be left out, because the search at another step finds them.
     """
     half = STEP_S / 2
     position, velocity = _relative(around[1], pairs)
@@ -238,7 +249,10 @@ def _find_brackets(
 def _pairs_within(
     states: tuple[_Vectors, _Vectors], pairs: _Indices, step: int, threshold_km: float
 ) -> pl.DataFrame:
-    """Return the pairs within the threshold at the end of a minute, with ``is_receding``."""
+    """Return the pairs within the threshold at the end of a minute, one row per pair.
+
+    ``is_receding`` is true if the distance grows at that instant.
+    """
     position, velocity = _relative(states, pairs)
     distance = np.linalg.norm(position, axis=1)
     within = distance <= threshold_km
@@ -256,7 +270,10 @@ def _pairs_within(
 
 
 def _find_minima(motion: _Motion, brackets: _Indices, threshold_km: float) -> pl.DataFrame:
-    """Return the minima within the threshold. The loop over pairs is on purpose: it is the plain method."""
+    """Return the minima of the distance that are within the threshold.
+
+    The loop over pairs is intended: the reference uses the simplest method.
+    """
     minima = []
     for first, second, step in brackets.tolist():
         low, high = step * STEP_S, (step + 1) * STEP_S
@@ -272,7 +289,13 @@ def _find_minima(motion: _Motion, brackets: _Indices, threshold_km: float) -> pl
 
 
 def _classify(minute_ends: pl.DataFrame, minima: pl.DataFrame, minutes: int) -> pl.DataFrame:
-    """Return the events of pairs of rows, from the pairs within the threshold at minutes and the minima."""
+    """Derive the events of the three kinds. `first` and `second` are still rows of the catalog.
+
+    Args:
+        minute_ends: The pairs within the threshold at each whole minute (`_pairs_within`).
+        minima: The minima of the distance within the threshold (`_find_minima`).
+        minutes: The length of the span in minutes.
+    """
     by_minute = ["first", "second", "minute"]
     begins = minute_ends.filter(pl.col("minute") < minutes)
     ends = minute_ends.with_columns(pl.col("minute") - 1)

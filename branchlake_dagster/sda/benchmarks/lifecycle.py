@@ -1,4 +1,7 @@
-"""`branchlake bench lifecycle`: from launch to visible on `main`, through the real daemon and sensor."""
+"""`branchlake bench lifecycle`: measure the time from the launch of a run until its tables are on `main`.
+
+The runs are launched through Dagster's API, with a real daemon and publication sensor.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +35,19 @@ _MODULE = "branchlake_dagster.sda.benchmarks.project"
 
 @dataclass(frozen=True)
 class Timed:
-    """One run: seconds from launch to visible, by phase."""
+    """The times of one run: seconds from its launch until its tables are visible on `main`, also by phase."""
 
     total_s: float
     phases: dict[str, float]
 
 
 def measure(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Medians for the small asset, sums over the starter graph, and both beside what they stand on.
+    """Return the times of a small asset (medians), of the whole graph (sums), and of their parts, in seconds.
 
-    A state folder of its own, warm servers, a daemon and the publication sensor as in production. The
-    first run of the small asset warms the servers and is not counted. Then the floor (Dagster with nothing of
-    ours), backfills and single writes beside those of a plain IO manager. Times in seconds.
+    The benchmark uses a separate state folder, running servers, a daemon and the publication sensor. The
+    first run of the small asset warms the servers and is not counted. For comparison it measures an asset in
+    plain Dagster without branchlake (``floor_one_asset_s``), backfills, and single writes beside those of a
+    plain IO manager. Raises BenchFailed if a run was not published.
     """
     with own_lake(settings) as bench:
         lake = Lakehouse(bench, say=say)
@@ -92,7 +96,7 @@ def measure(settings: Settings, *, rounds: int, say: Callable[[str], None]) -> d
 
 
 class _Stack:
-    """Launching through the UI's API and reading the times back from Dagster and Nessie."""
+    """Launches runs through Dagster's API, and reads their times from Dagster and Nessie."""
 
     def __init__(self, lake: Lakehouse, instance: dg.DagsterInstance, url: str) -> None:
         self._lake = lake
@@ -154,7 +158,10 @@ class _Stack:
         )
 
     def _settled(self, run_id: str) -> float | None:
-        """Seconds the publisher spent on the run, as it told the run's log."""
+        """Return the seconds that the publisher spent on the run, as logged in the run's events.
+
+        None if the publisher has not logged them yet.
+        """
         for record in self._instance.all_logs(run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
             event = record.dagster_event
             metadata = event.engine_event_data.metadata if event else {}
@@ -165,7 +172,7 @@ class _Stack:
 
 
 def show(found: dict[str, Any]) -> None:
-    """The phases side by side."""
+    """Print the phases of the small asset and of the whole graph in a table, then the other figures."""
     table = Table("phase", "one asset, s", "whole graph, s", title="From launch to visible on main")
     for phase in PHASES:
         table.add_row(

@@ -1,4 +1,4 @@
-"""`branchlake bench live`: simulated sensors, over the network and through the pipeline's runs, to `main`."""
+"""`branchlake bench live`: measure the way of simulated measurements from the network to `main`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from branchlake_dagster.settings import Settings
 from branchlake_dagster.waiting import holds_within
 
 RATES = {"radar": 1_000, "optical": 50, "isl": 100}
-"""Measurements a second of each kind."""
+"""Measurements per second of each kind of sensor."""
 _INGESTIONS = {
     "radar": ("radar", "raw_radar"),
     "optical": ("optical", "raw_optical"),
     "isl": ("links", "raw_links"),
 }
-"""By kind the ingestion of the pipeline and its table."""
+"""The ingestion of each kind of sensor, and its table."""
 _MODULE = "branchlake_dagster.definitions"
 _ROW = ("topic_partition", "topic_offset", "received_at")
 _DEAD = ("partition", "offset")
@@ -48,14 +48,24 @@ _FIRST_S = 60.0
 def measure(
     settings: Settings, *, seconds: float, bursts: bool, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Three kinds at once, in a state folder of its own, with a real daemon; by kind what became of them.
+    """Send measurements of three kinds at once, and report by kind how many arrived and how fast.
 
-    ``sent``: by the simulator, ``received`` and ``dropped`` by the receivers' own account; ``rows`` and
-    ``dead_letters`` on `main` when nothing more came. ``lost``: handed over to Kafka, and neither;
-    ``doubled``: records that are there more than once. ``p50_s``, ``p99_s``: from receipt to the commit on
-    `main`, of all rows; ``later_…`` of those received after the first minute, in which the runs and their
-    Spark sessions start. With `bursts`, ten times as much for a minute after two minutes and every five.
-    Raises BenchFailed.
+    The benchmark uses a separate state folder and a real Dagster daemon. Raises BenchFailed if a process ends
+    early.
+
+    Args:
+        settings: The settings of the lake.
+        seconds: How long the simulator sends.
+        bursts: Whether to send ten times as much for a minute, first after two minutes and then every five.
+        say: Called with lines of progress.
+
+    Returns:
+        Figures by kind of sensor. ``sent`` is counted by the simulator, ``received`` and ``dropped`` by the
+            receivers. ``rows`` and ``dead_letters`` are counted on `main` after the last arrival. ``lost``
+            records were handed over to Kafka and are neither rows nor dead letters; ``doubled`` counts
+            additional copies of records. ``p50_s`` and ``p99_s`` are quantiles of the time from receipt to
+            the commit on `main`; ``later_…`` leaves out the first minute, in which runs and Spark sessions
+            start.
     """
     with own_lake(settings) as bench, ExitStack() as ending:
         lake, kafka = Lakehouse(bench, say=say), EmbeddedKafka(bench, say=say)
@@ -79,7 +89,7 @@ class _Trial:
             sources = ["--radar", f"{LOOPBACK}:0", "--isl", f"{LOOPBACK}:0", "--monitor", f"{LOOPBACK}:0"]
             sources += ["--optical", f"http://{pages}/observations", "--kafka", self.brokers]
             receiver = stack.enter_context(self._command("receive", *sources))
-            ready = receiver.told()
+            ready = receiver.read_line()
             at = {
                 topic.removeprefix("sda.").partition("/")[0]: one for topic, one in ready["sources"].items()
             }
@@ -101,7 +111,9 @@ class _Trial:
         accounts = {one["topic"].removeprefix("sda."): one for one in received["intakes"]}
         return {
             "seconds": seconds,
-            "kinds": {kind: self._became(kind, sent["kinds"][kind], accounts[kind], began) for kind in RATES},
+            "kinds": {
+                kind: self._count_outcomes(kind, sent["kinds"][kind], accounts[kind], began) for kind in RATES
+            },
         }
 
     def _start_sensors(self, stack: ExitStack, monitor: str) -> None:
@@ -117,7 +129,10 @@ class _Trial:
             start_sensor(url, _MODULE, f"ingest_{ingestion}_live_sensor")
 
     def _wait(self, began: float, seconds: float, *processes: _Command) -> None:
-        """Until all is sent and nothing more comes to `main`. Raises BenchFailed if one of them has ended."""
+        """Wait until everything is sent and no more records reach `main`.
+
+        Raises BenchFailed if one of the processes has ended.
+        """
         before, since = (0, 0), time.time()
         while time.time() - began < seconds or time.time() - since < _QUIET_S:
             if time.time() - began > seconds + _BEHIND_S:
@@ -131,7 +146,7 @@ class _Trial:
                 self.say(f"{time.time() - began:.0f} s: {now[0]:,} rows and {now[1]:,} dead letters on main")
 
     def _counts(self) -> list[tuple[int, int]]:
-        """Of each kind rows and dead letters on `main`, by the tables' metadata."""
+        """Return the rows and dead letters of each kind on `main`, from the tables' metadata."""
         return [
             (self._records(("sda", table)), self._records(("sda", f"{ingestion}_dead_letters")))
             for ingestion, table in _INGESTIONS.values()
@@ -145,15 +160,15 @@ class _Trial:
         summary = snapshot.summary if snapshot is not None else None
         return int(summary["total-records"] or 0) if summary is not None else 0
 
-    def _became(
+    def _count_outcomes(
         self, kind: str, sent: Mapping[str, Any], account: Mapping[str, Any], began: float
     ) -> dict[str, Any]:
         ingestion, table = _INGESTIONS[kind]
-        rows = self._places(("sda", table), _ROW[:2])
-        dead = self._places(("sda", f"{ingestion}_dead_letters"), _DEAD)
+        rows = self._record_positions(("sda", table), _ROW[:2])
+        dead = self._record_positions(("sda", f"{ingestion}_dead_letters"), _DEAD)
         at = publication_times(self.lake, ("sda", table))
         waits, received = [np.empty(0)], [np.empty(0)]
-        # Those of snapshots that are no longer kept, after an hour or so, are left out of the delays.
+        # Snapshots expire after about an hour; their rows are missing in the delays.
         for snapshot, added in iter_added_rows(self.lake.catalog(MAIN).load_table(("sda", table)), _ROW[2:]):
             came = added["received_at"].to_numpy().astype("datetime64[us]").astype(np.int64) / 1e6
             received.append(came)
@@ -176,8 +191,10 @@ class _Trial:
             "later_p99_s": _quantile(later, 0.99),
         }
 
-    def _places(self, identifier: tuple[str, ...], columns: tuple[str, str]) -> np.ndarray[Any, Any]:
-        """Partition and offset of each row of a table, as one number."""
+    def _record_positions(
+        self, identifier: tuple[str, ...], columns: tuple[str, str]
+    ) -> np.ndarray[Any, Any]:
+        """Return partition and offset of each row of a table, combined in one number."""
         try:
             rows = self.lake.catalog(MAIN).load_table(identifier).scan(selected_fields=columns).to_arrow()
         except NoSuchTableError:
@@ -188,12 +205,15 @@ class _Trial:
 
     @contextmanager
     def _command(self, *arguments: str) -> Iterator[_Command]:
-        """A `branchlake` command of its own process, ended whatever happens; what it says is in a file."""
+        """Run a `branchlake` command in a separate process, which is killed at the end of the block.
+
+        The file `<command>.log` gets its standard error.
+        """
         with (
             (self.folder / f"{arguments[0]}.log").open("wb") as log,
             subprocess.Popen(
                 [sys.executable, "-c", COMMAND, *arguments, "--json"],
-                # By its state folder it knows the password of the broker.
+                # The state folder contains the broker's password.
                 env={**os.environ, "BRANCHLAKE_STATE_DIR": str(self.lake.settings.state_dir)},
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -211,17 +231,17 @@ class _Command:
     process: subprocess.Popen[str]
     log: Path
 
-    def told(self) -> dict[str, Any]:
-        """Its next line. Raises BenchFailed if it has ended."""
+    def read_line(self) -> dict[str, Any]:
+        """Return the next line of output, decoded from JSON. Raises BenchFailed if the process has ended."""
         return self._read(self.process.stdout.readline() if self.process.stdout is not None else "")
 
     def require(self) -> None:
-        """Raise BenchFailed if it has ended."""
+        """Raise BenchFailed if the process has ended."""
         if self.process.poll() is not None:
             self._read("")
 
     def end(self) -> dict[str, Any]:
-        """Let it end by itself; its account. Raises BenchFailed if it leaves none."""
+        """Terminate the process and return its final report. Raises BenchFailed if it writes none."""
         self.process.terminate()
         return self._read(self.process.communicate(timeout=60)[0])
 
@@ -238,7 +258,7 @@ def _quantile(delays: np.ndarray[Any, Any], share: float) -> float | None:
 
 
 def show(found: dict[str, Any]) -> None:
-    """The figures for people."""
+    """Print the figures as a table."""
     table = Table("", *found["kinds"], title=f"live sensors, {found['seconds']:g} s")
     for key in next(iter(found["kinds"].values())):
         values = [found["kinds"][kind][key] for kind in found["kinds"]]

@@ -1,4 +1,4 @@
-"""Observations by plain Spark: the transformations of the pipeline without branches, checks and Dagster."""
+"""Compute observations with plain Spark: the pipeline's functions without branches, checks and Dagster."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ def decode_by_plain_spark(
 ) -> dict[str, DataFrame]:
     """Return the decoded records of landing files by source kind, with the columns of the raw tables.
 
-    Args:
-        session: a session of Spark.
-        landing: the landing folder.
-        offsets: the first offset and the offset after the last by source kind. Other kinds are left out.
-        kinds: the declarations of the kinds of sensor.
+    Records that cannot be decoded are left out.
 
+    Args:
+        session: The Spark session.
+        landing: The landing folder.
+        offsets: By source kind, the first offset and the offset after the last one. Other kinds are left out.
+        kinds: The declarations of the kinds of sensor.
     """
     files = Landing(landing)
     frames = {}
@@ -72,18 +73,17 @@ def time_plain_observations(
     *,
     with_raw_tables: bool,
 ) -> tuple[float, int]:
-    """Time the way from bytes to a table of observations, and return the seconds and the number of rows.
+    """Time the way from bytes to a table of observations. Return the seconds and the number of rows.
 
-    Decoding on workers, the union in the envelope, the rules of rejection and the removal of duplicates are
-    the functions of the pipeline. The tables are written to `main` by one commit each.
+    Decoding, conversion to observations, rejection and the removal of duplicates use the pipeline's
+    functions. Each table is written to `main` by one commit.
 
     Args:
-        session: a session of Spark on `main`.
-        landing: the landing folder.
-        offsets: as for `decode_by_plain_spark`.
-        kinds: the declarations of the kinds of sensor.
-        with_raw_tables: whether the decoded records are written to tables first, and read from there.
-
+        session: The Spark session, on `main`.
+        landing: The landing folder.
+        offsets: As for `decode_by_plain_spark`.
+        kinds: The declarations of the kinds of sensor.
+        with_raw_tables: Whether the decoded records are first written to tables and then read from them.
     """
     session.sql(f"CREATE NAMESPACE IF NOT EXISTS {_NAMESPACE}")
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The memory of a process tree while a benchmark works."""
+"""Measure the memory of a process tree while a benchmark runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EVERY_S = 0.5
 
 @dataclass
 class PeakMemory:
-    """The largest memory so far in MB (None if it is unknown), and whether sampling has ended."""
+    """The largest memory so far in MB, or None if it is unknown. `stopped` ends the sampling."""
 
     peak_mb: float | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -25,7 +25,7 @@ def watch_memory(server_pids: Iterable[int]) -> Iterator[PeakMemory]:
     """Sample the memory of this process, of servers, and of all their children while the block runs.
 
     Memory that processes share is divided among them (the proportional set size of Linux), so that forked
-    workers do not count it again.
+    workers do not count it several times.
     """
     peak = PeakMemory()
     roots = [psutil.Process()]

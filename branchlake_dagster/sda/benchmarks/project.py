@@ -1,4 +1,4 @@
-"""The code location of `branchlake bench`: the product's own, and one small asset to time."""
+"""The code location of `branchlake bench`: the assets of the product, and one small asset."""
 
 import dagster as dg
 from pandera.pyspark import DataFrameModel, Field
@@ -15,14 +15,14 @@ SMALL = dg.AssetKey(["bench", "small"])
 
 
 class SmallContract(DataFrameModel):  # type: ignore[type-arg]  # generic in its stubs only
-    """What the small table promises."""
+    """The contract of the small table: `id` is not negative."""
 
     id: LongType = Field(ge=0, unique=False)
 
 
 @dg.asset(key=SMALL, group_name="bench")
 def small(spark: BranchSparkResource) -> DataFrame:
-    """A thousand rows made by Spark."""
+    """A thousand rows that Spark generates."""
     return spark.spark_session.range(1_000)
 
 

@@ -1,4 +1,4 @@
-"""Runs of the code location's jobs in this process, each of them published."""
+"""Run jobs of the code location in this process, and publish each run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.publication.run_publication import publish
 
 _QUIET: Mapping[str, Any] = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
-"""Dagster prints every event of an in-process run; the benchmark reports its own progress."""
+"""Run configuration that silences Dagster, which prints every event of an in-process run."""
 
 
 @dataclass(frozen=True)
 class PublishedRuns:
-    """A lake, a Dagster instance, and the definitions whose jobs run."""
+    """Runs jobs of `definitions` in the Dagster instance `instance`, with tables in `lake`."""
 
     lake: Lakehouse
     instance: dg.DagsterInstance
@@ -38,15 +38,14 @@ class PublishedRuns:
         """Run a job, publish its run, and return the seconds from the start to the publication.
 
         Args:
-            job: the name of the job.
-            assets: the assets of the job to compute. (default: all)
-            partition: the partition of the run.
-            ops: the configuration of the ops.
-            tags: tags of the run.
+            job: The name of the job.
+            assets: The assets of the job to compute. (default: all)
+            partition: The partition of the run.
+            ops: The configuration of the ops.
+            tags: The tags of the run.
 
         Raises:
-            BenchFailed: the run was not published.
-
+            BenchFailed: The run was not published.
         """
         began = time.perf_counter()
         done = self.definitions.resolve_job_def(job).execute_in_process(

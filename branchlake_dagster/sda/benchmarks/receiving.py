@@ -1,4 +1,4 @@
-"""`branchlake bench receive`: the receivers of each protocol, each in a process of its own."""
+"""`branchlake bench receive`: measure the receivers of each protocol, each in a separate process."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Receiver:
         self._usage = psutil.Process(process.pid)
 
     def cpu_s(self) -> float:
-        """Seconds of a processor that it has taken."""
+        """Return the processor time that the process has used, in seconds."""
         used = self._usage.cpu_times()
         return float(used.user + used.system)
 
     def settle(self, expected: int) -> None:
-        """Wait until so many are in finished files, or nothing more comes."""
+        """Wait until `expected` records are in finished files, or until no more records arrive."""
         before, since = -1, time.monotonic()
         while before < expected and time.monotonic() - since < self._quiet_s:
             if (now := self._landing.offsets(self._topic, 0)[1]) != before:
@@ -63,14 +63,17 @@ class Receiver:
             time.sleep(0.1)
 
     def end(self) -> dict[str, Any]:
-        """End it; its own account."""
+        """Terminate the receiver, and return its counts of its only source."""
         self._process.terminate()
         out, _ = self._process.communicate(timeout=60)
         account: dict[str, Any] = json.loads(out.strip().splitlines()[-1])["intakes"][0]
         return account
 
     def files(self) -> Iterator[tuple[float, float, pa.Table]]:
-        """Of each finished file when it was durable (seconds since 1970), its first receipt, and its rows."""
+        """Yield (closed, opened, rows) of each finished file. The times are seconds since 1970.
+
+        A record is durable once its file was closed.
+        """
         closed = {}
         for line in (self._landing.topic_folder(self._topic) / LOG_FILE).read_text().splitlines():
             told = json.loads(line)
@@ -82,7 +85,10 @@ class Receiver:
             yield *closed[file.first], pq.read_table(file.path, columns=["value"])
 
     def delays(self, sent_at: Any) -> npt.NDArray[np.float64]:
-        """Seconds from sending to durable of each record; `sent_at` gives the nanoseconds in values."""
+        """Return the seconds of each record from sending until it was durable.
+
+        `sent_at` returns the times of sending (nanoseconds since 1970) from a column of values.
+        """
         parts = [closed - sent_at(table["value"]) / 1e9 for closed, _, table in self.files()]
         return np.concatenate(parts) if parts else np.zeros(0)
 
@@ -91,7 +97,15 @@ class Receiver:
 def receiver(
     folder: Path, option: str, where: str = _ANYWHERE, *, roll_s: float, quiet_s: float
 ) -> Iterator[Receiver]:
-    """A receiver that writes to `folder`; ended whatever happens."""
+    """Start a receiver that writes to `folder`. It is killed at the end of the block.
+
+    Args:
+        folder: The landing folder.
+        option: The option of `branchlake sda receive` that names the protocol.
+        where: The address of the source.
+        roll_s: The age at which a file is finished, s.
+        quiet_s: How long `Receiver.settle` waits without new records, s.
+    """
     process = subprocess.Popen(
         [
             *(sys.executable, "-c", COMMAND, "receive", option, where),
@@ -115,12 +129,12 @@ def receiver(
 
 
 PACED = {"udp": 10_000, "tcp": 10_000, "http": 1_000}
-"""Records a second at which delays are measured."""
+"""Records per second at which delays are measured, by protocol."""
 
 _TICKS = 200
-"""Rounds of sending a second, when paced."""
+"""The number of times per second that a paced sender sends."""
 _DATAGRAMS, _FRAMES, _ITEMS = 50, 1_000, 5_000
-"""Records sent at once, when flat out."""
+"""Records per call of `send` at full speed, by protocol: UDP, TCP, HTTP."""
 _CONNECTIONS = 4
 Send = Callable[[int], None]
 Receive = Callable[..., AbstractContextManager[Receiver]]
@@ -129,14 +143,17 @@ Receive = Callable[..., AbstractContextManager[Receiver]]
 def measure(
     *, seconds: float, roll_s: float, quiet_s: float = 5.0, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Of each protocol: flat out for some seconds, then paced; the sender is this process.
+    """Measure each protocol for some seconds at full speed, and then at a steady rate. This process sends.
 
-    ``offered_per_s``: what the sender wrote. ``records_per_s``: what was durable, from the first receipt to
-    the last file. ``dropped``: by reason (UDP has no back-pressure: a sender that is faster than the receiver
-    shows how many). ``unaccounted``: sent, and neither durable nor counted as dropped. ``cpu_us``: the
-    receiver's processor time of a durable record.
-    ``p50_s``, ``p99_s``: from sending to durable, at ``paced_per_s``; the age of files, `roll_s`, is in them.
-    A receiver from which nothing comes for `quiet_s` is ended.
+    Figures at full speed: ``offered_per_s`` is what the sender wrote. ``records_per_s`` counts durable
+    records, from the first receipt to the last file. ``dropped`` is by reason: UDP has no back-pressure, so a
+    fast sender shows how many datagrams are lost. ``unaccounted`` records were sent, but are neither durable
+    nor counted as dropped. ``cpu_us`` is the receiver's processor time per durable record.
+
+    Figures at the steady rate ``paced_per_s``: ``p50_s`` and ``p99_s`` are quantiles of the time from sending
+    to durable. They contain `roll_s`, the age at which files are finished.
+
+    A receiver is ended if nothing arrives for `quiet_s`.
     """
     found = {}
     for protocol, one in (("udp", _udp), ("tcp", _tcp), ("http", _http)):
@@ -147,7 +164,7 @@ def measure(
 
 
 def show(found: dict[str, Any]) -> None:
-    """The figures for people."""
+    """Print the figures as a table."""
     table = Table("", *found, title="receivers")
     for key in next(iter(found.values())):
         values = [found[protocol][key] for protocol in found]
@@ -204,7 +221,7 @@ def _tcp(receive: Receive, folder: Path, seconds: float) -> dict[str, Any]:
 
 def _http(receive: Receive, folder: Path, seconds: float) -> dict[str, Any]:
     with _serving() as (url, send):
-        # All of it is there before it is asked for: pages are as large as they may be.
+        # All items exist before the first request, so that pages have their maximum size.
         for _ in range(int(20 * seconds)):
             send(_ITEMS)
         with receive(folder / "flat", "--optical", url) as one:
@@ -215,7 +232,7 @@ def _http(receive: Receive, folder: Path, seconds: float) -> dict[str, Any]:
 
 @contextmanager
 def _serving() -> Iterator[tuple[str, Send]]:
-    """A server of pages on a thread of its own."""
+    """Start an HTTP server of pages in a separate thread. Yields its URL and a function that adds records."""
     pages, ready, over = Pages(), threading.Event(), asyncio.Event()
     told: list[tuple[str, asyncio.AbstractEventLoop]] = []
 

@@ -1,4 +1,4 @@
-"""`branchlake bench registry`: five providers' catalogues merged, gated and published, beside bare ways."""
+"""`branchlake bench registry`: time the merge of five providers' catalogs, beside plain Spark and Polars."""
 
 from __future__ import annotations
 
@@ -45,18 +45,23 @@ _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 
 
 class RegistryFailed(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A run of the benchmark was not published, or the three ways do not agree."""
+    """A run of the benchmark was not published, or the three implementations have different results."""
 
 
 def measure(settings: Settings, *, rows: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Medians in seconds, in a state folder of its own, servers and tables warm.
+    """Return median times in seconds, in a separate state folder, with warm servers and tables.
 
-    Each round has five new pulls of `rows` in all, every object in each with another epoch, which are
-    ingested (`ingest_s`: parsed, checked, published). Then are timed, of the same rows in the lake:
-    `registry_s`, one run that merges them into catalogue, objects, history and audit, with all checks, to the
-    publication, of it `merge_and_write_s` and `checks_s`; `registry_plain_spark_s`, the winners by a window
-    function, written to a table on `main`; `registry_polars_s`, the same by Polars from the table's files to
-    a Parquet file.
+    Each round has five new pulls (files of one provider each) with `rows` rows together. Every object is in
+    each pull with another epoch. Figures of a round:
+
+    - `ingest_s`: parse, check and publish the pulls.
+    - `registry_s`: one run that merges them into catalog, objects, history and audit, with all checks, until
+      its publication. `merge_and_write_s` and `checks_s` are parts of it.
+    - `registry_plain_spark_s`: select the current element sets by a window function of Spark, and write them
+      to a table on `main`.
+    - `registry_polars_s`: select them with Polars from the table's files, and write them to a Parquet file.
+
+    Raises RegistryFailed.
     """
     with own_lake(settings) as bench:
         lake = Lakehouse(bench, say=say)
@@ -122,14 +127,14 @@ class _Stage:
         }
 
     def _files(self, number: int, objects: int) -> list[str]:
-        """Five files of the same objects, which agree on nothing but their numbers."""
-        # Epochs lie within twelve hours: every set of a round is newer than all of the one before.
+        """Write five files of the same objects, in which all values except the catalog numbers differ."""
+        # Epochs lie within twelve hours, so every set of a round is newer than those of the round before.
         at = REFERENCE_EPOCH + timedelta(days=number)
         names = []
         for rank, provider in enumerate(PROVIDERS):
             name = f"{provider}-{at:%Y%m%dT%H%M}Z"
             elements = simulated_elements(seed=7 + rank, objects=objects, epoch=at).with_columns(
-                # The simulation numbers 30,000 objects; here each has a number of its own.
+                # The simulation has only 30,000 different numbers; here each object gets its own.
                 sat_no=pl.int_range(1, objects + 1, dtype=pl.Int64)
             )
             path = self._folder / f"{name}.json.gz"
@@ -221,7 +226,7 @@ def _timed(call: Callable[[], tuple[int, float]]) -> tuple[float, tuple[int, flo
 
 
 def show(found: dict[str, Any]) -> None:
-    """The ways side by side."""
+    """Print the times as a table."""
     table = Table("way", "s", title=f"{found['rows']:,} rows of five sources, {found['objects']:,} objects")
     for name, what in {
         "registry_s": "merged, gated, published",

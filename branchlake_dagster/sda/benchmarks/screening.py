@@ -1,4 +1,7 @@
-"""`branchlake bench screening`: all objects against all, to published, and again after another snapshot."""
+"""`branchlake bench screening`: time the screening of all pairs until its publication.
+
+Screening is the search for close approaches. It is timed again after the catalog changed.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +38,27 @@ _OBJECTS = 16_000
 _CHANGED = 100
 _FIRST = datetime(2026, 8, 8, tzinfo=UTC)
 _TOLD = ("event_id", "first_reported", "previous_miss_distance_km")
-"""What a list says of the one before it."""
+"""Columns of a list of close approaches that depend on the list before."""
 
 
 def measure(
     settings: Settings, files: Sequence[Path], *, hours: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Two snapshots one after the other in a state folder of its own, through Spark, gate and publication.
+    """Time a full screening, and an incremental one after a second snapshot of the catalog, in seconds.
 
-    `files` are two GP files; without them 16,000 objects are simulated, of which a hundred change.
-    `screening_s`: from the run's start to its publication, of all pairs, `hours` ahead, within 5 km.
-    `incremental_s`: the same after the second snapshot, `changed` objects of which were others;
-    `incremental_fraction`: over `anew_s`, that of a screening of all pairs then. `equal`: whether both gave
-    the same rows. `growth`: seconds of one core for a part of the objects or of the time. Times in seconds.
+    Both run in a separate state folder, with Spark, checks and publication. `screening_s` is the time of the
+    full screening from the run's start to its publication, for all pairs, `hours` ahead, within 5 km.
+    `incremental_s` is the same after the second snapshot, in which `changed` objects have other elements.
+    `anew_s` is a full screening of the second snapshot; `incremental_fraction` is `incremental_s` divided by
+    it, and `equal` reports whether both gave the same rows. `growth` has the CPU seconds of screenings of
+    some of the objects and of longer spans.
+
+    Args:
+        settings: The settings. The benchmark replaces their state folder.
+        files: Two GP files, the older one first. Without them 16,000 objects are simulated, of which a
+            hundred change.
+        hours: How far ahead to screen.
+        say: Called with lines of progress.
     """
     with own_lake(settings) as bench:
         gp = bench.state_dir / "gp"
@@ -69,15 +80,14 @@ def measure_full_screening(
     """Time one screening of all pairs, from the run's start to its publication.
 
     Args:
-        settings: the settings, of which the benchmark takes its own state folder.
-        file: a GP file; without it `objects` are simulated, 30,000 at most.
-        objects: the number of objects to simulate.
-        hours: how far ahead, within 5 km.
-        say: reports progress.
+        settings: The settings. The benchmark replaces their state folder.
+        file: A GP file. Without it, `objects` objects are simulated, 30,000 at most.
+        objects: The number of objects to simulate.
+        hours: How far ahead to screen, within 5 km.
+        say: Called with lines of progress.
 
     Returns:
         ``screening_s``, and the numbers of ``objects`` in the catalog and of ``pairs_reported``.
-
     """
     with own_lake(settings) as bench:
         gp = bench.state_dir / "gp"
@@ -140,7 +150,7 @@ def _measured(
 
 
 class _Stack:
-    """Snapshots of the catalog, and screenings of all pairs."""
+    """Ingests snapshots of the catalog and runs screenings of all pairs."""
 
     def __init__(self, runs: PublishedRuns, hours: float) -> None:
         self._runs = runs
@@ -169,7 +179,7 @@ def _placed(path: Path, folder: Path) -> str:
 
 
 def _simulated(folder: Path) -> list[str]:
-    """Two snapshots an hour apart; in the second a hundred objects have other elements."""
+    """Write two snapshots an hour apart. The second has new elements of a hundred objects."""
     names = []
     for number in range(2):
         at = _FIRST + timedelta(hours=number)
@@ -186,7 +196,7 @@ def _simulated(folder: Path) -> list[str]:
 
 
 def _growth(catalogue: pl.DataFrame, say: Callable[[str], None]) -> list[dict[str, float]]:
-    """On one core, without Spark: by objects and by hours."""
+    """Time screenings on one core without Spark, for several numbers of objects and hours."""
     every = Elements.from_arrow(catalogue.sort("sat_no").to_arrow())
     start = newest_snapshot(catalogue["snapshot_id"].unique().to_list())
     mixed = np.random.default_rng(0).permutation(len(every))
@@ -206,7 +216,7 @@ def _growth(catalogue: pl.DataFrame, say: Callable[[str], None]) -> list[dict[st
 
 
 def show(found: dict[str, Any]) -> None:
-    """Figures, then how it grows."""
+    """Print the figures, then the times by objects and hours."""
     console = Console()
     table = Table("screening", "")
     for name, value in found.items():

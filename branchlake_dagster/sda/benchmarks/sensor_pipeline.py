@@ -1,4 +1,4 @@
-"""`branchlake bench sda`: bytes in landing files to observations and to alerts, beside plain Spark."""
+"""`branchlake bench sda`: time the pipeline from landing files to alerts, beside plain Spark."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ GROWTH = 4
 _OBJECTS, _LARGE_OBJECTS = 16_000, 26_834
 _WARM_UP_OBSERVATIONS = 5_000
 _SIMULATED_S = 600.0
-"""The time in which the simulated sensors measure, in seconds. All of it is in one hour."""
+"""The time in which the simulated sensors measure, in seconds. It lies within one hour."""
 _HOURS = tuple(datetime(2026, 8, 8, hour, tzinfo=UTC) for hour in range(1, 4))
 """The hours of the warm-up, of the input, and of the larger input."""
 _REGISTRY_ROWS, _REGISTRY_ROUNDS = 500_000, 1
@@ -65,9 +65,8 @@ class Input:
     """Measurements of an hour in landing files.
 
     Attributes:
-        hour: the start of the hour.
-        offsets: the first offset and the offset after the last, by source kind.
-
+        hour: The start of the hour.
+        offsets: By source kind, the first offset and the offset after the last one.
     """
 
     hour: datetime
@@ -87,22 +86,21 @@ class Input:
 def measure_space_pipeline(
     settings: Settings, files: Sequence[Path], *, observations: int, seed: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure the whole pipeline, in state folders of its own, and the quality of its results.
+    """Measure the times of the whole pipeline, and the quality of its results, in separate state folders.
 
-    `measure_throughput` describes the figures of the pipeline. The others come from the benchmarks of their
-    subjects: ``wrong_association_share`` of `measure_association`; ``median_error_m``,
-    ``best_sensor_error_m``, ``element_set_error_m`` and ``preferred_better_share`` of `measure_tracks`;
-    ``registry_s`` and ``plain_registry_s`` of `registry.measure`; ``screening_s`` and ``screening_27k_s`` of
+    `measure_throughput` describes the figures of the pipeline. The others come from other benchmarks:
+    ``wrong_association_share`` from `measure_association`; ``median_error_m``, ``best_sensor_error_m``,
+    ``element_set_error_m`` and ``preferred_better_share`` from `measure_tracks`; ``registry_s`` and
+    ``plain_registry_s`` from `registry.measure`; ``screening_s`` and ``screening_27k_s`` from
     `screening.measure_full_screening`, a day ahead.
 
     Args:
-        settings: the settings, of which the benchmark takes its own state folders.
+        settings: The settings. The benchmark replaces their state folder.
         files: GP files for the associations, the tracks and the first screening, as for
             `measure_association`. Without them objects are simulated.
-        observations: about how many measurements the smaller input has.
-        seed: the seed of the simulated sensors.
-        say: reports progress.
-
+        observations: The approximate number of measurements in the smaller input.
+        seed: The seed of the simulated sensors.
+        say: Called with lines of progress.
     """
     figures = measure_throughput(settings, observations=observations, seed=seed, say=say)
     say("Associations and tracks against the truth …")
@@ -137,25 +135,28 @@ def measure_space_pipeline(
 def measure_throughput(
     settings: Settings, *, observations: int, seed: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure the way from bytes in landing files to alerts, with warm servers.
+    """Time the way from bytes in landing files to alerts, with warm servers.
 
-    Simulated sensors write two inputs, the larger with four times as many measurements, each of one hour.
+    Simulated sensors write two inputs of one hour each. The larger input has four times as many measurements.
 
     Returns:
-        ``stages``: the seconds of each stage of the smaller input. A stage is all its runs, from their start
-        to their publication, checks included. ``ingestion`` is the runs of all kinds of sensor, one after the
-        other; ``rejected_observations`` is beside the way to the alerts.
-        ``obs_per_s``: published observations of the larger input, over the seconds of ingestion and
-        observations; ``small_obs_per_s`` of the smaller input.
-        ``plain_spark_obs_per_s``: the same of plain Spark on the same files, to a table of observations
-        alone; ``plain_spark_with_raw_obs_per_s`` also writes the raw tables and reads them.
-        ``pipeline_obs_per_s``: observations of the smaller input, over the seconds of all stages.
-        ``growth_1m_to_4m``: the seconds of the larger input over those of the smaller, to observations; from
-        one to four million only with a smaller input of a million.
-        ``observations`` and ``large_observations``: the published observations of the inputs.
+        ``stages``: the seconds of each stage of the smaller input. The time of a stage is the sum over its
+            runs, from their start to their publication, with checks. ``ingestion`` has one run per kind of
+            sensor, one after the other. Alerts do not depend on ``rejected_observations``.
+        ``obs_per_s``: the published observations of the larger input, divided by the seconds of ingestion and
+            observations; ``small_obs_per_s`` for the smaller input.
+        ``plain_spark_obs_per_s``: the same for plain Spark, which writes only a table of observations from
+            the same files; ``plain_spark_with_raw_obs_per_s`` also writes the raw tables and reads them.
+        ``pipeline_obs_per_s``: the observations of the smaller input, divided by the seconds of all stages.
+        ``growth_1m_to_4m``: the seconds of the larger input until observations, divided by those of the
+            smaller. The name fits a smaller input of a million.
+        ``observations`` and ``large_observations``: the numbers of published observations.
         ``peak_mb``: the largest memory of the pipeline with its servers, see `watch_memory`; None if the
-        system does not report it.
+            system does not report it.
 
+    Raises:
+        ConfigurationError: The environment configures another pipeline than the default one.
+        BenchFailed: A run was not published, or plain Spark has another number of observations.
     """
     _require_own_pipeline(os.environ)
     with own_lake(settings) as bench:
@@ -178,7 +179,7 @@ def measure_throughput(
 
 
 def _require_own_pipeline(environment: Mapping[str, str]) -> None:
-    """Raise ConfigurationError if the environment configures another pipeline than the one that is timed."""
+    """Raise ConfigurationError if the environment configures another pipeline than the default one."""
     configured = [name for name in (GP_DIR, LIVE_SENSORS, SENSORS) if environment.get(name)]
     if configured:
         raise ConfigurationError(
@@ -190,7 +191,7 @@ def _require_own_pipeline(environment: Mapping[str, str]) -> None:
 
 
 class _Trial:
-    """Inputs that simulated sensors write to the landing folder, and their way through the pipeline."""
+    """Writes inputs of simulated sensors to the landing folder, and times the pipeline's runs on them."""
 
     def __init__(self, runs: PublishedRuns, catalogue: Path, seed: int, say: Callable[[str], None]) -> None:
         self._runs, self._catalogue, self._seed, self._say = runs, catalogue, seed, say
@@ -198,7 +199,7 @@ class _Trial:
         self._folder = runs.lake.settings.landing_folder
 
     def measure(self, observations: int) -> dict[str, Any]:
-        # An ingestion takes all records that are there, so each input is written when its turn comes.
+        # An ingestion reads all existing records, so each input is written just before it is ingested.
         warm_up = self._simulate(_HOURS[0], min(_WARM_UP_OBSERVATIONS, observations))
         self._to_alerts(warm_up)
         self._time_plain(warm_up, with_raw_tables=True)
@@ -291,7 +292,7 @@ class _Trial:
         return {"ingestion": ingestion_s, "observations": observations_s}, count
 
     def _to_alerts(self, landed: Input) -> tuple[dict[str, float], int]:
-        """Publish everything that follows from an input, as `_to_observations` does."""
+        """Publish all tables from an input to the alerts. Return what `_to_observations` returns."""
         seconds, count = self._to_observations(landed)
         stages = {"associations": ASSOCIATIONS, "tracks": FUSED_TRACKS, "risks": CONJUNCTION_RISKS}
         for name, asset in stages.items():
@@ -302,7 +303,7 @@ class _Trial:
         return seconds, count
 
     def _time_plain(self, landed: Input, *, with_raw_tables: bool, expected: int | None = None) -> float:
-        """Time plain Spark on an input. Raises BenchFailed if it has other than `expected` rows."""
+        """Time plain Spark on an input. Raises BenchFailed if its number of rows is not `expected`."""
         session = self._runs.lake.spark_session(MAIN)
         try:
             seconds, count = time_plain_observations(

@@ -1,4 +1,7 @@
-"""`branchlake bench tracks`: fused tracks, single sensors and element sets against the true positions."""
+"""`branchlake bench tracks`: measure the position errors of fused tracks, single sensors and element sets.
+
+A fused track is the orbit of an object as estimated from observations of all kinds of sensor.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +39,17 @@ def measure_tracks(
 ) -> dict[str, Any]:
     """Measure the position errors of fused tracks, in this process.
 
-    Observations of all kinds, 5 % of them with wrong track numbers and 1 % clutter, are associated with the
-    catalog and fused, as the assets do.
+    Observations of all kinds are simulated, 5 % of them with wrong track numbers, and 1 % clutter (false
+    measurements). They are associated with the catalog and fused by the functions of the assets.
 
     Args:
         files: GP files, as for `measure_association`.
-        hours: the length of the window.
-        seed: the seed of the observations.
-        say: reports progress.
+        hours: The length of the window.
+        seed: The seed of the observations.
+        say: Called with lines of progress.
 
     Returns:
         Figures as `count_tracks` describes them, and the CPU time of the fusion.
-
     """
     catalogs = read_catalogs(files, hours, say) if files else simulate_catalogs(_OBJECTS, seed)
     start, end = catalogs.start, catalogs.start + round(hours * _HOUR)
@@ -104,17 +106,17 @@ def build_errors(
     """Return the position errors of each track, m.
 
     Args:
-        tracks: tracks of all kinds of sensors.
-        single: tracks of the observations of each kind alone, with the element set as prior.
-        alone: the same without a prior. Few observations determine no orbit then.
+        tracks: Tracks from all kinds of sensors together.
+        single: Tracks from the observations of each kind alone, with the element set as prior.
+        alone: The same without a prior. A few observations then do not determine an orbit.
         element_sets: ``sat_no`` and the positions of the element sets at the same epoch.
         truth: ``sat_no`` and the true positions. A track of any other object has an infinite error.
 
     Returns:
-        ``sat_no``, ``is_preferred``, ``kinds`` (how many kinds have the track), ``error_m``,
-        ``element_set_error_m``, ``best_sensor_error_m`` of the kind whose track has the smallest sigma, and
-        ``sensor_alone_error_m`` of that without a prior, null if no kind alone determines an orbit.
-
+        ``sat_no``, ``is_preferred``, ``kinds`` (the number of kinds that have a track of the object),
+            ``error_m``, ``element_set_error_m``, ``best_sensor_error_m`` (of the kind whose track has the
+            smallest standard deviation), and ``sensor_alone_error_m`` (the same without a prior; null if no
+            kind alone determines an orbit).
     """
     best, best_alone = (
         pl.concat([frame.select("sat_no", "position_sigma_km", *_POSITION) for frame in frames])
@@ -144,12 +146,13 @@ def build_errors(
 
 
 def count_tracks(errors: pl.DataFrame) -> dict[str, Any]:
-    """Compare the errors of `build_errors`.
+    """Summarize the errors of `build_errors`.
 
-    All errors are medians of the preferred tracks; those of ``several_kinds`` are of the preferred tracks
-    that several kinds of sensors observed, and those of ``alone`` of the preferred tracks that the best kind
-    determines without the element set. ``preferred_better_share`` is the share of the preferred tracks
-    that are better than their element set. ``all_*`` are of all tracks.
+    All errors are medians over preferred tracks (those that the pipeline uses instead of element sets).
+    Figures of ``several_kinds`` cover the preferred tracks that several kinds of sensors observed. Figures of
+    ``alone`` cover the preferred tracks whose orbit one kind determines without the element set.
+    ``preferred_better_share`` is the share of preferred tracks that are better than their element set.
+    Figures of ``all`` cover all tracks.
     """
     preferred = errors.filter("is_preferred")
     several = preferred.filter(pl.col("kinds") > 1)
@@ -191,7 +194,7 @@ def _median(frame: pl.DataFrame, name: str) -> float | None:
 
 
 def element_frame(elements: Elements) -> pl.DataFrame:
-    """Return the element sets as the columns that the fusion reads."""
+    """Return element sets as a frame with the columns that the fusion reads."""
     values = dict(zip(ELEMENT_FIELDS, elements.values.T, strict=True))
     return pl.DataFrame(
         {
@@ -214,7 +217,7 @@ def _element_positions(catalog: PredictedCatalog, epoch: int) -> pl.DataFrame:
 
 
 def _true_positions(elements: Elements, start: int, end: int, seed: int) -> pl.DataFrame:
-    """Return where the simulated sensors saw the objects at the middle of the window."""
+    """Return the objects' simulated positions at the middle of the window."""
     truth = TrueScene(elements, start, end, seed=seed, kind="radar")
     rows = np.arange(len(elements))
     position, _ = truth.truth(rows, np.full(len(rows), (start + end) // 2))
