@@ -1,1 +1,1 @@
-"""commands."""
+"""The commands `branchlake sda` and `branchlake demo`."""

@@ -1,4 +1,4 @@
-"""Acknowledges alerts: in the subscribers' files, and on the asset's page in Dagster."""
+"""Acknowledge alerts in the subscribers' files, and on the asset's page in Dagster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def acknowledge_alert(
     note: str | None,
     now: datetime,
 ) -> Acknowledgement:
-    """Acknowledge the version of an alert that holds now. Raises AlertNotHeld."""
+    """Acknowledge the present version of an alert.
+
+    Raises AlertNotHeld if the alert does not exist or was retracted.
+    """
     entries = read_alerts(reader, AlertFilter(alert_id=alert_id), history=True).entries
     last = _require_held(entries, alert_id)
     acknowledgement = Acknowledgement(alert_id, last, subscriber, now, note)
@@ -42,7 +45,7 @@ def acknowledge_alert(
 
 
 def _require_held(entries: pl.DataFrame | None, alert_id: str) -> int:
-    """Return the sequence of the version that holds. Raises AlertNotHeld."""
+    """Return the sequence number of the alert's present version. Raises AlertNotHeld."""
     if entries is None or entries.is_empty():
         raise AlertNotHeld(
             f"There is no alert {alert_id}.",
@@ -64,10 +67,10 @@ def _require_held(entries: pl.DataFrame | None, alert_id: str) -> int:
 
 
 def report_acknowledgement(settings: Settings, acknowledgement: Acknowledgement) -> bool:
-    """Report an acknowledgement as an observation of the asset of the alerts.
+    """Report an acknowledgement to Dagster, as an observation of the asset `conjunction_alerts`.
 
-    Returns whether there is a Dagster instance: `DAGSTER_HOME` is set, or the state folder has one. Creates
-    none.
+    Returns False without a report if there is no Dagster instance: neither is `DAGSTER_HOME` set, nor does
+    the state folder have an instance. The function does not create one.
     """
     if not os.environ.get("DAGSTER_HOME") and not (settings.state_dir / "dagster").is_dir():
         return False

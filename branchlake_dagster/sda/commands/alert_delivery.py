@@ -1,4 +1,7 @@
-"""Delivers alerts to a subscriber: prints new entries, and saves the position after they were flushed."""
+"""Deliver alerts to a subscriber: print new entries, flush them, then save the subscriber's position.
+
+A subscriber is a named reader of the log of alerts. Its position is the last entry that it received.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,14 @@ def format_line(entry: Entry, *, as_json: bool) -> str:
 def begin_subscription(
     reader: AlertReader, store: SubscriberStore, subscriber: str, *, since: datetime | None, restart: bool
 ) -> Position | None:
-    """Return the position at which the delivery begins, and save that of a new subscriber.
+    """Return the position at which the delivery begins, and save it for a new subscriber.
 
     Args:
-        reader: reads the log.
-        store: has the positions.
-        subscriber: the subscriber's name. The caller holds it.
-        since: a new subscriber gets what was published after this time; None stands for the present.
-        restart: whether a known subscriber begins like a new one.
-
+        reader: Reads the log.
+        store: Holds the positions.
+        subscriber: The subscriber's name. The caller must hold the subscriber (`SubscriberStore.hold`).
+        since: A new subscriber receives the entries that were published after this time. None means now.
+        restart: Whether a known subscriber begins like a new one.
     """
     stored = None if restart else store.load_position(subscriber)
     if stored is None:
@@ -51,7 +53,7 @@ def deliver_new_entries(
     output: TextIO,
     as_json: bool,
 ) -> Position | None:
-    """Print what was published after a position, and return the position after it.
+    """Print the entries that were published after a position, and return the position after them.
 
     At least once: the position is saved after the output was flushed. If the process dies in between, the
     entries of the last publication are printed again. Raises AlertLogChanged.
@@ -78,10 +80,11 @@ def follow_alerts(
     output: TextIO | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Deliver entries as they are published, until the process is ended; with `once`, those that exist.
+    """Deliver entries as they are published, until the process is ended.
 
-    While nothing is published, a look costs one request. An error that may pass, such as servers that are
-    started again, is reported once, and the next look tries again. Raises AlertLogChanged and SubscriberBusy.
+    With `once`, deliver the existing entries and return. While nothing is published, each interval costs one
+    request. A transient error, such as a server that restarts, is reported once, and the next interval tries
+    again. Raises AlertLogChanged and SubscriberBusy.
     """
     stream = output or sys.stdout
     with store.hold(subscriber):

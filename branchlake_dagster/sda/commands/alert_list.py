@@ -1,4 +1,4 @@
-"""The listing of alerts: what is read from the log, and how it is shown."""
+"""Read and print alerts for the command `branchlake sda alerts`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ from branchlake_dagster.sda.commands.row_output import print_table
 
 @dataclass(frozen=True)
 class AlertFilter:
-    """Which alerts are listed. Empty fields select all."""
+    """The alerts to list. Empty fields select all alerts.
+
+    `since` and `until` limit the time of the closest approach; `until` itself is excluded.
+    """
 
     priorities: tuple[str, ...] = ()
     objects: tuple[int, ...] = ()
@@ -65,7 +68,7 @@ class AlertFilter:
 
 
 def all_of(parts: Sequence[BooleanExpression]) -> BooleanExpression:
-    """Return the conjunction of filters; without filters, one that selects all rows."""
+    """Return the conjunction of filters. Without filters, return a filter that selects all rows."""
     combined: BooleanExpression = AlwaysTrue()
     for part in parts:
         combined = And(combined, part)
@@ -74,14 +77,17 @@ def all_of(parts: Sequence[BooleanExpression]) -> BooleanExpression:
 
 @dataclass(frozen=True)
 class AlertListing:
-    """Entries of the log, and the state of the lake that they were read at. None: there is no log yet."""
+    """Entries of the log of alerts, and a label of the lake's state from which they were read.
+
+    `entries` is None if the log's table does not exist yet.
+    """
 
     entries: pl.DataFrame | None
     label: str
 
 
 def read_alerts(reader: LakeReader, alert_filter: AlertFilter, *, history: bool) -> AlertListing:
-    """Read the alerts that hold now, latest approach first; with `history` all entries, in order."""
+    """Read the valid alerts, latest approach first. With `history`, read all entries in the log's order."""
     state = reader.find_state()
     try:
         table = reader.table(ALERT_TABLE, branch=state.ref)
@@ -155,7 +161,10 @@ def show_alerts(
 
 
 def _format_acknowledged(entry: Entry, acknowledgements: AcknowledgementsByAlert) -> str:
-    """Return who acknowledged the alert and when, with the sequence if it is an earlier one."""
+    """Format who acknowledged the alert and when.
+
+    An acknowledgement of an earlier version includes that version's sequence number.
+    """
     return "; ".join(
         f"{one.subscriber} {one.acknowledged_at:%Y-%m-%d %H:%M}"
         + ("" if one.sequence >= entry["sequence"] else f" (only sequence {one.sequence})")

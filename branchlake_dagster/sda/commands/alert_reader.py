@@ -1,7 +1,7 @@
-"""Reads the entries that were added to the log of alerts since a position, one publication after the other.
+"""Read the entries that were added to the log of alerts since a position, publication by publication.
 
-The position is a snapshot of the table, as for incremental assets: files are found through manifests, and
-only files of new snapshots are read. A compaction adds no entries.
+The position is a snapshot of the table, as for incremental assets. The reader finds files through manifests,
+and opens only files of new snapshots. A compaction adds no entries.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from branchlake_dagster.sda.alerts.log_entries import (
 from branchlake_dagster.wording import format_count
 
 ENTRIES_REMOVED = "entries removed"
-"""A reason of `AlertLogChanged`; the others are those of `LossReason`."""
+"""A reason of `AlertLogChanged`. The other reasons are the values of `LossReason`."""
 
 
 class AlertLogChanged(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """The log of alerts no longer continues what a subscriber got: it was rebuilt, or rolled back.
+    """The log of alerts was rebuilt or rolled back, so it does not continue the entries already delivered.
 
     `reason` is a `LossReason` or `ENTRIES_REMOVED`.
     """
@@ -53,9 +53,9 @@ class AlertLogChanged(BranchlakeError, Terminal):  # noqa: N818 - named like the
 
 @dataclass(frozen=True)
 class Delivery:
-    """New entries, in order, and the position of a subscriber that has got them.
+    """New entries in order, and the subscriber's position after them.
 
-    `entries` may be empty, after a compaction. Each entry has the columns of the table and `snapshot_id`: the
+    `entries` is empty after a compaction. Each entry has the columns of the table and `snapshot_id`, the
     snapshot that added the entry.
     """
 
@@ -66,8 +66,9 @@ class Delivery:
 class AlertReader:
     """Reads new entries of the log of alerts on `main`.
 
-    Each entry is delivered at least once: save the position of a `Delivery` after its entries were handed
-    over. Entries are ordered by commit, alert, sequence, and insert before retract of the same sequence.
+    Each entry is delivered at least once, if the caller saves the position of a `Delivery` only after it has
+    processed the entries. Entries are ordered by commit, alert, sequence, and insert before retract of the
+    same sequence.
     """
 
     def __init__(self, lake: Lakehouse, *, table: str = ALERT_TABLE) -> None:
@@ -75,45 +76,46 @@ class AlertReader:
         self._table = table
 
     def load_table(self, *, at: datetime | None = None) -> Table | None:
-        """Load the log as it is on `main` now, or was at a time. None if there was no such table."""
+        """Load the log's table from `main` as it is now, or as it was at a time.
+
+        None if the table does not exist, or did not exist then.
+        """
         try:
             return LakeReader(self._lake).table(self._table, at=at)
         except (NoSuchTableError, NoSuchState):
             return None
 
     def head_of_main(self) -> str:
-        """Return the last commit of `main`. While it stays, there is nothing new."""
+        """Return the last commit of `main`. If it is unchanged, there are no new entries."""
         return self._lake.nessie.reference(MAIN).hash
 
     def position_at(self, moment: datetime | None = None) -> Position | None:
-        """Return the position of a subscriber that wants what was published after `moment`.
+        """Return the position from which a subscriber gets the entries published after `moment`.
 
         Args:
-            moment: a time with a zone; None stands for the present.
+            moment: A time with a time zone. None means now.
 
         Returns:
-            The position; None if the log did not exist then, so that all of it will be new.
-
+            The position, or None if the log did not exist at that time, so that all its entries will be new.
         """
         table = self.load_table(at=moment)
         return None if table is None else current_position(table)
 
     def deliveries(self, position: Position | None) -> Iterator[Delivery]:
-        """Yield what was published after a position, oldest first.
+        """Yield the entries that were published after a position, oldest first.
 
         Args:
-            position: the position of the last delivery; None delivers the whole log.
+            position: The position of the last delivery. None delivers the whole log.
 
         Raises:
-            AlertLogChanged: the log was rebuilt or rolled back, or its snapshots have expired.
-
+            AlertLogChanged: The log was rebuilt or rolled back, or snapshots after the position have expired.
         """
         table = self.load_table()
         if table is None:
             if position is not None:
                 raise _changed_error(self._table, LossReason.RECREATED, "The log of alerts was dropped.")
             return
-        # From a position before the first snapshot, the log is read snapshot by snapshot while none expired.
+        # If the position is before the first snapshot, the log is read by snapshots unless one expired.
         start = position or Position(str(table.metadata.table_uuid), None)
         try:
             change = capture_change(table, start, name=self._table)
@@ -132,8 +134,8 @@ class AlertReader:
             if change.steps and change.steps[-1].kind is ChangeKind.COMPACT:
                 yield Delivery([], change.up_to)
             return
-        # Entries may be in files of a later snapshot than the one that added them, so nothing before the end
-        # is a position.
+        # Entries may be in files of a later snapshot than the one that added them, so only the end is a valid
+        # position.
         yield Delivery(self._read_entries(table, change), change.up_to)
 
     def _read_entries(self, table: Table, change: ChangeSet) -> list[Entry]:
@@ -166,10 +168,10 @@ def _changed_error(table: str, reason: str, message: str) -> AlertLogChanged:
 
 
 def cursor_of(position: Position | None) -> str:
-    """Return a position as text, for the cursor of a Dagster sensor. None gives an empty text."""
+    """Convert a position to text for the cursor of a Dagster sensor. None gives an empty text."""
     return "" if position is None else position_to_json(position)
 
 
 def position_of(cursor: str | None) -> Position | None:
-    """Return the position that `cursor_of` wrote; None for an empty or missing text."""
+    """Convert the text of `cursor_of` to a position. An empty text or None gives None."""
     return Position.from_dict(json.loads(cursor)) if cursor else None

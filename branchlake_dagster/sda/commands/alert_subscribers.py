@@ -1,8 +1,8 @@
-"""The positions and the acknowledgements of subscribers to alerts, in the state folder.
+"""Store the positions and the acknowledgements of subscribers to alerts in the state folder.
 
-They are files and not rows of the lake: a command that wrote to `main` would go around branches and the
-gate. A position is replaced atomically, and an acknowledgement is a line at the end of a file. Both are on
-disk when the functions return.
+They are files and not rows of the lake, because a command that wrote to `main` would bypass branches and
+checks. A position is replaced atomically, and an acknowledgement is a line at the end of a file. The
+functions return after the data was flushed to disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _POSITION_FIELD = "position"
 
 
 class SubscriberBusy(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """Another process delivers the alerts of this subscriber."""
+    """Another process already delivers the alerts of this subscriber."""
 
 
 class SubscriberDamaged(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -39,7 +39,10 @@ class SubscriberDamaged(BranchlakeError, Terminal):  # noqa: N818 - named like t
 
 @dataclass(frozen=True)
 class Acknowledgement:
-    """That a subscriber has acknowledged a version of an alert. A corrected alert needs another one."""
+    """A subscriber's acknowledgement of one version of an alert.
+
+    Each correction makes a new version, which must be acknowledged again. `sequence` is the version.
+    """
 
     alert_id: str
     sequence: int
@@ -50,17 +53,16 @@ class Acknowledgement:
 
 @dataclass(frozen=True)
 class StoredPosition:
-    """The position of a known subscriber; None if the log did not exist when the subscriber began."""
+    """The position of a known subscriber. `position` is None if the log did not exist when it subscribed."""
 
     position: Position | None
 
 
 class SubscriberStore:
-    """The files of all subscribers of one state folder.
+    """The files of all subscribers in one state folder.
 
     Args:
-        state_dir: the state folder. The subfolder `alert_subscribers` is created with the first file.
-
+        state_dir: The state folder. The subfolder `alert_subscribers` is created with the first file.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -68,7 +70,7 @@ class SubscriberStore:
 
     @contextmanager
     def hold(self, subscriber: str) -> Iterator[None]:
-        """Exclude other processes from a subscriber. Raises SubscriberBusy."""
+        """Lock a subscriber against other processes while the block runs. Raises SubscriberBusy."""
         lock_path = self._path_of(subscriber, "lock")
         make_private_folder(self._folder)
         with lock_path.open("a") as handle:
@@ -96,7 +98,7 @@ class SubscriberStore:
             ) from error
 
     def save_position(self, subscriber: str, position: Position | None) -> None:
-        """Atomic: replace a subscriber's position. The new one is on disk when this returns."""
+        """Replace a subscriber's position atomically. The new position is on disk when this returns."""
         path = self._path_of(subscriber, "json")
         make_private_folder(self._folder)
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
@@ -128,7 +130,7 @@ class SubscriberStore:
     def load_acknowledgements(self) -> list[Acknowledgement]:
         """Return all acknowledgements, oldest first.
 
-        A line that a dying process left incomplete is not an acknowledgement. Raises SubscriberDamaged.
+        An incomplete line, which a killed process left, is skipped. Raises SubscriberDamaged.
         """
         try:
             content = self._acknowledgements.read_bytes()
@@ -176,7 +178,7 @@ class SubscriberStore:
 def latest_acknowledgements(
     acknowledgements: list[Acknowledgement],
 ) -> dict[str, list[Acknowledgement]]:
-    """Return the last acknowledgement of each subscriber, by alert."""
+    """Return each subscriber's acknowledgement of the newest version, by alert id."""
     latest: dict[tuple[str, str], Acknowledgement] = {}
     for one in acknowledgements:
         key = one.alert_id, one.subscriber

@@ -1,4 +1,4 @@
-"""`branchlake sda alerts`: which conjunction alerts hold, what is new for a subscriber, acknowledgements."""
+"""`branchlake sda alerts`: list the valid alerts, follow new entries, or acknowledge an alert."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.settings import Settings
 
 _ROWS = 50
-"""Rows of a table without `--limit`."""
+"""The number of rows in a table without `--limit`."""
 
 
 @click.command()
@@ -149,7 +149,7 @@ def _follow(
                 report=lambda text: click.echo(text, err=True),
             )
         except KeyboardInterrupt:
-            # The usual end. What was printed since the last saved position is printed again next time.
+            # The usual end. Entries after the last saved position are printed again next time.
             return
 
 

@@ -1,4 +1,4 @@
-"""The list of close approaches: its selection, and how it is shown."""
+"""Select, compare and print close approaches for `branchlake sda conjunctions`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ _SEEN = ("event_id", "kind", "tca", "miss_distance_km")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which close approaches: of any of these objects (none: of all), with their time and distance."""
+    """The selection of close approaches. Empty fields select all.
+
+    A close approach matches `objects` if one of its two objects is among them. `since` and `until` limit its
+    time, without `until` itself; `within_km` is the largest miss distance.
+    """
 
     objects: tuple[int, ...] = ()
     since: datetime | None = None
@@ -35,7 +39,10 @@ class Wanted:
     kinds: tuple[str, ...] = ()
 
     def condition(self) -> str:
-        """As DuckDB's SQL; numbers, times and kinds of ours alone."""
+        """Return the selection as a condition in DuckDB's SQL.
+
+        It contains only numbers, times and known kinds.
+        """
         numbers = ", ".join(str(int(one)) for one in self.objects)
         pair = f"(sat1_object_designator IN ({numbers}) OR sat2_object_designator IN ({numbers}))"
         kinds = ", ".join(f"'{kind}'" for kind in self.kinds)
@@ -49,7 +56,10 @@ class Wanted:
         return " AND ".join(part for part in parts if part) or "TRUE"
 
     def of(self, changes: pl.DataFrame) -> pl.DataFrame:
-        """Those of what `compared` gave that are wanted in either list."""
+        """Return the rows of `compared` that are selected by their values in the later or the earlier list.
+
+        Objects are not compared: the lists were read for them already.
+        """
         moments = (pl.col("tca"), pl.col("was_tca"))
         misses = (pl.col("miss_distance_km"), pl.col("was_miss_distance_km"))
         wanted = [
@@ -63,7 +73,16 @@ class Wanted:
 
 
 def listed(reader: LakeReader, wanted: Wanted, *, at: str | None) -> tuple[pl.DataFrame, str]:
-    """The list with the objects' names, nearest first, and in words what was read and screened."""
+    """Read the selected close approaches with the objects' names, nearest first.
+
+    Args:
+        reader: Reads the lake.
+        wanted: The selection.
+        at: A time or a commit hash of the state to read; None reads the present state.
+
+    Returns:
+        The rows, and a text with the state that was read, and the time span and threshold of the screening.
+    """
     query = f"""
         SELECT c.*, a.object_name AS sat1_name, b.object_name AS sat2_name
         FROM {TABLE} AS c LEFT JOIN sda.catalogue AS a ON a.sat_no = c.sat1_object_designator
@@ -72,7 +91,7 @@ def listed(reader: LakeReader, wanted: Wanted, *, at: str | None) -> tuple[pl.Da
     """  # noqa: S608 - see `condition`
     with reader.sql(query, at=at) as result:
         found, place = result.polars(), result.state
-    # A list of before a column was there is shown without it.
+    # A list from before a column existed is shown without it.
     found = found.select(name for name in _SHOWN if name in found.columns)
     reach = f"SELECT min(screened_from), max(screened_until), max(threshold_km) FROM {TABLE}"  # noqa: S608
     with reader.sql(reach, branch=place.ref) as result:
@@ -84,10 +103,12 @@ def listed(reader: LakeReader, wanted: Wanted, *, at: str | None) -> tuple[pl.Da
 
 
 def compared(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
-    """What the later list has that the earlier had not, or had otherwise, and what it has no more.
+    """Return the differences between two lists of close approaches.
 
-    `change` is `new`, `gone` or `moved`; `was_tca` and `was_miss_distance_km` are the earlier list's. An
-    event that is past when the later list begins is gone, as nobody screens it any more.
+    `change` is `new` for an event that only the later list has, `gone` for one that only the earlier list
+    has, and `moved` for one whose time, distance or kind differs. `was_tca` and `was_miss_distance_km` are
+    the values of the earlier list. An event before the start of the later list is `gone`, because the later
+    screening does not cover its time.
     """
     earlier = before.select(
         "event_id",
@@ -154,7 +175,7 @@ _HEADS = {
 
 
 def show(found: pl.DataFrame, most: int) -> None:
-    """At most `most` rows (0: all); the objects with their names."""
+    """Print at most `most` rows as a table, with the objects' names; 0 prints all."""
     columns = [name for name in found.columns if name not in _LEFT_OUT]
     table = Table(show_edge=False, pad_edge=False)
     for name in columns:

@@ -1,4 +1,4 @@
-"""Published close approaches as Conjunction Data Messages, a file each."""
+"""Write published close approaches as Conjunction Data Messages (CCSDS 508.0-B), one file per message."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Written:
-    """How many messages were written, why others were not, and in words what was read."""
+    """The number of written messages, the reasons of the refused ones, and a label of the lake's state."""
 
     count: int
     refused: list[str]
     place: str
 
-    def told(self) -> str:
-        """The first reasons, and how many more there are."""
+    def format_refusals(self) -> str:
+        """Return the first reasons, one per line, and the number of further ones."""
         more = len(self.refused) - _SHOWN
         return "\n".join(self.refused[:_SHOWN] + ([f"… and {more} more."] if more > 0 else []))
 
@@ -46,9 +46,19 @@ def write_messages(
     originator: str,
     now: Callable[[], datetime],
 ) -> Written:
-    """One file a close approach, named by its message's id; a message that is there already is replaced.
+    """Write one file per close approach, named by its message's id. An existing file is replaced.
 
-    Each file appears whole or not at all. What cannot be a message is told, and the others are written.
+    Each file is written atomically. A row that cannot become a message is reported in `refused`, and the
+    others are written.
+
+    Args:
+        reader: Reads the lake.
+        wanted: The selection of close approaches.
+        folder: The folder of the files. It is created if it does not exist.
+        at: A time or a commit hash of the state to read; None reads the present state.
+        notation: KVN (key-value lines) or XML.
+        originator: The value of ORIGINATOR.
+        now: Returns the creation time of the messages.
     """
     query = f"SELECT * FROM {TABLE} WHERE {wanted.condition()} ORDER BY miss_distance_km, tca, event_id"  # noqa: S608 - see `condition`
     with reader.sql(query, at=at) as result:
@@ -83,7 +93,7 @@ def _write(path: Path, message: str) -> None:
 
 
 def _sets(reader: LakeReader, found: pl.DataFrame, ref: str) -> pl.DataFrame:
-    """The element sets of the objects that are current, and those of the history with the epochs named."""
+    """Read the element sets of the close approaches' objects and epochs, from the catalog and its history."""
     columns = ("sat_no", "epoch", *ELEMENT_FIELDS)
     numbers = _numbers(found)
     epochs = pl.concat([found[f"sat{k}_element_epoch"].alias("epoch") for k in (1, 2)]).unique()
@@ -108,7 +118,7 @@ def _sets(reader: LakeReader, found: pl.DataFrame, ref: str) -> pl.DataFrame:
 
 
 def _kinds(reader: LakeReader, found: pl.DataFrame, ref: str) -> dict[int, str | None]:
-    """What the satellite catalogue says that an object is."""
+    """Read the type of each object (payload, rocket body, …) from the satellite catalog."""
     if "sda.satellites" not in reader.tables(branch=ref):
         return {}
     chosen = f"sat_no IN ({_numbers(found)}) AND valid_to IS NULL"
@@ -121,7 +131,7 @@ def _numbers(found: pl.DataFrame) -> str:
 
 
 def _read(reader: LakeReader, table: str, columns: tuple[str, ...], chosen: str, ref: str) -> pl.DataFrame:
-    """The columns that there are of some rows."""
+    """Read those of the columns that the table has, from the rows of the condition `chosen`."""
     there = {field.name for field in reader.table(table, branch=ref).schema().fields}
     wanted = ", ".join(name for name in columns if name in there)
     with reader.sql(f"SELECT {wanted} FROM {table} WHERE {chosen}", branch=ref) as result:  # noqa: S608 - numbers and times of ours

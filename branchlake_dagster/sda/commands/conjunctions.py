@@ -1,4 +1,7 @@
-"""`branchlake sda conjunctions`: what is ahead of an object, now or as it was published at some moment."""
+"""`branchlake sda conjunctions`: list close approaches, now or as they were published at an earlier time.
+
+`branchlake sda screen-ephemeris`: compare ephemeris files with the catalog.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,7 @@ def _write_messages(
     from branchlake_dagster.sda.commands.conjunction_messages import write_messages
     from branchlake_dagster.sda.messages.notation import Notation, identifier
 
-    identifier("ORIGINATOR", originator)  # a wrong one is told before anything is read
+    identifier("ORIGINATOR", originator)  # reports an invalid value before anything is read
     done = write_messages(
         reader,
         wanted,
@@ -116,7 +119,7 @@ def _write_messages(
         f"{format_count(done.count, 'message', 'messages')} in {folder}. Read at {done.place}.", err=True
     )
     if done.refused:
-        click.echo(done.told(), err=True)
+        click.echo(done.format_refusals(), err=True)
         raise click.ClickException(
             f"{format_count(len(done.refused), 'row', 'rows')} could not be a message."
         )

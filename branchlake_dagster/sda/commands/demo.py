@@ -1,4 +1,4 @@
-"""`branchlake demo`."""
+"""`branchlake demo`: run the space pipeline once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> No
         if not files:
             print_progress("Ten runs, one of which the gate blocks: about 80 seconds on 2 idle cores.")
         starting = BackgroundServerStart(settings, say=print_progress)
-        # Late: it takes as long as the servers do.
+        # Imported late, while the servers start, because the import takes as long.
         from branchlake_dagster.sda.commands.demo_run import run_demo, show
 
         result = run_demo(settings, files, say=print_progress, starting=starting)

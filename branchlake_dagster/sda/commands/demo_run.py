@@ -1,4 +1,4 @@
-"""The demo: the SDA graph for a few partitions, each run on its branch, one of them blocked by the gate."""
+"""Run the demo: the pipeline for a few partitions, each run on its branch, one of them blocked by checks."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from branchlake_dagster.stored_names import RunTag
 BAD_SNAPSHOT = "sim-bad-20260808T0600Z"
 INGEST_JOBS = ("ingest_radar_job", "ingest_optical_job", "ingest_links_job")
 SEED = 2026
-"""The seed of the simulated sensors: the same catalogue and window give the same measurements."""
+"""The seed of the simulated sensors: the same catalog and window give the same measurements."""
 _INDENT = " " * 14
 _INTERRUPTS = ("DagsterExecutionInterruptedError", "KeyboardInterrupt")
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
-"""Dagster prints every event of an in-process run; the demo's own lines are enough."""
+"""Run configuration that silences Dagster, which prints every event of an in-process run."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run of the demo: a job, its partition, and whether the gate is expected to block it.
+    """One run of the demo: a job, its partition, and whether its checks are expected to block it.
 
     `partition` is None for a job without partitions. `ops` is the configuration of the job's ops.
     """
@@ -59,7 +59,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the closing table. `rows` are those of the run's tables on `main`; None when blocked."""
+    """One row of the closing table.
+
+    `rows` has the row counts of the run's tables on `main`. It is None if the run was not published; `reason`
+    then says why.
+    """
 
     run: str
     job: str
@@ -75,7 +79,10 @@ class Line:
 
 @dataclass
 class DemoResult:
-    """What the demo did."""
+    """The results of the demo: its runs, counts of objects and alerts, and the remaining branches.
+
+    `as_expected` is false if a run was published that should be blocked, or the reverse.
+    """
 
     lines: list[Line] = field(default_factory=list)
     catalogue_objects: int = 0
@@ -86,7 +93,7 @@ class DemoResult:
     dagster_home: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the result as values for JSON."""
         return asdict(self)
 
 
@@ -97,10 +104,13 @@ def run_demo(
     say: Callable[[str], None],
     starting: BackgroundServerStart | None = None,
 ) -> DemoResult:
-    """Run the plan, round after round, and settle each as the publication sensor would.
+    """Run the plan round after round, and publish or block the runs as the publication sensor does.
 
-    With `catalogue` the named TLE or OMM files are ingested, else a simulated snapshot. `starting` are the
-    servers that are about to answer.
+    Args:
+        settings: The settings of the lake.
+        catalogue: TLE or OMM files to ingest. If it is empty, a simulated snapshot is ingested.
+        say: Called with lines of progress.
+        starting: Servers whose start was already requested.
     """
     starting = starting or BackgroundServerStart(settings, say=say)
     began = starting.began
@@ -125,7 +135,7 @@ def run_demo(
                 say(f"[{number}/{count}] {_name(plan)} … (at {at:.0f} s)")
                 done.append(_run(plan, definitions, instance))
                 _stop_if_interrupted(done[-1][0])
-            # One pass, as the publication sensor makes it.
+            # One pass of the reconciler, as the publication sensor runs it.
             outcomes = {outcome.run_id: outcome for outcome in reconciler.reconcile_branches()}
             for plan, (run, seconds) in zip(plans, done, strict=True):
                 line = _line(plan, run, outcomes.get(run.run_id), instance, lake, seconds)
@@ -134,7 +144,7 @@ def run_demo(
                 result.lines.append(line)
                 result.as_expected &= (line.publication is None) is plan.blocked
             if not all(run.success for run, _ in done):
-                break  # what follows reads what they should have written
+                break  # the next rounds read the tables of these runs
     result.catalogue_objects = _catalogue_rows(lake)
     result.alerts = _count_alerts(lake)
     ours = {line.branch for line in result.lines}
@@ -151,11 +161,11 @@ def run_demo(
 
 
 def plan_for(snapshots: Sequence[str]) -> list[list[Plan]]:
-    """Return the runs: the catalogue, a bad snapshot, then one window's risks, measurements and tracks.
+    """Return the runs, round by round.
 
-    The first alerts follow from element sets alone. Then tracks change the risks, which corrects the alerts.
-
-    The runs of one round start from the same `main` and are published together.
+    First each snapshot is ingested, then a bad snapshot. Then follow one window's risks, measurements and
+    tracks. The first alerts are derived from element sets alone. Then tracks change the risks, which corrects
+    the alerts. The runs of one round start from the same `main` and are published together.
     """
     window = _window(snapshots)
     simulated = {"observations": {"config": {"data_mode": "SIMULATED"}}}
@@ -170,7 +180,7 @@ def plan_for(snapshots: Sequence[str]) -> list[list[Plan]]:
 
 
 def _window(snapshots: Sequence[str]) -> str:
-    """Return the window of the newest snapshot."""
+    """Return the partition key of the hour that contains the newest snapshot's time."""
     times = [moment for name in snapshots if (moment := snapshot_time(name))]
     return max(times).replace(minute=0).strftime(windows.fmt) if times else FIRST_WINDOW
 
@@ -180,7 +190,7 @@ def _name(plan: Plan) -> str:
 
 
 def _simulate_sensors(lake: Lakehouse, window: str, say: Callable[[str], None]) -> None:
-    """Write what simulated sensors measure in the window of the objects on `main` to the landing folder."""
+    """Write simulated measurements of the objects on `main` for the window to the landing folder."""
     if lake.settings.landing is not None:
         raise ConfigurationError(
             "The demo would write simulated measurements into the landing folder of BRANCHLAKE_LANDING.",
@@ -239,13 +249,13 @@ def _line(
 def _checks(outcome: Outcome | None, done: dg.ExecuteInProcessResult) -> str:
     if outcome is not None and outcome.verdict is not None and outcome.state is not RunState.WAITING:
         return f"{outcome.verdict.checks_passed}/{outcome.verdict.checks_total}"
-    # The sensor of a `make dev` beside us was faster; the events tell the same.
+    # The sensor of another process (`make dev`) has published the run. The run's events have the checks.
     found = done.get_asset_check_evaluations()
     return f"{sum(check.passed for check in found)}/{len(found)}"
 
 
 def _failure(done: dg.ExecuteInProcessResult) -> str | None:
-    """The first failed step with its own error; None when no step failed."""
+    """Return the first failed step with its original error; None if no step failed."""
     for event in done.all_events:
         error = event.step_failure_data.error if event.is_step_failure else None
         while error is not None and error.cause is not None:
@@ -272,7 +282,7 @@ def _catalogue_rows(lake: Lakehouse) -> int:
 
 
 def _count_alerts(lake: Lakehouse) -> dict[str, int]:
-    """Return the alerts that hold, and how many entries of the log corrected or canceled an alert."""
+    """Count the alerts that are valid now, and the entries of the log that corrected or canceled an alert."""
     if not lake.catalog(MAIN).table_exists(tuple(CONJUNCTION_ALERTS.path)):
         return {}
     scan = (
@@ -285,7 +295,10 @@ def _count_alerts(lake: Lakehouse) -> dict[str, int]:
 
 
 def _stop_if_interrupted(done: dg.ExecuteInProcessResult) -> None:
-    """Raise the KeyboardInterrupt that Dagster took for the end of one run; it means the whole demo."""
+    """Raise KeyboardInterrupt if the user interrupted the run, so that the whole demo ends.
+
+    Dagster treats the interrupt as the failure of one run.
+    """
     for event in done.all_events:
         error = event.step_failure_data.error if event.is_step_failure else None
         while error is not None:
@@ -297,7 +310,10 @@ def _stop_if_interrupted(done: dg.ExecuteInProcessResult) -> None:
 
 
 def _link(files: Sequence[str], folder: Path) -> list[str]:
-    """Make the files known to the GP source under their snapshot ids."""
+    """Link the files into the folder of the GP source. Return their snapshot ids.
+
+    Without files, the id of the simulated snapshot is returned.
+    """
     names = []
     for text in files:
         source = Path(text).resolve()
@@ -311,7 +327,7 @@ def _link(files: Sequence[str], folder: Path) -> list[str]:
 
 
 def show(result: DemoResult) -> None:
-    """The closing table, why runs were blocked, and what to type next; fits into 80 columns."""
+    """Print the closing table, why runs were blocked, and the next commands, in at most 80 columns."""
     console = Console(highlight=False)
     console.print(
         f"\n[bold]{'branch':14}{'partition':27}{'checks':8}{'verdict':22}publication[/]", soft_wrap=True

@@ -1,4 +1,4 @@
-"""`branchlake sda screen-ephemeris`: own ephemerides against the published catalogue."""
+"""Screen the operator's own ephemeris files against the published catalog."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ def screen(
     as_csv: bool,
     rows: int,
 ) -> None:
-    """Screen files one by one and show what they come close to; what is wrong with them is told beside it."""
+    """Screen files one by one, and print their close approaches with catalog objects.
+
+    Unusable records of the files are reported on standard error. Raises ConfigurationError for a file that is
+    too large, or has no usable segment.
+    """
     everything = [(path, _read(path)) for path in files]
     catalogue, told = _catalogue(reader, at)
     parts = []
@@ -83,7 +87,7 @@ def _read(path: Path) -> ReadEphemeris:
 
 
 def _catalogue(reader: LakeReader, at: str | None) -> tuple[pl.DataFrame, str]:
-    """The tracked objects."""
+    """Read the tracked objects with names, and a label of the state that was read."""
     place = reader.find_state(at=at)
     there = {field.name for field in reader.table("sda.catalogue", branch=place.ref).schema().fields}
     texts = [name for name in ("object_name", "object_id") if name in there]

@@ -1,4 +1,4 @@
-"""`branchlake sda`."""
+"""The command group `branchlake sda`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The listings of observations and tracks: what is read of the tables, hour by hour."""
+"""Read observations and tracks for `branchlake sda observations` and `branchlake sda tracks`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ASSOCIATED = {
     "normalized_distance": "normalized_distance",
     "candidates": "candidates",
 }
-"""Columns of an association -> their names beside the observation."""
+"""Columns of an association, and their names in the rows of observations."""
 _ASSOCIATION_SCHEMA: dict[str, pl.DataType] = {
     "observation_id": pl.String(),
     "associated_sat_no": pl.Int64(),
@@ -51,14 +51,14 @@ _ASSOCIATION_SCHEMA: dict[str, pl.DataType] = {
 
 
 class ColumnNotThere(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
-    """A filter needs a column that the published table does not have; `subject` names it."""
+    """A filter needs a column that the published table does not have. `subject` names the column."""
 
 
 @dataclass(frozen=True)
 class MeasurementFilter:
-    """Which observations or tracks are listed. Empty fields select all.
+    """The observations or tracks to list. Empty fields select all.
 
-    Without times, the newest hour that the table has is listed.
+    Without times, the newest hour in the table is listed.
     """
 
     objects: tuple[int, ...] = ()
@@ -68,14 +68,14 @@ class MeasurementFilter:
     until: datetime | None = None
 
     def with_times(self, table: Table) -> MeasurementFilter:
-        """Return the filter with times: if it has none, those of the table's newest hour."""
+        """Return the filter with times. If it has none, the times are those of the table's newest hour."""
         if self.since is not None or self.until is not None:
             return self
         hour = find_newest_hour(table)
         return self if hour is None else replace(self, since=hour, until=hour + _WINDOW)
 
     def time_filter(self, column: str) -> list[BooleanExpression]:
-        """Return the conditions on the time `column`, and on the hour, which selects partitions."""
+        """Return the conditions on the column `column` and on the hour, by which partitions are selected."""
         parts: list[BooleanExpression] = []
         if self.since is not None:
             parts.append(GreaterThanOrEqual(column, self.since.isoformat()))
@@ -95,7 +95,7 @@ class MeasurementFilter:
         return parts
 
     def label(self) -> str:
-        """Describe the times in a few words."""
+        """Format the times, or return an empty text without times."""
         since = f" from {self.since:%Y-%m-%d %H:%M:%S}" if self.since else ""
         until = f" until {self.until:%Y-%m-%d %H:%M:%S}" if self.until else ""
         return f"{since}{until}" + (" UTC" if since or until else "")
@@ -103,14 +103,17 @@ class MeasurementFilter:
 
 @dataclass(frozen=True)
 class MeasurementListing:
-    """Rows, oldest first, and the state of the lake that they were read at. None: there is no table yet."""
+    """Rows, oldest first, and a label of the lake's state from which they were read.
+
+    `rows` is None if the table does not exist yet.
+    """
 
     rows: pl.DataFrame | None
     label: str
 
 
 def find_newest_hour(table: Table) -> datetime | None:
-    """Return the newest hour that has rows, by the manifests; None if the table has no rows."""
+    """Return the newest hour that has rows, from the table's manifests. None if the table has no rows."""
     files = [ChangedFile(task.file, 0, 0) for task in table.scan().plan_files()]
     column_ranges = ColumnRanges(table.metadata, "window_start", table=".".join(table.name()))
     span = union_ranges(column_ranges.ranges_of(file) for file in files).span
@@ -120,10 +123,11 @@ def find_newest_hour(table: Table) -> datetime | None:
 def read_observations(
     reader: LakeReader, wanted: MeasurementFilter, *, only_uncorrelated: bool = False
 ) -> MeasurementListing:
-    """Read observations with their associations, from the partitions of the wanted hours alone.
+    """Read observations with their associations, only from partitions of the selected hours.
 
-    An observation is of an object if it was associated with the object or, before it is associated, if its
-    source claims the object.
+    An observation belongs to an object if it was associated with the object. Before it is associated, it
+    belongs to the object that its source claims. With `only_uncorrelated`, only observations that belong to
+    no object are read, and `wanted.objects` selects by the claim.
     """
     state = reader.find_state()
     table = _load_table(reader, OBSERVATION_TABLE, state.ref)
@@ -140,7 +144,7 @@ def read_observations(
     if timed.objects:
         claims = pl.col("sat_no").is_in(timed.objects)
         is_associated = pl.col("associated_sat_no").is_in(timed.objects)
-        # An uncorrelated observation has no object but the claimed one.
+        # An uncorrelated observation can only be selected by its claim.
         is_open = pl.col("association_result").is_null() | pl.lit(only_uncorrelated)
         joined = joined.filter(
             is_associated.fill_null(value=False) | (is_open & claims.fill_null(value=False))
@@ -153,7 +157,7 @@ def read_observations(
 def _read_associations(
     reader: LakeReader, ref: str, wanted: MeasurementFilter, *, only_uncorrelated: bool
 ) -> pl.DataFrame:
-    """Read the associations of the wanted hours; empty if there is no table."""
+    """Read the associations of the selected hours. Without a table the result is empty."""
     times = {"sensor_timestamp": pl.Datetime("us", "UTC"), "source_id": pl.String()}
     table = _load_table(reader, ASSOCIATION_TABLE, ref)
     if table is None:
@@ -164,14 +168,14 @@ def _read_associations(
         if wanted.objects:
             parts.append(In("claimed_sat_no", wanted.objects))
     elif wanted.objects:
-        # Those with the claim too: the claim does not count if the observation is of another object.
+        # Associations of claims are read too, because they show that the object is another one.
         parts.append(Or(In("sat_no", wanted.objects), In("claimed_sat_no", wanted.objects)))
     rows = _scan(table, parts, columns=("observation_id", *times, *_ASSOCIATED))
     return rows.rename(_ASSOCIATED)
 
 
 def _bounds_of(associations: pl.DataFrame, objects: Sequence[int]) -> BooleanExpression:
-    """Return the condition for files that may have these observations, or claims of the objects."""
+    """Return a condition for the files that may have these observations, or claims of the objects."""
     claims = [In("sat_no", objects)] if objects else []
     if associations.is_empty():
         return claims[0] if claims else EqualTo("observation_id", "")
@@ -189,10 +193,10 @@ def _bounds_of(associations: pl.DataFrame, objects: Sequence[int]) -> BooleanExp
 def read_tracks(
     reader: LakeReader, wanted: MeasurementFilter, *, only_preferred: bool = False
 ) -> MeasurementListing:
-    """Read tracks by object and epoch, from the partitions of the wanted hours alone.
+    """Read tracks, ordered by epoch and object, only from partitions of the selected hours.
 
-    With kinds of sensors, tracks that used at least one observation of each. Raises ColumnNotThere if the
-    table does not have the column of a filter yet.
+    If `wanted` names kinds of sensors, only tracks that used at least one observation of each kind are read.
+    Raises ColumnNotThere if the table does not have the column of a filter yet.
     """
     state = reader.find_state()
     table = _load_table(reader, TRACK_TABLE, state.ref)
@@ -222,7 +226,7 @@ def _require_column(table: Table, name: str) -> str:
 
 
 def with_position_sigma(tracks: pl.DataFrame) -> pl.DataFrame:
-    """Add ``position_sigma_km``: the root of the sum of the three position variances."""
+    """Add ``position_sigma_km``, the square root of the sum of the three position variances."""
     variance = pl.col("cx_x") + pl.col("cy_y") + pl.col("cz_z")
     return tracks.with_columns(variance.sqrt().alias("position_sigma_km"))
 

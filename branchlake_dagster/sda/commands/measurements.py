@@ -1,4 +1,4 @@
-"""`branchlake sda observations` and `branchlake sda tracks`: what was measured, and what came of it."""
+"""`branchlake sda observations` and `branchlake sda tracks`: list measurements and estimated orbits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TRACK_COLUMNS = {
     "catalogue_miss_km": "from catalog, km",
     "chi2_per_dof": "chi2 per dof",
 }
-"""Columns of the tables -> their headings. Columns that a table does not have are left out."""
+"""Columns of the tables and their headings. Columns that a table does not have are left out."""
 
 
 def _common_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -169,7 +169,7 @@ def _print_table(rows: pl.DataFrame, columns: dict[str, str]) -> None:
 
     from branchlake_dagster.sda.commands.row_output import print_table
 
-    # A kind of sensor has a column with the number of its observations.
+    # For each kind of sensor there is a column with the number of its observations.
     counts = {name: name.removeprefix("n_") for name in rows.columns if name.startswith("n_")}
     columns = {**columns, **counts}
     names = [name for name in columns if name in rows.columns]

@@ -1,4 +1,4 @@
-"""Types of options that several commands have."""
+"""Types of command options that several commands use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import click
 
 
 class Moment(click.ParamType[datetime]):
-    """A time; without a zone it is UTC."""
+    """An option with a time in ISO 8601. A time without a zone is in UTC."""
 
     name = "time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
-        """Return the time with its zone."""
+        """Return the time with its time zone."""
         try:
             moment = datetime.fromisoformat(str(value))
         except ValueError:

@@ -1,4 +1,4 @@
-"""`branchlake sda receive`: receivers of sensors' measurements, and the options of Kafka's client."""
+"""Run receivers for `branchlake sda receive`. A receiver accepts the messages of sensors over the network."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from branchlake_dagster.settings import Settings
 
 
 def kafka_options(bootstrap: str, file: Path | None) -> dict[str, str]:
-    """Options for librdkafka: those of a file of ``key=value`` lines, and the brokers.
+    """Return the options for librdkafka (Kafka's client library), including the brokers.
 
-    Without a file the credentials are those of the settings (``BRANCHLAKE_KAFKA_SECURITY`` and so on), and
-    the embedded broker's own for its address. Raises ConfigurationError.
+    With `file`, the options are its ``key=value`` lines. Without it, the credentials come from the settings
+    (``BRANCHLAKE_KAFKA_SECURITY`` and so on), or from the embedded broker if `bootstrap` is its address.
+    Raises ConfigurationError for a line that is not an option.
     """
     if file is None:
         return cluster_at_address(Settings(), bootstrap).client_options()
@@ -39,7 +40,7 @@ def kafka_options(bootstrap: str, file: Path | None) -> dict[str, str]:
             continue
         name, equals, value = text.partition("=")
         if not equals:
-            # Not the line itself: it may hold a password.
+            # The message does not contain the line, which may hold a password.
             raise ConfigurationError(
                 f"Line {number} of {file} is no option.",
                 hint="Write it as key=value.",
@@ -56,7 +57,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Wanted:
-    """The command's options."""
+    """The options of the command `branchlake sda receive`."""
 
     radar: tuple[Address, ...]
     optical: tuple[str, ...]
@@ -78,19 +79,19 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Done:
-    """What became of what was received; `complete` if all of it was handed over."""
+    """The final counts of each receiver. `finished` is false if a receiver did not stop in time."""
 
     intakes: list[dict[str, Any]]
     finished: bool
 
     @property
     def complete(self) -> bool:
-        """Nothing was left over at the end."""
+        """Whether all received records were handed over and confirmed."""
         return not any(one["not_handed_over"] or one["not_confirmed"] for one in self.intakes)
 
 
 def run(wanted: Wanted, *, as_json: bool, say: Callable[[str], None]) -> Done:
-    """Receive until a signal, and drain."""
+    """Receive until SIGTERM or SIGINT, hand over the buffered records, and return the final counts."""
     require_modules("receive", "aiohttp", "prometheus_client", needed_by="branchlake sda receive")
     return asyncio.run(_run(wanted, as_json, say))
 
@@ -135,7 +136,7 @@ async def _announce(receivers: Receivers, url: str, as_json: bool, say: Callable
 
 
 def intakes(wanted: Wanted) -> Iterator[Intake]:
-    """One for each source. Made inside the event loop."""
+    """Build one intake (source, buffer and sink) per address or URL. Must be called inside the event loop."""
     allowed = AllowedPeers.from_cidr(wanted.allow)
     for number, (host, port) in enumerate(wanted.radar):
         datagrams = UdpConfig(host, port, key_bytes=radar.KEY_BYTES, drop=wanted.drop, allowed=allowed)
@@ -166,7 +167,7 @@ def _intake(
         roll = DEFAULT_ROLL._replace(age_s=wanted.roll_s)
         sink = LandingSink(wanted.landing, topic, partition, origin, roll=roll)
     else:
-        # Only what has a cursor needs one partition; the others spread by key.
+        # A source with a cursor needs one partition. Records of other sources are distributed by key.
         where = partition if protocol == "http" else None
         options = kafka_options(wanted.kafka or "", wanted.kafka_options)
         sink = KafkaSink(topic, where, origin, options)

@@ -1,4 +1,4 @@
-"""Rows of the pipeline's tables on standard output: as a table, CSV or JSON."""
+"""Print rows of the pipeline's tables as a table, CSV or JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDE = 10_000
 
 
 def print_table(table: Table) -> None:
-    """Print a table in the width of the terminal; elsewhere each row is one line."""
+    """Print a table. A terminal's width limits it; elsewhere each row is one line."""
     console = Console()
     console.print(table) if console.is_terminal else Console(width=_WIDE).print(table)
 

@@ -1,4 +1,4 @@
-"""The two commands and their options."""
+"""The commands `branchlake sda receive` and `branchlake sda simulate`, with their options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = ("radar", "optical", "isl")
 
 
 class _Address(click.ParamType[tuple[str, int]]):
-    """A host and a port."""
+    """An option with a host and a port."""
 
     name = "host:port"
 
@@ -31,7 +31,7 @@ class _Address(click.ParamType[tuple[str, int]]):
 
 
 class _Rate(click.ParamType[tuple[str, float]]):
-    """A kind and its measurements a second."""
+    """An option with a kind of sensor and its measurements per second."""
 
     name = "kind=number"
 
@@ -99,7 +99,7 @@ def receive(as_json: bool, **options: Any) -> None:
     sys.stdout.flush()
     code = 0 if done.complete else 1
     if not done.finished:
-        # A sink's thread still writes, and the interpreter would wait for it.
+        # The thread of a sink still writes, and a normal exit would wait for it.
         os._exit(code)
     sys.exit(code)
 

@@ -1,4 +1,4 @@
-"""`branchlake sda simulate`: a simulated network of sensors, and the pages that it serves."""
+"""Run simulated sensors for `branchlake sda simulate`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from branchlake_dagster.sda.orbits.propagation import Elements
 
 @asynccontextmanager
 async def served(pages: Pages, host: str, port: int) -> AsyncIterator[str]:
-    """``GET /observations`` while the block runs; its URL. Port 0 takes a free one."""
+    """Serve pages at ``GET /observations`` while the block runs. Yields the URL. Port 0 uses a free port."""
     require_modules("receive", "aiohttp", needed_by="A server of pages")
     from aiohttp import web
 
@@ -56,14 +56,14 @@ async def served(pages: Pages, host: str, port: int) -> AsyncIterator[str]:
 
 _PROTOCOLS = {"radar": "udp", "optical": "http", "isl": "tcp"}
 _AHEAD_S = 2.0
-"""From the start of the command to the first instant, in which the first window is made."""
+"""Seconds from the start of the command to the first measurement, in which the first window is simulated."""
 
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The command's options."""
+    """The options of the command `branchlake sda simulate`."""
 
     rates: dict[str, float]
     start: datetime | None
@@ -91,13 +91,16 @@ class Simulated:
 
     @property
     def addresses(self) -> dict[str, Address]:
-        """Where the network's sources send or serve."""
+        """The addresses by kind of sensor: where to send to, or, for optical sensors, where to serve."""
         found = {"radar": self.radar, "optical": self.optical, "isl": self.isl}
         return {kind: address for kind, address in found.items() if address is not None}
 
 
 def run(wanted: Simulated, *, say: Callable[[str], None]) -> dict[str, Any]:
-    """Send, and give the account by kind: what was made, and how much of it was sent before an end."""
+    """Send simulated measurements. Return the counts by kind of sensor, and the seconds that it took.
+
+    If the process is interrupted, the counts show how much was sent before.
+    """
     start = wanted.start or datetime.fromtimestamp(time.time() + _AHEAD_S, UTC)
     kinds = wanted.addresses or RATES
     feed = Feed(
@@ -120,7 +123,7 @@ def run(wanted: Simulated, *, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """The account for people."""
+    """Print the counts, one line per kind."""
     for kind, one in found["kinds"].items():
         damaged = sum(one["corrupted"].values())
         click.echo(
@@ -159,7 +162,7 @@ async def _over(wanted: Simulated, feed: Feed, say: Callable[[str], None]) -> di
             stack.push_async_callback(outlets[kind].close)
         sent = await run_over(feed, outlets, stop)
         if "optical" in outlets and not stop.is_set():
-            # A server goes on until it is ended: who asks late must have all of it.
+            # The server continues, so that late requests can still get all items.
             say("All is sent. The pages are served until Ctrl-C or SIGTERM.")
             await stop.wait()
         return {kind: _delivered(outlet, sent[kind]) for kind, outlet in outlets.items()}

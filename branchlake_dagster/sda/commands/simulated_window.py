@@ -1,4 +1,4 @@
-"""Simulated measurements of one window as landing files, as receivers would have written them."""
+"""Write simulated measurements of one window as landing files, in the format of the receivers."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def land_simulated_window(
 ) -> dict[str, int]:
     """Simulate the sensors of one window, and write their records to landing files.
 
-    The same elements, window and seed give the same records, so a repeated call repeats measurements.
+    The same elements, window and seed give the same records, so a repeated call writes the measurements
+    again.
 
     Args:
-        folder: the landing folder.
-        elements: the catalogue, sorted by ``sat_no``.
-        start: the start of the window, UTC microseconds since 1970, inclusive.
-        end: the end of the window, exclusive.
-        seed: everything random follows from the seed, the window and the kind of sensor.
-        topics: what the topics' names begin with; the kind of sensor follows.
+        folder: The landing folder.
+        elements: The catalog, sorted by ``sat_no``.
+        start: The start of the window, UTC microseconds since 1970, inclusive.
+        end: The end of the window, exclusive.
+        seed: All random numbers follow from the seed, the window and the kind of sensor.
+        topics: The prefix of the topics' names, before the kind of sensor.
 
     Returns:
         The number of records by kind of sensor.
-
     """
     counts = {}
     for kind, encode in _ENCODERS.items():
