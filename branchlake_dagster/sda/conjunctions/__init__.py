@@ -1,1 +1,1 @@
-"""Screening of the whole catalogue for close approaches."""
+"""Find close approaches of all pairs of objects in the catalog, and assess their risk."""

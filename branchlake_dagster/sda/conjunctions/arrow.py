@@ -1,4 +1,4 @@
-"""Close approaches as Arrow batches."""
+"""Convert close approaches to Arrow batches."""
 
 from __future__ import annotations
 
@@ -23,13 +23,21 @@ ENCOUNTER_SCHEMA = pa.schema(
         pa.field("sat2_element_epoch", pa.timestamp("us", "UTC")),
     ]
 )
-"""Names of the Conjunction Data Message (CCSDS 508.0-B) with units added; CDM itself uses m and m/s. Sat 1
-is the object with the smaller catalogue number. There is no COLLISION_PROBABILITY: element sets carry no
-covariance, and an invented one would be read as a measured one."""
+"""Columns of close approaches.
+
+The names are those of the Conjunction Data Message (CCSDS 508.0-B) with units added; CDM itself uses m and
+m/s. `tca` is the time of closest approach. Sat 1 is the object with the smaller catalog number. Relative
+positions and velocities are along sat 1's axes R (radial), T (along the track) and N (normal to the orbit's
+plane). COLLISION_PROBABILITY is not among them: element sets have no covariance, and readers would take an
+assumed one for a measured one.
+"""
 
 
 def as_batch(found: Encounters, elements: Elements) -> pa.RecordBatch:
-    """Close approaches with the columns of `ENCOUNTER_SCHEMA`."""
+    """Convert close approaches to a batch of `ENCOUNTER_SCHEMA`.
+
+    `elements` are the screened element sets, to which the rows of `found` refer.
+    """
     columns = [
         found.kinds,
         found.tca_micros,

@@ -1,10 +1,11 @@
-"""The closest approach of two objects within one minute, from their SGP4 states at its ends.
+"""Compute the closest approach of two objects within one minute, from their SGP4 states at both ends.
 
-Inside the minute each object moves on the quintic Hermite interpolant of position, velocity and
-acceleration at both ends, the acceleration being that of the Earth with its oblateness (J2). In the middle
-of a minute of a real catalogue that is 6 mm from SGP4, and 5 cm for one object in ten: most of it because
-SGP4's velocity is not quite the derivative of its position. What is found depends on nothing but the two
-element sets and the minute, however that was found.
+SGP4 is the standard model that computes a state (position and velocity) from an element set. Within the
+minute each object moves on the quintic Hermite interpolant: a polynomial with the position, velocity and
+acceleration of both ends. The acceleration is that of the Earth's gravity with its oblateness (J2). In the
+middle of a minute, this differs from SGP4 by 6 mm for most objects of a real catalog, and by 5 cm for one
+object in ten, mainly because SGP4's velocity is not exactly the derivative of its position. The result
+depends only on the two element sets and the minute, not on the search that selected them.
 """
 
 from __future__ import annotations
@@ -19,19 +20,23 @@ MINUTE_S = 60.0
 _MU_KM3_S2 = 398_600.8
 _RADIUS_KM = 6_378.135
 _J2 = 0.001_082_616
-"""WGS-72's, which SGP4 stands on."""
+"""The constant of WGS-72, the Earth model of SGP4."""
 _ITERATIONS = 12
 
 
 class States(NamedTuple):
-    """Position (km) and velocity (km/s), both (k, 3), in TEME."""
+    """Positions (km) and velocities (km/s), both (k, 3), in TEME, the inertial frame of SGP4."""
 
     position: Floats
     velocity: Floats
 
 
 class Approach(NamedTuple):
-    """Of k pairs: the fraction of the minute, the second's state relative to the first's, the first's own."""
+    """The closest approaches of k pairs.
+
+    `fraction` (k,) is the time as a fraction of the minute. `relative` is the second object's state relative
+    to the first, and `own` the first object's state.
+    """
 
     fraction: Floats
     relative: States
@@ -39,13 +44,23 @@ class Approach(NamedTuple):
 
 
 def rate(first: States, second: States) -> Floats:
-    """Half the derivative of the squared distance, km²/s: negative while a pair comes closer."""
+    """Return half the derivative of the squared distance, km²/s. It is negative while a pair comes closer.
+
+    The states are (..., 3); the result has the shape without the last dimension.
+    """
     apart, speed = second.position - first.position, second.velocity - first.velocity
     return np.asarray(np.einsum("...k,...k->...", apart, speed))
 
 
 def closest(begin: tuple[States, States], end: tuple[States, States]) -> Approach:
-    """Where the distance is least, of pairs that come closer at the begin and do not at the end."""
+    """Find the minimum of the distance of pairs that approach at the start and recede at the end.
+
+    For other pairs the result has no meaning.
+
+    Args:
+        begin: The states of both objects (k, 3) at the start of the minute.
+        end: The states of both objects (k, 3) at its end.
+    """
     curves = [_Quintic(one, other) for one, other in zip(begin, end, strict=True)]
 
     def states(s: Floats) -> tuple[States, States]:
@@ -56,8 +71,8 @@ def closest(begin: tuple[States, States], end: tuple[States, States]) -> Approac
     at_low, at_high = rate(*begin), rate(*end)
     was_before = np.zeros(len(low), np.int64)
     for _ in range(_ITERATIONS):
-        # The Illinois variant of the false position: an end that stays twice counts half, so that both ends
-        # move, and the bracket keeps the secant inside the minute.
+        # The Illinois variant of the false position: if an end of the bracket stays twice, its value is
+        # halved, so that both ends move. The bracket keeps the secant within the minute.
         gap = np.where(at_high == at_low, 1.0, at_high - at_low)
         s = np.clip(low - at_low / gap * (high - low), low, high)
         _, relative = states(s)
@@ -72,7 +87,7 @@ def closest(begin: tuple[States, States], end: tuple[States, States]) -> Approac
 
 
 class _Quintic:
-    """The coefficients of a polynomial of s in [0, 1] that has both ends' position and two derivatives."""
+    """A polynomial of s in [0, 1] with the positions, velocities and accelerations of both ends."""
 
     def __init__(self, begin: States, end: States) -> None:
         h = MINUTE_S
@@ -93,7 +108,10 @@ class _Quintic:
 
 
 def acceleration(position: Floats) -> Floats:
-    """Of the Earth with its oblateness, km/s², at positions (..., 3) in km (Vallado, 4th ed., eq. 8-30)."""
+    """Return the acceleration (..., 3) by the Earth's gravity with its oblateness (J2), km/s².
+
+    `position` (..., 3) is in km, in TEME. Source: Vallado, 4th ed., eq. 8-30.
+    """
     squared = np.einsum("...k,...k->...", position, position)[..., None]
     central = -_MU_KM3_S2 / (squared * np.sqrt(squared)) * position
     of_pole = 5 * position[..., 2:] ** 2 / squared

@@ -1,4 +1,4 @@
-"""A screening on Spark's workers, or in this process."""
+"""Run the tasks of a screening on Spark's workers, or in this process."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ _NEAREST = sorted(
     (name for name in ENCOUNTER_SCHEMA.names if name not in (*_PAIR, "together_min")),
     key=lambda name: (name != "miss_distance_km", name != "tca"),
 )
-"""By what the nearest of several rows of a pair that is together is chosen, in this order."""
+"""The columns by which the nearest of several rows of a `together` event is chosen, in this order."""
 
 
 def close_approaches(session: SparkSession, screening: Screening, tasks: Sequence[Task]) -> DataFrame:
-    """The close approaches of all tasks, with the columns of `ENCOUNTER_SCHEMA`."""
+    """Return the close approaches of all tasks, computed by Spark, with the columns of `ENCOUNTER_SCHEMA`.
+
+    Rows of the kind `together` from several tasks are merged into one row per pair.
+    """
     columns = "first long, last long, begin long, end long, pairs string"
     rows = [(t.span.first, t.span.last, t.span.start, t.span.end, t.pairs.value) for t in tasks]
-    # By number, not by value: of hashed rows several go to one task, and a core waits for the other.
+    # Rows are distributed evenly. By hash, one Spark task could get several rows, and other cores would wait.
     frame = session.createDataFrame(rows, columns).repartition(len(rows))
     found = frame.mapInArrow(carried(_batches(screening)), from_arrow_schema(ENCOUNTER_SCHEMA))
     together = F.col("kind") == Kind.TOGETHER.value
-    # What a pair is together for may be told by several tasks; everything else by one.
+    # Several tasks may have rows of the kind `together` for one pair. Only one task finds any other event.
     own = F.when(~together, F.col("tca")).alias("own_tca")
     merged = found.groupBy(*_PAIR, own).agg(
         F.min(F.struct(*_NEAREST)).alias("nearest"), F.sum("together_min").alias("together_min")
@@ -40,7 +43,7 @@ def close_approaches(session: SparkSession, screening: Screening, tasks: Sequenc
 
 
 def close_approaches_here(screening: Screening, tasks: Sequence[Task]) -> pa.Table:
-    """The same in this process, on one core."""
+    """Return the same rows as `close_approaches`, computed in this process on one core."""
     parts = (as_batch(screening.done(task), screening.elements) for task in tasks)
     found = pl.DataFrame(pl.from_arrow(pa.Table.from_batches(parts, ENCOUNTER_SCHEMA)))
     together = pl.col("kind") == Kind.TOGETHER.value

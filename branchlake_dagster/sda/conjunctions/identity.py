@@ -1,4 +1,4 @@
-"""One name for an event from list to list, though its time and distance change with each element set."""
+"""Keep the id of an event from list to list, though its time and distance change with new element sets."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from datetime import timedelta
 import polars as pl
 
 SAME_EVENT = timedelta(minutes=20)
-"""How far the time of an event moves at most. Two objects meet at opposite points of their orbits, so at most
-every forty minutes; what moves further has orbits of which nothing was known."""
+"""The largest change of an event's time between two lists.
+
+Two objects meet at most every forty minutes, at opposite points of their orbits. If an event's time moves
+more than this, the earlier elements were useless.
+"""
 
 _PAIR = ("sat1_object_designator", "sat2_object_designator")
 _COLUMNS = (*_PAIR, "kind", "tca")
 
 
 def identified(found: pl.DataFrame, earlier: pl.DataFrame | None, *, reported: pl.Expr) -> pl.DataFrame:
-    """Close approaches with ``event_id``, ``first_reported`` and ``previous_miss_distance_km``.
+    """Add ``event_id``, ``first_reported`` and ``previous_miss_distance_km`` to close approaches.
 
-    An event that the earlier list has keeps its name: the one of the same pair that is nearest in time and no
-    further than `SAME_EVENT`; of minutes spent together, whenever they are. A new one is named by its pair
-    and the second in which it is expected.
+    An event keeps the id of the event of the same pair in the earlier list that is nearest in time, at most
+    `SAME_EVENT` away. Events of the kind `together` match at any time. A new id consists of the pair and the
+    second of the closest approach.
 
     Args:
-        found: close approaches.
-        earlier: the list before, with these three columns; None: there is none.
-        reported: ``first_reported`` of what is new.
-
+        found: Close approaches.
+        earlier: The rows of the previous list, with ``event_id`` and ``first_reported``; None if there is
+            none.
+        reported: The value of ``first_reported`` for new events.
     """
     named = found.with_columns(
         pl.format(
@@ -43,7 +46,7 @@ def identified(found: pl.DataFrame, earlier: pl.DataFrame | None, *, reported: p
             pl.lit(None, pl.Float64).alias("previous_miss_distance_km"),
         )
     else:
-        known = _known(named, earlier)
+        known = _match_earlier_events(named, earlier)
     return (
         named.join(known, on="row", how="left")
         .with_columns(
@@ -54,8 +57,8 @@ def identified(found: pl.DataFrame, earlier: pl.DataFrame | None, *, reported: p
     )
 
 
-def _known(named: pl.DataFrame, earlier: pl.DataFrame) -> pl.DataFrame:
-    """By row the event of the earlier list that it is, each of which is one row's at most."""
+def _match_earlier_events(named: pl.DataFrame, earlier: pl.DataFrame) -> pl.DataFrame:
+    """Return by row the matching event of the earlier list. Each event matches at most one row."""
     before = earlier.select(
         *_PAIR,
         (pl.col("kind") == "together").alias("together"),

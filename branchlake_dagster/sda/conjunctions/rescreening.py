@@ -1,10 +1,10 @@
-"""What to look at again when some objects have new elements, so that the list is that of a full screening.
+"""Plan a screening after some objects got new elements, so that its list equals that of a full screening.
 
-What two objects do in a minute depends on their element sets alone. So of a pair of which neither has changed
-the earlier list knows every minute in which it is close, as far as that list reaches. An encounter away from
-the edges of both lists is the same row in both, and is kept. At the edges, and of pairs that are together,
-those minutes are looked at again, and no others. Pairs with a changed object are searched for, and beyond the
-earlier list all pairs are.
+The approaches of two objects in a minute depend only on their element sets. So if neither object of a pair
+has changed, the earlier list has every minute in which the pair is close, within its time span. An encounter
+away from the edges of both lists is the same row in both, and is kept. At the edges, and for pairs of the
+kind `together`, the minutes of the earlier list are screened again, and no others. Pairs with a changed
+object are searched. After the end of the earlier list, all pairs are searched.
 """
 
 from __future__ import annotations
@@ -21,22 +21,32 @@ from branchlake_dagster.sda.orbits.frames import Micros
 from branchlake_dagster.sda.orbits.propagation import Elements
 
 MOST_CHANGED = 0.4
-"""Of the objects: with more, most pairs have a changed one, and searching for all is less work."""
+"""The largest share of changed objects for an incremental screening.
+
+With more, most pairs have a changed object, and a full screening is less work.
+"""
 _LONG_STEPS = ((0.02, 240.0), (0.2, 120.0))
-"""Few subjects have few pairs, however wide they are looked for; then the states are what costs."""
+"""Search steps (s) by the largest share of changed objects for which they are used.
+
+If few objects changed, there are few pairs, also in a wide search. Then the computation of states is the
+largest cost, so a longer step is cheaper.
+"""
 _AT_AN_EDGE = MINUTE + 1_000
-"""Microseconds from an edge within which a minute may touch it; a moment is rounded to one of them."""
+"""Microseconds from an edge within which a minute may touch it. Times are rounded to microseconds."""
 _FEW_STATES = 3_000_000
-"""States that are propagated here on one core sooner than on Spark's workers, which must start: one takes a
-microsecond. Threads do not help, as SGP4 keeps Python's lock."""
+"""The largest number of states that one core computes sooner than Spark's workers, which must start first.
+
+A state takes a microsecond. Threads do not help, because SGP4 holds Python's lock.
+"""
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """A list of close approaches: when it begins and ends, its threshold, and of k rows what they are.
+    """An earlier list of close approaches, k rows.
 
-    ``pairs`` (k, 2) catalogue numbers, the smaller first; ``tca_micros`` (k,); ``together`` (k,) whether the
-    row tells of minutes spent together.
+    `start` and `end` limit its time (UTC microseconds), and `threshold_km` is its largest miss distance.
+    ``pairs`` (k, 2) are catalog numbers, the smaller first; ``tca_micros`` (k,) are the times of closest
+    approach; ``together`` (k,) is true for rows of the kind `together`.
     """
 
     start: int
@@ -49,10 +59,10 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Plan:
-    """A screening, its tasks, and in words why these.
+    """A screening, its tasks, and the reason for this plan as text.
 
-    ``kept`` are the rows of the earlier list that are rows of the new one as they are; ``few``: the tasks are
-    so little work that they are done sooner here than sent to workers.
+    ``kept`` are the rows of the earlier list that are also rows of the new one. If ``few`` is true, the tasks
+    are so little work that this process finishes them sooner than workers.
     """
 
     screening: Screening
@@ -71,30 +81,29 @@ def plan(
     changed: npt.NDArray[np.int64],
     parts: int,
 ) -> Plan:
-    """How to screen a span, all of it an edge to edge.
+    """Plan the screening of a whole span.
 
     Args:
-        elements: the current ones, sorted by ``sat_no``.
-        span: when.
-        threshold_km: the largest distance that counts.
-        earlier: the last list; None: there is none.
-        changed: catalogue numbers of objects with other elements than the earlier list had.
-        parts: into how many tasks the work is to be divided.
-
+        elements: The current element sets, sorted by ``sat_no``.
+        span: The span. Both of its ends are edges.
+        threshold_km: The largest miss distance.
+        earlier: The previous list, or None if there is none.
+        changed: Catalog numbers of the objects whose elements differ from those of the earlier list.
+        parts: The number of tasks among which the work is divided.
     """
     subjects = np.isin(elements.sat_no, changed)
     share = float(subjects.mean()) if len(elements) else 0.0
-    if (why := _unusable(earlier, span, threshold_km, share)) or earlier is None:
+    if (why := _reason_unusable(earlier, span, threshold_km, share)) or earlier is None:
         screening = Screening.of_all(elements, threshold_km)
         return Plan(screening, in_parts(span, Pairs.ALL, parts), f"all pairs: {why}")
     reached = min(earlier.end, span.end)
-    minutes, together, kept = _given(elements, subjects, earlier, span)
+    minutes, together, kept = _split_earlier_rows(elements, subjects, earlier, span)
     step_s = next((step for most, step in _LONG_STEPS if share <= most), STEP_S)
     screening = Screening(elements, threshold_km, subjects, minutes, together, step_s)
     known = Span(span.start, reached, span.first, span.last)
     tasks = in_parts(known, Pairs.GIVEN, 1)
     if subjects.any():
-        # Each task sets up all objects for SGP4, which of few pairs is a sixth of its work.
+        # Each task initializes SGP4 for all objects, which is a sixth of its work if there are few pairs.
         tasks += in_parts(
             known, Pairs.OF_SUBJECTS, parts if share > _LONG_STEPS[0][0] else max(1, parts // 3)
         )
@@ -109,8 +118,8 @@ def plan(
     return Plan(screening, tasks, of, kept, few)
 
 
-def _unusable(earlier: Earlier | None, span: Span, threshold_km: float, share: float) -> str:
-    """Why an earlier list is of no use; empty when it is."""
+def _reason_unusable(earlier: Earlier | None, span: Span, threshold_km: float, share: float) -> str:
+    """Return why an earlier list cannot be used, or an empty text if it can."""
     if earlier is None:
         return "there is no earlier list"
     if earlier.threshold_km != threshold_km:
@@ -120,12 +129,14 @@ def _unusable(earlier: Earlier | None, span: Span, threshold_km: float, share: f
     return f"{share:.0%} of the objects have changed" if share > MOST_CHANGED else ""
 
 
-def _given(
+def _split_earlier_rows(
     elements: Elements, subjects: npt.NDArray[np.bool_], earlier: Earlier, span: Span
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """What the earlier list tells of pairs whose objects are there and have not changed.
+    """Divide the earlier list's rows of unchanged pairs into those to screen again and those to keep.
 
-    Minutes (m, 3) and pairs (p, 2) to look at again, and its rows (k,) that need not be.
+    Returns:
+        Minutes (m, 3) to screen again, as (first row, second row, minute); pairs (p, 2) to screen in every
+            minute; and the rows (k,) of the earlier list to keep.
     """
     start, end = span.start, min(earlier.end, span.end)
     rows = np.searchsorted(elements.sat_no, earlier.pairs)
@@ -142,7 +153,7 @@ def _given(
     passed &= ~stays
     tca, pairs = earlier.tca_micros[passed], inside[passed]
     minute = np.minimum(tca, end - 1) // MINUTE * MINUTE
-    # A pair on its way out when the new list begins was closest in the minute before.
+    # A pair that is receding when the new list begins was closest in the minute before.
     leaving = (tca >= start - MINUTE) & (tca < start)
     minute = np.where(leaving, start, minute)
     keep = (minute >= start) & (minute < end)

@@ -1,8 +1,9 @@
 """Assess close approaches of an hour by the best state of each object: its track, or its element set.
 
-A track that should be preferred replaces the element set of its object (`fit_track_elements`), with the
-covariance of the track. Other objects have the element set of the catalog, with the error that the error
-model expects at its age. The covariances of both objects are assumed to be independent.
+A track is an orbit that was estimated from observations. If it is preferred, an element set is fitted to it
+(`fit_track_elements`), which replaces the object's element set, with the covariance of the track. Other
+objects have the element set of the catalog, with the error that the error model expects at its age. The
+errors of the two objects are assumed to be independent.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ Rows = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 RISK_WINDOW_S = 30
-"""Length of the windows that are part of a risk's key. Windows begin at whole half minutes."""
+"""The length of the windows in a risk's key, s. Windows begin at whole half minutes."""
 DISTANCE_DECIMALS = 3
-"""Decimals of distances and relative positions, km: one meter."""
+"""Decimals of distances and relative positions in km, so they are rounded to one meter."""
 SPEED_DECIMALS = 6
-"""Decimals of speeds, km/s: one millimeter per second."""
+"""Decimals of speeds in km/s, so they are rounded to one millimeter per second."""
 TIME_PRECISION_MICROS = 1_000
-"""Times of closest approach are rounded to milliseconds: in one, two objects move 15 m."""
+"""Times of closest approach are rounded to milliseconds. In a millisecond two objects move by up to 15 m."""
 PROBABILITY_DIGITS = 3
 """Significant digits of probabilities."""
 FROM_TRACK, FROM_ELEMENT_SET = STATE_SOURCES = ("track", "element set")
@@ -70,7 +71,8 @@ TRACK_ELEMENT_SCHEMA = pa.schema(
 )
 """One row per object: the element set that gives its track's state at ``track_epoch``, and the covariance.
 
-The covariance is widened where the residuals of the track are larger than the stated noise."""
+The covariance is enlarged if the residuals of the track are larger than the stated noise.
+"""
 
 RISK_SCHEMA = pa.schema(
     [
@@ -98,16 +100,20 @@ RISK_SCHEMA = pa.schema(
         pa.field("error_model_id", pa.string()),
     ]
 )
-"""One row per pair and 30 s window with a closest approach. Names follow the CDM (CCSDS 508.0-B-1)."""
+"""One row per pair and window of 30 s with a closest approach.
+
+The names follow the Conjunction Data Message (CCSDS 508.0-B-1).
+"""
 
 
 @dataclass(frozen=True)
 class ObjectStates:
-    """The states of n objects over an hour, and how certain they are. It travels to the workers.
+    """The states of n objects over an hour, and their uncertainties. Spark ships it to the workers.
 
-    ``elements`` are sorted by ``sat_no``. ``track_row`` (n,) is the row of the object's track, or -1;
-    tracks have ``track_micros`` (m,) and ``track_covariance`` (m, 6, 6), TEME, km and km/s.
-    ``published_errors`` is the error model of element sets, or None. ``radius_m`` (n,) are hard-body radii.
+    ``elements`` are sorted by ``sat_no``. ``track_row`` (n,) is the row of the object's track, or -1. The m
+    tracks have ``track_micros`` (m,) and ``track_covariance`` (m, 6, 6) of position and velocity in TEME, km
+    and km/s. ``published_errors`` is the error model of element sets, or None. ``radius_m`` (n,) is the
+    hard-body radius: the radius of a sphere that contains the object.
     """
 
     elements: Elements
@@ -128,11 +134,10 @@ class ObjectStates:
         """Replace the element sets of objects that have a track.
 
         Args:
-            catalog: element sets, sorted by ``sat_no``.
-            track_elements: rows of `TRACK_ELEMENT_SCHEMA`, at most one per object.
-            published_errors: the error model, or None.
-            radius_m: (n,) the hard-body radius of each object of the catalog, m.
-
+            catalog: The element sets, sorted by ``sat_no``.
+            track_elements: Rows of `TRACK_ELEMENT_SCHEMA`, at most one per object. Other objects are ignored.
+            published_errors: The error model, or None.
+            radius_m: (n,) The hard-body radius of each object of the catalog, m.
         """
         track_elements = track_elements.sort_by("sat_no")
         fitted = Elements.from_arrow(track_elements)
@@ -152,9 +157,13 @@ class ObjectStates:
         )
 
     def position_covariances(self, rows: Rows, micros: Micros) -> Floats:
-        """Return covariances (k, 3, 3) of positions, TEME, km², of objects ``rows`` (k,) at instants (k,).
+        """Return the covariances (k, 3, 3) of the positions of objects at instants, in TEME, km².
 
-        NaN where the error of an element set is unknown.
+        The result is NaN if the error of an element set is unknown.
+
+        Args:
+            rows: (k,) The rows of the objects.
+            micros: (k,) The instants, UTC microseconds since 1970.
         """
         covariance = np.full((len(rows), 3, 3), np.nan)
         from_track = np.flatnonzero(self.track_row[rows] >= 0)
@@ -175,9 +184,9 @@ class ObjectStates:
 def fit_track_elements(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Fit element sets to tracks, for Spark's ``mapInArrow``.
 
-    Input: `TRACK_STATE_COLUMNS`, with ``epoch`` as ``track_epoch``, and the element set of the object
-    (``element_epoch`` and `ELEMENT_FIELDS`). Output: `TRACK_ELEMENT_SCHEMA`, without objects for which the
-    fit does not converge: they keep the element set of the catalog.
+    Input: `TRACK_STATE_COLUMNS`, with ``epoch`` renamed to ``track_epoch``, and the element set of the object
+    (``element_epoch`` and `ELEMENT_FIELDS`). Output: `TRACK_ELEMENT_SCHEMA`. Objects for which the fit does
+    not converge are left out; they keep the element set of the catalog.
     """
     for batch in batches:
         table = pa.Table.from_batches([batch])
@@ -220,8 +229,9 @@ def assess_batches(
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """Build a function from batches of close approaches (`ENCOUNTER_SCHEMA`) to batches of `RISK_SCHEMA`.
 
-    Approaches that are closest at the begin or end of the hour are left out: the distance has no minimum
-    there. ``window_start`` is the begin of the hour, UTC microseconds since 1970.
+    Rows of the kind `edge` are left out, because the distance has no minimum there: the pair is closest at
+    the beginning or the end of the hour. ``window_start`` is the beginning of the hour, UTC microseconds
+    since 1970.
     """
 
     def assess(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -233,7 +243,7 @@ def assess_batches(
 
 
 def assess_table(approaches: pa.Table, states: ObjectStates, window_start: int) -> pa.Table:
-    """Return the risks (`RISK_SCHEMA`) of close approaches (`ENCOUNTER_SCHEMA`), without edges."""
+    """Convert close approaches (`ENCOUNTER_SCHEMA`) to risks (`RISK_SCHEMA`). Edges are left out."""
     kind = approaches.column("kind").to_numpy(zero_copy_only=False).astype(str)
     approaches = approaches.filter(pa.array(kind != Kind.EDGE.value))
     kind = kind[kind != Kind.EDGE.value]
@@ -297,7 +307,7 @@ def assess_table(approaches: pa.Table, states: ObjectStates, window_start: int) 
 
 
 def round_digits(values: Floats, digits: int) -> Floats:
-    """Round numbers (n,) to significant digits. Zero and NaN stay."""
+    """Round numbers (n,) to significant digits. Zero and NaN stay as they are."""
     with np.errstate(divide="ignore", invalid="ignore"):
         exponent = np.floor(np.log10(np.abs(values)))
     is_number = np.isfinite(exponent)

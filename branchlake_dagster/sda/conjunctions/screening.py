@@ -1,17 +1,17 @@
-"""Close approaches of all objects with each other between two instants.
+"""Find the close approaches of all objects with each other between two instants.
 
-`search` names pairs and when to look at them; here is decided what they do. An object's state is looked at in
-whole minutes since 1970, so the answer for a pair depends on its two element sets and the two instants only:
-not on how the time is divided among workers, nor on what else was screened.
+`search` lists pairs and the minutes to examine. This module decides what the pairs do in these minutes.
+States are computed at whole minutes since 1970. So the result for a pair depends only on its two element sets
+and the two instants: not on the division of the time among workers, nor on the other objects.
 
-Of each minute in which a pair comes within the threshold there is one of three things to say:
+A minute in which a pair comes within the threshold gives at most one of three results:
 
-* **encounter**: the distance has a minimum inside it. A minimum is in one minute only, the one in which the
-  derivative of the squared distance changes from negative to not negative.
-* **edge**: it is the first or last minute that is looked at, and the pair is closest at that end.
-* **together**: at both ends of the minute the pair is within the threshold. Docked vehicles, formations and
-  neighbours in a geostationary slot are, for hours; their minutes are told together, with the closest
-  moment in them, and are no encounters.
+- `encounter`: The distance has a minimum within the minute. It belongs to the minute in which the derivative
+  of the squared distance changes from negative to not negative.
+- `edge`: The minute is the first or last of the whole span, and the pair is closest at that end of the span.
+- `together`: The pair is within the threshold at both ends of the minute. Docked vehicles, formations and
+  neighbors in a geostationary slot stay so for hours. All such minutes of a pair become one row with the
+  closest moment in them, and are not encounters.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from branchlake_dagster.sda.orbits.propagation import Elements, Ephemeris, propa
 THRESHOLD_KM = 10.0
 STEP_S = 90.0
 MINUTE = 60_000_000
-"""In microseconds."""
+"""One minute in microseconds."""
 _STATES_AT_ONCE = 2_000_000
-"""Bounds the memory: a state is 48 bytes."""
+"""The number of states that are computed together. It bounds the memory: a state has 48 bytes."""
 
 
 class Kind(StrEnum):
-    """What a close approach is, see this module."""
+    """The kind of a close approach. The module's docstring defines the kinds."""
 
     ENCOUNTER = "encounter"
     EDGE = "edge"
@@ -54,10 +54,11 @@ _CODES = tuple(Kind)
 class Encounters:
     """Close approaches, k rows, sorted by pair and time.
 
-    ``first`` < ``second`` (k,) object rows; ``kind`` (k,) the place in `Kind`; ``tca_micros`` (k,) UTC
-    microseconds; ``minutes`` (k,) together, else 0; ``position``, ``velocity`` (k, 3) the second's state
-    relative to the first's at closest approach, km and km/s, along the first's radial, transverse and normal
-    axes, as CDM's RELATIVE_POSITION_R, _T and _N.
+    ``first`` < ``second`` (k,) are object rows, and ``kind`` (k,) is the index in `Kind`. ``tca_micros`` (k,)
+    is the time of closest approach, UTC microseconds. ``minutes`` (k,) is the number of minutes together, 0
+    for other kinds. ``position`` and ``velocity`` (k, 3) are the second object's state relative to the first
+    at closest approach, km and km/s, along the first object's radial, transverse and normal axes, as
+    RELATIVE_POSITION_R, _T and _N of the Conjunction Data Message.
     """
 
     first: Rows
@@ -70,17 +71,20 @@ class Encounters:
 
     @property
     def miss_km(self) -> Floats:
-        """(k,) the distance at closest approach."""
+        """The distances (k,) at closest approach, km."""
         return np.asarray(np.linalg.norm(self.position, axis=1))
 
     @property
     def kinds(self) -> list[Kind]:
-        """What each of the k rows is."""
+        """The kind of each of the k rows."""
         return [_CODES[code] for code in self.kind.tolist()]
 
     @classmethod
     def of(cls, parts: Iterable[Encounters]) -> Self:
-        """All of them, with one row for the minutes that a pair is together: they may come in parts."""
+        """Join parts. The rows of a pair that is together are merged into one row.
+
+        The merged row has the closest moment and the sum of the minutes.
+        """
         empty = np.zeros(0, np.int64)
         nothing = Encounters(empty, empty, empty, empty, empty, np.zeros((0, 3)), np.zeros((0, 3)))
         parts = [nothing, *parts]
@@ -110,7 +114,11 @@ class Encounters:
 
 @dataclass(frozen=True)
 class Span:
-    """Two instants (UTC microseconds, whole minutes) and the edges of the whole of which this is a part."""
+    """A part of the screened time, and the edges of the whole.
+
+    All four instants are UTC microseconds at whole minutes. ``start`` and ``end`` limit the part, ``first``
+    and ``last`` the whole.
+    """
 
     start: int
     end: int
@@ -118,7 +126,7 @@ class Span:
     last: int
 
     def __post_init__(self) -> None:
-        """Raise ValueError for instants that are no whole minutes, or in the wrong order."""
+        """Raise ValueError for instants that are not whole minutes, or in the wrong order."""
         if any(one % MINUTE for one in (self.start, self.end, self.first, self.last)):
             raise ValueError(f"{self}: its instants are whole minutes")
         if not self.first <= self.start < self.end <= self.last:
@@ -126,7 +134,7 @@ class Span:
 
     @classmethod
     def whole(cls, start: int, end: int) -> Self:
-        """Between two instants, both of which are edges."""
+        """Return a span whose both ends are edges."""
         return cls(start, end, start, end)
 
 
@@ -138,15 +146,15 @@ def screen(
     subjects: npt.NDArray[np.bool_] | None = None,
     step_s: float = STEP_S,
 ) -> Encounters:
-    """All close approaches within ``threshold_km`` in a span.
+    """Return all close approaches within ``threshold_km`` in a span.
 
     Args:
-        elements: of n objects. Where its state cannot be true, an object has no close approach.
-        span: when.
-        threshold_km: the largest distance that counts.
-        subjects: (n,) only those of pairs with one of these; None: all.
-        step_s: seconds between the states that are searched; the result does not depend on it.
-
+        elements: The element sets of n objects. An object has no close approach while its state is
+            implausible.
+        span: The time to screen.
+        threshold_km: The largest distance that counts.
+        subjects: (n,) If given, only pairs with at least one object that is true here are screened.
+        step_s: Seconds between the states of the search. The result does not depend on it.
     """
     found = search(
         elements,
@@ -162,7 +170,7 @@ def screen(
             screen_minutes(
                 elements,
                 span,
-                _minutes(_not_among(found, slow, len(elements))),
+                _minutes(_without_pairs(found, slow, len(elements))),
                 threshold_km=threshold_km,
             ),
             screen_pairs(elements, span, slow, threshold_km=threshold_km),
@@ -173,7 +181,10 @@ def screen(
 def screen_pairs(
     elements: Elements, span: Span, pairs: npt.NDArray[np.int64], *, threshold_km: float = THRESHOLD_KM
 ) -> Encounters:
-    """The close approaches of given row pairs (m, 2), the smaller row first, in a span."""
+    """Return the close approaches of given pairs in every minute of a span.
+
+    ``pairs`` (m, 2) are rows of ``elements``, the smaller row first.
+    """
     minutes = np.arange(span.start, span.end + 1, MINUTE, dtype=np.int64)
     at_once = max(1, _STATES_AT_ONCE // len(minutes) // 2)
     parts = []
@@ -197,7 +208,9 @@ def screen_pairs(
             States(other.position[pair, minute + 1], other.velocity[pair, minute + 1]),
         )
         parts.append(
-            _decided(few[pair], minutes[minute], (begins, others[0]), (ends, others[1]), span, threshold_km)
+            _classify_minutes(
+                few[pair], minutes[minute], (begins, others[0]), (ends, others[1]), span, threshold_km
+            )
         )
     return Encounters.of(parts)
 
@@ -209,9 +222,10 @@ def screen_minutes(
     *,
     threshold_km: float = THRESHOLD_KM,
 ) -> Encounters:
-    """What row pairs do in given minutes: ``wanted`` (m, 3) has the smaller row, the other, and the minute.
+    """Return the close approaches of pairs in given minutes.
 
-    Minutes (UTC microseconds at their begin) outside of the span are passed over.
+    ``wanted`` (m, 3) has the smaller row of ``elements``, the larger row, and the start of the minute in UTC
+    microseconds. Minutes outside of the span are ignored.
     """
     wanted = np.unique(wanted[(wanted[:, 2] >= span.start) & (wanted[:, 2] < span.end)], axis=0)
     if not len(wanted):
@@ -221,18 +235,21 @@ def screen_minutes(
         (states_at(elements, pairs[:, 0], instants), states_at(elements, pairs[:, 1], instants))
         for instants in (minutes, minutes + MINUTE)
     )
-    return _decided(pairs, minutes, begin, end, span, threshold_km)
+    return _classify_minutes(pairs, minutes, begin, end, span, threshold_km)
 
 
 def _minutes(found: Candidates) -> npt.NDArray[np.int64]:
-    """The minutes (m, 3) that candidates may be in."""
+    """Return the minutes (m, 3) between the earliest and latest instants of candidates.
+
+    The columns are the first row, the second row, and the start of the minute.
+    """
     spread = np.arange(int(np.max((found.latest - found.earliest) // MINUTE, initial=-1)) + 2)
     minute = (found.earliest // MINUTE * MINUTE)[:, None] + spread * MINUTE
     which, _ = np.nonzero(named := minute <= found.latest[:, None])
     return np.stack([found.first[which], found.second[which], minute[named]], axis=1)
 
 
-def _decided(
+def _classify_minutes(
     pairs: npt.NDArray[np.int64],
     minutes: Micros,
     begin: tuple[States, States],
@@ -240,16 +257,20 @@ def _decided(
     span: Span,
     threshold_km: float,
 ) -> Encounters:
-    """What pairs (k, 2) do in minutes (k,), from their states at both ends: of some nothing."""
+    """Return the close approaches of pairs (k, 2) in minutes (k,), from the states at both ends.
+
+    Pairs that have none of the three kinds of approach in their minute, or stay farther apart than the
+    threshold, are left out.
+    """
     near = [_within(*states, threshold_km) for states in (begin, end)]
     rates = [rate(*states) for states in (begin, end)]
     inside = (rates[0] < 0) & (rates[1] >= 0)
     nearest = closest(begin, end)
-    # Where there is no minimum inside, an end is closest.
+    # Without a minimum within the minute, one of its ends is the closest moment.
     at_end = ~inside & (rates[1] < 0)
-    own = _chosen(inside, at_end, nearest.own, begin[0], end[0])
+    own = _select_states(inside, at_end, nearest.own, begin[0], end[0])
     other = [States(b.position - a.position, b.velocity - a.velocity) for a, b in (begin, end)]
-    relative = _chosen(inside, at_end, nearest.relative, other[0], other[1])
+    relative = _select_states(inside, at_end, nearest.relative, other[0], other[1])
     fraction = np.where(inside, nearest.fraction, at_end.astype(float))
     tca = minutes + np.round(fraction * MINUTE_S * 1e6).astype(np.int64)
     close = np.linalg.norm(relative.position, axis=1) <= threshold_km
@@ -275,7 +296,7 @@ def _decided(
     )
 
 
-def _chosen(
+def _select_states(
     inside: npt.NDArray[np.bool_], at_end: npt.NDArray[np.bool_], nearest: States, begin: States, end: States
 ) -> States:
     return States(
@@ -287,7 +308,7 @@ def _chosen(
 
 
 def _axes(found: Approach) -> Floats:
-    """Unit vectors (3, k, 3): radial, transverse and normal of the first object."""
+    """Return unit vectors (3, k, 3) along the first object's radial, transverse and normal axes."""
     position, velocity = found.own
     radial = position / np.linalg.norm(position, axis=1, keepdims=True)
     normal = np.cross(position, velocity)
@@ -302,7 +323,7 @@ def _within(own: States, other: States, threshold_km: float) -> npt.NDArray[np.b
 
 
 def _states(elements: Elements, instants: Micros) -> States:
-    """States (n, m, 3) of n objects at m instants; NaN where they cannot be true."""
+    """Return states (n, m, 3) of n objects at m instants. Implausible states are NaN."""
     found = propagate_satellites(elements.to_satrec_array(), instants)
     wrong = ~possible_states(found, elements)
     found.position[wrong], found.velocity[wrong] = np.nan, np.nan
@@ -310,13 +331,16 @@ def _states(elements: Elements, instants: Micros) -> States:
 
 
 def states_at(elements: Elements, rows: Rows, instants: Micros) -> States:
-    """States (k, 3) of objects at an instant each; NaN where they cannot be true."""
+    """Return the state (k, 3) of each object at its own instant. Implausible states are NaN.
+
+    ``rows`` (k,) are rows of ``elements``, and ``instants`` (k,) UTC microseconds.
+    """
     order = np.argsort(rows, kind="stable")
     objects, begins = np.unique(rows[order], return_index=True)
     position, velocity = np.empty((len(rows), 1, 3)), np.empty((len(rows), 1, 3))
     valid = np.empty((len(rows), 1), np.bool_)
     records = elements.take(objects).to_satrecs()
-    # A loop over objects: each has instants of its own, and the theory's array call takes the same for all.
+    # A loop over objects, because the array call of SGP4 needs the same instants for all of them.
     for record, few in zip(records, np.split(order, begins[1:]), strict=True):
         error, position[few, 0], velocity[few, 0] = record.sgp4_array(*julian_dates(instants[few]))
         valid[few, 0] = error == 0
@@ -325,8 +349,8 @@ def states_at(elements: Elements, rows: Rows, instants: Micros) -> States:
     return States(position[:, 0], velocity[:, 0])
 
 
-def _not_among(found: Candidates, pairs: npt.NDArray[np.int64], objects: int) -> Candidates:
-    """Without the pairs that are looked at in every minute anyway."""
+def _without_pairs(found: Candidates, pairs: npt.NDArray[np.int64], objects: int) -> Candidates:
+    """Return the candidates without the given pairs, which are screened in every minute anyway."""
     keep = ~np.isin(found.first * objects + found.second, pairs[:, 0] * objects + pairs[:, 1])
     return Candidates(
         found.first[keep],

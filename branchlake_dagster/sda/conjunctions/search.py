@@ -1,17 +1,17 @@
-"""Which pairs may come close, and when: from one state of each object every h seconds.
+"""Find pairs that may come close, and when, from one state of each object every h seconds.
 
-The states are those in the middle of each span of h seconds. `sieve.near_pairs` gives the pairs whose
-straight lines come near; what bends those lines is bounded once more, now by what the two accelerations
-differ by:
+The states are those in the middle of each span of h seconds. `sieve.near_pairs` returns the pairs whose
+straight-line motions come near. The true motions are bent by gravity. This module bounds the error e of a
+pair's relative position by the difference of the two accelerations a_1 and a_2:
 
     |e| <= |a_2 - a_1| t^2 / 2 + (j_1 + j_2) |t|^3 / 6 + b (a_1 + a_2) t^2 / 2.
 
-j <= 2 mu v / r^3 bounds the change of a central acceleration mu / r^2, and b = 1/200 stands for all that is
-not central: J2, 1/600 at most, is the largest. At h = 60 s what is left is within some hundred metres of the
-threshold, so nearly all of it is found to be an encounter.
+j <= 2 mu v / r^3 bounds the change of a central acceleration mu / r^2, and b = 1/200 bounds all other
+accelerations, of which the largest is J2 with at most 1/600. At h = 60 s the bound exceeds the threshold by
+some hundred meters, so nearly all pairs found are encounters.
 
-Nothing of this decides what is reported, so h may be chosen by what costs less: `screening` looks at the
-minutes that are named here, and at pairs that move slowly past each other in every minute.
+The search does not affect the reported approaches, so h is chosen by cost: `screening` examines the minutes
+that the search lists, and every minute for pairs that pass each other slowly.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ _MU_KM3_S2 = 398_601.0
 _NOT_CENTRAL = 1 / 200
 _GROUND_KM = 6_350.0
 _LARGEST_ACCELERATION = _MU_KM3_S2 / _GROUND_KM**2 * (1 + _NOT_CENTRAL)
-"""km/s²."""
+"""An upper bound of every object's acceleration, km/s²."""
 _MINUTE_S = 60.0
 _EARLY_S = 1.0
 _SPANS_AT_ONCE = 40
-"""Bounds the memory: 16,000 objects at 40 instants are 31 MB of states."""
+"""The number of spans that are searched together.
+
+It bounds the memory: 16,000 objects at 40 instants have 31 MB of states.
+"""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The pairs of objects that may come within the threshold, by their rows; the first row is the smaller.
+    """The pairs of objects that may come within the threshold, as rows; the first row is the smaller one.
 
     ``first`` and ``second`` (k,) are pairs that pass each other between the instants ``earliest`` and
-    ``latest`` (k,) in UTC microseconds. A pair may be listed twice for one encounter, or without an
-    encounter. ``slow_first`` and ``slow_second`` (m,) are pairs that may stay within the threshold for a
-    minute; each is listed once.
+    ``latest`` (k,), UTC microseconds. A pair may be listed twice for one encounter, or without an encounter.
+    ``slow_first`` and ``slow_second`` (m,) are pairs that may stay within the threshold for a minute; each is
+    listed once.
     """
 
     first: Rows
@@ -64,16 +67,16 @@ def search(
     threshold_km: float,
     subjects: npt.NDArray[np.bool_] | None = None,
 ) -> Candidates:
-    """Pairs that may come within ``threshold_km`` between two instants (UTC microseconds).
+    """Return pairs that may come within ``threshold_km`` between two instants. No such pair is missed.
 
     Args:
-        elements: of n objects. One whose state in the middle of a span cannot be true is left out of it.
-        start: first instant.
-        end: last instant.
-        h: seconds between the states; the last span may reach over the end.
-        threshold_km: the distance of interest.
-        subjects: (n,) only pairs with one of these; None: all.
-
+        elements: The element sets of n objects. An object is left out of a span if its state in the middle of
+            the span is implausible.
+        start: The first instant, UTC microseconds.
+        end: The last instant.
+        h: Seconds between the states. The last span may end after ``end``.
+        threshold_km: The distance of interest.
+        subjects: (n,) If given, only pairs with at least one object that is true here are searched.
     """
     step = round(h * 1e6)
     middles = np.arange(start + step // 2, end + step // 2, step, dtype=np.int64)
@@ -104,7 +107,7 @@ def search(
     pairs = np.array(sorted(slow), np.int64)
     empty = (np.zeros(0, np.int64),) * 4
     first, second, earliest, latest = (np.concatenate(one) for one in zip(empty, *parts, strict=True))
-    # Who would be closest after the end, or before the start, may be close at it.
+    # A pair that is closest after the end, or before the start, may be close at this instant.
     moments = [np.clip(one, start, end - 1) for one in (earliest, latest)]
     return Candidates(first, second, moments[0], moments[1], pairs // max(n, 1), pairs % max(n, 1))
 
@@ -116,7 +119,13 @@ def _span(
     threshold_km: float,
     subjects: npt.NDArray[np.bool_] | None,
 ) -> tuple[Rows, Rows, Floats, Floats, npt.NDArray[np.bool_]]:
-    """Pairs of one span: rows, seconds from the middle, how far off that may be, and which may stay."""
+    """Return the candidates of one span.
+
+    Returns:
+        Rows of both objects, the time of the nearest point of their straight lines (seconds from the middle),
+            the uncertainty of that time, and whether the pair may stay within the threshold for a minute; all
+            (k,).
+    """
     half = h / 2
     radius = np.linalg.norm(position, axis=1)
     speed = np.linalg.norm(velocity, axis=1)
@@ -136,7 +145,7 @@ def _span(
     near = np.linalg.norm(r + v * time[:, None], axis=1) <= threshold_km + off
     i, j, time, off = i[near], j[near], time[near], off[near]
     fast = np.sqrt(vv[near])
-    # In a minute within the threshold a pair moves by its diameter; until then its speed may have changed.
+    # To stay within the threshold for a minute, a pair moves by at most the diameter. Its speed may change.
     stays = fast <= 2 * threshold_km / _MINUTE_S + (bound[i] + bound[j]) * half
     # With the line at most d + off away, and the curve never further than off from it, the line is at most
     # d + 3 off away when the curve is closest.
@@ -145,13 +154,14 @@ def _span(
 
 
 def largest_acceleration(position: Floats, velocity: Floats, half: float) -> tuple[Floats, Floats]:
-    """How low each of n objects may be within ``half`` seconds of its state, km, and its acceleration there.
+    """Return the smallest distance from the Earth's center (n,), km, and the acceleration (n,) there, km/s².
+
+    Both are bounds for the time within ``half`` seconds of the states.
 
     Args:
-        position: (n, 3) km.
-        velocity: (n, 3) km/s.
-        half: seconds before and after.
-
+        position: (n, 3) Positions, km.
+        velocity: (n, 3) Velocities, km/s.
+        half: Seconds before and after the states.
     """
     radius = np.linalg.norm(position, axis=1)
     radial = np.abs(np.einsum("ij,ij->i", position, velocity)) / np.where(radius == 0, 1, radius)

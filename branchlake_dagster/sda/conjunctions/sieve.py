@@ -1,17 +1,17 @@
-r"""Pairs that may come close within a span of h seconds, of states at its middle: a sieve that loses none.
+r"""Find pairs that may come close within a span of h seconds, from states at its middle; none is missed.
 
-Let r and v be a pair's relative position and velocity at the middle, and a an upper bound of each one's
-acceleration over the span. By Taylor's theorem the relative position at t from the middle is
+Let r and v be a pair's relative position and velocity at the middle, and a_1 and a_2 upper bounds of the two
+accelerations over the span. By Taylor's theorem the relative position at t from the middle is
 
     r + v t + e,      |e| <= (a_1 + a_2) t^2 / 2 <= (a_1 + a_2) h^2 / 8.
 
-So a pair that comes within d has a straight line that comes within D = d + (a_1 + a_2) h^2 / 8, which is
-what is asked of each pair that is near enough to ask: as relative speeds are at most twice the largest speed,
-such a pair is at most R = D + v_max h apart at the middle. Boxes of edge R hold all pairs within R in
-neighbouring ones (a cell list, as in molecular dynamics).
+So if a pair comes within d, its straight line comes within D = d + (a_1 + a_2) h^2 / 8. This test is applied
+to each pair that is near enough: as relative speeds are at most twice the largest speed v_max, such a pair is
+at most R = D + v_max h apart at the middle. If space is divided into boxes with edges of length R, all pairs
+within R are in the same or in neighboring boxes (a cell list, as in molecular dynamics).
 
 With h = 60 s, R is near 570 km and D is d + 8.5 km: of a quarter of a million pairs within R a few hundred
-are left. Compiled, a pair takes 2 ns.
+remain. In machine code, a pair takes 2 ns.
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ def near_pairs(
     threshold_km: float,
     subjects: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[Rows, Rows]:
-    """Row pairs (first < second) that may come within ``threshold_km`` less than h/2 from the middle.
+    """Return row pairs (first < second) that may come within ``threshold_km`` less than h/2 from the middle.
 
     Args:
-        position: (n, 3) km, at the middle.
-        velocity: (n, 3) km/s, at the middle.
-        acceleration: (n,) km/s², no less than each object's over the span.
-        h: length of the span, s.
-        threshold_km: the distance of interest.
-        subjects: (n,) only pairs with one of these; None: all.
-
+        position: (n, 3) Positions at the middle of the span, km.
+        velocity: (n, 3) Velocities at the middle, km/s.
+        acceleration: (n,) An upper bound of each object's acceleration over the span, km/s².
+        h: The length of the span, s.
+        threshold_km: The distance of interest.
+        subjects: (n,) If given, only pairs with at least one object that is true here are returned.
     """
     if len(position) < 2 or (subjects is not None and not subjects.any()):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -59,15 +58,17 @@ def near_pairs(
     order, starts, neighbours = _boxes(position, radius, every=subjects is None)
     states = np.concatenate([position, velocity, acceleration[:, None] * (half**2 / 2)], axis=1)[order]
     chosen = np.ones(len(order), np.bool_) if subjects is None else subjects[order]
-    first, second = _filled(states, chosen, starts, neighbours, half, threshold_km, radius)
+    first, second = _collect_pairs(states, chosen, starts, neighbours, half, threshold_km, radius)
     i, j = order[first], order[second]
     return np.minimum(i, j), np.maximum(i, j)
 
 
 def _boxes(position: Floats, edge: float, *, every: bool) -> tuple[Rows, Rows, Rows]:
-    """Rows sorted by box, where each box begins, and of each box the neighbours (-1: empty).
+    """Return the rows sorted by box, the start of each box in them, and the neighbors of each box.
 
-    With ``every``, of two boxes only the first has the other as its neighbour.
+    A neighbor is an index of a box, or -1 if the neighboring box has no objects. A box is its own neighbor,
+    too. With ``every``, only the first of two boxes has the other as its neighbor, so that each pair of boxes
+    occurs once.
     """
     place = np.floor((position - position.min(axis=0)) / edge).astype(np.int64) + 1
     _, wide, high = place.max(axis=0) + 2
@@ -81,7 +82,7 @@ def _boxes(position: Floats, edge: float, *, every: bool) -> tuple[Rows, Rows, R
     return order, np.append(starts, len(keys)).astype(np.int64), neighbours
 
 
-def _filled(states: Floats, chosen: npt.NDArray[np.bool_], *how: Any) -> tuple[Rows, Rows]:
+def _collect_pairs(states: Floats, chosen: npt.NDArray[np.bool_], *how: Any) -> tuple[Rows, Rows]:
     pairs = compiled()
     capacity = _FIRST_CAPACITY
     while True:
@@ -94,7 +95,7 @@ def _filled(states: Floats, chosen: npt.NDArray[np.bool_], *how: Any) -> tuple[R
 
 @cache
 def compiled() -> Callable[..., int]:
-    """`_pairs` as machine code, which is kept beside this file: compiling takes seconds, loading 0.1."""
+    """Return `_pairs` as machine code. A file beside this module caches it: loading takes 0.1 s."""
     from numba import njit  # half a second, used by few steps
 
     pairs = njit(_pairs, nogil=True)
@@ -114,7 +115,7 @@ def _pairs(
     first: Any,
     second: Any,
 ) -> Any:
-    """How many pairs there are; the first ones that have room are in ``first`` and ``second``."""
+    """Count the pairs, and write as many as fit to ``first`` and ``second``."""
     count = 0
     for box in range(neighbours.shape[0]):
         for place in range(neighbours.shape[1]):

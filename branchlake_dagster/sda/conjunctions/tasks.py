@@ -1,4 +1,4 @@
-"""A screening as tasks that can be done anywhere and in any order."""
+"""Divide a screening into tasks that can run anywhere and in any order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from branchlake_dagster.sda.orbits.propagation import Elements
 
 
 class Pairs(StrEnum):
-    """Which pairs a task looks at."""
+    """The pairs that a task screens: all, those with a subject, or given ones."""
 
     ALL = "all"
     OF_SUBJECTS = "of subjects"
@@ -32,7 +32,7 @@ class Pairs(StrEnum):
 
 @dataclass(frozen=True)
 class Task:
-    """A stretch of time, and the pairs to look at in it."""
+    """A part of the screened time, and the pairs to screen in it."""
 
     span: Span
     pairs: Pairs
@@ -40,10 +40,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Screening:
-    """What a screening looks at. It travels to the workers; the elements of 16,000 objects are 1.4 MB.
+    """The input of all tasks of a screening. Spark ships it to the workers: 1.4 MB for 16,000 objects.
 
-    ``elements`` are sorted by ``sat_no``. The rest is rows of ``elements``, for tasks of these kinds only:
-    ``subjects`` (n,), and ``minutes`` (m, 3) and ``together`` (p, 2), what to look at of the given pairs.
+    ``elements`` are sorted by ``sat_no``. The other arrays refer to their rows. ``subjects`` (n,) is for
+    tasks of the kind `OF_SUBJECTS`. ``minutes`` (m, 3) and ``together`` (p, 2) are for tasks of the kind
+    `GIVEN`: pairs to screen in given minutes (`screen_minutes`), and pairs to screen in every minute.
     """
 
     elements: Elements
@@ -55,12 +56,12 @@ class Screening:
 
     @classmethod
     def of_all(cls, elements: Elements, threshold_km: float) -> Self:
-        """Of all pairs."""
+        """Return a screening of all pairs."""
         nothing = np.zeros((0, 3), np.int64)
         return cls(elements, threshold_km, np.ones(len(elements), np.bool_), nothing, nothing[:, :2])
 
     def done(self, task: Task) -> Encounters:
-        """The close approaches of one task."""
+        """Run a task and return its close approaches."""
         how: dict[str, Any] = {"threshold_km": self.threshold_km}
         if task.pairs is Pairs.GIVEN:
             return Encounters.of(
@@ -75,7 +76,7 @@ class Screening:
 
 
 def in_parts(span: Span, pairs: Pairs, parts: int) -> list[Task]:
-    """A stretch of time as at most ``parts`` tasks of about the same length."""
+    """Divide a span into at most ``parts`` tasks of about the same length."""
     minutes = (span.end - span.start) // MINUTE
     cuts = sorted({span.start + minutes * k // parts * MINUTE for k in range(parts)} | {span.end})
     return [Task(Span(begin, end, span.first, span.last), pairs) for begin, end in pairwise(cuts)]
