@@ -1,12 +1,12 @@
-"""Row contracts of the graph's tables, as pandera PySpark models.
+"""Row contracts of the pipeline's tables, as pandera PySpark models.
 
-Limits are physics or the format's own, never what happened to be in the sample: a broken rule means that
-a row cannot be true. Every column of a table is here in the table's order, with its meaning and unit; those
-without a limit add nothing but their name and type to what is promised.
+Limits come from physics or from the format, never from a sample of data: a row that breaks a rule cannot be
+true. The contracts list every column in the table's order, with its meaning and unit. For columns without a
+limit, only name and type are checked.
 
 Names and units are those of the Orbit Data Messages (CCSDS 502.0-B-3: OMM for elements, OPM for state and
 covariance), the Conjunction Data Message (CCSDS 508.0-B-1) and the Unified Data Library's observation
-services, in snake case. Where ours differ from the source, the unit is in the column's name.
+services, in snake case. If a unit differs from the source, the column's name contains the unit.
 """
 
 from branchlake_dagster.sda.contracts.catalogue import (

@@ -1,4 +1,4 @@
-"""Contracts that depend on the kinds of sensor of a code location."""
+"""Contracts that depend on the kinds of sensor that a code location uses."""
 
 # No `from __future__ import annotations`: pandera reads the annotations.
 from collections.abc import Mapping, Sequence
@@ -14,27 +14,27 @@ _TITLES = {"radar": "Radar", "optical": "Optical", "isl": "Inter-satellite link"
 
 
 def observation_contract(source_kinds: Sequence[str]) -> type[Contract]:
-    """Return the contract of observations of the given kinds."""
+    """Return the contract of observations, with these kinds as the allowed values of `source_kind`."""
     return _restrict_kinds(Observation, source_kinds)
 
 
 def rejected_observation_contract(source_kinds: Sequence[str]) -> type[Contract]:
-    """Return the contract of rejected measurements of the given kinds."""
+    """Return the contract of rejected measurements, with these kinds as the allowed `source_kind`."""
     return _restrict_kinds(RejectedObservation, source_kinds)
 
 
 def association_contract(source_kinds: Sequence[str]) -> type[Contract]:
-    """Return the contract of associations of observations of the given kinds."""
+    """Return the contract of associations, with these kinds as the allowed `source_kind`."""
     return _restrict_kinds(Association, source_kinds)
 
 
 def fused_track_contract(source_kinds: Sequence[str]) -> type[Contract]:
-    """Return the contract of tracks: the state, a column `n_<kind>` for each kind, and the fit."""
+    """Return the contract of tracks: the state, a column `n_<kind>` for each kind, and columns of the fit."""
     counts = {
         f"n_{kind}": may(f"{_TITLES.get(kind, kind)} observations that were used.") for kind in source_kinds
     }
     middle = _build_contract("TrackCounts", "Numbers of observations.", (Contract,), T.LongType, counts)
-    # The columns of a contract are those of its last base first.
+    # The columns of the last base class come first.
     bases = (TrackFit, middle, TrackState)
     return _build_contract("FusedTrack", "An estimated state with its formal covariance.", bases)
 
@@ -53,7 +53,7 @@ def _build_contract(
     column_type: type[T.DataType] | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> type[Contract]:
-    """Return a contract with the columns of `bases` and further or changed ones, all of one type."""
+    """Return a contract with the columns of `bases`, and with added or replaced columns of one type."""
     own = dict(fields or {})
     body = {
         "__doc__": text,

@@ -1,4 +1,4 @@
-"""Contracts of the catalogue's tables."""
+"""Contracts of the tables in the asset group ``catalogue``."""
 
 # No `from __future__ import annotations`: pandera reads the annotations.
 import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
@@ -11,10 +11,13 @@ from branchlake_dagster.sda.registry.sources import SOURCES
 
 
 class ElementSet(Contract):
-    """One object's elements in one snapshot; also the rows of ``element_history``.
+    """The orbital elements of one object at one epoch, from one snapshot.
 
-    Source: OMM, CCSDS 502.0-B-3 section 4, mean elements of SGP4 in TEME, and Hoots and Roehrich, Spacetrack
-    Report No. 3, for what only the lines have. ``sat_no`` and ``data_mode`` are the Unified Data Library's.
+    Also the rows of ``element_history``.
+
+    Source: OMM, CCSDS 502.0-B-3 section 4 (mean elements of SGP4 in TEME), and for fields that only element
+    lines (TLE) have, Hoots and Roehrich, Spacetrack Report No. 3. ``sat_no`` and ``data_mode`` are names of
+    the Unified Data Library.
     """
 
     snapshot_id: T.StringType = must("GP snapshot that the element set is from: its file's name, no ending.")
@@ -49,7 +52,7 @@ class ElementSet(Contract):
 
 
 class CatalogueEntry(ElementSet):
-    """The current element set of an object, as it was first collected, and what became of the object."""
+    """The current element set of an object, as it was first collected, and the state of the object."""
 
     state: T.StringType = must(
         "tracked; stale: old elements, or dropped by its source; decayed; invalid: elements of the future.",
@@ -57,13 +60,13 @@ class CatalogueEntry(ElementSet):
     )
 
     class Config:
-        """One current element set per object."""
+        """Each object has one current element set."""
 
         unique = ["sat_no"]  # noqa: RUF012 - pandera's name and type
 
 
 class MergeOutcome(Contract):
-    """What became of an element set that was pulled, when it was merged. The names are this graph's own."""
+    """The result of merging a pulled element set into the catalog. The column names follow no standard."""
 
     snapshot_id: T.StringType = must("GP snapshot that the element set is from.")
     sat_no: T.LongType = catalogue_number()
@@ -80,7 +83,7 @@ class MergeOutcome(Contract):
 
 
 class RegisteredObject(Contract):
-    """An object, and what became of it. Sightings and states are this graph's own, facts the SATCAT's."""
+    """An object and its state. Times and states are computed by the graph, other facts are the SATCAT's."""
 
     sat_no: T.LongType = catalogue_number()
     object_name: T.StringType = may("Name of the object.")
@@ -103,7 +106,7 @@ class RegisteredObject(Contract):
 
 
 class SatelliteEntry(Contract):
-    """An entry of one satellite catalogue. Source: CelesTrak's SATCAT, in snake case."""
+    """An entry of one satellite catalog. Source: CelesTrak's SATCAT, in snake case."""
 
     snapshot_id: T.StringType = must("Snapshot that the entry is from: its file's name, no ending.")
     sat_no: T.LongType = catalogue_number()
@@ -123,7 +126,10 @@ class SatelliteEntry(Contract):
 
 
 class Satellite(Contract):
-    """What was known of an object in a period. The names are those of the entries."""
+    """The facts that the satellite catalog stated about an object in a period.
+
+    Column names as in its entries.
+    """
 
     sat_no: T.LongType = catalogue_number()
     object_name: T.StringType = may("Name of the object.")
@@ -140,11 +146,11 @@ class Satellite(Contract):
 
 
 class RejectedRecord(Contract):
-    """A record that did not become an element set. The names are this graph's own."""
+    """A record of a file that did not become an element set. The column names follow no standard."""
 
     snapshot_id: T.StringType = must("GP snapshot that the record is from: its file's name, no ending.")
     line_number: T.IntegerType = must("Line in the file, from 1; in JSON the ordinal of the message.", ge=1)
-    # Also numbers that are no catalogue numbers: they may be why it was rejected.
+    # The number may be invalid: then it is the reason of the rejection.
     sat_no: T.LongType = may("Catalogue number, as far as the record has a readable one.")
     raw_text: T.StringType = must("The record as it is in the file.")
     reason: T.StringType = must("Rule that it breaks.", isin=[str(reason) for reason in RejectReason])

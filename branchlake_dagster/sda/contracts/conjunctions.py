@@ -1,4 +1,4 @@
-"""Contracts of close approaches: of one hour, and of the list that operators work with."""
+"""Contracts of close approaches: the risks of one hour, the list of the next hours, and the alerts."""
 
 # No `from __future__ import annotations`: pandera reads the annotations.
 import pyspark.sql.types as T  # noqa: N812 - the name every Spark reader expects
@@ -20,9 +20,9 @@ from branchlake_dagster.sda.trust.tables import COVARIANCE_SOURCE
 
 
 class CloseApproach(Contract):
-    """A close approach of two catalogue objects.
+    """A close approach of two catalog objects.
 
-    Source: CDM, CCSDS 508.0-B-1, with kilometres where it has metres. Object 1 has the smaller number.
+    Source: CDM, CCSDS 508.0-B-1, with kilometers where it has meters. Object 1 has the smaller number.
     """
 
     kind: T.StringType = must(
@@ -60,7 +60,7 @@ class CloseApproach(Contract):
 
 
 class ConjunctionRisk(Contract):
-    """A close approach of two objects within an hour, by the best known states, with its probability.
+    """A close approach of two objects within an hour, by their best known states, with its probability.
 
     Source: CDM, CCSDS 508.0-B-1, with kilometers where it has meters. The key is the pair and
     ``risk_window_start``. Distances are rounded to 1 m, times to 1 ms, probabilities to three digits.
@@ -125,7 +125,8 @@ class ConjunctionRisk(Contract):
 class ConjunctionAlert(Contract):
     """An entry of the log of alerts: the insert or the retract of an alert.
 
-    An alert's entries have sequence numbers: insert 0, retract 0, insert 1, retract 1 … The last entry holds.
+    An alert's entries have sequence numbers: insert 0, retract 0, insert 1, retract 1 … The last entry is the
+    valid one.
     """
 
     alert_id: T.StringType = must(
@@ -169,7 +170,7 @@ class ConjunctionAlert(Contract):
 
 
 class Conjunction(CloseApproach):
-    """A close approach in the operators' list: what is ahead, by the current catalogue."""
+    """A close approach in the list of predicted approaches, computed from the current catalog."""
 
     event_id: T.StringType = must("The event's name, kept from list to list while it is the same event.")
     sat1_element_age_days: T.DoubleType = must("Age of object 1's element set at that time.", "d")

@@ -1,4 +1,4 @@
-"""Contract of close approaches of own ephemerides."""
+"""Contract of close approaches of the operator's own ephemerides."""
 
 # No `from __future__ import annotations`: pandera reads the annotations.
 import pyspark.sql.types as T  # noqa: N812 - the name every Spark reader expects
@@ -9,7 +9,10 @@ from branchlake_dagster.sda.ephemerides.listing import SOURCE
 
 
 class EphemerisConjunction(Contract):
-    """A close approach of an own ephemeris, object 1, with a catalogue object. Source: as of Conjunction."""
+    """A close approach of an own ephemeris (object 1) with a catalog object (object 2).
+
+    Source: as of `Conjunction`.
+    """
 
     ephemeris: T.StringType = must("Name of the ephemeris file.")
     sat1_source: T.StringType = must("What object 1's motion is from.", isin=[SOURCE])

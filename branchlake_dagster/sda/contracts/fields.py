@@ -1,4 +1,4 @@
-"""What the contracts are written with: columns with meaning, unit and promises."""
+"""Helpers to declare the columns of contracts, with meaning, unit and checks."""
 
 # No `from __future__ import annotations`: pandera reads the annotations.
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -20,23 +20,23 @@ DATA_MODES = [*get_args(DataMode)]
 
 
 def must(description: str, unit: str | None = None, **promises: Any) -> Any:
-    """A column that every row fills, with pandera's promises on its values."""
+    """Return a column without nulls. `promises` are pandera's checks on its values."""
     return may(description, unit, nullable=False, **promises)
 
 
 def may(description: str, unit: str | None = None, *, nullable: bool = True, **promises: Any) -> Any:
-    """A column that may be empty."""
+    """Return a column that may have nulls. `promises` are pandera's checks on its values."""
     metadata = {"unit": unit} if unit else None
     return pa.Field(nullable=nullable, description=description, metadata=metadata, **promises)
 
 
 def catalogue_number(whose: str = "the object", *, nullable: bool = False) -> Any:
-    """The number that an object is known by."""
+    """Return a column with an object's number in the satellite catalog (NORAD_CAT_ID)."""
     return may(
         f"Satellite catalogue number of {whose} (NORAD_CAT_ID).", nullable=nullable, ge=1, le=MAX_SAT_NO
     )
 
 
 def window() -> Any:
-    """The hour that a row belongs to."""
+    """Return the column of the hour that a row belongs to."""
     return must("Start of the hourly window, UTC.")

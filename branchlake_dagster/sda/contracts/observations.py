@@ -1,4 +1,7 @@
-"""Contracts of observations in the common envelope, and of rejected ones."""
+"""Contracts of observations, of rejected ones, and of associations.
+
+The envelope is the common set of columns that observations of all kinds of sensor have.
+"""
 
 # No `from __future__ import annotations`: pandera reads the annotations.
 import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
@@ -15,7 +18,7 @@ from branchlake_dagster.sda.contracts.fields import (
 )
 
 MAX_RANGE_KM = 500_000.0
-"""Farther than the Moon."""
+"""The largest accepted distance from a sensor: farther than the Moon."""
 REJECTION_REASONS = (
     "before_first_window",
     "time_beyond_skew",
@@ -32,7 +35,7 @@ REJECTION_REASONS = (
 
 
 class Observation(Contract):
-    """The envelope every later stage reads. Distances km, angles degrees.
+    """A measurement in the envelope that all later tables read. Distances are in km, angles in degrees.
 
     Source: the Unified Data Library's radar and electro-optical observations (``sat_no``, ``uct``,
     ``orig_sensor_id``, ``track_id``, ``data_mode`` and the names with ``_unc``), with its units added to the
@@ -63,7 +66,7 @@ class Observation(Contract):
     sensor_alt_km: T.DoubleType = may("Height of a ground sensor above the WGS-84 ellipsoid.", "km")
     range_km: T.DoubleType = may("Radar, laser: distance from the sensor.", "km", gt=0.0, lt=MAX_RANGE_KM)
     range_unc_km: T.DoubleType = may("Radar, laser: standard deviation of the distance.", "km")
-    # Faster than two objects at escape speed can close; the seed's "impossible range rate".
+    # Two objects at escape speed approach each other more slowly than this.
     range_rate_km_s: T.DoubleType = may(
         "Radar: rate of the distance, positive away from the sensor.", "km/s", ge=-25.0, le=25.0
     )
@@ -95,7 +98,7 @@ class Observation(Contract):
 
 
 class RejectedObservation(Contract):
-    """A rejected measurement. Its record is in the raw table of its kind."""
+    """A rejected measurement and the reason. The measured values are in the raw table of its kind."""
 
     observation_id: T.StringType = must("The id that the observation would have.", str_matches=UUID5_PATTERN)
     reason: T.StringType = must("Why it is rejected: the first reason.", isin=list(REJECTION_REASONS))
@@ -112,9 +115,9 @@ class RejectedObservation(Contract):
 class Association(Contract):
     """The object that an observation belongs to.
 
-    ``confirmed``: the object of its claim, or of its track. ``reassigned``: another object, which fits
-    clearly better. ``claimed``: the claimed object has no usable prediction, so the claim is untested.
-    ``uncorrelated``: none.
+    ``confirmed``: the object that it claims, or that its track was assigned to. ``reassigned``: another
+    object, which fits clearly better. ``claimed``: the claimed object, which has no usable prediction, so the
+    claim was not tested. ``uncorrelated``: no object.
     """
 
     window_start: T.TimestampType = window()

@@ -1,7 +1,7 @@
-"""Contracts of measurements as they are received live, a table for each kind of sensor.
+"""Contracts of the raw tables: measurements as they were received, one table for each kind of sensor.
 
-Names and units are the sensors' own. What is not of the measurement but of its record has no
-promise: the ingestion fills it for every row.
+Names and units are those of the sensors' messages. Columns that come from the record and not from the
+measurement have no checks, because the ingestion fills them in every row.
 """
 
 # No `from __future__ import annotations`: pandera reads the annotations.
@@ -11,7 +11,7 @@ from branchlake_dagster.sda.contracts.fields import Contract, may, must
 
 
 class Received(Contract):
-    """The columns of every raw table: the sensor, its track, the instant, the clock and the record."""
+    """The columns of every raw table: sensor, track, time, clock, and the position of the record."""
 
     orig_sensor_id: T.StringType = must("Sensor, as its owner calls it.")
     track_id: T.StringType = may("The sensor's own track that the measurement belongs to.")
@@ -27,7 +27,7 @@ class Received(Contract):
 
 
 class OnGround(Received):
-    """The columns of every raw table of sensors on the ground: also where the sensor stands."""
+    """The columns of every raw table of ground sensors: those of `Received`, and the sensor's coordinates."""
 
     sensor_lat_deg: T.DoubleType = must("Geodetic latitude of the sensor, WGS-84.", "deg", ge=-90.0, le=90.0)
     sensor_lon_deg: T.DoubleType = must("Longitude of the sensor, east positive, WGS-84.", "deg")
@@ -35,7 +35,7 @@ class OnGround(Received):
 
 
 class RawRadar(OnGround):
-    """A radar's datagram."""
+    """The measurement in a radar's datagram."""
 
     frame_digest: T.StringType = may("SHA-256 digest of the datagram, in hexadecimal.")
 
@@ -51,7 +51,7 @@ class RawRadar(OnGround):
 
 
 class RawOptical(OnGround):
-    """An item of a telescope's page."""
+    """The measurement in an item of a telescope's page."""
 
     obs_id: T.StringType = must("UUID that the telescope gave the measurement, in lower case.")
     ra_rad: T.DoubleType = must("Topocentric right ascension, axes of TEME.", "rad", ge=0.0)
@@ -60,7 +60,7 @@ class RawOptical(OnGround):
 
 
 class RawLink(Received):
-    """A frame of an inter-satellite link."""
+    """The measurement in a frame of an inter-satellite link: the position and velocity of its partner."""
 
     frame_digest: T.StringType = may("SHA-256 digest of the frame, in hexadecimal.")
     sat_no: T.LongType = may("Catalogue number of the partner, as the sending satellite names it.")

@@ -1,4 +1,4 @@
-"""The contract of the pictures of an hour."""
+"""The contract of the table of pictures."""
 
 # No `from __future__ import annotations`: pandera reads the annotations.
 import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
@@ -9,7 +9,7 @@ PICTURE_NAMES = ["outcomes", "residuals", "track_quality", "ground_tracks", "ale
 
 
 class HourReport(Contract):
-    """A picture of an hour."""
+    """A picture of an hour's results, as a PNG file."""
 
     window_start: T.TimestampType = window()
     name: T.StringType = must("What is drawn.", isin=PICTURE_NAMES)

@@ -1,4 +1,4 @@
-"""Contracts of what is computed of states: tracks, and objects whose states cannot be true."""
+"""Contracts of fused tracks, and of objects whose predicted states cannot be true."""
 
 # No `from __future__ import annotations`: pandera reads the annotations.
 from typing import Any
@@ -10,21 +10,21 @@ from branchlake_dagster.sda.orbits.plausible import FAULT_NAMES
 
 
 def variance(of: str, unit: str) -> Any:
-    """A diagonal term of the covariance."""
+    """Return a column for a diagonal element of the covariance matrix."""
     return must(f"Variance of {of}.", unit, gt=0.0)
 
 
 def covariance(one: str, other: str, unit: str) -> Any:
-    """A term of the covariance's lower triangle."""
+    """Return a column for an element of the covariance matrix's lower triangle."""
     what = f"Variance of {one}." if one == other else f"Covariance of {one} and {other}."
     return may(what, unit)
 
 
 class TrackState(Contract):
-    """The state of a track: its first columns.
+    """The first columns of a track: its state vector (position and velocity) and its covariance matrix.
 
-    Source: OPM, CCSDS 502.0-B-3 section 3: state vector and the lower triangle of its covariance matrix
-    (CX_X, CY_X, CY_Y …), km and s.
+    Source: OPM, CCSDS 502.0-B-3 section 3: the state vector and the lower triangle of its covariance matrix
+    (CX_X, CY_X, CY_Y …), in km and s.
     """
 
     window_start: T.TimestampType = window()
@@ -61,7 +61,7 @@ class TrackState(Contract):
 
 
 class TrackFit(Contract):
-    """How well a track agrees with its measurements and with the catalogue: its last columns."""
+    """The last columns of a track: how well it agrees with its measurements and with the catalog."""
 
     n_measurements: T.LongType = must("Measured numbers that were used: an observation has several.", gt=0)
     n_edited: T.LongType = must("Observations that disagree with the others and were not used.", ge=0)
@@ -91,7 +91,7 @@ class TrackFit(Contract):
 
 
 class QuarantinedObject(Contract):
-    """An object whose propagated states cannot be true in a window. The names are this graph's own."""
+    """An object whose predicted states in a window cannot be true. The column names follow no standard."""
 
     window_start: T.TimestampType = window()
     sat_no: T.LongType = catalogue_number()

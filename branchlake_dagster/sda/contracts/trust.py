@@ -1,4 +1,4 @@
-"""Contracts of what is known of the error of element sets. The names are this graph's own."""
+"""Contracts of the measured errors of element sets. The column names follow no standard."""
 
 # No `from __future__ import annotations`: pandera reads the annotations.
 import pyspark.sql.types as T  # noqa: N812 - Spark's own abbreviation
@@ -12,7 +12,7 @@ _MODEL = "The error model: newest epoch of its history, and a hash of its conten
 
 
 class ElementError(Contract):
-    """The error of the element sets of a class of orbits at an age, from what later sets say of them."""
+    """The error of element sets of one orbit class in one range of ages, derived from later sets."""
 
     orbit_class: T.StringType = must(
         "Class by mean altitude in km and eccentricity; LEO and all are wider ones.",
@@ -51,7 +51,7 @@ class ElementError(Contract):
 
 
 class ObjectError(Contract):
-    """How far an object's element sets are from what is usual in its class."""
+    """The ratio of an object's errors to the errors that are usual in its orbit class."""
 
     sat_no: T.LongType = catalogue_number()
     orbit_class: T.StringType = must(
@@ -65,7 +65,7 @@ class ObjectError(Contract):
 
 
 class ElementJump(Contract):
-    """An element set that does not continue the ones before: a candidate, no verdict."""
+    """An element set that does not continue the earlier ones: possibly a maneuver, or a wrong set."""
 
     sat_no: T.LongType = catalogue_number()
     epoch: T.TimestampType = must("Epoch of the element set that jumps, UTC.")

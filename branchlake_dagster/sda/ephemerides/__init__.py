@@ -1,1 +1,1 @@
-"""Ephemerides that somebody else computed: interpolated, and screened against the catalogue."""
+"""Interpolate given ephemerides (positions of an object over time), and screen them against the catalog."""

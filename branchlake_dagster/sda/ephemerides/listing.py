@@ -1,4 +1,4 @@
-"""Close approaches of a read ephemeris with a catalogue, as a table."""
+"""Screen a read ephemeris against a catalog, and return the close approaches as a table."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ _DAY_MICROS = 86_400_000_000
 def close_approaches(
     read: ReadEphemeris, elements: Elements, *, start: int, end: int, threshold_km: float
 ) -> pl.DataFrame:
-    """Rows as in the list of what is ahead, nearest first; object 1 is the ephemeris's.
+    """Return close approaches with the columns of the conjunction list, nearest first.
+
+    Object 1 is the ephemeris.
 
     Args:
-        read: with one segment or more.
-        elements: of the objects, without its own.
-        start: UTC microseconds.
-        end: UTC microseconds.
-        threshold_km: the largest distance that counts.
-
+        read: An ephemeris with at least one segment.
+        elements: The element sets of the catalog's objects, without the ephemeris' own object.
+        start: The start of the screening, UTC microseconds since 1970.
+        end: The end of the screening.
+        threshold_km: The largest distance that counts.
     """
     tracks = tracks_of(read.segments)
     found = screen_tracks(tracks, elements, start, end, threshold_km=threshold_km)
@@ -72,17 +73,16 @@ def screened_file(
     max_element_age_days: float,
     exclude: Sequence[int],
 ) -> pl.DataFrame:
-    """Rows of `EphemerisConjunction`: one file over all that it may be used for.
+    """Screen one file over its whole usable time. Return rows of `EphemerisConjunction`.
 
     Args:
-        name: of the file.
-        read: with one segment or more.
-        catalogue: with `Elements.COLUMNS`, and where there are ``object_name`` and ``object_id``. The object
-            with the file's own id is left out.
-        threshold_km: the largest distance that counts.
-        max_element_age_days: objects whose sets are older at the begin are left out.
-        exclude: catalogue numbers left out.
-
+        name: The name of the file.
+        read: The ephemeris, with at least one segment.
+        catalogue: The columns `Elements.COLUMNS`, and, if they exist, ``object_name`` and ``object_id``. The
+            object with the file's own id is left out.
+        threshold_km: The largest distance that counts.
+        max_element_age_days: Objects whose element sets differ from the start by more days are left out.
+        exclude: Catalog numbers to leave out.
     """
     start, end = read.segments[0].begin, read.segments[-1].end
     missing = [

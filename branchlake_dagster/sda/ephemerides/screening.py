@@ -1,20 +1,22 @@
-r"""Close approaches of an ephemeris with all objects of a catalogue.
+r"""Find close approaches of an ephemeris with all objects of a catalog.
 
-First a sieve. Between its begin and its end an ephemeris is looked at in cells of at most four minutes, each
-by one state of either at its middle, r and v apart. With A no less than the acceleration of the ephemeris in
-the cell (`Track.bounds`), P and J the sums of the jumps of its position and velocity in it, and a no less
-than the object's acceleration, the relative position at t from the middle is
+The first step is a sieve. The time of the ephemeris is divided into cells of at most four minutes. In each
+cell, one state of the ephemeris and of the object at the middle gives their relative position r and velocity
+v. Let A be a bound of the ephemeris' acceleration in the cell (`Track.bounds`), P and J the sums of the jumps
+of its position and velocity in it, and a a bound of the object's acceleration. Then the relative position at
+t from the middle is
 
     r + v t + e,      |e| <= (A + a) t^2 / 2 + J |t| + P,
 
 so an object that comes within d has a straight line that comes within d + (A + a) h^2 / 2 + J h + P, where h
-is half the cell. A bound of the motion as it is interpolated, manoeuvres and all; nothing is assumed of it.
-Then the minutes of the cells that are left, by states every ten seconds: between two of them the object moves
-on the cubic of its states, which is less than a millimetre from SGP4 in low orbit, and the ephemeris as it
-does.
+is half the cell. The bound holds for the interpolated motion, including maneuvers; nothing else is assumed.
 
-What is said of a minute is what `conjunctions.screening` says of it. Edges are where the ephemeris may be
-used no longer, or not yet: a gap has two. In a minute that an edge cuts short a pair is not together.
+The second step examines the minutes of the remaining cells, with states every ten seconds. Between two of
+them the object moves on the cubic of its states, which is less than a millimeter from SGP4 in low orbit, and
+the ephemeris on its own interpolation.
+
+The kinds of approaches are those of `conjunctions.screening`. Edges are the instants where the usable time of
+the ephemeris begins or ends: a gap has two. A minute that an edge shortens never counts as `together`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ _CELLS_AT_ONCE = 40
 _SAMPLES = 7
 _HALVINGS = 40
 _VELOCITY_OFF_KM_S = 2e-3
-"""SGP4's velocity is not quite the derivative of its position: up to 0.4 m/s off in deep-space orbits."""
+"""A bound for the error of SGP4's velocity, which is not exactly the derivative of its position.
+
+The error reaches 0.4 m/s in deep-space orbits.
+"""
 _CODES = tuple(Kind)
 
 Rows = npt.NDArray[np.int64]
@@ -45,11 +50,12 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Found:
-    """Close approaches of one ephemeris with rows of a catalogue.
+    """Close approaches of one ephemeris with rows of a catalog.
 
-    ``row`` (k,); ``kind`` (k,) the place in `Kind`; ``tca_micros`` and ``minutes`` (k,) as in `Encounters`;
-    ``position`` (km) and ``velocity`` (km/s), both (k, 3), of the object relative to the ephemeris in TEME,
-    ``own_position`` and ``own_velocity`` the ephemeris's own.
+    ``row`` (k,) is the object's row, and ``kind`` (k,) the index in `Kind`. ``tca_micros`` and ``minutes``
+    (k,) are as in `Encounters`. ``position`` (km) and ``velocity`` (km/s), both (k, 3), are the object's
+    state relative to the ephemeris in TEME; ``own_position`` and ``own_velocity`` are the state of the
+    ephemeris.
     """
 
     row: Rows
@@ -62,7 +68,10 @@ class Found:
     own_velocity: Floats
 
     def relative(self) -> Encounters:
-        """As close approaches of the ephemeris with all rows, in its radial, transverse and normal axes."""
+        """Return the approaches as `Encounters`, along the ephemeris' radial, transverse and normal axes.
+
+        The rows of one object of the kind `together` are merged. ``first`` is -1.
+        """
         radial = self.own_position / np.linalg.norm(self.own_position, axis=1, keepdims=True)
         normal = np.cross(self.own_position, self.own_velocity)
         normal = normal / np.linalg.norm(normal, axis=1, keepdims=True)
@@ -85,18 +94,18 @@ class Found:
 def screen_tracks(
     tracks: Sequence[Track], elements: Elements, start: int, end: int, *, threshold_km: float
 ) -> Encounters:
-    """All close approaches within ``threshold_km`` between two instants, of an ephemeris.
+    """Return all close approaches of an ephemeris within ``threshold_km`` between two instants.
 
     Args:
-        tracks: of one object, by time, with gaps between them.
-        elements: of the objects. Where its state cannot be true, an object has no close approach.
-        start: UTC microseconds.
-        end: UTC microseconds.
-        threshold_km: the largest distance that counts.
-
+        tracks: The tracks of one object, ordered by time, with gaps between them.
+        elements: The element sets of the catalog's objects. An object has no close approach while its state
+            is implausible.
+        start: The start, UTC microseconds.
+        end: The end, UTC microseconds.
+        threshold_km: The largest distance that counts.
     """
     parts = [
-        _screened(track, elements, max(track.begin, start), min(track.end, end), threshold_km).relative()
+        _screen_track(track, elements, max(track.begin, start), min(track.end, end), threshold_km).relative()
         for track in tracks
         if max(track.begin, start) < min(track.end, end) and len(elements)
     ]
@@ -107,26 +116,28 @@ _NONE, _NO_VECTORS = np.zeros(0, np.int64), np.zeros((0, 3))
 _NOTHING = Found(*[_NONE] * 4, *[_NO_VECTORS] * 4)  # type: ignore[arg-type]  # four of each
 
 
-def _taken(found: Found, rows: Rows) -> Found:
+def _take_rows(found: Found, rows: Rows) -> Found:
     return Found(*(getattr(found, name)[rows] for name in Found.__dataclass_fields__))
 
 
-def _screened(track: Track, elements: Elements, first: int, last: int, threshold_km: float) -> Found:
-    """Of one track between two instants, both of which are edges."""
+def _screen_track(track: Track, elements: Elements, first: int, last: int, threshold_km: float) -> Found:
+    """Return the close approaches of one track between two instants, both of which are edges."""
     cuts = np.unique(np.append(np.arange(first // _CELL * _CELL, last, _CELL), [first, last]))
     cuts = cuts[(cuts >= first) & (cuts <= last)]
     row, begin = _candidates(track, elements, cuts, threshold_km)
-    # The minutes of the cells, of which the first and the last may be cut.
+    # The minutes of the cells. The first and the last minute may be shorter.
     spread = np.arange(_CELL // MINUTE) * MINUTE
     minute = ((begin // _CELL * _CELL)[:, None] + spread).ravel()
     row = np.repeat(row, len(spread))
     low, high = np.maximum(minute, first), np.minimum(minute + MINUTE, last)
     inside = low < high
-    return _decided(track, elements, row[inside], low[inside], high[inside], (first, last), threshold_km)
+    return _find_approaches(
+        track, elements, row[inside], low[inside], high[inside], (first, last), threshold_km
+    )
 
 
 def _candidates(track: Track, elements: Elements, cuts: Micros, threshold_km: float) -> tuple[Rows, Micros]:
-    """Rows that may come within the threshold, and the begin of the cell in which they may."""
+    """Return rows that may come within the threshold, and the start of the cell in which they may."""
     bound, leaps, jumps = track.bounds()
     pieces = np.searchsorted(track.knots, cuts, side="right") - 1
     satellites = elements.to_satrec_array()
@@ -138,7 +149,7 @@ def _candidates(track: Track, elements: Elements, cuts: Micros, threshold_km: fl
         ephemeris = propagate_satellites(satellites, middles[part])
         usable = possible_states(ephemeris, elements)
         for k, cell in enumerate(range(begin, begin + len(middles[part]))):
-            # Half a cell, and the microsecond that the middle is off.
+            # Half a cell, and a microsecond for the rounding of the middle.
             half = float(cuts[cell + 1] - cuts[cell]) / 2e6 + 1e-6
             mine = np.arange(max(pieces[cell], 0), min(pieces[cell + 1], len(bound) - 1) + 1)
             use = np.flatnonzero(usable[:, k])
@@ -155,7 +166,7 @@ def _candidates(track: Track, elements: Elements, cuts: Micros, threshold_km: fl
     return np.concatenate(rows), np.concatenate(begins)
 
 
-def _decided(
+def _find_approaches(
     track: Track,
     elements: Elements,
     row: Rows,
@@ -164,7 +175,20 @@ def _decided(
     edges: tuple[int, int],
     threshold_km: float,
 ) -> Found:
-    """What rows (k,) do between instants (k,), of one minute at most: of some nothing."""
+    """Find the close approaches of objects in intervals of at most one minute.
+
+    A row without an approach within the threshold in its interval gives no result. The kinds are those of
+    `conjunctions.screening`.
+
+    Args:
+        track: The ephemeris.
+        elements: The element sets of the catalog.
+        row: (k,) The rows of the objects.
+        low: (k,) The starts of the intervals, UTC microseconds.
+        high: (k,) The ends of the intervals.
+        edges: The start and the end of the track's screened time.
+        threshold_km: The largest distance that counts.
+    """
     if not len(row):
         return _NOTHING
     share = np.arange(_SAMPLES) / (_SAMPLES - 1)
@@ -186,7 +210,7 @@ def _decided(
         [one[minimum, place] for one in other],
         [one[minimum, place + 1] for one in other],
     )
-    # Where each is closest: at the minima within, and at both ends.
+    # The candidates for the closest moment: the minima within the interval, and both ends.
     ends = np.arange(len(row))
     which = np.concatenate([minimum, ends, ends])
     at = np.concatenate([tca, low, high])
@@ -206,7 +230,7 @@ def _decided(
         close & ((kinds != _CODES.index(Kind.TOGETHER)) | _nearest(which, position, kinds))
     )
     minutes = (kinds == _CODES.index(Kind.TOGETHER)).astype(np.int64)
-    return _taken(
+    return _take_rows(
         Found(
             row[which],
             kinds,
@@ -222,7 +246,7 @@ def _decided(
 
 
 def _nearest(which: Rows, position: Floats, kinds: Rows) -> npt.NDArray[np.bool_]:
-    """Of each minute that a pair is together one moment, the closest."""
+    """Mark the closest moment of each minute that a pair is together."""
     distance = np.linalg.norm(position, axis=1)
     order = np.lexsort((distance, which))
     first = np.ones(len(order), np.bool_)
@@ -235,9 +259,10 @@ def _nearest(which: Rows, position: Floats, kinds: Rows) -> npt.NDArray[np.bool_
 def _minima(
     track: Track, low: Micros, high: Micros, begin: Sequence[Floats], end: Sequence[Floats]
 ) -> Micros:
-    """When the distance is least, of pairs that come closer at ``low`` and do not at ``high``.
+    """Return the time of the least distance of pairs that approach at ``low`` and recede at ``high``.
 
-    By halving, so that a jump of the velocity is found as well as a change of sign.
+    The interval is halved repeatedly, so that a jump of the velocity is found as well as a change of sign.
+    ``begin`` and ``end`` are the object's positions and velocities at ``low`` and ``high``.
     """
     h = (high - low)[:, None] / 1e6
     left, right = np.zeros(len(low)), np.ones(len(low))

@@ -1,8 +1,8 @@
-"""A segment of an ephemeris as polynomials of time, one between each two of its states, in TEME.
+"""Convert a segment of an ephemeris to polynomials of time, one between two consecutive states, in TEME.
 
-Each is the interpolant that the segment asks for, through the states around it: of positions and velocities
-(Hermite), or of positions alone (Lagrange, linear). Its velocity is its derivative. It stands as coefficients
-of u, from 0 to 1 between the two states.
+Each polynomial is the interpolation that the segment declares, through the states around it: of positions and
+velocities (Hermite), or of positions alone (Lagrange, linear). Its derivative is the velocity. It is stored
+as coefficients of u, which runs from 0 to 1 between the two states.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from branchlake_dagster.sda.orbits.frames import Floats, Micros
 from branchlake_dagster.sda.orbits.inertial import Frame, rotate_to_frame
 
 MAX_ACCELERATION_KM_S2 = 0.1
-"""Ten times what falls: an interpolant that needs more swings between states that do not suit its degree."""
+"""The largest acceleration of an accepted interpolation: ten times free fall at the Earth's surface.
+
+An interpolation with a larger one oscillates, because the states do not suit its degree.
+"""
 _AT_ONCE = 10_000
-"""Bounds the memory: systems of sixteen equations."""
+"""The number of polynomials that are computed together. It bounds the memory."""
 
 
 @dataclass(frozen=True)
 class Track:
-    """Polynomials, one after the other without a gap.
+    """A sequence of n polynomials without gaps.
 
-    ``knots`` (n + 1,) UTC microseconds, between the first and the last of which it may be used. Each
-    polynomial counts from ``origins`` (n,) in units of ``lengths`` (n,) s, and has ``coefficients`` (n, m, 3)
-    of the powers of u, km. What is used of it lies in u from 0 to 1.
+    ``knots`` (n + 1,) are UTC microseconds; the track is valid between the first and the last of them. Each
+    polynomial counts time from ``origins`` (n,) in units of ``lengths`` (n,) s, and has ``coefficients`` (n,
+    m, 3) of the powers of u, km. It is used for u from 0 to 1.
     """
 
     knots: Micros
@@ -51,11 +54,10 @@ class Track:
 
     @classmethod
     def of(cls, segment: Segment) -> Track:
-        """The polynomials that are needed for what the segment may be used for.
+        """Interpolate the usable time of a segment.
 
         Raises:
-            UnreadableMessage: the states cannot be interpolated as the segment says.
-
+            UnreadableMessage: The states cannot be interpolated as the segment declares.
         """
         first = max(0, int(np.searchsorted(segment.micros, segment.begin, side="right")) - 1)
         last = min(len(segment.micros) - 1, int(np.searchsorted(segment.micros, segment.end, side="left")))
@@ -83,7 +85,7 @@ class Track:
         lengths = (segment.micros[pieces + 1] - origins) / 1e6
         found = cls(knots, origins, lengths, np.concatenate(parts))
         bound, _, _ = found.bounds()
-        # In this way round, because nothing is less than NaN.
+        # The comparison is negated so that NaN counts as too large.
         wild = np.flatnonzero(~(bound <= MAX_ACCELERATION_KM_S2))
         if len(wild):
             raise UnreadableMessage(
@@ -97,7 +99,10 @@ class Track:
         return found
 
     def at(self, micros: Micros) -> tuple[Floats, Floats]:
-        """Position (km) and velocity (km/s), both (k, 3), at instants (k,); NaN where there is none."""
+        """Return position (km) and velocity (km/s), both (k, 3), at instants (k,).
+
+        Outside of the track it is NaN.
+        """
         piece = np.clip(np.searchsorted(self.knots, micros, side="right") - 1, 0, len(self.lengths) - 1)
         position, velocity = self._of(piece, micros)
         outside = (micros < self.begin) | (micros > self.end)
@@ -114,10 +119,11 @@ class Track:
         return position, velocity / h
 
     def bounds(self) -> tuple[Floats, Floats, Floats]:
-        """No less than each piece's acceleration (n,), km/s²; the jumps of position and velocity at its end.
+        """Return upper bounds of each polynomial's acceleration (n,), km/s², and the jumps at its end.
 
-        The second derivative of a piece is a polynomial, which lies within the convex hull of its Bernstein
-        coefficients: it is nowhere longer than the longest of them.
+        The jumps (n,) are those of position (km) and velocity (km/s) to the next polynomial. The second
+        derivative of a polynomial lies within the convex hull of its Bernstein coefficients, so it is nowhere
+        longer than the longest of them.
         """
         degree = self.coefficients.shape[1] - 1
         bound = np.zeros(len(self.lengths))
@@ -132,17 +138,17 @@ class Track:
 
 
 def tracks_of(segments: Sequence[Segment]) -> list[Track]:
-    """Segments of one object by time, those that touch as one."""
+    """Convert segments of one object, ordered by time, to tracks. Segments that touch become one track."""
     found: list[Track] = []
     for segment in segments:
         track = Track.of(segment)
         if found and found[-1].end == track.begin:
-            track = _both(found.pop(), track)
+            track = _join_tracks(found.pop(), track)
         found.append(track)
     return found
 
 
-def _both(first: Track, second: Track) -> Track:
+def _join_tracks(first: Track, second: Track) -> Track:
     terms = max(one.coefficients.shape[1] for one in (first, second))
     padded = (
         np.pad(one.coefficients, ((0, 0), (0, terms - one.coefficients.shape[1]), (0, 0)))
@@ -164,11 +170,11 @@ def _interpolants(
     starts: npt.NDArray[np.int64],
     count: int,
 ) -> Floats:
-    """Coefficients (p, m, 3) of pieces, each through ``count`` states from its start."""
+    """Return coefficients (p, m, 3) of polynomials, each through ``count`` states from its start."""
     rows = starts[:, None] + np.arange(count)
     begin = micros[pieces]
     h = (micros[pieces + 1] - begin) / 1e6
-    # From -1 to 1 over the states that are used: powers of u alone would drown in rounding.
+    # The variable runs from -1 to 1 over the states used. Powers of u would lose precision by rounding.
     low, high = (micros[rows[:, k]] - begin for k in (0, -1))
     middle, half = (low + high) / 2e6, (high - low) / 2e6
     w = ((micros[rows] - begin[:, None]) / 1e6 - middle[:, None]) / half[:, None]
@@ -184,7 +190,7 @@ def _interpolants(
     try:
         found = np.linalg.solve(system, told)
     except np.linalg.LinAlgError:
-        # Two of the states are as good as one.
+        # Two of the states have nearly the same time.
         found = np.full((len(pieces), terms, 3), np.nan)
     # w = a + b u
     a, b = -middle / half, h / half
