@@ -1,1 +1,1 @@
-"""Batch estimation of object states from native measurements."""
+"""Estimate positions and velocities of objects from measurements of several sensors."""

@@ -1,4 +1,8 @@
-"""Fused tracks as a function over Arrow batches, for Spark's ``mapInArrow``."""
+"""Estimate fused tracks from Arrow batches, for Spark's ``mapInArrow``.
+
+A fused track is the state (position and velocity) of an object, with its covariance, as estimated from the
+observations of all sensors in a window.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,21 @@ from branchlake_dagster.sda.sensors.models import MAX_WIDTH, MeasurementModel
 
 _SORT_KEYS = ("sat_no", "sensor_timestamp", "observation_id")
 ELEMENT_INPUT = ("sat_no", "snapshot_id", "epoch", *ELEMENT_FIELDS)
-"""Columns of the catalogue that the fusion joins to each observation."""
+"""Columns of the catalog that are joined to each observation before the fusion."""
 
 _AXES = ("x", "y", "z", "x_dot", "y_dot", "z_dot")
 COVARIANCE_COLUMNS = tuple(f"c{a}_{b}" for i, a in enumerate(_AXES) for b in _AXES[: i + 1])
-"""Lower triangle as CCSDS 502.0-B names it (CX_X, CY_X, CY_Y …); km², km²/s and km²/s²."""
+"""The lower triangle of the covariance, named as in CCSDS 502.0-B (CX_X, CY_X, CY_Y …).
+
+The units are km², km²/s and km²/s².
+"""
 
 
 def track_schema(source_kinds: Sequence[str]) -> pa.Schema:
     """Return the schema of tracks: one row per object and window.
 
-    The state is TEME at ``epoch``, the middle of the window. ``n_radar`` and the like count the observations
-    of each kind of sensor. ``weighted_rms`` is the root mean square of residuals in units of their standard
+    The state is in TEME at ``epoch``, the middle of the window. ``n_<kind>`` counts the used observations of
+    each kind of sensor. ``weighted_rms`` is the root mean square of the residuals in units of their standard
     deviation. ``prior_sigma_km`` is null if the error of the element set is unknown.
     """
     counts = [pa.field(f"n_{kind}", pa.int64()) for kind in source_kinds]
@@ -65,13 +72,18 @@ _FIT_FIELDS = [
 def fuse_batches(
     start: int, end: int, models: Mapping[str, MeasurementModel], prior: ElementPrior | None = None
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """A function from batches of observations joined with ``ELEMENT_INPUT`` to batches of tracks.
+    """Build a function from batches of observations, joined with `ELEMENT_INPUT`, to batches of tracks.
 
-    All rows of an object must come to one call, as ``repartition("sat_no")`` arranges; a call holds its
-    share of the window in memory. ``start`` and ``end`` are the window, UTC microseconds since 1970.
-    ``models`` are the measurement models by source kind; observations of other kinds are not used. The
-    schema of the tracks is `track_schema` of these kinds. ``prior`` has the errors of the element sets;
-    without it, objects need measurements that determine them alone.
+    All rows of an object must come to one call, as ``repartition("sat_no")`` arranges. A call holds its share
+    of the window in memory.
+
+    Args:
+        start: The start of the window, UTC microseconds since 1970.
+        end: The end of the window.
+        models: Measurement models by source kind. Observations of other kinds are not used. The schema of the
+            result is `track_schema` of these kinds.
+        prior: The errors of the element sets. Without it, an object gets a track only if its measurements
+            determine its orbit alone.
     """
 
     def fuse(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -95,7 +107,10 @@ def fuse_table(
     models: Mapping[str, MeasurementModel],
     prior: ElementPrior | None = None,
 ) -> pa.Table:
-    """Tracks (`track_schema`) of observations sorted by object, one or more, each of a kind with a model."""
+    """Return the tracks (`track_schema`) of observations. The arguments are those of `fuse_batches`.
+
+    `table` must have rows, be sorted by object, and have only kinds with a model.
+    """
     sat_no = table.column("sat_no").to_numpy()
     _, first, row = np.unique(sat_no, return_index=True, return_inverse=True)
     objects = table.select(list(ELEMENT_INPUT)).take(pa.array(first))
@@ -114,9 +129,10 @@ def observations_of(
     row: np.ndarray[tuple[int], np.dtype[np.int64]],
     models: Mapping[str, MeasurementModel],
 ) -> Observations:
-    """The estimator's arrays from the normalised envelope: degrees to rad, one value layout per kind.
+    """Convert a table of observations to the estimator's arrays: degrees to rad, one value layout per kind.
 
-    Every row's ``source_kind`` must have a model (`of_known_kinds`).
+    ``row`` (n,) is the index of each observation's object or track. Every row's ``source_kind`` must have a
+    model (`of_known_kinds`).
     """
 
     def column(name: str) -> Floats:

@@ -1,12 +1,13 @@
-"""Weighted least squares on native measurements, for many objects at once.
+"""Estimate states by weighted least squares on measurements, for many objects at once.
 
-For each object the unknown is the offset (km, km/s, TEME) of its true state from the catalogue's at one
-epoch, the middle of the window. The two-body transition matrix carries the offset from the epoch to each
-measurement; Gauss-Newton iterates on the measurement equations themselves (Tapley, Schutz and Born,
+For each object the unknown is the offset (km, km/s, in TEME) of its true state from that of its element set
+at one epoch, the middle of the window. The two-body transition matrix converts the offset at the epoch to an
+offset at each measurement. Gauss-Newton iterates on the measurement equations (Tapley, Schutz and Born,
 Statistical Orbit Determination, section 4.3).
 
-The element set is the prior of the offset, with the error that is published for its age. An object of unknown
-error has no prior: it gets an estimate only if its measurements alone determine it.
+The element set is the prior of the offset, with the error that is published for its age. An object whose
+element set has an unknown error has no prior: it gets an estimate only if its measurements alone determine
+it.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ from branchlake_dagster.sda.sensors.models import MAX_WIDTH, MeasurementModel
 
 REFERENCE_STEP_S = 30.0
 APPROACH_ITERATIONS = 3
-"""Iterations that find the error along the track, before the reference is shifted by it."""
+"""Iterations that estimate the error along the track, before the reference is shifted by it."""
 SETTLING_ITERATIONS = 2
 EDITING_ROUNDS = 6
 FINAL_ITERATIONS = 2
 MIN_OBSERVATIONS = 3
-"""Of objects without a prior."""
+"""The smallest number of used observations for objects without a prior."""
 MAX_POSITION_SIGMA_KM = 20.0
-"""A wider estimate without a prior says less than the element set it would correct."""
+"""The largest standard deviation of an estimate without a prior.
+
+A less accurate estimate is worse than the element set.
+"""
 MAX_SHIFT_S = 120.0
-"""Maximum error along the track, as a time, that the reference follows."""
+"""The largest time by which the reference is shifted along the track."""
 
 _RCOND = 1e-12
 
@@ -44,8 +48,8 @@ _RCOND = 1e-12
 class Observations:
     """Measurements sorted by object, n rows: values and standard deviations (n, 6) in km, km/s and rad.
 
-    ``kind`` is the index of a row's model in ``models``; columns beyond its width are ignored. ``row`` is the
-    index of the object.
+    ``row`` (n,) is the index of the object. ``kind`` (n,) is the index of the row's model in ``models``;
+    columns beyond the model's width are ignored. ``stations`` has the sensors' positions and the times.
     """
 
     row: Rows
@@ -63,14 +67,15 @@ class Observations:
 
 @dataclass(frozen=True)
 class Tracks:
-    """Estimates of the determined objects, k rows; ``row`` is the index of the object.
+    """The estimates of k objects.
 
-    States (k, 3) and covariance (k, 6, 6) are TEME at the epoch, km and km/s; the covariance is the formal
-    one, from the stated sensor noise and the prior. ``offset`` (k, 6) is the state minus the catalogue's and
-    ``offset_ric`` (k, 3) its position part along radial, in-track and cross-track. ``counts`` (k, kinds) are
-    the used observations by kind, ``measurements`` (k,) their measured values, and ``edited`` (k,) the other
-    observations. ``chi2_per_dof`` (k,) includes the distance from the prior; ``weighted_rms`` (k,) does not.
-    ``prior_sigma_km`` (k,) is one sigma of the element set's position, NaN if it is unknown.
+    ``row`` (k,) is the index of the object. ``position`` and ``velocity`` (k, 3) and ``covariance`` (k, 6, 6)
+    are in TEME at the epoch, km and km/s; the covariance follows from the stated sensor noise and the prior.
+    ``offset`` (k, 6) is the state minus that of the element set, and ``offset_ric`` (k, 3) its position along
+    radial, in-track and cross-track. ``counts`` (k, kinds) are the used observations by kind,
+    ``measurements`` (k,) their measured values, and ``edited`` (k,) the number of observations that were left
+    out. ``chi2_per_dof`` (k,) includes the distance from the prior; ``weighted_rms`` (k,) does not.
+    ``prior_sigma_km`` (k,) is one standard deviation of the element set's position, NaN if it is unknown.
     """
 
     row: Rows
@@ -95,15 +100,14 @@ def estimate(
     end: int,
     prior: ElementPrior | None = None,
 ) -> Tracks:
-    """Estimate every object of ``elements`` that ``observations`` and the prior determine.
+    """Estimate the state of every object that its observations and the prior determine.
 
     Args:
-        elements: one element set per object, the reference trajectories.
-        observations: sorted by ``row``, which indexes ``elements``.
-        start: window start, UTC microseconds since 1970; all measurements lie within the window.
-        end: window end.
-        prior: the errors of the element sets; None means that they are unknown.
-
+        elements: One element set per object. Its trajectory is the reference of the object.
+        observations: Observations sorted by ``row``, which indexes ``elements``.
+        start: The start of the window, UTC microseconds since 1970. All measurements lie within the window.
+        end: The end of the window.
+        prior: The errors of the element sets. None means that they are unknown.
     """
     epoch = (start + end) // 2
     margin = round((REFERENCE_STEP_S + MAX_SHIFT_S) * 1e6)
@@ -130,8 +134,9 @@ def estimate(
 class _Solver:
     """The state of the iteration for all objects.
 
-    ``offset`` (objects, 6) is relative to the reference at the epoch plus ``shift`` (objects,), microseconds.
-    Objects that cannot be estimated stay in the arrays with weight zero, so that indices need no mapping.
+    ``offset`` (objects, 6) is relative to the reference trajectory at the epoch plus ``shift`` (objects,),
+    microseconds. Objects that cannot be estimated stay in the arrays with weight zero, so that indices need
+    no mapping.
     """
 
     def __init__(
@@ -156,10 +161,10 @@ class _Solver:
         )
         self.shift: Micros = np.zeros(len(elements), np.int64)
         self.offset: Floats = np.zeros((len(elements), 6))
-        self._refer()
+        self._update_reference()
 
-    def _refer(self) -> None:
-        """Compute what depends on the shifted reference."""
+    def _update_reference(self) -> None:
+        """Compute the arrays that depend on the shifted reference."""
         row, micros = self.observations.row, self.observations.stations.micros
         everyone = np.arange(len(self.elements))
         self.epoch_r, self.epoch_v = self.reference.interpolate(everyone, self.epoch + self.shift)
@@ -172,25 +177,27 @@ class _Solver:
         self.mapping = transition_matrices(self.epoch_r[row], self.epoch_v[row], (micros - self.epoch) / 1e6)
         directions = error_directions(self.elements, self.epoch_r, self.epoch_v)
         self.information = prior_information(directions, self.parameter_sigma)
-        # Only the error of time has a mean other than zero: the element set itself is not shifted.
+        # Only the error of time has a mean other than zero, because the element set itself is not shifted.
         gravity = -MU_KM3_S2 * self.epoch_r / np.linalg.norm(self.epoch_r, axis=1)[:, None] ** 3
         self.prior_mean = -np.concatenate([self.epoch_v, gravity], axis=1) * (self.shift / 1e6)[:, None]
 
     def follow_track(self) -> None:
-        """Shift the reference by the error along the track, so that the offsets become small.
+        """Shift the reference along the track by the estimated error, so that the offsets become small.
 
-        The shifted trajectory is a solution of the equations of motion, which the mapping of a large offset
-        is only in the first order.
+        The shifted trajectory solves the equations of motion exactly. The transition matrix of a large offset
+        does so only to first order.
         """
         seconds = np.sum(self.offset[:, :3] * self.epoch_v, axis=1) / np.sum(self.epoch_v**2, axis=1)
         state = np.concatenate([self.epoch_r, self.epoch_v], axis=1) + self.offset
         self.shift = np.round(np.clip(seconds, -MAX_SHIFT_S, MAX_SHIFT_S) * 1e6).astype(np.int64)
-        self._refer()
+        self._update_reference()
         self.offset = state - np.concatenate([self.epoch_r, self.epoch_v], axis=1)
 
     def _linearize(self) -> tuple[Floats, Floats]:
         """Return residuals (n, 6) and derivatives (n, 6, 6) by the offset in units of the noise."""
-        residual, slope = _linearise(self.observations, self.at_r, self.at_v, self.mapping, self.offset)
+        residual, slope = _residuals_and_slopes(
+            self.observations, self.at_r, self.at_v, self.mapping, self.offset
+        )
         return self.weight * residual, self.weight[:, :, None] * (slope @ self.mapping)
 
     def iterate(self, count: int) -> None:
@@ -208,7 +215,7 @@ class _Solver:
             self.offset = np.clip(np.where(self.is_determined[:, None], offset, 0.0), -1e4, 1e4)
 
     def edit(self) -> None:
-        """Choose the observations of the next step by their distances from an estimate without them."""
+        """Choose the observations of the next iteration, by their distances from an estimate without them."""
         residual, design = self._linearize()
         row = self.observations.row
         distance = studentized_distances(design, residual, self.covariance[row], self.is_used)
@@ -236,7 +243,7 @@ class _Solver:
             (counts.sum(axis=1) >= MIN_OBSERVATIONS) & (total > 6) & (sigma_km < MAX_POSITION_SIGMA_KM),
         )
         keep = np.flatnonzero(self.is_usable & self.is_determined & is_enough)
-        # The prior is six measured values more.
+        # The prior counts as six more measured values.
         freedom = total[keep] - np.where(self.has_prior[keep], 0, 6)
         state = (np.concatenate([self.epoch_r, self.epoch_v], axis=1) + self.offset)[keep]
         catalog_r, catalog_v = self.reference.interpolate(keep, np.full(len(keep), self.epoch))
@@ -257,10 +264,13 @@ class _Solver:
         )
 
 
-def _linearise(
+def _residuals_and_slopes(
     obs: Observations, at_r: Floats, at_v: Floats, mapping: Floats, offset: Floats
 ) -> tuple[Floats, Floats]:
-    """Residuals (n, 6) and measurement slopes (n, 6, 6) at the reference plus the mapped offset."""
+    """Return residuals (n, 6) and derivatives (n, 6, 6) of the measurements by the state.
+
+    Both are taken at the reference plus the offset, which ``mapping`` moves to the time of each measurement.
+    """
     moved = np.einsum("nij,nj->ni", mapping, offset[obs.row])
     r, v = at_r + moved[:, :3], at_v + moved[:, 3:]
     residual = np.zeros((len(r), MAX_WIDTH))
@@ -279,7 +289,7 @@ def _linearise(
 
 
 def _sum_by(row: npt.NDArray[np.int64], objects: int, values: npt.NDArray[np.generic]) -> Floats:
-    """Sums over each object's rows: (n, …) to (objects, …)."""
+    """Sum the rows of each object: (n, …) to (objects, …). ``row`` must be sorted."""
     total: Floats = np.zeros((objects, *values.shape[1:]), dtype=values.dtype)
     present, first = np.unique(row, return_index=True)
     if len(row):
@@ -288,10 +298,10 @@ def _sum_by(row: npt.NDArray[np.int64], objects: int, values: npt.NDArray[np.gen
 
 
 def _invert(normal: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Inverses (k, 6, 6) of normal matrices and which of them are well determined.
+    """Return inverses (k, 6, 6) of normal matrices, and which of them are well determined.
 
-    Scaled to a unit diagonal first: positions and velocities differ by three orders of magnitude, which
-    would look like ill-conditioning. Undetermined ones come back as zero.
+    The matrices are first scaled to a unit diagonal: positions and velocities differ by three orders of
+    magnitude, which would look like ill-conditioning. Inverses of undetermined matrices are zero.
     """
     diagonal = np.diagonal(normal, axis1=1, axis2=2)
     alive: npt.NDArray[np.bool_] = np.asarray((diagonal > 0).all(axis=1))

@@ -1,7 +1,8 @@
-"""Find the observations of an object that disagree with all its others.
+"""Find the observations of an object that disagree with all its others (editing).
 
-The distance of an observation is that from an estimate without the observation itself. So one that draws the
-estimate to itself is found as well (Baarda 1968, a testing procedure for use in geodetic networks).
+The distance of an observation is measured from an estimate without the observation itself. So an observation
+that pulls the estimate towards itself is found as well (Baarda 1968, a testing procedure for use in geodetic
+networks).
 """
 
 from __future__ import annotations
@@ -16,25 +17,27 @@ Flags = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.int64]
 
 EDIT_PROBABILITY = 1e-4
-"""The probability that an observation of Gaussian noise is edited."""
+"""The probability that an observation with Gaussian noise is left out."""
 MIN_SCALE_OBSERVATIONS = 4
-"""Objects with fewer observations do not tell how much larger the noise is than stated."""
+"""The smallest number of observations from which the true size of an object's noise is estimated."""
 WORST_SHARE = 0.5
-"""One round edits observations whose squared distance is at least this share of the object's largest one. The
-others may only be drawn away by them."""
+"""The least excess of an edited observation, as a share of the excess of the object's worst observation.
+
+One round leaves out only the worst observations. The others may be far away only because the worst ones
+pulled the estimate away from them.
+"""
 _OWN_SHARE = 0.05
-"""Minimum of the share of an observation's noise that the estimate does not absorb."""
+"""The smallest share of an observation's noise that is assumed to remain in its residual."""
 
 
 def studentized_distances(design: Floats, residual: Floats, covariance: Floats, is_used: Flags) -> Floats:
     """Return the squared distances (n,) of observations from estimates without them.
 
     Args:
-        design: (n, m, 6) derivatives of the measured values by the state, in units of their noise.
-        residual: (n, m) residuals in units of their noise; zero where a kind of sensor has fewer values.
-        covariance: (n, 6, 6) of the estimated state of each observation's object.
-        is_used: (n,) whether the estimate used the observation.
-
+        design: (n, m, 6) The derivatives of the measured values by the state, in units of their noise.
+        residual: (n, m) The residuals in units of their noise; zero where a kind of sensor has fewer values.
+        covariance: (n, 6, 6) The covariance of the estimated state of each observation's object.
+        is_used: (n,) Whether the estimate used the observation.
     """
     absorbed = design @ covariance @ np.swapaxes(design, 1, 2)
     own = np.eye(design.shape[1])
@@ -48,17 +51,16 @@ def choose_observations(
 ) -> Flags:
     """Return which observations (n,) the next estimate uses.
 
-    The noise of an object may be larger than stated. Its scale is the median of its distances, so that a
-    sensor with understated noise loses no more observations than any other.
+    The noise of an object may be larger than stated. Its scale is the median of its distances, so that an
+    object of a sensor with understated noise does not lose more observations than others.
 
     Args:
-        row: (n,) the object of each observation, sorted.
-        objects: the number of objects.
-        distance: (n,) squared distances from `studentized_distances`.
-        widths: (n,) the number of measured values of each observation.
-        is_used: (n,) which observations the last estimate used.
-        is_usable: (n,) which observations may be used at all.
-
+        row: (n,) The object of each observation, sorted.
+        objects: The number of objects.
+        distance: (n,) Squared distances from `studentized_distances`.
+        widths: (n,) The number of measured values of each observation.
+        is_used: (n,) Which observations the last estimate used.
+        is_usable: (n,) Which observations may be used at all.
     """
     scale = _noise_scale(row, objects, distance / chi2.median(widths), is_used)
     excess = distance / (scale[row] * chi2.isf(EDIT_PROBABILITY, widths))
@@ -69,7 +71,10 @@ def choose_observations(
 
 
 def _noise_scale(row: Rows, objects: int, ratio: Floats, is_used: Flags) -> Floats:
-    """Return the median ratio (objects,) of the used observations, at least one."""
+    """Return the median ratio (objects,) of the used observations, at least one.
+
+    Objects with fewer than `MIN_SCALE_OBSERVATIONS` observations get one.
+    """
     used_row, used_ratio = row[is_used], ratio[is_used]
     order = np.lexsort((used_ratio, used_row))
     count = np.bincount(used_row, minlength=objects)

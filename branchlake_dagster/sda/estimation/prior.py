@@ -1,10 +1,10 @@
-"""The element set as prior knowledge: the covariance of its state at one epoch.
+"""Use the element set as prior knowledge: the covariance of its state at one epoch.
 
-The error of an element set has six parameters. Five are those of the association's predictions, at the phase
-zero: the amplitudes ``R0``, ``R1``, ``N0`` and ``N1``, and ``T0``, an error of time. The sixth is the error
-of the semi-major axis, with which an object drifts. In a circular orbit they are the solution of Hill's
-equations (Clohessy and Wiltshire 1960; Vallado, section 6.8). In eccentric orbits the same errors of position
-would change the energy, and so the drift. Therefore the velocity along the track compensates them.
+The error of an element set has six parameters. Five are those of `association.predictions` at the phase zero:
+the amplitudes ``R0``, ``R1``, ``N0`` and ``N1``, and ``T0``, an error of time. The sixth is the error of the
+semi-major axis, which makes an object drift along its track. In a circular orbit they are the solution of
+Hill's equations (Clohessy and Wiltshire 1960; Vallado, section 6.8). In eccentric orbits the same errors of
+position would change the energy, and so the drift. Therefore the velocity along the track compensates them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from branchlake_dagster.sda.trust.differences import DAY_MICROS, rtn_axes
 Rows = npt.NDArray[np.int64]
 
 MIN_DRIFT_DAYS = 0.5
-"""Minimum age in which the error along the track is assumed to have grown by drift."""
+"""The smallest age from which the drift is derived, days: the error along the track grew over this time."""
 
 
 @dataclass(frozen=True)
 class ElementPrior:
-    """The errors of element sets at the middle of a window, as arrays that can be part of a Spark closure.
+    """The errors of element sets at the middle of a window, as arrays that Spark can ship with a function.
 
-    ``sat_no`` (n,) is sorted. ``sigma_km`` (n, 3) is one sigma along R, T and N; NaN marks an unknown error.
-    ``sigma_factor`` is the factor by which the estimation widens them.
+    ``sat_no`` (n,) is sorted. ``sigma_km`` (n, 3) is one standard deviation along R, T and N; NaN marks an
+    unknown error. The estimation multiplies it by ``sigma_factor``.
     """
 
     sat_no: Rows
@@ -39,12 +39,15 @@ class ElementPrior:
 
     @classmethod
     def from_sigma(cls, sat_no: Rows, sigma_km: Floats, sigma_factor: float) -> ElementPrior:
-        """Build the prior of objects in any order."""
+        """Build the prior from objects in any order. ``sigma_km`` (n, 3) belongs to ``sat_no`` (n,)."""
         order = np.argsort(sat_no, kind="stable")
         return cls(sat_no[order], sigma_km[order], sigma_factor)
 
     def position_sigma(self, sat_no: Rows) -> Floats:
-        """Return one sigma along R, T and N (k, 3) of objects, not widened; NaN if any is unknown."""
+        """Return one standard deviation along R, T and N (k, 3) of objects, without ``sigma_factor``.
+
+        A row is NaN if the object or one of its values is unknown.
+        """
         if not len(self.sat_no):
             return np.full((len(sat_no), 3), np.nan)
         rows = np.minimum(np.searchsorted(self.sat_no, sat_no), len(self.sat_no) - 1)
@@ -53,9 +56,11 @@ class ElementPrior:
         return np.where(is_usable[:, None], sigma, np.nan)
 
     def parameter_sigma(self, elements: Elements, sigma_km: Floats, epoch: int) -> Floats:
-        """Return one widened sigma (n, 6) of ``R0``, ``R1``, ``T0``, ``N0``, ``N1`` and the semi-major axis.
+        """Return one standard deviation (n, 6) of each of the six parameters, in km.
 
-        The error along the track at its age bounds the drift: ``T = 3/2 n a t``.
+        The parameters are ``R0``, ``R1``, ``T0``, ``N0``, ``N1`` and the semi-major axis. ``sigma_km`` (n, 3)
+        is multiplied by ``sigma_factor``. The error of the semi-major axis is the one that causes the error
+        along the track within the element set's age: ``T = 3/2 n a t``.
         """
         radial, transverse, normal = (sigma_km * self.sigma_factor).T
         age_s = np.maximum(np.abs(epoch - elements.epoch_micros) / DAY_MICROS, MIN_DRIFT_DAYS) * 86_400
@@ -69,13 +74,14 @@ def _mean_motion(elements: Elements) -> Floats:
 
 
 def error_directions(elements: Elements, position: Floats, velocity: Floats) -> Floats:
-    """Return the changes (n, 6, 6) of states, TEME in km and km/s, by the six parameters in km.
+    """Return the changes (n, 6, 6) of states by the six parameters. States are in TEME, km and km/s.
+
+    The parameters are in km.
 
     Args:
-        elements: n element sets.
-        position: (n, 3) their positions at the epoch.
-        velocity: (n, 3) their velocities.
-
+        elements: The n element sets.
+        position: (n, 3) Their positions at the epoch, km.
+        velocity: (n, 3) Their velocities, km/s.
     """
     radius = np.linalg.norm(position, axis=1)[:, None]
     speed = np.linalg.norm(velocity, axis=1)[:, None]
@@ -104,7 +110,7 @@ def error_directions(elements: Elements, position: Floats, velocity: Floats) -> 
 def prior_information(directions: Floats, parameter_sigma: Floats) -> Floats:
     """Return the inverse covariances (n, 6, 6) of states.
 
-    It is zero where a sigma is unknown: nothing is known in advance.
+    The result is zero for an object of which a standard deviation is unknown: it has no prior.
     """
     is_known = np.asarray(np.isfinite(parameter_sigma).all(axis=1))
     scaled = directions * np.where(is_known[:, None], parameter_sigma, 1.0)[:, None, :]

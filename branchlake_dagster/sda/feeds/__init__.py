@@ -1,1 +1,1 @@
-"""Live sensors, simulated: the very bytes that three kinds of source send, at any rate, by seed."""
+"""Simulate the messages of live sensors, byte for byte, at any rate. A seed makes them reproducible."""

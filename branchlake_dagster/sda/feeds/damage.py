@@ -1,4 +1,4 @@
-"""Damage to what is sent, each sort of which decoding names by one reason."""
+"""Damage messages before they are sent, so that decoders reject them with a known reason."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LINKS = {
     links.BELOW_SURFACE: _set("position_m", 1e6),
     links.FASTER_THAN_LIGHT: _set("velocity_m_s", 1e9),
 }
-# Each is a whole item of JSON: half of one would spoil the page that it is on.
+# Each remains a whole item of JSON, because half an item would damage its whole page.
 _OPTICAL: dict[str, dict[str, Any]] = {
     optical.MALFORMED: {"timestamp_ns": "soon"},
     optical.missing("ra_rad"): {"ra_rad": None},
@@ -49,7 +49,11 @@ _OPTICAL: dict[str, dict[str, Any]] = {
 def encoded(
     kind: str, native: pl.DataFrame, damaged: Rows, rng: np.random.Generator
 ) -> tuple[pa.BinaryArray, dict[str, int]]:
-    """The bytes of measurements, those of rows `damaged` damaged; and how many by reason."""
+    """Encode measurements, and damage those in the rows ``damaged``.
+
+    Returns:
+        The encoded messages, and the number of damaged ones by the reason with which decoding rejects them.
+    """
     if kind == "optical":
         return _items(native, damaged, rng)
     records, ways = (
@@ -61,7 +65,7 @@ def encoded(
         change(records, damaged[drawn == number])
     lengths = np.full(len(records), records.dtype.itemsize)
     cut = damaged[drawn == len(ways)]
-    # Never empty: no frame is.
+    # A frame is never empty.
     lengths[cut] = rng.integers(1, records.dtype.itemsize, len(cut))
     return binary(records, lengths), _counted(reasons, drawn)
 
@@ -74,7 +78,7 @@ def _items(
     drawn = rng.integers(0, len(reasons), len(damaged))
     if len(damaged):
         changes = list(_OPTICAL.values())
-        # Few: Python may look at each.
+        # These are few, so a loop in Python is fast enough.
         texts = [
             json.dumps(json.loads(values[int(row)].as_py()) | changes[way], separators=(",", ":")).encode()
             for row, way in zip(damaged, drawn, strict=True)

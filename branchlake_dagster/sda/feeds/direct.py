@@ -1,4 +1,4 @@
-"""A feed into topics without any network, as a receiver would have handed it over."""
+"""Write a simulated feed to topics without a network, as receivers would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SOURCES = {"radar": b"simulated radar", "optical": b"simulated telescopes", "is
 
 
 class Message(NamedTuple):
-    """What a receiver would have made of a value: received when it was sent, and without a cursor."""
+    """The record that a receiver would make of a value. Its time of receipt is the time of sending."""
 
     value: bytes
     key: bytes
@@ -26,7 +26,7 @@ class Message(NamedTuple):
 
 
 def messages_of(kind: str, batch: Batch) -> Iterator[Message]:
-    """One for each value."""
+    """Yield one message for each value of a batch. ``kind`` is the kind of sensor."""
     keys = {"radar": radar.KEY_BYTES, "isl": links.KEY_BYTES}
     ids = _ids(batch.values) if kind == "optical" else None
     source = _SOURCES[kind]
@@ -53,9 +53,15 @@ def run_into(
     now_ns: Callable[[], int] = time.time_ns,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Hand over everything, `most` messages of a kind at a time; how many.
+    """Hand over all messages of a feed, and return their number.
 
-    With `paced` at the time of sending, else as fast as it goes.
+    Args:
+        feed: The simulated feed.
+        hand_over: By kind of sensor, a function that takes messages.
+        most: The largest number of messages per call.
+        paced: Whether to wait until the time of sending. Otherwise the feed runs as fast as possible.
+        now_ns: Returns the present time, nanoseconds since 1970.
+        sleep: Waits for a number of seconds.
     """
     handed = 0
     for _, batches in feed.windows():
@@ -73,7 +79,7 @@ def run_into(
 
 
 def _rounds(batches: Mapping[str, Batch], paced: bool) -> Iterator[tuple[int, int]]:
-    """Spans of sending times: seconds when paced, else all at once."""
+    """Yield spans of sending times: of one second if paced, otherwise one span with all."""
     ends = [(int(b.send_ns[0]), int(b.send_ns[-1])) for b in batches.values() if len(b)]
     if not ends:
         return

@@ -1,7 +1,7 @@
-"""Measurements of a catalogue by the simulated network as they would come in, window after window.
+"""Simulate the messages of a sensor network for a catalog of objects, window after window.
 
-Geometry, noise and truth are those of `sensors.simulate`; only how many there are, and when, is the feed's:
-at each instant a sensor measures some object that it sees.
+Geometry, noise and true orbits come from `sensors.simulate`. The feed determines how many measurements are
+made and when: at each instant a sensor measures one of the objects that it sees.
 """
 
 from __future__ import annotations
@@ -32,31 +32,33 @@ from branchlake_dagster.sda.sensors.simulate import (
 Rows = npt.NDArray[np.int64]
 
 WINDOW_S = round(STEP_S)
-"""Who sees what is looked up once in so long."""
+"""The length of a window, s. Which sensor sees which object is computed once per window."""
 
 _RELEASE_S = 5.0
-"""A telescope's site gives out what it has in rounds of so long."""
+"""The interval, in seconds, at which a telescope's site releases its measurements."""
 
 
 class Feed:
-    """What the network measures from an instant on.
+    """The messages of the simulated network from an instant on.
 
     Args:
-        elements: the catalogue, sorted by ``sat_no``.
-        plan: what is sent.
-        start_ns: the first instant, nanoseconds since 1970 UTC.
-
+        elements: The element sets of the objects, sorted by ``sat_no``.
+        plan: Rates, duration and faults.
+        start_ns: The first instant, nanoseconds since 1970 UTC.
     """
 
     def __init__(self, elements: Elements, plan: Plan, start_ns: int) -> None:
         self.elements, self.plan, self.start_ns = elements, plan, start_ns
         self.tallies = {kind: Tally() for kind in plan.rates}
         self._late = {kind: Batch.empty() for kind in plan.rates}
-        # Of a fraction of a measurement each second in each window, so that low rates come true.
+        # The fraction of a measurement that is still due, so that rates below one per second are met.
         self._owed = dict.fromkeys(plan.rates, 0.0)
 
     def windows(self) -> Iterator[tuple[int, dict[str, Batch]]]:
-        """One after the other: its end (ns), and by kind what is sent before that. The last has the late."""
+        """Yield for each window its end (ns since 1970), and by kind the messages to send before that.
+
+        A last window has the late messages, which are sent after the end.
+        """
         seconds = self.plan.seconds
         number = 0
         while seconds is None or number * WINDOW_S < seconds:
@@ -76,8 +78,8 @@ class Feed:
         scene = Scene(
             self.elements, start, start + WINDOW_S * 1_000_000, seed=self.plan.seed, kind=f"feed-{kind}"
         )
-        native = _measured(scene, kind, start + times)
-        made = self._sent(kind, native, scene.rng) if native.height else Batch.empty()
+        native = _simulate_measurements(scene, kind, start + times)
+        made = self._make_batch(kind, native, scene.rng) if native.height else Batch.empty()
         both = Batch.together([self._late[kind], made])
         now = int(np.searchsorted(both.send_ns, end_ns))
         rows = np.arange(len(both))
@@ -85,7 +87,7 @@ class Feed:
         return both.take(rows[:now])
 
     def _times(self, kind: str, begin: float, length: float) -> Rows:
-        """Instants of the measurements of a window, microseconds after its start, in order."""
+        """Return the times of a window's measurements, microseconds after its start, in order."""
         found = []
         for second in np.arange(0, length, 1.0):
             part = min(1.0, length - second)
@@ -93,12 +95,12 @@ class Feed:
             self._owed[kind] += self.plan.rates[kind] * factor * part
             number = int(self._owed[kind])
             self._owed[kind] -= number
-            # Evenly: a rate that is asked for is had in each part of the second.
+            # Measurements are spread evenly, so that each part of a second has the demanded rate.
             found.append((second + (np.arange(number) + 0.5) / max(number, 1) * part) * 1e6)
         return np.concatenate(found).astype(np.int64)
 
-    def _sent(self, kind: str, native: pl.DataFrame, rng: np.random.Generator) -> Batch:
-        """The measurements as they are sent: late, twice, damaged."""
+    def _make_batch(self, kind: str, native: pl.DataFrame, rng: np.random.Generator) -> Batch:
+        """Return the messages to send, some of them late, duplicated or damaged as the plan demands."""
         number, plan, tally = native.height, self.plan, self.tallies[kind]
         drawn = rng.random((number, 2))
         damaged = np.flatnonzero(drawn[:, 0] < plan.corrupted)
@@ -127,7 +129,10 @@ class Feed:
 
 
 def _delays(kind: str, measured: Rows, rng: np.random.Generator) -> Rows:
-    """From measurement to sending. Radars' differ, which is disorder; a link's are all the same."""
+    """Return the time from measurement to sending, ns.
+
+    Radars have random delays, so that messages arrive in another order. All links have the same delay.
+    """
     if kind == "radar":
         latest = ALLOWED_LATENESS_S[kind]
         return (np.minimum(rng.exponential(latest / 5, len(measured)), latest) * 1e9).astype(np.int64)
@@ -137,8 +142,8 @@ def _delays(kind: str, measured: Rows, rng: np.random.Generator) -> Rows:
     return np.full(len(measured), 50_000_000)
 
 
-def _measured(scene: Scene, kind: str, micros: Rows) -> pl.DataFrame:
-    """Measurements at instants of a window, each of some object that some sensor sees; by time."""
+def _simulate_measurements(scene: Scene, kind: str, micros: Rows) -> pl.DataFrame:
+    """Return measurements at the given times, sorted by time. Each is of an object that a sensor sees."""
     noise, rng = Noise(), scene.rng
     parts: list[dict[str, Any]] = []
     if kind == "isl":

@@ -1,4 +1,4 @@
-"""A feed over the network: datagrams to a receiver, a server of pages, connections with frames."""
+"""Send a simulated feed over the network: as UDP datagrams, as pages over HTTP, and as frames over TCP."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Datagrams:
 
     def __init__(self, host: str, port: int) -> None:
         self.refused = 0
-        """Datagrams that this side's system did not take; a sender of UDP loses them."""
+        """The number of datagrams that the local system did not accept. They are lost."""
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.connect((host, port))
         self._socket.setblocking(False)
 
     async def send(self, batch: Batch) -> None:
-        """All of it at once."""
+        """Send all values of a batch at once."""
         for piece in pieces(batch.values):
             try:
                 self._socket.send(piece)
@@ -42,7 +42,7 @@ class Datagrams:
                 await asyncio.sleep(0)
                 self._again(piece)
             except ConnectionRefusedError:
-                # An earlier one found nobody; this one was not sent.
+                # The error belongs to an earlier datagram without a receiver. This one was not sent.
                 self._again(piece)
 
     def _again(self, piece: memoryview) -> None:
@@ -52,27 +52,30 @@ class Datagrams:
             self.refused += 1
 
     async def close(self) -> None:
-        """Let go of the socket."""
+        """Close the socket."""
         self._socket.close()
 
 
 class Frames:
-    """Sends each value as a frame after its length; a sensor's frames go through one connection, in order."""
+    """Sends each value as a frame with its length in front.
+
+    All frames of a sensor use the same connection, so that they stay in order.
+    """
 
     def __init__(self, host: str, port: int, connections: int) -> None:
         self.reconnected = 0
         self.refused = 0
-        """Frames written to a connection that was gone. TCP tells of later ones only: more may be lost."""
+        """The number of frames that found their connection closed. Earlier frames may be lost, too."""
         self._where = (host, port)
         self._streams: list[tuple[asyncio.StreamReader, asyncio.StreamWriter] | None] = [None] * connections
 
     @property
     def gone(self) -> int:
-        """Connections that the receiver is known to have closed."""
+        """The number of connections that the receiver has closed."""
         return sum(known is not None and _gone(known) for known in self._streams)
 
     async def send(self, batch: Batch) -> None:
-        """All of it, as fast as the receiver reads."""
+        """Send all values of a batch, as fast as the receiver reads."""
         number = len(self._streams)
         values = pieces(batch.values)
         streams: list[list[bytes | memoryview]] = [[] for _ in range(number)]
@@ -96,7 +99,7 @@ class Frames:
             self.refused += len(stream) // 2
 
     async def close(self) -> None:
-        """Close the connections, after everything is written."""
+        """Close the connections after everything is written."""
         for known in self._streams:
             if known is not None:
                 known[1].close()
@@ -105,12 +108,12 @@ class Frames:
 
 
 def _gone(known: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bool:
-    """Whether the receiver has closed its half: it reads nothing more, and the first write would not fail."""
+    """Return whether the receiver has closed the connection. The next write would not fail, but be lost."""
     return known[0].at_eof() or known[1].is_closing()
 
 
 class Answer(NamedTuple):
-    """What a server of pages says."""
+    """The response of a server of pages."""
 
     status: int
     body: bytes = b""
@@ -119,11 +122,11 @@ class Answer(NamedTuple):
 
 @dataclass
 class Pages:
-    """A day's items in the order of their time, given out in pages.
+    """The items of the last 24 hours, ordered by time of measurement, which are served in pages.
 
-    Asked with ``since``, ``limit`` and ``wait_ms``, it answers with items later than ``since``, and waits up
-    to ``wait_ms`` when there is none. Every so many requests one is answered badly (`fault_every`; 0: never):
-    in turns with 500, with 429 and Retry-After, with half a page.
+    A request has the parameters ``since``, ``limit`` and ``wait_ms``. The response has items later than
+    ``since``. If there are none, it waits up to ``wait_ms``. If `fault_every` is not 0, every such request
+    gets a fault: in turns status 500, status 429 with Retry-After, and half a page.
     """
 
     fault_every: int = 0
@@ -135,7 +138,7 @@ class Pages:
     _asked: int = 0
 
     async def send(self, batch: Batch) -> None:
-        """Have them on the pages from now on."""
+        """Add the values of a batch to the pages. Items older than a day are removed."""
         for at, value in zip(batch.measured_ns.tolist(), pieces(batch.values), strict=True):
             self._taken += 1
             entry = (at, self._taken, bytes(value))
@@ -150,10 +153,10 @@ class Pages:
             self._arrived = asyncio.Event()
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing. There is no connection to close."""
 
     async def answer(self, query: Mapping[str, str]) -> Answer:
-        """One page."""
+        """Return the response to a request with these query parameters."""
         try:
             since, limit, wait_ms = (
                 int(query.get(name, default))
@@ -171,7 +174,7 @@ class Pages:
                     await self._arrived.wait()
             start = bisect_right(self._items, (since, _ALL))
         end = min(start + max(limit, 1), len(self._items))
-        # Items of one instant stay on one page: the next one is asked for from that instant on.
+        # Items with equal times stay on one page, because the next page begins after that time.
         while 0 < end < len(self._items) and self._items[end][0] == self._items[end - 1][0]:
             end += 1
         return Answer(200, b"[" + b",".join(value for _, _, value in self._items[start:end]) + b"]")
@@ -199,9 +202,9 @@ async def run_over(
     *,
     now_ns: Callable[[], int] = time.time_ns,
 ) -> dict[str, int]:
-    """Send everything at its time until the end or `stop`; how many of each kind were sent.
+    """Send all messages at their times, until the end of the feed or until `stop` is set.
 
-    The next window is made while this one is sent.
+    Returns the number of sent messages by kind. The next window is simulated while the present one is sent.
     """
     sent = dict.fromkeys(outlets, 0)
     windows = feed.windows()
@@ -225,7 +228,7 @@ async def run_over(
 
 
 async def _paced(outlet: Outlet, batch: Batch, stop: asyncio.Event, now_ns: Callable[[], int]) -> int:
-    """Send a window; how many until `stop`."""
+    """Send the messages of a window at their times. Return the number sent before `stop`."""
     done = 0
     while done < len(batch) and not stop.is_set():
         due = int(np.searchsorted(batch.send_ns, now_ns(), side="right"))

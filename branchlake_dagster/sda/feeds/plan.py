@@ -1,4 +1,4 @@
-"""What a simulated feed is to do, and the account of what it did."""
+"""The plan of a simulated feed, the counts of its messages, and batches of messages."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 RATES = {"radar": 5_000.0, "optical": 50.0, "isl": 100.0}
-"""Measurements a second of each kind, as the requirements count them."""
+"""Measurements per second of each kind of sensor, from the requirements."""
 
 
 @dataclass(frozen=True)
 class Burst:
-    """More of everything for a while, again and again.
+    """Periods with a higher rate of messages, which repeat.
 
     Args:
-        every_s: from the begin of one to that of the next; 0: none.
-        first_s: begin of the first, after the start.
-        length_s: how long it lasts.
-        factor: how much more.
-
+        every_s: Seconds from the start of a burst to the start of the next; 0 means no bursts.
+        first_s: Seconds from the start of the feed to the first burst.
+        length_s: The length of a burst, s.
+        factor: The factor on the rates.
     """
 
     every_s: float = 0.0
@@ -33,7 +32,7 @@ class Burst:
     factor: float = 10.0
 
     def factors(self, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The factor at instants, in seconds after the start."""
+        """Return the factor (n,) at instants (n,), in seconds after the start."""
         if not self.every_s:
             return np.ones(len(seconds))
         since = seconds - self.first_s
@@ -43,17 +42,16 @@ class Burst:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sent.
+    """The rates, duration and faults of a simulated feed.
 
     Args:
-        rates: measurements a second by kind (`RATES`); a kind that is absent sends nothing.
-        seconds: how long it measures; None: without end.
-        seed: everything random follows from it and the start.
-        duplicates: share of measurements that are sent twice.
-        stragglers: share that comes later than its kind may.
-        corrupted: share whose bytes are damaged.
-        burst: when there is more.
-
+        rates: Measurements per second by kind of sensor (`RATES`). A kind that is absent sends nothing.
+        seconds: The duration, s. None means without end.
+        seed: The seed of all random numbers, together with the start.
+        duplicates: The share of measurements that are sent twice.
+        stragglers: The share that arrives later than its kind allows.
+        corrupted: The share whose bytes are damaged.
+        burst: The periods with higher rates.
     """
 
     rates: dict[str, float] = field(default_factory=lambda: dict(RATES))
@@ -67,7 +65,7 @@ class Plan:
 
 @dataclass
 class Tally:
-    """What one kind of source made. ``sent`` is ``measured`` and ``duplicates``; the rest are among them."""
+    """The counts of one kind of sensor. ``stragglers`` and ``corrupted`` are contained in ``measured``."""
 
     measured: int = 0
     duplicates: int = 0
@@ -76,11 +74,11 @@ class Tally:
 
     @property
     def sent(self) -> int:
-        """Records in all."""
+        """The number of all records: measurements and duplicates."""
         return self.measured + self.duplicates
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; ``corrupted`` by the reason that decoding gives."""
+        """Return the counts as values for JSON; ``corrupted`` by the reason with which decoding rejects."""
         return {
             "measured": self.measured,
             "duplicates": self.duplicates,
@@ -92,7 +90,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class Batch:
-    """Records of one kind in the order of sending: when each is sent, measured, its value and its sensor."""
+    """Records of one kind of sensor, n rows in the order of sending.
+
+    ``send_ns`` (n,) is the time of sending, ``measured_ns`` (n,) the time of the measurement (both
+    nanoseconds since 1970), ``values`` the encoded messages, and ``sensor`` (n,) the number of the sensor.
+    """
 
     send_ns: npt.NDArray[np.int64]
     measured_ns: npt.NDArray[np.int64]
@@ -103,14 +105,14 @@ class Batch:
         return len(self.send_ns)
 
     def take(self, rows: npt.NDArray[np.int64]) -> Batch:
-        """Some rows, in their order."""
+        """Return the given rows, in the given order."""
         return Batch(
             self.send_ns[rows], self.measured_ns[rows], self.values.take(pa.array(rows)), self.sensor[rows]
         )
 
     @staticmethod
     def together(parts: list[Batch]) -> Batch:
-        """All of them, by the time of sending."""
+        """Join batches, ordered by the time of sending."""
         send = np.concatenate([part.send_ns for part in parts])
         joined = Batch(
             send,
@@ -122,13 +124,13 @@ class Batch:
 
     @staticmethod
     def empty() -> Batch:
-        """No record."""
+        """Return a batch without records."""
         none = np.zeros(0, np.int64)
         return Batch(none, none, pa.array([], pa.binary()), none)
 
 
 def pieces(values: pa.BinaryArray) -> list[memoryview]:
-    """The bytes of each value, without a copy."""
+    """Return the bytes of each value, without a copy."""
     if not len(values):
         return []
     _, offsets, data = values.buffers()
