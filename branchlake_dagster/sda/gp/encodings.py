@@ -1,8 +1,9 @@
-"""Readers of the four encodings of Orbit Mean-Elements Messages (OMM): JSON, CSV, XML and KVN.
+"""Read the four encodings of Orbit Mean-Elements Messages (OMM): JSON, CSV, XML and KVN.
 
-JSON and CSV are read as CelesTrak and Space-Track serve them, XML as NDM/XML (CCSDS 505.0-B). Every reader
-returns one frame with a column for each keyword in the file. All values stay text, so that no digit is lost
-before the single conversion in `omm`.
+An OMM has the element set of one object. KVN is text with lines of ``keyword = value``. JSON and CSV are read
+as CelesTrak and Space-Track serve them, XML as NDM/XML (CCSDS 505.0-B). Every reader returns one frame with a
+column for each keyword in the file. All values stay text, so that no digit is lost before the single
+conversion in `omm`.
 
 A frame also has ``line_number`` and ``raw_text``; ``raw_text`` is empty if the keywords represent the record.
 For a record that cannot be read, ``broken`` holds the message and ``broken_as`` the `RejectReason`.

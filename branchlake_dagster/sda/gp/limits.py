@@ -1,4 +1,7 @@
-"""Decode the bytes of a GP file within limits, because a megabyte of gzip may hold gigabytes."""
+"""Decode the bytes of a GP file within limits, because a megabyte of gzip may hold gigabytes.
+
+A GP file (general perturbations) has the element sets of many objects, as a provider serves them.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 """The result of parsing a GP file: typed element sets, rejected records, and errors of the whole file.
 
-Field names follow the CCSDS Orbit Mean-Elements Message (502.0-B-3, section 4) in snake case, with its
-units: degrees, revolutions per day, and 1/earth-radii for BSTAR. ``sat_no`` is the Unified Data Library's
-name for NORAD_CAT_ID; it is 64-bit because OMM carries nine digits and the five-digit range ended in 2026.
+A GP file (general perturbations) has element sets: for each object, the parameters of its orbit at one time,
+the epoch, from which the model SGP4 predicts positions. Field names follow the CCSDS Orbit Mean-Elements
+Message (502.0-B-3, section 4) in snake case, with its units: degrees, revolutions per day, and 1/earth-radii
+for BSTAR. ``sat_no`` is the Unified Data Library's name for NORAD_CAT_ID; it is 64-bit because OMM carries
+nine digits and the five-digit range ended in 2026.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ REFERENCE_EPOCH = datetime.fromisoformat("2026-08-08T00:00:00+00:00")
 """The time at which the simulated orbits have the angles drawn from the seed."""
 
 ABSURD_MEAN_MOTION = 40.0
-"""Revolutions per day. An orbit at the Earth's surface makes 17, so this value is impossible."""
+"""An impossible number of revolutions per day: an orbit at the Earth's surface makes 17."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ SHELLS = (
 def simulated_elements(*, seed: int, objects: int, epoch: datetime) -> pl.DataFrame:
     """Simulate element sets (``ELEMENT_COLUMNS``) of ``objects`` objects, sorted by ``sat_no``.
 
-    Epochs lie within the twelve hours before ``epoch`` (UTC, aware). Every tenth object is numbered
-    above 99999, as objects catalogued since July 2026 are.
+    Epochs lie within the twelve hours before ``epoch`` (UTC, aware). Every tenth object has a number above
+    99999, like objects that were cataloged since July 2026.
     """
     rng = np.random.default_rng([seed, objects])
     counts = np.floor(np.array([s.share for s in SHELLS]) * objects).astype(int)
@@ -135,10 +135,10 @@ def _advance_angles(
 
 
 def simulated_gp_file(*, seed: int, objects: int, epoch: datetime, bad: bool = False) -> str:
-    """Return the text of a simulated GP file: OMM JSON, or with ``bad`` a TLE file that checks must refuse.
+    """Return the text of a simulated GP file as OMM JSON.
 
-    In the bad file every eighth record has a wrong checksum, and every ninth object has the mean motion
-    ``ABSURD_MEAN_MOTION`` with a correct checksum.
+    With ``bad`` it is a TLE file that checks must refuse: every eighth record has a wrong checksum, and every
+    ninth object has the mean motion ``ABSURD_MEAN_MOTION`` with a correct checksum.
     """
     elements = simulated_elements(seed=seed, objects=objects, epoch=epoch)
     if not bad:

@@ -1,6 +1,6 @@
 """Format element sets as TLE or OMM text, the inverse of the readers.
 
-Simulated catalogs become real files in this way, so that the readers process them like any other file.
+Simulated catalogs become real files, so that the readers process them like any other file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rule across the registry's tables, on the run's branch: a join of a few columns, no work for Spark."""
+"""A check that two tables of the registry agree. It runs in Python without Spark, on a few columns."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the check.
 import dagster as dg
@@ -18,7 +18,7 @@ _SHOWN = 5
     metadata={"branchlake/scope": "table"},
 )
 def tracked_have_elements(lakehouse: LakehouseResource) -> dg.AssetCheckResult:
-    """Objects and catalogue as the run's branch has them, all rows."""
+    """Compare all rows of `objects` and `catalogue` on the run's branch."""
     catalog = lakehouse.catalog()
     objects, catalogue = (
         pl.DataFrame(
@@ -38,15 +38,17 @@ def tracked_have_elements(lakehouse: LakehouseResource) -> dg.AssetCheckResult:
 
 
 def disagreeing(objects: pl.DataFrame, catalogue: pl.DataFrame) -> pl.DataFrame:
-    """Objects of which the two tables do not say the same.
+    """Return the objects about which the two tables disagree.
+
+    An object disagrees if the states differ, if only `catalogue` has it, or if it has elements or the state
+    `tracked` without a row in `catalogue`.
 
     Args:
-        objects: ``sat_no``, ``state``, ``epoch``.
-        catalogue: ``sat_no``, ``state``.
+        objects: The columns ``sat_no``, ``state`` and ``epoch``.
+        catalogue: The columns ``sat_no`` and ``state``.
 
     Returns:
-        ``sat_no``, ``state``, ``state_in_catalogue`` of each.
-
+        ``sat_no``, ``state`` and ``state_in_catalogue`` of each such object.
     """
     sides = (
         objects.with_columns(known=pl.lit(value=True)),

@@ -1,4 +1,4 @@
-"""The balance of observations: every raw measurement is an observation, rejected, or was received before."""
+"""A check that every raw measurement became an observation, was rejected, or had been received before."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the check.
 from collections.abc import Sequence
@@ -19,18 +19,17 @@ from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
 MAX_REPEATED_SHARE = 0.01
 """The largest share of measurements that may have been received before. About one in a thousand is usual."""
 MAX_REPEATED = 10
-"""A number of repeated measurements that never matters, as in an hour with few measurements."""
+"""The number of repeated measurements that is always accepted, for hours with few measurements."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Numbers of rows of one span of event time.
+    """The numbers of rows with a sensor time in one span.
 
     Args:
-        raw: measurements in the raw tables.
-        observations: observations.
-        rejected: rejected measurements.
-
+        raw: The number of measurements in the raw tables.
+        observations: The number of observations.
+        rejected: The number of rejected measurements.
     """
 
     raw: int
@@ -39,7 +38,10 @@ class Balance:
 
     @property
     def repeated(self) -> int:
-        """Measurements that were received before, or are missing. Negative if rejections are outdated."""
+        """Measurements that were received before, or are missing.
+
+        The number is negative if rejections are outdated.
+        """
         return self.raw - self.observations - self.rejected
 
     @property
@@ -49,12 +51,12 @@ class Balance:
 
     @property
     def is_even(self) -> bool:
-        """Whether few measurements are missing or repeated."""
+        """Whether at most a few measurements are missing or repeated, and none was invented."""
         return not self.has_invented and self.repeated <= max(MAX_REPEATED, MAX_REPEATED_SHARE * self.raw)
 
 
 def balance_check(kinds: Sequence[SensorKind]) -> dg.AssetChecksDefinition:
-    """Build the check `balance` of the given kinds of sensor."""
+    """Build the check `balance` for the given kinds of sensor."""
 
     @dg.asset_check(
         asset=OBSERVATIONS,
@@ -64,12 +66,12 @@ def balance_check(kinds: Sequence[SensorKind]) -> dg.AssetChecksDefinition:
         metadata={"branchlake/scope": "rows"},
     )
     def balance(context: dg.AssetCheckExecutionContext, lakehouse: LakehouseResource) -> dg.AssetCheckResult:
-        """Count the rows of the run's hours; only the sensors' times are read.
+        """Compare the numbers of rows of the run's hours, by the column `sensor_timestamp`.
 
-        If many measurements seem to be repeated, as after a replay, the distinct ones are counted: that reads
-        the ids of the hours' raw measurements. More observations than measurements are an error. Measurements
-        that are neither observations nor rejected are a warning: another run records the rejections, perhaps
-        later.
+        If many measurements seem to be repeated, as after a replay, the distinct ones are counted, which
+        reads the ids of the hours' raw measurements. More observations than measurements are an error.
+        Measurements that are neither observations nor rejected are a warning, because another run records the
+        rejections, perhaps later.
         """
         window, catalog = context.op_execution_context.partition_time_window, lakehouse.catalog()
         found = count_balance(catalog, kinds, window.start, window.end)
@@ -92,7 +94,10 @@ def balance_check(kinds: Sequence[SensorKind]) -> dg.AssetChecksDefinition:
 
 
 def count_balance(catalog: Catalog, kinds: Sequence[SensorKind], start: datetime, end: datetime) -> Balance:
-    """Count rows with a sensor time from `start` (inclusive) to `end`. A missing table has none."""
+    """Count rows with a sensor time from `start` (inclusive) to `end` (exclusive).
+
+    A missing table counts as 0.
+    """
 
     def count(*keys: dg.AssetKey) -> int:
         return sum(_count_rows(catalog, key, start, end) for key in keys)
@@ -104,7 +109,10 @@ def count_balance(catalog: Catalog, kinds: Sequence[SensorKind], start: datetime
 def count_distinct_measurements(
     catalog: Catalog, kinds: Sequence[SensorKind], start: datetime, end: datetime
 ) -> int:
-    """Count the records with a sensor time in the span, each once. Holds eight bytes for each measurement."""
+    """Count the distinct records with a sensor time in the span.
+
+    Holds eight bytes per measurement in memory.
+    """
     hashes = [np.empty(0, np.uint64)]
     for kind in kinds:
         columns = ("orig_sensor_id", *kind.record_id)

@@ -1,4 +1,4 @@
-"""The code location: the branch machinery, and the Space Domain Awareness graph that runs on it."""
+"""The code location: branchlake's definitions, and the Space Domain Awareness graph."""
 
 import os
 from pathlib import Path
@@ -26,26 +26,29 @@ from branchlake_dagster.sda.sensor_kinds.registered import select_sensor_kinds
 from branchlake_dagster.sda.sources import GpSource
 
 GP_DIR = "BRANCHLAKE_GP_DIR"
-"""Environment variable: the folder of GP files (TLE, OMM); unset: `gp` in the state folder, if it exists."""
+"""Environment variable: the folder of GP files (TLE, OMM). If unset: `gp` in the state folder."""
 
 GP_PULL = "BRANCHLAKE_GP_PULL"
-"""Environment variable: the provider that catalogues are pulled from; unset: none."""
+"""Environment variable: the provider from which catalogs are pulled. If unset: none."""
 
 
 LIVE_SENSORS = "BRANCHLAKE_LIVE_SENSORS"
-"""Environment variable: where the sensors' topics are, `landing` or `kafka`; unset: in the landing folder."""
+"""Environment variable: where the sensors' topics are, `landing` (the default) or `kafka`."""
 
 
 SENSORS = "BRANCHLAKE_SENSORS"
-"""Environment variable: the kinds of sensor, as `select_sensor_kinds` reads them; unset: `default`."""
+"""Environment variable: the kinds of sensor, as `select_sensor_kinds` reads them. If unset: `default`."""
 
 
 DATA_MODE = "BRANCHLAKE_DATA_MODE"
-"""Environment variable: whether the measurements are real or not, one of `DataMode`; unset: `REAL`."""
+"""Environment variable: whether the measurements are real, one of `DataMode`. If unset: `REAL`."""
 
 
 def sensor_measurements(settings: Settings) -> dg.Definitions:
-    """The graph of the sensors' measurements, from bytes to tracks."""
+    """Return the part of the graph from sensors' messages to tracks, as the environment configures it.
+
+    Raises ConfigurationError for an invalid environment variable.
+    """
     wanted = os.environ.get(LIVE_SENSORS, "").strip().lower() or "landing"
     if wanted not in ("landing", "kafka"):
         raise ConfigurationError(
@@ -57,7 +60,7 @@ def sensor_measurements(settings: Settings) -> dg.Definitions:
 
 
 def data_mode() -> DataMode:
-    """Return the mode of the measurements that the environment names. Raises ConfigurationError."""
+    """Return the data mode that the environment configures. Raises ConfigurationError."""
     wanted = os.environ.get(DATA_MODE, "").strip().upper() or "REAL"
     modes: tuple[DataMode, ...] = get_args(DataMode)
     for mode in modes:
@@ -69,7 +72,7 @@ def data_mode() -> DataMode:
 
 
 def gp_provider(settings: Settings) -> GpProvider | None:
-    """The provider that the environment names; None when it names none."""
+    """Return the provider that the environment configures, or None. Raises ConfigurationError."""
     cache = str(settings.state_dir / "gp-cache")
     providers = {"celestrak": CelesTrak, "space-track": SpaceTrack}
     wanted = os.environ.get(GP_PULL, "").strip().lower()
@@ -81,12 +84,12 @@ def gp_provider(settings: Settings) -> GpProvider | None:
 
 
 def gp_folder(settings: Settings) -> Path:
-    """Where GP files are looked for."""
+    """Return the folder of GP files. It may not exist."""
     return Path(os.environ.get(GP_DIR) or settings.state_dir / "gp")
 
 
 def build_definitions(settings: Settings) -> dg.Definitions:
-    """Everything, for the given settings."""
+    """Build all definitions of the code location, for the given settings and the environment."""
     folder = gp_folder(settings)
     provider = gp_provider(settings)
     if provider is not None:
@@ -99,7 +102,7 @@ def build_definitions(settings: Settings) -> dg.Definitions:
         schedules=[*fusion_schedules, pull_schedule(running=provider is not None)],
         sensors=fusion_sensors,
         resources={"gp": gp, "gp_provider": provider or GpProvider()},
-        # One process per run: a process per step costs its start-up for each, and the work is Spark's.
+        # One process per run: a process per step would add its start time, and Spark does the heavy work.
         executor=dg.in_process_executor,
     )
     return branchlake_definitions(settings, dg.Definitions.merge(graph, sensor_measurements(settings)))

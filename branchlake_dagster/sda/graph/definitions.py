@@ -1,4 +1,4 @@
-"""What the fusion graph contributes to the code location."""
+"""The jobs, schedules and sensors of the Space Domain Awareness graph."""
 
 from __future__ import annotations
 
@@ -135,11 +135,11 @@ fusion_jobs = [
     conjunctions_job,
     ephemerides_job,
 ]
-"""Several, because a run has one partition definition and later ones read what earlier ones published."""
+"""The jobs. There are several because later jobs read what earlier ones published."""
 
 
 def stale_catalogue(instance: dg.DagsterInstance, now: datetime) -> str | None:
-    """Why windows at ``now`` cannot be computed from the registered snapshots; None when they can."""
+    """Return why windows at ``now`` cannot be computed from the registered snapshots, or None if they can."""
     names = instance.get_dynamic_partitions("gp_snapshots")
     if not names:
         return "no GP snapshot is registered"
@@ -157,11 +157,11 @@ def stale_catalogue(instance: dg.DagsterInstance, now: datetime) -> str | None:
     default_status=dg.DefaultScheduleStatus.RUNNING,
 )
 def hourly_window(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
-    """The conjunction risks of the last full hour, by the catalog of now and the tracks of the hour."""
+    """Compute the conjunction risks of the last full hour, from the present catalog and the hour's tracks."""
     if reason := stale_catalogue(context.instance, context.scheduled_execution_time):
         return dg.SkipReason(f"Nothing to screen: {reason}.")
     window = _last_window(context)
-    # The current catalog counts, also where no track has changed.
+    # The risks also depend on the present catalog, so they are computed again even if no track has changed.
     return dg.RunRequest(run_key=window, partition_key=window, tags={"branchlake/rebuild": "true"})
 
 
@@ -177,20 +177,20 @@ def _last_window(context: dg.ScheduleEvaluationContext) -> str:
     default_status=dg.DefaultScheduleStatus.RUNNING,
 )
 def daily_element_trust(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
-    """What the history says of the element sets' errors, which the list of close approaches stands on."""
+    """Compute the errors of element sets anew from their history. The list of close approaches uses them."""
     if reason := stale_catalogue(context.instance, context.scheduled_execution_time):
         return dg.SkipReason(f"Nothing new to learn: {reason}.")
     return dg.RunRequest(run_key=f"{context.scheduled_execution_time:%Y-%m-%d}")
 
 
 fusion_schedules = [hourly_window, daily_element_trust]
-"""Running by default, and idle until a current GP snapshot is registered."""
+"""The schedules. They run by default, but launch nothing without a current GP snapshot."""
 
 
 def pull_schedule(*, running: bool) -> dg.ScheduleDefinition:
-    """The schedule that asks the provider; `running` is its state before anybody has changed it."""
+    """Build the schedule that pulls from the provider. `running` is its default state."""
 
-    # Not on the hour, when everybody asks.
+    # Not on the hour, when many clients send requests.
     @dg.schedule(
         name="gp_pull",
         job=catalogue_job,
@@ -207,8 +207,8 @@ def pull_schedule(*, running: bool) -> dg.ScheduleDefinition:
             return dg.SkipReason("No provider of catalogues is configured: set BRANCHLAKE_GP_PULL.")
         if gp.catalogue_dir is None:
             return dg.SkipReason("No folder to keep catalogues in: set the GP source's catalogue_dir.")
-        # Each step may be repeated, and Dagster launches one run for a run key: a tick that dies here is made
-        # good by the next one, and one that is given what is known launches nothing.
+        # Each step can be repeated, and Dagster launches one run per run key. So the next tick completes a
+        # failed tick, and a tick with a known snapshot launches nothing.
         pulled.write(Path(gp.catalogue_dir).expanduser())
         context.instance.add_dynamic_partitions("gp_snapshots", [pulled.snapshot_id])
         return dg.RunRequest(run_key=pulled.snapshot_id, partition_key=pulled.snapshot_id)
@@ -218,9 +218,9 @@ def pull_schedule(*, running: bool) -> dg.ScheduleDefinition:
 
 @dg.sensor(minimum_interval_seconds=30, default_status=dg.DefaultSensorStatus.RUNNING)
 def gp_snapshot_files(context: dg.SensorEvaluationContext, gp: GpSource) -> dg.SensorResult | dg.SkipReason:
-    """Registers each file of the GP folder (without one: a simulated snapshot) as a partition to launch.
+    """Register each file of the GP folder as a partition. Without files, a simulated snapshot is registered.
 
-    It starts no run: whether an old file should be ingested is a person's decision.
+    The sensor launches no run: a person decides whether an old file should be ingested.
     """
     wanted = list(gp.files()) or [DEFAULT_SNAPSHOT]
     known = set(context.instance.get_dynamic_partitions("gp_snapshots"))
@@ -239,11 +239,14 @@ conjunctions_sensor = incremental_sensor(
     retry_delay_seconds=10.0,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
-"""Screens what is ahead when the catalog has changed."""
+"""Launches a screening when the catalog has changed."""
 
 
 def _of_satellite_catalogues(published: PublishedAssets) -> dg.RunRequest | None:
-    """A run, if the publication has a satellite catalogue; a GP snapshot leaves the entries as they are."""
+    """Request a run if the publication contains a satellite catalog.
+
+    A GP snapshot does not change the entries.
+    """
     names = published.partitions[SATELLITE_ENTRIES]
     return dg.RunRequest() if not names or any(is_satcat(name or "") for name in names) else None
 
@@ -264,7 +267,7 @@ observations_sensor = incremental_sensor(
     min_rows=100_000,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
-"""Makes observations of new raw measurements, also of late ones."""
+"""Launches runs that convert new raw measurements, also late ones, to observations."""
 
 tracks_sensor = incremental_sensor(
     "tracks_sensor",
@@ -277,7 +280,7 @@ tracks_sensor = incremental_sensor(
     retry_delay_seconds=10.0,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
-"""Associates and fuses an hour with new observations and computes its risks, in one run."""
+"""Launches a run for an hour with new observations: associations, tracks and risks, in one run."""
 
 alerts_sensor = incremental_sensor(
     "alerts_sensor",
@@ -286,17 +289,17 @@ alerts_sensor = incremental_sensor(
     retry_delay_seconds=10.0,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
-"""Brings the alerts up to date when risks have changed."""
+"""Launches a run that updates the alerts when risks have changed."""
 
 reports_sensor = incremental_sensor(
     "reports_sensor",
     target=dg.AssetSelection.assets(HOUR_REPORTS),
-    # Tracks and alerts of an hour come in several publications.
+    # Tracks and alerts of an hour are published separately.
     max_age_s=60.0,
     min_rows=10_000_000,
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
-"""Draws an hour anew when its associations, tracks or alerts have changed."""
+"""Launches a run that draws an hour's pictures when its associations, tracks or alerts have changed."""
 
 fusion_sensors = [
     gp_snapshot_files,

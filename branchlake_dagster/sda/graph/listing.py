@@ -1,4 +1,4 @@
-"""Rules on the list of close approaches, on the run's branch: joins of a few columns, no work for Spark."""
+"""Checks of the list of close approaches. They run in Python without Spark, on a few columns."""
 
 # No `from __future__ import annotations`: Dagster reads the annotations of the checks.
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ _TEXTS = {
 def listing_checks(
     context: dg.AssetCheckExecutionContext, lakehouse: LakehouseResource
 ) -> Iterator[dg.AssetCheckResult]:
-    """All rows of the list as the run's branch has them, a few columns of each."""
+    """Read some columns of the whole list on the run's branch, and report rows that break a rule."""
     catalog = lakehouse.catalog()
     rows, catalogue = (
         pl.DataFrame(
@@ -65,12 +65,11 @@ def listing_checks(
 
 
 def breaches(rows: pl.DataFrame, catalogue: pl.DataFrame) -> dict[str, pl.DataFrame]:
-    """The rows that break each of the rules, by its name.
+    """Return the rows that break each of the rules, by the rule's name.
 
     Args:
-        rows: of the list, with events, pairs, epochs and probabilities.
-        catalogue: ``sat_no``, ``epoch``.
-
+        rows: The list, with events, pairs, epochs and probabilities.
+        catalogue: The columns ``sat_no`` and ``epoch``.
     """
     event = [*_PAIR, "event_id"]
     copies = rows.group_by(event).len("copies")

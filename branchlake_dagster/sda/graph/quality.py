@@ -1,4 +1,4 @@
-"""The checks of every table: row contracts, and rules over several rows or columns as SQL."""
+"""The asset checks: row contracts, and rules about several rows or columns as SQL."""
 
 from __future__ import annotations
 
@@ -26,14 +26,20 @@ from branchlake_dagster.sda.graph.unique_keys import DUPLICATES, unique_key
 from branchlake_dagster.sda.partitions import gp_snapshots, windows
 
 MAX_REJECTED_SHARE = 0.01
-"""Of a snapshot's records. Real snapshots have one in ten thousand: one in a hundred means a broken feed."""
+"""The largest share of a snapshot's records that may be rejected.
+
+In real snapshots it is one in ten thousand. One in a hundred means that the provider's file is broken.
+"""
 
 MAX_REJECTED = 10
-"""Records that say nothing of a feed, however few there are, unless they are most of the file."""
+"""The number of rejected records that is accepted at any share, unless they are most of the file."""
 
 MAX_QUARANTINED_SHARE = 0.05
 MAX_ERROR_OF_A_DAY_KM = 50.0
-"""Along the track. In real history the lowest class has 21 km, the others 0.2 to 6."""
+"""The largest error along the track after a day.
+
+In real history it is 21 km for the lowest class of orbits, and 0.2 to 6 km for the others.
+"""
 MAX_MISFIT = 3.0
 
 

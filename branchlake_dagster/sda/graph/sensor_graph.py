@@ -1,4 +1,4 @@
-"""The part of the graph that follows from the declared kinds of sensor, from bytes to tracks."""
+"""The part of the graph that depends on the kinds of sensor: from sensors' messages to tracks."""
 
 from __future__ import annotations
 
@@ -33,9 +33,16 @@ from branchlake_dagster.sda.sensors.models import MEASUREMENT_COLUMNS, STATION_C
 
 MAX_CHI2_PER_DOF = 10.0
 MAX_EDITED_OBSERVATIONS = 0.05
-"""Of a window's. Associated observations are within their gates: on real element sets it is below 0.1 %."""
+"""The largest share of a window's observations that tracks may leave out.
+
+Associated observations are within their gates (the largest accepted distances): on real element sets the
+share is below 0.1 %.
+"""
 MAX_UNCORRELATED_SHARE = 0.2
-"""Of a kind's observations. On real element sets up to two days old it is 5 to 11 %."""
+"""The largest share of a kind's observations that may belong to no object.
+
+On real element sets up to two days old it is 5 to 11 %.
+"""
 
 
 def sensor_graph(
@@ -44,20 +51,19 @@ def sensor_graph(
     receivers: Sequence[str] = (),
     data_mode: DataMode = "REAL",
 ) -> dg.Definitions:
-    """Return everything that follows from kinds of sensor.
+    """Return the assets and checks that depend on kinds of sensor.
 
     These are the ingestions and raw tables, `observations`, `rejected_observations`, `associations` and
     `fused_tracks`, with their checks.
 
     Args:
-        kinds: the declarations.
-        source: where the topics are: `kafka` or `landing`.
-        receivers: the URLs of the receivers' monitors.
-        data_mode: whether the measurements are real, simulated, of a test or of an exercise.
+        kinds: The declarations of the kinds.
+        source: Where the topics are: `kafka` or `landing`.
+        receivers: The URLs of the receivers' monitors.
+        data_mode: Whether the measurements are real, simulated, of a test or of an exercise.
 
     Raises:
-        ConfigurationError: two kinds have the same name, or there are none.
-
+        ConfigurationError: Two kinds have the same name, or there are none.
     """
     kinds = unique_sensor_kinds(kinds)
     graph = dg.Definitions(assets=sensor_assets(kinds, data_mode), asset_checks=sensor_checks(kinds))
@@ -65,12 +71,12 @@ def sensor_graph(
 
 
 def sensor_assets(kinds: Sequence[SensorKind], data_mode: DataMode = "REAL") -> list[dg.AssetsDefinition]:
-    """Return the assets from observations to tracks."""
+    """Return the assets `observations`, `rejected_observations`, `associations` and `fused_tracks`."""
     return [*observation_assets(kinds, data_mode), association_asset(kinds), track_asset(kinds)]
 
 
 def sensor_checks(kinds: Sequence[SensorKind]) -> list[dg.AssetChecksDefinition]:
-    """Return the checks of these assets."""
+    """Return the checks of the assets of `sensor_assets`."""
     source_kinds = [kind.source_kind for kind in kinds]
     observations = " + ".join(["n_edited", *(f"n_{kind}" for kind in source_kinds)])
     return join_checks(
@@ -143,7 +149,11 @@ def sensor_checks(kinds: Sequence[SensorKind]) -> list[dg.AssetChecksDefinition]
 
 
 def _wrong_fields(kinds: Sequence[SensorKind]) -> str:
-    """Return SQL for the observations that lack a measured value of their kind, or have another's."""
+    """Return SQL for the observations that break a rule of their kind.
+
+    They lack a measured value of their kind, have a value of another kind, are below the Earth's surface, or
+    lie outside of their window.
+    """
     measured = [name for name in MEASUREMENT_COLUMNS if name not in STATION_COLUMNS and "_unc_" not in name]
     cases = " ".join(
         f"WHEN '{kind.source_kind}' THEN "

@@ -1,4 +1,4 @@
-"""The check that no two rows of a partition share a key."""
+"""A check that no two rows of a partition share a key."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import dagster as dg
 from branchlake_dagster import sql_check
 
 DUPLICATES = "SELECT {key}, count(*) AS copies FROM {{this}} GROUP BY {key} HAVING count(*) > 1"
-"""SQL for the repeated values of a key."""
+"""SQL that selects the repeated values of a key."""
 
 
 def unique_key(
     asset: dg.AssetKey, key: str, partitions: dg.PartitionsDefinition[str]
 ) -> dg.AssetChecksDefinition:
-    """Build the check `no_duplicates` of an asset."""
+    """Build the check `no_duplicates` of an asset. `key` are column names, separated by commas."""
     return sql_check(
         asset,
         "no_duplicates",

@@ -1,1 +1,1 @@
-"""Messages of the CCSDS for conjunctions and ephemerides: written, and read as hostile input."""
+"""Write CCSDS messages about conjunctions and ephemerides, and read ephemerides from untrusted files."""

@@ -1,10 +1,11 @@
-"""Conjunction Data Messages (CCSDS 508.0-B-1) of close approaches that element sets tell.
+"""Write Conjunction Data Messages (CCSDS 508.0-B-1): each reports one close approach of two objects.
 
-Only what is known is said. Element sets carry no covariance: what stands for it is what later sets usually
-said of sets of that age, so the method is DEFAULT, not CALCULATED, and a comment says where it is from. It is
-a matter of three standard deviations of position. The standard wants all 21 terms and has a row and column
-whose diagonal is zero discounted (5.2.8): that is what the velocity's are, and the position's of an object of
-which nothing is known.
+The approaches were computed from element sets. A message contains only known facts. Element sets have no
+covariance. Instead, the message has the errors that element sets of the same age usually had in comparison
+with later sets. So COVARIANCE_METHOD is DEFAULT, not CALCULATED, and a comment names the error model. The
+errors are three standard deviations of position. The standard requires all 21 terms of the covariance, and
+readers must ignore a row and column whose diagonal term is zero (5.2.8). The terms of the velocity are zero,
+and all terms of an object whose error is unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from branchlake_dagster.sda.messages.notation import (
 
 VERSION = Item("CCSDS_CDM_VERS", "1.0")
 METHOD = "FOSTER-1992"
-"""Of the SANA registry's names the one of the integral that is computed (`trust.probability`)."""
+"""The name of the computed probability integral (`trust.probability`) in the SANA registry."""
 _TERMS = ("R", "T", "N", "RDOT", "TDOT", "NDOT")
 _COSPAR = re.compile(r"\d{4}-\d{3}[A-Z]{1,3}")
 _TYPES = {
@@ -56,7 +57,11 @@ _TOLD_BY_ALL = ("sat1_", "sat2_", "relative_")
 
 @dataclass(frozen=True)
 class Party:
-    """One object of a close approach: ``position`` (km) and ``velocity`` (km/s) in GCRF at the TCA."""
+    """One object of a close approach.
+
+    ``number`` is its catalog number and ``cospar`` its international designator. ``position`` (km) and
+    ``velocity`` (km/s) are in GCRF (an inertial frame) at the time of closest approach.
+    """
 
     number: int
     name: str | None
@@ -70,7 +75,10 @@ class Party:
 
 
 def message_id(row: Mapping[str, Any]) -> str:
-    """One for each event in each list: the event's name, and a hash of what the list says of it."""
+    """Return the id of a row's message: the event's id, and a hash of the values that the message states.
+
+    The same event in a list with other values gets another id.
+    """
     told = sorted(name for name in row if name in _TOLD_BY or name.startswith(_TOLD_BY_ALL))
     content = "\n".join(f"{name}={_plain(row[name])}" for name in told)
     return f"{row['event_id']}_{sha256(content.encode()).hexdigest()[:12]}".upper()
@@ -81,7 +89,7 @@ def _plain(value: Any) -> str:
 
 
 def check_kind(row: Mapping[str, Any]) -> None:
-    """Raise NotAMessage for a row that has no time of closest approach of its own."""
+    """Raise NotAMessage for a row that is not an encounter, because it has no definite closest approach."""
     if row["kind"] != "encounter":
         raise NotAMessage(
             f"{row['event_id']} is of kind {row['kind']}: it has no time of closest approach of its own, "
@@ -99,18 +107,17 @@ def written(
     created: datetime,
     notation: Notation,
 ) -> str:
-    """The message of one row of the published list.
+    """Return the message about one row of the published list.
 
     Args:
-        row: a row of ``sda.conjunctions``.
-        parties: its two objects in its order.
-        originator: who writes it; letters, digits, underscores and dashes.
-        created: when, UTC.
-        notation: how.
+        row: A row of ``sda.conjunctions``.
+        parties: Its two objects, in the row's order.
+        originator: The author of the message; letters, digits, underscores and dashes.
+        created: The creation time, with a time zone.
+        notation: KVN or XML.
 
     Raises:
-        NotAMessage: the row is no close approach that has a time of its own, or a value cannot be written.
-
+        NotAMessage: The row is not an encounter, or a value cannot be written.
     """
     check_kind(row)
     body = Block("body", (_relative(row), *(_segment(row, k, one) for k, one in enumerate(parties, 1))))
@@ -186,7 +193,7 @@ def _relative(row: Mapping[str, Any]) -> Block:
 
 
 def _radii(row: Mapping[str, Any]) -> str:
-    """Where the radius is from; rows of earlier lists do not say."""
+    """Format the sources of the radius. Rows of older lists do not have them."""
     if row.get("sat1_radius_source") is None or row.get("sat2_radius_source") is None:
         return ", assumed"
     each = (f"{row[f'sat{k}_radius_m']:g} m by {row[f'sat{k}_radius_source']}" for k in (1, 2))

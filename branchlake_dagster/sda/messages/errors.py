@@ -1,4 +1,4 @@
-"""What is wrong with a message as a whole."""
+"""Errors about a whole message."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from branchlake_dagster import BranchlakeError, Terminal
 
 
 class NotAMessage(BranchlakeError, Terminal):  # noqa: N818 - says what became of it
-    """What was given cannot be said in a valid message; nothing was written of it."""
+    """The data cannot be written as a valid message. No message was written."""
 
 
 class UnreadableMessage(BranchlakeError, Terminal):  # noqa: N818 - says what became of it
-    """A file as a whole is no message that can be read; nothing was taken from it."""
+    """The whole file cannot be read as a message. None of its records is used."""

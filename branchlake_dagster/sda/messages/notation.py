@@ -1,7 +1,7 @@
-"""The two notations of navigation messages, from one tree: keyword = value, and XML.
+"""Write a tree of items in the two notations of navigation messages: KVN (keyword = value) and XML.
 
-What goes into a message is checked here and nowhere else: values are single lines of printable ASCII, so that
-no name can add a line, a tag or a unit of its own (CCSDS 508.0-B-1, 6.2.2; 502.0-B-3, 7.2 to 7.4).
+Only this module checks the values: they are single lines of printable ASCII, so that a name cannot add a
+line, a tag or a unit (CCSDS 508.0-B-1, 6.2.2; 502.0-B-3, 7.2 to 7.4).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCHEMA = "https://sanaregistry.org/r/ndmxml_unqualified/ndmxml-3.0.0-master-3.0
 
 
 class Notation(StrEnum):
-    """How a message is written; in file names by the value."""
+    """The notation of a message. Its value is part of file names."""
 
     KVN = "kvn"
     XML = "xml"
@@ -32,14 +32,14 @@ class Notation(StrEnum):
 
 @dataclass(frozen=True)
 class Item:
-    """A keyword with its value, and the value's unit where it has one."""
+    """A keyword with its value, and the value's unit if it has one."""
 
     keyword: str
     value: str
     unit: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise NotAMessage for a value that is empty, no single printable line, or too long for one."""
+        """Raise NotAMessage for a value that is empty, too long, or not a single printable line."""
         if not self.value.strip() or not _PRINTABLE.fullmatch(self.value):
             raise NotAMessage(
                 f"{self.keyword} cannot be {self.value!r}: a value is one line of ASCII.",
@@ -52,21 +52,27 @@ class Item:
 
 @dataclass(frozen=True)
 class Block:
-    """Items and blocks under an XML tag; the other notation shows the items alone."""
+    """Items and blocks under an XML tag. KVN writes only the items."""
 
     tag: str
     parts: tuple[Item | Block, ...]
 
 
 def text(value: str | None, default: str = "UNKNOWN") -> str:
-    """Free text as a value: capital letters in one line, nothing that reads as a unit or an assignment."""
+    """Convert free text to a value: capital letters in one line, without brackets and equals signs.
+
+    Other characters become ``?``. An empty text gives the default.
+    """
     plain = "".join(one if " " <= one <= "~" else " " if one.isspace() else "?" for one in value or "")
     plain = plain.translate(str.maketrans("[]=", "()-"))
     return " ".join(plain.upper().split())[:120].strip() or default
 
 
 def identifier(keyword: str, value: str) -> Item:
-    """Letters, digits, underscores and dashes, as identifiers must be (508.0-B-1, 5.2.9)."""
+    """Return an item whose value has only letters, digits, underscores and dashes (508.0-B-1, 5.2.9).
+
+    Raises NotAMessage for other values.
+    """
     wanted = value.strip().upper().replace(" ", "_")
     if not _IDENTIFIER.fullmatch(wanted):
         raise NotAMessage(
@@ -79,29 +85,32 @@ def identifier(keyword: str, value: str) -> Item:
 
 
 def moment(keyword: str, value: datetime) -> Item:
-    """A time in UTC, to the microsecond."""
+    """Return an item with a time in UTC, to the microsecond."""
     return Item(keyword, utc(value))
 
 
 def utc(value: datetime) -> str:
-    """A time with a zone as messages write it."""
+    """Format a time with a time zone as messages write it."""
     return f"{value.astimezone(UTC):%Y-%m-%dT%H:%M:%S.%f}"
 
 
 def number(keyword: str, value: float, unit: str | None = None, shape: str = ".9f") -> Item:
-    """A finite number; of at most sixteen digits where ``shape`` is right for it."""
+    """Return an item with a number, formatted by ``shape``.
+
+    Raises NotAMessage for a number that is not finite.
+    """
     if not isfinite(value):
         raise NotAMessage(f"{keyword} is {value}, which is no number.", reason="number", subject=keyword)
     return Item(keyword, f"{value:{shape}}", unit)
 
 
 def comments(*lines: str) -> tuple[Item, ...]:
-    """Comment lines."""
+    """Return items with comment lines."""
     return tuple(Item("COMMENT", line) for line in lines)
 
 
 def as_kvn(version: Item, body: Block) -> str:
-    """Keyword = value notation, with the version first."""
+    """Write a message in keyword = value notation, with the version first."""
     lines = [f"{version.keyword} = {version.value}"]
     for item in _items(body):
         unit = f" [{item.unit}]" if item.unit else ""
@@ -111,7 +120,7 @@ def as_kvn(version: Item, body: Block) -> str:
 
 
 def as_xml(version: Item, body: Block) -> str:
-    """NDM/XML with the unqualified schema."""
+    """Write a message in NDM/XML with the unqualified schema."""
     namespace = "http://www.w3.org/2001/XMLSchema-instance"
     opening = (
         f'<{body.tag} xmlns:xsi="{namespace}" xsi:noNamespaceSchemaLocation="{_SCHEMA}" '

@@ -1,4 +1,7 @@
-"""Orbit Ephemeris Messages (CCSDS 502.0-B-3, section 5): what one says, and how it is written."""
+"""Orbit Ephemeris Messages (CCSDS 502.0-B-3, section 5): their segments, and how they are written.
+
+An ephemeris is a table of positions and velocities of an object over time.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _AXES = ("X", "Y", "Z", "X_DOT", "Y_DOT", "Z_DOT")
 
 
 class Method(StrEnum):
-    """How to interpolate between the states of a segment."""
+    """The method of interpolation between the states of a segment."""
 
     HERMITE = "HERMITE"
     LAGRANGE = "LAGRANGE"
@@ -39,10 +42,10 @@ class Method(StrEnum):
 
 @dataclass(frozen=True)
 class Segment:
-    """States at n rising instants (UTC microseconds), between which may be interpolated.
+    """States at n increasing instants (UTC microseconds), between which a reader may interpolate.
 
-    ``position`` (km) and ``velocity`` (km/s), both (n, 3), are in ``frame``. ``begin`` and ``end`` are the
-    instants between which they may be used. ``line`` is where the segment begins in its file.
+    ``position`` (km) and ``velocity`` (km/s), both (n, 3), are in ``frame``. ``begin`` and ``end`` limit the
+    usable time. ``line`` is the line of the file in which the segment begins.
     """
 
     object_name: str
@@ -59,18 +62,17 @@ class Segment:
 
     @property
     def points(self) -> int:
-        """How many states one interpolation takes."""
+        """The number of states that one interpolation uses."""
         return (self.degree + 1) // 2 if self.method is Method.HERMITE else self.degree + 1
 
 
 def written(
     segments: Sequence[Segment], *, originator: str, created: datetime, notation: Notation, note: str = ""
 ) -> str:
-    """One message of segments; times in UTC, to the microsecond.
+    """Return one message with the segments. Times are in UTC, to the microsecond.
 
     Raises:
-        NotAMessage: a value cannot be written.
-
+        NotAMessage: A value cannot be written.
     """
     header = Block(
         "header",
@@ -93,7 +95,7 @@ def written(
 
 
 def time_of(micros: int) -> datetime:
-    """UTC microseconds since 1970 as a time."""
+    """Convert UTC microseconds since 1970 to a datetime."""
     return _EPOCH + timedelta(microseconds=int(micros))
 
 

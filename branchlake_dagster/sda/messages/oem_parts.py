@@ -1,4 +1,4 @@
-"""The two notations of Orbit Ephemeris Messages, each brought to metadata and one frame of states as text."""
+"""Divide an Orbit Ephemeris Message of either notation into metadata and a frame of states, all as text."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _MARK = "CCSDS_OEM_VERS"
 
 @dataclass
 class Metadata:
-    """A segment's keywords, the line that it begins in, and a keyword that stands twice."""
+    """The keywords of a segment, the line in which it begins, and a keyword that occurs twice, if any."""
 
     line: int
     values: dict[str, str] = field(default_factory=dict)
     repeated: str | None = None
 
     def add(self, keyword: str, value: str) -> None:
-        """Note a keyword."""
+        """Add a keyword. If it exists already, it is recorded in `repeated`."""
         if keyword in self.values:
             self.repeated = keyword
         self.values[keyword] = value.strip()
@@ -44,7 +44,11 @@ class Metadata:
 
 @dataclass(frozen=True)
 class Parts:
-    """The version, of each segment the metadata, and the states with `FIELDS` as text, by segment."""
+    """The version, the metadata of each segment, and the states of all segments.
+
+    The column `segment` counts the segments from 1, and `FIELDS` are text. `broken` explains an unusable
+    line.
+    """
 
     version: str
     segments: list[Metadata]
@@ -52,11 +56,10 @@ class Parts:
 
 
 def parts_of(content: bytes, source: str, limits: ReadLimits) -> Parts:
-    """A file's parts, whatever its notation.
+    """Divide a file of either notation into its parts.
 
     Raises:
-        UnreadableMessage: it is empty, too large, damaged as a whole, or no such message.
-
+        UnreadableMessage: The file is empty, too large, damaged as a whole, or not such a message.
     """
     try:
         told = decode_gp_file(content, source, limits)
@@ -153,7 +156,7 @@ def _from_xml(told: str, source: str, limits: ReadLimits) -> Parts:
 
 
 class _Reader:
-    """Collects metadata and states as expat comes by them; no tree is built."""
+    """Collects metadata and states from the events of expat, without building a tree."""
 
     def __init__(self, source: str, limits: ReadLimits) -> None:
         self.version: str | None = None
@@ -163,13 +166,13 @@ class _Reader:
         self._path: list[str] = []
         self._text: list[str] = []
         self._size = 0
-        # The text is decoded already, whatever the declaration says of its bytes.
+        # The text is already decoded, so the encoding in the XML declaration is ignored.
         self.parser = expat.ParserCreate("utf-8", " ")
         self.parser.buffer_text = True
         self.parser.StartElementHandler = self._start
         self.parser.EndElementHandler = self._end
         self.parser.CharacterDataHandler = self._characters
-        # Entities are the way to blow up an XML parser, and no message needs them.
+        # Entity expansion can exhaust memory, and messages need neither a DTD nor entities.
         self.parser.StartDoctypeDeclHandler = self._doctype
 
     def _doctype(self, *_: object) -> None:

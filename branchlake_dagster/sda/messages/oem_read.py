@@ -1,7 +1,8 @@
-"""From the bytes of an Orbit Ephemeris Message to segments that can be interpolated, and rejected records.
+"""Read an Orbit Ephemeris Message to segments that can be interpolated, and rejected records.
 
-A damaged line is a rejected record, and a hole: nothing is interpolated across it. A segment that cannot be
-used as it says (another centre, frame or time system, too few states for its degree) is one as a whole.
+A damaged line becomes a rejected record and a gap, across which nothing is interpolated. A segment that
+cannot be used as it declares (another center, frame or time system, or too few states for its degree) is
+rejected as a whole.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ FRAMES = {
     "GCRF": Frame.GCRF,
     "ICRF": Frame.GCRF,
 }
-"""By REF_FRAME. ICRF about the Earth is GCRF. Earth-fixed frames need Earth orientation parameters."""
+"""The supported values of REF_FRAME.
+
+ICRF with the Earth as its center is GCRF. Earth-fixed frames are not supported, because they need Earth
+orientation parameters.
+"""
 TIME_SYSTEMS = ("UTC", "TAI", "TT", "GPS")
 MAX_DEGREE = 15
 _DEFAULT = (Method.HERMITE, 7)
-"""Where a message recommends nothing: it has velocities, which this uses."""
+"""The interpolation of messages that recommend none. It uses the velocities, which every message has."""
 _VERSIONS = ("1.0", "2.0", "3.0")
 _EPOCHS = ("%Y-%m-%dT%H:%M:%S%.f", "%Y-%jT%H:%M:%S%.f")
 _NEAREST_KM, _FURTHEST_KM, _FASTEST_KM_S = 6_300.0, 2_000_000.0, 20.0
@@ -58,7 +63,7 @@ REJECTED_COLUMNS: dict[str, pl.DataType] = {
 
 
 class Reason(StrEnum):
-    """Why a record is not used: a line with a state, or a segment."""
+    """The reason why a record is not used. A record is a line with a state, or a segment."""
 
     TRUNCATED = "truncated"
     FIELD = "field"
@@ -71,7 +76,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class ReadEphemeris:
-    """What a file says: segments by time, and ``rejected`` with `REJECTED_COLUMNS`."""
+    """The usable segments of a file, ordered by time, and ``rejected`` with `REJECTED_COLUMNS`."""
 
     segments: list[Segment]
     rejected: pl.DataFrame
@@ -84,11 +89,11 @@ class _Refused(Exception):  # noqa: N818 - not for callers
 
 
 def read_oem(content: bytes, source: str, *, limits: ReadLimits | None = None) -> ReadEphemeris:
-    """Read one Orbit Ephemeris Message in KVN or XML, plain or gzipped. Covariances are passed over.
+    """Read one Orbit Ephemeris Message in KVN or XML, plain or gzipped. Covariances are ignored.
 
     Raises:
-        UnreadableMessage: the file as a whole is empty, too large, damaged, or no such message.
-
+        UnreadableMessage: The file as a whole is empty, too large, damaged, of several objects or time
+            systems, of an unknown version, or not such a message.
     """
     parts = parts_of(content, source, limits or ReadLimits())
     if parts.version not in _VERSIONS:
@@ -152,8 +157,8 @@ class _Reading:
         )
 
     def _read(self, metadata: Metadata, states: pl.DataFrame) -> None:
-        frame, system, method, degree = _understood(metadata)
-        typed = _typed(states)
+        frame, system, method, degree = _parse_metadata(metadata)
+        typed = _parse_states(states)
         for row in typed.filter(pl.col("why").is_not_null()).iter_rows(named=True):
             reason = Reason.TRUNCATED if row["broken"] else Reason.FIELD
             self._reject(row["line_number"], metadata, row["raw_text"], reason, row["field"], row["why"])
@@ -161,12 +166,12 @@ class _Reading:
         values = typed.select(FIELDS[1:]).to_numpy()
         micros = np.where(good, typed["epoch"].dt.epoch("us").fill_null(0).to_numpy(), 0)
         micros = to_utc(micros, system)
-        for k, (reason, field, why) in _follows(micros, values, good).items():
+        for k, (reason, field, why) in _find_misfits(micros, values, good).items():
             good[k] = False
             row = typed.row(k, named=True)
             self._reject(row["line_number"], metadata, row["raw_text"], reason, field, why)
-        begin, end = _useable(metadata, system)
-        # A hole ends what may be interpolated.
+        begin, end = _usable_span(metadata, system)
+        # A rejected line ends an interval that can be interpolated.
         runs = np.split(np.arange(len(good)), np.flatnonzero(~good))
         for run in runs:
             rows = run[good[run]]
@@ -195,7 +200,7 @@ class _Reading:
             raise _Refused(Reason.TOO_FEW, "epoch", "the segment has no state that can be used")
 
 
-def _understood(metadata: Metadata) -> tuple[Frame, str, Method, int]:
+def _parse_metadata(metadata: Metadata) -> tuple[Frame, str, Method, int]:
     values = metadata.values
     if metadata.repeated:
         raise _Refused(Reason.METADATA, metadata.repeated.lower(), f"{metadata.repeated} stands twice")
@@ -233,7 +238,7 @@ def _understood(metadata: Metadata) -> tuple[Frame, str, Method, int]:
             f"INTERPOLATION_DEGREE is {told or 'missing'}, expected 1 to {MAX_DEGREE}",
         )
     degree = 1 if method is Method.LINEAR else int(told)
-    # Positions and velocities of whole states make an odd degree; an even one is rounded up.
+    # Whole states (position and velocity) give an odd degree; an even degree is rounded up.
     return frame, system, method, degree + 1 - degree % 2 if method is Method.HERMITE else degree
 
 
@@ -242,14 +247,14 @@ def _unsupported(values: dict[str, str], name: str, allowed: Any) -> _Refused:
     return _Refused(Reason.UNSUPPORTED, name.lower(), f"{name} is {values[name]}, read are {words}")
 
 
-def _typed(states: pl.DataFrame) -> pl.DataFrame:
-    """Epoch and numbers, and ``field`` and ``why`` of a line that has none."""
+def _parse_states(states: pl.DataFrame) -> pl.DataFrame:
+    """Convert epochs and numbers. Unusable lines get ``why``, and ``field`` if one column is the reason."""
     told = pl.col("epoch").str.replace("Z$", "")
     parsed = states.with_columns(
         pl.coalesce(told.str.to_datetime(f, time_unit="us", strict=False) for f in _EPOCHS).alias("at"),
         *(pl.col(name).cast(pl.Float64, strict=False).alias(f"{name}_value") for name in FIELDS[1:]),
     )
-    # Counted from 1970 a leap second has no instant of its own.
+    # Microseconds since 1970 cannot represent a leap second.
     leap = told.str.contains(r":60(\.\d*)?$")
     wrong_time = pl.col("at").is_null() | leap | ~pl.col("at").dt.year().is_between(_FIRST_YEAR, _LAST_YEAR)
     radius, speed = (
@@ -292,10 +297,13 @@ def _typed(states: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _follows(
+def _find_misfits(
     micros: Micros, values: Floats, good: npt.NDArray[np.bool_]
 ) -> dict[int, tuple[Reason, str, str]]:
-    """Rows that do not follow from those around them, and why; of a damaged state that one alone."""
+    """Return the rows that do not fit the rows around them, with the reason.
+
+    Of a damaged state, only its row.
+    """
     found: dict[int, tuple[Reason, str, str]] = {}
 
     def reject(rows: npt.NDArray[np.int64], reason: Reason, field: str, why: str) -> None:
@@ -303,7 +311,7 @@ def _follows(
 
     rows = np.flatnonzero(good)
     at = micros[rows]
-    # One that is later than the next, which is later than the one before, is the wrong one itself.
+    # If an epoch is after the next one, and the next one is after the previous one, this epoch is wrong.
     ahead = np.zeros(len(rows), np.bool_)
     ahead[1:-1] = (at[1:-1] > at[2:]) & (at[:-2] < at[2:])
     reject(rows[ahead], Reason.ORDER, "epoch", "the epoch is after the one of the next line")
@@ -312,8 +320,8 @@ def _follows(
     late[1:] = at[1:] > np.maximum.accumulate(at)[:-1]
     reject(rows[~late], Reason.ORDER, "epoch", "the epoch is not after the ones of the lines before it")
     rows = rows[late]
-    # What is held against each other has no hole between it.
-    wrong = _strays(micros[rows], values[rows]) & (np.diff(rows) == 1)
+    # Only adjacent lines are compared.
+    wrong = _is_displaced(micros[rows], values[rows]) & (np.diff(rows) == 1)
     alone = np.zeros(len(rows), np.bool_)
     alone[1:-1] = wrong[:-1] & wrong[1:]
     why = "the positions of this line and its neighbours are not what their velocities say"
@@ -323,25 +331,25 @@ def _follows(
     return found
 
 
-def _strays(micros: Micros, values: Floats) -> npt.NDArray[np.bool_]:
-    """Whether the way between two neighbours is another than their velocities say.
+def _is_displaced(micros: Micros, values: Floats) -> npt.NDArray[np.bool_]:
+    """Return whether the displacement between two neighbors (n - 1,) differs from that by their velocities.
 
-    It is the corrected trapezoid of the velocities, with the two-body acceleration.
+    The displacement by the velocities is their corrected trapezoid with the two-body acceleration.
     """
     h = (np.diff(micros) / 1e6)[:, None]
     r, v = values[:, :3], values[:, 3:]
     a = -MU_KM3_S2 * r / np.linalg.norm(r, axis=1, keepdims=True) ** 3
     told = h / 2 * (v[:-1] + v[1:]) + h**2 / 12 * (a[:-1] - a[1:])
     stray = np.linalg.norm(np.diff(r, axis=0) - told, axis=1)
-    # The rule leaves out h^5/720 of the fourth derivative of the velocity.
+    # The error of the trapezoid rule is h^5/720 times the fourth derivative of the velocity.
     radius = np.minimum(*(np.linalg.norm(part, axis=1) for part in (r[:-1], r[1:])))
     speed = np.maximum(*(np.linalg.norm(part, axis=1) for part in (v[:-1], v[1:])))
     rest = h[:, 0] ** 5 / 720 * speed * (MU_KM3_S2 / radius**3) ** 2
     return np.asarray(stray > MAX_DISPLACEMENT_ERROR * np.linalg.norm(told, axis=1) + _STRAY_FLOOR_KM + rest)
 
 
-def _useable(metadata: Metadata, system: str) -> tuple[int, int]:
-    """What a segment may be used for, UTC microseconds."""
+def _usable_span(metadata: Metadata, system: str) -> tuple[int, int]:
+    """Return the start and the end of a segment's usable time, UTC microseconds."""
     found = []
     for edge in ("START", "STOP"):
         name = f"USEABLE_{edge}_TIME" if metadata.values.get(f"USEABLE_{edge}_TIME") else f"{edge}_TIME"
@@ -359,19 +367,22 @@ def _useable(metadata: Metadata, system: str) -> tuple[int, int]:
 
 
 def to_utc(micros: Micros, system: str) -> Micros:
-    """Instants of another time system, counted as if they were UTC's microseconds since 1970, as UTC."""
+    """Convert instants of another time system to UTC.
+
+    Both are counted as if they were UTC's microseconds since 1970. `system` is one of `TIME_SYSTEMS`.
+    """
     if system == "UTC":
         return micros
     tai = micros + {"TAI": 0, "GPS": _GPS_FROM_TAI, "TT": _TT_FROM_TAI}[system]
-    # Within seconds of a leap second the first guess may be on its other side.
+    # Near a leap second the first estimate may be on the wrong side of it, so the difference is read twice.
     return tai - _tai_from_utc(tai - _tai_from_utc(tai))
 
 
 def _tai_from_utc(micros: Micros) -> Micros:
-    """TAI less UTC at instants of UTC, microseconds."""
+    """Return TAI minus UTC at instants of UTC, microseconds."""
     days, member = np.unique(micros // _DAY_MICROS, return_inverse=True)
     with warnings.catch_warnings():
-        # Beyond the announced leap seconds the last ones are taken.
+        # After the announced leap seconds, the last known difference is used.
         warnings.simplefilter("ignore", erfa.ErfaWarning)
         year, month, day, _ = erfa.jd2cal(2_440_587.5 + days, 0.0)
         found = erfa.dat(year, month, day, 0.0)

@@ -1,7 +1,8 @@
-"""Both objects of published close approaches, with their states: those that were screened, or none.
+"""Compute the states of both objects of published close approaches.
 
-The published list has no states. They are propagated anew from the element sets that its rows name by epoch,
-and a row's relative position must come out of them, or they are others than were screened.
+The published list has no states. They are computed again from the element sets that its rows name by epoch.
+If the relative position differs from the row's, these are not the element sets that were screened, and the
+row gets no states.
 """
 
 from __future__ import annotations
@@ -19,21 +20,20 @@ from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.trust.differences import rtn_axes, states_at
 
 SAME_KM = 0.02
-"""How far the relative position may be off: of eccentric orbits the list is within metres of SGP4's own."""
+"""The largest difference of the relative position. In eccentric orbits the list is within meters of SGP4."""
 _TEXTS = ("object_name", "object_id", "source", "data_mode")
 
 
 def parties_of(
     found: pl.DataFrame, sets: pl.DataFrame, kinds: dict[int, str | None]
 ) -> list[tuple[Party, Party] | NotAMessage]:
-    """Of each row its two objects, or why there are none.
+    """Return for each row its two objects, or an error that says why there are none.
 
     Args:
-        found: rows of ``sda.conjunctions``.
-        sets: element sets with `Elements.COLUMNS`, and where there are ``object_name``, ``object_id``,
-            ``source`` and ``data_mode``; of an object and epoch there may be several.
-        kinds: what an object is, by its number.
-
+        found: Rows of ``sda.conjunctions``.
+        sets: Element sets with `Elements.COLUMNS`, and, if they exist, ``object_name``, ``object_id``,
+            ``source`` and ``data_mode``. There may be several of one object and epoch.
+        kinds: The type of each object, by its catalog number.
     """
     by_object: dict[tuple[int, int], list[int]] = {}
     elements = Elements.from_arrow(sets.to_arrow())
@@ -45,7 +45,7 @@ def parties_of(
     ]
     tca = found["tca"].dt.epoch("us").to_numpy()
     told = found.select([f"relative_position_{axis}_km" for axis in "rtn"]).to_numpy()
-    # All combinations of all rows at once; nearly always there is one.
+    # All combinations of element sets for all rows. Nearly every row has one.
     combined = [
         (place, one, other)
         for place in range(found.height)
@@ -63,7 +63,7 @@ def parties_of(
         mine = np.flatnonzero(places == place)
         mine = mine[off[mine] <= SAME_KM]
         if not len(mine):
-            result.append(_nothing(event, [len(one[place]) for one in wanted], off[places == place]))
+            result.append(_no_states_error(event, [len(one[place]) for one in wanted], off[places == place]))
             continue
         best = int(mine[np.argmin(off[mine])])
         one, other = (
@@ -78,7 +78,7 @@ def _keys(found: pl.DataFrame, which: int) -> pl.DataFrame:
     return found.select(f"sat{which}_object_designator", pl.col(f"sat{which}_element_epoch").dt.epoch("us"))
 
 
-def _nothing(event: str, there: list[int], off: Floats) -> NotAMessage:
+def _no_states_error(event: str, there: list[int], off: Floats) -> NotAMessage:
     if not all(there):
         return NotAMessage(
             f"{event} has no states: the element sets it was screened with are not in the lake any more.",

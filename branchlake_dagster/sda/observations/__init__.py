@@ -1,1 +1,1 @@
-"""Observations: raw measurements in one envelope."""
+"""Convert raw measurements to observations with a common set of columns, the envelope."""

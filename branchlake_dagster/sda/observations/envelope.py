@@ -1,9 +1,9 @@
-"""The envelope of observations: raw measurements of all kinds of sensors as rows of one table, on Spark.
+"""Convert raw measurements of all kinds of sensors to rows of one table, the envelope, on Spark.
 
-Column names follow the Unified Data Library's radar and electro-optical observations in snake case where
-they exist (``sat_no``, ``orig_sensor_id``, ``track_id``, ``uct``, ``classification_marking``,
-``data_mode``, ``azimuth_unc`` …), with the unit in the name: km, km/s, degrees. The native measurement is
-kept: nothing is turned into a position that was not measured.
+Column names follow the Unified Data Library's radar and electro-optical observations in snake case if they
+have a name there (``sat_no``, ``orig_sensor_id``, ``track_id``, ``uct``, ``classification_marking``,
+``data_mode``, ``azimuth_unc`` …), with the unit in the name: km, km/s, degrees. The envelope contains only
+measured values: for example, a direction is not converted to a position.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ OBSERVATION_NAMESPACE = uuid.UUID("5f0f8a3e-52d4-5c5e-9d0c-1b7f6c1e2a90")
 """The namespace of observation ids. If it changed, every replayed observation would be a new one."""
 
 OBSERVATION_NAME = "concat_ws('|', source_kind, source_id, record_id)"
-"""What identifies an observation: the kind of source, the source, and the source's own record.
+"""SQL of the text that identifies an observation: kind of source, source, and record id.
 
-The record is a telescope's `obs_id` with its instant, or the digest of a radar's or link's frame. So a
+The record id is a telescope's `obs_id` with its time, or the digest of a radar's or link's frame. So a
 repeated poll, a frame that arrives twice and a reprocessed dead letter are the same observation.
 """
 
 MAX_CLOCK_ERROR_S = 600.0
-"""A clock that may be further off says nothing of where an object is: ten minutes are a tenth of an orbit."""
+"""The largest accepted error of a clock: in ten minutes an object moves by a tenth of its orbit."""
 RECEIPT_RESOLUTION_S = 0.001
-"""Times of receipt are milliseconds, rounded down. An instant may be this much later than its receipt."""
+"""The resolution of times of receipt, s. They are rounded down, so a measurement may be this much later."""
 
 _FIRST_INSTANT = datetime.strptime(FIRST_WINDOW, "%Y-%m-%d-%H:%M").replace(tzinfo=UTC)
 _REJECTION = f"""
@@ -95,7 +95,7 @@ _REJECTED_COLUMNS = [
 
 
 def to_envelope(raw: DataFrame, kind: SensorKind) -> DataFrame:
-    """Return the rows of a raw table with the columns of the envelope, by the declaration of their kind."""
+    """Convert the rows of a raw table to the columns of the envelope, as the kind's declaration defines."""
     return raw.selectExpr(
         f"'{kind.source_kind}' AS source_kind",
         "orig_sensor_id AS source_id",
@@ -115,15 +115,16 @@ def to_envelope(raw: DataFrame, kind: SensorKind) -> DataFrame:
 def identify_measurements(
     raw_by_kind: Mapping[str, DataFrame], objects: DataFrame, kinds: Sequence[SensorKind]
 ) -> DataFrame:
-    """Unite raw measurements and identify each: its `observation_id`, and the `reason` if it is rejected.
+    """Unite raw measurements, and add to each an `observation_id`, and a `reason` if it is rejected.
 
-    Measurements with the same id become one row: the first received that is not rejected, else the first. The
-    columns are those of `to_envelope`. A frame without columns means that the raw table does not exist yet.
+    Measurements with the same id become one row: the first one received that is not rejected, or the first
+    one if all are rejected. The other columns are those of `to_envelope`.
 
     Args:
-        raw_by_kind: rows of the raw tables by source kind.
-        objects: the registry of objects, with `sat_no`, `state` and `decay_date`.
-        kinds: the declarations of these kinds.
+        raw_by_kind: Rows of the raw tables by source kind. A frame without columns means that the table does
+            not exist yet; at least one must exist.
+        objects: The registry of objects, with `sat_no`, `state` and `decay_date`.
+        kinds: The declarations of these kinds.
     """
     frames = [
         to_envelope(raw_by_kind[kind.source_kind], kind)
@@ -145,11 +146,11 @@ def identify_measurements(
 
 
 def build_observations(measurements: DataFrame, *, data_mode: str) -> DataFrame:
-    """Return the observations of identified measurements, without the rejected ones.
+    """Return the accepted rows of `identify_measurements` as observations.
 
-    ``observation_id`` is a version 5 UUID (RFC 9562) of `OBSERVATION_NAME`. Instants are microseconds, as
-    Iceberg v2 stores them; the sensors' nanoseconds below that are truncated. State vectors, right ascension
-    and declination are in TEME.
+    ``observation_id`` is a version 5 UUID (RFC 9562) of `OBSERVATION_NAME`. Times are in microseconds, as
+    Iceberg v2 stores them; the sensors' nanoseconds are truncated. Positions, velocities, right ascension and
+    declination are in TEME, the inertial frame of SGP4.
     """
     accepted = measurements.where("reason IS NULL").withColumn("data_mode", F.lit(data_mode))
     return accepted.selectExpr(*_OBSERVATION_COLUMNS)
