@@ -1,6 +1,7 @@
 """Fit SGP4 element sets to states, so that a track can be propagated like any other element set.
 
-An element set has mean elements: they give a state only through SGP4 itself. So the elements are corrected by
+A state is a position and velocity at one time. To propagate means to compute states at other times. An
+element set has mean elements: they give a state only through SGP4 itself. So the elements are corrected by
 Newton's method until SGP4 returns the wanted state (Vallado, Fundamentals of Astrodynamics, section 9.6, as
 differential correction on one state). The corrected variables are equinoctial, because the classical ones are
 undefined for circular and equatorial orbits.
@@ -19,7 +20,10 @@ from branchlake_dagster.sda.orbits.propagation import ELEMENT_FIELDS, Elements, 
 POSITION_TOLERANCE_KM = 1e-3
 VELOCITY_TOLERANCE_KM_S = 1e-6
 _STEPS = (1e-6, 1e-5, 1e-5, 1e-5, 1e-5, 1e-6)
-"""Steps of the derivatives: relative in the mean motion, else absolute; a few meters in low orbit."""
+"""Steps of the derivatives: relative for the mean motion, otherwise absolute.
+
+They are a few meters in low orbit.
+"""
 _MAX_ECCENTRICITY = 0.999
 _ECC, _ARGP, _INC, _ANOMALY, _MOTION, _NODE = (
     ELEMENT_FIELDS.index(name)
@@ -34,7 +38,8 @@ _ECC, _ARGP, _INC, _ANOMALY, _MOTION, _NODE = (
 class FittedElements:
     """Element sets of n objects that give the wanted states.
 
-    ``is_fitted`` (n,) is false where the fit did not converge; ``elements`` then are the ones before the fit.
+    If ``is_fitted`` (n,) is false, the fit did not converge, and the object's row of ``elements`` is
+    unchanged.
     """
 
     elements: Elements
@@ -42,17 +47,16 @@ class FittedElements:
 
 
 def fit_elements(elements: Elements, position: Floats, velocity: Floats, micros: int) -> FittedElements:
-    """Correct element sets so that SGP4 gives stated states at one instant, to 1 m and 1 mm/s.
+    """Correct element sets so that SGP4 gives the wanted states at one instant, to 1 m and 1 mm/s.
 
     Epochs, drag terms and catalog numbers stay. Cost: about 12 initializations and propagations of SGP4 per
     object, 60 microseconds.
 
     Args:
-        elements: one element set per object, near the wanted state (within some hundred kilometers).
-        position: (n, 3) wanted positions, TEME, km.
-        velocity: (n, 3) wanted velocities, TEME, km/s.
-        micros: the instant of the states, UTC microseconds since 1970.
-
+        elements: One element set per object, near the wanted state (within some hundred kilometers).
+        position: (n, 3) Wanted positions, TEME, km.
+        velocity: (n, 3) Wanted velocities, TEME, km/s.
+        micros: The instant of the states, UTC microseconds since 1970.
     """
     wanted = np.concatenate([position, velocity], axis=1).reshape(len(elements), 6)
     variables = _to_equinoctial(elements)
@@ -116,7 +120,7 @@ def _inverse_derivatives(elements: Elements, variables: Floats, current: Floats,
 
 
 def _states(elements: Elements, variables: Floats, micros: int) -> Floats:
-    """Return the states (n, 6) that SGP4 gives; NaN where it gives none."""
+    """Return the states (n, 6) that SGP4 computes; NaN for impossible elements."""
     values = _to_values(elements, variables)
     is_possible = np.isfinite(values).all(axis=1) & (values[:, _ECC] < _MAX_ECCENTRICITY)
     # SGP4 must not see impossible elements: their states are NaN, and the others are unaffected.
@@ -145,7 +149,7 @@ def _to_equinoctial(elements: Elements) -> Floats:
 
 
 def _to_values(elements: Elements, variables: Floats) -> Floats:
-    """Return ``Elements.values`` (n, 9) with the elements that the variables stand for."""
+    """Convert variables (n, 6) to ``Elements.values`` (n, 9)."""
     motion_change, h, k, p, q, longitude = variables.T
     periapsis, node = np.arctan2(h, k), np.arctan2(p, q)
     values = elements.values.copy()

@@ -1,8 +1,9 @@
 """Convert times and Earth-fixed positions to TEME, and compute the Sun's position.
 
-Errors: UT1 is assumed equal to UTC (at most 0.9 s, 0.42 km at the equator), and polar motion is neglected
-(15 m). Simulation and estimation share this mapping, so these errors do not affect the estimates here. Real
-measurements would need Earth orientation parameters.
+TEME (true equator, mean equinox) is the inertial frame of SGP4: its origin is the Earth's center, and it does
+not rotate with the Earth. Errors: UT1 is assumed equal to UTC (at most 0.9 s, 0.42 km at the equator), and
+polar motion is neglected (15 m). Simulation and estimation share this conversion, so these errors do not
+affect the estimates here. Real measurements would need Earth orientation parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def julian_dates(micros: Micros) -> tuple[Floats, Floats]:
 
 
 def sidereal_angle(micros: Micros) -> Floats:
-    """Return Greenwich mean sidereal time 1982 (Vallado, eq. 3-47) in rad, from TEME to Earth-fixed."""
+    """Return Greenwich mean sidereal time 1982 (Vallado, eq.
+
+    3-47) in rad, the angle from TEME to Earth-fixed.
+    """
     days = (micros - _J2000_MICROS) / _DAY_MICROS
     t = days / 36_525
     seconds = 67_310.54841 + (876_600 * 3600 + 8_640_184.812866) * t + 0.093104 * t**2 - 6.2e-6 * t**3

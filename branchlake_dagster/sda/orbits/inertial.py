@@ -1,4 +1,4 @@
-"""Convert vectors between TEME and the inertial frames of messages.
+"""Convert vectors between TEME and the other inertial frames that messages use.
 
 The path from SGP4's TEME to GCRF has two steps (Vallado et al., AIAA 2006-6753, appendix C; IERS Conventions
 2010): the mean sidereal time of 1982 leads to the Earth's pseudo-fixed frame, and the Earth rotation angle

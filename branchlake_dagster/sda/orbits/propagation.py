@@ -1,8 +1,9 @@
-"""Propagate a whole catalog with SGP4, in TEME, km and km/s.
+"""Propagate a whole catalog with SGP4: compute positions and velocities from element sets, in TEME.
 
-The theory (Vallado et al., AIAA 2006-6753) runs in the compiled array calls of the sgp4 package, with WGS-72
-because elements are fitted with it. The model error is 1-3 km per day from epoch (documentation of
-python-sgp4), which is far above the numerical errors here.
+An element set has the parameters of an object's orbit at one time, the epoch. The SGP4 model (Vallado et al.,
+AIAA 2006-6753) runs in the compiled array calls of the sgp4 package, with WGS-72 because elements are fitted
+with it. The model error is 1-3 km per day from the epoch (documentation of python-sgp4), which is far above
+the numerical errors here.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def interpolate_hermite(
 
 
 def propagate_satellites(satellites: SatrecArray, micros: Micros) -> Ephemeris:
-    """Propagate all satellites to all instants (UTC microseconds since 1970)."""
+    """Return the states of n satellites at m instants (UTC microseconds since 1970)."""
     whole, fraction = julian_dates(micros)
     error, position, velocity = satellites.sgp4(whole, fraction)
     valid = error == 0

@@ -20,7 +20,7 @@ _DAY_MICROS = 86_400e6
 _UTC = pa.timestamp("us", "UTC")
 
 QUARANTINE_INPUT = ("sat_no", "snapshot_id", "epoch", *ELEMENT_FIELDS)
-"""Columns of the catalog that are read."""
+"""Columns of the catalog that `quarantine_batches` reads."""
 
 QUARANTINE_SCHEMA = pa.schema(
     [

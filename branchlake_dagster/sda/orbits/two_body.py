@@ -1,6 +1,7 @@
-"""Propagate many orbits at once by two-body motion, and differentiate it by the initial state.
+"""Propagate many orbits at once by two-body motion, and differentiate the result by the initial state.
 
-The method uses universal variables (Vallado, algorithm 8; Bate, Mueller and White, section 4.4).
+Two-body motion considers only the attraction of a spherical Earth. The method uses universal variables
+(Vallado, algorithm 8; Bate, Mueller and White, section 4.4).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _stumpff_functions(z: Floats) -> tuple[Floats, Floats]:
 
 
 def propagate_two_body(position: Floats, velocity: Floats, seconds: Floats) -> tuple[Floats, Floats]:
-    """Propagate states (..., 3) in km and km/s by ``seconds`` (...)."""
+    """Return the states after ``seconds`` (...). Positions and velocities are (..., 3), in km and km/s."""
     r0 = np.linalg.norm(position, axis=-1)
     rv = np.sum(position * velocity, axis=-1) / np.sqrt(MU_KM3_S2)
     alpha = 2 / r0 - np.sum(velocity**2, axis=-1) / MU_KM3_S2
@@ -51,11 +52,12 @@ def propagate_two_body(position: Floats, velocity: Floats, seconds: Floats) -> t
 
 
 def transition_matrices(position: Floats, velocity: Floats, seconds: Floats) -> Floats:
-    """Return state transition matrices (n, 6, 6) of two-body motion from states (n, 3) over ``seconds`` (n,).
+    """Return state transition matrices (n, 6, 6) of two-body motion.
 
-    They are central differences of ``propagate_two_body`` with steps of 1 km and 1 m/s; the relative
-    truncation error is below 1e-6. The two-body model neglects the differential J2 effect. Over half a
-    revolution this is about 1e-3 of a mapped offset: half a meter for 500 m.
+    A matrix converts a small change of the initial state (n, 3), km and km/s, to the change of the state
+    after ``seconds`` (n,). The matrices are central differences of ``propagate_two_body`` with steps of 1 km
+    and 1 m/s; the relative truncation error is below 1e-6. The two-body model neglects the differential J2
+    effect. Over half a revolution this is about 1e-3 of a mapped offset: half a meter for 500 m.
     """
     steps = np.array([1.0, 1.0, 1.0, 1e-3, 1e-3, 1e-3])
     offsets = np.concatenate([np.diag(steps), -np.diag(steps)])[:, None, :]

@@ -1,1 +1,1 @@
-"""Where catalogs are fetched from: CelesTrak and Space-Track, within the limits that they ask of users."""
+"""Download catalogs from CelesTrak and Space-Track, within the limits of their usage policies."""

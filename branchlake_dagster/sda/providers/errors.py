@@ -1,4 +1,4 @@
-"""Errors of providers. Providers are only read, so an error never leaves a partial change."""
+"""Errors of requests to providers. Requests only read, so an error leaves no partial change."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Select the current element set of each object from the element sets of all sources.
 
-The order is total and depends on data only, not on the time or order of runs:
+An element set has the parameters of an object's orbit at one time, its epoch. The rules below depend on data
+only, not on the time or order of runs, and always select exactly one set:
 
-1. The newest epoch wins.
-2. At equal epochs the source of higher priority wins (see `SOURCES`).
-3. Of different sets of one source at one epoch, the set whose **first collection** is the latest wins. A
-   correction comes after the set that it corrects, and a mirror that repeats the old set does not restore it.
-4. At equal collection times the greater snapshot id wins, then the greater elements.
+1. The newest epoch wins. 2. At equal epochs the source of higher priority wins (see `SOURCES`). 3. Of
+different sets of one source at one epoch, the set whose **first collection** is the latest wins. A correction
+comes after the set that it corrects, and a mirror that repeats the old set does not restore it. 4. At equal
+collection times the greater snapshot id wins, then the greater elements.
 
 The catalog holds each winner as it was first collected, so a pull that repeats known sets changes nothing.
 Rule 3 needs more than the current winner, so the few objects that it concerns are looked up in all pulls.
@@ -138,9 +138,10 @@ def _is_top_ranked() -> pl.Expr:
 def _drop_withdrawn_sets(
     current_sets: pl.DataFrame, pulled_sets: pl.DataFrame
 ) -> tuple[pl.DataFrame, pl.Series]:
-    """Drop the current sets of objects that a repeated pull of the same snapshot no longer contains.
+    """Drop current sets that a repeated pull of the same GP snapshot no longer contains.
 
-    Returns the remaining sets and the catalog numbers of the dropped ones.
+    Returns the remaining sets and the catalog numbers of the dropped ones. A GP snapshot is a provider's file
+    of one collection time.
     """
     snapshot_ids = pulled_sets["snapshot_id"].unique()
     sets_of_snapshots = current_sets.filter(pl.col("snapshot_id").is_in(snapshot_ids.implode()))

@@ -40,7 +40,11 @@ ENTRY_COLUMNS: dict[str, pl.DataType] = {
     "rcs_m2": pl.Float64(),
     "rcs_size": pl.String(),
 }
-"""Columns of an entry. The orbit's figures change daily, so they do not start a new validity period."""
+"""Columns of an entry.
+
+The orbit's values (period, inclination, apogee, perigee) change daily, so they do not start a new validity
+period.
+"""
 
 EFFECTIVE_COLUMNS = (
     "object_name",

@@ -1,1 +1,1 @@
-"""What operators look at: pictures of what was computed."""
+"""Draw pictures and format tables of results for operators."""

@@ -1,4 +1,7 @@
-"""Report the most important conjunctions of a day to an operator, as a table and three pictures."""
+"""Report the most important conjunctions of a day to an operator, as a table and three pictures.
+
+A conjunction is a close approach of two objects.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ TOP_COUNT = 15
 _BIN_KM = 25.0
 _MAX_ALTITUDE_KM = 2_000.0
 _DISTANCE_SPAN = 5.0
-"""Approximate distance of the two objects at the ends of the picture, as a multiple of the miss distance."""
+"""The distance at the left and right ends of the picture, as a multiple of the miss distance."""
 _MAX_DRAWN, _REACH_MARGIN, _ARROW_SHARE = 8, 1.3, 0.2
 _PLANES = (("radial, km", 0), ("cross-track, km", 2))
 _MIN_MISS_KM, _MAX_SPAN_S, _INSTANT_COUNT = 0.1, 60.0, 101
 
 
 def select_top_approaches(approaches: pl.DataFrame, count: int = TOP_COUNT) -> pl.DataFrame:
-    """Return the first encounters by probability of collision, then by miss distance."""
+    """Return the first `count` encounters by probability of collision, then by miss distance."""
     return (
         approaches.filter(pl.col("kind") == "encounter")
         .sort(
@@ -40,7 +43,7 @@ def select_top_approaches(approaches: pl.DataFrame, count: int = TOP_COUNT) -> p
 
 
 def format_approaches(approaches: pl.DataFrame, names: dict[int, str]) -> str:
-    """Format close approaches as a Markdown table, with the names of objects where they are known."""
+    """Format close approaches as a Markdown table. `names` has the known names by catalog number."""
     lines = [
         "| TCA, UTC | object 1 | object 2 | miss, km | km/s | probability | largest | ages, d |",
         "|---|---|---|---|---|---|---|---|",
@@ -98,8 +101,8 @@ def draw_geometry(approaches: pl.DataFrame, elements: Elements) -> Figure:
     """Draw the positions of the second objects relative to the first at the closest approach.
 
     The first few approaches are drawn in two planes, in-track with radial and in-track with cross-track. Each
-    has a point, the direction of the relative velocity and, where errors are known, the combined one-sigma
-    ellipse. All axes have the same scale.
+    has a point, the direction of the relative velocity and, if the errors are known, the ellipse of one
+    standard deviation of both objects' errors together. All axes have the same scale.
     """
     from matplotlib.patches import Ellipse
 
@@ -140,7 +143,10 @@ def draw_geometry(approaches: pl.DataFrame, elements: Elements) -> Figure:
 
 
 def _position_covariances(approaches: pl.DataFrame, elements: Elements) -> Floats:
-    """Return the combined covariance (k, 3, 3) in the first object's R, T and N, km²; NaN where unknown."""
+    """Return the sum of both covariances (k, 3, 3) along the first object's R, T and N, km².
+
+    R is radial, T along the track, N normal to the orbit's plane. Unknown covariances are NaN.
+    """
     sigma = [
         approaches.select([pl.col(f"sat{k}_sigma_{axis}_km").cast(pl.Float64) for axis in "rtn"])
         .fill_null(float("nan"))

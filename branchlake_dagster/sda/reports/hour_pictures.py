@@ -1,4 +1,4 @@
-"""The pictures of an hour: what the sensors measured, what became of it, and what it warns of.
+"""Draw the pictures of an hour: results of associations, residuals, tracks and alerts.
 
 Each function draws a frame that the asset `hour_reports` has aggregated, and returns None if it has no rows.
 """
@@ -30,8 +30,7 @@ def draw_outcomes(outcomes: pl.DataFrame) -> Figure | None:
     """Draw how many observations of each kind of sensor have which result.
 
     Args:
-        outcomes: `source_kind`, `result`, `observations`; one row per kind and result.
-
+        outcomes: `source_kind`, `result` and `observations`; one row per kind and result.
     """
     if outcomes.is_empty():
         return None
@@ -60,10 +59,10 @@ def draw_residuals(residuals: pl.DataFrame, sensor_count: int) -> Figure | None:
     A sensor that is biased, or that states too small an error, has a median above 1.
 
     Args:
-        residuals: `source_id`, `observations`, and the quantiles `low`, `median`, `high` of the Mahalanobis
-            distance over the root of its degrees of freedom; one row per sensor (`select_worst_sensors`).
-        sensor_count: the number of all sensors.
-
+        residuals: `source_id`, `observations`, and the quantiles `low`, `median` and `high` of the
+            Mahalanobis distance divided by the square root of its degrees of freedom; one row per sensor
+            (`select_worst_sensors`).
+        sensor_count: The number of all sensors.
     """
     if residuals.is_empty():
         return None
@@ -84,12 +83,11 @@ def draw_residuals(residuals: pl.DataFrame, sensor_count: int) -> Figure | None:
 
 
 def draw_track_quality(tracks: pl.DataFrame) -> Figure | None:
-    """Draw the errors of tracks beside those of their element sets, and the element sets' distance by age.
+    """Draw the errors of tracks and of their element sets, and the distance between both by the sets' age.
 
     Args:
-        tracks: `position_sigma_km`, `prior_sigma_km`, `catalogue_miss_km`, `is_preferred`,
+        tracks: `position_sigma_km`, `prior_sigma_km`, `catalogue_miss_km`, `is_preferred` and
             `element_age_days`; one row per track.
-
     """
     if tracks.is_empty():
         return None
@@ -133,11 +131,10 @@ def _drawable_by_log(column: pl.Series) -> Floats:
 
 
 def draw_ground_tracks(tracks: pl.DataFrame) -> Figure | None:
-    """Draw the points of the Earth below the tracks' states.
+    """Draw the points on the Earth below the tracks' positions.
 
     Args:
-        tracks: `x_km`, `y_km`, `z_km` (TEME), `epoch` (UTC), `is_preferred`; one row per track.
-
+        tracks: `x_km`, `y_km`, `z_km` (TEME), `epoch` (UTC) and `is_preferred`; one row per track.
     """
     if tracks.is_empty():
         return None
@@ -171,12 +168,11 @@ def draw_ground_tracks(tracks: pl.DataFrame) -> Figure | None:
 
 
 def draw_alerts(alerts: pl.DataFrame, start: datetime) -> Figure | None:
-    """Draw the alerts that hold by time and miss distance, colored by priority.
+    """Draw the valid alerts by time and miss distance, colored by priority.
 
     Args:
-        alerts: `tca` (UTC), `miss_distance_km`, `priority`; one row per alert.
-        start: the start of the hour, UTC.
-
+        alerts: `tca` (UTC), `miss_distance_km` and `priority`; one row per alert.
+        start: The start of the hour, UTC.
     """
     if alerts.is_empty():
         return None

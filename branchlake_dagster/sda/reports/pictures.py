@@ -1,7 +1,7 @@
-"""Pictures for an asset's page, drawn by Matplotlib without a display.
+"""Draw pictures for an asset's page with Matplotlib, without a display.
 
-Dagster shows pictures that are in Markdown as data. Matplotlib takes a second to import, so it is imported
-when the first picture is drawn.
+Dagster shows a picture whose data are part of a Markdown text. Matplotlib takes a second to import, so it is
+imported when the first picture is drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _MAX_LABEL = 40
 
 
 def new_figure(title: str) -> Figure:
-    """Return an empty figure, 720 by 403 pixels. Each call makes its own, so threads do not share state."""
+    """Return an empty figure, 720 by 403 pixels.
+
+    Figures share no state, so threads can draw at the same time.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
@@ -41,13 +44,12 @@ def draw_chart(
     """Draw lines by name, and dots in the colors of the lines with the same names.
 
     Args:
-        title: the title of the figure.
-        x_label: the quantity and unit of the horizontal axis.
-        y_label: the quantity and unit of the vertical axis.
-        lines: name -> the points of a line.
-        dots: name -> points that are not joined.
-        log: whether the axes are logarithmic; then points that are not positive are not shown.
-
+        title: The title of the figure.
+        x_label: The quantity and unit of the horizontal axis.
+        y_label: The quantity and unit of the vertical axis.
+        lines: The points of each line, by name.
+        dots: Points that are not joined, by name.
+        log: Whether the axes are logarithmic. A logarithmic axis does not show points that are not positive.
     """
     figure = new_figure(title)
     axes = figure.add_subplot()
@@ -74,9 +76,10 @@ def _coordinates(points: Points) -> tuple[list[float], list[float]]:
 
 
 def escape_label(text: str) -> str:
-    """Return a label that Matplotlib shows as it is: neither hidden (`_a`) nor read as a formula (`$a$`).
+    """Return a label that Matplotlib shows unchanged.
 
-    A long text is shortened to 40 characters, so that it leaves room for the picture.
+    Otherwise Matplotlib hides `_a`, and reads `$a$` as a formula. A long text is shortened to 40 characters,
+    so that it leaves room for the picture.
     """
     if len(text) > _MAX_LABEL:
         text = f"{text[: _MAX_LABEL - 1]}…"
@@ -92,10 +95,10 @@ def to_png(figure: Figure) -> bytes:
 
 
 def to_markdown(figure: Figure, text: str) -> str:
-    """Return Markdown that contains the figure; `text` is read out where it cannot be shown."""
+    """Return Markdown that contains the figure. `text` is the alternative text."""
     return picture_markdown(to_png(figure), text)
 
 
 def picture_markdown(png: bytes, text: str) -> str:
-    """Return Markdown that contains a picture."""
+    """Return Markdown that contains a PNG picture. `text` is the alternative text."""
     return f"![{text}](data:image/png;base64,{b64encode(png).decode()})"
