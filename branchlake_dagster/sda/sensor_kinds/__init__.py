@@ -1,1 +1,1 @@
-"""Kinds of sensor, one declaration each: what their bytes are, and what becomes of them in the pipeline."""
+"""Kinds of sensor: one declaration each of their messages, raw table and measured values."""

@@ -1,4 +1,4 @@
-"""The declaration of a kind of sensor: everything that the pipeline knows of it."""
+"""The declaration of a kind of sensor: its messages, its raw table and its measured values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from branchlake_dagster.sda.sensors.models import (
 )
 
 DecodeBytes = Callable[[pa.BinaryArray], tuple[pa.RecordBatch, pa.StringArray]]
-"""A function from values to rows, and for each row the reason why it is not a measurement, else null."""
+"""A function that decodes values.
+
+It returns a row for each value, and for each row null, or the reason why it is not a measurement.
+"""
 
 RECORD_ATTRIBUTES: Mapping[str, str] = {
     "received_at": "timestamp",
@@ -29,53 +32,60 @@ RECORD_ATTRIBUTES: Mapping[str, str] = {
     "topic_offset": "offset",
     "frame_digest": "digest",
 }
-"""Columns of raw tables that come from the record around the bytes. `decode` does not return them."""
+"""Columns of raw tables that come from the record (time, partition, offset, digest).
+
+`decode` does not return them.
+"""
 
 ON_GROUND: Mapping[str, str] = {name: name for name in STATION_COLUMNS}
-"""The mapping of the place of a sensor on the ground, from the columns of `OnGround`."""
+"""Maps the envelope's columns of a ground sensor's coordinates to the columns of `OnGround`."""
 
 CLOCK_ERROR_S: Mapping[str, str] = {
     "gps": "1e-6D",
     "ntp": "0.010D + 0.001D * floor({age} / 60)",
     "onboard": "1e-4D * {age}",
 }
-"""The largest error of a clock by its quality, in seconds, as SQL. Any other quality has 5 s."""
+"""The largest error of a clock by its quality, in seconds, as SQL. For any other quality it is 5 s."""
 
 _NAME = re.compile("[a-z][a-z0-9_]{0,31}")
 
 
 _TAKEN_KINDS = ("edited", "measurements")
-"""`fused_tracks` counts a kind's observations in ``n_<source_kind>``, and has other columns of this form."""
+"""Names that cannot be a `source_kind`.
+
+`fused_tracks` counts a kind's observations in ``n_<source_kind>``, and has other columns of this form.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SensorKind:
-    """A kind of sensor. The raw table, its ingestion and all later tables follow from it.
+    """A kind of sensor. The raw table, its ingestion and all later tables are derived from this declaration.
 
     Args:
-        source_kind: the value of the column `source_kind`. It is part of the ids of observations, so it must
+        source_kind: The value of the column `source_kind`. It is part of the ids of observations, so it must
             never change. The topic is `sda.<source_kind>`.
-        name: the name of the ingestion. The raw table is `sda.raw_<name>`.
-        decode: reads the bytes of whole batches, on Spark's workers. It returns a row for each value, and for
-            each row the reason why it is not a measurement (a dead letter), or null. Workers import its
+        name: The name of the ingestion. The raw table is `sda.raw_<name>`.
+        decode: Decodes the bytes of whole batches, on Spark's workers. It returns a row for each value, and
+            for each row null, or the reason why it is not a measurement (a dead letter). Workers import its
             module.
-        contract: the columns of the raw table, in their order: a subclass of `Received`, or `OnGround`.
-        record_id: the columns of the raw table that identify a record of one sensor.
-        measures: the measured columns of the envelope, such as `("range_km",)`; see
-            `sensors.models.GEOMETRIES`.
-        envelope: columns of the envelope as Spark SQL over the raw table: the measured columns, their
+        contract: The columns of the raw table, in their order: a subclass of `Received`, or `OnGround`.
+        record_id: The columns of the raw table that identify a record of one sensor.
+        measures: The measured columns of the envelope, such as `("range_km",)`; see
+            `sensors.models.GEOMETRIES`. The envelope is the set of columns that observations of all kinds
+            have.
+        envelope: Columns of the envelope as Spark SQL over the raw table: the measured columns, their
             uncertainties (one standard deviation), and `ON_GROUND` for sensors on the ground.
-        claim: the catalog number of the object that the sensor claims to observe, as SQL. (default: none)
-        clock_quality: what disciplines the clock, as SQL: `gps`, `ntp`, `onboard` or anything else.
-        clock_age_s: seconds since the clock was last set, as SQL.
-        allowed_lateness_s: the time from measurement to receipt that is usual for the kind. Later
-            measurements are used too. The raw table counts as late after twice that time.
-        decoded_schema: the columns that `decode` returns. (default: those of the contract, in its order,
+        claim: The catalog number of the object that the sensor claims to observe, as SQL. (default: none)
+        clock_quality: The source of the sensor clock's time, as SQL: `gps`, `ntp`, `onboard` or anything
+            else.
+        clock_age_s: Seconds since the clock was last set, as SQL.
+        allowed_lateness_s: The usual time from measurement to receipt. Later measurements are used too. The
+            raw table counts as late after twice that time.
+        decoded_schema: The columns that `decode` returns. (default: those of the contract, in its order,
             without `RECORD_ATTRIBUTES`)
 
     Raises:
-        ConfigurationError: the parts of the declaration contradict each other.
-
+        ConfigurationError: The parts of the declaration contradict each other.
     """
 
     source_kind: str
@@ -131,7 +141,7 @@ class SensorKind:
 
     @cached_property
     def model(self) -> MeasurementModel:
-        """The measurement model."""
+        """The measurement model, which predicts the measured values from an object's state."""
         return measurement_model(self.measures)
 
     @cached_property
@@ -151,14 +161,17 @@ class SensorKind:
 
     @property
     def envelope_columns(self) -> list[str]:
-        """All measurement columns of the envelope as SQL; null where the kind measures nothing."""
+        """All measurement columns of the envelope as SQL. Columns that the kind does not measure are null."""
         return [
             f"CAST({self.envelope.get(name, 'NULL')} AS DOUBLE) AS {name}" for name in MEASUREMENT_COLUMNS
         ]
 
     @property
     def max_skew_s(self) -> str:
-        """The largest error of the clock, as SQL. An unknown clock has the widest."""
+        """The largest error of the clock in seconds, as SQL.
+
+        A clock of unknown quality has the largest value.
+        """
         cases = " ".join(
             f"WHEN '{quality}' THEN {error.format(age=f'({self.clock_age_s})')}"
             for quality, error in CLOCK_ERROR_S.items()
@@ -167,11 +180,11 @@ class SensorKind:
 
     @property
     def record_name(self) -> str:
-        """The record within its sensor, as SQL: null if a part is null."""
+        """SQL of a text that identifies a record of one sensor. It is null if a part is null."""
         return "concat(" + ", '|', ".join(self.record_id) + ")"
 
     def decoded_columns(self) -> pa.Schema:
-        """Return the Arrow schema of what `decode` returns."""
+        """Return the Arrow schema of the rows that `decode` returns."""
         return self.decoded_schema if self.decoded_schema is not None else decoded_columns(self.contract)
 
 

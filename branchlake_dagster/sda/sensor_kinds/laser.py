@@ -1,36 +1,38 @@
-r"""Satellite laser ranging: normal points in the Consolidated Laser Ranging Data format (CRD) of the ILRS.
+r"""The sensor kind of laser stations, which measure distances by the time of flight of light.
 
-Source: Ricklefs and Moore, Consolidated Laser Ranging Data Format, versions 1.00 (27 June 2008) and 2.01.
-A message is the text of one normal point: a record ``11`` with the records that it needs, in any order.
-`split_normal_points` makes such messages of a file.
+Stations send normal points: averages of many single ranges, in the Consolidated Laser Ranging Data format
+(CRD) of the ILRS. Source: Ricklefs and Moore, Consolidated Laser Ranging Data Format, versions 1.00 (27 June
+2008) and 2.01. A message is the text of one normal point: a record ``11`` with the records that it needs, in
+any order. `split_normal_points` divides a file into such messages.
 
 =======  ========================================================================================
-record   what is read
+record   fields that are read
 =======  ========================================================================================
 ``H2``   pad number of the station (``7090`` is ``laser-7090``), time scale: UTC (3, 4, 7)
-``H3``   catalog number of the target (NORAD): the claim. A station points at a predicted object
-``H4``   day of the session, data release, whether refraction is removed already, type of range: two-way
-``C0``   wavelength in nm; without the record 532
+``H3``   catalog number of the target (NORAD), which becomes the claim of the observation
+``H4``   day of the session, data release, whether refraction is already removed, type of range: two-way
+``C0``   wavelength in nm; 532 without this record
 ``20``   pressure (mbar), temperature (K), relative humidity (%)
 ``30``   azimuth and elevation (degrees)
 ``11``   second of the day, time of flight (s), epoch event, number of ranges, RMS of the bin (ps)
 =======  ========================================================================================
 
-The instant of an observation is that of the reflection. There the half of the time of flight is the geometric
-range to micrometers, so light time is exact. The delay by the atmosphere is the formula of Marini and Murray
-(1973, in the IERS Conventions 1996). It needs ``20`` and ``30``; without them, 5 m are subtracted and the
-range counts as 3.2 m uncertain.
+The time of an observation is that of the reflection. At this time, half of the time of flight equals the
+geometric range to micrometers. The delay by the atmosphere is computed by the formula of Marini and Murray
+(1973, in the IERS Conventions 1996). It needs the records ``20`` and ``30``; without them, 5 m are subtracted
+and the standard deviation of the range is 3.2 m.
 
-One standard deviation is at least 1 m, although a normal point is good to centimeters. The rest is the error
-of the estimate itself, which moves its offset by a linear two-body model. Of 215 simulated objects the median
-squared Mahalanobis distance from the truth was 16 with a floor of 0.2 m, and 3.9 with 1 m. Its expected value
-is 5.3. The offset of the reflector from the center of mass is within the floor too.
+One standard deviation is at least 1 m, although the error of a normal point is only centimeters. The larger
+value covers the error of the estimation, whose two-body model is linear. For 215 simulated objects, the
+median squared Mahalanobis distance of the estimate from the truth was 16 with a minimum of 0.2 m, and 3.9
+with 1 m; its expected value is 5.3. The value also covers the distance of the reflector from the center of
+mass.
 
-For real stations the error is larger still: `orbits.frames` takes UT1 for UTC and neglects polar motion, and
-the places below have about 10 m. So ranges of real stations need Earth orientation parameters and coordinates
-of SLRF before they improve a track.
+For real stations the error is larger: `orbits.frames` assumes UT1 equal to UTC and neglects polar motion, and
+the coordinates below are rounded to about 10 m. So ranges of real stations can improve a track only with
+Earth orientation parameters and coordinates of SLRF.
 
-A range alone gives no position. So the association tests the claim and searches for no other object.
+A range alone does not determine a position. So the association only tests the claimed object.
 """
 
 # No `from __future__ import annotations`: pandera reads the annotations.
@@ -71,8 +73,11 @@ STATIONS = (
     Site("laser-7941", 40.6486, 16.7046, 0.54),
     Site("laser-8834", 49.1444, 12.8780, 0.67),
 )
-"""Stations by pad number: Yarragadee, Greenbelt, Monument Peak, Hartebeesthoek, Zimmerwald, Mount Stromlo,
-Graz, Herstmonceux, Matera, Wettzell. Rounded to about 10 m."""
+"""Stations by pad number, with coordinates rounded to about 10 m.
+
+They are Yarragadee, Greenbelt, Monument Peak, Hartebeesthoek, Zimmerwald, Mount Stromlo, Graz, Herstmonceux,
+Matera and Wettzell.
+"""
 
 NOT_A_POINT = "not the text of one normal point"
 UNSUPPORTED_TIME, UNSUPPORTED_RANGE = "time scale is not UTC", "range is not two-way"
@@ -80,7 +85,7 @@ UNSUPPORTED_EVENT, NO_TARGET = "epoch event is not of the ground or the reflecti
 BAD_FLIGHT = "time of flight is not positive"
 
 _MAX_COUNT = 1e15
-"""Larger whole numbers than this are damage."""
+"""The largest whole number that is accepted. Larger ones are damaged."""
 
 DEFAULT_WAVELENGTH_NM = 532.0
 _NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
@@ -123,8 +128,8 @@ class RawLaser(OnGround):
 def split_normal_points(crd: bytes) -> Iterator[bytes]:
     """Yield a message for each record ``11`` of a file, with its headers and the nearest ``20`` and ``30``.
 
-    A session ends at its ``H8``, or at the next header of a station, target or session, if the file is cut.
-    Comments are dropped. A point without headers is yielded, too; decoding rejects it.
+    A session ends at its ``H8``, or at the next header of a station, target or session, if the file is
+    truncated. Comments are dropped. A point without headers is yielded, too; decoding rejects it.
     """
     headers: dict[str, str] = {}
     points: list[tuple[float, str]] = []
@@ -155,7 +160,7 @@ _SESSION_ENDS = ("H1", "H2", "H3", "H4", "H8")
 
 
 def decode_laser(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:
-    """Return a row for each message, and why it is not a measurement (else null)."""
+    """Return a row for each message, and for each row null, or the reason why it is not a measurement."""
     values = one_array(values)
     reasons = Reasons(len(values))
     texts, readable = _texts(values)
@@ -179,7 +184,7 @@ def decode_laser(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa
     start_s = number["hour"] * 3_600 + number["minute"] * 60 + number["second"]
     day, is_date = _days(whole_number["year"], whole_number["month"], whole_number["day"])
     flight = number["flight"]
-    # A session that passes midnight goes on with the seconds of the next day.
+    # After midnight, the seconds of a session count from the new day.
     day = day + (number["sod"] < start_s - _DAY_S / 2)
     event = whole_number["event"]
     after_s = np.where(event == 1, 0.0, np.where(event == 2, flight / 2, -flight / 2))
@@ -235,7 +240,10 @@ def marini_murray_delay(
     lat_deg: Floats,
     alt_km: Floats,
 ) -> Floats:
-    """Return the one-way delay (n,) of light by the atmosphere in m, down to 10 degrees of elevation."""
+    """Return the one-way delay (n,) of light by the atmosphere, as a distance in m.
+
+    All arguments are (n,). The formula holds down to 10 degrees of elevation.
+    """
     double = np.cos(2 * np.radians(lat_deg))
     celsius = temperature_k - 273.15
     vapor = humidity_percent / 100 * 6.11 * 10 ** (7.5 * celsius / (237.3 + celsius))
@@ -253,7 +261,10 @@ def marini_murray_delay(
 
 
 def _refraction(number: dict[str, Floats], place: Floats) -> Floats:
-    """Return the delay (n,) that ranges contain, in m: 0 if it is removed already, NaN if it is unknown."""
+    """Return the atmospheric delay (n,) that ranges contain, in m.
+
+    It is 0 if the station has already removed it, and NaN if it is unknown.
+    """
     pressure, kelvin, humidity = (number[name] for name in ("pressure", "temperature", "humidity"))
     with np.errstate(all="ignore"):
         elevation = np.radians(number["elevation"])
@@ -268,7 +279,7 @@ def _refraction(number: dict[str, Floats], place: Floats) -> Floats:
 
 
 def _session_names(fields: dict[str, pa.Array]) -> pa.Array:
-    """Return the station's session as a track: station, target and start."""
+    """Return the name (n,) of each session, which is the track: station, target and start."""
     parts = [fields[name] for name in ("pad", "sat_no", "year", "month", "day", "hour", "minute", "second")]
     return pc.binary_join_element_wise("laser", *parts, "-")
 
@@ -295,7 +306,7 @@ def _days(
 
 
 def _floats(texts: pa.Array) -> Floats:
-    """Return numbers (n,); NaN where a text is none, such as ``na``."""
+    """Return numbers (n,). Texts that are not numbers, such as ``na``, are NaN."""
     is_number = pc.fill_null(pc.match_substring_regex(texts, rf"^{_NUMBER}$"), False)
     numbers = pc.if_else(is_number, texts, pa.scalar(None, pa.string())).cast(pa.float64())
     return np.asarray(numbers.to_numpy(zero_copy_only=False), np.float64)
@@ -310,7 +321,7 @@ LASER = SensorKind(
     name="laser",
     decode=decode_laser,
     contract=RawLaser,
-    # The same normal point comes in several files. A corrected one has another release: another record.
+    # The same normal point is in several files. A corrected one has another release, so it is another record.
     record_id=("sat_no", "timestamp_ns", "data_release"),
     claim="sat_no",
     measures=("range_km",),

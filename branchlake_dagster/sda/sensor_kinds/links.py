@@ -1,4 +1,7 @@
-"""Inter-satellite links that send frames of 88 bytes (`wire.links`). A link names its partner: a claim."""
+"""The sensor kind of inter-satellite links, which send frames of 88 bytes (`wire.links`).
+
+A link reports position and velocity of its partner, and names it by catalog number: the claim.
+"""
 
 from __future__ import annotations
 

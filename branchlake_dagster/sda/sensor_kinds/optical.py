@@ -1,4 +1,4 @@
-"""Telescopes that serve items of JSON (`wire.optical`)."""
+"""The sensor kind of telescopes, which serve items of JSON (`wire.optical`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPTICAL = SensorKind(
     decode=decode_optical,
     decoded_schema=DECODED,
     contract=RawOptical,
-    # Without the instant, an item that a telescope corrects would have the id of the wrong one.
+    # Without the time, an item that corrects another one would have the same id.
     record_id=("obs_id", "timestamp_ns"),
     measures=("ra_deg", "declination_deg"),
     envelope={

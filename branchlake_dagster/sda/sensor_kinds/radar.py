@@ -1,4 +1,4 @@
-"""Radars that send datagrams of 64 bytes (`wire.radar`)."""
+"""The sensor kind of radars, which send datagrams of 64 bytes (`wire.radar`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of sensor that this package has, and the choice of those that a code location reads."""
+"""The kinds of sensor in this package, and the selection of those that a code location reads."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from branchlake_dagster.sda.sensor_kinds.sweep_radar import SWEEP_RADAR
 from branchlake_dagster.sda.sensors.models import MeasurementModel
 
 SENSOR_KINDS: tuple[SensorKind, ...] = (RADAR, OPTICAL, LINKS, SWEEP_RADAR, LASER)
-"""All kinds of this package: a new one is added here."""
+"""All kinds of this package. A new kind must be added here."""
 
 DEFAULT_SENSOR_KINDS: tuple[SensorKind, ...] = (RADAR, OPTICAL, LINKS)
-"""The kinds of a code location that does not choose any: those that `branchlake sda simulate` sends."""
+"""The kinds of a code location that selects none: those that `branchlake sda simulate` sends."""
 
 
 def select_sensor_kinds(wanted: str) -> tuple[SensorKind, ...]:
     """Return the kinds that a text names, such as ``radar, optical, my_package.lidar:LIDAR``.
 
-    A part is the name of a kind of this package, ``default``, ``all``, or the module and the attribute of a
-    `SensorKind` elsewhere. An empty text is ``default``. A kind that is named twice counts once.
+    A part is the name of a kind of this package, ``default``, ``all``, or the module and the attribute of
+    another `SensorKind`. An empty text is ``default``. A kind that is named twice counts once.
 
     Raises:
-        ConfigurationError: a part names nothing, or two kinds have the same name.
-
+        ConfigurationError: A part is unknown, or two kinds have the same name.
     """
     by_name = {kind.name: kind for kind in SENSOR_KINDS}
     groups = {"default": DEFAULT_SENSOR_KINDS, "all": SENSOR_KINDS}
@@ -52,11 +51,10 @@ def select_sensor_kinds(wanted: str) -> tuple[SensorKind, ...]:
 
 
 def unique_sensor_kinds(kinds: Sequence[SensorKind]) -> tuple[SensorKind, ...]:
-    """Return the kinds if all names differ.
+    """Return the kinds as a tuple, after a check of their names.
 
     Raises:
-        ConfigurationError: there are none, or two kinds have the same name or `source_kind`.
-
+        ConfigurationError: There are none, or two kinds have the same name or `source_kind`.
     """
     names = Counter(name for kind in kinds for name in {("name", kind.name), ("source", kind.source_kind)})
     repeated = [name for (_, name), count in names.items() if count > 1]

@@ -54,7 +54,7 @@ SWEEP = np.dtype(
         ("timestamp_ms", ">u8"),
     ]
 )
-"""The datagram."""
+"""The layout of a datagram."""
 
 BAD_RANGE = "range is not positive"
 _VALUES = ("range_km", "azimuth_deg", "elevation_deg")
@@ -64,7 +64,7 @@ _PLACES = np.array([[site.lat_deg, site.lon_deg, site.alt_km] for site in RADARS
 
 
 class RawSweepRadar(OnGround):
-    """A datagram of a sweeping radar."""
+    """The measurement in a datagram of a sweeping radar."""
 
     frame_digest: T.StringType = may("SHA-256 digest of the datagram, in hexadecimal.")
 
@@ -74,7 +74,7 @@ class RawSweepRadar(OnGround):
 
 
 def decode_sweep(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:
-    """Return a row for each datagram, and why it is not a measurement (else null)."""
+    """Return a row for each datagram, and for each row null, or the reason why it is not a measurement."""
     values = one_array(values)
     reasons = Reasons(len(values))
     rows, right = fixed(values, SWEEP)
@@ -122,6 +122,6 @@ SWEEP_RADAR = SensorKind(
         "elevation_deg": "elevation_deg",
         "elevation_unc_deg": "0.03D",
     },
-    # The next sweep comes after 250 ms, and a later return is useless to whoever watches.
+    # The next sweep comes after 250 ms, so a later message is outdated.
     allowed_lateness_s=0.25,
 )

@@ -1,1 +1,1 @@
-"""Sensor network, measurement models and the simulation of native measurements."""
+"""The simulated sensor network, the measurement models, and the simulation of measurements."""

@@ -1,7 +1,7 @@
-"""Reproducible pseudo-random numbers per object, independent of which other objects exist.
+"""Draw reproducible pseudo-random numbers per object, independent of the other objects.
 
-A generator drawn from in catalogue order would give every object new numbers as soon as one object
-appears or decays; hashing the object's own number does not.
+A generator that is used in catalog order would give every object new numbers as soon as one object appears or
+decays. A hash of the object's number does not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from branchlake_dagster.sda.orbits.frames import Floats
 
 
 def uniform(keys: npt.NDArray[np.int64], *salt: int) -> Floats:
-    """Numbers in (0, 1), one per key, by two rounds of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Return numbers in (0, 1), one per key (n,), by splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
+
+    Different `salt` gives independent numbers.
+    """
     state = keys.astype(np.uint64)
     with np.errstate(over="ignore"):
         for word in salt:
@@ -24,7 +27,7 @@ def uniform(keys: npt.NDArray[np.int64], *salt: int) -> Floats:
 
 
 def mixed(keys: npt.NDArray[np.int64], salt: int, *more: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """64 bits for each row of some keys together."""
+    """Return a hash of 64 bits for each row (n,) of several keys (n,)."""
     state = keys.astype(np.uint64)
     with np.errstate(over="ignore"):
         state = _mix(state + np.uint64(salt))
@@ -34,9 +37,9 @@ def mixed(keys: npt.NDArray[np.int64], salt: int, *more: npt.NDArray[np.int64]) 
 
 
 def track_numbers(track_ids: pl.Series) -> npt.NDArray[np.uint32]:
-    """Return a local track number (n,) for each simulated track id: 1 to 2**32 - 1, without meaning.
+    """Return a local track number (n,) for each simulated track id: a hash from 1 to 2**32 - 1.
 
-    A sensor does not know which object it sees, so the numbers must not depend on the object alone.
+    A sensor does not know which object it sees, so the numbers do not depend on the object alone.
     """
     if track_ids.is_empty():
         return np.zeros(0, np.uint32)
@@ -55,7 +58,7 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def normal(keys: npt.NDArray[np.int64], *salt: int) -> Floats:
-    """Standard normal numbers, one per key (Box-Muller on two hashes)."""
+    """Return standard normal numbers, one per key (n,), by Box-Muller on two hashes."""
     radius = np.sqrt(-2 * np.log(uniform(keys, *salt, 1)))
     drawn: Floats = radius * np.cos(2 * np.pi * uniform(keys, *salt, 2))
     return drawn

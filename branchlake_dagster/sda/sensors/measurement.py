@@ -1,14 +1,17 @@
-"""What each kind of sensor measures of a state, and the derivative by that state.
+"""Predict what each kind of sensor measures of a state, and differentiate it by the state.
 
-States are TEME, km and km/s. Angles are rad. Right ascension and declination are topocentric along the TEME
-axes, not J2000.
+A state is an object's position and velocity, here in TEME (the inertial frame of SGP4), km and km/s. Angles
+are in rad. Right ascension and declination are topocentric (seen from the sensor) along the TEME axes, not
+J2000.
 
-The time of a measurement is that of the reception, so light time is modelled: an object in a low orbit moves
-up to 50 m while its signal travels, and 0.4 km in the geostationary orbit (Vallado, section 4.4.2).
+The time of a measurement is that of the reception. So the light time, in which the signal travels, is
+modeled: an object in a low orbit moves up to 50 m in it, and 0.4 km in the geostationary orbit (Vallado,
+section 4.4.2).
 
-Sensors correct their angles for refraction and for stellar aberration themselves: radars by a model of the
-troposphere, telescopes by the stars in the image. Light of stars and of satellites is bent by the same angle,
-but a satellite is not infinitely far away. The rest is the parallactic refraction, which is modelled.
+Sensors correct their angles for refraction (the bending of light by the air) and for stellar aberration
+themselves: radars by a model of the troposphere, telescopes by the stars in the image. Light of stars and of
+satellites is bent by the same angle, but a satellite is not infinitely far away. The remaining difference is
+the parallactic refraction, which is modeled.
 """
 
 from __future__ import annotations
@@ -21,20 +24,29 @@ from branchlake_dagster.sda.orbits.frames import Floats, Micros, local_axes, sit
 from branchlake_dagster.sda.orbits.two_body import MU_KM3_S2
 
 LIGHT_KM_S = 299_792.458
-"""The speed of light in vacuum."""
+"""The speed of light in vacuum, km/s."""
 _LIGHT_ROUNDS = 2
-"""Each round leaves 3e-5 of the error of the delay: the ratio of the speeds of the object and of light."""
+"""Iterations that compute the light time.
+
+Each leaves 3e-5 of the error: the ratio of the speeds of the object and of light.
+"""
 
 
 ZENITH_PATH_KM = 2.34e-3
-"""How much longer the path of visible light is from the zenith to sea level, of the atmosphere's refraction:
-the refractivity 2.77e-4 at 15 degrees Celsius and 1013 hPa, times the scale height of 8.43 km."""
+"""The additional optical path, km, that refraction causes for visible light from the zenith.
+
+It is the refractivity 2.77e-4 at 15 degrees Celsius and 1013 hPa, times the scale height of 8.43 km, for a
+site at sea level.
+"""
 SCALE_HEIGHT_KM = 8.43
 
 
 @dataclass(frozen=True)
 class Stations:
-    """Where and when ground sensors measured; all arrays (n,), degrees and km."""
+    """The coordinates of ground sensors, and the times of their measurements; all arrays (n,).
+
+    Latitude and longitude are in degrees, the height in km, the times in UTC microseconds since 1970.
+    """
 
     lat_deg: Floats
     lon_deg: Floats
@@ -43,17 +55,16 @@ class Stations:
 
 
 def light_delay(position: Floats, velocity: Floats, site: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return when light left the objects that reaches the sites now, and their states at that time.
+    """Return the light time from objects to sites, and the objects' states when the light left them.
 
     Args:
-        position: (n, 3) at the time of reception.
-        velocity: (n, 3).
-        site: (n, 3) the sites at the time of reception.
+        position: (n, 3) The objects' positions at the time of reception, km.
+        velocity: (n, 3) Their velocities, km/s.
+        site: (n, 3) The sites' positions at the time of reception, km.
 
     Returns:
-        The delay (n,), s, positive, and the earlier positions and velocities (n, 3). They neglect the change
-        of the acceleration: micrometers.
-
+        The light time (n,), s, positive, and the earlier positions and velocities (n, 3). They neglect the
+            change of the acceleration, which is micrometers.
     """
     acceleration = -MU_KM3_S2 * position / np.linalg.norm(position, axis=-1)[:, None] ** 3
     earlier = position
@@ -64,10 +75,17 @@ def light_delay(position: Floats, velocity: Floats, site: Floats) -> tuple[Float
 
 
 def radar(position: Floats, velocity: Floats, stations: Stations) -> tuple[Floats, Floats]:
-    """Range (km), range rate (km/s), azimuth from north over east, elevation (rad): (n, 4), and (n, 4, 6).
+    """Return the radar measurements (n, 4) of n states, and their derivatives (n, 4, 6) by the state.
 
-    Range and range rate are of the instant of the reflection, for the object and for the site: half of the
-    round trip, whose two legs differ by the site's motion. The angles are those of the received signal.
+    The four values are range (km), range rate (km/s), azimuth from north over east, and elevation (rad).
+    Range and range rate are those between object and site at the instant of the reflection. A radar measures
+    half of the round trip, which equals this range, because the site's motion changes the two ways by
+    opposite amounts. The angles are the direction from which the signal is received.
+
+    Args:
+        position: (n, 3) The objects' positions at the time of reception, TEME, km.
+        velocity: (n, 3) Their velocities, km/s.
+        stations: The sites, and the times of reception.
     """
     site, site_velocity = site_teme(stations.lat_deg, stations.lon_deg, stations.alt_km, stations.micros)
     east, north, up = local_axes(stations.lat_deg, stations.lon_deg, stations.micros)
@@ -93,7 +111,10 @@ def radar(position: Floats, velocity: Floats, stations: Stations) -> tuple[Float
 
 
 def optical(position: Floats, velocity: Floats, stations: Stations) -> tuple[Floats, Floats]:
-    """Right ascension and declination (rad): (n, 2), and their derivatives (n, 2, 6)."""
+    """Return right ascension and declination (rad) of n states (n, 2), and their derivatives (n, 2, 6).
+
+    The arguments are those of `radar`.
+    """
     site, _ = site_teme(stations.lat_deg, stations.lon_deg, stations.alt_km, stations.micros)
     delay, earlier, _ = light_delay(position, velocity, site)
     line = earlier - site
@@ -110,11 +131,12 @@ def optical(position: Floats, velocity: Floats, stations: Stations) -> tuple[Flo
 
 
 def _parallactic_refraction(line: Floats, stations: Stations) -> Floats:
-    """Return by how much (n, 3), km, objects appear lower than they are, compared with the stars around them.
+    """Return the displacement (n, 3), km, of objects in comparison with the stars around them.
 
-    The bent ray from an object outside of the atmosphere is a straight line there, which passes the site at
-    a distance of ``K sin(z) / cos(z)^2`` (z: zenith distance; K: `ZENITH_PATH_KM`). This is the refraction of
-    a spherical atmosphere in the first order of its scale height over the Earth's radius.
+    Objects appear lower than they are. The bent ray from an object outside of the atmosphere is a straight
+    line there, which passes the site at a distance of ``K sin(z) / cos(z)^2`` (z: zenith distance; K:
+    `ZENITH_PATH_KM`). This is the refraction of a spherical atmosphere in the first order of its scale height
+    over the Earth's radius.
     """
     _, _, up = local_axes(stations.lat_deg, stations.lon_deg, stations.micros)
     unit = line / np.linalg.norm(line, axis=-1)[:, None]
@@ -125,14 +147,14 @@ def _parallactic_refraction(line: Floats, stations: Stations) -> Floats:
 
 
 def _delay_slope(slope: Floats, delay: Floats) -> Floats:
-    """Return derivatives by the state at the reception, of derivatives by the state before the delay.
+    """Convert derivatives by the state before the light time to derivatives by the state at the reception.
 
-    They neglect that the delay depends on the state: 3e-5 of a derivative.
+    The dependence of the light time on the state is neglected: 3e-5 of a derivative.
     """
     slope[:, :, 3:] -= delay[:, None, None] * slope[:, :, :3]
     return slope
 
 
 def wrap(angle: Floats) -> Floats:
-    """The same angle in [-pi, pi)."""
+    """Return the same angle in [-pi, pi), rad."""
     return (angle + np.pi) % (2 * np.pi) - np.pi

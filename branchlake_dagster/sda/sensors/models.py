@@ -1,12 +1,13 @@
-"""Measurement models: which values of the envelope a kind of sensor measures, and how a state predicts them.
+"""Define measurement models: the values that a kind of sensor measures, and how a state predicts them.
 
-A model is a selection of envelope columns of one geometry:
+A state is an object's position and velocity. A model is a selection of envelope columns of one geometry:
 
 - ``topocentric``: range, range rate, azimuth and elevation from a place on the ground
 - ``celestial``: topocentric right ascension and declination
 - ``state``: position and velocity
 
-Estimation and association read nothing else of a kind of sensor. So a new kind needs no code there.
+Estimation and association depend on a kind of sensor only through its model. So a new kind needs no code
+there.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ _RAD = np.pi / 180
 
 
 class Quantity(NamedTuple):
-    """One measured value: its envelope columns, its unit, and the volume over which false values spread.
+    """One measured value: its envelope columns, its unit, and the range over which false values spread.
 
-    ``unit`` is the factor to km, km/s or rad. ``extent`` is in these units; that of a direction or a vector
-    is with its first component, because the components are not independent.
+    ``unit`` is the factor to km, km/s or rad. ``extent`` is the size of that range in these units. The first
+    component of a direction or vector has the extent of the whole vector, because the components are not
+    independent.
     """
 
     column: str
@@ -58,10 +60,10 @@ GEOMETRIES: dict[str, tuple[Quantity, ...]] = {
         Quantity("vel_z_km_s", "velocity_unc_km_s", 1.0, 1.0),
     ),
 }
-"""The values that a state can predict, by geometry, in the order of `MeasurementModel`."""
+"""The values that a state can predict, by geometry, in the order of a model's values."""
 
 STATION_COLUMNS = ("sensor_lat_deg", "sensor_lon_deg", "sensor_alt_km")
-"""Where a sensor on the ground stands."""
+"""The columns with the coordinates of a ground sensor."""
 
 MEASUREMENT_COLUMNS: tuple[str, ...] = (
     *STATION_COLUMNS,
@@ -70,7 +72,7 @@ MEASUREMENT_COLUMNS: tuple[str, ...] = (
     "position_unc_km",
     "velocity_unc_km_s",
 )
-"""The envelope columns of measurements, all kinds together, in the order of the table."""
+"""The envelope columns that measurements of any kind fill, in the order of the table."""
 
 _TOGETHER = (
     ("azimuth_deg", "elevation_deg"),
@@ -83,9 +85,9 @@ MAX_WIDTH = max(len(quantities) for quantities in GEOMETRIES.values())
 
 @dataclass(frozen=True)
 class MeasurementModel:
-    """The measured values of one kind of sensor; m of them.
+    """The m measured values of one kind of sensor.
 
-    ``components`` numbers them within their geometry. `measurement_model` builds a model from column names.
+    ``components`` are their indices in the geometry. `measurement_model` builds a model from column names.
     """
 
     geometry: str
@@ -108,7 +110,10 @@ class MeasurementModel:
 
     @property
     def direction(self) -> tuple[int, int] | None:
-        """Where longitude and latitude of a direction are among the values; None if none is measured."""
+        """The indices of the longitude (such as azimuth) and the latitude of a direction among the values.
+
+        None if no direction is measured.
+        """
         for longitude, latitude in (_TOGETHER[0], _TOGETHER[1]):
             if longitude in self.columns:
                 return self.columns.index(longitude), self.columns.index(latitude)
@@ -116,21 +121,24 @@ class MeasurementModel:
 
     @property
     def is_on_ground(self) -> bool:
-        """Whether the values depend on the place of the sensor."""
+        """Whether the values depend on the position of the sensor on the ground."""
         return self.geometry != "state"
 
     @property
     def has_position(self) -> bool:
-        """Whether one observation gives a position in space."""
+        """Whether one observation determines a position in space."""
         return self.geometry == "state" or ("range_km" in self.columns and self.direction is not None)
 
     @property
     def clutter_volume(self) -> float:
-        """The volume over which false measurements spread, in km, km/s and rad."""
+        """The volume over which false measurements spread: the product of the extents, km, km/s and rad."""
         return float(np.prod([one.extent for one in self.quantities]))
 
     def predict(self, position: Floats, velocity: Floats, stations: Stations) -> tuple[Floats, Floats]:
-        """Return the values (k, m) of states (k, 3), km and km/s, and their derivatives (k, m, 6)."""
+        """Return the values (k, m) of states (k, 3), and their derivatives (k, m, 6) by the state.
+
+        States are in TEME at the time of the measurement, in km and km/s.
+        """
         if self.geometry == "state":
             values = np.concatenate([position, velocity], axis=1)
             slope = np.broadcast_to(np.eye(6), (len(values), 6, 6))

@@ -1,11 +1,11 @@
-"""The columns of native measurements, before normalisation."""
+"""The columns of simulated measurements, in the units of the sensors' messages."""
 
 from __future__ import annotations
 
 import polars as pl
 
 SOURCE_KINDS = ("radar", "optical", "isl")
-"""Kinds of sensor; the last is inter-satellite links."""
+"""The simulated kinds of sensor; `isl` are inter-satellite links."""
 
 NATIVE_COLUMNS: dict[str, pl.DataType] = {
     "window_start": pl.Datetime("us", "UTC"),
@@ -39,8 +39,10 @@ NATIVE_COLUMNS: dict[str, pl.DataType] = {
     "clock_source": pl.String(),
     "clock_sync_age_s": pl.Float64(),
 }
-"""One row per measurement. Radar fills range to elevation, optical ra and dec, ISL the TEME state vector;
-``timestamp_ns`` is the sensor's clock and ``received_ns`` the receipt, nanoseconds since 1970 UTC.
-``sigma_angle_rad`` and ``sigma_arcsec`` are on the sphere: azimuth and right ascension are wider by
-1/cos of elevation and declination.
+"""One row per measurement.
+
+Radars fill the columns from range to elevation, telescopes `ra_rad` and `dec_rad`, links position and
+velocity in TEME. ``timestamp_ns`` is the time by the sensor's clock and ``received_ns`` the time of receipt,
+nanoseconds since 1970 UTC. ``sigma_angle_rad`` and ``sigma_arcsec`` are errors of a direction on the sphere:
+the errors of azimuth and right ascension are larger by 1/cos of elevation and declination.
 """

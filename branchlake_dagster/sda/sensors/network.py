@@ -1,6 +1,7 @@
 """The simulated sensor network: ground radars and telescopes.
 
-Sites are real places that host such sensors or could; performance is generic and made up.
+The sites are real places that host such sensors or could host them. The performance is generic and
+fictitious.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Site:
-    """A ground sensor: geodetic WGS-84 coordinates, elevation mask and longest usable range."""
+    """A ground sensor: geodetic WGS-84 coordinates, smallest usable elevation and longest usable range."""
 
     sensor_id: str
     lat_deg: float
@@ -53,7 +54,7 @@ TELESCOPES = (
 
 @dataclass(frozen=True)
 class Noise:
-    """One standard deviation of each native measurement, as the sensors state it."""
+    """One standard deviation of each measured value, as the sensors state it in their messages."""
 
     range_m: float = 15.0
     range_rate_m_s: float = 0.05
@@ -65,7 +66,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Tasking:
-    """How much a sensor observes in one window."""
+    """The numbers of objects and samples that a sensor observes in one window."""
 
     objects_per_radar: int = 300
     objects_per_telescope: int = 200
@@ -78,13 +79,13 @@ class Tasking:
 
 
 ALLOWED_LATENESS_S = {"radar": 0.1, "optical": 30.0, "isl": 10.0}
-"""The time from measurement to receipt that each simulated kind is allowed, in seconds."""
+"""The largest regular time from measurement to receipt of each simulated kind, s."""
 
 SUN_BELOW_DEG = 12.0
 """A telescope works when the Sun is this far below its horizon (nautical night)."""
 
 CATALOGUE_TIMING_SIGMA_S = 0.04
-"""How far the true objects run ahead of or behind their element sets, one standard deviation.
+"""One standard deviation of the time by which true objects are ahead of or behind their element sets, s.
 
-In-track error is what dominates in real element sets; 40 ms are 0.3 km in low orbit.
+The error along the track is the largest one of real element sets. 40 ms are 0.3 km in low orbit.
 """

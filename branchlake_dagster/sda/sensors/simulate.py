@@ -1,8 +1,8 @@
-"""Native measurements of catalogue objects in one window, as the three kinds of sensor deliver them.
+"""Simulate measurements of catalog objects in one window, by the three kinds of sensor.
 
-Units are the sensors' own (m, m/s, rad, arcsec, nanoseconds); normalising is the next stage's work. The
-truth behind a measurement is the object's SGP4 state, taken a little early or late (a fixed timing
-error per object): so a fused track has something to find that the catalogue does not say.
+Units are those of the sensors' messages (m, m/s, rad, arcsec, nanoseconds). The true state of an object is
+its SGP4 state at a slightly earlier or later time; this time error is constant per object. So a fused track
+can find an error of the catalog's element set.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ ARCSEC_RAD = np.pi / (180 * 3600)
 
 
 class Scene:
-    """The objects' true states over a window, and the random numbers for one source kind in it."""
+    """The objects' true states over a window, and the random numbers of one kind of sensor in it.
+
+    `start` and `end` are in UTC microseconds since 1970. `alive` (n,) marks objects with plausible states.
+    """
 
     def __init__(self, elements: Elements, start: int, end: int, *, seed: int, kind: str) -> None:
         self.sat_no = elements.sat_no
@@ -62,12 +65,15 @@ class Scene:
         self.rng = np.random.default_rng([seed, start // 1_000_000, *kind.encode()])
 
     def steps(self) -> Rows:
-        """Indices of the grid instants inside the window."""
+        """Return the indices of the instants within the window, on the grid of `ephemeris`."""
         inside = (self.ephemeris.micros >= self.start) & (self.ephemeris.micros < self.end)
         return np.flatnonzero(inside)
 
     def truth(self, rows: Rows, micros: Micros) -> tuple[Floats, Floats]:
-        """True states (k, 3) of objects at instants of the window."""
+        """Return true positions and velocities (k, 3) of objects at instants, km and km/s.
+
+        ``rows`` (k,) are the objects, and ``micros`` (k,) the instants, UTC microseconds.
+        """
         return self.ephemeris.interpolate(rows, micros + self.timing_us[rows])
 
 
@@ -81,20 +87,19 @@ def simulate(
     noise: Noise | None = None,
     tasking: Tasking | None = None,
 ) -> pl.DataFrame:
-    """Measurements of one source kind with ``NATIVE_COLUMNS``, ordered by sensor, object and time.
+    """Return measurements of one kind of sensor with `NATIVE_COLUMNS`, ordered by sensor, object and time.
 
     Args:
-        elements: the catalogue; sorted by ``sat_no`` gives the same result for the same catalogue.
+        elements: The catalog, sorted by ``sat_no``, so that the same catalog gives the same result.
         kind: ``radar``, ``optical`` or ``isl``.
-        start: window start, UTC microseconds since 1970, inclusive.
-        end: window end, exclusive.
-        seed: everything random follows from (seed, window, kind).
-        noise: sensor noise, default `Noise()`.
-        tasking: sensor capacity, default `Tasking()`.
+        start: The start of the window, UTC microseconds since 1970, inclusive.
+        end: The end of the window, exclusive.
+        seed: All random numbers follow from the seed, the window and the kind.
+        noise: The sensors' noise. (default: `Noise()`)
+        tasking: The sensors' capacity. (default: `Tasking()`)
 
     Raises:
-        KeyError: an unknown kind.
-
+        KeyError: The kind is unknown.
     """
     observe = {"radar": _radar, "optical": _optical, "isl": _isl}[kind]
     scene = Scene(elements, start, end, seed=seed, kind=kind)
@@ -123,14 +128,13 @@ def _complete(frame: pl.DataFrame, columns: list[str]) -> pl.DataFrame:
 def _tracks(
     scene: Scene, visible: npt.NDArray[np.bool_], capacity: int, tasking: Tasking
 ) -> tuple[Rows, Micros]:
-    """Choose objects and instants for one site: (rows, micros), both (k,).
+    """Choose the objects and instants that one site observes. Return rows and UTC microseconds, both (k,).
 
     Args:
-        scene: the window.
-        visible: (objects, steps of the window).
-        capacity: how many objects the site follows.
-        tasking: samples per track.
-
+        scene: The window.
+        visible: (objects, steps) Whether the site sees the objects at the steps of the window.
+        capacity: The number of objects that the site follows.
+        tasking: The number of samples per track.
     """
     steps = scene.steps()
     count: Rows = np.asarray(visible.sum(axis=1))
@@ -151,7 +155,10 @@ def _tracks(
 
 
 def look(scene: Scene, site: Site) -> tuple[npt.NDArray[np.bool_], Floats, Floats]:
-    """Whether objects are above the mask and in range (objects, steps), and the site's place and up axis."""
+    """Return whether objects are high enough and in range (objects, steps).
+
+    Also returns the site's position (km) and its upward unit vector, both (steps, 3), in TEME.
+    """
     steps = scene.steps()
     micros = scene.ephemeris.micros[steps]
     lat, lon, alt = (np.array(v) for v in (site.lat_deg, site.lon_deg, site.alt_km))
@@ -181,7 +188,7 @@ def _ground(scene: Scene, site: Site, rows: Rows, micros: Micros, clock: str) ->
 
 
 def _track_ids(sensor: str, scene: Scene, rows: Rows) -> pl.Series:
-    """One id per sensor, object and window."""
+    """Return the track ids (k,): one per sensor, object and window."""
     objects = pl.Series(scene.sat_no[rows], dtype=pl.Int64).cast(pl.String)
     return sensor + "-" + objects + f"-{scene.start // 1_000_000}"
 
@@ -202,13 +209,13 @@ def _radar(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, Any]]
 
 
 def seen_by_radars(scene: Scene) -> Iterator[tuple[Site, npt.NDArray[np.bool_]]]:
-    """Each radar, and which objects it sees at the steps of the window: (objects, steps)."""
+    """Yield each radar, and which objects it sees at the steps of the window: (objects, steps)."""
     for site in RADARS:
         yield site, look(scene, site)[0]
 
 
 def measured_by_radar(scene: Scene, site: Site, rows: Rows, micros: Micros, noise: Noise) -> dict[str, Any]:
-    """What a radar measures of objects `rows` at `micros`, columns of `NATIVE_COLUMNS`."""
+    """Simulate a radar's measurements of objects ``rows`` (k,) at instants (k,), as `NATIVE_COLUMNS`."""
     clean, _ = measurement.radar(*scene.truth(rows, micros), _stations(site, micros))
     error = scene.rng.standard_normal((len(rows), 4))
     az = clean[:, 2] + error[:, 2] * noise.angle_rad / np.cos(clean[:, 3])
@@ -234,7 +241,10 @@ def _optical(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, Any
 
 
 def seen_by_telescopes(scene: Scene) -> Iterator[tuple[Site, npt.NDArray[np.bool_]]]:
-    """Each telescope, and which objects it sees lit in its night at the steps: (objects, steps)."""
+    """Yield each telescope, and which objects it sees at the steps of the window: (objects, steps).
+
+    A telescope sees sunlit objects while its site is dark.
+    """
     steps = scene.steps()
     sun = sun_position(scene.ephemeris.micros[steps])
     lit = is_sunlit(scene.ephemeris.position[:, steps], sun)
@@ -249,7 +259,7 @@ def seen_by_telescopes(scene: Scene) -> Iterator[tuple[Site, npt.NDArray[np.bool
 def measured_by_telescope(
     scene: Scene, site: Site, rows: Rows, micros: Micros, noise: Noise
 ) -> dict[str, Any]:
-    """What a telescope measures of objects `rows` at `micros`, columns of `NATIVE_COLUMNS`."""
+    """Simulate a telescope's measurements of objects ``rows`` (k,) at instants (k,), as `NATIVE_COLUMNS`."""
     sigma = noise.optical_arcsec * ARCSEC_RAD
     clean, _ = measurement.optical(*scene.truth(rows, micros), _stations(site, micros))
     error = scene.rng.standard_normal((len(rows), 2)) * sigma
@@ -263,7 +273,7 @@ def measured_by_telescope(
 
 
 def _isl(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, Any]]:
-    """States of partners within range of observing satellites, every 10 s during short contacts."""
+    """Simulate links: satellites report the states of partners in range, every 10 s during short contacts."""
     parts = []
     span = (scene.end - scene.start) // tasking.isl_contacts
     for contact in range(tasking.isl_contacts if len(isl_observers(scene, tasking)) else 0):
@@ -273,7 +283,7 @@ def _isl(scene: Scene, noise: Noise, tasking: Tasking) -> list[dict[str, Any]]:
 
 
 def isl_observers(scene: Scene, tasking: Tasking) -> Rows:
-    """The satellites with terminals: the same ones in every window."""
+    """Return the rows of the satellites with link terminals. They are the same in every window."""
     alive = np.flatnonzero(scene.alive)
     height = np.linalg.norm(scene.ephemeris.position[alive, 0], axis=1) - EARTH_RADIUS_KM
     low = alive[height < 2_000]
@@ -282,7 +292,7 @@ def isl_observers(scene: Scene, tasking: Tasking) -> Rows:
 
 
 def isl_links(scene: Scene, at: int, tasking: Tasking) -> tuple[Rows, Rows]:
-    """Observers and their partners within range at an instant, as rows: both (links,)."""
+    """Return the observers and the partners in their range at an instant, as rows; both (links,)."""
     from scipy.spatial import cKDTree  # half a second of every run's start, used by few steps
 
     alive, observers = np.flatnonzero(scene.alive), isl_observers(scene, tasking)
@@ -314,7 +324,10 @@ def _contact(
 def measured_by_link(
     scene: Scene, seen_by: Rows, rows: Rows, micros: Micros, noise: Noise, begin: int
 ) -> dict[str, Any]:
-    """What satellites `seen_by` say of satellites `rows` in contacts begun at `begin`, as native columns."""
+    """Simulate the states that satellites `seen_by` report of satellites `rows`, as native columns.
+
+    `seen_by`, `rows` and `micros` are (k,). `begin` is the start of the contacts, which names the tracks.
+    """
     position, velocity = scene.truth(rows, micros)
     r = position * 1e3 + scene.rng.standard_normal(position.shape) * noise.position_m
     v = velocity * 1e3 + scene.rng.standard_normal(velocity.shape) * noise.velocity_m_s

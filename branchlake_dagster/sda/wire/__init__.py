@@ -1,1 +1,1 @@
-"""The bytes that sensors send: radar datagrams, optical items of JSON, frames of inter-satellite links."""
+"""Encode and decode sensor messages: radar datagrams, optical JSON items, link frames."""

@@ -1,4 +1,4 @@
-"""What the three formats are decoded to, and how rows that are none get their reason."""
+"""Build the decoded columns of the three message formats, and record why a row is not a measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from branchlake_dagster.sda.sensors.native import NATIVE_COLUMNS
 Bools = npt.NDArray[np.bool_]
 
 NOT_OF_THE_WIRE = ("window_start", "received_ns")
-"""Native columns that come from the record around the bytes, not from them."""
+"""Columns of `NATIVE_COLUMNS` that come from the record, not from the bytes of its value."""
 
 
 def _schema() -> pa.Schema:
@@ -27,8 +27,11 @@ def _schema() -> pa.Schema:
 
 
 DECODED = _schema()
-"""Native columns without `NOT_OF_THE_WIRE`, after ``obs_id``, which only optical sensors give, and
-``sensor_timestamp``, which is ``timestamp_ns`` in microseconds."""
+"""The schema of decoded rows.
+
+It has ``obs_id``, which only telescopes send, ``sensor_timestamp``, which is ``timestamp_ns`` in
+microseconds, and `NATIVE_COLUMNS` without `NOT_OF_THE_WIRE`.
+"""
 
 WRONG_SIZE, NOT_FINITE = "wrong size", "a value is not finite"
 BAD_TIME, BAD_UNCERTAINTY = "timestamp out of range", "uncertainty is not positive"
@@ -38,23 +41,23 @@ LATEST_NS = 2**63 - 1
 
 
 class Reasons:
-    """Why rows are no measurement; the first reason found stays."""
+    """The reason why each row is not a measurement, or None. The first reason of a row is kept."""
 
     def __init__(self, rows: int) -> None:
         self.texts: npt.NDArray[np.object_] = np.full(rows, None, dtype=object)
 
     def add(self, where: Bools, text: str) -> None:
-        """Rows `where` are none because of `text`, unless they have a reason."""
+        """Set the reason of the rows `where`, unless they already have one."""
         self.texts[where & (self.texts == None)] = text  # noqa: E711 - element by element
 
     @property
     def sound(self) -> Bools:
-        """Rows without a reason."""
+        """Which rows (n,) have no reason."""
         return np.asarray(self.texts == None, dtype=np.bool_)  # noqa: E711 - element by element
 
 
 def one_array(values: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
-    """`values` in one piece, as 32-bit binary."""
+    """Return the values as one array of 32-bit binary."""
     found = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     if isinstance(found, pa.ChunkedArray):  # of no chunk, or of more than an array can hold
         found = pa.concat_arrays(found.chunks) if found.num_chunks else pa.array([], found.type)
@@ -62,7 +65,7 @@ def one_array(values: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
 
 
 def fixed(values: pa.BinaryArray, layout: np.dtype[Any]) -> tuple[npt.NDArray[np.void], Bools]:
-    """The rows that have the layout's size, as records, and which rows they are."""
+    """Return the values of the layout's size as records (k,), and which of the values (n,) these are."""
     right = pc.equal(pc.binary_length(values), layout.itemsize).fill_null(False)
     rows = values.filter(right)
     _, offsets, data = rows.buffers()
@@ -77,10 +80,14 @@ def decoded(
     reasons: Reasons,
     schema: pa.Schema = DECODED,
 ) -> tuple[pa.RecordBatch, pa.StringArray]:
-    """All rows with the columns of `schema`, null where there is a reason. `timestamp_ns` is given.
+    """Return a batch with all rows in the columns of `schema`, and the reasons. Rows with a reason are null.
 
-    `columns` are of some of the rows: those that `rows` numbers, in order. A single text or number is the
-    same in all of them; what is not named is null.
+    Args:
+        columns: Values by column name, for the rows `rows`. A single text or number is repeated. Columns that
+            are missing here are null. ``timestamp_ns`` is required.
+        rows: (k,) The rows to which the values belong, in order.
+        reasons: The reasons of all n rows.
+        schema: The schema of the result. (default: `DECODED`)
     """
     total = len(reasons.texts)
     index = np.zeros(total, dtype=np.int64)
@@ -105,13 +112,13 @@ def decoded(
 
 
 def numbered(prefix: str, *numbers: npt.NDArray[Any]) -> pa.StringArray:
-    """``prefix-1-2``: texts of numbers."""
+    """Return texts ``prefix-1-2`` of numbers (n,)."""
     parts = [pa.array(one.astype(np.int64)).cast(pa.string()) for one in numbers]
     return pc.binary_join_element_wise(prefix, *parts, "-")
 
 
 def binary(rows: npt.NDArray[np.void], lengths: npt.NDArray[np.int64] | None = None) -> pa.BinaryArray:
-    """Records as binary values; `lengths` cuts each to its first so many bytes."""
+    """Return records as binary values. `lengths` (n,) truncates each to its first bytes."""
     size = rows.dtype.itemsize
     if lengths is None:
         lengths = np.full(len(rows), size)

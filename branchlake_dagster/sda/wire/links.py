@@ -1,22 +1,24 @@
-"""Frames of inter-satellite links: 88 bytes, little-endian, packed, after the length that TCP frames have.
+"""Encode and decode frames of inter-satellite links: 88 bytes, little-endian, packed.
+
+Over TCP, each frame follows its length.
 
 ========  ======  =====================  =====================================================
 offset    type    field                  meaning
 ========  ======  =====================  =====================================================
 0         u32     version                1
-4         u32     observer               catalogue number of the satellite that sends
-8         u32     target                 that of the one it tells of; 0: unknown
-12        u32     reserved               zero when sent, not read
-16        u64     timestamp_ns           on-board clock, nanoseconds since 1970 UTC
-24        3 f64   position_m             TEME
-48        3 f64   velocity_m_s           TEME
+4         u32     observer               catalog number of the sending satellite
+8         u32     target                 catalog number of the partner; 0: unknown
+12        u32     reserved               zero when sent, ignored when read
+16        u64     timestamp_ns           onboard clock, nanoseconds since 1970 UTC
+24        3 f64   position_m             of the partner, TEME
+48        3 f64   velocity_m_s           of the partner, TEME
 72        f32     sigma_position_m       one standard deviation, each axis
 76        f32     sigma_velocity_m_s     one standard deviation, each axis
-80        f64     since_sync_s           since the clock was last set
+80        f64     since_sync_s           seconds since the clock was last set
 ========  ======  =====================  =====================================================
 
-The layout is ours: the requirements name the frame (a state vector and the time since the clock was set),
-not its bytes.
+The requirements list the fields of the frame (position, velocity and the time since the clock was set), but
+not its layout. This project chose the layout. TEME is the inertial frame of SGP4.
 """
 
 from __future__ import annotations
@@ -59,20 +61,20 @@ LINK = np.dtype(
         ("since_sync_s", "<f8"),
     ]
 )
-"""The frame without its length."""
+"""The layout of a frame, without the length in front of it."""
 
 KEY_BYTES = (4, 8)
-"""The observer: its frames are in order among themselves, so they stay in one partition."""
+"""The bytes of the key: the observer. So its frames stay in one partition, in order."""
 
 UNKNOWN_VERSION, BELOW_SURFACE = "unknown version", "below the Earth's surface"
 FASTER_THAN_LIGHT, BAD_AGE = "faster than light", "clock age is negative"
 LIGHT_M_S = 299_792_458.0
-"""The speed of light in vacuum."""
+"""The speed of light in vacuum, m/s."""
 _SCALARS = ("sigma_position_m", "sigma_velocity_m_s", "since_sync_s")
 
 
 def link_rows(native: pl.DataFrame) -> npt.NDArray[np.void]:
-    """Frames of native measurements of links, not yet bytes."""
+    """Convert simulated measurements of links to frames, as records of `LINK`."""
     rows = np.zeros(native.height, LINK)
     rows["version"] = VERSION
     rows["observer"] = native["orig_sensor_id"].str.strip_prefix("isl-").cast(pl.UInt32).to_numpy()
@@ -87,12 +89,15 @@ def link_rows(native: pl.DataFrame) -> npt.NDArray[np.void]:
 
 
 def encode_links(native: pl.DataFrame) -> pa.BinaryArray:
-    """Frames of native measurements of links, without their lengths."""
+    """Encode simulated measurements of links as frames, without the lengths in front of them."""
     return binary(link_rows(native))
 
 
 def decode_links(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:
-    """Native measurements (`DECODED`) of frames, row by row, and why a row is none (else null)."""
+    """Decode frames to rows of `DECODED`.
+
+    Returns the rows, and for each row null, or the reason why it is not a measurement.
+    """
     values = one_array(values)
     reasons = Reasons(len(values))
     rows, right = fixed(values, LINK)

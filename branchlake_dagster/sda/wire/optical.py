@@ -1,12 +1,14 @@
-"""Optical measurements: an item of a page of JSON each.
+"""Encode and decode measurements of telescopes: each is an item of a page of JSON.
 
-Fields: ``obs_id`` (text, a UUID), ``timestamp_ns`` (integer, nanoseconds since 1970 UTC), ``ra_rad``,
-``dec_rad`` (topocentric, TEME), ``sigma_arcsec``, ``site_id`` (as ``optical-01``). Ours beside these, each of
-which may be absent: ``track_id`` (text: the telescope's own track), ``clock_sync_age_s``; without it the
-clock counts as unknown. Other fields are not read: a telescope does not know which object it sees.
+Fields: ``obs_id`` (text, a UUID), ``timestamp_ns`` (integer, nanoseconds since 1970 UTC), ``ra_rad`` and
+``dec_rad`` (right ascension and declination as seen from the telescope, along the axes of TEME, the inertial
+frame of SGP4), ``sigma_arcsec`` (one standard deviation), ``site_id`` (such as ``optical-01``). This project
+added two optional fields: ``track_id`` (text: the telescope's own track) and ``clock_sync_age_s`` (seconds
+since the clock was set; without it the clock counts as unknown). Other fields are ignored.
 
-A page is asked for with ``since`` as an integer in ``timestamp_ns``' unit (elsewhere in the requirements it
-is a time of RFC 3339); items after it come, it itself not (the requirements leave that open).
+A request for a page has the parameter ``since``, an integer in the unit of ``timestamp_ns`` (another part of
+the requirements has a time in RFC 3339). The page has items later than ``since``; an item with exactly this
+time is not repeated, which the requirements leave open.
 """
 
 from __future__ import annotations
@@ -52,12 +54,12 @@ _PLACES = np.array([[site.lat_deg, site.lon_deg, site.alt_km] for site in TELESC
 
 
 def missing(field: str) -> str:
-    """The reason for an item without a field."""
+    """Return the reason for an item that lacks a field."""
     return f"{field} is missing"
 
 
 def encode_optical(native: pl.DataFrame) -> pa.BinaryArray:
-    """Items of native measurements of telescopes. ``obs_id`` follows from site, object and instant."""
+    """Encode simulated measurements of telescopes as items. ``obs_id`` is a hash of site, object and time."""
     numbers = track_numbers(native["track_id"])
     named = native.select(
         obs_id=pl.Series(observation_ids(native), dtype=pl.String),
@@ -74,7 +76,10 @@ def encode_optical(native: pl.DataFrame) -> pa.BinaryArray:
 
 
 def observation_ids(native: pl.DataFrame) -> list[str]:
-    """A UUID (version 8 of RFC 9562: by a hash of our own) for each measurement of a telescope."""
+    """Return a UUID for each measurement of a telescope, from a hash of time, object and site.
+
+    The UUIDs are of version 8 (RFC 9562), which allows any hash.
+    """
     site = native["orig_sensor_id"].str.strip_prefix("optical-").cast(pl.Int64).to_numpy()
     objects = native["sat_no"].fill_null(0).to_numpy()
     words = np.stack(
@@ -89,7 +94,10 @@ def observation_ids(native: pl.DataFrame) -> list[str]:
 
 
 def decode_optical(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:
-    """Native measurements (`DECODED`) of items, row by row, and why a row is none (else null)."""
+    """Decode items to rows of `DECODED`.
+
+    Returns the rows, and for each row null, or the reason why it is not a measurement.
+    """
     values = one_array(values)
     reasons = Reasons(len(values))
     where, items = _parsed(values)
@@ -139,13 +147,13 @@ def decode_optical(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, 
 
 
 def _parsed(values: pa.BinaryArray) -> tuple[npt.NDArray[np.int64], pa.StructArray]:
-    """The rows that are an object with fields of the right types, and those objects.
+    """Return the rows (k,) that are JSON objects with fields of the right types, and the objects.
 
-    The reader refuses a whole text for one bad line, so what it refuses is halved until the bad ones stand
-    alone: few of them cost little, and no row is looked at by Python.
+    Arrow's reader rejects a whole text if one line is bad. So a rejected text is halved until the bad lines
+    are alone. A few bad lines cost little, and Python does not parse single rows.
     """
     rows = np.flatnonzero(_bools(pc.is_valid(values)))
-    # A line break is only white space in JSON; the reader takes it for the end of a row.
+    # In JSON a line break is white space, but the reader takes it for the end of a row.
     lines = values.drop_null()
     for byte in (b"\r", b"\n"):
         lines = pc.replace_substring(lines, byte, b" ")
@@ -161,7 +169,7 @@ def _parsed(values: pa.BinaryArray) -> tuple[npt.NDArray[np.int64], pa.StructArr
             found.append(items)
         elif end - start > 1:
             middle = (start + end) // 2
-            # The last one is read first.
+            # The last entry is read first.
             waiting += [(middle, end), (start, middle)]
     if not found:
         return np.zeros(0, np.int64), pa.array([], _ITEM)
@@ -171,12 +179,12 @@ def _parsed(values: pa.BinaryArray) -> tuple[npt.NDArray[np.int64], pa.StructArr
 
 
 def _read(lines: pa.BinaryArray) -> pa.StructArray | None:
-    """One item for each line; None if one of them is none."""
+    """Parse lines to one item each. None if one of the lines cannot be parsed."""
     _, offsets, data = lines.buffers()
     ends = np.frombuffer(offsets, np.int32, len(lines) + 1, lines.offset * 4)
     data = data.slice(int(ends[0]), int(ends[-1] - ends[0]))
     try:
-        # The reader would take other bytes for text.
+        # The reader does not check that the bytes are UTF-8.
         str(data, "utf-8")
         table = pj.read_json(
             pa.BufferReader(data),

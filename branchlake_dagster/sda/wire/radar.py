@@ -1,10 +1,10 @@
-"""Radar datagrams: 64 bytes, little-endian, packed.
+"""Encode and decode radar datagrams: 64 bytes, little-endian, packed.
 
 ========  ======  =================  ==========================================================
 offset    type    field              meaning
 ========  ======  =================  ==========================================================
 0         u32     array_id           the radar: 1 is ``radar-01``
-4         u32     target_track_id    the radar's own number of the track; 0: none
+4         u32     target_track_id    the radar's own track number; 0: none
 8         u64     timestamp_ns       the sensor's clock, nanoseconds since 1970 UTC
 16        f64     range_m
 24        f64     range_rate_m_s     positive away from the radar
@@ -12,11 +12,12 @@ offset    type    field              meaning
 40        f64     elevation_rad
 48        f32     sigma_range_m      one standard deviation
 52        f32     sigma_rate_m_s     one standard deviation
-56        8 bytes reserved           zero when sent, not read
+56        8 bytes reserved           zero when sent, ignored when read
 ========  ======  =================  ==========================================================
 
-The source of the layout says 64 bytes and lists 60: four reserved bytes. The size is what receivers check, so
-the reserved bytes are eight. The angles' uncertainty is not sent; it is the radar's, as the network knows it.
+The requirements state a size of 64 bytes, but list fields of 60 bytes, with four reserved bytes. Receivers
+check the size, so this layout has eight reserved bytes. The uncertainty of the angles is not sent; decoding
+adds the value of the simulated network (`Noise.angle_rad`).
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ RADAR = np.dtype(
         ("reserved", "<u8"),
     ]
 )
-"""The datagram."""
+"""The layout of a datagram."""
 
 KEY_BYTES = (0, 16)
-"""Radar, track and instant: the datagram's natural key."""
+"""The bytes of the key: radar, track and time, which identify the measurement."""
 
 BAD_RANGE, IMPOSSIBLE_RATE = "range is not positive", "impossible range rate"
 FASTEST_M_S = 25_000.0
-"""Faster than two objects at escape speed can close."""
+"""The largest accepted range rate, m/s: two objects at escape speed approach each other more slowly."""
 
 _FLOATS = ("range_m", "range_rate_m_s", "azimuth_rad", "elevation_rad", "sigma_range_m", "sigma_rate_m_s")
 _NUMBERS = np.array([int(site.sensor_id.removeprefix("radar-")) for site in RADARS])
@@ -73,7 +74,7 @@ _PLACES = np.array([[site.lat_deg, site.lon_deg, site.alt_km] for site in RADARS
 
 
 def radar_rows(native: pl.DataFrame) -> npt.NDArray[np.void]:
-    """Datagrams of native measurements of radars, not yet bytes."""
+    """Convert simulated measurements of radars to datagrams, as records of `RADAR`."""
     rows = np.zeros(native.height, RADAR)
     number = native["orig_sensor_id"].str.strip_prefix("radar-").cast(pl.UInt32)
     rows["array_id"] = number.to_numpy()
@@ -85,12 +86,15 @@ def radar_rows(native: pl.DataFrame) -> npt.NDArray[np.void]:
 
 
 def encode_radar(native: pl.DataFrame) -> pa.BinaryArray:
-    """Datagrams of native measurements of radars."""
+    """Encode simulated measurements of radars as datagrams."""
     return binary(radar_rows(native))
 
 
 def decode_radar(values: pa.Array | pa.ChunkedArray) -> tuple[pa.RecordBatch, pa.StringArray]:
-    """Native measurements (`DECODED`) of datagrams, row by row, and why a row is none (else null)."""
+    """Decode datagrams to rows of `DECODED`.
+
+    Returns the rows, and for each row null, or the reason why it is not a measurement.
+    """
     values = one_array(values)
     reasons = Reasons(len(values))
     rows, right = fixed(values, RADAR)
