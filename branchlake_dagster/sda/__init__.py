@@ -1,4 +1,4 @@
-"""The Space Domain Awareness starter graph: catalogue, observations, fused tracks, conjunctions."""
+"""The Space Domain Awareness starter graph: it tracks satellites and warns of close approaches."""
 
 from branchlake_dagster.extras import require_modules
 

@@ -1,4 +1,4 @@
-"""Functions sent to Spark's workers take this package's code with them."""
+"""Ship this package's code with the functions that run on Spark's workers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def carried(function: F) -> F:
-    """The function, from now on pickled with the code of `branchlake_dagster.sda` that it calls.
+    """Return the function, after arranging that it is pickled with the code of `branchlake_dagster.sda`.
 
-    By default only a module's name is sent, and a worker that does not have the package, or has another
-    version of it, fails or computes something else. Workers need numpy, scipy, numba, sgp4, Polars and
-    pyarrow.
-    Registration is for the process, because Spark Connect pickles when a frame is executed, not here.
+    By default only a module's name is shipped. A worker without the package, or with another version of it,
+    would then fail or compute something else. Workers need numpy, scipy, numba, sgp4, Polars and pyarrow. The
+    arrangement holds for the whole process, because Spark Connect pickles when a frame is executed, not here.
     """
     cloudpickle.register_pickle_by_value(sda)  # type: ignore[no-untyped-call]
     return function

@@ -1,4 +1,4 @@
-"""Where a GP snapshot's bytes come from: a folder of files, or the simulated catalogue."""
+"""Read a GP snapshot (a file with the element sets of many objects) from a folder, or simulate it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from branchlake_dagster.sda.registry.radius_table import read_radius_table
 SIMULATED_PREFIX = "sim-"
 BAD_PREFIX = "sim-bad-"
 RADIUS_TABLE = "hard-body-radius"
-"""First characters of the names of files that are radius tables and no snapshots."""
+"""The first characters of the names of radius tables. These files are not snapshots."""
 DEFAULT_SNAPSHOT = "sim-20260808T0000Z"
 _SUFFIXES = (".tle", ".3le", ".2le", ".txt", ".json", ".omm", ".xml", ".csv", ".kvn")
 _TIME = re.compile(r"(\d{8}T\d{4})Z")
 
 
 class UnknownSnapshotError(CatalogueError):
-    """No file belongs to the snapshot id."""
+    """No file belongs to the snapshot id, or the folder's files do not have unique ids."""
 
 
 @dataclass(frozen=True)
 class GpFile:
-    """Bytes of a GP file, where they come from, and the Unified Data Library's data mode for them.
+    """The bytes of a GP file, its origin, and its data mode in the terms of the Unified Data Library.
 
-    ``collected_at`` is the UTC time in the snapshot id, else the file's own; no later epoch is believed.
+    ``collected_at`` is the UTC time in the snapshot id, or else the file's modification time. Element sets
+    with an epoch much later are rejected.
     """
 
     content: bytes
@@ -43,14 +44,14 @@ class GpFile:
 
 
 def snapshot_id(path: Path) -> str:
-    """The snapshot id of a GP file: its name without the endings for format and compression."""
+    """Return the snapshot id of a GP file: its name without the suffixes of format and compression."""
     name = path.name.removesuffix(".gz")
     stem, dot, ending = name.rpartition(".")
     return stem if f"{dot}{ending.lower()}" in _SUFFIXES else name
 
 
 def snapshot_time(snapshot: str) -> datetime | None:
-    """The UTC time written in a snapshot id (``…20260808T0220Z…``); None when there is none."""
+    """Return the UTC time in a snapshot id (``…20260808T0220Z…``), or None if it contains none."""
     found = _TIME.search(snapshot)
     if found is None:
         return None
@@ -61,12 +62,12 @@ def snapshot_time(snapshot: str) -> datetime | None:
 
 
 class GpSource(dg.ConfigurableResource[Any]):
-    """GP files by snapshot id.
+    """Reads GP files by snapshot id.
 
-    An id that begins with ``sim-`` is simulated from the seed at the time its id states (else the
-    reference epoch), so a run can be launched with nothing configured; ``sim-bad-…`` is a damaged file
-    that the gate must block. Any other id is a file of ``catalogue_dir``. ``max_unpacked_mb`` and
-    ``max_record_chars`` are what a file and a record of it may cost (MiB, characters).
+    A snapshot whose id begins with ``sim-`` is simulated from the seed, at the time in its id or else the
+    reference epoch. So a run can be launched without any configuration. ``sim-bad-…`` is a damaged file that
+    checks must block. Any other id is a file in ``catalogue_dir``. ``max_unpacked_mb`` and
+    ``max_record_chars`` limit the size of a file (MiB after unpacking) and of a record.
     """
 
     catalogue_dir: str | None = None
@@ -76,15 +77,14 @@ class GpSource(dg.ConfigurableResource[Any]):
     max_record_chars: int = 65_536
 
     def limits(self) -> ReadLimits:
-        """What reading a file may cost."""
+        """Return the limits on the size of a file and of its records."""
         return ReadLimits(self.max_unpacked_mb * 1024 * 1024, self.max_record_chars)
 
     def files(self) -> dict[str, Path]:
-        """Files of ``catalogue_dir`` by snapshot id.
+        """Return the files of ``catalogue_dir`` by snapshot id. Without a folder the result is empty.
 
         Raises:
-            UnknownSnapshotError: the folder does not exist, or two of its files have one id.
-
+            UnknownSnapshotError: The folder does not exist, or two of its files have the same id.
         """
         if self.catalogue_dir is None:
             return {}
@@ -104,9 +104,10 @@ class GpSource(dg.ConfigurableResource[Any]):
         return found
 
     def radius_table(self) -> pl.DataFrame | None:
-        """The radii of the newest ``hard-body-radius…`` file of ``catalogue_dir``, by name; None without one.
+        """Read the radii from the ``hard-body-radius…`` file of ``catalogue_dir``.
 
-        Raises as `read_radius_table`.
+        Of several files, the last one in the order of names is read. None if there is no such file. Raises
+        the errors of `read_radius_table`.
         """
         if self.catalogue_dir is None:
             return None
@@ -114,12 +115,11 @@ class GpSource(dg.ConfigurableResource[Any]):
         return read_radius_table(files[-1].read_bytes(), str(files[-1]), self.limits()) if files else None
 
     def read(self, snapshot: str) -> GpFile:
-        """The file of a snapshot.
+        """Read or simulate the file of a snapshot.
 
         Raises:
-            TooLargeCatalogueError: the file is larger than what it may unpack to.
-            UnknownSnapshotError: neither simulated nor in the folder.
-
+            TooLargeCatalogueError: The file is larger than the limit.
+            UnknownSnapshotError: The folder has no such file, and the id does not begin with ``sim-``.
         """
         time = snapshot_time(snapshot)
         if snapshot.startswith(SIMULATED_PREFIX):

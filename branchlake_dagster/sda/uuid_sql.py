@@ -1,4 +1,4 @@
-"""Name-based UUIDs in Spark SQL, which has no function for them."""
+"""Build Spark SQL expressions of name-based UUIDs, for which Spark has no function."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ def uuid5_sql(namespace: UUID, name_sql: str) -> str:
     """Return the SQL expression of the version 5 UUID (RFC 9562) of a text in a namespace.
 
     Args:
-        namespace: the namespace. If it changes, all UUIDs change.
-        name_sql: SQL of the name, a text.
-
+        namespace: The namespace. If it changes, all UUIDs change.
+        name_sql: SQL of the text.
     """
     # `transform` names the digest, so that it is computed once.
     digest = uuid5_digest_sql(namespace, name_sql)
@@ -19,12 +18,12 @@ def uuid5_sql(namespace: UUID, name_sql: str) -> str:
 
 
 def uuid5_digest_sql(namespace: UUID, name_sql: str) -> str:
-    """Return the SQL expression of the SHA-1 digest (hexadecimal) that a version 5 UUID is made of."""
+    """Return the SQL expression of the SHA-1 digest (hexadecimal) from which a version 5 UUID is built."""
     return f"sha1(concat(unhex('{namespace.hex}'), encode({name_sql}, 'UTF-8')))"
 
 
 def uuid5_from_digest_sql(digest: str) -> str:
-    """Return the SQL expression of a version 5 UUID; `digest` is a name, because it is used six times."""
+    """Return the SQL expression of a version 5 UUID. `digest` is the column with its SHA-1 digest."""
     variant = f"lower(hex((cast(conv(substr({digest}, 17, 1), 16, 10) as int) & 3) | 8))"
     return (
         f"concat(substr({digest}, 1, 8), '-', substr({digest}, 9, 4), '-5', substr({digest}, 14, 3), '-',"

@@ -1,4 +1,4 @@
-"""The time window of a run, in the microseconds that the numerical code works with."""
+"""The time window of a run, in UTC microseconds since 1970."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def micros(instant: datetime) -> int:
-    """UTC microseconds since 1970, exactly (a float timestamp would round)."""
+    """Convert a time to UTC microseconds since 1970, exactly (a float timestamp would round)."""
     return (instant - _EPOCH) // timedelta(microseconds=1)
 
 
 def window_of(context: dg.AssetExecutionContext) -> tuple[int, int]:
-    """Start and end of the run's window in UTC microseconds since 1970."""
+    """Return the start and the end of the run's window in UTC microseconds since 1970."""
     window = context.partition_time_window
     return micros(window.start), micros(window.end)

@@ -1,8 +1,9 @@
-"""Assess close approaches: the covariance of both objects by the age of their elements, and the probability.
+"""Assess close approaches: the uncertainty of both objects' positions, and the probability of a collision.
 
-The covariance is not measured. It is the usual difference between later element sets and sets of that age,
-for the object's class and the object itself. It is diagonal in each object's own R (radial), T (transverse)
-and N (normal) axes, and the errors of the two objects are assumed to be independent.
+The covariance (the uncertainty) is not measured. It is the usual difference between later element sets and
+sets of that age, for the object's class and the object itself. It is diagonal in each object's own R
+(radial), T (transverse: along the track) and N (normal to the orbit's plane) axes, and the errors of the two
+objects are assumed to be independent.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from branchlake_dagster.sda.trust.radii import ObjectRadii
 from branchlake_dagster.sda.trust.tables import COVARIANCE_SOURCE, POSITION_AXES, PublishedErrors
 
 MIN_SPEED_KM_S = 0.01
-"""Slower objects do not pass each other; they stay together."""
+"""Objects with a smaller relative speed do not pass each other; they stay together."""
 MAX_CROSSING_REVOLUTIONS = 0.05
 """Maximum time, as a fraction of a revolution, in which the relative motion may cross six sigma along its
 direction. Within this time the relative motion is nearly a straight line."""
@@ -56,11 +57,10 @@ def assess_approaches(
     Each row depends only on itself, its two element sets, the radii of the two objects and the error model.
 
     Args:
-        approaches: close approaches.
-        elements: the screened element sets, sorted by ``sat_no``.
-        published_errors: the error model. If it is None, no row gets a probability.
-        radii: the hard-body radii of the objects.
-
+        approaches: Close approaches.
+        elements: The screened element sets, sorted by ``sat_no``.
+        published_errors: The error model. If it is None, no row gets a probability.
+        radii: The hard-body radii of the objects: a sphere of this radius contains the object.
     """
     micros = approaches["tca"].dt.epoch("us").to_numpy()
     rows = [
@@ -147,11 +147,10 @@ def combine_covariances(
     """Return the sum of both objects' covariances (k, 3, 3) in the first object's R, T and N axes, km².
 
     Args:
-        elements: the screened element sets.
-        rows: two arrays (k,), the rows of the first and of the second objects.
-        sigma: two arrays (k, 3), one sigma of each object along its own R, T and N axes, km.
-        micros: (k,) the instants of the approaches.
-
+        elements: The screened element sets.
+        rows: Two arrays (k,), the rows of the first and of the second objects.
+        sigma: Two arrays (k, 3), one standard deviation of each object along its own R, T and N axes, km.
+        micros: (k,) The instants of the approaches, UTC microseconds.
     """
     axes = [rtn_axes(*states_at(elements, pair_rows, micros)) for pair_rows in rows]
     # The components of the second object's axes along the first object's axes.

@@ -1,10 +1,10 @@
 """Fit curves of the error against age for each orbit class, and a factor on them for each object.
 
 The error of a class along an axis at some age is the 68.27 % quantile of the absolute differences. For a
-Gaussian distribution this is one sigma, and it does not depend on the tails. A curve that cannot decrease,
-``sigma0 + rate * age^power``, is fitted to the ages by relative least squares. The factor of an object is the
-same quantile of its own differences divided by the curve of its class. The fewer differences an object has,
-the closer its factor is to one.
+Gaussian distribution this is one standard deviation (sigma), and outliers do not change it. A curve that
+cannot decrease, ``sigma0 + rate * age^power``, is fitted to the ages by relative least squares. The factor of
+an object is the same quantile of its own differences divided by the curve of its class. The fewer differences
+an object has, the closer its factor is to one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compute the probability of collision of a short encounter, and its dilution.
 
 The model assumes a straight relative motion, Gaussian positions and a sphere for both objects together. The
-probability is then the integral of a two-dimensional Gaussian over a disc in the plane across the relative
-velocity (Foster and Estes 1992; Chan 2008).
+probability is then the integral of a two-dimensional Gaussian over a disc in the plane perpendicular to the
+relative velocity (Foster and Estes 1992; Chan 2008).
 
 The disc is cut into strips along the wide axis, whose integral has a closed form (as in Alfano 2005). The
 strips are summed by Gauss-Legendre quadrature in the disc's angle, only where the density matters.
@@ -27,10 +27,11 @@ _BATCH_SIZE = 20_000
 
 
 class EncounterPlane(NamedTuple):
-    """The k encounters in the plane across the relative velocity, along the axes of the error ellipse, km.
+    """The k encounters in the plane perpendicular to the relative velocity, km.
 
-    ``miss`` (k, 2) is the position of the second object relative to the first. ``sigma`` (k, 2) is the
-    combined error of both, with the narrow axis first.
+    ``miss`` (k, 2) is the position of the second object relative to the first. ``sigma`` (k, 2) is one
+    standard deviation of both errors together. Both are along the axes of the error ellipse, the narrow axis
+    first.
     """
 
     miss: Floats

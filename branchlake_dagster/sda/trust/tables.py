@@ -25,7 +25,7 @@ _UTC_MICROS = pl.Datetime("us", "UTC")
 
 
 def build_model_id(model: ErrorModel, history: Elements) -> str:
-    """Build a model's id from the newest epoch of its history and a hash of the history and the figures."""
+    """Build a model's id from the newest epoch of its history, and a hash of the history and the model."""
     newest = np.datetime64(int(history.epoch_micros.max()) if len(history) else 0, "us")
     growth = model.growth
     hashed_arrays = (
@@ -163,9 +163,10 @@ class PublishedErrors:
         )
 
     def position_sigma(self, elements: Elements, micros: npt.NDArray[np.int64]) -> Floats:
-        """Return one sigma along R, T and N (k, 3), km, of k element sets at the instants ``micros`` (k,).
+        """Return one standard deviation (k, 3) of the positions of k element sets along R, T and N, km.
 
-        The result is NaN if it is unknown. An object outside of the model has the curve of its class.
+        ``micros`` (k,) are the instants of the positions, UTC microseconds. The result is NaN if it is
+        unknown. An object that is not in the model has the curve of its class.
         """
         classes = orbit_class_codes(elements)
         age = (micros - elements.epoch_micros) / DAY_MICROS
