@@ -272,7 +272,11 @@ def _truncation_error(location: str, size: int, recorded: int) -> StoredFileDama
 
 
 def _list_sizes(files: Sequence[StoredFile]) -> dict[str, int]:
-    """Return the sizes of files in folders that are worth a listing. Other files need a request each."""
+    """List the folders that have many of these files, and return the sizes of the files by location.
+
+    A listing costs less than a request per file only if the folder has at least `_MIN_FOLDER_FILES` of them,
+    and if there are at least `MIN_LISTED_FILES` files. Files of other folders are not in the result.
+    """
     if len(files) < MIN_LISTED_FILES:
         return {}
     folders: dict[str, list[StoredFile]] = {}

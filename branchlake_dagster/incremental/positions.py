@@ -67,10 +67,11 @@ class ConsumptionRecord:
     """Up to which time the inputs, and the table after the run, were complete; None if not known."""
 
     def inputs_time_ms(self, inputs: Iterable[str], sources: frozenset[str]) -> int | None:
-        """Return the time up to which these inputs were complete when they were consumed, in ms since 1970.
+        """Return the time up to which all inputs were complete when they were consumed, in ms since 1970.
 
-        None if the time is not known, if one of the inputs was not consumed, or if they came from other
-        sources than `sources`: then older rows may exist that were not consumed.
+        None if the time is not known, if one of `inputs` was not consumed, or if the recorded sources (the
+        ingestions from which the inputs are derived) are not exactly `sources`: then older rows may exist
+        that were not consumed.
         """
         recorded = self.valid_through
         if recorded is None or recorded.sources != sources or not self.inputs.keys() >= {*inputs}:

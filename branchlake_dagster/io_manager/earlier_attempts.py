@@ -36,11 +36,11 @@ def undo_earlier_attempts(table: Table, spec: TableSpec, properties: Mapping[str
     """Return the table without the rows that earlier attempts of a step added to it.
 
     `properties` are the snapshot properties of the step's write. A snapshot of an earlier attempt has the
-    same root run, base hash, step, asset and partitions. The base hash distinguishes it from the snapshots of
-    an earlier run, which may be published. Usually these snapshots are the newest ones, and the table is
-    rolled back to the snapshot before them. If others wrote to the table in between, a new snapshot removes
-    the files of the earlier attempts. Raises RetryNeedsFullRun if the rows of the attempts can no longer be
-    separated from other rows.
+    same root run, base hash, step, asset and partitions. The base hash is the commit of `main` from which the
+    run's branch was created. It distinguishes these snapshots from those of an earlier run, which may be
+    published. Usually these snapshots are the newest ones, and the table is rolled back to the snapshot
+    before them. If others wrote to the table in between, a new snapshot removes the files of the earlier
+    attempts. Raises RetryNeedsFullRun if the rows of the attempts can no longer be separated from other rows.
     """
     if spec.write_mode not in ADDING or LakeProperty.STEP not in properties:
         return table

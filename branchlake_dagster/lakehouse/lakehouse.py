@@ -171,7 +171,10 @@ def nessie_page_url(endpoints: Endpoints, settings: Settings) -> str:
 
 
 def commit_page_url(endpoints: Endpoints, settings: Settings, commit: str) -> str | None:
-    """Return the page's address for a commit on `main`; None if the embedded server requires a token."""
+    """Return the URL of Nessie's web page about a commit on `main`.
+
+    None if the embedded Nessie server requires a token, which a browser does not send.
+    """
     if settings.embedded_nessie and endpoints.nessie_token is not None:
         return None
     return f"{_server_url(endpoints)}/commits/{MAIN}/{commit}"

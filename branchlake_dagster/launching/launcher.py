@@ -106,7 +106,10 @@ def _has_ended(pid: int) -> bool:
 
 
 class _TemplateHandle:
-    """The launcher's view of one warm process. Two threads must not use it at the same time."""
+    """The connection to one template: a warm process, with loaded definitions, that forks workers for runs.
+
+    Two threads must not use it at the same time.
+    """
 
     def __init__(self, load_spec: LoadSpec, *, timeout_s: float) -> None:
         self.load_spec = load_spec

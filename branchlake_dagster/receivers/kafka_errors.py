@@ -46,7 +46,7 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class BrokerFailure:
-    """A failure of brokers: its cause, and a message that names the broker."""
+    """A failure of brokers: the kind of cause, and a message for people that names the broker."""
 
     cause: Cause
     message: str

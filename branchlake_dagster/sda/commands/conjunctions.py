@@ -28,24 +28,26 @@ _KINDS = ("encounter", "edge", "together")
 @click.option("--since", type=Moment(), help="Closest at or after this time.")
 @click.option("--until", type=Moment(), help="Closest before this time.")
 @click.option("--within", "within_km", type=click.FloatRange(min=0), help="Largest miss distance, km.")
-@click.option("--kind", "kinds", type=click.Choice(_KINDS), multiple=True, help="Only such.")
+@click.option(
+    "--kind", "kinds", type=click.Choice(_KINDS), multiple=True, help="Only this kind; may be repeated."
+)
 @click.option("--at", help="The list as of a time (without a zone: UTC) or a commit hash, instead of now.")
 @click.option("--changes-since", help="What has changed since the list as of this time or commit hash.")
-@click.option("--csv", "as_csv", is_flag=True, help="All of it as CSV.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print all rows as CSV.")
 @click.option(
     "--cdm",
     "cdm_folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="All of it as Conjunction Data Messages, a file each, into this folder.",
+    help="Write Conjunction Data Messages, one file each, to this folder.",
 )
 @click.option(
     "--cdm-format",
     type=click.Choice(("kvn", "xml")),
     default="kvn",
     show_default=True,
-    help="Of the messages.",
+    help="Format of the messages.",
 )
-@click.option("--originator", help="Who writes the messages: a registered abbreviation.")
+@click.option("--originator", help="Author of the messages: a registered abbreviation.")
 @click.option("--rows", default=50, show_default=True, help="Most rows of the table; 0: all.")
 def conjunctions(
     objects: tuple[int, ...],
@@ -154,7 +156,7 @@ def _write_messages(
     help="Objects with elements that many days from the begin are left out.",
 )
 @click.option("--at", help="The catalogue as of a time (without a zone: UTC) or a commit hash.")
-@click.option("--csv", "as_csv", is_flag=True, help="All of it as CSV.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print all rows as CSV.")
 @click.option("--rows", default=50, show_default=True, help="Most rows of the table; 0: all.")
 def screen_ephemeris(
     files: tuple[Path, ...],

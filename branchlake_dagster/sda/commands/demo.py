@@ -20,7 +20,7 @@ from branchlake_dagster.settings import Settings
 def demo(as_json: bool, catalogue: tuple[str, ...], more: tuple[str, ...]) -> None:
     """Run the space pipeline once, from start to end.
 
-    Seven runs are published, and the gate blocks one.
+    Nine runs are published, and checks block one.
 
     --catalogue FILE… takes real TLE or OMM files (.gz too); without it 2,000 objects are simulated.
     """

@@ -64,16 +64,22 @@ def _one_sink(landing: Path | None, kafka: str | None) -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A file of librdkafka's options (security.protocol, sasl.*, ssl.*), key=value.",
 )
-@click.option("--topics", default="sda.", show_default=True, help="What names of topics begin with.")
-@click.option("--name", default="receiver", show_default=True, help="Who it is, in each record's headers.")
-@click.option("--first-partition", default=0, show_default=True, help="Of each topic; further ones follow.")
+@click.option("--topics", default="sda.", show_default=True, help="First part of the topics' names.")
+@click.option(
+    "--name", default="receiver", show_default=True, help="The receiver's name in each record's headers."
+)
+@click.option("--first-partition", default=0, show_default=True, help="First partition of each topic.")
 @click.option(
     "--monitor", type=_Address(), default="127.0.0.1:9464", show_default=True, help="/health, /metrics."
 )
 @click.option("--roll-s", default=1.0, show_default=True, help="Age at which a landing file is finished.")
 @click.option("--buffer", default=200_000, show_default=True, help="Most records between source and sink.")
 @click.option(
-    "--drop", type=click.Choice(["oldest", "newest"]), default="oldest", show_default=True, help="UDP."
+    "--drop",
+    type=click.Choice(["oldest", "newest"]),
+    default="oldest",
+    show_default=True,
+    help="What UDP drops if full.",
 )
 @click.option("--connections", default=1_000, show_default=True, help="Most connections of a TCP address.")
 @click.option(
@@ -84,8 +90,8 @@ def _one_sink(landing: Path | None, kafka: str | None) -> None:
 def receive(as_json: bool, **options: Any) -> None:
     """Receive sensors' messages until Ctrl-C.
 
-    SIGTERM or Ctrl-C ends it in less than five seconds, with what was received handed over.
-    The exit code is 1 if something that was received was not handed over.
+    SIGTERM or Ctrl-C ends it in less than five seconds, after the received messages were handed over.
+    The exit code is 1 if a received message was not handed over.
     """
     from branchlake_dagster.sda.commands.receive import Wanted, run
 
@@ -122,7 +128,7 @@ def receive(as_json: bool, **options: Any) -> None:
     "--paced", is_flag=True, help="Into files or Kafka: at the time of sending, not as fast as it goes."
 )
 @click.option(
-    "--rate", "rates", type=_Rate(), multiple=True, help="As radar=5000, a second; may be repeated."
+    "--rate", "rates", type=_Rate(), multiple=True, help="Per second, as radar=5000; may be repeated."
 )
 @click.option(
     "--seconds", type=click.FloatRange(min=0, min_open=True), help="How long; default: until it is ended."
@@ -131,28 +137,32 @@ def receive(as_json: bool, **options: Any) -> None:
 @click.option(
     "--seed", default=2026, show_default=True, help="Everything random follows from it and the start."
 )
-@click.option("--objects", default=2_000, show_default=True, help="Of the simulated catalogue.")
+@click.option("--objects", default=2_000, show_default=True, help="Number of simulated objects.")
 @click.option(
     "--catalogue",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A GP file instead of a simulated catalogue.",
 )
 @click.option("--duplicates", default=0.001, show_default=True, help="Share that is sent twice.")
-@click.option("--stragglers", default=0.001, show_default=True, help="Share that comes later than it may.")
+@click.option("--stragglers", default=0.001, show_default=True, help="Share that arrives later than allowed.")
 @click.option("--corrupted", default=0.001, show_default=True, help="Share whose bytes are damaged.")
-@click.option("--burst-every-s", default=0.0, show_default=True, help="From one burst to the next; 0: none.")
-@click.option("--burst-first-s", default=60.0, show_default=True, help="Begin of the first burst.")
+@click.option("--burst-every-s", default=0.0, show_default=True, help="Seconds between bursts; 0: none.")
+@click.option("--burst-first-s", default=60.0, show_default=True, help="Start of the first burst.")
 @click.option("--burst-s", default=60.0, show_default=True, help="Length of a burst.")
 @click.option("--burst-factor", default=10.0, show_default=True, help="How much more in a burst.")
 @click.option("--connections", default=4, show_default=True, help="Connections of the links.")
 @click.option(
-    "--fault-every", default=0, show_default=True, help="Answer each so many-th request badly; 0: none."
+    "--fault-every",
+    default=0,
+    show_default=True,
+    help="Every this many requests, answer with a fault; 0: never.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the account as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the counts as JSON.")
 def simulate(as_json: bool, rates: tuple[tuple[str, float], ...], start: str | None, **options: Any) -> None:
     """Send messages of simulated sensors.
 
-    As a network of radars, telescopes and inter-satellite links would: over the network or into topics.
+    A network of radars, telescopes and inter-satellite links is simulated. Its messages go over the network
+    or to topics.
     """
     from branchlake_dagster.sda.commands.simulate import Simulated, run, show
 
