@@ -38,8 +38,9 @@ class Assignment:
 def number_passes(sensor: Rows, object_row: Rows, first_micros: Micros, last_micros: Micros) -> Rows:
     """Number the passes of objects over sensors.
 
-    Options of one sensor and object that overlap in time, directly or through others, are one pass and get
-    the same number (k,). Numbers are ordered by sensor, object and time.
+    An option is a pair of a track and an object to which the track may belong. Options of one sensor and
+    object that overlap in time, directly or through others, are one pass and get the same number (k,).
+    Numbers are ordered by sensor, object and time.
 
     Args:
         sensor: (k,) The sensor of each option.

@@ -22,8 +22,9 @@ def association(as_json: bool, hours: float, seed: int, files: tuple[Path, ...])
 
     Simulates all kinds of sensors, with 5 % wrong track numbers and 1 % clutter.
 
-    FILES are GP files in the order of time, three or more. The last one is the truth, the one before it the
-    prediction, and all but the last are the history of errors. Without them 16,000 objects are simulated.
+    FILES are GP files in the order of time, three or more. The last file is the truth, and the file before it
+    the prediction. All files except the last are the history of errors. Without files, 16,000 objects are
+    simulated.
     """
     from branchlake_dagster.sda.benchmarks.association import measure_association, show_association
 
@@ -43,8 +44,9 @@ def tracks(as_json: bool, hours: float, seed: int, files: tuple[Path, ...]) -> N
 
     Simulates all kinds of sensors, with 5 % wrong track numbers and 1 % clutter, and associates them first.
 
-    FILES are GP files in the order of time, three or more. The last one is the truth, the one before it the
-    element sets, and all but the last are the history of errors. Without them 4,000 objects are simulated.
+    FILES are GP files in the order of time, three or more. The last file is the truth, and the file before it
+    has the element sets. All files except the last are the history of errors. Without files, 4,000 objects are
+    simulated.
     """
     from branchlake_dagster.sda.benchmarks.tracks import measure_tracks, show_tracks
 
@@ -72,9 +74,9 @@ def lifecycle(as_json: bool, rounds: int) -> None:
 def screening(as_json: bool, hours: float, files: tuple[Path, ...]) -> None:
     """Time the screening of all objects against all.
 
-    To the publication, and again after another snapshot of the catalog.
+    Measures the time until the publication, and repeats it after a second snapshot of the catalog.
 
-    FILES are two GP files, the older one first; without them 16,000 objects are simulated.
+    FILES are two GP files, the older one first. Without files, 16,000 objects are simulated.
     """
     from branchlake_dagster.sda.benchmarks.screening import measure, show
 
@@ -91,7 +93,7 @@ def screening(as_json: bool, hours: float, files: tuple[Path, ...]) -> None:
 def registry(as_json: bool, rows: int, rounds: int) -> None:
     """Time the merge of five providers' catalogs.
 
-    Merged, checked and published, beside bare Spark and Polars.
+    Measures the time until the merged catalog is checked and published. Compares it with plain Spark and Polars.
     """
     from branchlake_dagster.sda.benchmarks.registry import measure, show
 
@@ -101,12 +103,12 @@ def registry(as_json: bool, rows: int, rounds: int) -> None:
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-@click.option("--seconds", default=5.0, show_default=True, help="Of each measurement.")
+@click.option("--seconds", default=5.0, show_default=True, help="Seconds of each measurement.")
 @click.option("--roll-s", default=1.0, show_default=True, help="Age at which a landing file is finished.")
 def receive(as_json: bool, seconds: float, roll_s: float) -> None:
     """Time the receivers of each protocol.
 
-    At full speed, and their delays at a steady rate.
+    Measures their throughput at full speed, and their delays at a steady rate.
     """
     from branchlake_dagster.sda.benchmarks.receiving import measure, show
 
@@ -117,9 +119,11 @@ def receive(as_json: bool, seconds: float, roll_s: float) -> None:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.option("--seconds", default=600.0, show_default=True, help="How long the sensors measure.")
-@click.option("--bursts/--steady", default=True, show_default=True, help="Ten times as much for minutes.")
+@click.option(
+    "--bursts/--steady", default=True, show_default=True, help="Send ten times as much for some minutes."
+)
 def live(as_json: bool, seconds: float, bursts: bool) -> None:
-    """Time simulated sensors from network to main."""
+    """Time simulated measurements from the network to main."""
     from branchlake_dagster.sda.benchmarks.live import measure, show
 
     found = measure(Settings(), seconds=seconds, bursts=bursts, say=print_progress)
@@ -141,7 +145,7 @@ def agreement(
 ) -> None:
     """Compare the screening with brute force, event by event.
 
-    FILE is a GP file, OMM in CSV or TLE; without it 2,000 objects are simulated.
+    FILE is a GP file, OMM in CSV or TLE. Without a file, 2,000 objects are simulated.
     """
     from branchlake_dagster.sda.benchmarks.agreement import measure, show
 
@@ -164,10 +168,11 @@ def agreement(
 def sda(as_json: bool, observations: int, seed: int, files: tuple[Path, ...]) -> None:
     """Time the space pipeline from bytes to alerts.
 
-    Beside plain Spark, with the quality of associations and tracks, the registry and the screening.
+    Compares it with plain Spark. Also measures the quality of associations and tracks, and times the registry
+    and the screening.
 
-    FILES are GP files in the order of time, three or more, for the quality as in `bench tracks`, and the last
-    one for the screening. Without them objects are simulated.
+    FILES are GP files in the order of time, three or more, for the quality as in `bench tracks`. The last file
+    is also used for the screening. Without files, objects are simulated.
     """
     from branchlake_dagster.sda.benchmarks.sensor_pipeline import measure_space_pipeline, show_space_pipeline
 

@@ -266,7 +266,7 @@ def _failure(done: dg.ExecuteInProcessResult) -> str | None:
 
 
 def _rows(lake: Lakehouse, tables: Sequence[str]) -> dict[str, int]:
-    """Rows of each table on `main`, from its metadata."""
+    """Return the number of rows of each table on `main`, from its metadata."""
     catalog = lake.catalog(MAIN)
     found = {}
     for name in tables:

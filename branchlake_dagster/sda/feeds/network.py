@@ -24,7 +24,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Datagrams:
-    """Sends each value as a datagram."""
+    """Sends each value as a UDP datagram to one receiver."""
 
     def __init__(self, host: str, port: int) -> None:
         self.refused = 0
@@ -75,7 +75,11 @@ class Frames:
         return sum(known is not None and _gone(known) for known in self._streams)
 
     async def send(self, batch: Batch) -> None:
-        """Send all values of a batch, as fast as the receiver reads."""
+        """Send all values of a batch, as fast as the receiver reads.
+
+        A closed connection is opened again. Frames that a failed connection did not send are counted in
+        `refused`.
+        """
         number = len(self._streams)
         values = pieces(batch.values)
         streams: list[list[bytes | memoryview]] = [[] for _ in range(number)]

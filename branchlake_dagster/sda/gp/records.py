@@ -52,7 +52,7 @@ class CatalogueError(Exception):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[type[CatalogueError], tuple[str, str, str]]:
-        """Pickle by fields, because Dagster carries errors across processes."""
+        """Pickle by fields, because Dagster sends errors to other processes."""
         return (type(self), (self.source, self.problem, self.remedy))
 
 

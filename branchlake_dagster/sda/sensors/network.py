@@ -54,7 +54,7 @@ TELESCOPES = (
 
 @dataclass(frozen=True)
 class Noise:
-    """One standard deviation of each measured value, as the sensors state it in their messages."""
+    """The standard deviation of the simulated noise of each measured value."""
 
     range_m: float = 15.0
     range_rate_m_s: float = 0.05

@@ -83,7 +83,14 @@ def evaluate_curve(
 def fit_growth(
     classes: npt.NDArray[np.int64], age_days: Floats, values: Floats, *, max_sigma_km: float = MAX_SIGMA_KM
 ) -> ErrorGrowth:
-    """Fit curves to differences with classes (k,), ages (k,) and values (k, 5)."""
+    """Fit curves of the error against age to differences of element sets.
+
+    Args:
+        classes: (k,) The orbit class of each difference, an index of `CLASSES`.
+        age_days: (k,) The age of the older set, days.
+        values: (k, 5) The differences along `AXES`.
+        max_sigma_km: A curve ends before the age at which the error along the track exceeds this value.
+    """
     n, axes = len(CLASSES), values.shape[1]
     count = np.zeros((n, AGE_BINS), np.int64)
     age = np.full((n, AGE_BINS), np.nan)
@@ -146,7 +153,16 @@ def member_classes(name: OrbitClass) -> npt.NDArray[np.bool_]:
 
 
 def fit_curve(age_days: Floats, sigma: Floats, min_sigma0: float = 0.0) -> tuple[float, float, float]:
-    """Fit ``sigma0 >= min_sigma0``, ``rate >= 0`` and ``power`` by least squares of relative residuals."""
+    """Fit the curve ``sigma0 + rate * age^power`` by least squares of relative residuals.
+
+    Args:
+        age_days: (b,) Ages, days.
+        sigma: (b,) Errors at these ages.
+        min_sigma0: The lower limit of ``sigma0``. ``rate`` is never negative.
+
+    Returns:
+        ``sigma0``, ``rate`` and ``power``.
+    """
     y = np.maximum(sigma, max(min_sigma0, 1e-12))
     best = (np.inf, 0.0, 0.0, 1.0)
     for power in _POWERS:
