@@ -40,6 +40,7 @@ from branchlake_dagster.incremental.pending import (
     changes_by_partition,
     compute_valid_through,
     is_at_common_position,
+    may_have_lost_rows,
     partition_predecessors,
     pending_partitions,
     plan_batches,
@@ -209,7 +210,24 @@ class Consumption:
         groups = tuple(
             PartitionGroup(tuple(names), dict(since)) for since, names in partitions_by_position.items()
         )
-        return (self._whole_group,) if self._lacks_ranges(groups) else groups
+        is_whole = self._lacks_ranges(groups) or self._has_rows_to_rebuild(groups)
+        return (self._whole_group,) if is_whole else groups
+
+    def _has_rows_to_rebuild(self, groups: Iterable[PartitionGroup]) -> bool:
+        """Whether rows were updated or deleted, so that `when_removed="rebuild"` computes everything anew."""
+        if "rows" not in self.consumer.declaration.patterns or self.consumer.when_removed != "rebuild":
+            return False
+        state = self._consumer_state()
+        return any(
+            may_have_lost_rows(
+                state,
+                upstream,
+                self.change_since(upstream, group.start_positions[upstream.name]),
+                group.partitions,
+            )
+            for group in groups
+            for upstream in self.inputs.values()
+        )
 
     def _lacks_ranges(self, groups: Iterable[PartitionGroup]) -> bool:
         """Whether ranges cannot describe the rows to replace: changed values may be null or unknown."""

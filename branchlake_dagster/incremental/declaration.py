@@ -26,7 +26,7 @@ from branchlake_dagster.tables.specification import TableSpec, format_table_name
 
 Pattern = Literal["rows", "keys", "range"]
 WhenLost = Literal["fail", "rebuild", "skip"]
-WhenRemoved = Literal["fail", "apply", "ignore", "deliver"]
+WhenRemoved = Literal["fail", "apply", "ignore", "deliver", "rebuild"]
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,14 @@ def consumes(
         when_lost (Literal["fail", "rebuild", "skip"]): What to do if an input's change is no longer known,
             because the input was rolled back or created again, or its snapshots have expired.
             (default: `fail`)
-        when_removed (Optional[Literal["fail", "apply", "ignore", "deliver"]]): For `rows`: what to do if rows
-            of an input were updated or deleted. `apply`, for upserts: the asset gets all rows of the changed
-            keys, and its result replaces the table's rows of these keys; the inputs must have the columns of
-            the upsert's keys. `fail`: the run fails with RowsRemoved. `ignore`: only added rows count.
-            `deliver`: the asset gets added and removed rows, with a column `_change_type` (`INSERT`,
-            `DELETE`). (default: `apply` for an upsert without `commits`, else `fail`)
+        when_removed (Optional[Literal["fail", "apply", "ignore", "deliver", "rebuild"]]): For `rows`: what to
+            do if rows of an input were updated or deleted. `apply`, for upserts: the asset gets all rows of
+            the changed keys, and its result replaces the table's rows of these keys; the inputs must have the
+            columns of the upsert's keys. `fail`: the run fails with RowsRemoved. `ignore`: only added rows
+            count. `deliver`: the asset gets added and removed rows, with a column `_change_type` (`INSERT`,
+            `DELETE`). `rebuild`: the asset gets all rows, or all rows of the run's partitions, and its result
+            replaces the table or these partitions; a run of partitions without updated or deleted rows gets
+            its added rows. (default: `apply` for an upsert without `commits`, else `fail`)
         commits (bool): For `rows`: add the columns `_change_ordinal` and `_commit_snapshot_id`, as in
             Iceberg's changelog views, and `_commit_hash`, the commit on `main` that published the row. They
             are null if everything is computed anew. The asset's page lists the commits. (default: False)

@@ -219,6 +219,27 @@ def changes_by_partition(
     return changes
 
 
+def may_have_lost_rows(
+    state: ConsumerState, upstream: UpstreamTable, change: ChangeSet, partitions: Collection[str]
+) -> bool:
+    """Whether rows of an input, on which these partitions depend, may have been updated or deleted.
+
+    Without partitions, all rows of the input count. Reads bounds of columns only: if a removed file, or a
+    delete file, may have rows of a partition, they count as removed, even if they were written again.
+    """
+    files = (*change.removed, *change.deletes)
+    if not files or not state.consumer.tracks_partitions:
+        return bool(files)
+    bounds = _input_bounds(state, upstream)
+    finder = PartitionFinder(
+        _require_definition(state), partitions, reach=state.consumer.reach_of(upstream.key)
+    )
+    return any(
+        finder.affected_keys({name: column.ranges_of(file) for name, column in bounds.items()})
+        for file in files
+    )
+
+
 def runs_by_partition(
     state: ConsumerState,
     partitions: Iterable[str],

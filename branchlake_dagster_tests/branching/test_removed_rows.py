@@ -238,3 +238,70 @@ def test_only_an_upsert_can_apply_what_has_gone(
 
     with pytest.raises(ConfigurationError):
         declare()
+
+
+@pytest.mark.parametrize("mode", [{"write_mode": "append"}, {"write_mode": "upsert", "keys": ["name"]}])
+@pytest.mark.parametrize("spark", [False, pytest.param(True, marks=pytest.mark.spark)])
+def test_removed_rows_rebuild_a_table(
+    lakehouse: Lakehouse, namespace: str, orders: Source, spark: bool, mode: dict[str, Any]
+) -> None:
+    """Nothing in the asset's own table identifies the removed row."""
+
+    def lines(orders):  # type: ignore[no-untyped-def]  # annotated below: annotations here are text
+        if spark:
+            return orders.select(F.concat("account", F.lit("!")).alias("name"))
+        return orders.select((pl.col("account") + "!").alias("name"))
+
+    lines.__annotations__ = {"orders": DataFrame if spark else pl.DataFrame}
+    asset = dg.asset(
+        key=[namespace, "lines"],
+        ins={"orders": dg.AssetIn(orders.key)},
+        metadata=table_metadata(**mode, **FREE) | consumes({orders.key: "rows"}, when_removed="rebuild"),
+    )(lines)
+    with project(lakehouse, orders.asset, asset) as p:
+        orders.publish(p, ("a", 1), ("b", 2))
+        published(p, asset)
+        append(lakehouse, orders, ("c", 3))
+        published(p, asset)
+        delete(lakehouse, orders, "account = 'a'")
+        append(lakehouse, orders, ("d", 4))
+        published(p, asset)
+        assert values(p, asset) == [("b!",), ("c!",), ("d!",)]
+
+
+def test_only_partitions_with_removed_rows_are_rebuilt(
+    lakehouse: Lakehouse, namespace: str, orders: Source
+) -> None:
+    orders.columns = {"day": pl.Date, "account": pl.String, "price": pl.Int64}
+    seen: list[tuple[str, list[str]]] = []
+
+    @dg.asset(
+        key=[namespace, "lines"],
+        ins={"orders": dg.AssetIn(orders.key)},
+        partitions_def=DAYS,
+        metadata=table_metadata(
+            write_mode="upsert", keys=["day", "name"], when_matched="keep", partition_by="day", **FREE
+        )
+        | consumes({orders.key: "rows"}, when_removed="rebuild"),
+    )
+    def lines(context: dg.AssetExecutionContext, orders: pl.DataFrame) -> pl.DataFrame:
+        seen.append((context.partition_key, sorted(orders["account"])))
+        return orders.select("day", pl.col("account").alias("name"), "price")
+
+    one, two = (date.fromisoformat(day) for day in ("2026-01-01", "2026-01-02"))
+    with project(lakehouse, orders.asset, lines) as p:
+        orders.publish(p, (one, "a", 1), (one, "b", 2))
+        orders.publish(p, (two, "c", 3))
+        for day in ("2026-01-01", "2026-01-02"):
+            published(p, lines, partition=day)
+        seen.clear()
+        # An update of one day, whose row moves to the other one; the other day also has a new row.
+        delete(lakehouse, orders, "account = 'a'")
+        append(lakehouse, orders, (two, "a", 5), (one, "b2", 6))
+        for day in ("2026-01-01", "2026-01-02"):
+            published(p, lines, partition=day)
+        assert seen == [("2026-01-01", ["b", "b2"]), ("2026-01-02", ["a"])]
+        assert values(p, lines) == [(one, "b", 2), (one, "b2", 6), (two, "a", 5), (two, "c", 3)]
+        for day in ("2026-01-01", "2026-01-02"):
+            published(p, lines, partition=day)
+        assert seen[2:] == [("2026-01-01", []), ("2026-01-02", [])]
