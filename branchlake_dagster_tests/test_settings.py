@@ -89,6 +89,7 @@ def test_a_mistyped_field_is_an_error_that_names_the_right_one(kind: Any, name: 
         "BRANCHLAKE_DATA_MODE",
         "BRANCHLAKE_GP_DIR",
         "BRANCHLAKE_GP_PULL",
+        "BRANCHLAKE_KEEP_RECORDS",
         "BRANCHLAKE_LIVE_SENSORS",
         "BRANCHLAKE_SENSORS",
         "BRANCHLAKE_TEST_ANYTHING",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -38,6 +38,7 @@ from branchlake_dagster.sda.graph.definitions import fusion_assets, fusion_check
 from branchlake_dagster.sda.graph.sensor_graph import sensor_graph
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.partitions import windows
+from branchlake_dagster.sda.sensor_kinds.declaration import SensorKind
 from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS
 from branchlake_dagster.sda.sources import GpSource, snapshot_id
 from branchlake_dagster.sda.windows import micros
@@ -45,19 +46,23 @@ from branchlake_dagster_tests.harness import Project
 from branchlake_dagster_tests.ingest.test_landing_source import resource_of
 
 CATALOG_KEYS = [*gp_ingest.keys, *registry.keys]
+RAW_TABLES = [kind.raw_table for kind in DEFAULT_SENSOR_KINDS]
 DEAD_LETTERS = [dg.AssetKey(["sda", f"{kind.name}_dead_letters"]) for kind in DEFAULT_SENSOR_KINDS]
+KEPT_RECORDS = [dg.AssetKey(["sda", f"{kind.name}_kept_records"]) for kind in DEFAULT_SENSOR_KINDS]
 BY_HOUR = [ASSOCIATIONS, FUSED_TRACKS, CONJUNCTION_RISKS]
 _FROM_BYTES = [
-    *(kind.raw_table for kind in DEFAULT_SENSOR_KINDS),
+    *RAW_TABLES,
     *DEAD_LETTERS,
+    *KEPT_RECORDS,
     *(OBSERVATIONS, REJECTED_OBSERVATIONS, *BY_HOUR, CONJUNCTION_ALERTS),
 ]
+GP_FOLDER = "TEST_GP_FOLDER"
+"""In the environment of processes: the folder of GP files."""
 _RANGE = ("dagster/asset_partition_range_start", "dagster/asset_partition_range_end")
 LARGE_OBJECTS = {"sda__conjunction_risks": {"config": {"default_radius_m": 2_000.0}}}
 """So large that encounters of two precise tracks have a probability, and become alerts."""
 EVERY_RISK = {"sda__conjunction_alerts": {"config": {"max_distance_km": 5.0}}}
 QUIET: dict[str, Any] = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
-SIMULATED = {"observations": {"config": {"data_mode": "SIMULATED"}}}
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,13 @@ class Tables:
         return found
 
 
-def space_pipeline(resource: LakehouseResource, gp_folder: str) -> dg.Definitions:
+def space_pipeline(
+    resource: LakehouseResource,
+    gp_folder: str,
+    *,
+    kinds: Sequence[SensorKind] = DEFAULT_SENSOR_KINDS,
+    keep_value: bool = False,
+) -> dg.Definitions:
     """Build the code location of the space pipeline that reads landing files and a folder of GP files."""
     graph = dg.Definitions(
         assets=fusion_assets,
@@ -147,7 +158,7 @@ def space_pipeline(resource: LakehouseResource, gp_folder: str) -> dg.Definition
     return dg.Definitions.merge(
         branchlake_definitions(resource.lakehouse.settings, lakehouse=resource),
         graph,
-        sensor_graph(DEFAULT_SENSOR_KINDS, "landing"),
+        sensor_graph(kinds, "landing", data_mode="SIMULATED", keep_value=keep_value),
     )
 
 
@@ -159,12 +170,15 @@ class Pipeline:
         self.gp.mkdir()
 
     @contextmanager
-    def project(self) -> Iterator[Project]:
-        """Return the code location, with a Dagster instance of its own."""
+    def project(self, instance: dg.DagsterInstance | None = None, **options: Any) -> Iterator[Project]:
+        """Return the code location, with a Dagster instance of its own unless given one.
+
+        `options` are those of `space_pipeline`.
+        """
         resource = resource_of(self.lake, self.landing)
-        definitions = space_pipeline(resource, str(self.gp))
-        with dg.DagsterInstance.ephemeral() as instance:
-            yield Project(resource.lakehouse, instance, definitions)
+        definitions = space_pipeline(resource, str(self.gp), **options)
+        with nullcontext(instance) if instance else dg.DagsterInstance.ephemeral() as its_instance:
+            yield Project(resource.lakehouse, its_instance, definitions)
 
     def publish_catalog(self, elements: pl.DataFrame, start: datetime) -> None:
         """Publish a catalog of element sets."""
@@ -194,7 +208,7 @@ class Pipeline:
             for number, part in enumerate(parts, start=1):
                 steps = 3 if number == len(parts) or chance is None else chance.randint(0, 3)
                 self.land(part)
-                self._ingest(p)
+                self.ingest(p)
                 if steps >= 1:
                     self._observe(p, simulated.partitions)
                 for hour in simulated.partitions if steps >= 2 else []:
@@ -206,28 +220,33 @@ class Pipeline:
 
     def read(self) -> Tables:
         """Read the tables, without the columns that depend on the order of arrival."""
-        observations = self._read(OBSERVATIONS).drop("ingest_timestamp")
-        rejected = self._read(REJECTED_OBSERVATIONS)
-        tracks = self._read(FUSED_TRACKS)
+        observations = self.rows(OBSERVATIONS).drop("ingest_timestamp")
+        rejected = self.rows(REJECTED_OBSERVATIONS)
+        tracks = self.rows(FUSED_TRACKS)
         return Tables(
             {
                 "dead_letters": pl.concat(
-                    [self._read(key).select("value", "error_kind", "error") for key in DEAD_LETTERS]
+                    [
+                        self.rows(key)
+                        .filter(pl.col("reprocessed_in").is_null())
+                        .select("value", "error_kind", "error")
+                        for key in DEAD_LETTERS
+                    ]
                 ).sort(pl.all()),
                 "observations": observations.sort("observation_id"),
                 "rejected_observations": rejected.drop(
                     "ingest_timestamp", "topic_partition", "topic_offset"
                 ).sort("observation_id"),
-                "associations": self._read(ASSOCIATIONS).sort("observation_id"),
+                "associations": self.rows(ASSOCIATIONS).sort("observation_id"),
                 "tracks": tracks.sort("window_start", "sat_no"),
-                "risks": self._read(CONJUNCTION_RISKS).sort(pl.all()),
-                "net_alerts": net_alerts(self._read(CONJUNCTION_ALERTS)),
+                "risks": self.rows(CONJUNCTION_RISKS).sort(pl.all()),
+                "net_alerts": net_alerts(self.rows(CONJUNCTION_ALERTS)),
             }
         )
 
     def log(self) -> pl.DataFrame:
         """Return the log of alerts."""
-        return self._read(CONJUNCTION_ALERTS)
+        return self.rows(CONJUNCTION_ALERTS)
 
     def land(self, records: Sequence[tuple[str, Record]]) -> None:
         """Write records to landing files, a file for each kind of sensor."""
@@ -239,16 +258,17 @@ class Pipeline:
                 sink.write(mine)
             sink.close()
 
-    def _ingest(self, p: Project) -> None:
-        raw = [kind.raw_table for kind in DEFAULT_SENSOR_KINDS]
-        settle(p, *raw, *DEAD_LETTERS)
+    def ingest(self, p: Project, *more: dg.AssetKey) -> None:
+        """Ingest the landed records of all kinds in one run. `more` are the tables of kept records."""
+        settle(p, *RAW_TABLES, *DEAD_LETTERS, *more)
 
     def _observe(self, p: Project, hours: Sequence[str]) -> None:
         tags = dict(zip(_RANGE, (hours[0], hours[-1]), strict=True))
-        settle(p, OBSERVATIONS, tags=tags, ops=SIMULATED)
+        settle(p, OBSERVATIONS, tags=tags)
         settle(p, REJECTED_OBSERVATIONS)
 
-    def _read(self, key: dg.AssetKey) -> pl.DataFrame:
+    def rows(self, key: dg.AssetKey) -> pl.DataFrame:
+        """Return all rows of a table on `main`."""
         return pl.DataFrame(self.lake.catalog(MAIN).load_table(tuple(key.path)).scan().to_arrow())
 
 

@@ -24,7 +24,13 @@ from branchlake_dagster.receivers.records import ReceiverOrigin, Record
 from branchlake_dagster.sda.assets.observations import OBSERVATIONS
 from branchlake_dagster.sda.assets.raw import Where, raw_ingests
 from branchlake_dagster.sda.gp.simulated import REFERENCE_EPOCH, simulated_elements
-from branchlake_dagster.sda.graph.code_location import DATA_MODE, LIVE_SENSORS, build_definitions, data_mode
+from branchlake_dagster.sda.graph.code_location import (
+    DATA_MODE,
+    KEEP_RECORDS,
+    LIVE_SENSORS,
+    build_definitions,
+    data_mode,
+)
 from branchlake_dagster.sda.orbits.propagation import Elements
 from branchlake_dagster.sda.sensors.simulate import simulate
 from branchlake_dagster.sda.wire.columns import DECODED, WRONG_SIZE
@@ -200,6 +206,21 @@ def test_the_mode_of_the_measurements_is_that_of_the_environment(
     assert fields["data_mode"].default_value == "SIMULATED"
     monkeypatch.setenv(DATA_MODE, "imagined")
     with raising(ConfigurationError, "'IMAGINED'"):
+        build_definitions(Settings(state_dir=tmp_path))
+
+
+def test_the_bytes_of_measurements_are_kept_where_the_environment_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = dg.AssetKey(["sda", "radar_kept_records"])
+    for value, keeps in ((None, False), ("false", False), (" True", True)):
+        monkeypatch.delenv(KEEP_RECORDS, raising=False)
+        if value is not None:
+            monkeypatch.setenv(KEEP_RECORDS, value)
+        repository = build_definitions(Settings(state_dir=tmp_path)).get_repository_def()
+        assert (kept in repository.assets_defs_by_key) is keeps
+    monkeypatch.setenv(KEEP_RECORDS, "radar")
+    with raising(ConfigurationError, "'radar'"):
         build_definitions(Settings(state_dir=tmp_path))
 
 

@@ -46,7 +46,10 @@ def observation_assets(
     inputs = {kind.raw_table.path[-1]: dg.AssetIn(kind.raw_table) for kind in kinds}
     inputs |= {"objects": dg.AssetIn(OBJECTS, partition_mapping=whole_catalogue)}
     new_rows = consumes(
-        {kind.raw_table: rows(optional=True) for kind in kinds}, on="sensor_timestamp", when_removed="fail"
+        {kind.raw_table: rows(optional=True) for kind in kinds},
+        on="sensor_timestamp",
+        # A corrected decoder replaces rows of raw tables.
+        when_removed="rebuild",
     )
     observation, rejected = observation_contract(source_kinds), rejected_observation_contract(source_kinds)
 

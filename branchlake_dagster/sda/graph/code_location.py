@@ -44,6 +44,10 @@ DATA_MODE = "BRANCHLAKE_DATA_MODE"
 """Environment variable: whether the measurements are real, one of `DataMode`. If unset: `REAL`."""
 
 
+KEEP_RECORDS = "BRANCHLAKE_KEEP_RECORDS"
+"""Environment variable: whether the bytes of measurements are kept, `true` or `false`; unset: `false`."""
+
+
 def sensor_measurements(settings: Settings) -> dg.Definitions:
     """Return the part of the graph from sensors' messages to tracks, as the environment configures it.
 
@@ -56,7 +60,17 @@ def sensor_measurements(settings: Settings) -> dg.Definitions:
         )
     kinds = select_sensor_kinds(os.environ.get(SENSORS, ""))
     source: Where = "kafka" if wanted == "kafka" else "landing"
-    return sensor_graph(kinds, source, settings.receiver_monitors, data_mode())
+    return sensor_graph(kinds, source, settings.receiver_monitors, data_mode(), keep_value=keeps_records())
+
+
+def keeps_records() -> bool:
+    """Return whether the environment asks to keep the bytes. Raises ConfigurationError."""
+    wanted = os.environ.get(KEEP_RECORDS, "").strip().lower() or "false"
+    if wanted not in ("true", "false"):
+        raise ConfigurationError(
+            f"{KEEP_RECORDS} is {wanted!r}.", hint="Set it to true or false, or unset it."
+        )
+    return wanted == "true"
 
 
 def data_mode() -> DataMode:

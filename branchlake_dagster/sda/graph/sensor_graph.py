@@ -50,6 +50,8 @@ def sensor_graph(
     source: Where = "landing",
     receivers: Sequence[str] = (),
     data_mode: DataMode = "REAL",
+    *,
+    keep_value: bool = False,
 ) -> dg.Definitions:
     """Return the assets and checks that depend on kinds of sensor.
 
@@ -61,13 +63,15 @@ def sensor_graph(
         source: Where the topics are: `kafka` or `landing`.
         receivers: The URLs of the receivers' monitors.
         data_mode: Whether the measurements are real, simulated, of a test or of an exercise.
+        keep_value: Whether the bytes of all measurements are kept, so that `branchlake reprocess --from-raw`
+            can decode them again.
 
     Raises:
         ConfigurationError: Two kinds have the same name, or there are none.
     """
     kinds = unique_sensor_kinds(kinds)
     graph = dg.Definitions(assets=sensor_assets(kinds, data_mode), asset_checks=sensor_checks(kinds))
-    return dg.Definitions.merge(graph, live_sensors(source, receivers, kinds))
+    return dg.Definitions.merge(graph, live_sensors(source, receivers, kinds, keep_value=keep_value))
 
 
 def sensor_assets(kinds: Sequence[SensorKind], data_mode: DataMode = "REAL") -> list[dg.AssetsDefinition]:
