@@ -16,9 +16,11 @@ from urllib.parse import urlsplit
 
 import dagster as dg
 from dagster import MetadataValue
+from pyiceberg.manifest import DataFile
 
 from branchlake_dagster.ingest.batch_context import PlannedBatch
 from branchlake_dagster.ingest.declaration import ExpandedIngest, Ingest, IngestTable
+from branchlake_dagster.ingest.event_days import count_rows_by_day, format_days
 from branchlake_dagster.ingest.ingest_batch import BatchResult
 from branchlake_dagster.ingest.kafka_topics import Topics
 from branchlake_dagster.ingest.offsets import (
@@ -155,9 +157,12 @@ def combine_results(results: Sequence[BatchResult]) -> BatchResult:
     """Combine one or more consecutive batches: the last result, with the offsets, counts and notes of all."""
     last_result = results[-1]
     counts: Counter[str] = Counter()
+    files: dict[int, list[DataFile]] = {}
     ranges: dict[TopicPartition, OffsetRange] = {}
     for result in results:
         counts += result.scan_result.counts
+        for number, written_files in result.scan_result.files.items():
+            files.setdefault(number, []).extend(written_files)
         for partition, offset_range in result.plan.ranges.items():
             merged_range = ranges.get(partition, offset_range)
             ranges[partition] = OffsetRange(
@@ -166,7 +171,7 @@ def combine_results(results: Sequence[BatchResult]) -> BatchResult:
     notes = tuple(dict.fromkeys(note for one in results for note in one.notes))
     plan, scan_result = (
         replace(last_result.plan, ranges=ranges),
-        replace(last_result.scan_result, counts=counts),
+        replace(last_result.scan_result, counts=counts, files=files),
     )
     return replace(last_result, plan=plan, scan_result=scan_result, notes=notes)
 
@@ -180,6 +185,11 @@ def batch_table_metadata(result: BatchResult, number: int) -> dict[str, Any]:
         EventMetadata.COMMIT_ID: MetadataValue.text(result.commit_id),
         EventMetadata.TABLE: MetadataValue.text(target.name),
     }
+    if number < len(result.targets.tables) and (files := result.scan_result.files.get(number)):
+        table = target.table.metadata
+        days = count_rows_by_day(files, table, spec_id=table.default_spec_id)
+        if days.rows:
+            metadata[EventMetadata.DAYS] = MetadataValue.text(format_days(days))
     if number == result.targets.kept_records_number:
         metadata[EventMetadata.EXPIRED_RECORDS] = MetadataValue.int(result.expired_record_count)
     return {**metadata, **batch_metadata(result)}

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dagster import AssetKey, FreshnessPolicy
@@ -16,7 +16,7 @@ from branchlake_dagster.ingest.formats import Format, Json
 from branchlake_dagster.ingest.planning import CommittedOffsets, Start, StartingOffsets, TopicRules
 from branchlake_dagster.ingest.progress import OnRollback
 from branchlake_dagster.stored_names import KEPT_RECORDS_SUFFIX
-from branchlake_dagster.tables.specification import require_parquet
+from branchlake_dagster.tables.specification import LayoutField, require_parquet
 
 if TYPE_CHECKING:
     from pandera.pyspark import DataFrameModel
@@ -64,6 +64,9 @@ class IngestTable:
         properties (Mapping[str, str]): Iceberg table properties of a table that is created.
         description (Optional[str]): The asset's description.
         freshness_policy (Optional[FreshnessPolicy]): How old the newest batch may be, for Dagster's pages.
+        days_from (Optional[date]): The first day, in UTC, of the asset `<key>/days`. It has a partition for
+            each day, which is materialized when a published batch has changed rows of that day. `layout`
+            must have `day(column)` or `hour(column)`. (default: no such asset)
 
     Examples:
         .. code-block:: python
@@ -87,6 +90,7 @@ class IngestTable:
     properties: Mapping[str, str] = field(default_factory=dict)
     description: str | None = None
     freshness_policy: FreshnessPolicy | None = None
+    days_from: date | None = None
 
     @property
     def asset(self) -> AssetKey:
@@ -118,6 +122,8 @@ class IngestTable:
                 table=table_name,
                 hint="Declare each table that needs a freshness policy with its own key, without {route}.",
             )
+        if self.days_from is not None:
+            self._require_days(table_name)
         if self.mode not in ("append", "upsert", "changes"):
             raise ConfigurationError(
                 f"Unknown mode {self.mode!r}.", table=table_name, hint="Use append, upsert or changes."
@@ -145,6 +151,24 @@ class IngestTable:
                 raise ConfigurationError(
                     f"The route {self.route!r} is not a valid regular expression: {error}.", table=table_name
                 ) from error
+
+    def _require_days(self, table_name: str) -> None:
+        """Raise ConfigurationError if the files of the table are not partitioned by days or hours."""
+        if self.is_family:
+            raise ConfigurationError(
+                "A family of tables cannot report days: its tables have no asset definitions.",
+                table=table_name,
+                hint="Declare each table whose days are needed with its own key, without {route}.",
+                reason="days_of_family",
+            )
+        transforms = {LayoutField.from_declaration(one).transform for one in self.layout}
+        if transforms.isdisjoint({"day", "hour"}):
+            raise ConfigurationError(
+                "days_from needs a table whose files are partitioned by day or hour.",
+                table=table_name,
+                hint='Add the time of the event to the layout: layout=["day(at)"].',
+                reason="days_without_layout",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

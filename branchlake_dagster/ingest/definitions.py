@@ -24,6 +24,7 @@ from branchlake_dagster.ingest.batch_report import (
     topic_spec,
 )
 from branchlake_dagster.ingest.declaration import Ingest
+from branchlake_dagster.ingest.event_days import build_days_sensor, days_spec
 from branchlake_dagster.ingest.ingest_sensor import (
     build_batch_sensor,
     find_pause_reason,
@@ -326,6 +327,9 @@ def ingest_definitions(
             f"ingest_{ingest.name}_job", selection=dg.AssetSelection.assets(tables), tags=tags
         )
         assets.append(tables)
+        if day_specs := [days_spec(ingest, table) for table in ingest.tables if table.days_from is not None]:
+            external_specs |= {spec.key: spec for spec in day_specs}
+            sensors.append(build_days_sensor(ingest, lakehouse_key=lakehouse_key))
         jobs.append(job)
         sensors.append(
             build_batch_sensor(

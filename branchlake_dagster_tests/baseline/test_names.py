@@ -27,6 +27,8 @@ SHOWN_ALONE = {
     *("branchlake/state", "branchlake/topics"),  # counts of receivers
     *("branchlake/failing_partitions", "branchlake/wanted_through"),  # of checks
     "branchlake/expired_records",  # of kept records
+    *("branchlake/days", "branchlake/day_rows_added", "branchlake/day_rows_removed"),  # of ingested tables
+    "branchlake/rows_outside_days",
     *("branchlake/notes", "branchlake/upsert_by_spark_because", "branchlake/waits_for_partition"),
 }
 """Metadata that people see on Dagster's pages, and that no code reads back."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
 from typing import Any, Literal
 
 import dagster as dg
@@ -14,10 +15,12 @@ import pyarrow as pa
 
 from branchlake_dagster import Decoded, Ingest, IngestTable, ingest_definitions
 from branchlake_dagster.sda.assets.upkeep import live_freshness
+from branchlake_dagster.sda.partitions import FIRST_WINDOW
 from branchlake_dagster.sda.sensor_kinds.declaration import RECORD_ATTRIBUTES, SensorKind
 from branchlake_dagster.sda.sensor_kinds.registered import DEFAULT_SENSOR_KINDS
 
 Where = Literal["kafka", "landing"]
+_FIRST_DAY = date.fromisoformat(FIRST_WINDOW[:10])
 MAX_WAIT_S = 10.0
 """The longest time that a measurement waits for a batch, in seconds."""
 
@@ -69,6 +72,7 @@ def _ingest(kind: SensorKind, source: Where) -> Ingest:
         description=" ".join((contract.__doc__ or "").split())
         + " As it was received, one row for each record.",
         freshness_policy=live_freshness(kind.allowed_lateness_s),
+        days_from=_FIRST_DAY,
     )
     return Ingest(
         name=kind.name,
