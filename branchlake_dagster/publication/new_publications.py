@@ -77,8 +77,9 @@ class PublicationReader(Protocol[_PublicationT]):
     def read_since(self, cursor: str | None) -> NewPublications[_PublicationT]:
         """Read the publications after `cursor`, each once, even if it was recorded repeatedly.
 
-        With None as cursor the reader starts at the present: earlier publications count as read. The cursor
-        is text for Dagster to store. Costs what was recorded since the cursor, however long history is.
+        With None as cursor the reader starts at the present, or at the event that it was made with: earlier
+        publications count as read. The cursor is text for Dagster to store. Costs what was recorded since the
+        cursor, however long history is.
         """
 
 
