@@ -12,6 +12,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from branchlake_dagster.publication.definitions import branchlake_definitions
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.change import Position
@@ -29,7 +30,6 @@ from branchlake_dagster.ingest.event_days import (
     take_days,
 )
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.definitions import branchlake_definitions
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster_tests.harness import Project
 from branchlake_dagster_tests.ingest.test_landing_source import land, resource_of

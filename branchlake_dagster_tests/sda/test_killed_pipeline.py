@@ -19,9 +19,9 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
 
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
-from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.sda.assets.alerts import CONJUNCTION_ALERTS
 from branchlake_dagster_tests.dagster_internals import COMPUTE_LOGS

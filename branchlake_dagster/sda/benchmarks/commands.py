@@ -45,8 +45,8 @@ def tracks(as_json: bool, hours: float, seed: int, files: tuple[Path, ...]) -> N
     Simulates all kinds of sensors, with 5 % wrong track numbers and 1 % clutter, and associates them first.
 
     FILES are GP files in the order of time, three or more. The last file is the truth, and the file before it
-    has the element sets. All files except the last are the history of errors. Without files, 4,000 objects are
-    simulated.
+    has the element sets. All files except the last are the history of errors. Without files, 4,000 objects
+    are simulated.
     """
     from branchlake_dagster.sda.benchmarks.tracks import measure_tracks, show_tracks
 
@@ -93,7 +93,8 @@ def screening(as_json: bool, hours: float, files: tuple[Path, ...]) -> None:
 def registry(as_json: bool, rows: int, rounds: int) -> None:
     """Time the merge of five providers' catalogs.
 
-    Measures the time until the merged catalog is checked and published. Compares it with plain Spark and Polars.
+    Measures the time until the merged catalog is checked and published. Compares it with plain Spark and
+    Polars.
     """
     from branchlake_dagster.sda.benchmarks.registry import measure, show
 
@@ -171,8 +172,8 @@ def sda(as_json: bool, observations: int, seed: int, files: tuple[Path, ...]) ->
     Compares it with plain Spark. Also measures the quality of associations and tracks, and times the registry
     and the screening.
 
-    FILES are GP files in the order of time, three or more, for the quality as in `bench tracks`. The last file
-    is also used for the screening. Without files, objects are simulated.
+    FILES are GP files in the order of time, three or more, for the quality as in `bench tracks`. The last
+    file is also used for the screening. Without files, objects are simulated.
     """
     from branchlake_dagster.sda.benchmarks.sensor_pipeline import measure_space_pipeline, show_space_pipeline
 
