@@ -1,10 +1,14 @@
-"""Parts of pyspark 4.1 that it does not export: its Spark Connect client, and the daemon of its workers."""
+"""Parts of pyspark 4.1 that it does not export: its Spark Connect client, and the daemon of its workers.
+
+A Connect session sends a request for each setting. The functions for settings send one request for all of
+them: a write sets a dozen, and opening a session ten.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from importlib import import_module
 from io import BufferedReader
@@ -14,10 +18,13 @@ _FIRST_WAIT_MS, _GROWTH, _LONGEST_WAIT_MS = 50, 4.0, 4_000
 __all__ = [
     "add_session_hook",
     "disable_session_finalizer",
+    "get_session_settings",
     "limit_retry_time",
     "load_daemon_manager",
+    "set_session_settings",
     "silence_connect_log",
     "translate_errors",
+    "unset_session_settings",
 ]
 
 
@@ -88,6 +95,26 @@ def disable_session_finalizer() -> None:
 
 def _is_log_enabled(_: logging.LogRecord) -> bool:
     return "SPARK_CONNECT_LOG_LEVEL" in os.environ
+
+
+def get_session_settings(session: Any, names: Collection[str]) -> dict[str, str | None]:
+    """Return the values of a Connect session's settings; None for a setting that has no value."""
+    from pyspark.sql.connect.proto import ConfigRequest
+
+    wanted = ConfigRequest.GetOption(keys=list(names))
+    return dict(session.client.config(ConfigRequest.Operation(get_option=wanted)).pairs)
+
+
+def set_session_settings(session: Any, values: Mapping[str, str]) -> None:
+    """Set settings of a Connect session in their order. Warns as `session.conf.set` does."""
+    session.conf._set_all(dict(values), silent=False)
+
+
+def unset_session_settings(session: Any, names: Collection[str]) -> None:
+    """Let settings of a Connect session have the values that they have by default."""
+    from pyspark.sql.connect.proto import ConfigRequest
+
+    session.client.config(ConfigRequest.Operation(unset=ConfigRequest.Unset(keys=list(names))))
 
 
 def load_daemon_manager(

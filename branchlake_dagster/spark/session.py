@@ -39,6 +39,7 @@ from branchlake_dagster.errors import BranchlakeError, ConfigurationError, Outco
 from branchlake_dagster.internals.pyspark import (
     disable_session_finalizer,
     limit_retry_time,
+    set_session_settings,
     silence_connect_log,
     translate_errors,
 )
@@ -201,9 +202,7 @@ def _open_connect(settings: Settings, endpoints: Endpoints, conf: dict[str, str]
         # run once waited there for minutes.
         limit_retry_time(cast("Any", session).client, _EMBEDDED_TIMEOUT_S)
     _translate_failures(session, urlsplit(url).netloc)
-    for key, value in conf.items():
-        if key not in _SERVER_SIDE_KEYS:
-            session.conf.set(key, value)
+    set_session_settings(session, {key: value for key, value in conf.items() if key not in _SERVER_SIDE_KEYS})
     return session
 
 

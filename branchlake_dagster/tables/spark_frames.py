@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,7 +15,12 @@ from pyspark.sql import functions as F  # noqa: N812 - the library's own abbrevi
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import DataType, DateType, StructType, TimestampNTZType, TimestampType
 
-from branchlake_dagster.spark.session import quote_spark_name
+from branchlake_dagster.internals.pyspark import (
+    get_session_settings,
+    set_session_settings,
+    unset_session_settings,
+)
+from branchlake_dagster.spark.session import is_connect, quote_spark_name
 from branchlake_dagster.tables.arrow_frames import duplicate_key_error, format_required_rows
 from branchlake_dagster.tables.errors import (
     ColumnUnsupported,
@@ -300,19 +305,34 @@ def set_session_properties(session: SparkSession, properties: Mapping[str, str])
     setting_names = {key: f"{_SESSION_PROPERTY}{key}" for key in properties}
     with _settings_lock:
         # The session has permanent properties of its own, such as the run id. They are restored afterwards.
-        previous_values: dict[str, str | None] = {
-            name: session.conf.get(name, None) for name in setting_names.values()
-        }
-        for key, value in properties.items():
-            session.conf.set(setting_names[key], value)
+        previous_values = _get_settings(session, setting_names.values())
+        _change_settings(session, {setting_names[key]: value for key, value in properties.items()})
         try:
             yield
         finally:
-            for name, previous_value in previous_values.items():
-                if previous_value is None:
-                    session.conf.unset(name)
-                else:
-                    session.conf.set(name, previous_value)
+            _change_settings(session, previous_values)
+
+
+def _get_settings(session: SparkSession, names: Collection[str]) -> dict[str, str | None]:
+    if is_connect(session):
+        return get_session_settings(session, names)
+    return {name: session.conf.get(name, None) for name in names}
+
+
+def _change_settings(session: SparkSession, values: Mapping[str, str | None]) -> None:
+    """Set the settings that have a value, and unset those whose value is None."""
+    values_to_set = {name: value for name, value in values.items() if value is not None}
+    names_to_unset = values.keys() - values_to_set.keys()
+    if is_connect(session):
+        if values_to_set:
+            set_session_settings(session, values_to_set)
+        if names_to_unset:
+            unset_session_settings(session, names_to_unset)
+        return
+    for name, value in values_to_set.items():
+        session.conf.set(name, value)
+    for name in names_to_unset:
+        session.conf.unset(name)
 
 
 def read_spark_frame(

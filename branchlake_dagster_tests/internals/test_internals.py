@@ -126,11 +126,14 @@ USED = [
     ("pyspark.sql.connect.client", "SparkConnectClient._handle_error", "error"),
     ("pyspark.sql.connect.client", "SparkConnectClient", "session_hooks"),
     ("pyspark.sql.connect.client", "SparkConnectClient.set_retry_policies", "policies"),
+    ("pyspark.sql.connect.client", "SparkConnectClient.config", "operation"),
     (
         "pyspark.sql.connect.client.retries",
         "DefaultPolicy",
         "max_retries initial_backoff backoff_multiplier max_backoff",
     ),
+    ("pyspark.sql.connect.conf", "RuntimeConf._set_all", "configs silent"),
+    ("pyspark.sql.connect.proto", "ConfigRequest", ""),
 ]
 """Module, name in it, and the parameters that we give it."""
 

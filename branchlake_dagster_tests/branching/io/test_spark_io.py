@@ -225,6 +225,18 @@ def test_the_files_of_a_discarded_spark_run_are_deleted(lakehouse: Lakehouse, na
         assert p.rows(namespace, "t") == [{"n": 1}]
 
 
+def test_the_properties_of_a_write_leave_the_session_as_it_was(spark_session: SparkSession) -> None:
+    def values() -> list[str | None]:
+        names = ("permanent", "of_this_write")
+        return [spark_session.conf.get(f"spark.sql.iceberg.snapshot-property.{one}", None) for one in names]
+
+    spark_session.conf.set("spark.sql.iceberg.snapshot-property.permanent", "before")
+    with spark_frames.set_session_properties(spark_session, {"permanent": "now", "of_this_write": "1"}):
+        assert values() == ["now", "1"]
+    assert values() == ["before", None]
+    spark_session.conf.unset("spark.sql.iceberg.snapshot-property.permanent")
+
+
 # -- upserts -------------------------------------------------------------------------------------------
 
 UPSERT = table_metadata(write_mode="upsert", keys=["kind", "id"], require_checks=False)
