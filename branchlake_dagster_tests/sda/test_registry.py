@@ -21,6 +21,9 @@ from branchlake_dagster.sda.sources import snapshot_time
 from branchlake_dagster_tests.sda.test_gp import SNAPSHOTS
 from branchlake_dagster_tests.suite.soak import soaking
 
+OBJECT_STEP = 1 if soaking() else 4
+"""Real catalogs are thinned out to each n-th object."""
+
 BASE = simulated_elements(seed=2, objects=5, epoch=REFERENCE_EPOCH).with_columns(
     sat_no=pl.int_range(1, 6), bstar=pl.lit(0.0)
 )
@@ -328,6 +331,7 @@ def test_all_real_snapshots_in_order_shuffled_and_twice():
         name = path.name.removesuffix(".tle.gz")
         when = snapshot_time(name)
         elements = read_catalogue(path.read_bytes(), name, collected_at=when).elements
+        elements = elements.filter(pl.col("sat_no") % OBJECT_STEP == 0)
         # Snapshots of different times stand for different providers.
         provider = ("celestrak", "esa", "leolabs")[len(made) % 3]
         made.append(
@@ -347,11 +351,11 @@ def test_all_real_snapshots_in_order_shuffled_and_twice():
         other.take(one)
     assert other.catalogue.equals(straight.catalogue)
     assert other.objects.equals(straight.objects)
-    assert straight.catalogue.height == straight.objects.height > 16_000
+    assert straight.catalogue.height == straight.objects.height > 16_000 // OBJECT_STEP
     counts = dict(straight.objects.group_by("state").len().iter_rows())
     # What left the catalogue between June and August is known as such.
-    assert counts["stale"] > 100
-    assert counts["tracked"] > 16_000
+    assert counts["stale"] > 100 // OBJECT_STEP
+    assert counts["tracked"] > 16_000 // OBJECT_STEP
     entries, rejected = read_satcat(
         (SNAPSHOTS / "satcat-active-20260822.json.gz").read_bytes(), "satcat", ReadLimits()
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from branchlake_dagster.cli import main
 from branchlake_dagster.cli.dagster_home import dagster_dev, dagster_home
@@ -70,12 +70,12 @@ def url(
         os.environ.update(before)
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Iterator[Page]:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         absent("Chromium", hint="Debian: apt-get install chromium")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
+        yield playwright.chromium.launch(
             executable_path=CHROMIUM,
             args=[
                 "--no-sandbox",
@@ -86,11 +86,15 @@ def page(tmp_path: Path) -> Iterator[Page]:
                 "--no-first-run",
             ],
         )
-        opened = browser.new_page(viewport={"width": 1500, "height": 950})
-        opened.set_default_timeout(PATIENCE_MS)
-        yield opened
-        opened.screenshot(path=tmp_path / "last.png")
-        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
+    opened = browser.new_page(viewport={"width": 1500, "height": 950})
+    opened.set_default_timeout(PATIENCE_MS)
+    yield opened
+    opened.screenshot(path=tmp_path / "last.png")
+    opened.close()
 
 
 def press_materialize(page: Page, url: str, asset: str, *, namespace: str = "ui") -> None:

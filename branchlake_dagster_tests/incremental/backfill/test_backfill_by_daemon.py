@@ -1,4 +1,4 @@
-"""`branchlake backfill run` with a real daemon: its first stage runs, and the others follow by themselves."""
+"""`branchlake backfill retry` with a real daemon. `test_one_daemon.py` has a backfill that does not fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import dagster as dg
 import pytest
 from click.testing import CliRunner
 
@@ -15,14 +14,15 @@ from branchlake_dagster.cli.dagster_home import dagster_dev
 from branchlake_dagster.cli.main import main
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster_tests.daemon import home_of, wait_for
-from branchlake_dagster_tests.harness import project
-from branchlake_dagster_tests.incremental.backfill.stages import Pipeline
-from branchlake_dagster_tests.incremental.sources import published
+from branchlake_dagster_tests.incremental.backfill.changed_pipeline import (
+    DAYS,
+    publish_unchanged_pipeline,
+    sums_of,
+)
 
-pytestmark = [pytest.mark.daemon, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.daemon, pytest.mark.soak, pytest.mark.timeout(600)]
 
 MODULE = "branchlake_dagster_tests.incremental.backfill.daemon_project"
-DAYS = ("2026-08-01", "2026-08-02")
 
 
 def backfill(*arguments: str) -> Any:
@@ -31,72 +31,13 @@ def backfill(*arguments: str) -> Any:
     return json.loads(result.stdout)
 
 
-def fill(lakehouse: Lakehouse, namespace: str) -> None:
-    """Publish the pipeline as it was before the change."""
-    before = Pipeline(namespace)
-    with project(lakehouse, *before.assets) as p:
-        for day in DAYS:
-            published(p, before.events, partition=day)
-        for day in DAYS:
-            published(p, before.daily, partition=day)
-        published(p, before.total)
-
-
-def sums_of(lakehouse: Lakehouse, namespace: str) -> list[int]:
-    rows = lakehouse.catalog().load_table((namespace, "total")).scan().to_arrow().to_pylist()
-    return sorted(row["price"] for row in rows)
-
-
-def test_a_change_of_the_code_goes_through_all_stages_unaided(
-    lakehouse: Lakehouse, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(lakehouse, namespace)
-
-    def sums() -> list[int]:
-        return sums_of(lakehouse, namespace)
-
-    assert sums() == [22, 22]
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)  # it reads its namespace when it is imported
-    with home_of(lakehouse, namespace, tmp_path) as environment:
-        planned = backfill("plan", f"{namespace}/events")
-        assert [(one["asset"].split("/")[1], one["partitions"], one["by_itself"]) for one in planned] == [
-            ("events", [*DAYS], False),
-            ("daily", [*DAYS], True),
-            ("report", None, False),
-            ("total", None, True),
-        ]
-        number = backfill("run", f"{namespace}/events")["backfill"]
-        with dagster_dev(MODULE, home=tmp_path, environment=environment):
-            wait_for(lambda: sums() == [7 * 22, 7 * 22], seconds=300)
-            # The command reads the code location anew each time.
-            wait_for(lambda: all(one["told"] for one in backfill("status", number)), seconds=60, every_s=2.0)
-            wait_for(
-                lambda: not any(one["running"] for one in backfill("status", number)),
-                seconds=120,
-                every_s=2.0,
-            )
-        with dg.DagsterInstance.get() as instance:
-            runs = instance.get_runs()
-        assert all(run.is_success for run in runs)
-        by_asset = {one.path[1]: 0 for run in runs for one in run.asset_selection or ()}
-        for run in runs:
-            for one in run.asset_selection or ():
-                by_asset[one.path[1]] += 1
-        assert by_asset.keys() == {"events", "daily", "total"}
-        assert (by_asset["events"], by_asset["daily"]) == (2, 2)
-        status = {one["asset"].split("/")[1]: one for one in backfill("status", number)}
-        assert (status["events"]["done"], status["daily"]["done"], status["total"]["done"]) == (2, 2, 1)
-        assert "launch it" in status["report"]["told"]
-        assert backfill("plan", f"{namespace}/events") == []
-
-
 def test_a_stage_that_failed_is_launched_again_by_the_command(
     lakehouse: Lakehouse, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill(lakehouse, namespace)
+    publish_unchanged_pipeline(lakehouse, namespace)
     broken = tmp_path / "broken"
     broken.touch()
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)  # it reads its namespace when it is imported
     more = {"BRANCHLAKE_TEST_BROKEN": str(broken)}
     with home_of(lakehouse, namespace, tmp_path, more=more) as environment:
         chosen = [part for day in DAYS for part in ("--partition", day)]

@@ -18,7 +18,7 @@ OF_THE_LIVE_RUN = (
     *("kill the live run", "pause it while another one works"),
     *("kill it before its publication", "kill it after its publication"),
 )
-"""`ingest/test_daemon.py` kills a live run as well."""
+"""`test_one_daemon.py` kills a live run as well."""
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
 
