@@ -20,7 +20,7 @@ NAMES = (
     *("0731T0348", "0805T0330", "0808T0220", "0808T1311"),
     *("0809T0227", "0809T1314", "0810T0803", "0811T0735"),
 )
-OBJECT_STEP = 1 if soaking() else 8
+OBJECT_STEP = 1 if soaking() else 4
 """The real catalog is thinned out to each n-th object."""
 
 
