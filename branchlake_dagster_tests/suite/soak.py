@@ -90,7 +90,6 @@ SLOW = frozenset(
         "publication/cleanup/test_killed_runs.py::test_a_run_that_dies_outside_of_its_steps_is_missed_too",
         "publication/commit/test_peers.py::test_1_a_lost_reply_at_any_step_ends_in_one_publication[lost-merged]",
         "publication/commit/test_peers.py::test_1_a_lost_reply_at_any_step_ends_in_one_publication[refused-rebased]",
-        "publication/rebase/test_foreign_hands.py::test_rows_changed_copy_on_write[TRUNCATE TABLE {t}-False-main8]",
         "publication/rebase/test_foreign_hands.py::test_where_the_rows_cannot_be_proved_the_same_it_is_refused[DELETE FROM {t} WHERE id = 1]",
         "publication/rebase/test_rebase.py::test_upserts_without_partitions_meet_by_the_bounds_of_their_keys[Spark]",
         "publication/rebase/test_replaced_partitions.py::test_a_week_replaced_with_no_rows_is_replaced[False-arrow]",
