@@ -265,7 +265,10 @@ class LakeProperty:
     UNDONE_SNAPSHOTS = "branchlake.undone_snapshots"
     """On a snapshot of that commit: the snapshots that it reverses. Since 0.2.0."""
     UNDONE_SUPERSEDED_BY = "branchlake.undone_superseded_by"
-    """On that commit: runs that had replaced rows of the undone publications before. Since 0.2.0."""
+    """On that commit: snapshots that had replaced rows of the undone publications before. Since 0.2.0."""
+    WHEN_MATCHED = "branchlake.when_matched"
+    """On a snapshot of an upsert: `update`, or `keep` if rows with existing keys were left unchanged. Since 0.2.0.
+    """
     CHANGE_OF = "branchlake.change_of"
     """On a change table's snapshot: the table whose files it refers to."""
 

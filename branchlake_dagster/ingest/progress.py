@@ -258,13 +258,18 @@ def _holds_progress(ingestion: str, metadata: TableMetadata, table_progress: Tab
 def progress_from_snapshots(ingestion: str, metadata: TableMetadata) -> TableProgress | None:
     """Return the progress that the newest ancestor snapshots of a table record, or None if none does.
 
-    A snapshot of reprocessed dead letters records how far the table had come, including batches without
-    records for it. It may have been replayed onto newer batches, so their offsets are merged as well.
+    Batches that were undone later do not count. A snapshot of reprocessed dead letters records how far the
+    table had come, including batches without records for it. It may have been replayed onto newer batches, so
+    their offsets are merged as well.
     """
     ancestors, _ = ancestors_after(metadata)
     offset_maps: list[Offsets] = []
     table_progress: TableProgress | None = None
+    undone_ids: set[str] = set()
     for snapshot in reversed(ancestors):
+        undone_ids |= {*(summary_value(snapshot, LakeProperty.UNDONE_SNAPSHOTS) or "").split(",")}
+        if str(snapshot.snapshot_id) in undone_ids:
+            continue  # the table no longer has the rows of this batch
         batch_json = summary_value(snapshot, LakeProperty.OFFSETS_PREFIX + ingestion)
         progress_json = batch_json or summary_value(snapshot, LakeProperty.REPROCESSED_PREFIX + ingestion)
         if progress_json is None:

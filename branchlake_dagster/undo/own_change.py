@@ -33,6 +33,8 @@ def build_own_change(
     steps = change.steps
     if others:
         steps = _select_steps(table, publication, others, change)
+        if change.before is not None and change.before != change.after:
+            raise _shared_commit(table, "its columns or layout changed", others)
     old_values = old.metadata.properties if old is not None else {}
     new_values = new.metadata.properties
     names = [
@@ -56,13 +58,17 @@ def build_own_change(
 def _select_steps(
     table: str, publication: Publication, others: Sequence[Publication], change: TableChange
 ) -> tuple[SnapshotChange, ...]:
-    run_ids = {publication.run_id, *(other.run_id for other in others)}
+    run_ids = {run_id for member in (publication, *others) for run_id in (member.run_id, member.root_run_id)}
     if any(step.run_id not in run_ids for step in change.steps):
-        reason = CodedReason(
-            "its commit has several publications, and a snapshot names none of their runs", "shared_commit"
-        )
-        raise DependencyFound(Dependency(table, reason, run_ids=tuple(other.run_id for other in others)))
-    return tuple(step for step in change.steps if step.run_id == publication.run_id)
+        raise _shared_commit(table, "a snapshot names none of their runs", others)
+    # A retry publishes the snapshots of the failed run, too.
+    own_ids = (publication.run_id, publication.root_run_id)
+    return tuple(step for step in change.steps if step.run_id in own_ids)
+
+
+def _shared_commit(table: str, why: str, others: Sequence[Publication]) -> DependencyFound:
+    reason = CodedReason(f"its commit has several publications, and {why}", "shared_commit")
+    return DependencyFound(Dependency(table, reason, run_ids=tuple(other.run_id for other in others)))
 
 
 def _is_set_by(

@@ -34,13 +34,14 @@ from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.undo.find_publication import PublicationNotFound
 from branchlake_dagster.undo.own_change import build_own_change, join_own_changes
 from branchlake_dagster.undo.result import Undo, UndoneTable, build_refusal, describe_table
-from branchlake_dagster.undo.table_state import build_undone_state, require_restorable
+from branchlake_dagster.undo.table_state import build_undone_state, find_missing_file, require_restorable
 from branchlake_dagster.undo.table_undo import (
     Dependency,
     DependencyFound,
     OwnChange,
     plan_table_undo,
 )
+from branchlake_dagster.undo.undrop import list_namespaces
 from branchlake_dagster.wording import CodedReason, format_names
 
 _MAX_ATTEMPTS = 5
@@ -67,20 +68,23 @@ class _Plan:
     states: list[StagedState] = field(default_factory=list)
     tables: list[UndoneTable] = field(default_factory=list)
     dependencies: list[Dependency] = field(default_factory=list)
+    superseding_ids: set[int] = field(default_factory=set)
+    """Snapshots of later publications that have replaced rows of the undone ones."""
+    own_ids: set[int] = field(default_factory=set)
+    """Snapshots of the undone publications."""
 
     def build_operations(self) -> list[Operation]:
         """Build the operations of the commit, with namespaces that were dropped since."""
         operations: list[Operation] = []
+        dropped_namespaces = {
+            namespace
+            for key, content in self.new_contents.items()
+            for namespace in list_namespaces(key)
+            if content is not None and namespace not in self.contents
+        }
+        operations += [Put(key, Namespace(None, key.elements)) for key in sorted(dropped_namespaces)]
         for key, content in sorted(self.new_contents.items()):
-            namespace_key = ContentKey(key.parent) if key.parent else None
-            if content is None:
-                operations.append(Delete(key))
-                continue
-            if namespace_key is not None and namespace_key not in self.contents:
-                put_namespace = Put(namespace_key, Namespace(None, namespace_key.elements, {}))
-                if put_namespace not in operations:
-                    operations.append(put_namespace)
-            operations.append(Put(key, content))
+            operations.append(Delete(key) if content is None else Put(key, content))
         return operations
 
 
@@ -136,7 +140,7 @@ class PublicationUndo:
     ) -> Undo:
         """Return what `undo` would do now, and change nothing."""
         undos = self._earlier_undos(publication)
-        if earlier := _find_own_undo(publication, undos):
+        if earlier := self._find_own_undo(publication, undos):
             return earlier
         publications, plan = self._plan_with_followers(publication, undos, with_followers, keep_positions)
         self._discard(plan)
@@ -155,7 +159,7 @@ class PublicationUndo:
         unknown_outcome: NessieOutcomeUnknown | None = None
         for _ in range(_MAX_ATTEMPTS):
             undos = self._earlier_undos(publication)
-            if earlier := _find_own_undo(publication, undos):
+            if earlier := self._find_own_undo(publication, undos):
                 return earlier if unknown_outcome is None else replace(earlier, is_new=True)
             publications, plan = self._plan_with_followers(publication, undos, with_followers, keep_positions)
             if plan.dependencies:
@@ -169,7 +173,7 @@ class PublicationUndo:
                     expected_hash=plan.main_hash,
                     operations=plan.build_operations(),
                     message=_message(publications),
-                    properties=_properties(publications, plan.tables),
+                    properties=_properties(publications, plan.superseding_ids),
                 ).hash
             except NessieOutcomeUnknown as error:
                 # Keep the files: the commit may exist, or still arrive.
@@ -207,6 +211,22 @@ class PublicationUndo:
                 hint="There is nothing to undo.",
             ) from error
 
+    def _find_own_undo(self, publication: Publication, undos: Sequence[LogEntry]) -> Undo | None:
+        """Find the undo of the publication among the undos since it, with what it did."""
+        for entry in undos:
+            undone_ids = _list_property(entry, LakeProperty.UNDONE_PUBLICATIONS)
+            if publication.publication_id not in undone_ids:
+                continue
+            later_members = self._later_publications(publication)
+            members = [member for member in later_members if member.publication_id in undone_ids]
+            tables = [
+                UndoneTable(change.key.name, _describe_change(change), removed_rows=None, restored_rows=None)
+                for change in self._load_changes(entry.commit.hash)
+                if not is_namespace_change(change)
+            ]
+            return Undo((*members, publication), tuple(tables), entry.commit.hash, is_new=False)
+        return None
+
     def _plan_with_followers(
         self,
         publication: Publication,
@@ -215,26 +235,33 @@ class PublicationUndo:
         keep_positions: bool,
     ) -> tuple[tuple[Publication, ...], _Plan]:
         """Plan the undo. With followers, add the publications that build on it until none is left."""
+        undone_ids = {
+            name for entry in undos for name in _list_property(entry, LakeProperty.UNDONE_PUBLICATIONS)
+        }
         publications: tuple[Publication, ...] = (publication,)
         while True:
             plan = self._plan(publications, keep_positions)
-            plan.dependencies += _find_hidden_rows(publications, undos)
+            plan.dependencies += _find_hidden_rows(publications, plan.own_ids, undos)
             if not (plan.dependencies and with_followers):
                 return publications, plan
-            known_ids = {member.publication_id for member in publications}
             run_ids = {run_id for dependency in plan.dependencies for run_id in dependency.run_ids}
-            followers = [
+            tables = {dependency.table for dependency in plan.dependencies}
+            known_ids = {member.publication_id for member in publications}
+            later_members = [
                 member
                 for member in self._later_publications(publication)
-                if member.run_id in run_ids
-                and member.publication_id not in known_ids
-                and any(dependency.table in member.tables for dependency in plan.dependencies)
+                if member.publication_id in known_ids
+                or (
+                    run_ids & {member.run_id, member.root_run_id}
+                    and tables & {*member.tables}
+                    and member.publication_id not in undone_ids
+                )
             ]
             has_unnamed = any(not dependency.run_ids for dependency in plan.dependencies)
-            if has_unnamed or not followers:
+            if has_unnamed or len(later_members) + 1 == len(publications):
                 return publications, plan
             self._discard(plan)
-            publications = (*followers, *publications)
+            publications = (*later_members, publication)
 
     def _later_publications(self, publication: Publication) -> Iterator[Publication]:
         """Yield the publications on `main` since the given one, newest first."""
@@ -244,7 +271,7 @@ class PublicationUndo:
     def _plan(self, publications: Sequence[Publication], keep_positions: bool) -> _Plan:
         histories = self._load_histories(publications)
         keys = {history.key for history in histories}
-        namespace_keys = {ContentKey(key.parent) for key in keys if key.parent}
+        namespace_keys = {namespace for key in keys for namespace in list_namespaces(key)}
         main = self._client.contents_at(MAIN, sorted(keys | namespace_keys))
         plan = _Plan(main.reference.hash, main.contents)
         try:
@@ -256,15 +283,18 @@ class PublicationUndo:
             self._discard(plan)
             raise
         for answer in answers:
-            if isinstance(answer, Dependency):
+            if isinstance(answer, UndoneTable):
+                plan.tables.append(answer)
+            # If all tables are gone, nothing is left. Otherwise the undo of a drop would bring rows back.
+            elif answer.reason.code != _GONE or plan.new_contents:
                 plan.dependencies.append(self._name_writers(answer, publications))
             else:
-                plan.tables.append(answer)
+                plan.tables.append(UndoneTable(answer.table, "unchanged"))
         return plan
 
     def _name_writers(self, dependency: Dependency, publications: Sequence[Publication]) -> Dependency:
         """Name the later publications of the table, if the dependency is on whatever changed it."""
-        if dependency.reason.code not in _NAMED_BY_TABLE:
+        if dependency.reason.code not in _NAMED_BY_TABLE or dependency.run_ids:
             return dependency
         run_ids = [
             member.run_id
@@ -305,10 +335,17 @@ class PublicationUndo:
         key, current = history.key, plan.contents.get(history.key)
         name, after = key.name, history.after
         if current == after and not history.is_one_table:
-            return self._plan_content(history, plan)
+            remaining = self._remaining_members(history)
+            if not remaining:
+                return self._plan_content(history, plan)
+            if not (history.before is None and isinstance(current, IcebergTable)):
+                reason = CodedReason(
+                    "its commit has several publications, which all created or dropped it", "shared_commit"
+                )
+                return Dependency(name, reason, run_ids=tuple(member.run_id for member in remaining))
         if isinstance(after, IcebergTable) and isinstance(current, IcebergTable):
             if after.content_id != current.content_id:
-                return UndoneTable(name, "unchanged")  # dropped and created again since
+                return self._explain_absence(history)
             if history.is_renamed or history.is_interrupted:
                 reason = CodedReason(
                     "the publication renamed or dropped it, and it has changed since", "renamed"
@@ -319,9 +356,29 @@ class PublicationUndo:
             except DependencyFound as found:
                 return found.dependency
         if isinstance(after, IcebergTable) and current is None:
-            return UndoneTable(name, "unchanged")  # dropped since
+            return self._explain_absence(history)
         reason = CodedReason("it was created, dropped or changed since", "changed_since")
         return Dependency(name, reason)
+
+    def _remaining_members(self, history: _KeyHistory) -> list[Publication]:
+        """Return the publications of the same commits that changed the key and are not undone."""
+        undone = [publication for publication, _ in history.commits]
+        return [
+            member
+            for publication in undone
+            for member in self._members[publication.hash]
+            if member not in undone and history.key.name in member.tables
+        ]
+
+    def _explain_absence(self, history: _KeyHistory) -> Dependency:
+        """Return why the key no longer holds the table: somebody renamed it, dropped it or replaced it."""
+        content_id = history.after.content_id if history.after else None
+        entries = self._client.entries(MAIN)
+        if any(entry.content_id == content_id for entry in entries):
+            reason = CodedReason("it was renamed since", "renamed")
+        else:
+            reason = CodedReason("it was dropped since", _GONE)
+        return Dependency(history.key.name, reason)
 
     def _plan_content(self, history: _KeyHistory, plan: _Plan) -> UndoneTable | Dependency:
         """Plan the undo of a created or dropped table, or of a view, that nobody has changed since."""
@@ -330,7 +387,7 @@ class PublicationUndo:
             plan.new_contents[key] = None
             return UndoneTable(key.name, "dropped")
         if isinstance(before, IcebergTable):
-            (error,) = self._tables.find_read_errors([(key, None, before)])
+            error = find_missing_file(self._tables.open(key, before).table)
             if error is not None:
                 reason = CodedReason(f"its files cannot be read any more ({error})", "files_gone")
                 return Dependency(key.name, reason)
@@ -346,16 +403,19 @@ class PublicationUndo:
         before = history.before if isinstance(history.before, IcebergTable) else None
         target = self._tables.open(key, current)
         old_table = self._tables.open(key, before).table if before is not None else None
+        own = self._load_own_change(history)
         undo = plan_table_undo(
             name,
             self._tables.load_change(key, before, current),
-            self._load_own_change(history),
+            own,
             target.table.metadata.properties,
             keep_positions=keep_positions,
         )
         if undo.restored and old_table is not None:
             require_restorable(name, undo, old_table)
         undone_table = describe_table(name, undo)
+        plan.superseding_ids |= {*undo.superseding_ids}
+        plan.own_ids |= own.snapshot_ids
         if undo.changes_anything:
             ids = _join_ids([publication for publication, _ in history.commits])
             state = build_undone_state(target, undo, old_table, {LakeProperty.UNDONE_PUBLICATIONS: ids})
@@ -387,8 +447,15 @@ class PublicationUndo:
         plan.states.clear()
 
 
-_NAMED_BY_TABLE = frozenset({"changed_since", "renamed"})
+_GONE = "dropped_since"
+_NAMED_BY_TABLE = frozenset({"changed_since", "renamed", "positions_moved", _GONE})
 """Dependencies on whatever changed the table since."""
+
+
+def _describe_change(change: DiffEntry) -> str:
+    if change.to_content is None:
+        return "dropped"
+    return "restored" if change.from_content is None else "changed"
 
 
 def _renamed_keys(changes: Collection[DiffEntry]) -> set[ContentKey]:
@@ -412,26 +479,17 @@ def _join_ids(publications: Sequence[Publication]) -> str:
     return ",".join(publication.publication_id for publication in publications)
 
 
-def _find_own_undo(publication: Publication, undos: Sequence[LogEntry]) -> Undo | None:
-    """Find the undo of the publication among the undos since it."""
-    for entry in undos:
-        if publication.publication_id in _list_property(entry, LakeProperty.UNDONE_PUBLICATIONS):
-            return Undo((publication,), commit=entry.commit.hash, is_new=False)
-    return None
+def _find_hidden_rows(
+    publications: Sequence[Publication], own_ids: Collection[int], undos: Sequence[LogEntry]
+) -> Iterator[Dependency]:
+    """Yield a dependency for each earlier undo of rows that the publications had replaced.
 
-
-def _find_hidden_rows(publications: Sequence[Publication], undos: Sequence[LogEntry]) -> Iterator[Dependency]:
-    """Yield the tables in which the publications replaced rows that were undone since.
-
-    The undo of the replacement would bring these rows back.
+    `own_ids` are their snapshots. The undo of the replacement would bring these rows back.
     """
-    undone_ids = {publication.publication_id for publication in publications}
-    run_ids = {publication.run_id for publication in publications}
+    names = {str(snapshot_id) for snapshot_id in own_ids}
     tables = {table for publication in publications for table in publication.tables}
     for entry in undos:
-        earlier_ids = _list_property(entry, LakeProperty.UNDONE_PUBLICATIONS)
-        replacing_runs = {*_list_property(entry, LakeProperty.UNDONE_SUPERSEDED_BY)}
-        if replacing_runs & run_ids and not undone_ids & {*earlier_ids}:
+        if names & {*_list_property(entry, LakeProperty.UNDONE_SUPERSEDED_BY)}:
             reason = CodedReason(
                 f"it replaced rows of a publication that was undone since, as {entry.commit.hash}",
                 "hides_undone_rows",
@@ -443,15 +501,14 @@ def _list_property(entry: LogEntry, name: str) -> list[str]:
     return [item for item in entry.commit.properties.get(name, "").split(",") if item]
 
 
-def _properties(publications: Sequence[Publication], tables: Sequence[UndoneTable]) -> dict[str, str]:
+def _properties(publications: Sequence[Publication], superseding_ids: Collection[int]) -> dict[str, str]:
     """Return the properties of the undo's commit. Readers of publications must not take it for one."""
     properties = {
         LakeProperty.UNDONE_PUBLICATIONS: _join_ids(publications),
         LakeProperty.UNDONE_RUNS: ",".join(publication.run_id for publication in publications),
     }
-    replacing_runs = dict.fromkeys(run_id for table in tables for run_id in table.superseded_by)
-    if replacing_runs:
-        properties[LakeProperty.UNDONE_SUPERSEDED_BY] = ",".join(replacing_runs)
+    if superseding_ids:
+        properties[LakeProperty.UNDONE_SUPERSEDED_BY] = ",".join(map(str, sorted(superseding_ids)))
     return properties
 
 

@@ -42,7 +42,9 @@ def list_columns(table: UndoneTable) -> tuple[str, str, str, str, str]:
 
 
 def _format_rows(rows: int | None, files: int) -> str:
-    return f"{'?' if rows is None else f'{rows:,}'} in {format_count(files, 'file')}" if files else "0"
+    if rows is None:
+        return f"unknown, in {format_count(files, 'file')}" if files else "unknown"
+    return f"{rows:,} in {format_count(files, 'file')}" if files else "0"
 
 
 HEADERS = ("table", "action", "rows removed", "rows restored", "notes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pyiceberg.exceptions import ValidationException
 from pyiceberg.manifest import ManifestContent
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
@@ -46,6 +47,13 @@ def require_restorable(name: str, undo: TableUndo, old_table: Table) -> None:
         raise DependencyFound(Dependency(name, reason))
 
 
+def find_missing_file(table: Table) -> Exception | None:
+    """Return the error of a file of the table that cannot be read; None if all can be read."""
+    live_files = read_live_files(table.io, table.current_snapshot())
+    stored_files = [StoredFile(table.io, file.file_path, file.file_size_in_bytes) for file in live_files]
+    return next(filter(None, file_errors(stored_files)), None)
+
+
 def build_undone_state(
     target: StagedState, undo: TableUndo, old_table: Table | None, properties: Mapping[str, str]
 ) -> StagedState:
@@ -70,8 +78,11 @@ def build_undone_state(
                 },
                 written_paths=state.written_paths,
             )
-        except Exception:
+        except Exception as error:
             delete_existing_files(state, state.written_paths)
+            if isinstance(error, ValidationException):
+                reason = CodedReason(f"Iceberg refuses the undo ({error})", "refused_by_iceberg")
+                raise DependencyFound(Dependency(".".join(target.table.name()), reason)) from error
             raise
         _apply(state, updates)
     return state

@@ -46,6 +46,8 @@ _NOT_INVERTIBLE = {
         "the publication wrote deletion vectors, which cannot be undone", "wrote_deletion_vectors"
     ),
 }
+_COMPACTED = CodedReason("rows of the publication were compacted together with others", "compacted")
+_DELETED_ROWS = CodedReason("rows that were deleted before the publication would come back", "deleted_rows")
 _MAX_FORMAT_VERSION = 2
 """The newest format version whose manifests PyIceberg writes."""
 _MORE_PARTITIONS = "…"
@@ -115,6 +117,8 @@ class TableUndo:
     snapshot_ids: tuple[int, ...] = ()
     """The snapshots whose changes are undone."""
     superseded_by: tuple[str, ...] = ()
+    superseding_ids: tuple[int, ...] = ()
+    """The snapshots that have replaced a part of the rows."""
     is_superseded: bool = False
     """Whether later publications have replaced all rows of the undone ones."""
 
@@ -144,26 +148,37 @@ def plan_table_undo(
     `keep_positions`, the positions of consumers and the offsets of ingestions stay as they are, so what was
     read is not read again. Raises DependencyFound.
     """
-    own_steps, superseded_by = list[SnapshotChange](), dict[str, None]()
-    undo = TableUndo()
+    if not own.snapshot_ids <= {step.snapshot_id for step in change.steps}:
+        reason = CodedReason("its snapshots of the publication have expired", "history_lost")
+        raise DependencyFound(Dependency(table, reason))
+    own_steps, superseded_by = list[SnapshotChange](), dict[str, int]()
+    undo, is_compacted = TableUndo(), False
+    later_deletes: list[DeleteFile] = []
     for step in _drop_undone_steps(change.steps):
         if step.snapshot_id in own.snapshot_ids:
             _require_invertible(table, step)
+            _require_no_deleted_rows(table, step, later_deletes)
             own_steps.append(step)
             _add_own_step(undo, step)
-        elif step.mode in (ChangeMode.UNKNOWN, ChangeMode.OLD_LAYOUT):
-            if own_steps or own.snapshot_ids:
-                raise DependencyFound(Dependency(table, _NOT_INVERTIBLE[step.mode], run_ids=_run_ids(step)))
-        elif remaining_steps := [own_step for own_step in own_steps if not _supersedes(step, own_step)]:
-            if len(remaining_steps) < len(own_steps):
-                own_steps, undo = remaining_steps, _join_own_steps(remaining_steps)
-                superseded_by.update(dict.fromkeys(_run_ids(step)))
-            _follow_later_step(table, undo, step, change)
-        elif own_steps:
-            own_steps, undo = [], TableUndo()
-            superseded_by.update(dict.fromkeys(_run_ids(step)))
+            continue
+        later_deletes += step.deletes
+        if not own_steps:
+            if step.mode in (ChangeMode.UNKNOWN, ChangeMode.OLD_LAYOUT) and own.snapshot_ids:
+                raise DependencyFound(Dependency(table, _NOT_INVERTIBLE[step.mode]))
+            continue
+        if step.mode in (ChangeMode.UNKNOWN, ChangeMode.OLD_LAYOUT):
+            raise DependencyFound(Dependency(table, _NOT_INVERTIBLE[step.mode], run_ids=_run_ids(step)))
+        remaining_steps = [own_step for own_step in own_steps if not _supersedes(step, own_step)]
+        if len(remaining_steps) < len(own_steps):
+            superseded_by[step.run_id or ""] = step.snapshot_id
+            if remaining_steps and is_compacted:
+                raise DependencyFound(Dependency(table, _COMPACTED, run_ids=_run_ids(step)))
+            own_steps, undo = remaining_steps, _join_own_steps(remaining_steps)
+        if own_steps:
+            is_compacted |= _follow_later_step(table, undo, step, change)
     undo.snapshot_ids = tuple(step.snapshot_id for step in own_steps)
-    undo.superseded_by = tuple(superseded_by)
+    undo.superseded_by = tuple(filter(None, superseded_by))
+    undo.superseding_ids = tuple(superseded_by.values())
     undo.is_superseded = bool(own.snapshot_ids) and not own_steps
     _require_known_layout(table, undo, change, own)
     _plan_columns(table, undo, change, own)
@@ -189,6 +204,12 @@ def _require_invertible(table: str, step: SnapshotChange) -> None:
     mode = ChangeMode.ROW_DELETES if step.deletes and step.mode not in _NOT_INVERTIBLE else step.mode
     if mode in _NOT_INVERTIBLE:
         raise DependencyFound(Dependency(table, _NOT_INVERTIBLE[mode], tuple(sorted(step.partitions))))
+
+
+def _require_no_deleted_rows(table: str, step: SnapshotChange, deletes: Sequence[DeleteFile]) -> None:
+    """Require that the files that an undone step removed had no rows that delete files had removed."""
+    if hit_files := find_hit_files(deletes, step.removed):
+        raise DependencyFound(Dependency(table, _DELETED_ROWS, _partitions(hit_files)))
 
 
 def _join_own_steps(steps: Sequence[SnapshotChange]) -> TableUndo:
@@ -228,22 +249,41 @@ def _supersedes(step: SnapshotChange, own_step: SnapshotChange) -> bool:
     )
 
 
-def _follow_later_step(table: str, undo: TableUndo, step: SnapshotChange, change: TableChange) -> None:
-    """Change `undo` so that it can follow a later step. Raises DependencyFound if it cannot."""
-    if step.mode is ChangeMode.APPEND:
-        return
+def _follow_later_step(table: str, undo: TableUndo, step: SnapshotChange, change: TableChange) -> bool:
+    """Change `undo` so that it can follow a later step. Raises DependencyFound if it cannot.
+
+    Returns whether the undo removes compacted files because of the step.
+    """
+    removed_paths = undo.removed.keys()
     if step.mode is ChangeMode.COMPACT:
         _follow_compaction(undo, step, change)
     if lost_files := [file for file in step.removed if file.path in undo.removed]:
         reason = (
-            CodedReason("rows of the publication were compacted together with others", "compacted")
+            _COMPACTED
             if step.mode is ChangeMode.COMPACT
             else CodedReason("later changes rewrote files of the publication", "rewritten_since")
         )
         raise DependencyFound(Dependency(table, reason, _partitions(lost_files), _run_ids(step)))
-    if step.mode is not ChangeMode.COMPACT:
+    if step.mode not in (ChangeMode.COMPACT, ChangeMode.APPEND):
         _require_independent_deletes(table, undo, step)
         _require_independent_rows(table, undo, step, change)
+        _require_no_skipped_keys(table, undo, step)
+    return undo.removed.keys() != removed_paths
+
+
+def _require_no_skipped_keys(table: str, undo: TableUndo, step: SnapshotChange) -> None:
+    """Require that an upsert that keeps existing rows did not skip a key because of the publication.
+
+    Its files do not show which keys it skipped.
+    """
+    if undo.removed and step.mode is ChangeMode.UPSERT and not _updates_matched(step):
+        reason = CodedReason("a later upsert may have skipped keys of the publication", "keys_skipped")
+        raise DependencyFound(Dependency(table, reason, _partitions(undo.removed.values()), _run_ids(step)))
+
+
+def _updates_matched(step: SnapshotChange) -> bool:
+    """Return whether an upsert updated rows with existing keys. Earlier versions did not record that."""
+    return step.properties.get(LakeProperty.WHEN_MATCHED) == "update"
 
 
 def _replaces_whole_table(step: SnapshotChange) -> bool:
@@ -410,8 +450,7 @@ def find_returning_deletes(
     hit_files = find_hit_files(old_deletes, list(undo.restored.values()))
     if not hit_files:
         return None
-    reason = CodedReason("rows that were deleted before the publication would come back", "deleted_rows")
-    return Dependency(table, reason, _partitions(hit_files))
+    return Dependency(table, _DELETED_ROWS, _partitions(hit_files))
 
 
 def _partitions(files: Collection[File]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.model import ContentKey, Delete, IcebergTable, Namespace, Operation, Put
 from branchlake_dagster.publication.replay import IcebergTableFormat
+from branchlake_dagster.undo.table_state import find_missing_file
 
 
 class TableNotDropped(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -35,8 +36,8 @@ def undrop_table(lake: Lakehouse, name: str) -> RestoredTable:
     NessieConflict if somebody created the table meanwhile.
     """
     client, key = lake.nessie, ContentKey.from_path(name)
-    namespace_key = ContentKey(key.parent) if key.parent else None
-    main = client.contents_at(MAIN, [key, *([namespace_key] if namespace_key else [])])
+    namespace_keys = list_namespaces(key)
+    main = client.contents_at(MAIN, [key, *namespace_keys])
     if key in main.contents:
         raise TableNotDropped(f"Main has the table {name}.", table=name, hint="There is nothing to restore.")
     from_commit = _find_last_commit(client, main.reference.hash, key)
@@ -47,21 +48,26 @@ def undrop_table(lake: Lakehouse, name: str) -> RestoredTable:
             table=name,
             hint="Check the name: namespace.name.",
         )
-    (error,) = IcebergTableFormat(lake.catalog()).find_read_errors([(key, None, content)])
+    error = find_missing_file(IcebergTableFormat(lake.catalog()).open(key, content).table)
     if error is not None:
         raise DroppedTableUnreadable(
             f"A file of the dropped table cannot be read: {error}",
             table=name,
             hint="Nothing was changed. Restore the file, or write the table anew.",
         ) from error
-    operations: list[Operation] = []
-    if namespace_key is not None and namespace_key not in main.contents:
-        operations.append(Put(namespace_key, Namespace(None, namespace_key.elements)))
+    operations: list[Operation] = [
+        Put(each, Namespace(None, each.elements)) for each in namespace_keys if each not in main.contents
+    ]
     operations.append(Put(key, replace(content, content_id=None)))
     commit = client.commit(
         MAIN, expected_hash=main.reference.hash, operations=operations, message=f"Restore the table {name}"
     )
     return RestoredTable(commit.hash, from_commit)
+
+
+def list_namespaces(key: ContentKey) -> list[ContentKey]:
+    """Return the keys of the namespaces above a content, outermost first."""
+    return [ContentKey(key[:depth]) for depth in range(1, len(key))]
 
 
 def _find_last_commit(client: NessieClient, main_hash: str, key: ContentKey) -> str | None:

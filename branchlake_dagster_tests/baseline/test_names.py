@@ -43,6 +43,7 @@ NOT_STORED = {
     "branchlake.undone_snapshots": "on an undo, which version 0.1.0 did not have",
     "branchlake.undone_superseded_by": "on an undo, which version 0.1.0 did not have",
     "branchlake/undone_by": "on an undo, which version 0.1.0 did not have",
+    "branchlake.when_matched": "on an upsert, which version 0.1.0 did not record",
     "branchlake.kept_since.": "on a table of kept records, of an ingestion that keeps them; set anew each day",
     "branchlake/reprocess_raw": "on a run that decodes kept records again, and of no use after it",
     "branchlake/read_untold": "on a run that read by Spark what its plan does not name",

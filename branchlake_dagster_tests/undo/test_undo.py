@@ -20,7 +20,9 @@ from branchlake_dagster.publication.ledger import Publication, iter_publications
 from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.publication.table_change import ChangeMode, SnapshotChange
 from branchlake_dagster.stored_names import LakeProperty
+from branchlake_dagster.tables import upserts
 from branchlake_dagster.tables.replaced_rows import ReplacedRows, StringSet, to_json
+from branchlake_dagster.tables.specification import TableSpec
 from branchlake_dagster.undo import table_undo
 from branchlake_dagster.undo.find_publication import PublicationNotFound, find_publication
 from branchlake_dagster.undo.publication_undo import PublicationUndo, UndoUnknown
@@ -427,6 +429,124 @@ def test_a_publication_is_named_by_run_publication_or_commit(bench: Workbench) -
         with pytest.raises(PublicationNotFound):
             find_publication(nessie, name)
     assert found in list(iter_publications(nessie))
+
+
+# -- what later publications did with the tables ----------------------------------------------------------
+
+
+def test_a_table_that_was_renamed_since_is_found(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    wrong = appended(bench, [("a", 2)])
+    later = bench.run()
+    later.catalog.rename_table((bench.namespace, "t"), (bench.namespace, "u"))
+    bench.published(later)
+    with pytest.raises(UndoRefused) as caught:
+        undo(bench, wrong)
+    assert (codes(caught.value), run_ids(caught.value)) == ({"renamed"}, {later.run_id})
+
+
+def test_a_table_that_was_dropped_since_would_hide_rows(bench: Workbench) -> None:
+    bench.seeded([("a", 1)])
+    bench.seeded([("a", 1)], name="s")
+    wrong = bench.run()
+    for name in ("t", "s"):
+        wrong.append([("a", 2)], name)
+    bench.published(wrong)
+    later = bench.run()
+    later.catalog.drop_table((bench.namespace, "t"))
+    bench.published(later)
+    with pytest.raises(UndoRefused) as caught:
+        undo(bench, wrong)
+    assert run_ids(caught.value) == {later.run_id}
+    undo(bench, wrong, with_followers=True)
+    assert (bench.rows(), bench.rows("s")) == ([("a", 1)], [("a", 1)])
+
+
+def test_runs_that_created_a_table_in_one_commit(bench: Workbench) -> None:
+    bench.seeded([], name="z")
+    runs = [bench.run(), bench.run()]
+    for number, run in enumerate(runs):
+        run.create()
+        run.append([("a", number)])
+    assert len({result.hash for result in bench.published(*runs)}) == 1
+    undo(bench, runs[0])
+    assert bench.rows() == [("a", 1)]
+
+
+def test_columns_of_another_run_in_the_same_commit_stay(bench: Workbench) -> None:
+    bench.seeded([("x", 0)])
+    columns, rows = bench.run(), bench.run()
+    with columns.table().update_schema() as update:
+        update.add_column("note", StringType())
+    rows.append([("b", 1)])
+    bench.published(columns, rows)
+    assert codes(refused(bench, rows)) == {"shared_commit"}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_expired_snapshots_of_the_publication_refuse_its_undo(bench: Workbench, count: int) -> None:
+    wrong = bench.run()
+    wrong.create()
+    for number in range(count):
+        wrong.append([("a", number)])
+    bench.published(wrong)
+    appended(bench, [("b", 3)])
+    table = bench.main()
+    table.maintenance.expire_snapshots().by_ids([table.metadata.snapshots[0].snapshot_id]).commit()
+    assert codes(refused(bench, wrong)) == {"history_lost"}
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_an_upsert_that_keeps_rows_may_have_skipped_keys(bench: Workbench, is_recorded: bool) -> None:
+    bench.seeded([("a", 1)])
+    wrong = appended(bench, [("a", 5)])
+    later = bench.run()
+    spec = TableSpec(identifier=(bench.namespace, "t"), write_mode="upsert", keys=("id",), keeps_matched=True)
+    planned = upserts.plan_upsert(frame([("b", 5), ("b", 6)]), later.table(), spec, None)
+    assert isinstance(planned, upserts.UpsertPlan)
+    properties = later.properties("upsert", "id")
+    del properties[LakeProperty.WHEN_MATCHED]
+    upserts.write_upsert(planned, properties | ({LakeProperty.WHEN_MATCHED: "keep"} if is_recorded else {}))
+    bench.published(later)
+    error = refused(bench, wrong)
+    assert (codes(error), run_ids(error)) == ({"keys_skipped"}, {later.run_id})
+
+
+def test_the_undo_of_a_replacement_may_not_bring_undone_rows_back(bench: Workbench) -> None:
+    """Also if the replacement was written by a failed run whose retry was published."""
+    bench.seeded([("a", 1)])
+    bench.seeded([("a", 1)], name="s")
+    wrong = bench.run()
+    replaced(wrong, "a", [("a", 2)])
+    wrong.append([("z", 9)], "s")
+    bench.published(wrong)
+    retry = bench.run()
+    failed = Run(bench, f"{retry.run_id}-failed", retry.base)
+    table = retry.table()
+    predicate = ReplacedRows(((StringSet(table.schema().find_field("day").field_id, frozenset({"a"})),),))
+    properties = failed.properties("replace_partitions")
+    properties |= {LakeProperty.PARTITION: "a", LakeProperty.REPLACED: to_json(predicate)}
+    table.overwrite(frame([("a", 3)]), overwrite_filter=EqualTo("day", "a"), snapshot_properties=properties)
+    bench.published(retry)
+    undo(bench, wrong)
+    assert codes(refused(bench, retry)) == {"hides_undone_rows"}
+
+
+def test_followers_are_undone_in_their_order(bench: Workbench) -> None:
+    bench.seeded([("a", 0)])
+    first = ingest(bench, [("a", 1)], 10)
+    second = ingest(bench, [("b", 2)], 20)
+    last = bench.run()
+    with last.table().update_schema() as update:
+        update.add_column("note", StringType())
+    last.replace("a", [("a", 7)])
+    bench.published(last)
+    done = undo(bench, first, with_followers=True)
+    assert [one.run_id for one in done.publications] == [last.run_id, second.run_id, first.run_id]
+    assert (bench.main().schema().column_names, bench.rows()) == (["day", "id"], [("a", 0)])
+    again = undo(bench, first)
+    assert [one.run_id for one in again.publications] == [last.run_id, second.run_id, first.run_id]
+    assert [(table.table, table.action) for table in again.tables] == [(f"{bench.namespace}.t", "changed")]
 
 
 # -- random histories ----------------------------------------------------------------------------------

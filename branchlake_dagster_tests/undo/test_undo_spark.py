@@ -30,7 +30,9 @@ def test_an_ingestion_reads_the_records_of_an_undone_batch_again(
         return outcome.hash
 
     land(tmp_path, "a", records(1, 2))
+    undo(lakehouse, batch())
     first = batch()
+    assert [row["id"] for row in driver.rows(by="id")] == [1, 2]
     land(tmp_path, "a", [*records(3), b"no"])
     undo(lakehouse, batch())
     assert ([row["id"] for row in driver.rows(by="id")], driver.dead()) == ([1, 2], [])

@@ -3,7 +3,6 @@
 import dagster as dg
 import polars as pl
 
-from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.publication.conditions import on_publication, publication_automation_sensor
 from branchlake_dagster.tables.specification import table_metadata
 
