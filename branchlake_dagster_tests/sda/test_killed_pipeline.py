@@ -1,6 +1,6 @@
 """`kill -9` in each stage of the space pipeline, and around its publication: every alert is there exactly once.
 
-`make test` kills the alerts at one place, chosen by the seed; `make test-soak` all stages at all places.
+Only `make test-soak` runs these tests.
 `BRANCHLAKE_TEST_SHUFFLE_SEED` is the seed.
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from branchlake_dagster.publication.cleanup_jobs import reap_branches, sweep_discarded
 
+from branchlake_dagster.cleanup.jobs import reap_branches, sweep_discarded
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.sda.assets.alerts import CONJUNCTION_ALERTS
@@ -183,6 +183,7 @@ def trial(empty_lake: Lakehouse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         workers.process.communicate()
 
 
+@pytest.mark.soak
 def test_a_killed_process_makes_no_alert_twice(trial: Trial) -> None:
     """The alerts of the hour are computed anew, from nothing, by processes that are killed."""
     trial.lake.catalog(MAIN).drop_table(tuple(CONJUNCTION_ALERTS.path))
