@@ -12,7 +12,6 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from branchlake_dagster.publication.definitions import branchlake_definitions
 
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.change import Position
@@ -29,6 +28,7 @@ from branchlake_dagster.ingest.event_days import (
     format_days,
     take_days,
 )
+from branchlake_dagster.lake_definitions import branchlake_definitions
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster_tests.harness import Project
