@@ -151,7 +151,7 @@ def plan_table_undo(
     if not own.snapshot_ids <= {step.snapshot_id for step in change.steps}:
         reason = CodedReason("its snapshots of the publication have expired", "history_lost")
         raise DependencyFound(Dependency(table, reason))
-    own_steps, superseded_by = list[SnapshotChange](), dict[str, int]()
+    own_steps, superseding_steps = list[SnapshotChange](), list[SnapshotChange]()
     undo, is_compacted = TableUndo(), False
     later_deletes: list[DeleteFile] = []
     for step in _drop_undone_steps(change.steps):
@@ -170,15 +170,15 @@ def plan_table_undo(
             raise DependencyFound(Dependency(table, _NOT_INVERTIBLE[step.mode], run_ids=_run_ids(step)))
         remaining_steps = [own_step for own_step in own_steps if not _supersedes(step, own_step)]
         if len(remaining_steps) < len(own_steps):
-            superseded_by[step.run_id or ""] = step.snapshot_id
+            superseding_steps.append(step)
             if remaining_steps and is_compacted:
                 raise DependencyFound(Dependency(table, _COMPACTED, run_ids=_run_ids(step)))
             own_steps, undo = remaining_steps, _join_own_steps(remaining_steps)
         if own_steps:
             is_compacted |= _follow_later_step(table, undo, step, change)
     undo.snapshot_ids = tuple(step.snapshot_id for step in own_steps)
-    undo.superseded_by = tuple(filter(None, superseded_by))
-    undo.superseding_ids = tuple(superseded_by.values())
+    undo.superseded_by = tuple(dict.fromkeys(step.run_id for step in superseding_steps if step.run_id))
+    undo.superseding_ids = tuple(step.snapshot_id for step in superseding_steps)
     undo.is_superseded = bool(own.snapshot_ids) and not own_steps
     _require_known_layout(table, undo, change, own)
     _plan_columns(table, undo, change, own)
