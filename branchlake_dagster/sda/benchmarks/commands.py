@@ -169,8 +169,8 @@ def agreement(
 def sda(as_json: bool, observations: int, seed: int, files: tuple[Path, ...]) -> None:
     """Time the space pipeline from bytes to alerts.
 
-    Compares it with plain Spark. Also measures the quality of associations and tracks, and times the registry
-    and the screening.
+    Compares it with plain Spark. Also measures the quality of associations and tracks, and times the
+    registry and the screening.
 
     FILES are GP files in the order of time, three or more, for the quality as in `bench tracks`. The last
     file is also used for the screening. Without files, objects are simulated.
