@@ -55,7 +55,7 @@ _EMPTY = {
         ),
         "rejected_records": dg.AssetOut(
             key=REJECTED_RECORDS,
-            description="Records of a snapshot that cannot be used, with text, field and reason.",
+            description="Unusable records of a snapshot, with text, field and reason.",
             owners=OWNERS,
             kinds={"iceberg", "polars"},
             freshness_policy=OF_SNAPSHOTS,
@@ -64,7 +64,7 @@ _EMPTY = {
         ),
         "satellite_entries": dg.AssetOut(
             key=SATELLITE_ENTRIES,
-            description="Entries of one satellite catalogue, one row per object; none of a GP snapshot.",
+            description="Entries of one satellite catalog, one row per object. GP snapshots have no entries.",
             owners=OWNERS,
             kinds={"iceberg", "polars"},
             metadata=table_metadata(partition_by="snapshot_id", require_checks=True)

@@ -66,7 +66,7 @@ class ConjunctionsConfig(dg.Config):
     )
     tasks: int = Field(12, ge=1, description="Spark tasks that the time is divided into.")
     default_radius_m: float = Field(
-        DEFAULT_RADIUS_M, gt=0, description="Radius of an object whose size nobody states, m."
+        DEFAULT_RADIUS_M, gt=0, description="Radius of an object of unknown size, m."
     )
 
 
@@ -107,7 +107,7 @@ def conjunctions(
         table = tables.load_table(tuple(CONJUNCTIONS.path))
         earlier, ours = pl.DataFrame(table.scan().to_arrow()), as_made(table)
     if not ours:
-        context.log.warning("Somebody else has changed the list's rows, so all pairs are screened again.")
+        context.log.warning("Another writer has changed the list's rows, so all pairs are screened again.")
     # Rows of a list that lacks a column cannot be kept.
     whole = earlier is not None and ours and set(ENCOUNTER_SCHEMA.names) <= set(earlier.columns)
     planned = plan(

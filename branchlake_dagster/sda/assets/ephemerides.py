@@ -31,10 +31,11 @@ class EphemeridesConfig(dg.Config):
     folder: str = Field(description="Folder of Orbit Ephemeris Messages: .oem, .kvn, .xml, also gzipped.")
     threshold_km: float = Field(5.0, gt=0, description="Largest miss distance kept, km.")
     max_element_age_days: float = Field(
-        14.0, gt=0, description="Objects with element sets older at the begin are left out."
+        14.0, gt=0, description="Objects with older element sets at the start are left out."
     )
     exclude: list[int] = Field(
-        default=[], description="Catalogue numbers left out, beside the one with a file's OBJECT_ID."
+        default=[],
+        description="Catalog numbers to leave out, in addition to the one with a file's OBJECT_ID.",
     )
 
 
@@ -65,7 +66,7 @@ def ephemeris_conjunctions(
         if not read.segments:
             raise UnreadableMessage(
                 f"Ephemeris file {path.name} has no segment that can be screened.",
-                hint="The run's log says what is wrong with it; take it out of the folder or mend it.",
+                hint="The run's log has the errors. Remove the file from the folder or correct it.",
             )
         parts.append(
             screened_file(

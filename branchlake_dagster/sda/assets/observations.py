@@ -68,8 +68,8 @@ def observation_assets(
         outs={
             "observations": dg.AssetOut(
                 key=OBSERVATIONS,
-                description="Measurements of all sensors in one envelope: ids, units, uncertainties, clocks."
-                " Each is one row, however often it was received.",
+                description="Measurements of all sensors with the same columns: ids, values, uncertainties."
+                " A measurement is one row, even if it was received several times.",
                 owners=OWNERS,
                 kinds={"iceberg", "spark"},
                 freshness_policy=OF_WINDOWS,

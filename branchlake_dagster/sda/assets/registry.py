@@ -78,7 +78,7 @@ _EXCLUSIVE = "registry"
         ),
         "objects": dg.AssetOut(
             key=OBJECTS,
-            description="Every object: when it was seen, what became of it, whose it is.",
+            description="Every object: when it was seen, its state and its owner.",
             owners=OWNERS,
             kinds={"iceberg", "polars"},
             freshness_policy=OF_SNAPSHOTS,
@@ -103,7 +103,7 @@ _EXCLUSIVE = "registry"
         ),
         "catalog_merge_audit": dg.AssetOut(
             key=MERGE_AUDIT,
-            description="What became of each pulled element set: winner, losers, conflicts.",
+            description="The outcome of each pulled element set: winner, losers, conflicts.",
             owners=OWNERS,
             kinds={"iceberg", "polars"},
             metadata=table_metadata(

@@ -55,7 +55,7 @@ class RiskConfig(dg.Config):
         description="Objects with older element sets are left out, unless they have a track.",
     )
     default_radius_m: float = Field(
-        DEFAULT_RADIUS_M, gt=0, description="Radius of an object whose size nobody states, m."
+        DEFAULT_RADIUS_M, gt=0, description="Radius of an object of unknown size, m."
     )
     tasks: int = Field(4, ge=1, description="Spark tasks that the hour is divided into.")
 

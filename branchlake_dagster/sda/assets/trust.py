@@ -66,15 +66,17 @@ def _out(key: dg.AssetKey, model: type, description: str) -> dg.AssetOut:
         "element_errors": _out(
             ELEMENT_ERRORS,
             ElementError,
-            "Error of element sets against their age, by class of orbit, from what later sets say of them.",
+            "Error of element sets by age and class of orbit, derived from later sets.",
         ),
         "object_errors": _out(
-            OBJECT_ERRORS, ObjectError, "How far each object is from what is usual in its class."
+            OBJECT_ERRORS,
+            ObjectError,
+            "Ratio of each object's error to the error that is usual in its class.",
         ),
         "element_jumps": _out(
             ELEMENT_JUMPS,
             ElementJump,
-            "Element sets that do not continue the ones before: candidates for manoeuvres and wrong sets.",
+            "Element sets that do not continue the earlier ones: possible maneuvers and wrong sets.",
         ),
     },
 )

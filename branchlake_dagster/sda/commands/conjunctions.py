@@ -24,7 +24,7 @@ _KINDS = ("encounter", "edge", "together")
 
 
 @click.command(name="conjunctions")
-@click.option("--object", "objects", type=int, multiple=True, help="Catalogue number; may be repeated.")
+@click.option("--object", "objects", type=int, multiple=True, help="Catalog number; may be repeated.")
 @click.option("--since", type=Moment(), help="Closest at or after this time.")
 @click.option("--until", type=Moment(), help="Closest before this time.")
 @click.option("--within", "within_km", type=click.FloatRange(min=0), help="Largest miss distance, km.")
@@ -145,7 +145,7 @@ def _write_messages(
     "--exclude",
     type=int,
     multiple=True,
-    help="Catalogue number that is left out: the object itself, its parts.",
+    help="Catalog number to leave out: the object itself, its parts.",
 )
 @click.option(
     "--max-age",

@@ -20,9 +20,9 @@ class ElementSet(Contract):
     the Unified Data Library.
     """
 
-    snapshot_id: T.StringType = must("GP snapshot that the element set is from: its file's name, no ending.")
+    snapshot_id: T.StringType = must("GP snapshot of the element set: its file's name without suffixes.")
     sat_no: T.LongType = catalogue_number()
-    object_name: T.StringType = may("Name of the object, where the file gives one.")
+    object_name: T.StringType = may("Name of the object, if the file has one.")
     object_id: T.StringType = may("International designator: launch year, number and piece.")
     epoch: T.TimestampType = must("Instant of the mean elements, UTC.")
     mean_motion: T.DoubleType = must("Mean motion.", "rev/day", gt=0.0, le=MAX_MEAN_MOTION)
@@ -44,7 +44,7 @@ class ElementSet(Contract):
         "Second derivative of the mean motion over six, as element lines state it.",
         "rev/day³",
     )
-    source_format: T.StringType = must("Format of the file it is from.", isin=["TLE", "OMM"])
+    source_format: T.StringType = must("Format of the file.", isin=["TLE", "OMM"])
     line_number: T.IntegerType = may("Line in the file, from 1; in JSON the ordinal of the message.")
     data_mode: T.StringType = must("Real, simulated, of a test or of an exercise.", isin=DATA_MODES)
     source: T.StringType = must("Who issued the element set.", isin=list(SOURCES))
@@ -55,7 +55,7 @@ class CatalogueEntry(ElementSet):
     """The current element set of an object, as it was first collected, and the state of the object."""
 
     state: T.StringType = must(
-        "tracked; stale: old elements, or dropped by its source; decayed; invalid: elements of the future.",
+        "tracked; stale: old elements, or missing in its source; decayed; invalid: elements of the future.",
         isin=[state for state in STATES if state != "untracked"],
     )
 
@@ -68,7 +68,7 @@ class CatalogueEntry(ElementSet):
 class MergeOutcome(Contract):
     """The result of merging a pulled element set into the catalog. The column names follow no standard."""
 
-    snapshot_id: T.StringType = must("GP snapshot that the element set is from.")
+    snapshot_id: T.StringType = must("GP snapshot of the element set.")
     sat_no: T.LongType = catalogue_number()
     source: T.StringType = must("Who issued the element set.", isin=list(SOURCES))
     epoch: T.TimestampType = must("Its epoch, UTC.")
@@ -76,7 +76,7 @@ class MergeOutcome(Contract):
         "won; repeated the winner; older; outranked by another source; superseded by a correction.",
         isin=list(OUTCOMES),
     )
-    conflict: T.BooleanType = must("Whether the winner says something else of the same epoch.")
+    conflict: T.BooleanType = must("Whether the winner has other values for the same epoch.")
     winner_source: T.StringType = must("Source of the winner.", isin=list(SOURCES))
     winner_snapshot_id: T.StringType = must("GP snapshot of the winner.")
     winner_epoch: T.TimestampType = must("Epoch of the winner, UTC.")
@@ -96,19 +96,19 @@ class RegisteredObject(Contract):
     feed: T.StringType = may("Series of snapshots in which it was seen last.")
     epoch: T.TimestampType = may("Epoch of its current element set, UTC.")
     source: T.StringType = may("Source of its current element set.")
-    owner: T.StringType = may("Owner or operator, by the satellite catalogue.")
-    object_type: T.StringType = may("Payload, rocket body, debris or unknown, by the satellite catalogue.")
+    owner: T.StringType = may("Owner or operator, by the satellite catalog.")
+    object_type: T.StringType = may("Payload, rocket body, debris or unknown, by the satellite catalog.")
     launch_date: T.DateType = may("Day of its launch.")
     decay_date: T.DateType = may("Day of its decay.")
     rcs_m2: T.DoubleType = may("Radar cross section.", "m²")
     rcs_size: T.StringType = may("Size class by radar cross section: SMALL, MEDIUM or LARGE.")
-    satcat_at: T.TimestampType = may("When the satellite catalogue was collected that says so, UTC.")
+    satcat_at: T.TimestampType = may("Collection time of the satellite catalog with these facts, UTC.")
 
 
 class SatelliteEntry(Contract):
     """An entry of one satellite catalog. Source: CelesTrak's SATCAT, in snake case."""
 
-    snapshot_id: T.StringType = must("Snapshot that the entry is from: its file's name, no ending.")
+    snapshot_id: T.StringType = must("Snapshot of the entry: its file's name without suffixes.")
     sat_no: T.LongType = catalogue_number()
     object_name: T.StringType = may("Name of the object.")
     object_id: T.StringType = may("International designator: launch year, number and piece.")
@@ -140,19 +140,19 @@ class Satellite(Contract):
     decay_date: T.DateType = may("Day of its decay.")
     rcs_m2: T.DoubleType = may("Radar cross section.", "m²")
     rcs_size: T.StringType = may("Size class by radar cross section: SMALL, MEDIUM or LARGE.")
-    valid_from: T.TimestampType = must("First collection that said so, UTC.")
-    valid_to: T.TimestampType = may("First collection that said something else, UTC; none for what holds.")
+    valid_from: T.TimestampType = must("First collection with these facts, UTC.")
+    valid_to: T.TimestampType = may("First collection with other facts, UTC; empty for the current period.")
     snapshot_id: T.StringType = must("Snapshot of the first collection.")
 
 
 class RejectedRecord(Contract):
     """A record of a file that did not become an element set. The column names follow no standard."""
 
-    snapshot_id: T.StringType = must("GP snapshot that the record is from: its file's name, no ending.")
+    snapshot_id: T.StringType = must("GP snapshot of the record: its file's name without suffixes.")
     line_number: T.IntegerType = must("Line in the file, from 1; in JSON the ordinal of the message.", ge=1)
     # The number may be invalid: then it is the reason of the rejection.
-    sat_no: T.LongType = may("Catalogue number, as far as the record has a readable one.")
+    sat_no: T.LongType = may("Catalog number, if the record has a readable one.")
     raw_text: T.StringType = must("The record as it is in the file.")
     reason: T.StringType = must("Rule that it breaks.", isin=[str(reason) for reason in RejectReason])
-    field: T.StringType = may("Column of the element set that is at fault, where it is one.")
-    message: T.StringType = must("What is wrong, in words.")
+    field: T.StringType = may("Column of the element set with the error, if one column is wrong.")
+    message: T.StringType = must("Explanation of the error.")

@@ -26,7 +26,8 @@ class CloseApproach(Contract):
     """
 
     kind: T.StringType = must(
-        "An encounter; an edge, closest where the screening begins or ends; or minutes spent together.",
+        "encounter: a minimum of the distance; edge: closest at the start or end of the screening; together:"
+        " minutes within the threshold.",
         isin=[kind.value for kind in Kind],
     )
     tca: T.TimestampType = must("Time of closest approach, UTC.")
@@ -53,7 +54,7 @@ class CloseApproach(Contract):
         "Velocity of object 2 relative to object 1, along its normal axis.", "km/s"
     )
     together_min: T.LongType = must(
-        "Minutes at whose both ends the two are within the threshold; 0 of an encounter.", "min", ge=0
+        "Minutes at whose both ends the two are within the threshold; 0 for other kinds.", "min", ge=0
     )
     sat1_element_epoch: T.TimestampType = must("Epoch of object 1's element set, UTC.")
     sat2_element_epoch: T.TimestampType = must("Epoch of object 2's element set, UTC.")
@@ -95,7 +96,7 @@ class ConjunctionRisk(Contract):
         "Velocity of object 2 relative to object 1, along its normal axis.", "km/s"
     )
     together_min: T.LongType = must(
-        "Minutes at whose both ends the two are within the threshold; 0 of an encounter.", "min", ge=0
+        "Minutes at whose both ends the two are within the threshold; 0 for other kinds.", "min", ge=0
     )
     sat1_state_source: T.StringType = must(
         "Whether object 1's state is from its track or its element set.", isin=list(STATE_SOURCES)
@@ -109,7 +110,9 @@ class ConjunctionRisk(Contract):
     sigma_minor_km: T.DoubleType = may(
         "Error of both together across the relative velocity, along its narrow axis.", "km", ge=0.0
     )
-    sigma_major_km: T.DoubleType = may("The same, along its wide axis.", "km", ge=0.0)
+    sigma_major_km: T.DoubleType = may(
+        "Error of both together across the relative velocity, along its wide axis.", "km", ge=0.0
+    )
     collision_probability: T.DoubleType = may(
         "Probability that the two come nearer than the radius.", ge=0.0, le=1.0
     )
@@ -172,14 +175,14 @@ class ConjunctionAlert(Contract):
 class Conjunction(CloseApproach):
     """A close approach in the list of predicted approaches, computed from the current catalog."""
 
-    event_id: T.StringType = must("The event's name, kept from list to list while it is the same event.")
+    event_id: T.StringType = must("The event's id. The same event keeps it in later lists.")
     sat1_element_age_days: T.DoubleType = must("Age of object 1's element set at that time.", "d")
     sat2_element_age_days: T.DoubleType = must("Age of object 2's element set at that time.", "d")
-    first_reported: T.TimestampType = must("Begin of the first screening that had the event, UTC.")
-    previous_miss_distance_km: T.DoubleType = may("The distance in the list before this one.", "km")
-    screened_from: T.TimestampType = must("Begin of the time that was screened, UTC.")
-    screened_until: T.TimestampType = must("End of the time that was screened, UTC.")
-    threshold_km: T.DoubleType = must("Largest miss distance that was looked for.", "km", gt=0.0)
+    first_reported: T.TimestampType = must("Start of the first screening that found the event, UTC.")
+    previous_miss_distance_km: T.DoubleType = may("The distance in the previous list.", "km")
+    screened_from: T.TimestampType = must("Start of the screened time, UTC.")
+    screened_until: T.TimestampType = must("End of the screened time, UTC.")
+    threshold_km: T.DoubleType = must("Largest miss distance of the screening.", "km", gt=0.0)
     max_element_age_days: T.DoubleType = must(
         "Objects with older element sets were left out of the screening.", "d", gt=0.0
     )
@@ -190,18 +193,20 @@ class Conjunction(CloseApproach):
     sat2_sigma_t_km: T.DoubleType = may("Object 2's transverse error expected at that age.", "km", gt=0.0)
     sat2_sigma_n_km: T.DoubleType = may("Object 2's normal error expected at that age.", "km", gt=0.0)
     covariance_source: T.StringType = may(
-        "What these errors are from; they are never measured ones.", isin=[COVARIANCE_SOURCE]
+        "The origin of these errors. They are never measured.", isin=[COVARIANCE_SOURCE]
     )
     sat1_radius_m: T.DoubleType = must("Hard-body radius of object 1.", "m", gt=0.0)
-    sat1_radius_source: T.StringType = must("Where object 1's radius is from.", isin=list(RADIUS_SOURCES))
+    sat1_radius_source: T.StringType = must("Source of object 1's radius.", isin=list(RADIUS_SOURCES))
     sat2_radius_m: T.DoubleType = must("Hard-body radius of object 2.", "m", gt=0.0)
-    sat2_radius_source: T.StringType = must("Where object 2's radius is from.", isin=list(RADIUS_SOURCES))
-    default_radius_m: T.DoubleType = must("Radius of objects whose size nobody states.", "m", gt=0.0)
+    sat2_radius_source: T.StringType = must("Source of object 2's radius.", isin=list(RADIUS_SOURCES))
+    default_radius_m: T.DoubleType = must("Radius of objects of unknown size.", "m", gt=0.0)
     hard_body_radius_m: T.DoubleType = must("Radius of both objects together: the sum.", "m", gt=0.0)
     sigma_minor_km: T.DoubleType = may(
         "Error of both together across the relative velocity, along its narrow axis.", "km", gt=0.0
     )
-    sigma_major_km: T.DoubleType = may("The same, along its wide axis.", "km", gt=0.0)
+    sigma_major_km: T.DoubleType = may(
+        "Error of both together across the relative velocity, along its wide axis.", "km", gt=0.0
+    )
     collision_probability: T.DoubleType = may(
         "Probability that the two come nearer than the radius, by these errors.", ge=0.0, le=1.0
     )
@@ -209,7 +214,7 @@ class Conjunction(CloseApproach):
         "The largest probability if both errors were larger or smaller by one factor.", ge=0.0, le=1.0
     )
     probability_diluted: T.BooleanType = may(
-        "Whether it is small because little is known: smaller errors would first raise it."
+        "Whether the probability is diluted: smaller errors would first increase it."
     )
     no_probability_because: T.StringType = may(
         "Why there is no probability.", isin=list(NO_PROBABILITY_REASONS)

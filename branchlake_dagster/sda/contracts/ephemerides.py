@@ -15,11 +15,12 @@ class EphemerisConjunction(Contract):
     """
 
     ephemeris: T.StringType = must("Name of the ephemeris file.")
-    sat1_source: T.StringType = must("What object 1's motion is from.", isin=[SOURCE])
+    sat1_source: T.StringType = must("Source of object 1's motion.", isin=[SOURCE])
     sat1_name: T.StringType = must("OBJECT_NAME of the file.")
     sat1_object_id: T.StringType = must("OBJECT_ID of the file.")
     kind: T.StringType = must(
-        "An encounter; an edge, closest where the ephemeris begins or ends; or minutes spent together.",
+        "encounter: a minimum of the distance; edge: closest at the start or end of the ephemeris; together:"
+        " minutes within the threshold.",
         isin=[kind.value for kind in Kind],
     )
     tca: T.TimestampType = must("Time of closest approach, UTC.")
@@ -29,7 +30,7 @@ class EphemerisConjunction(Contract):
     )
     sat2_object_designator: T.LongType = catalogue_number("object 2")
     together_min: T.LongType = must(
-        "Minutes at whose both ends the two are within the threshold; 0 of an encounter.", "min", ge=0
+        "Minutes at whose both ends the two are within the threshold; 0 for other kinds.", "min", ge=0
     )
     relative_position_r_km: T.DoubleType = must("Object 2 from object 1, along its radial axis.", "km")
     relative_position_t_km: T.DoubleType = must(
@@ -49,7 +50,7 @@ class EphemerisConjunction(Contract):
     )
     sat2_element_epoch: T.TimestampType = must("Epoch of object 2's element set, UTC.")
     sat2_element_age_days: T.DoubleType = must("Age of object 2's element set at that time.", "d")
-    sat2_name: T.StringType = may("Name of object 2 in the catalogue.")
-    screened_from: T.TimestampType = must("Begin of the ephemeris, UTC.")
+    sat2_name: T.StringType = may("Name of object 2 in the catalog.")
+    screened_from: T.TimestampType = must("Start of the ephemeris, UTC.")
     screened_until: T.TimestampType = must("End of the ephemeris, UTC; there may be gaps between.")
-    threshold_km: T.DoubleType = must("Largest miss distance that was looked for.", "km", gt=0.0)
+    threshold_km: T.DoubleType = must("Largest miss distance of the screening.", "km", gt=0.0)

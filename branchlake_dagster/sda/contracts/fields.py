@@ -32,9 +32,7 @@ def may(description: str, unit: str | None = None, *, nullable: bool = True, **p
 
 def catalogue_number(whose: str = "the object", *, nullable: bool = False) -> Any:
     """Return a column with an object's number in the satellite catalog (NORAD_CAT_ID)."""
-    return may(
-        f"Satellite catalogue number of {whose} (NORAD_CAT_ID).", nullable=nullable, ge=1, le=MAX_SAT_NO
-    )
+    return may(f"Satellite catalog number of {whose} (NORAD_CAT_ID).", nullable=nullable, ge=1, le=MAX_SAT_NO)
 
 
 def window() -> Any:

@@ -58,7 +58,7 @@ class Observation(Contract):
         "the object that the source claims to observe; most sources do not know it", nullable=True
     )
     track_id: T.StringType = may("Track of the sensor that the observation belongs to.")
-    uct: T.BooleanType = must("Whether the source does not say which object it observes.")
+    uct: T.BooleanType = must("Whether the source does not name the object.")
     classification_marking: T.StringType = must("Classification marking: U is unclassified.")
     data_mode: T.StringType = must("Real, simulated, of a test or of an exercise.", isin=DATA_MODES)
     sensor_lat_deg: T.DoubleType = may("Geodetic latitude of a ground sensor, WGS-84.", "deg")
@@ -93,7 +93,7 @@ class Observation(Contract):
     vel_z_km_s: T.DoubleType = may("ISL: velocity along z, TEME.", "km/s")
     position_unc_km: T.DoubleType = may("ISL: standard deviation of the position, per axis.", "km")
     velocity_unc_km_s: T.DoubleType = may("ISL: standard deviation of the velocity, per axis.", "km/s")
-    clock_quality: T.StringType = may("What disciplines the sensor's clock: gps, ntp, onboard or unknown.")
+    clock_quality: T.StringType = may("Source of the sensor clock's time: gps, ntp, onboard or unknown.")
     max_skew_s: T.DoubleType = must("Largest error of the sensor's clock, by its quality.", "s", ge=0.0)
 
 
@@ -106,9 +106,9 @@ class RejectedObservation(Contract):
     source_id: T.StringType = must("Source of the measurement: the sensor.")
     sensor_timestamp: T.TimestampType = must("Instant of the measurement by the sensor's clock, UTC.")
     ingest_timestamp: T.TimestampType = may("Instant of the receipt, UTC.")
-    sat_no: T.LongType = may("Catalogue number that the sensor gives the object.")
+    sat_no: T.LongType = may("Catalog number of the object, as the sensor names it.")
     track_id: T.StringType = may("Track of the sensor that the measurement belongs to.")
-    topic_partition: T.IntegerType = may("Partition of the topic that the record came by.")
+    topic_partition: T.IntegerType = may("Topic partition of the record.")
     topic_offset: T.LongType = may("Offset of the record in that partition.")
 
 
@@ -130,7 +130,7 @@ class Association(Contract):
         "the object that the source claims to observe", nullable=True
     )
     sat_no: T.LongType = catalogue_number("the object; none if uncorrelated", nullable=True)
-    result: T.StringType = must("What became of the claim.", isin=list(RESULT_NAMES))
+    result: T.StringType = must("How the association treated the claim.", isin=list(RESULT_NAMES))
     reason: T.StringType = may(
         "Why it is uncorrelated.", isin=[name for name in REASON_NAMES if name != "none"]
     )

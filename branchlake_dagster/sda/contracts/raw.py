@@ -18,11 +18,11 @@ class Received(Contract):
     timestamp_ns: T.LongType = must("Instant by the sensor's clock, since 1970 UTC.", "ns", gt=0)
     sensor_timestamp: T.TimestampType = must("The same instant in microseconds, UTC.")
     clock_source: T.StringType = must(
-        "What disciplines the sensor's clock.", isin=["gps", "ntp", "onboard", "unknown"]
+        "Source of the sensor clock's time.", isin=["gps", "ntp", "onboard", "unknown"]
     )
     clock_sync_age_s: T.DoubleType = must("Time since that clock was last set.", "s", ge=0.0)
     received_at: T.TimestampType = may("Instant of the receipt, UTC.")
-    topic_partition: T.IntegerType = may("Partition of the topic that the record came by.")
+    topic_partition: T.IntegerType = may("Topic partition of the record.")
     topic_offset: T.LongType = may("Offset of the record in that partition.")
 
 
@@ -63,7 +63,7 @@ class RawLink(Received):
     """The measurement in a frame of an inter-satellite link: the position and velocity of its partner."""
 
     frame_digest: T.StringType = may("SHA-256 digest of the frame, in hexadecimal.")
-    sat_no: T.LongType = may("Catalogue number of the partner, as the sending satellite names it.")
+    sat_no: T.LongType = may("Catalog number of the partner, as the sending satellite names it.")
 
     x_m: T.DoubleType = must("Position along x, TEME.", "m")
     y_m: T.DoubleType = must("Position along y, TEME.", "m")

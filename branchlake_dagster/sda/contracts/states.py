@@ -82,11 +82,13 @@ class TrackFit(Contract):
         gt=0.0,
     )
     is_preferred: T.BooleanType = must("Whether the state should be preferred to the element set.")
-    catalogue_miss_km: T.DoubleType = must("Distance from the catalogue's position.", "km", ge=0.0)
-    offset_radial_km: T.DoubleType = may("Offset from the catalogue's position, radial.", "km")
-    offset_in_track_km: T.DoubleType = may("Offset from the catalogue's position, in-track.", "km")
-    offset_cross_track_km: T.DoubleType = may("Offset from the catalogue's position, cross-track.", "km")
-    catalogue_snapshot_id: T.StringType = may("GP snapshot of the element set that it is compared with.")
+    catalogue_miss_km: T.DoubleType = must("Distance from the position by the element set.", "km", ge=0.0)
+    offset_radial_km: T.DoubleType = may("Offset from the position by the element set, radial.", "km")
+    offset_in_track_km: T.DoubleType = may("Offset from the position by the element set, in-track.", "km")
+    offset_cross_track_km: T.DoubleType = may(
+        "Offset from the position by the element set, cross-track.", "km"
+    )
+    catalogue_snapshot_id: T.StringType = may("GP snapshot of that element set.")
     catalogue_epoch: T.TimestampType = may("Epoch of that element set, UTC.")
 
 
@@ -96,11 +98,12 @@ class QuarantinedObject(Contract):
     window_start: T.TimestampType = window()
     sat_no: T.LongType = catalogue_number()
     reason: T.StringType = must(
-        "What its states break first: SGP4 itself, altitude, energy or displacement.", isin=list(FAULT_NAMES)
+        "The test that its states fail first: SGP4 itself, altitude, energy or displacement.",
+        isin=list(FAULT_NAMES),
     )
-    at: T.TimestampType = must("First instant of the window at which they do, UTC.")
+    at: T.TimestampType = must("First instant of the window with this fault, UTC.")
     altitude_km: T.DoubleType = may("Height over a sphere of the equatorial radius at that instant.", "km")
-    energy_ratio: T.DoubleType = may("Specific energy at that instant over that of the elements.")
+    energy_ratio: T.DoubleType = may("Specific energy at that instant divided by that of the elements.")
     snapshot_id: T.StringType = may("GP snapshot of its element set.")
     element_epoch: T.TimestampType = must("Epoch of its element set, UTC.")
     element_age_days: T.DoubleType = must("Age of the element set at the window's start.", "d")

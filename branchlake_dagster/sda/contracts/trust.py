@@ -15,12 +15,14 @@ class ElementError(Contract):
     """The error of element sets of one orbit class in one range of ages, derived from later sets."""
 
     orbit_class: T.StringType = must(
-        "Class by mean altitude in km and eccentricity; LEO and all are wider ones.",
+        "Class by mean altitude in km and eccentricity; LEO and all contain other classes.",
         isin=[one.value for one in CLASSES],
     )
-    from_age_days: T.DoubleType = must("Least age of the element sets.", "d", ge=0.0)
-    to_age_days: T.DoubleType = must("Age that they are below.", "d", gt=0.0)
-    samples: T.LongType = must("Differences of such an age, without those across a jump.", ge=0)
+    from_age_days: T.DoubleType = must("Lower limit of the ages of the element sets.", "d", ge=0.0)
+    to_age_days: T.DoubleType = must("Upper limit of the ages, exclusive.", "d", gt=0.0)
+    samples: T.LongType = must(
+        "Number of differences in this range of ages, without those across a jump.", ge=0
+    )
     age_days: T.DoubleType = may("Median age of the differences; empty with too few of them.", "d", ge=0.0)
     sigma_r_km: T.DoubleType = may("Radial error that 68.27 % of them do not exceed.", "km", ge=0.0)
     sigma_t_km: T.DoubleType = may("Transverse error that 68.27 % of them do not exceed.", "km", ge=0.0)
@@ -34,17 +36,19 @@ class ElementError(Contract):
     fitted_r_km: T.DoubleType = may("Radial error by the curve, at the median age.", "km", ge=0.0)
     fitted_t_km: T.DoubleType = may("Transverse error by the curve, at the median age.", "km", ge=0.0)
     fitted_n_km: T.DoubleType = may("Normal error by the curve, at the median age.", "km", ge=0.0)
-    sigma0_r_km: T.DoubleType = may("Of the class's curve sigma0 + rate * age^power: radial.", "km", ge=0.0)
-    sigma0_t_km: T.DoubleType = may("The same, transverse.", "km", ge=0.0)
-    sigma0_n_km: T.DoubleType = may("The same, normal.", "km", ge=0.0)
+    sigma0_r_km: T.DoubleType = may("Curve sigma0 + rate * age^power: radial.", "km", ge=0.0)
+    sigma0_t_km: T.DoubleType = may("Curve sigma0 + rate * age^power: transverse.", "km", ge=0.0)
+    sigma0_n_km: T.DoubleType = may("Curve sigma0 + rate * age^power: normal.", "km", ge=0.0)
     rate_r: T.DoubleType = may("Radial rate of the curve.", "km/d^power", ge=0.0)
     rate_t: T.DoubleType = may("Transverse rate of the curve.", "km/d^power", ge=0.0)
     rate_n: T.DoubleType = may("Normal rate of the curve.", "km/d^power", ge=0.0)
     power_r: T.DoubleType = may("Power of the age in the radial curve.", gt=0.0)
     power_t: T.DoubleType = may("Power of the age in the transverse curve.", gt=0.0)
     power_n: T.DoubleType = may("Power of the age in the normal curve.", gt=0.0)
-    curve_of: T.StringType = may("Class whose samples the curve is of; empty: there is none.")
-    until_age_days: T.DoubleType = must("Age up to which the curve holds; 0 without one.", "d", ge=0.0)
+    curve_of: T.StringType = may("Class with the samples of the curve; empty if there is no curve.")
+    until_age_days: T.DoubleType = must(
+        "Largest age for which the curve is valid; 0 without a curve.", "d", ge=0.0
+    )
     history_from: T.TimestampType = must("Oldest epoch of the history, UTC.")
     history_until: T.TimestampType = must("Newest epoch of the history, UTC.")
     error_model_id: T.StringType = must(_MODEL)
@@ -57,10 +61,10 @@ class ObjectError(Contract):
     orbit_class: T.StringType = must(
         "Class of its newest element set.", isin=[one.value for one in OWN_CLASSES]
     )
-    samples: T.LongType = must("Differences that the factors are from; drawn to 1 with few.", ge=0)
-    factor_r: T.DoubleType = must("Its radial error over its class's.", gt=0.0, le=MAX_FACTOR)
-    factor_t: T.DoubleType = must("Its transverse error over its class's.", gt=0.0, le=MAX_FACTOR)
-    factor_n: T.DoubleType = must("Its normal error over its class's.", gt=0.0, le=MAX_FACTOR)
+    samples: T.LongType = must("Differences behind the factors; few samples give factors near 1.", ge=0)
+    factor_r: T.DoubleType = must("Its radial error divided by that of its class.", gt=0.0, le=MAX_FACTOR)
+    factor_t: T.DoubleType = must("Its transverse error divided by that of its class.", gt=0.0, le=MAX_FACTOR)
+    factor_n: T.DoubleType = must("Its normal error divided by that of its class.", gt=0.0, le=MAX_FACTOR)
     error_model_id: T.StringType = must(_MODEL)
 
 
@@ -71,16 +75,20 @@ class ElementJump(Contract):
     epoch: T.TimestampType = must("Epoch of the element set that jumps, UTC.")
     previous_epoch: T.TimestampType = must("Epoch of the set before it, UTC.")
     kind: T.StringType = must(
-        "Manoeuvre: the next set stays there; lone set: it is back; unconfirmed: there is none yet; swap: it "
-        "flies on as another object did, and that as this one.",
+        "manoeuvre: the next set has the new orbit; lone set: the next set has the old orbit; "
+        "unconfirmed: there is no next set; swap: two objects continue each other's orbits.",
         isin=[one.value for one in JumpKind],
     )
-    reason: T.StringType = must("In what it is seen first.", isin=[one.value for one in JUMP_SIGNS])
-    sigmas: T.DoubleType = must("How many times what is usual for the object at that age.", gt=0.0)
+    reason: T.StringType = must(
+        "The quantity that shows the jump first.", isin=[one.value for one in JUMP_SIGNS]
+    )
+    sigmas: T.DoubleType = must(
+        "Size of the jump as a multiple of the object's usual error at that age.", gt=0.0
+    )
     semi_major_axis_change_km: T.DoubleType = must(
         "Change of the semi-major axis, less what drag explains.", "km"
     )
     inclination_change_deg: T.DoubleType = must("Change of the inclination.", "deg")
-    in_track_km: T.DoubleType = must("Transverse position, the set before less this one.", "km")
-    taken_for: T.LongType = catalogue_number("the object it was taken for", nullable=True)
+    in_track_km: T.DoubleType = must("Transverse position by the set before, minus that by this set.", "km")
+    taken_for: T.LongType = catalogue_number("the other object, if both were swapped", nullable=True)
     error_model_id: T.StringType = must(_MODEL)

@@ -14,7 +14,7 @@ _SHOWN = 5
 @dg.asset_check(
     asset=OBJECTS,
     additional_deps=[CATALOGUE],
-    description="Every tracked object has an element set, and the catalogue says the same state.",
+    description="Tracked objects have an element set, and both tables have the same state of each object.",
     metadata={"branchlake/scope": "table"},
 )
 def tracked_have_elements(lakehouse: LakehouseResource) -> dg.AssetCheckResult:

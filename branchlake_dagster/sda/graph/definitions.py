@@ -70,17 +70,17 @@ catalogue_job = dg.define_asset_job(
         *(ELEMENT_SETS, REJECTED_RECORDS, SATELLITE_ENTRIES),
         *(CATALOGUE, OBJECTS, ELEMENT_HISTORY, MERGE_AUDIT),
     ),
-    description="Ingest pulls and merge them into the catalogue and the registry of objects.",
+    description="Ingest pulls and merge them into the catalog and the registry of objects.",
 )
 satellites_job = dg.define_asset_job(
     "satellites_job",
     selection=dg.AssetSelection.assets(SATELLITES),
-    description="Date what all satellite catalogues said of each object.",
+    description="Compute the periods in which satellite catalogs stated facts about each object.",
 )
 observations_job = dg.define_asset_job(
     "observations_job",
     selection=dg.AssetSelection.assets(OBSERVATIONS),
-    description="Bring the new raw measurements of one hour or several into the common envelope.",
+    description="Convert the new raw measurements of one or several hours to observations.",
 )
 rejected_observations_job = dg.define_asset_job(
     "rejected_observations_job",
@@ -95,7 +95,7 @@ window_job = dg.define_asset_job(
 tracks_job = dg.define_asset_job(
     "tracks_job",
     selection=dg.AssetSelection.assets(ASSOCIATIONS, FUSED_TRACKS, CONJUNCTION_RISKS),
-    description="From one window's new observations to associations, tracks and conjunction risks.",
+    description="Compute associations, tracks and conjunction risks from one window's new observations.",
 )
 alerts_job = dg.define_asset_job(
     "alerts_job",
@@ -110,17 +110,17 @@ reports_job = dg.define_asset_job(
 conjunctions_job = dg.define_asset_job(
     "conjunctions_job",
     selection=dg.AssetSelection.assets(CONJUNCTIONS),
-    description="Screen what is ahead: what has changed in the catalogue, or all of it where needed.",
+    description="Find the close approaches of the next hours: for changed objects, or for all if necessary.",
 )
 ephemerides_job = dg.define_asset_job(
     "ephemerides_job",
     selection=dg.AssetSelection.assets(EPHEMERIS_CONJUNCTIONS),
-    description="Screen a folder of own ephemerides against the catalogue.",
+    description="Screen a folder of own ephemerides against the catalog.",
 )
 element_trust_job = dg.define_asset_job(
     "element_trust_job",
     selection=dg.AssetSelection.assets(ELEMENT_ERRORS, OBJECT_ERRORS, ELEMENT_JUMPS),
-    description="Say from the history of element sets how wrong they are at what age.",
+    description="Derive the errors of element sets by age from their history.",
 )
 fusion_jobs = [
     catalogue_job,
@@ -197,7 +197,7 @@ def pull_schedule(*, running: bool) -> dg.ScheduleDefinition:
         cron_schedule="47 */2 * * *",
         execution_timezone="UTC",
         default_status=dg.DefaultScheduleStatus.RUNNING if running else dg.DefaultScheduleStatus.STOPPED,
-        description="Fetch the provider's catalogue, keep it as a file, register and ingest it.",
+        description="Download the provider's catalog to a file, register it and ingest it.",
     )
     def gp_pull(
         context: dg.ScheduleEvaluationContext, gp: GpSource, gp_provider: GpProvider
@@ -257,7 +257,7 @@ satellite_catalogues = published_sensor(
     job=satellites_job,
     request=_of_satellite_catalogues,
     default_status=dg.DefaultSensorStatus.RUNNING,
-    description="Dates the objects anew when a satellite catalogue was published.",
+    description="Launches satellites_job when a satellite catalog was published.",
 )
 
 observations_sensor = incremental_sensor(

@@ -15,9 +15,9 @@ _PAIR = ["sat1_object_designator", "sat2_object_designator"]
 _EPOCHS = ["sat1_element_epoch", "sat2_element_epoch"]
 _PROBABILITY = ["collision_probability", "max_collision_probability", "no_probability_because"]
 _TEXTS = {
-    "ordered_and_unique": "Each event once, the smaller catalogue number first.",
-    "probability_or_reason": "Each row has a probability, no larger than the largest, or the reason why not.",
-    "of_known_objects": "Both objects are in the catalogue, with the element sets that were screened.",
+    "ordered_and_unique": "Each event once, the smaller catalog number first.",
+    "probability_or_reason": "Each row has a probability, at most the maximum, or a reason for its absence.",
+    "of_known_objects": "Both objects are in the catalog, with the element sets that were screened.",
 }
 
 

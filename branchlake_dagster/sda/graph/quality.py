@@ -93,7 +93,7 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
         SELECT sat_no, count(*) AS holding FROM {this} WHERE valid_to IS NULL
         GROUP BY sat_no HAVING count(*) > 1
         """,
-            description="Of each object one period is open.",
+            description="Each object has at most one open period.",
         ),
         pandera_checks(QUARANTINED_OBJECTS, contracts.QuarantinedObject, partitions_def=windows),
         sql_check(
@@ -121,7 +121,7 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
             CONJUNCTION_ALERTS,
             "entries_alternate",
             _UNORDERED_ENTRIES,
-            description="Of each alert insert and retract alternate, and their numbers have no gap.",
+            description="Each alert's inserts and retracts alternate, and their numbers have no gap.",
         ),
         pandera_checks(HOUR_REPORTS, contracts.HourReport, partitions_def=windows),
         pandera_checks(EPHEMERIS_CONJUNCTIONS, contracts.EphemerisConjunction, whole_table=True),
@@ -134,7 +134,7 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
         WHERE sigma0_t_km + rate_t > {MAX_ERROR_OF_A_DAY_KM}
         """,  # noqa: S608 - built from constants
             severity="warn",
-            description=f"Sets a day old are at most {MAX_ERROR_OF_A_DAY_KM:g} km off along the track.",
+            description=f"The error along the track after a day is at most {MAX_ERROR_OF_A_DAY_KM:g} km.",
         ),
         sql_check(
             ELEMENT_ERRORS,
@@ -144,7 +144,7 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
         WHERE curve_of IS NULL OR curve_of <> orbit_class
         """,
             severity="warn",
-            description="Every class of orbits has samples enough for a curve of its own.",
+            description="Every class of orbits has enough samples for its own curve.",
         ),
         sql_check(
             ELEMENT_ERRORS,
@@ -154,14 +154,14 @@ fusion_checks: list[dg.AssetChecksDefinition] = join_checks(
         WHERE greatest(fitted_t_km / sigma_t_km, sigma_t_km / fitted_t_km) > {MAX_MISFIT}
         """,  # noqa: S608 - built from constants
             severity="warn",
-            description=f"At no age is a curve off by a factor of more than {MAX_MISFIT:g}.",
+            description=f"Curves and measured errors differ by at most a factor of {MAX_MISFIT:g}.",
         ),
         pandera_checks(OBJECT_ERRORS, contracts.ObjectError, whole_table=True),
         sql_check(
             OBJECT_ERRORS,
             "no_duplicates",
             DUPLICATES.format(key="sat_no"),
-            description="One row an object.",
+            description="Each object has one row.",
         ),
         pandera_checks(ELEMENT_JUMPS, contracts.ElementJump, whole_table=True),
         pandera_checks(CONJUNCTIONS, contracts.Conjunction, whole_table=True),

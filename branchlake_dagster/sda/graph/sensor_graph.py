@@ -111,7 +111,7 @@ def sensor_checks(kinds: Sequence[SensorKind]) -> list[dg.AssetChecksDefinition]
             """,  # noqa: S608 - built from constants
                 severity="warn",
                 partitions_def=windows,
-                description=f"Of each kind of sensor at most {MAX_UNCORRELATED_SHARE:.0%} have no object.",
+                description=f"At most {MAX_UNCORRELATED_SHARE:.0%} of a kind of sensor have no object.",
             ),
             pandera_checks(FUSED_TRACKS, fused_track_contract(source_kinds), partitions_def=windows),
             unique_key(FUSED_TRACKS, "window_start, sat_no", windows),
@@ -121,7 +121,7 @@ def sensor_checks(kinds: Sequence[SensorKind]) -> list[dg.AssetChecksDefinition]
                 f"SELECT sat_no, chi2_per_dof FROM {{this}} WHERE chi2_per_dof > {MAX_CHI2_PER_DOF}",  # noqa: S608
                 severity="warn",
                 partitions_def=windows,
-                description="Residuals agree with the stated noise; if not, a manoeuvre or a wrong object.",
+                description="Residuals agree with the stated noise; otherwise expect a wrong object.",
             ),
             sql_check(
                 FUSED_TRACKS,

@@ -112,7 +112,7 @@ _PLACES = np.array([[site.lat_deg, site.lon_deg, site.alt_km] for site in STATIO
 class RawLaser(OnGround):
     """A normal point of a laser ranging station."""
 
-    sat_no: T.LongType = must("Catalogue number of the target, as the station names it.", ge=1)
+    sat_no: T.LongType = must("Catalog number of the target, as the station names it.", ge=1)
     data_release: T.LongType = must("Release of the data: 0 is the first.", ge=0)
     time_of_flight_s: T.DoubleType = must("Two-way time of flight, as measured.", "s", gt=0.0)
     range_m: T.DoubleType = must("Half of the time of flight as a distance.", "m", gt=0.0)
