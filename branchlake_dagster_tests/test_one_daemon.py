@@ -197,8 +197,17 @@ def terminated(url: str, run: dg.DagsterRun) -> bool:
 
 
 def stop_sensor(instance: dg.DagsterInstance, name: str) -> None:
-    state = next(one for one in instance.all_instigator_state() if one.name == name)
-    instance.update_instigator_state(state.with_status(type(state.status).STOPPED))
+    """A tick that is under way may still launch a run and store its state; so the end of it is awaited."""
+
+    def is_stopped() -> bool:
+        state = next(one for one in instance.all_instigator_state() if one.name == name)
+        if state.is_running:
+            instance.update_instigator_state(state.with_status(type(state.status).STOPPED))
+            return False
+        ticks = instance.get_ticks(state.instigator_origin_id, state.selector_id, limit=1)
+        return all(tick.status.value != "STARTED" for tick in ticks)
+
+    wait_for(is_stopped)
 
 
 def begun_by(lake: Lakehouse, run: dg.DagsterRun) -> list[str]:

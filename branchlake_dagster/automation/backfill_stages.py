@@ -70,8 +70,8 @@ def launch_again(
     """Request a new Dagster backfill for partitions of a stage of backfill `backfill_id`; return its own id.
 
     Its runs consume the remaining changes. With `rebuild`, they compute their partitions again from all rows.
-    With `approval`, the later stages wait until their results are approved. `requested_at` is a POSIX time in
-    seconds.
+    With `approval`, the later stages wait until their results are approved. `requested_at` is the time
+    of this request, in POSIX seconds.
     """
     reason = f"Retry of backfill {backfill_id}"
     return add_asset_backfill(

@@ -54,7 +54,7 @@ class BenchFeed:
     send_times: list[list[float]] = field(default_factory=lambda: [[] for _ in range(PARTITIONS)])
 
     def create_topic(self) -> None:
-        """Create the topic and wait until all its partitions have a leader."""
+        """Create the topic and wait until all its partitions have a leader. Raises BenchFailed after 30 s."""
         from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
         admin = AdminClient({**self.cluster.client_options()})  # the futures end with the client, so keep it

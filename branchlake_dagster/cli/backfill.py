@@ -201,7 +201,10 @@ def compare_backfill(
 def compare_held_stages(
     context: LocationContext, backfill_id: str, stage_progress: Sequence[StageProgress]
 ) -> list[StageComparison]:
-    """Compare the stages whose results are the inputs of stages that wait for approval."""
+    """Compare rows on `main` now with those before the backfill.
+
+    Compares the stages whose results are the inputs of stages that wait for approval.
+    """
     parents = {
         key
         for entry in stage_progress

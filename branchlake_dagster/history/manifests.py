@@ -213,7 +213,10 @@ class OwnFiles:
 
 @dataclass(frozen=True)
 class LiveFile:
-    """A file that a manifest lists and that was not removed, with the snapshot that added it."""
+    """A data or delete file that a manifest lists and that was not removed.
+
+    `snapshot_id` is the snapshot that added it. `is_data` is False for delete files.
+    """
 
     file: DataFile
     snapshot_id: int

@@ -41,7 +41,7 @@ from branchlake_dagster.tables.specification import format_table_name
 
 @dataclass
 class ChangeTable:
-    """A change table's metadata, and the paths of files written for it: manifests and copied rows."""
+    """A change table, and the paths of files written for it: metadata, manifests and copied rows."""
 
     table: Table
     written_paths: list[str] = field(default_factory=list)

@@ -303,7 +303,10 @@ class Consumption:
         return min(starts, key=lambda one: order.get(one.snapshot_id or 0, -1), default=None)
 
     def _position_or_fallback(self, upstream: UpstreamTable, since: Position | None) -> Position | None:
-        """Return the position; if its change is lost, the position that `when_lost` asks for."""
+        """Return the position; if its change is lost, the position that `when_lost` asks for. None: all rows.
+
+        Raises ChangeLost if `when_lost` is `fail`.
+        """
         if since is None:
             return None
         try:
@@ -440,7 +443,8 @@ class Consumption:
     def build_update(self, snapshot_id: int | None = None) -> PropertyUpdate:
         """Return the property changes that record what the step has consumed.
 
-        `snapshot_id` is the snapshot of the asset's table that has the result.
+        `snapshot_id` is the snapshot of the asset's table that has the result; None if there is none. The
+        update is empty if these inputs are recorded for all partitions already.
         """
         record = replace(self._new_record(), snapshot_id=snapshot_id)
         # Partitions in order: every result is recorded, because the next ones are computed from it.

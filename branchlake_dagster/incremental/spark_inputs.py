@@ -269,10 +269,10 @@ def replace_by_pyiceberg(
     properties: Mapping[str, str],
     selection: Selection | None = None,
 ) -> None:
-    """Replace the rows of `keys`, at most `MAX_KEYS`, in one commit.
+    """Replace the rows of `keys` in one commit. Callers pass at most `MAX_KEYS` keys.
 
-    `frame` has the table's columns. Only rows of the run's partitions (`selection`) are replaced, because
-    other partitions may have rows with these keys.
+    `properties` go into the snapshot's summary. `frame` has the table's columns. Only rows of the run's
+    partitions (`selection`) are replaced, because other partitions may have rows with these keys.
 
     Raises UpsertKeyInvalid, and PartitionMismatch for rows of other keys or partitions.
     """

@@ -35,6 +35,8 @@ MAX_EVENTS = 100
 """The largest number of days that a tick reports. Others are reported by the next ticks."""
 MAX_LISTED_DAYS = 31
 """The largest number of days that the metadata of a batch lists."""
+_FUTURE_DAYS = 31
+"""Days after the present one that wait until they are partitions: clocks run ahead, and plans name them."""
 _EPOCH = date(1970, 1, 1)
 
 
@@ -156,8 +158,9 @@ class DayChanges:
 def find_changed_days(table: Table, reported: TableDays, *, first: date, last: date) -> DayChanges:
     """Add the days that have changed since a report to its waiting days. Reads manifests only.
 
-    Days from `first` to `last` are partitions. If the change since the report is no longer known, because
-    the table was rolled back or its snapshots have expired, all of its days count as changed.
+    Days from `first` to `last` are partitions, and the next 31 will be. Rows of all others are counted. If the
+    change since the report is no longer known, because the table was rolled back or its snapshots have
+    expired, all of its days count as changed.
     """
     name = format_table_name(table.name())
     try:
@@ -169,7 +172,7 @@ def find_changed_days(table: Table, reported: TableDays, *, first: date, last: d
     waiting = dict(reported.waiting)
     outside = added.outside
     for day in {*added.rows, *removed.rows}:
-        if first <= day <= last:
+        if first <= day and day.toordinal() <= last.toordinal() + _FUTURE_DAYS:
             before = waiting.get(day, (0, 0))
             waiting[day] = before[0] + added.rows[day], before[1] + removed.rows[day]
         else:
@@ -177,9 +180,10 @@ def find_changed_days(table: Table, reported: TableDays, *, first: date, last: d
     return DayChanges(TableDays(current_position(table), waiting), outside)
 
 
-def take_days(state: TableDays, most: int) -> tuple[dict[date, tuple[int, int]], TableDays]:
-    """Return at most `most` of the waiting days, the newest first, and the state without them."""
-    days = {day: state.waiting[day] for day in islice(sorted(state.waiting, reverse=True), most)}
+def take_days(state: TableDays, most: int, *, last: date) -> tuple[dict[date, tuple[int, int]], TableDays]:
+    """Return at most `most` of the waiting days up to `last`, newest first, and the state without them."""
+    past_days = sorted((day for day in state.waiting if day <= last), reverse=True)
+    days = {day: state.waiting[day] for day in islice(past_days, most)}
     waiting = {day: rows for day, rows in state.waiting.items() if day not in days}
     return days, TableDays(state.position, waiting)
 
@@ -239,7 +243,7 @@ class _Tick:
                 assert table.days_from is not None  # noqa: S101 - the sensor's tables have days
                 changes = find_changed_days(loaded, state, first=table.days_from, last=today)
                 state, outside = changes.state, changes.outside
-            days, self._states[name] = take_days(state, max(0, MAX_EVENTS - len(self.events)))
+            days, self._states[name] = take_days(state, max(0, MAX_EVENTS - len(self.events)), last=today)
             self.events += build_day_events(table, name, days, outside, main_hash)
         states = {name: state.to_json() for name, state in self._states.items()}
         return json.dumps({"main": main_hash, "tables": states}, sort_keys=True)

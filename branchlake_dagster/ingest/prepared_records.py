@@ -291,7 +291,11 @@ class PreparedRecords:
         )
 
     def _is_sent(self, attribute: str) -> bool:
-        """Return whether the workers need this attribute of every record, not only of bad ones."""
+        """Return whether a part of the record is sent to the workers for every record, not only for bad ones.
+
+        `attribute` is `offset`, `key`, `value`, `op` or `digest`. It is sent if a table needs it, or if the
+        ingestion keeps its records.
+        """
         return self._needs_attribute(attribute) or (self._keeps_records and attribute in _RECORD_PARTS)
 
     def _needs_attribute(self, attribute: str) -> bool:

@@ -324,6 +324,7 @@ def load_table_change(
             snapshot.snapshot_id,
             ChangeMode.UNKNOWN,
             run_id=summary_value(snapshot, LakeProperty.RUN_ID),
+            properties=_own_entries(snapshot),
             original_id=replayed_from(snapshot),
         )
         for snapshot in snapshots
@@ -369,6 +370,12 @@ def _table_properties(metadata: TableMetadata) -> dict[str, str]:
     return {key: value for key, value in metadata.properties.items() if not key.startswith("nessie.")}
 
 
+def _own_entries(snapshot: Snapshot) -> dict[str, str]:
+    """Return the entries of a snapshot's summary that its writer chose, without the totals."""
+    summary = snapshot.summary.additional_properties if snapshot.summary else {}
+    return {key: value for key, value in summary.items() if not key.startswith(_TOTALS)}
+
+
 def _build_step(snapshot: Snapshot, files: TouchedFiles, before: Table | None) -> SnapshotChange:
     summary = snapshot.summary.additional_properties if snapshot.summary else {}
     keys = tuple(name for name in summary.get(LakeProperty.KEYS, "").split(",") if name)
@@ -381,7 +388,7 @@ def _build_step(snapshot: Snapshot, files: TouchedFiles, before: Table | None) -
         removed=files.removed,
         key_columns=keys,
         run_id=summary.get(LakeProperty.RUN_ID),
-        properties={key: value for key, value in summary.items() if not key.startswith(_TOTALS)},
+        properties=_own_entries(snapshot),
         original_id=replayed_from(snapshot),
         deletes=files.deletes,
         recorded_predicate=from_json(recorded_predicate) if recorded_predicate is not None else None,

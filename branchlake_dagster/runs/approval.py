@@ -20,6 +20,7 @@ from branchlake_dagster.internals.dagster import (
 from branchlake_dagster.runs.run_tags import (
     APPROVAL_GIVEN,
     APPROVAL_REQUIRED,
+    RunState,
     find_publication,
     find_run_location,
 )
@@ -151,8 +152,10 @@ class Approvals:
 
 
 def is_on_main(run: DagsterRun) -> bool:
-    """Return whether Dagster has a record that the run's result is on `main`."""
+    """Return whether Dagster has a record that the run's result is on `main`, and none of its undo."""
     location = find_run_location(run.tags, run.run_id)
+    if run.tags.get(RunTag.STATUS) == RunState.UNDONE:
+        return False
     return location is not None and (
         location.unbranched or find_publication(run.tags, location.branch) is not None
     )

@@ -141,9 +141,9 @@ class LakehouseResource(LakeConfig):
                     self.open_branch()
 
     def teardown_after_execution(self, context: InitResourceContext) -> None:  # noqa: ARG002 - Dagster's signature
-        """Record the branch's head.
+        """Record the branch's head in the run's log: the publisher refuses a head that is not recorded.
 
-        Stop the heartbeat if no other resource of this process uses the branch.
+        Also stop the heartbeat of the branch, if no other resource of this process uses the branch.
         """
         heartbeat, self._heartbeat = self._heartbeat, None
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from pyiceberg.table import Table
 
@@ -79,19 +80,36 @@ def _is_set_by(
     The position of a consumer names its run, and the snapshots of an ingestion repeat their offsets. Other
     properties stay, because another publication may have set them.
     """
-    return publication.run_id in recorded_run_ids(name, value) or any(
+    own_ids = {publication.run_id, publication.root_run_id}
+    return not own_ids.isdisjoint(recorded_run_ids(name, value)) or any(
         name in step.properties for step in steps
     )
 
 
-def join_own_changes(changes: Sequence[OwnChange]) -> OwnChange:
-    """Join the changes of several publications of one table, oldest first."""
+def join_own_changes(table: str, changes: Sequence[OwnChange]) -> OwnChange:
+    """Join the changes of several publications of one table, oldest first.
+
+    A property that another publication set in between keeps its value. Raises DependencyFound if another
+    publication changed the columns in between.
+    """
     old_properties: dict[str, str | None] = {}
     new_properties: dict[str, str | None] = {}
+    others_properties: set[str] = set()
     for change in changes:
+        others_properties |= {
+            name
+            for name, value in change.old_properties.items()
+            if name in new_properties and new_properties[name] != value
+        }
         new_properties |= change.new_properties
         for name, value in change.old_properties.items():
             old_properties.setdefault(name, value)
+    for name in others_properties:
+        del old_properties[name], new_properties[name]
+    layouts = [(one.new_layout, other.old_layout) for one, other in pairwise(changes)]
+    if any(layout is not None and layout.shape != new.shape for new, layout in layouts):
+        reason = CodedReason("another publication changed its columns in between", "columns_used")
+        raise DependencyFound(Dependency(table, reason))
     return OwnChange(
         frozenset().union(*(change.snapshot_ids for change in changes)),
         old_properties,

@@ -72,6 +72,8 @@ class _Plan:
     """Snapshots of later publications that have replaced rows of the undone ones."""
     own_ids: set[int] = field(default_factory=set)
     """Snapshots of the undone publications."""
+    namespace_properties: dict[ContentKey, Mapping[str, str]] = field(default_factory=dict)
+    """The properties of namespaces that the undone publications dropped."""
 
     def build_operations(self) -> list[Operation]:
         """Build the operations of the commit, with namespaces that were dropped since."""
@@ -82,7 +84,10 @@ class _Plan:
             for namespace in list_namespaces(key)
             if content is not None and namespace not in self.contents
         }
-        operations += [Put(key, Namespace(None, key.elements)) for key in sorted(dropped_namespaces)]
+        operations += [
+            Put(key, Namespace(None, key.elements, self.namespace_properties.get(key, {})))
+            for key in sorted(dropped_namespaces)
+        ]
         for key, content in sorted(self.new_contents.items()):
             operations.append(Delete(key) if content is None else Put(key, content))
         return operations
@@ -113,8 +118,10 @@ class _KeyHistory:
     @property
     def is_interrupted(self) -> bool:
         """Whether one of the commits dropped the content, or it was another content afterwards."""
-        later_contents = [entry.to_content for _, entry in self.commits]
-        later_contents += [entry.from_content for _, entry in self.commits[1:]]
+        # Publications of one commit share its change of the key.
+        entries = list({publication.hash: entry for publication, entry in self.commits}.values())
+        later_contents = [entry.to_content for entry in entries]
+        later_contents += [entry.from_content for entry in entries[1:]]
         ids = {content.content_id if content is not None else None for content in later_contents}
         return len(ids) > 1
 
@@ -166,6 +173,8 @@ class PublicationUndo:
                 self._discard(plan)
                 raise build_refusal(publication, plan.dependencies)
             if not plan.new_contents:
+                if self._find_own_undo(publication, self._earlier_undos(publication)):
+                    continue  # it was committed after the log was read
                 return Undo(publications, tuple(plan.tables))
             try:
                 commit = self._client.commit(
@@ -249,7 +258,7 @@ class PublicationUndo:
             known_ids = {member.publication_id for member in publications}
             later_members = [
                 member
-                for member in self._later_publications(publication)
+                for member in (*self._later_publications(publication), *self._other_members(publication))
                 if member.publication_id in known_ids
                 or (
                     run_ids & {member.run_id, member.root_run_id}
@@ -268,12 +277,22 @@ class PublicationUndo:
         for entry in self._client.log(MAIN, since=publication.hash):
             yield from parse_publications(entry)
 
+    def _other_members(self, publication: Publication) -> list[Publication]:
+        """Return the other publications of the same commit."""
+        return [member for member in self._members.get(publication.hash, ()) if member != publication]
+
     def _plan(self, publications: Sequence[Publication], keep_positions: bool) -> _Plan:
         histories = self._load_histories(publications)
         keys = {history.key for history in histories}
         namespace_keys = {namespace for key in keys for namespace in list_namespaces(key)}
         main = self._client.contents_at(MAIN, sorted(keys | namespace_keys))
         plan = _Plan(main.reference.hash, main.contents)
+        plan.namespace_properties = {
+            entry.key: entry.from_content.properties
+            for publication in publications
+            for entry in self._load_changes(publication.hash)
+            if isinstance(entry.from_content, Namespace) and entry.to_content is None
+        }
         try:
             with ThreadPoolExecutor(_TABLES_AT_ONCE) as pool:
                 answers = list(
@@ -438,7 +457,7 @@ class PublicationUndo:
                 if member != publication and history.key.name in member.tables
             ]
             own_changes.append(build_own_change(history.key.name, publication, others, change, old, new))
-        return join_own_changes(own_changes)
+        return join_own_changes(history.key.name, own_changes)
 
     def _discard(self, plan: _Plan) -> None:
         """Delete the files that were written for a commit that certainly does not exist."""
@@ -494,7 +513,7 @@ def _find_hidden_rows(
                 f"it replaced rows of a publication that was undone since, as {entry.commit.hash}",
                 "hides_undone_rows",
             )
-            yield Dependency(", ".join(sorted(tables)), reason)
+            yield from (Dependency(table, reason) for table in sorted(tables))
 
 
 def _list_property(entry: LogEntry, name: str) -> list[str]:

@@ -13,7 +13,7 @@ from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.publication.ledger import Publication
 from branchlake_dagster.publication.outcome import MainView
 from branchlake_dagster.runs.branch_owner import BatchBranch
-from branchlake_dagster.runs.discarding import iter_materializations
+from branchlake_dagster.runs.discarding import iter_materializations, load_newest_run_id
 from branchlake_dagster.runs.run_branch import run_id_of_branch
 from branchlake_dagster.runs.run_tags import RunState, build_status_tag, find_run_location, shorten_tag_value
 from branchlake_dagster.stored_names import EventMetadata, RunTag
@@ -26,8 +26,8 @@ _BATCH_SIZE = 200
 def report_undo(instance: DagsterInstance, lake: Lakehouse, undo: Undo) -> int:
     """Report a committed undo on its runs and on each asset and partition that they materialized.
 
-    The newest observation of a partition shows whether `main` has it. Assets whose rows later publications
-    had replaced already are left out. The tag `branchlake` of a run becomes `undone`. A live ingestion keeps
+    The newest observation of a partition shows whether `main` has it. Partitions that another run has
+    materialized since are left out. The tag `branchlake` of a run becomes `undone`. A live ingestion keeps
     its tag, because its other batches are still on `main`. Runs that this Dagster instance does not have are
     left out. Idempotent, apart from repeated observations. Returns the number of runs.
     """
@@ -86,12 +86,15 @@ def _build_observations(
 ) -> Iterator[AssetObservation]:
     """Yield one observation for each asset and partition that the run, or a run that it continued, wrote."""
     seen: set[tuple[AssetKey, str | None]] = set()
-    for run_id in _continued_run_ids(instance, run):
+    run_ids = _continued_run_ids(instance, run)
+    for run_id in run_ids:
         for key, partition, _ in iter_materializations(instance, run_id):
             shown_partition = partition if with_partitions else None
             table = format_table_name(table_identifier(key, lake.settings.default_namespace))
             if table not in tables or (key, shown_partition) in seen:
                 continue
+            if load_newest_run_id(instance, key, partition) not in run_ids:
+                continue  # another run has materialized the partition since
             seen.add((key, shown_partition))
             rows = row_counts.get(table)
             row_metadata = {} if rows is None else {EventMetadata.TABLE_ROWS: MetadataValue.int(rows)}

@@ -29,8 +29,8 @@ class UndoneTable:
     """What an undo does, or did, with one table.
 
     `action` is one of `changed`, `dropped` (the publication had created it), `restored` (the publication had
-    dropped it) and `unchanged` (later publications have replaced all of it). The numbers of rows are None if
-    they are not recorded in the manifests.
+    dropped it) and `unchanged` (later publications have replaced or dropped all of it). The numbers of rows
+    are None if they are not recorded in the manifests.
     """
 
     table: str

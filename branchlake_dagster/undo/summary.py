@@ -17,11 +17,11 @@ def format_undo(undo: Undo, *, dry_run: bool) -> str:
         reasons = "; ".join(format_dependency(dependency) for dependency in undo.dependencies)
         return f"{count} of {runs} cannot be undone alone. {reasons}."
     if undo.commit is not None and not undo.is_new:
-        return f"{count} of {runs} was undone before, as {undo.commit}."
+        return f"Undone before: {count} of {runs}, as {undo.commit}."
     if dry_run:
         return f"{count} of {runs} would be undone."
     if undo.commit is None:
-        return f"Nothing is left of {count} of {runs}: later publications have replaced all of it."
+        return f"Nothing is left of {count} of {runs}: later publications have replaced or dropped all of it."
     return f"{count} of {runs} undone as {undo.commit}."
 
 

@@ -149,12 +149,15 @@ def plan_table_undo(
     read is not read again. Raises DependencyFound.
     """
     if not own.snapshot_ids <= {step.snapshot_id for step in change.steps}:
-        reason = CodedReason("its snapshots of the publication have expired", "history_lost")
+        reason = CodedReason("the publication's snapshots have expired or were rolled back", "history_lost")
         raise DependencyFound(Dependency(table, reason))
-    own_steps, superseding_steps = list[SnapshotChange](), list[SnapshotChange]()
-    undo, is_compacted = TableUndo(), False
+    steps = _drop_undone_steps(change.steps)
+    superseding_steps = _find_superseding_steps(steps, own.snapshot_ids)
+    own_steps, undo = list[SnapshotChange](), TableUndo()
     later_deletes: list[DeleteFile] = []
-    for step in _drop_undone_steps(change.steps):
+    for step in steps:
+        if step.snapshot_id in superseding_steps:
+            continue
         if step.snapshot_id in own.snapshot_ids:
             _require_invertible(table, step)
             _require_no_deleted_rows(table, step, later_deletes)
@@ -162,23 +165,16 @@ def plan_table_undo(
             _add_own_step(undo, step)
             continue
         later_deletes += step.deletes
-        if not own_steps:
-            if step.mode in (ChangeMode.UNKNOWN, ChangeMode.OLD_LAYOUT) and own.snapshot_ids:
-                raise DependencyFound(Dependency(table, _NOT_INVERTIBLE[step.mode]))
-            continue
-        if step.mode in (ChangeMode.UNKNOWN, ChangeMode.OLD_LAYOUT):
+        is_comparable = step.mode not in (ChangeMode.UNKNOWN, ChangeMode.OLD_LAYOUT)
+        if not is_comparable and own.snapshot_ids:
             raise DependencyFound(Dependency(table, _NOT_INVERTIBLE[step.mode], run_ids=_run_ids(step)))
-        remaining_steps = [own_step for own_step in own_steps if not _supersedes(step, own_step)]
-        if len(remaining_steps) < len(own_steps):
-            superseding_steps.append(step)
-            if remaining_steps and is_compacted:
-                raise DependencyFound(Dependency(table, _COMPACTED, run_ids=_run_ids(step)))
-            own_steps, undo = remaining_steps, _join_own_steps(remaining_steps)
         if own_steps:
-            is_compacted |= _follow_later_step(table, undo, step, change)
+            _follow_later_step(table, undo, step, change)
+    _require_separate_files(table, steps, own_steps, superseding_steps)
     undo.snapshot_ids = tuple(step.snapshot_id for step in own_steps)
-    undo.superseded_by = tuple(dict.fromkeys(step.run_id for step in superseding_steps if step.run_id))
-    undo.superseding_ids = tuple(step.snapshot_id for step in superseding_steps)
+    replacing_steps = superseding_steps.values()
+    undo.superseded_by = tuple(dict.fromkeys(step.run_id for step in replacing_steps if step.run_id))
+    undo.superseding_ids = tuple({step.snapshot_id for step in replacing_steps})
     undo.is_superseded = bool(own.snapshot_ids) and not own_steps
     _require_known_layout(table, undo, change, own)
     _plan_columns(table, undo, change, own)
@@ -200,6 +196,39 @@ def _drop_undone_steps(steps: Sequence[SnapshotChange]) -> list[SnapshotChange]:
     return kept_steps[::-1]
 
 
+def _find_superseding_steps(
+    steps: Sequence[SnapshotChange], own_ids: Collection[int]
+) -> dict[int, SnapshotChange]:
+    """Return the undone steps whose rows a later step of others has replaced, by id, with that step.
+
+    The changes between them do not matter: their rows in the replaced partitions are gone as well.
+    """
+    superseding_steps: dict[int, SnapshotChange] = {}
+    for number, own_step in enumerate(steps):
+        if own_step.snapshot_id in own_ids:
+            later_steps = (step for step in steps[number + 1 :] if step.snapshot_id not in own_ids)
+            replacing_step = next((step for step in later_steps if _supersedes(step, own_step)), None)
+            if replacing_step is not None:
+                superseding_steps[own_step.snapshot_id] = replacing_step
+    return superseding_steps
+
+
+def _require_separate_files(
+    table: str,
+    steps: Sequence[SnapshotChange],
+    own_steps: Sequence[SnapshotChange],
+    superseding_steps: Mapping[int, SnapshotChange],
+) -> None:
+    """Require that no remaining step rewrote files of a step that was replaced: they would come back."""
+    replaced_paths = {
+        file.path for step in steps if step.snapshot_id in superseding_steps for file in step.added
+    }
+    mixed_files = [file for step in own_steps for file in step.removed if file.path in replaced_paths]
+    if mixed_files:
+        reason = CodedReason("later changes replaced a part of the rows in the same files", "partly_replaced")
+        raise DependencyFound(Dependency(table, reason, _partitions(mixed_files)))
+
+
 def _require_invertible(table: str, step: SnapshotChange) -> None:
     mode = ChangeMode.ROW_DELETES if step.deletes and step.mode not in _NOT_INVERTIBLE else step.mode
     if mode in _NOT_INVERTIBLE:
@@ -210,13 +239,6 @@ def _require_no_deleted_rows(table: str, step: SnapshotChange, deletes: Sequence
     """Require that the files that an undone step removed had no rows that delete files had removed."""
     if hit_files := find_hit_files(deletes, step.removed):
         raise DependencyFound(Dependency(table, _DELETED_ROWS, _partitions(hit_files)))
-
-
-def _join_own_steps(steps: Sequence[SnapshotChange]) -> TableUndo:
-    undo = TableUndo()
-    for step in steps:
-        _add_own_step(undo, step)
-    return undo
 
 
 def _add_own_step(undo: TableUndo, step: SnapshotChange) -> None:
@@ -249,12 +271,8 @@ def _supersedes(step: SnapshotChange, own_step: SnapshotChange) -> bool:
     )
 
 
-def _follow_later_step(table: str, undo: TableUndo, step: SnapshotChange, change: TableChange) -> bool:
-    """Change `undo` so that it can follow a later step. Raises DependencyFound if it cannot.
-
-    Returns whether the undo removes compacted files because of the step.
-    """
-    removed_paths = undo.removed.keys()
+def _follow_later_step(table: str, undo: TableUndo, step: SnapshotChange, change: TableChange) -> None:
+    """Change `undo` so that it can follow a later step. Raises DependencyFound if it cannot."""
     if step.mode is ChangeMode.COMPACT:
         _follow_compaction(undo, step, change)
     if lost_files := [file for file in step.removed if file.path in undo.removed]:
@@ -268,13 +286,13 @@ def _follow_later_step(table: str, undo: TableUndo, step: SnapshotChange, change
         _require_independent_deletes(table, undo, step)
         _require_independent_rows(table, undo, step, change)
         _require_no_skipped_keys(table, undo, step)
-    return undo.removed.keys() != removed_paths
 
 
 def _require_no_skipped_keys(table: str, undo: TableUndo, step: SnapshotChange) -> None:
-    """Require that an upsert that keeps existing rows did not skip a key because of the publication.
+    """Raise DependencyFound for a later upsert that may have skipped keys of the publication.
 
-    Its files do not show which keys it skipped.
+    These are all upserts that are not recorded as updating rows with existing keys. Their files do not show
+    which keys they skipped.
     """
     if undo.removed and step.mode is ChangeMode.UPSERT and not _updates_matched(step):
         reason = CodedReason("a later upsert may have skipped keys of the publication", "keys_skipped")

@@ -39,7 +39,11 @@ class Item:
     unit: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise NotAMessage for a value that is empty, too long, or not a single printable line."""
+        """Raise NotAMessage for a value that cannot be a line of a message.
+
+        These are empty values, values that are not one line of printable ASCII, and values with which keyword
+        and unit make a line of more than 254 characters.
+        """
         if not self.value.strip() or not _PRINTABLE.fullmatch(self.value):
             raise NotAMessage(
                 f"{self.keyword} cannot be {self.value!r}: a value is one line of ASCII.",
