@@ -158,9 +158,9 @@ class DayChanges:
 def find_changed_days(table: Table, reported: TableDays, *, first: date, last: date) -> DayChanges:
     """Add the days that have changed since a report to its waiting days. Reads manifests only.
 
-    Days from `first` to `last` are partitions, and the next 31 will be. Rows of all others are counted. If the
-    change since the report is no longer known, because the table was rolled back or its snapshots have
-    expired, all of its days count as changed.
+    Days from `first` to `last` are partitions, and the next 31 will be. Rows of all others are counted. All
+    days of the table count as changed if the change since the report is no longer known, because the table
+    was rolled back or its snapshots have expired.
     """
     name = format_table_name(table.name())
     try:

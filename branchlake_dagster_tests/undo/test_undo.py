@@ -336,13 +336,17 @@ def test_one_publication_of_a_commit_with_several(bench: Workbench) -> None:
 def ingest(bench: Workbench, rows: Rows, offset: int) -> Run:
     """As a batch of an ingestion: the offsets are in the snapshot and in the table's property."""
     run = bench.run()
+    append_batch(run, rows, offset)
+    bench.published(run)
+    return run
+
+
+def append_batch(run: Run, rows: Rows, offset: int) -> None:
     name = f"{LakeProperty.OFFSETS_PREFIX}flights"
     transaction = run.table().transaction()
     transaction.append(frame(rows), snapshot_properties={**run.properties("append"), name: str(offset)})
     transaction.set_properties({name: str(offset)})
     transaction.commit_transaction()
-    bench.published(run)
-    return run
 
 
 def test_offsets_move_back_with_the_rows_unless_they_shall_stay(bench: Workbench) -> None:
@@ -547,6 +551,46 @@ def test_followers_are_undone_in_their_order(bench: Workbench) -> None:
     again = undo(bench, first)
     assert [one.run_id for one in again.publications] == [last.run_id, second.run_id, first.run_id]
     assert [(table.table, table.action) for table in again.tables] == [(f"{bench.namespace}.t", "changed")]
+
+
+def test_offsets_of_a_batch_in_a_commit_with_others_move_back(bench: Workbench) -> None:
+    name = f"{LakeProperty.OFFSETS_PREFIX}flights"
+    bench.seeded([("x", 0)])
+    other, batch = bench.run(), bench.run()
+    other.append([("a", 1)])
+    append_batch(batch, [("b", 2)], 10)
+    assert len({result.hash for result in bench.published(other, batch)}) == 1
+    assert undo(bench, batch).tables[0].properties == (name,)
+    assert (name in bench.main().properties, bench.rows()) == (False, [("a", 1), ("x", 0)])
+
+
+def test_what_is_between_a_publication_and_its_replacement_does_not_matter(bench: Workbench) -> None:
+    bench.seeded([("a", 1), ("b", 2)])
+    wrong = bench.run()
+    replaced(wrong, "a", [("a", 10), ("a", 11)])
+    bench.published(wrong)
+    between = bench.run()
+    between.table().delete(EqualTo("id", 10), snapshot_properties=between.properties(None))
+    bench.published(between)
+    right = bench.run()
+    replaced(right, "a", [("a", 20)])
+    bench.published(right)
+    for follow in (False, True):
+        done = undo(bench, wrong, with_followers=follow)
+        assert (done.commit, done.tables[0].superseded_by) == (None, (right.run_id,))
+    assert bench.rows() == [("a", 20), ("b", 2)]
+
+
+def test_both_publications_of_a_commit_that_created_a_table(bench: Workbench) -> None:
+    bench.seeded([], name="z")
+    runs = [bench.run(), bench.run()]
+    for number, run in enumerate(runs):
+        run.create()
+        append_batch(run, [("a", number)], 10) if number else run.append([("a", number)])
+    bench.published(*runs)
+    undo(bench, runs[1])
+    undo(bench, runs[0])
+    assert bench.rows() == []
 
 
 # -- random histories ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from branchlake_dagster.cli.main import main as command
 from branchlake_dagster.errors import TableNotDropped
 from branchlake_dagster.internals.dagster import RUN_KEY_TAG
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.runs.approval import is_on_main
 from branchlake_dagster.runs.run_tags import RunState
 from branchlake_dagster.stored_names import EventMetadata, RunTag
 from branchlake_dagster.undo.find_publication import find_publication
@@ -136,6 +137,23 @@ def test_run_asset_and_partition_show_the_undo(
     assert run is not None
     assert run.tags[RunTag.STATUS] == RunState.UNDONE
     assert [row["day"] for row in p.rows(*asset.key.path)] == ["a"]
+
+
+def test_a_partition_that_was_materialized_since_stays_as_it_is_shown(
+    days: tuple[Project, dg.AssetsDefinition], lakehouse: Lakehouse
+) -> None:
+    p, asset = days
+    p.settle(p.run(asset.key, partition="a"))
+    run_id = last_run(p)
+    report_undo(p.instance, lakehouse, undo(lakehouse, run_id))
+    p.settle(p.run(asset.key, partition="a"))
+    again = undo(lakehouse, run_id)
+    assert not again.is_new
+    report_undo(p.instance, lakehouse, again)
+    assert p.observations(asset.key.path)[0].metadata[EventMetadata.ON_MAIN].value is True
+    run = p.instance.get_run_by_id(run_id)
+    assert run is not None
+    assert not is_on_main(run)
 
 
 def test_the_job_undoes_the_publication_of_its_configuration(
