@@ -267,8 +267,7 @@ class LakeProperty:
     UNDONE_SUPERSEDED_BY = "branchlake.undone_superseded_by"
     """On that commit: snapshots that had replaced rows of the undone publications before. Since 0.2.0."""
     WHEN_MATCHED = "branchlake.when_matched"
-    """On a snapshot of an upsert: `update`, or `keep` if rows with existing keys were left unchanged. Since
-    0.2.0."""
+    """On a snapshot of an upsert: `keep` if rows with existing keys were left unchanged. Since 0.2.0."""
     CHANGE_OF = "branchlake.change_of"
     """On a change table's snapshot: the table whose files it refers to."""
 

@@ -629,7 +629,6 @@ def _merge_staged(
                 planned_batch.ingest.name
             ),
             LakeProperty.WRITE_MODE: "upsert",
-            LakeProperty.WHEN_MATCHED: "update",
             LakeProperty.KEYS: ",".join(target.declaration.keys),
             LakeProperty.ASSET: "/".join(target.identifier),
         }

@@ -637,7 +637,6 @@ class _SliceReprocessing:
                     **context.snapshot_properties,
                     **position_properties(ingest, self._position, context.run_id),
                     LakeProperty.WRITE_MODE: "upsert",
-                    LakeProperty.WHEN_MATCHED: "update",
                     LakeProperty.KEYS: ",".join(keys),
                     LakeProperty.ASSET: "/".join(target.identifier),
                 }

@@ -272,7 +272,6 @@ def _mark_selected(
         **batch_context.snapshot_properties,
         **position_properties(ingestion_tables.ingest, position, batch_context.run_id),
         LakeProperty.WRITE_MODE: "upsert",
-        LakeProperty.WHEN_MATCHED: "update",
     }
     with set_session_properties(session, properties):
         session.sql(

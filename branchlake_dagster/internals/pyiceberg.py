@@ -141,16 +141,24 @@ def build_snapshot(
     operation: Operation,
     properties: dict[str, str],
     written_paths: list[str],
+    manifests_of: Collection[int] | None = None,
 ) -> tuple[TableUpdate, ...]:
     """Build a snapshot on `table` from existing files, as updates. Nothing is committed.
 
     This uses the producers of PyIceberg's own `append` and `overwrite`; PyIceberg exports none that takes
     both added and removed files. The manifests that it writes are added to `written_paths`, also after an
     error. Raises ValidationException if `table` no longer has one of the removed files.
+
+    With `manifests_of`, removed files are searched only in the manifests that these snapshots added, so that
+    the cost does not grow with the table. Then ValidationException can also mean that they are in others.
     """
     removed_files = list(removed)
     producer_class = _OverwriteFiles if removed_files else _FastAppendFiles
+    if removed_files and manifests_of is not None:
+        producer_class = _OverwriteInManifests
     producer = producer_class(operation, _FixedTransaction(table), table.io, snapshot_properties=properties)
+    if isinstance(producer, _OverwriteInManifests):
+        producer.snapshot_ids = frozenset(manifests_of or ())
     for file in removed_files:
         producer.delete_data_file(file)
     for file in added:
@@ -161,6 +169,15 @@ def build_snapshot(
     finally:
         written_paths += [*producer._written_manifests, *producer._written_manifest_lists]
     return updates
+
+
+class _OverwriteInManifests(_OverwriteFiles):
+    """An overwrite whose removed files are all in the manifests that `snapshot_ids` added."""
+
+    snapshot_ids: frozenset[int] = frozenset()
+
+    def _build_manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:  # noqa: ARG002
+        return lambda manifest: manifest.added_snapshot_id in self.snapshot_ids
 
 
 class _TrackingExecutors(ExecutorFactory):

@@ -72,7 +72,7 @@ def build_snapshot_properties(
         LakeProperty.ASSET: asset,
         LakeProperty.WRITE_MODE: spec.write_mode,
         LakeProperty.KEYS: ",".join(spec.keys),
-        LakeProperty.WHEN_MATCHED: ("keep" if spec.keeps_matched else "update") if spec.keys else None,
+        LakeProperty.WHEN_MATCHED: "keep" if spec.keeps_matched else None,
         LakeProperty.PARTITION: partition_text,
         LakeProperty.REPLACED: replaced,
         LakeProperty.CODE_VERSION: code_version,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from pyiceberg.exceptions import ValidationException
 from pyiceberg.manifest import ManifestContent
@@ -65,19 +65,9 @@ def build_undone_state(
     state = StagedState(target.base, target.table, list(target.written_paths))
     _apply(state, _metadata_updates(undo, old_table))
     if undo.removed or undo.restored:
-        removed_files = [file.handle for file in undo.removed.values()]
+        ids = ",".join(map(str, undo.snapshot_ids))
         try:
-            updates = build_snapshot(
-                state.table,
-                added=[file.handle for file in undo.restored.values()],
-                removed=removed_files,
-                operation=Operation.OVERWRITE if undo.restored else Operation.DELETE,
-                properties={
-                    **properties,
-                    LakeProperty.UNDONE_SNAPSHOTS: ",".join(map(str, undo.snapshot_ids)),
-                },
-                written_paths=state.written_paths,
-            )
+            updates = _build_undo_snapshot(state, undo, {**properties, LakeProperty.UNDONE_SNAPSHOTS: ids})
         except Exception as error:
             delete_existing_files(state, state.written_paths)
             if isinstance(error, ValidationException):
@@ -86,6 +76,30 @@ def build_undone_state(
             raise
         _apply(state, updates)
     return state
+
+
+def _build_undo_snapshot(
+    state: StagedState, undo: TableUndo, properties: Mapping[str, str]
+) -> tuple[TableUpdate, ...]:
+    """Build the snapshot. Reads all manifests only if the files moved out of those of the publication."""
+
+    def build(manifests_of: Collection[int] | None) -> tuple[TableUpdate, ...]:
+        return build_snapshot(
+            state.table,
+            added=[file.handle for file in undo.restored.values()],
+            removed=[file.handle for file in undo.removed.values()],
+            operation=Operation.OVERWRITE if undo.restored else Operation.DELETE,
+            properties=dict(properties),
+            written_paths=state.written_paths,
+            manifests_of=manifests_of,
+        )
+
+    try:
+        return build(undo.snapshot_ids)
+    except ValidationException:
+        delete_existing_files(state, state.written_paths)
+        state.written_paths.clear()
+        return build(None)
 
 
 def _metadata_updates(undo: TableUndo, old_table: Table | None) -> tuple[TableUpdate, ...]:

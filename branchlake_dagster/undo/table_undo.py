@@ -291,17 +291,11 @@ def _follow_later_step(table: str, undo: TableUndo, step: SnapshotChange, change
 def _require_no_skipped_keys(table: str, undo: TableUndo, step: SnapshotChange) -> None:
     """Raise DependencyFound for a later upsert that may have skipped keys of the publication.
 
-    These are all upserts that are not recorded as updating rows with existing keys. Their files do not show
-    which keys they skipped.
+    These are upserts that keep rows with existing keys. Their files do not show which keys they skipped.
     """
-    if undo.removed and step.mode is ChangeMode.UPSERT and not _updates_matched(step):
+    if undo.removed and step.properties.get(LakeProperty.WHEN_MATCHED) == "keep":
         reason = CodedReason("a later upsert may have skipped keys of the publication", "keys_skipped")
         raise DependencyFound(Dependency(table, reason, _partitions(undo.removed.values()), _run_ids(step)))
-
-
-def _updates_matched(step: SnapshotChange) -> bool:
-    """Return whether an upsert updated rows with existing keys. Earlier versions did not record that."""
-    return step.properties.get(LakeProperty.WHEN_MATCHED) == "update"
 
 
 def _replaces_whole_table(step: SnapshotChange) -> bool:

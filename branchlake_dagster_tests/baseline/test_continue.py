@@ -86,7 +86,9 @@ def test_all_stored_names_are_there(p: Opened, expected: dict[str, Any]) -> None
     """What this reads is read with today's clients; the names it finds are those of the past."""
     endpoint = p.lake.settings.s3_endpoint
     assert endpoint is not None
-    assert stored_names(p, endpoint) == expected["names"]
+    found = stored_names(p, endpoint)
+    assert found["job name"].pop(found["job name"].index("undo_publication"))  # of a later version
+    assert found == expected["names"]
 
 
 def test_main_and_its_tables_are_read(p: Opened, expected: dict[str, Any], runs: dict[str, str]) -> None:

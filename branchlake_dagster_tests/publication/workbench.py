@@ -63,7 +63,6 @@ class Run:
 
     def properties(self, mode: str | None, keys: str = "") -> dict[str, str]:
         found = {"branchlake.run_id": self.run_id, "branchlake.write_mode": mode, "branchlake.keys": keys}
-        found["branchlake.when_matched"] = "update" if mode == "upsert" else None
         return {key: value for key, value in found.items() if value}
 
     def table(self, name: str = "t") -> Table:

@@ -173,7 +173,7 @@ def test_raw_tables_are_filled_from_the_landing_folder_or_from_kafka_batch_by_ba
         assert spec.freshness_policy is not None
         assert "dagster/column_schema" in spec.metadata
     of_ingestions = [one for one in repository.sensor_defs if one.name.startswith("ingest_")]
-    assert len(of_ingestions) == 6
+    assert len(of_ingestions) == 9
     for one in of_ingestions:
         is_live = one.name.endswith("_live_sensor")
         running, stopped = dg.DefaultSensorStatus.RUNNING, dg.DefaultSensorStatus.STOPPED

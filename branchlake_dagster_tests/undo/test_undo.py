@@ -500,17 +500,14 @@ def test_expired_snapshots_of_the_publication_refuse_its_undo(bench: Workbench, 
     assert codes(refused(bench, wrong)) == {"history_lost"}
 
 
-@pytest.mark.parametrize("is_recorded", [True, False])
-def test_an_upsert_that_keeps_rows_may_have_skipped_keys(bench: Workbench, is_recorded: bool) -> None:
+def test_an_upsert_that_keeps_rows_may_have_skipped_keys(bench: Workbench) -> None:
     bench.seeded([("a", 1)])
     wrong = appended(bench, [("a", 5)])
     later = bench.run()
     spec = TableSpec(identifier=(bench.namespace, "t"), write_mode="upsert", keys=("id",), keeps_matched=True)
     planned = upserts.plan_upsert(frame([("b", 5), ("b", 6)]), later.table(), spec, None)
     assert isinstance(planned, upserts.UpsertPlan)
-    properties = later.properties("upsert", "id")
-    del properties[LakeProperty.WHEN_MATCHED]
-    upserts.write_upsert(planned, properties | ({LakeProperty.WHEN_MATCHED: "keep"} if is_recorded else {}))
+    upserts.write_upsert(planned, later.properties("upsert", "id") | {LakeProperty.WHEN_MATCHED: "keep"})
     bench.published(later)
     error = refused(bench, wrong)
     assert (codes(error), run_ids(error)) == ({"keys_skipped"}, {later.run_id})

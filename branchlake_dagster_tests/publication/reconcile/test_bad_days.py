@@ -41,6 +41,7 @@ from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.tables.specification import table_metadata
 from branchlake_dagster.tables.table_files import TableFiles
+from branchlake_dagster.waiting import holds_within
 from branchlake_dagster_tests.harness import project
 from branchlake_dagster_tests.suite import memory
 from branchlake_dagster_tests.suite.raised import raising
@@ -113,11 +114,21 @@ def test_a_run_fails_clearly_when_a_remote_nessie_dies_under_it(
         p.failed_with(NessieUnavailable)
 
         own_lake.endpoints()  # somebody starts it again
+        # The breaker still refuses requests for a moment.
+        assert holds_within(30, lambda: answers(own_lake), every_s=0.1)
         assert own_lake.nessie.reference("main").hash == main
         assert run_branch_name(run_id) in {ref.name for ref in own_lake.nessie.references()}
         assert p.settle(run_id).state is RunState.DISCARDED
         assert run_branch_name(run_id) not in p.branches()
         assert own_lake.nessie.reference("main").hash == main
+
+
+def answers(lake: Lakehouse) -> bool:
+    try:
+        lake.nessie.reference("main")
+    except NessieUnavailable:
+        return False
+    return True
 
 
 @pytest.mark.nessie
