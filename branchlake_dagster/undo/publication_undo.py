@@ -164,49 +164,57 @@ class PublicationUndo:
         Raises UndoRefused, UndoContended, UndoUnknown, and the errors of Nessie and of the storage.
         """
         unknown_outcome: NessieOutcomeUnknown | None = None
-        for _ in range(_MAX_ATTEMPTS):
-            undos = self._earlier_undos(publication)
-            if earlier := self._find_own_undo(publication, undos):
-                return earlier if unknown_outcome is None else replace(earlier, is_new=True)
-            publications, plan = self._plan_with_followers(publication, undos, with_followers, keep_positions)
-            if plan.dependencies:
-                self._discard(plan)
-                raise build_refusal(publication, plan.dependencies)
-            if not plan.new_contents:
-                if self._find_own_undo(publication, self._earlier_undos(publication)):
-                    continue  # it was committed after the log was read
-                return Undo(publications, tuple(plan.tables))
-            try:
-                commit = self._client.commit(
-                    MAIN,
-                    expected_hash=plan.main_hash,
-                    operations=plan.build_operations(),
-                    message=_message(publications),
-                    properties=_properties(publications, plan.superseding_ids),
-                ).hash
-            except NessieOutcomeUnknown as error:
-                # Keep the files: the commit may exist, or still arrive.
-                unknown_outcome = error
-                continue
-            except NessieConflict:
-                self._discard(plan)
-                continue
-            except Exception:
-                self._discard(plan)
-                raise
-            return Undo(publications, tuple(plan.tables), commit)
         where = {"branch": MAIN, "run_id": publication.run_id, "table": ", ".join(publication.tables)}
+        for _ in range(_MAX_ATTEMPTS):
+            try:
+                done = self._try_undo(publication, with_followers, keep_positions)
+            except NessieOutcomeUnknown as error:
+                unknown_outcome = unknown_outcome or error
+                continue
+            except Exception as error:
+                if unknown_outcome is None:
+                    raise
+                raise _unknown_error(where) from error  # the earlier commit may exist, whatever failed now
+            if done is not None:
+                return done if unknown_outcome is None else replace(done, is_new=True)
         if unknown_outcome is not None:
-            raise UndoUnknown(
-                "Nessie did not answer to the commit of the undo.",
-                hint="Repeat the command: it finds the commit on main if it was made.",
-                **where,
-            ) from unknown_outcome
+            raise _unknown_error(where) from unknown_outcome
         raise UndoContended(
             f"Main changed {_MAX_ATTEMPTS} times while the undo was planned.",
             hint="Nothing was undone. Repeat the command, or stop the other writers of the tables first.",
             **where,
         )
+
+    def _try_undo(self, publication: Publication, with_followers: bool, keep_positions: bool) -> Undo | None:
+        """Plan and commit once. Return None if `main` has changed meanwhile."""
+        undos = self._earlier_undos(publication)
+        if earlier := self._find_own_undo(publication, undos):
+            return earlier
+        publications, plan = self._plan_with_followers(publication, undos, with_followers, keep_positions)
+        if plan.dependencies:
+            self._discard(plan)
+            raise build_refusal(publication, plan.dependencies)
+        if not plan.new_contents:
+            # Perhaps the undo was committed after the log was read.
+            earlier = self._find_own_undo(publication, self._earlier_undos(publication))
+            return earlier or Undo(publications, tuple(plan.tables))
+        try:
+            commit = self._client.commit(
+                MAIN,
+                expected_hash=plan.main_hash,
+                operations=plan.build_operations(),
+                message=_message(publications),
+                properties=_properties(publications, plan.superseding_ids),
+            ).hash
+        except NessieOutcomeUnknown:
+            raise  # keep the files: the commit may exist, or still arrive
+        except NessieConflict:
+            self._discard(plan)
+            return None
+        except Exception:
+            self._discard(plan)
+            raise
+        return Undo(publications, tuple(plan.tables), commit)
 
     def _earlier_undos(self, publication: Publication) -> list[LogEntry]:
         """Read the undos on `main` since a publication. Nessie filters the commits."""
@@ -437,7 +445,7 @@ class PublicationUndo:
         plan.own_ids |= own.snapshot_ids
         if undo.changes_anything:
             ids = _join_ids([publication for publication, _ in history.commits])
-            state = build_undone_state(target, undo, old_table, {LakeProperty.UNDONE_PUBLICATIONS: ids})
+            state = build_undone_state(name, target, undo, old_table, {LakeProperty.UNDONE_PUBLICATIONS: ids})
             plan.states.append(state)
             plan.new_contents[key] = self._tables.write(state, current.content_id)
         return undone_table
@@ -464,6 +472,14 @@ class PublicationUndo:
         for state in plan.states:
             self._tables.discard(state)
         plan.states.clear()
+
+
+def _unknown_error(where: Mapping[str, str]) -> UndoUnknown:
+    return UndoUnknown(
+        "Nessie did not answer to the commit of the undo.",
+        hint="Repeat the command: it finds the commit on main if it was made.",
+        **where,
+    )
 
 
 _GONE = "dropped_since"

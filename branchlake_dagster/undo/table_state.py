@@ -55,12 +55,12 @@ def find_missing_file(table: Table) -> Exception | None:
 
 
 def build_undone_state(
-    target: StagedState, undo: TableUndo, old_table: Table | None, properties: Mapping[str, str]
+    name: str, target: StagedState, undo: TableUndo, old_table: Table | None, properties: Mapping[str, str]
 ) -> StagedState:
     """Return the table's state after the undo, in memory. Its manifests are written.
 
-    `target` is the current state, and `old_table` the table before the undone publications. `properties` go
-    into the summary of the new snapshot.
+    `name` is the table's dotted name, `target` its current state, and `old_table` the table before the undone
+    publications. `properties` go into the summary of the new snapshot.
     """
     state = StagedState(target.base, target.table, list(target.written_paths))
     _apply(state, _metadata_updates(undo, old_table))
@@ -72,7 +72,7 @@ def build_undone_state(
             delete_existing_files(state, state.written_paths)
             if isinstance(error, ValidationException):
                 reason = CodedReason(f"Iceberg refuses the undo ({error})", "refused_by_iceberg")
-                raise DependencyFound(Dependency(".".join(target.table.name()), reason)) from error
+                raise DependencyFound(Dependency(name, reason)) from error
             raise
         _apply(state, updates)
     return state

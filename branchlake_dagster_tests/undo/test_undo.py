@@ -15,7 +15,7 @@ from pyiceberg.types import StringType
 
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.errors import NessieOutcomeUnknown
+from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
 from branchlake_dagster.publication.ledger import Publication, iter_publications, parse_publications
 from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.publication.table_change import ChangeMode, SnapshotChange
@@ -380,11 +380,19 @@ class LosingClient(NessieClient):
 
     losses = 0
     arrives = True
+    fails_after_loss = False
+    has_lost = False
+
+    def log(self, *arguments: Any, **options: Any) -> Any:
+        if self.fails_after_loss and self.has_lost:
+            raise NessieUnavailable("The server is away.")
+        return super().log(*arguments, **options)
 
     def commit(self, *arguments: Any, **options: Any) -> Any:
         if not self.losses:
             return super().commit(*arguments, **options)
         self.losses -= 1
+        self.has_lost = True
         if self.arrives:
             super().commit(*arguments, **options)
         raise NessieOutcomeUnknown("The reply was lost.")
@@ -417,6 +425,18 @@ def test_an_outcome_that_stays_unknown_is_no_failure(bench: Workbench) -> None:
     wrong = appended(bench, [("a", 2)])
     with pytest.raises(UndoUnknown):
         undoer(bench, losing(bench, 99, arrives=False)).undo(publication_of(bench, wrong))
+    undo(bench, wrong)
+    assert bench.rows() == [("a", 1)]
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_failure_after_a_lost_reply_leaves_the_outcome_unknown(bench: Workbench, arrives: bool) -> None:
+    bench.seeded([("a", 1)])
+    wrong = appended(bench, [("a", 2)])
+    client = losing(bench, 1, arrives=arrives)
+    client.fails_after_loss = True
+    with pytest.raises(UndoUnknown):
+        undoer(bench, client).undo(publication_of(bench, wrong))
     undo(bench, wrong)
     assert bench.rows() == [("a", 1)]
 
