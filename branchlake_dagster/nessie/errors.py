@@ -53,7 +53,10 @@ class NessieRefused(NessieError, Terminal):
 
 
 class NotNessie(NessieRefused):
-    """The answer is complete, but not from Nessie: a proxy's page, for example. The call is retried first."""
+    """The answer is complete, but not from Nessie: a proxy's page, or a 4xx status without a reason.
+
+    The call is repeated before this error is raised.
+    """
 
 
 class NessieUnauthorized(NessieError, Terminal):

@@ -78,7 +78,24 @@ def error_from_answer(
         if changes:
             return NessieOutcomeUnknown(message, status=status, code=code, hint=_READ_FIRST_HINT)
         return NessieUnavailable(message, status=status, code=code)
-    return NessieRefused(message, status=status, code=code, hint=_NOT_NESSIE_HINT if status < 400 else None)
+    if status < 400:
+        return NessieRefused(message, status=status, code=code, hint=_NOT_NESSIE_HINT)
+    if code is None and not data.get("message"):
+        return _error_from_empty_refusal(status, message, changes=changes)
+    return NessieRefused(message, status=status, code=code)
+
+
+def _error_from_empty_refusal(status: int, message: str, *, changes: bool) -> NessieError:
+    """Return the error for a 4xx answer without Nessie's reason.
+
+    Nessie gives a reason with each refusal. Its HTTP server (Vert.x) answers 400 without a body if it cannot
+    read the request line, and a proxy answers 408 or 499 if it gave up waiting, perhaps for Nessie.
+    """
+    if status in (408, 499):
+        if changes:
+            return NessieOutcomeUnknown(message, status=status, hint=_READ_FIRST_HINT)
+        return NessieUnavailable(message, status=status)
+    return NotNessie(message, status=status, hint=_NOT_NESSIE_HINT)
 
 
 def error_from_unreadable(status: int, body: str, *, action: str, changes: bool, server: str) -> NessieError:

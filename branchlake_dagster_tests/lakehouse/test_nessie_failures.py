@@ -73,6 +73,9 @@ def refusal(code: str | None = None, **more: Any) -> dict[str, Any]:
     ("status", "payload", "expected"),
     [
         (400, refusal("BAD_REQUEST"), NessieRefused),
+        (400, b"", NotNessie),  # Nessie's HTTP server could not read the request line
+        (413, b"<html>too large</html>", NotNessie),
+        (408, b"", NessieUnavailable),
         (401, b"", NessieUnauthorized),
         (403, refusal("FORBIDDEN"), NessieUnauthorized),
         (404, refusal("REFERENCE_NOT_FOUND"), ReferenceNotFound),
@@ -108,9 +111,14 @@ def test_answers_to_a_read(
 MAIN = {"reference": {"type": "BRANCH", "name": "main", "hash": "11223344"}}
 
 
-@pytest.mark.parametrize("spoilt", [json.dumps(MAIN).encode()[:-20], b"", b"<html>busy</html>"])
-def test_a_read_with_a_spoilt_answer_is_made_again(fake_server: FakeServer, spoilt: bytes) -> None:
-    fake_server.script = [(200, spoilt), (200, spoilt), (200, MAIN)]
+@pytest.mark.parametrize(
+    ("status", "spoilt"),
+    [(200, json.dumps(MAIN).encode()[:-20]), (200, b""), (200, b"<html>busy</html>"), (400, b"")],
+)
+def test_a_read_with_a_spoilt_answer_is_made_again(
+    fake_server: FakeServer, status: int, spoilt: bytes
+) -> None:
+    fake_server.script = [(status, spoilt), (status, spoilt), (200, MAIN)]
     with open_client(fake_server, retry=RetryPolicy()) as client:
         assert client.reference("main").hash == "11223344"
     assert len(fake_server.requests) == 3
@@ -125,7 +133,7 @@ def test_what_stays_a_foreign_page_is_refused_in_the_end(fake_server: FakeServer
 
 
 @pytest.mark.parametrize("call", CHANGES)
-@pytest.mark.parametrize("step", [(500, {}), (502, b""), (503, {}), (504, b""), None])
+@pytest.mark.parametrize("step", [(408, b""), (500, {}), (502, b""), (503, {}), (504, b""), None])
 def test_a_change_without_a_clear_answer_is_unknown(
     fake_server: FakeServer, call: Callable[[NessieClient], Any], step: tuple[int, Any] | None
 ) -> None:
