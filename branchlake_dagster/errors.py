@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from branchlake_dagster.automation.backfill_comparison import EarlierStateLost
+    from branchlake_dagster.backup.errors import (
+        BackupDamaged,
+        BackupFailed,
+        NotBackedUpHere,
+        RestoreRefused,
+    )
     from branchlake_dagster.catalog.stored_files import StoredFileDamaged
     from branchlake_dagster.checks.constraints import CheckFailedToRun, ContractError
     from branchlake_dagster.cleanup.jobs import NotOurs, RunsUnreadable
@@ -121,6 +127,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AlertFailed",
     "AnotherIngestion",
+    "BackupDamaged",
+    "BackupFailed",
     "BaseNotOnMain",
     "BaseUnknown",
     "BranchlakeError",
@@ -168,6 +176,7 @@ __all__ = [
     "NessieUnavailable",
     "NoSuchState",
     "NotApproved",
+    "NotBackedUpHere",
     "NotConfirmed",
     "NotHandedOver",
     "NotNessie",
@@ -189,6 +198,7 @@ __all__ = [
     "RecordsDeleted",
     "ReferenceNotFound",
     "ReplayImpossible",
+    "RestoreRefused",
     "RetryNeedsFullRun",
     "RowsNotIdentified",
     "RowsRemoved",
@@ -410,6 +420,12 @@ class Unsupported(BranchlakeError, Terminal, NotImplementedError):
 
 _ERRORS_BY_MODULE = {
     "automation.backfill_comparison": ("EarlierStateLost",),
+    "backup.errors": (
+        "BackupDamaged",
+        "BackupFailed",
+        "NotBackedUpHere",
+        "RestoreRefused",
+    ),
     "catalog.stored_files": ("StoredFileDamaged",),
     "checks.constraints": (
         "CheckFailedToRun",

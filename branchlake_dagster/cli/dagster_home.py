@@ -59,12 +59,17 @@ def dagster_home(settings: Settings) -> Path:
     environment, so that processes that Dagster starts use the same folders.
     """
     make_state_folder(settings.state_dir)
-    home = Path(os.environ.get("DAGSTER_HOME") or settings.state_dir / "dagster").absolute()
+    home = dagster_home_path(settings)
     home.mkdir(parents=True, exist_ok=True)
     os.environ["DAGSTER_HOME"] = str(home)
     os.environ["BRANCHLAKE_STATE_DIR"] = str(settings.state_dir)
     prepare_home(home)
     return home
+
+
+def dagster_home_path(settings: Settings) -> Path:
+    """Return the path of Dagster's home, which need not exist."""
+    return Path(os.environ.get("DAGSTER_HOME") or settings.state_dir / "dagster").absolute()
 
 
 def prepare_home(home: Path) -> None:

@@ -141,11 +141,13 @@ _CONJUNCTIONS = "branchlake_dagster.sda.commands.conjunctions"
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     sources={
+        "backup": "branchlake_dagster.cli.backup:backup",
         "backfill": "branchlake_dagster.cli.backfill_commands:backfill_group",
         "bench": "branchlake_dagster.bench.commands:bench",
         "columns": "branchlake_dagster.cli.column_commands:columns",
         "demo": "branchlake_dagster.sda.commands.demo:demo",
         "reprocess": "branchlake_dagster.cli.reprocess:reprocess",
+        "restore": "branchlake_dagster.cli.backup:restore",
         "sda": "branchlake_dagster.sda.commands.group:sda",
         "sql": "branchlake_dagster.cli.sql:sql",
         "undo": "branchlake_dagster.cli.undo:undo",

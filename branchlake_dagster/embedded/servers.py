@@ -117,7 +117,7 @@ class EmbeddedServers:
                 if set(records) == set(names):
                     return self._to_endpoints(records)
                 raise build_not_running(self._root)
-            with self._lock():
+            with self.lock():
                 records = self._find_running(names)
                 records |= self._find_late_servers(tuple(name for name in names if name not in records))
                 records |= self._start_servers(tuple(name for name in names if name not in records))
@@ -155,19 +155,31 @@ class EmbeddedServers:
         records = self._find_running((NESSIE, SPARK))
         return {name: records.get(name) for name in (NESSIE, SPARK)}
 
+    def find_process(self, name: str) -> ProcessRecord | None:
+        """Return the record of a server whose process runs, whether it answers or not."""
+        self._require_location()
+        record = ProcessRecord.load(self._record_path(name))
+        return record if record and record.is_alive() else None
+
     def stop_all(self) -> tuple[str, ...]:
         """Stop the running servers, Spark before Nessie, and return the names of the stopped servers."""
         self._require_location()  # the records in a copied folder name the processes of the original
         if not self._root.exists():
             return ()
         stopped_names = []
-        with self._lock():
+        with self.lock():
             for name in (SPARK, NESSIE):
                 record = ProcessRecord.load(self._record_path(name))
                 if record and process.stop_process(record):
                     stopped_names.append(name)
                 self._record_path(name).unlink(missing_ok=True)
         return tuple(stopped_names)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the lock for starting and stopping servers. The kernel releases the lock of a dead process."""
+        with file_lock(make_private_folder(self._root / "run") / "lock"):
+            yield
 
     def log_path(self, name: str) -> Path:
         """Return the path of a server's log."""
@@ -224,12 +236,6 @@ class EmbeddedServers:
             if record and record.is_alive() and _listens_within(record, _BUSY_S):
                 late_records[name] = record
         return late_records
-
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        """Hold the lock for starting and stopping servers. The kernel releases the lock of a dead process."""
-        with file_lock(make_private_folder(self._root / "run") / "lock"):
-            yield
 
     def _require_location(self) -> None:
         require_no_file(self._root)

@@ -1,0 +1,1 @@
+"""Back up and restore the embedded lake: Nessie's store, the warehouse and Dagster's home."""

@@ -1,0 +1,95 @@
+"""Copy Nessie's RocksDB store while Nessie runs, as it would be found after a power cut at one moment.
+
+RocksDB writes each change to its log before it answers, and repairs itself from the log at its next start.
+So the files at one moment are a complete store. To get the files of one moment, the Nessie process is
+suspended while its files are linked. The large table files are never changed, so a hard link is enough; the
+logs and the manifest are copied. This takes milliseconds, which Nessie's clients see as a slow answer.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from branchlake_dagster.backup.errors import BackupFailed
+from branchlake_dagster.embedded.process import ProcessRecord
+
+SUSPENSION_LIMIT_S = 10.0
+"""After this time Nessie continues, whatever became of the backup."""
+_TABLE_FILE = ".sst"
+_UNUSED_FILES = ("LOCK", "LOG")
+
+
+def copy_database(
+    store: Path,
+    target: Path,
+    *,
+    server: ProcessRecord | None,
+    limit_s: float = SUSPENSION_LIMIT_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> float:
+    """Copy the store into the new folder `target`, and return how many seconds Nessie was suspended.
+
+    `server` is the running Nessie; None if it is stopped. `target` should be in the file system of `store`.
+    Elsewhere, table files are copied while Nessie is suspended. Raises BackupFailed if that takes longer than
+    `limit_s` seconds, and OSError.
+    """
+    target.mkdir(mode=0o700, parents=True)
+    if server is None:
+        _link_files(store, target)
+        return 0.0
+    start_s = clock()
+    with _suspended(server, limit_s):
+        _link_files(store, target)
+        suspended_s = clock() - start_s
+    if suspended_s >= limit_s:
+        raise BackupFailed(
+            f"The files of Nessie's store in {store} could not be copied within {limit_s:g} s. Nessie was not"
+            " suspended any longer, so the copy may be inconsistent.",
+            hint="Stop the servers during the backup: branchlake down.",
+            reason="too_slow",
+            subject=str(store),
+        )
+    return suspended_s
+
+
+@contextmanager
+def _suspended(server: ProcessRecord, limit_s: float) -> Iterator[None]:
+    """Suspend a process in the block. It continues after the limit even if this process is killed."""
+    if not server.is_alive():
+        raise BackupFailed(
+            f"Nessie (pid {server.pid}) ended when the backup began.",
+            hint="Run the command again.",
+            reason="server_ended",
+        )
+    script = f"sleep {limit_s}; kill -CONT {server.pid}"
+    guard = subprocess.Popen(["/bin/sh", "-c", script], start_new_session=True)
+    try:
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(guard.pid, signal.SIGKILL)
+        guard.wait()
+
+
+def _link_files(store: Path, target: Path) -> None:
+    for path in store.iterdir():
+        if path.name.startswith(_UNUSED_FILES) or not path.is_file():
+            continue
+        if path.suffix == _TABLE_FILE:
+            try:
+                os.link(path, target / path.name)
+                continue
+            except OSError:  # another file system, or one without hard links
+                pass
+        shutil.copy2(path, target / path.name)

@@ -1,0 +1,59 @@
+"""The folders of an embedded lake that a backup has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from branchlake_dagster.backup.errors import NotBackedUpHere
+from branchlake_dagster.settings import Settings
+
+NESSIE_PART = "nessie"
+WAREHOUSE_PART = "warehouse"
+DAGSTER_PART = "dagster"
+
+
+@dataclass(frozen=True)
+class LakeFolder:
+    """One folder of the lake. `name` is its folder in a backup."""
+
+    name: str
+    path: Path
+    has_databases: bool = False
+
+
+def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[LakeFolder, ...]:
+    """List the folders of the lake in the order in which they are copied.
+
+    Dagster comes first and the warehouse last. Events of a run that is published during the backup are then
+    missing in Dagster, as after a crash of the publisher, and the publication sensor adds them. All files
+    that Nessie refers to were written before it refers to them. Raises NotBackedUpHere.
+    """
+    if not settings.embedded_nessie:
+        raise NotBackedUpHere(
+            f"The lake's Nessie is the server {settings.nessie_uri}. A copy of the state folder"
+            f" {settings.state_dir} would not contain its store.",
+            hint="Back up the database of that server first, and then the warehouse, by their own means.",
+            reason="other_nessie",
+            subject=settings.nessie_uri,
+        )
+    warehouse = urlparse(settings.warehouse_uri)
+    if warehouse.scheme != "file":
+        raise NotBackedUpHere(
+            f"The warehouse {settings.warehouse_uri} is not a local folder.",
+            hint="Use the versions or the replication of the object store, and stop the servers to copy the"
+            f" folder {settings.state_dir}/nessie first.",
+            reason="other_warehouse",
+            subject=settings.warehouse_uri,
+        )
+    optional_folders = (
+        LakeFolder("landing", settings.landing_folder),
+        LakeFolder("alert_subscribers", settings.state_dir / "alert_subscribers", has_databases=True),
+    )
+    return (
+        LakeFolder(DAGSTER_PART, dagster_home, has_databases=True),
+        *(folder for folder in optional_folders if folder.path.is_dir()),
+        LakeFolder(NESSIE_PART, settings.state_dir / "nessie"),
+        LakeFolder(WAREHOUSE_PART, Path(unquote(warehouse.path))),
+    )

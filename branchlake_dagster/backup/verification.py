@@ -1,0 +1,150 @@
+"""Verify a backup: start Nessie on a copy of the saved store, and read every table of `main`.
+
+The tables' metadata has the paths of the original files. They are read in the backup's folders instead.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pyarrow.parquet as pq
+from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
+from pyiceberg.manifest import DataFile, FileFormat
+from pyiceberg.typedef import EMPTY_DICT, Properties
+
+from branchlake_dagster.backup.backup_record import BackupRecord
+from branchlake_dagster.backup.errors import BackupDamaged
+from branchlake_dagster.backup.lake_folders import NESSIE_PART
+from branchlake_dagster.catalog.stored_files import is_local, read_metadata
+from branchlake_dagster.embedded.servers import EmbeddedServers
+from branchlake_dagster.errors import BranchlakeError
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.nessie.model import ContentEntry, IcebergTable
+from branchlake_dagster.settings import Settings
+
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class VerifiedTables:
+    """What the verification read: `main` in the backup, its tables, and their rows without delete files.
+
+    `outside` names tables with files outside the saved folders. Their rows are not in the backup.
+    """
+
+    main_hash: str
+    tables: int
+    rows: int
+    outside: tuple[str, ...]
+
+
+class _MovedFileIO(PyArrowFileIO):
+    """Opens files of the original folders in the backup."""
+
+    def __init__(self, folders: Mapping[Path, Path], properties: Properties = EMPTY_DICT) -> None:
+        super().__init__(properties)
+        self._folders = folders
+
+    def new_input(self, location: str) -> PyArrowFile:
+        """Return a file to read. Raises _FileOutside."""
+        return super().new_input(str(self.find_copy(location)))
+
+    def find_copy(self, location: str) -> Path:
+        """Return the path in the backup. Raises _FileOutside if no saved folder contains the location."""
+        if is_local(location):
+            path = Path(urlparse(location).path if location.startswith("file:") else location)
+            for source, copy in self._folders.items():
+                if path.is_relative_to(source):
+                    return copy / path.relative_to(source)
+        raise _FileOutside(f"The file {location} is not in a folder that was saved.")
+
+
+class _FileOutside(BackupDamaged):
+    """A file of a table is not below the folders that were saved."""
+
+
+def verify_backup(
+    folder: Path, record: BackupRecord, settings: Settings, *, say: Callable[[str], None] = lambda _: None
+) -> VerifiedTables:
+    """Read all tables of `main` in a backup completely. Changes nothing in it.
+
+    `settings` are those of the lake, whose downloaded jars are used. The store is copied, one Nessie is
+    started, and each current data file is read. Raises BackupDamaged with the table, and ServerDidNotStart.
+    """
+    folders = {Path(part.source): folder / part.name for part in record.parts}
+    with tempfile.TemporaryDirectory(prefix="branchlake-verify-") as scratch:
+        root = Path(scratch)
+        shutil.copytree(folder / NESSIE_PART, root / "nessie")
+        if (settings.state_dir / "jars").is_dir():
+            shutil.copytree(settings.state_dir / "jars", root / "jars")
+        server_settings = settings.model_copy(update={"state_dir": root, "nessie_port": 0, "warehouse": None})
+        servers = EmbeddedServers(server_settings, notify=say)
+        say("Reading the tables of the backup …")
+        lake = Lakehouse(server_settings, say=say)
+        try:
+            main = lake.nessie.reference(MAIN)
+            entries = list(lake.nessie.entries(f"@{main.hash}", fetch_content=True))
+            return _read_tables(main.hash or "", entries, _MovedFileIO(folders), say)
+        finally:
+            servers.stop_all()
+
+
+def _read_tables(
+    main_hash: str, entries: Iterable[ContentEntry], io: _MovedFileIO, say: Callable[[str], None]
+) -> VerifiedTables:
+    tables, rows, outside = 0, 0, []
+    for entry in entries:
+        if not isinstance(entry.content, IcebergTable):
+            continue
+        name = str(entry.key)
+        try:
+            table_rows = _count_rows(entry.content, io)
+        except _FileOutside:
+            outside.append(name)
+            continue
+        except (OSError, ValueError, BranchlakeError) as error:
+            raise BackupDamaged(
+                f"The table {name} in the backup cannot be read: {error}",
+                hint="Make another backup. If that fails too, the lake has lost files: branchlake doctor.",
+                reason="table_unreadable",
+                table=name,
+            ) from error
+        tables += 1
+        rows += table_rows
+        say(f"{name}: {table_rows:,} rows read")
+    return VerifiedTables(main_hash, tables, rows, tuple(outside))
+
+
+def _count_rows(content: IcebergTable, io: _MovedFileIO) -> int:
+    """Read the current data and delete files of a table. Return the number of rows in data files."""
+    metadata = read_metadata(io, content.metadata_location)
+    snapshot = metadata.current_snapshot()
+    if snapshot is None:
+        return 0
+    files = [
+        entry.data_file
+        for manifest in snapshot.manifests(io)
+        for entry in manifest.fetch_manifest_entry(io, discard_deleted=True)
+    ]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return sum(pool.map(lambda file: _read_file(file, io), files))
+
+
+def _read_file(file: DataFile, io: _MovedFileIO) -> int:
+    path = io.find_copy(file.file_path)
+    size = path.stat().st_size
+    if size != file.file_size_in_bytes:
+        raise ValueError(f"{path} has {size} bytes instead of {file.file_size_in_bytes}")
+    if file.file_format != FileFormat.PARQUET:
+        return 0 if file.content.value else int(file.record_count)
+    with pq.ParquetFile(path) as parquet:
+        rows = sum(batch.num_rows for batch in parquet.iter_batches())
+    if rows != file.record_count:
+        raise ValueError(f"{path} has {rows} rows instead of {file.record_count}")
+    return 0 if file.content.value else rows
