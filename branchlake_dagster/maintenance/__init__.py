@@ -1,0 +1,1 @@
+"""Maintenance of tables: their health, and the Dagster definitions of all maintenance."""

@@ -1,0 +1,204 @@
+"""One asset per namespace that shows the health of its tables, with checks that warn.
+
+This module does not postpone annotations: Dagster compares the annotation of `context` with the class itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from dagster import (
+    AssetCheckResult,
+    AssetCheckSeverity,
+    AssetCheckSpec,
+    AssetExecutionContext,
+    AssetKey,
+    AssetsDefinition,
+    MaterializeResult,
+    MetadataValue,
+    asset,
+)
+
+from branchlake_dagster.maintenance.table_health import (
+    AGES,
+    TableHealth,
+    UnreadableHealth,
+    measure_tables,
+    sum_health,
+)
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.wording import format_count
+
+_HEADERS = (
+    "table",
+    "data files",
+    "small",
+    "most small in a partition",
+    "delete files",
+    "MB",
+    *(f"MB, {age}" for age in AGES),
+    "snapshots",
+    "manifests",
+    "metadata KB",
+)
+
+
+@dataclass(frozen=True)
+class HealthLimits:
+    """When a check of a namespace's health warns.
+
+    Args:
+        small_files (int): Files below 32 MB in one partition. (default: 50)
+        snapshots (int): Snapshots of one table. (default: 5,000)
+        metadata_mb (float): Size of one table's metadata file in MB. Each commit writes it. (default: 10)
+        delete_files (int): Delete files of one table. (default: 100)
+    """
+
+    small_files: int = 50
+    snapshots: int = 5_000
+    metadata_mb: float = 10.0
+    delete_files: int = 100
+
+
+def health_key(namespace: Sequence[str]) -> AssetKey:
+    """Return the key of the asset that shows the health of a namespace."""
+    return AssetKey(["table_health", *namespace])
+
+
+def health_asset(
+    namespace: Sequence[str],
+    limits: HealthLimits | None = None,
+    *,
+    lakehouse_key: str = "lakehouse",
+    group_name: str = "maintenance",
+) -> AssetsDefinition:
+    """The asset that shows the health of the tables in one namespace of `main`.
+
+    Its metadata are the sums over all tables, which Dagster plots over time, and a table with a row for each
+    table. Its checks warn; they never block. It writes no table. `lakehouse_key` is the resource key of the
+    lake.
+    """
+    key, limits = health_key(namespace), limits or HealthLimits()
+    name = ".".join(namespace)
+
+    @asset(
+        key=key,
+        group_name=group_name,
+        kinds={"iceberg"},
+        description=f"The health of the tables in {name}: files, sizes by age, snapshots and manifests.",
+        required_resource_keys={lakehouse_key},
+        check_specs=[
+            AssetCheckSpec(check_name, asset=key, description=description)
+            for check_name, description in _CHECKS.items()
+        ],
+    )
+    def table_health(context: AssetExecutionContext) -> MaterializeResult:  # type: ignore[type-arg]
+        resource: LakehouseResource = getattr(context.resources, lakehouse_key)
+        measured = list(measure_tables(resource.lakehouse, namespace, now=datetime.now(UTC)))
+        tables = [table for table in measured if isinstance(table, TableHealth)]
+        unreadable = [table for table in measured if isinstance(table, UnreadableHealth)]
+        for table in unreadable:
+            context.log.warning(f"The table {table.table} cannot be read: {table.error}")
+        return MaterializeResult(
+            metadata=_health_metadata(tables, unreadable),
+            check_results=evaluate_health(tables, unreadable, limits),
+        )
+
+    return table_health
+
+
+_CHECKS = {
+    "readable": "The metadata and manifests of every table can be read.",
+    "small_files": "No partition has many small files.",
+    "snapshots": "No table has many snapshots.",
+    "metadata_size": "No table has a large metadata file, which each commit writes anew.",
+    "delete_files": "No table has many delete files, which each reader must apply.",
+}
+
+
+def _health_metadata(
+    tables: Sequence[TableHealth], unreadable: Sequence[UnreadableHealth]
+) -> dict[str, MetadataValue]:
+    total = sum_health(tables)
+    return {
+        "tables": MetadataValue.int(len(tables)),
+        "unreadable tables": MetadataValue.int(len(unreadable)),
+        "data files": MetadataValue.int(total.data_files),
+        "small files": MetadataValue.int(total.small_files),
+        "delete files": MetadataValue.int(total.delete_files),
+        "data bytes": MetadataValue.int(total.data_bytes),
+        "snapshots": MetadataValue.int(total.snapshots),
+        "manifests": MetadataValue.int(total.manifests),
+        "metadata bytes": MetadataValue.int(total.metadata_bytes),
+        "health": MetadataValue.md(format_health(tables)),
+    }
+
+
+def format_health(tables: Sequence[TableHealth]) -> str:
+    """Return a Markdown table with a row per table, those with the most small files first."""
+    lines = ["| " + " | ".join(_HEADERS) + " |", "|---" + "|---:" * (len(_HEADERS) - 1) + "|"]
+    for table in sorted(tables, key=lambda table: (-table.small_files, table.table)):
+        cells = [
+            table.table.replace("|", "\\|"),
+            f"{table.data_files:,}",
+            f"{table.small_files:,}",
+            f"{table.most_small_files:,}",
+            f"{table.delete_files:,}",
+            _format_mb(table.data_bytes),
+            *(_format_mb(table.bytes_by_age.get(age, 0)) for age in AGES),
+            f"{table.snapshots:,}",
+            f"{table.manifests:,}",
+            f"{table.metadata_bytes / 1e3:,.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _format_mb(size: int) -> str:
+    return f"{size / 1e6:,.1f}"
+
+
+def evaluate_health(
+    tables: Sequence[TableHealth], unreadable: Sequence[UnreadableHealth], limits: HealthLimits
+) -> list[AssetCheckResult]:
+    """Evaluate the checks of a namespace. A failed check is a warning and names the tables."""
+    crowded = {
+        table.table: f"{table.most_small_files:,} in {table.crowded_partition or 'the table'}"
+        for table in tables
+        if table.most_small_files > limits.small_files
+    }
+    many_snapshots = {
+        table.table: format_count(table.snapshots, "snapshot")
+        for table in tables
+        if table.snapshots > limits.snapshots
+    }
+    large_metadata = {
+        table.table: f"{table.metadata_bytes / 1e6:,.1f} MB"
+        for table in tables
+        if table.metadata_bytes > limits.metadata_mb * 1e6
+    }
+    many_deletes = {
+        table.table: format_count(table.delete_files, "delete file")
+        for table in tables
+        if table.delete_files > limits.delete_files
+    }
+    return [
+        _check_result("readable", {table.table: table.error for table in unreadable}),
+        _check_result("small_files", crowded),
+        _check_result("snapshots", many_snapshots),
+        _check_result("metadata_size", large_metadata),
+        _check_result("delete_files", many_deletes),
+    ]
+
+
+def _check_result(name: str, findings: dict[str, str]) -> AssetCheckResult:
+    return AssetCheckResult(
+        check_name=name,
+        passed=not findings,
+        severity=AssetCheckSeverity.WARN,
+        metadata={
+            "tables": MetadataValue.md(
+                "\n".join(f"- {table}: {finding}" for table, finding in findings.items()) or "none"
+            )
+        },
+    )
