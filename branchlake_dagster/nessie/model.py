@@ -72,6 +72,11 @@ class ContentKey(tuple[str, ...]):
         return ".".join(f"`{e.replace('`', '``')}`" if "." in e or "`" in e else e for e in self)
 
     @property
+    def ancestors(self) -> list[ContentKey]:
+        """Return the keys of the namespaces above the content, outermost first."""
+        return [ContentKey(self[:depth]) for depth in range(1, len(self))]
+
+    @property
     def parent(self) -> tuple[str, ...]:
         """Return the elements of the namespace that holds this key. The result is empty at the top level."""
         return tuple(self[:-1])

@@ -56,7 +56,7 @@ from branchlake_dagster.runs.run_tags import (
 from branchlake_dagster.stored_names import RunTag
 from branchlake_dagster.tables.errors import RunBranchGone
 
-_UNPUBLISHED_STATES = (RunState.BLOCKED, RunState.REFUSED, RunState.UNBRANCHED)
+_UNPUBLISHED_STATES = (RunState.BLOCKED, RunState.REFUSED, RunState.UNBRANCHED, RunState.UNDONE)
 """Recorded states that `publish()` returns as they are. With any other, the branch was discarded."""
 
 
@@ -75,9 +75,9 @@ class RunOutcome:
     Attributes:
         run_id (str): The run.
         status (str): `published`; `blocked` by the gate; `refused` because its changes conflict with newer
-            changes of `main`; `discarded` because it failed or changed no table; `waiting`, `checking` or
-            `try again` if there is no decision yet; `unbranched` if it wrote to `main` directly; `set aside`
-            if judging it failed again and again.
+            changes of `main`; `discarded` because it failed or changed no table; `undone` if its
+            publication was undone later; `waiting`, `checking` or `try again` if there is no decision yet;
+            `unbranched` if it wrote to `main` directly; `set aside` if judging it failed again and again.
         reasons (tuple[str, ...]): Why it is not published, one sentence each; empty if it is published.
         warnings (tuple[str, ...]): Failed checks that do not block.
         commit (str | None): The commit on `main` that holds its changes.
@@ -217,7 +217,8 @@ def _to_run_outcome(run_id: str, outcome: Outcome) -> RunOutcome:
 
 def _recorded_outcome(run: dg.DagsterRun, run_location: RunLocation) -> RunOutcome:
     """Return the outcome of a run whose branch does not exist any more, from its tags."""
-    if commit := find_publication(run.tags, run_location.branch):
+    commit = find_publication(run.tags, run_location.branch)
+    if commit and run.tags.get(RunTag.STATUS) != RunState.UNDONE:
         return RunOutcome(run.run_id, RunState.PUBLISHED, commit=commit)
     reason, verdict = run.tags.get(RunTag.REASON, NO_VALUE), run.tags.get(RunTag.VERDICT, PENDING)
     reasons = () if reason == NO_VALUE else (reason,)

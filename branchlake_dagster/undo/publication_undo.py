@@ -41,7 +41,6 @@ from branchlake_dagster.undo.table_undo import (
     OwnChange,
     plan_table_undo,
 )
-from branchlake_dagster.undo.undrop import list_namespaces
 from branchlake_dagster.wording import CodedReason, format_names
 
 _MAX_ATTEMPTS = 5
@@ -81,7 +80,7 @@ class _Plan:
         dropped_namespaces = {
             namespace
             for key, content in self.new_contents.items()
-            for namespace in list_namespaces(key)
+            for namespace in key.ancestors
             if content is not None and namespace not in self.contents
         }
         operations += [
@@ -292,7 +291,7 @@ class PublicationUndo:
     def _plan(self, publications: Sequence[Publication], keep_positions: bool) -> _Plan:
         histories = self._load_histories(publications)
         keys = {history.key for history in histories}
-        namespace_keys = {namespace for key in keys for namespace in list_namespaces(key)}
+        namespace_keys = {namespace for key in keys for namespace in key.ancestors}
         main = self._client.contents_at(MAIN, sorted(keys | namespace_keys))
         plan = _Plan(main.reference.hash, main.contents)
         plan.namespace_properties = {

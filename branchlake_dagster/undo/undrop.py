@@ -36,12 +36,13 @@ def undrop_table(lake: Lakehouse, name: str) -> RestoredTable:
     NessieConflict if somebody created the table meanwhile.
     """
     client, key = lake.nessie, ContentKey.from_path(name)
-    namespace_keys = list_namespaces(key)
+    namespace_keys = key.ancestors
     main = client.contents_at(MAIN, [key, *namespace_keys])
     if key in main.contents:
         raise TableNotDropped(f"Main has the table {name}.", table=name, hint="There is nothing to restore.")
     from_commit = _find_last_commit(client, main.reference.hash, key)
-    content = client.contents(f"@{from_commit}", [key]).get(key) if from_commit else None
+    earlier = client.contents(f"@{from_commit}", [key, *namespace_keys]) if from_commit else {}
+    content = earlier.get(key)
     if from_commit is None or not isinstance(content, IcebergTable):
         raise TableNotDropped(
             f"The log of main has no commit that dropped a table {name}.",
@@ -55,19 +56,17 @@ def undrop_table(lake: Lakehouse, name: str) -> RestoredTable:
             table=name,
             hint="Nothing was changed. Restore the file, or write the table anew.",
         ) from error
-    operations: list[Operation] = [
-        Put(each, Namespace(None, each.elements)) for each in namespace_keys if each not in main.contents
-    ]
+    operations: list[Operation] = []
+    for namespace_key in namespace_keys:
+        if namespace_key not in main.contents:
+            earlier_namespace = earlier.get(namespace_key)
+            properties = earlier_namespace.properties if isinstance(earlier_namespace, Namespace) else {}
+            operations.append(Put(namespace_key, Namespace(None, namespace_key.elements, properties)))
     operations.append(Put(key, replace(content, content_id=None)))
     commit = client.commit(
         MAIN, expected_hash=main.reference.hash, operations=operations, message=f"Restore the table {name}"
     )
     return RestoredTable(commit.hash, from_commit)
-
-
-def list_namespaces(key: ContentKey) -> list[ContentKey]:
-    """Return the keys of the namespaces above a content, outermost first."""
-    return [ContentKey(key[:depth]) for depth in range(1, len(key))]
 
 
 def _find_last_commit(client: NessieClient, main_hash: str, key: ContentKey) -> str | None:

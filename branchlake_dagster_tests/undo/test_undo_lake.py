@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 from click.testing import CliRunner
 
-from branchlake_dagster import table_metadata
+from branchlake_dagster import publish, table_metadata
 from branchlake_dagster.cli.main import main as command
 from branchlake_dagster.errors import TableNotDropped
 from branchlake_dagster.internals.dagster import RUN_KEY_TAG
@@ -131,6 +131,8 @@ def test_run_asset_and_partition_show_the_undo(
     assert newest.metadata[EventMetadata.ON_MAIN].value is False
     assert newest.metadata[EventMetadata.UNDONE_BY].value == done.commit
     assert newest.metadata[EventMetadata.TABLE_ROWS].value == 1
+    outcome = publish(run_id, p.definitions, instance=p.instance)
+    assert (outcome.published, outcome.status) == (False, RunState.UNDONE)
     # Later ticks of the sensor leave it so.
     list(p.reconciler().reconcile_branches())
     run = p.instance.get_run_by_id(run_id)
@@ -207,6 +209,12 @@ def test_a_table_that_was_dropped_outside_a_run_comes_back(lakehouse: Lakehouse,
     lakehouse.catalog().drop_table((namespace, "t"))
     undrop_table(lakehouse, f"{namespace}.t")
     assert bench.rows() == [("a", 1)]
+    catalog = lakehouse.catalog()
+    catalog.update_namespace_properties((namespace,), updates={"owner": "flights"})
+    catalog.drop_table((namespace, "t"))
+    catalog.drop_namespace((namespace,))
+    undrop_table(lakehouse, f"{namespace}.t")
+    assert catalog.load_namespace_properties((namespace,)) == {"owner": "flights"}
     with pytest.raises(TableNotDropped):
         undrop_table(lakehouse, f"{namespace}.never")
     bench.clean()
