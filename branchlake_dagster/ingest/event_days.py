@@ -22,6 +22,7 @@ from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.transforms import DayTransform, HourTransform
 
+from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.history.change import ChangeLost, Position
 from branchlake_dagster.ingest.declaration import Ingest, IngestTable
@@ -212,11 +213,15 @@ def build_day_events(
 
 
 class _Tick:
-    """One tick of the sensor: the state of each table at a commit of `main`, and the events."""
+    """One tick of the sensor: the state of each table at a commit of `main`, and the events.
+
+    `errors` has the tables that cannot be read. They keep their state, and the next tick reads them again.
+    """
 
     def __init__(self, lake: Lakehouse, cursor: str | None) -> None:
         self._lake = lake
         self.events: list[dg.AssetMaterialization | dg.AssetObservation] = []
+        self.errors: dict[str, BranchlakeError | OSError] = {}
         self._states: dict[str, TableDays] = {}
         self._reported_hash = ""
         try:
@@ -237,16 +242,20 @@ class _Tick:
             if main_hash != self._reported_hash:
                 try:
                     loaded = self._lake.catalog(f"{MAIN}@{main_hash}").load_table(identifier)
+                    assert table.days_from is not None  # noqa: S101 - the sensor's tables have days
+                    changes = find_changed_days(loaded, state, first=table.days_from, last=today)
                 except NoSuchTableError:
                     self._states.pop(name, None)
                     continue
-                assert table.days_from is not None  # noqa: S101 - the sensor's tables have days
-                changes = find_changed_days(loaded, state, first=table.days_from, last=today)
+                except (BranchlakeError, OSError) as error:
+                    self.errors[name] = error
+                    continue
                 state, outside = changes.state, changes.outside
             days, self._states[name] = take_days(state, max(0, MAX_EVENTS - len(self.events)), last=today)
             self.events += build_day_events(table, name, days, outside, main_hash)
         states = {name: state.to_json() for name, state in self._states.items()}
-        return json.dumps({"main": main_hash, "tables": states}, sort_keys=True)
+        reported_hash = "" if self.errors else main_hash
+        return json.dumps({"main": reported_hash, "tables": states}, sort_keys=True)
 
 
 def build_days_sensor(
@@ -275,6 +284,9 @@ def build_days_sensor(
         cursor = tick.report(tables, clock().astimezone(UTC).date())
         days = sum(isinstance(event, dg.AssetMaterialization) for event in tick.events)
         reason = f"{format_count(days, 'day')} reported." if days else "No day has changed."
+        for name, error in tick.errors.items():
+            context.log.error(f"The days of {name} are not reported, because it cannot be read: {error}")
+            reason += f" {name} cannot be read: {error}"
         return dg.SensorResult(skip_reason=reason, cursor=cursor, asset_events=tick.events)
 
     return sensor
