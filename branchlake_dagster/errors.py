@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from branchlake_dagster.embedded.jars import DownloadFailed, JarRefused
     from branchlake_dagster.embedded.process import ServerDidNotStart
     from branchlake_dagster.embedded.state_folder import LakeMoved, LakeNotRunning
+    from branchlake_dagster.expiry.roots import RootsUnreadable
+    from branchlake_dagster.expiry.snapshot_expiry import ExpiryContended, ExpiryInvalid, ExpiryUnknown
     from branchlake_dagster.extras import MissingExtra
     from branchlake_dagster.history.change import ChangeLost, RowsUnreadable
     from branchlake_dagster.ingest.batch_tables import TypesUnknown
@@ -149,6 +151,9 @@ __all__ = [
     "DroppedTableUnreadable",
     "EarlierAttemptLate",
     "EarlierStateLost",
+    "ExpiryContended",
+    "ExpiryInvalid",
+    "ExpiryUnknown",
     "FileUnreadable",
     "FilesNotDeleted",
     "ForeignSession",
@@ -200,6 +205,7 @@ __all__ = [
     "ReplayImpossible",
     "RestoreRefused",
     "RetryNeedsFullRun",
+    "RootsUnreadable",
     "RowsNotIdentified",
     "RowsRemoved",
     "RowsUnreadable",
@@ -448,6 +454,12 @@ _ERRORS_BY_MODULE = {
     "embedded.state_folder": (
         "LakeMoved",
         "LakeNotRunning",
+    ),
+    "expiry.roots": ("RootsUnreadable",),
+    "expiry.snapshot_expiry": (
+        "ExpiryContended",
+        "ExpiryInvalid",
+        "ExpiryUnknown",
     ),
     "extras": ("MissingExtra",),
     "history.change": (

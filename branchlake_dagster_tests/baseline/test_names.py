@@ -38,6 +38,8 @@ NOT_STORED = {
     ".dagster/branchlake_reported": "on a run while a publisher reports many partitions, gone afterwards",
     ".dagster/branchlake_worker": "on a run while its process lives, and of no use after that",
     "branchlake.change_of": "on a change table, which goes with the branch of its run",
+    "branchlake.expired_snapshots": "on an expiry, which version 0.1.0 did not have",
+    "branchlake.expiry_id": "on an expiry, which version 0.1.0 did not have",
     "branchlake.undone_publications": "on an undo, which version 0.1.0 did not have",
     "branchlake.undone_runs": "on an undo, which version 0.1.0 did not have",
     "branchlake.undone_snapshots": "on an undo, which version 0.1.0 did not have",

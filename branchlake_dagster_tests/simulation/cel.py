@@ -1,4 +1,4 @@
-"""The part of CEL that our filters use: `in`, `==`, `!=`, `contains`, `startsWith`, `matches`, `&&`, `||`, `!`, parentheses.
+"""The part of CEL that our filters use: `in`, `==`, `!=`, `<`, `timestamp`, `contains`, `startsWith`, `matches`, `&&`, `||`, `!`, parentheses.
 
 Nessie's errors are kept: a property that is not there is an error, which `&&` and `||` absorb only where
 the other side decides.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,7 @@ Node = Callable[[Variables], Any]
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<string>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
-    r"|(?P<word>[A-Za-z_][A-Za-z0-9_]*)|(?P<sign>&&|\|\||==|!=|[()\[\].!]))"
+    r"|(?P<word>[A-Za-z_][A-Za-z0-9_]*)|(?P<sign>&&|\|\||==|!=|[<()\[\].!]))"
 )
 
 
@@ -110,10 +111,12 @@ class _Parser:
 
     def _relation(self) -> Node:
         left = self._unary()
-        sign = self._next("==", "!=", "in")
+        sign = self._next("==", "!=", "<", "in")
         if sign is None:
             return left
         right = self._unary()
+        if sign == "<":
+            return lambda variables: left(variables) < right(variables)
         if sign == "in":
             return lambda variables: left(variables) in right(variables)
         return lambda variables: (left(variables) == right(variables)) is (sign == "==")
@@ -156,6 +159,10 @@ class _Parser:
             text = self._take("string")[1:-1]
             return lambda _: text
         name = self._take("word")
+        if name == "timestamp" and self._next("("):
+            moment = self._either()
+            self._must(")")
+            return lambda variables: datetime.fromisoformat(moment(variables))
         if name in ("true", "false"):
             return lambda _: name == "true"
         return lambda variables: _pick(variables, name)

@@ -44,6 +44,7 @@ def _commit_variables(commit: Commit) -> dict[str, Any]:
             "message": commit.message,
             "author": commit.author,
             "properties": commit.properties,
+            "commitTime": commit.time.isoformat(),
         }
     }
 

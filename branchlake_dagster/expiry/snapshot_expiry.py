@@ -1,0 +1,346 @@
+"""Plans the expiry of snapshots, and commits it: one forward commit on `main` for each table.
+
+The commit puts a new metadata file without the expired snapshots. It deletes no file: what nothing reaches
+any more is found by the collector of unreachable files. The commit expects the hash of `main` that it was
+planned for. If the table has changed meanwhile, the table is planned again in its new state. Before each
+plan, the log of `main` is searched for an earlier commit of the same call, so a lost reply does no harm.
+
+The commit has no publication id. So no reader of publications takes it for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from uuid import uuid4
+
+from pyiceberg.io import FileIO, load_file_io
+from pyiceberg.table.locations import load_location_provider
+from pyiceberg.table.metadata import TableMetadata
+
+from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.catalog.catalog import table_content
+from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
+from branchlake_dagster.expiry.metadata_document import (
+    MetadataDocument,
+    parse_metadata,
+    read_document,
+    remove_snapshots,
+    write_document,
+)
+from branchlake_dagster.expiry.result import ExpiredTable, ExpiryPlan, ExpiryResult, PlannedTable
+from branchlake_dagster.expiry.retention import ExpiryPolicy, Retention, TableRoots, decide_retention
+from branchlake_dagster.expiry.roots import LakeRoots, RootedTable, RootsReader
+from branchlake_dagster.history.change import from_epoch_ms
+from branchlake_dagster.internals.pyiceberg import metadata_version
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Put
+from branchlake_dagster.stored_names import LakeProperty
+from branchlake_dagster.wording import format_count
+
+_MAX_ATTEMPTS = 5
+_FILE_IO_PROPERTIES = ("s3.", "hdfs.", "gcs.", "adls.", "oss.", "client.", "py-io-impl")
+
+
+class ExpiryContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """Other writers kept changing the table; no snapshot of it was removed."""
+
+
+class ExpiryUnknown(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
+    """The reply to an expiry's commit was lost, and `main` does not show yet whether it was made."""
+
+
+class ExpiryInvalid(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """The new metadata would not be valid, or would lack a snapshot that is needed; nothing was changed."""
+
+
+class SnapshotExpirer:
+    """Plans and commits expiries on one lake. Several may work at once, also in several processes.
+
+    `clock` returns the present time in UTC.
+    """
+
+    def __init__(
+        self,
+        client: NessieClient,
+        catalog: NessieCatalog,
+        *,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._client = client
+        self._catalog = catalog
+        self._clock = clock
+        self._reader = RootsReader(client, self._find_io)
+
+    @classmethod
+    def of_lake(cls, lake: Lakehouse) -> SnapshotExpirer:
+        """Build it for a lake."""
+        return cls(lake.nessie, lake.catalog())
+
+    # -- planning --------------------------------------------------------------------------------------
+
+    def plan(self, tables: Collection[str] | None = None, policy: ExpiryPolicy | None = None) -> ExpiryPlan:
+        """Plan the expiry, and change nothing.
+
+        Args:
+            tables: Dotted names of tables on `main`; None for all tables. Unknown names are left out.
+            policy: How long snapshots stay. (default: `ExpiryPolicy()`)
+
+        Costs one read of the metadata file of each table on `main`. Raises RootsUnreadable, and the errors of
+        Nessie and of the storage.
+        """
+        policy = policy or ExpiryPolicy()
+        now = self._clock()
+        roots = self._read_roots(policy, now)
+        entries = self._client.entries(
+            f"@{roots.main_hash}", filter="entry.contentType == 'ICEBERG_TABLE'", fetch_content=True
+        )
+        rooted_tables: dict[ContentKey, tuple[RootedTable, int]] = {}
+        for entry in entries:
+            wanted = tables is None or entry.key.name in tables
+            if not wanted or not isinstance(entry.content, IcebergTable):
+                continue
+            document = read_document(
+                self._find_io(entry.content.metadata_location), entry.content.metadata_location
+            )
+            if document.history.snapshots:
+                rooted_tables[entry.key] = (_root(entry.key, entry.content, document), len(document.text))
+        found_roots = self._reader.find_table_roots(roots, (table for table, _ in rooted_tables.values()))
+        planned = [
+            _describe_plan(
+                table, size, decide_retention(table.history, found_roots[key], policy, _to_ms(now))
+            )
+            for key, (table, size) in sorted(rooted_tables.items())
+        ]
+        return ExpiryPlan(roots.main_hash, now, policy, tuple(planned))
+
+    def _read_roots(self, policy: ExpiryPolicy, now: datetime) -> LakeRoots:
+        roots = self._reader.read(policy, now)
+        assert roots is not None  # noqa: S101 - only a deadline ends it early
+        return roots
+
+    def _find_io(self, location: str, properties: Mapping[str, str] | None = None) -> FileIO:
+        """Return the FileIO for a location, with the table's own properties for the storage."""
+        own = {
+            name: value for name, value in (properties or {}).items() if name.startswith(_FILE_IO_PROPERTIES)
+        }
+        return load_file_io({**self._catalog.properties, **own}, location)
+
+    # -- committing ------------------------------------------------------------------------------------
+
+    def run(
+        self, plan: ExpiryPlan, *, report: Callable[[ExpiredTable], None] = lambda _: None
+    ) -> ExpiryResult:
+        """Remove the snapshots of the plan's tables that expire now by the plan's policy.
+
+        What needs snapshots is read again, because runs may have begun since the plan was made. An error of
+        one table becomes its result, and the others go on. `report` is called after each table. Safe to call
+        again after any failure. Raises RootsUnreadable, and Nessie's errors while the roots are read.
+        """
+        roots = self._read_roots(plan.policy, self._clock())
+        results: list[ExpiredTable] = []
+        for planned in plan.expiring_tables:
+            try:
+                result = self.expire_table(ContentKey.from_path(planned.table), roots, plan.policy)
+            except (BranchlakeError, OSError) as error:
+                result = ExpiredTable(planned.table, error=error)
+            results.append(result)
+            report(result)
+        return ExpiryResult(tuple(results))
+
+    def expire_table(self, key: ContentKey, roots: LakeRoots, policy: ExpiryPolicy) -> ExpiredTable:
+        """Remove the expired snapshots of one table. Safe to call again after any failure.
+
+        Raises ExpiryContended, ExpiryUnknown, ExpiryInvalid, and the errors of Nessie and of the storage.
+        """
+        attempt = _Attempt(key, str(uuid4()))
+        unknown_outcome: NessieOutcomeUnknown | None = None
+        where = {"table": key.name, "branch": MAIN}
+        for _ in range(_MAX_ATTEMPTS):
+            try:
+                result = self._try_expire(attempt, roots, policy)
+            except NessieOutcomeUnknown as error:
+                unknown_outcome = unknown_outcome or error
+                continue
+            except Exception as error:
+                if unknown_outcome is None:
+                    raise
+                raise _unknown_error(where) from error  # the earlier commit may exist, whatever failed now
+            if result is not None:
+                return result
+        if unknown_outcome is not None:
+            raise _unknown_error(where) from unknown_outcome
+        raise ExpiryContended(
+            f"The table changed {_MAX_ATTEMPTS} times while its expiry was planned.",
+            hint="Nothing was changed. The next maintenance tries again.",
+            **where,
+        )
+
+    def _try_expire(self, attempt: _Attempt, roots: LakeRoots, policy: ExpiryPolicy) -> ExpiredTable | None:
+        """Plan and commit once. Return None if `main` has changed the table meanwhile."""
+        key = attempt.key
+        main = self._client.contents_at(MAIN, [key])
+        if (done := self._find_commit(attempt)) is not None:
+            return done
+        content = main.contents.get(key)
+        if not isinstance(content, IcebergTable):
+            return ExpiredTable(key.name, is_gone=True)
+        location = content.metadata_location
+        document = read_document(self._find_io(location), location)
+        now_ms = _to_ms(self._clock())
+        table = _root(key, content, document)
+        table_roots = self._reader.find_table_roots(roots, [table])[key]
+        retention = decide_retention(table.history, table_roots, policy, now_ms)
+        done = _describe_result(table, document, retention)
+        if not retention.expired_ids:
+            return done
+        new_content = remove_snapshots(document, retention.kept_ids, now_ms)
+        done = replace(done, bytes_after=len(new_content))
+        metadata = parse_metadata(location, new_content)
+        _require_valid(table, metadata, retention, table_roots)
+        new_location = self._write(document, metadata, new_content)
+        attempt.since = attempt.since or main.reference.hash
+        attempt.result = done
+        try:
+            result = self._client.commit(
+                MAIN,
+                expected_hash=main.reference.hash,
+                operations=[Put(key, table_content(content.content_id, new_location, metadata))],
+                message=f"Expire {format_count(len(retention.expired_ids), 'snapshot')} of {key.name}",
+                properties={
+                    LakeProperty.EXPIRY_ID: attempt.expiry_id,
+                    LakeProperty.EXPIRED_SNAPSHOTS: str(len(retention.expired_ids)),
+                },
+            )
+        except NessieOutcomeUnknown:
+            raise  # keep the file: the commit may exist, or still arrive
+        except NessieConflict:
+            self._discard(new_location)
+            return None
+        except Exception:
+            self._discard(new_location)
+            raise
+        return replace(done, commit=result.hash)
+
+    def _find_commit(self, attempt: _Attempt) -> ExpiredTable | None:
+        """Find the commit of an earlier attempt whose reply was lost."""
+        if attempt.since is None or attempt.result is None:
+            return None
+        marker = (
+            f"'{LakeProperty.EXPIRY_ID}' in commit.properties"
+            f" && commit.properties['{LakeProperty.EXPIRY_ID}'] == '{attempt.expiry_id}'"
+        )
+        entry = next(iter(self._client.log(MAIN, since=attempt.since, filter=marker)), None)
+        return replace(attempt.result, commit=entry.commit.hash) if entry is not None else None
+
+    def _write(self, document: MetadataDocument, metadata: TableMetadata, content: bytes) -> str:
+        """Write the metadata file and return its location."""
+        self._catalog.record_prefixes(metadata)
+        provider = load_location_provider(metadata.location, metadata.properties)
+        location = provider.new_table_metadata_file_location(metadata_version(document.location) + 1)
+        try:
+            write_document(self._find_io(location, metadata.properties), location, content)
+        except Exception:
+            self._discard(location)
+            raise
+        return location
+
+    def _discard(self, location: str) -> None:
+        """Delete a metadata file that certainly no commit names. A refused deletion leaves an orphan."""
+        try:
+            self._find_io(location).delete(location)
+        except OSError:
+            return
+
+
+@dataclass
+class _Attempt:
+    """The attempts of one call on one table: they share an id, by which the log shows a commit."""
+
+    key: ContentKey
+    expiry_id: str
+    since: str | None = None
+    """`main` before the first commit was sent."""
+    result: ExpiredTable | None = None
+
+
+def plan_expiry(
+    lake: Lakehouse, tables: Collection[str] | None = None, policy: ExpiryPolicy | None = None
+) -> ExpiryPlan:
+    """Plan the expiry of snapshots on a lake. As `SnapshotExpirer.plan`."""
+    return SnapshotExpirer.of_lake(lake).plan(tables, policy)
+
+
+def _root(key: ContentKey, content: IcebergTable, document: MetadataDocument) -> RootedTable:
+    """Return the table as `main` has it: Nessie's content decides which snapshot is current."""
+    history = document.history
+    if content.snapshot_id != history.current_id and content.snapshot_id in history.by_id:
+        history = replace(history, current_id=content.snapshot_id)
+    return RootedTable(key, content, document.table_uuid, history)
+
+
+def _require_valid(
+    table: RootedTable, metadata: TableMetadata, retention: Retention, roots: TableRoots
+) -> None:
+    """Require that the new metadata is the old one without the expired snapshots.
+
+    Raises ExpiryInvalid. The new metadata was read by another parser than the one that wrote it.
+    """
+    new_ids = {snapshot.snapshot_id for snapshot in metadata.snapshots}
+    needed_ids = {
+        reference.snapshot_id for reference in table.history.references.values()
+    } | roots.bases.keys()
+    if table.history.current_id is not None:
+        needed_ids.add(table.history.current_id)
+    needed_ids &= table.history.by_id.keys()
+    schema_ids = {schema.schema_id for schema in metadata.schemas}
+    lost_schema_ids = {one.schema_id for one in metadata.snapshots if one.schema_id is not None} - schema_ids
+    if new_ids != retention.kept_ids or not needed_ids <= new_ids or lost_schema_ids:
+        raise ExpiryInvalid(
+            "The metadata without the expired snapshots would lack a snapshot or a schema that is needed.",
+            table=table.key.name,
+            branch=MAIN,
+            hint="Nothing was changed. Report this with the table's metadata file.",
+        )
+
+
+def _describe_plan(table: RootedTable, size: int, retention: Retention) -> PlannedTable:
+    oldest = table.history.by_id.get(retention.oldest_id) if retention.oldest_id is not None else None
+    return PlannedTable(
+        table=table.key.name,
+        metadata_location=table.content.metadata_location,
+        snapshot_count=len(table.history.snapshots),
+        expired_count=len(retention.expired_ids),
+        metadata_bytes=size,
+        oldest_id=retention.oldest_id,
+        oldest_at=from_epoch_ms(oldest.timestamp_ms) if oldest is not None else None,
+        kept_by=retention.kept_by,
+        holder=retention.holder,
+        given_up=retention.given_up,
+    )
+
+
+def _describe_result(table: RootedTable, document: MetadataDocument, retention: Retention) -> ExpiredTable:
+    return ExpiredTable(
+        table.key.name,
+        expired_count=len(retention.expired_ids),
+        kept_count=len(retention.kept_ids),
+        bytes_before=len(document.text),
+        bytes_after=len(document.text),
+        given_up=retention.given_up,
+    )
+
+
+def _to_ms(moment: datetime) -> int:
+    return int(moment.timestamp() * 1000)
+
+
+def _unknown_error(where: Mapping[str, str]) -> ExpiryUnknown:
+    return ExpiryUnknown(
+        "Nessie did not answer to the commit of the expiry.",
+        hint="Run the maintenance again: it continues from what main has then. No file was deleted.",
+        **where,
+    )

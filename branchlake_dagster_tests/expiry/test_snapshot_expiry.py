@@ -1,0 +1,501 @@
+"""The expiry of snapshots on a lake: what stays, who goes on, and what a lost reply does."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from branchlake_dagster.expiry import retention
+from branchlake_dagster.expiry import roots as roots_module
+from branchlake_dagster.expiry.result import (
+    ExpiredTable,
+    ExpiryPlan,
+    expiry_plan_to_json,
+    expiry_result_to_json,
+    list_plan_columns,
+    list_result_columns,
+)
+from branchlake_dagster.expiry.retention import ExpiryPolicy, KeptBy
+from branchlake_dagster.expiry.roots import RootsUnreadable
+from branchlake_dagster.expiry.snapshot_expiry import (
+    ExpiryContended,
+    ExpiryInvalid,
+    ExpiryUnknown,
+    SnapshotExpirer,
+)
+from branchlake_dagster.history.capture import capture_change, current_position
+from branchlake_dagster.history.change import ChangeLost, LossReason, Position
+from branchlake_dagster.incremental.positions import ConsumptionRecord
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
+from branchlake_dagster.publication.ledger import iter_publications
+from branchlake_dagster.publication.replay import IcebergTableFormat
+from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
+from branchlake_dagster.undo.find_publication import find_publication
+from branchlake_dagster.undo.publication_undo import PublicationUndo
+from branchlake_dagster.undo.result import UndoRefused
+from branchlake_dagster_tests.publication.workbench import Run, Workbench
+from branchlake_dagster_tests.suite import memory
+
+lakehouse = memory.lakehouse
+pytestmark = pytest.mark.filterwarnings("ignore:Delete operation did not match")
+STRICT = ExpiryPolicy(keep_count=2, keep_age=timedelta(0), undo_age=timedelta(0))
+
+
+@pytest.fixture
+def bench(lakehouse: Lakehouse, namespace: str) -> Iterator[Workbench]:
+    bench = Workbench(lakehouse, namespace)
+    yield bench
+    bench.clean()
+
+
+def in_days(days: float) -> datetime:
+    return datetime.now(UTC) + timedelta(days=days)
+
+
+def expirer(bench: Workbench, *, days: float = 0, client: NessieClient | None = None) -> SnapshotExpirer:
+    return SnapshotExpirer(client or bench.lake.nessie, bench.lake.catalog(), clock=lambda: in_days(days))
+
+
+def planned(bench: Workbench, policy: ExpiryPolicy = STRICT, **options: Any) -> ExpiryPlan:
+    return expirer(bench, **options).plan([bench.key().name], policy)
+
+
+def expired(bench: Workbench, policy: ExpiryPolicy = STRICT, **options: Any) -> ExpiredTable:
+    """The result of the table `t`; errors are raised."""
+    plan = planned(bench, policy, **options)
+    result = expirer(bench, **options).run(plan)
+    for error in result.errors.values():
+        raise error
+    return result.tables[0] if result.tables else ExpiredTable(bench.key().name)
+
+
+def appended(bench: Workbench, *numbers: int, day: str = "a") -> list[Run]:
+    runs = []
+    for number in numbers:
+        run = bench.run()
+        run.append([(day, number)])
+        bench.published(run)
+        bench.lake.nessie.delete_branch(run.name, expected_hash=bench.lake.nessie.reference(run.name).hash)
+        runs.append(run)
+    return runs
+
+
+def ids(bench: Workbench, name: str = "t") -> list[int]:
+    return [snapshot.snapshot_id for snapshot in bench.main(name).metadata.snapshots]
+
+
+def seeded(bench: Workbench, count: int = 6) -> list[int]:
+    """A table of `count` snapshots, of which no run's branch is left."""
+    bench.seeded([])
+    first = bench.runs[0]
+    bench.lake.nessie.delete_branch(first.name, expected_hash=bench.lake.nessie.reference(first.name).hash)
+    appended(bench, *range(count))
+    return ids(bench)
+
+
+def consumed(bench: Workbench, position: Position, name: str = "totals") -> None:
+    """A consumer's table on `main` that records a position of `t`."""
+    run = bench.run()
+    table = run.create(name)
+    record = ConsumptionRecord({bench.key().name: position}, run.run_id, run.base)
+    with table.transaction() as transaction:
+        transaction.set_properties({LakeProperty.CONSUMED: record.to_json()})
+    bench.published(run)
+    bench.lake.nessie.delete_branch(run.name, expected_hash=bench.lake.nessie.reference(run.name).hash)
+
+
+@memory.ON_BOTH
+def test_old_snapshots_go_in_one_commit_and_no_file_does(bench: Workbench) -> None:
+    before = seeded(bench)
+    old = bench.main()
+    files = {snapshot.manifest_list for snapshot in old.metadata.snapshots} | {old.metadata_location}
+    publications = len(list(iter_publications(bench.lake.nessie)))
+    done = expired(bench)
+    assert (done.expired_count, done.kept_count, done.bytes_after < done.bytes_before) == (4, 2, True)
+    table = bench.main()
+    assert ids(bench) == before[-2:]
+    assert table.metadata.properties["gc.enabled"] == "false"
+    assert [entry.snapshot_id for entry in table.metadata.snapshot_log] == before[-2:]
+    assert table.metadata.metadata_log[-1].metadata_file == old.metadata_location
+    assert table.metadata.snapshots[0].parent_snapshot_id == before[-3]
+    assert bench.rows() == [("a", number) for number in range(6)]
+    assert all(table.io.new_input(file).exists() for file in files)
+    entry = next(iter(bench.lake.nessie.log(MAIN)))
+    assert entry.commit.hash == done.commit
+    assert LakeProperty.EXPIRY_ID in entry.commit.properties
+    assert LakeProperty.PUBLICATION_ID not in entry.commit.properties
+    assert len(list(iter_publications(bench.lake.nessie))) == publications
+    assert expired(bench).expired_count == 0
+    appended(bench, 6)
+    assert bench.rows() == [("a", number) for number in range(7)]
+
+
+def test_a_plan_changes_nothing_and_says_why(bench: Workbench) -> None:
+    before = seeded(bench)
+    head = bench.lake.nessie.reference(MAIN).hash
+    plan = planned(bench)
+    assert (bench.lake.nessie.reference(MAIN).hash, ids(bench)) == (head, before)
+    (table,) = plan.tables
+    assert (table.snapshot_count, table.expired_count, table.oldest_id) == (6, 4, before[-2])
+    assert (plan.main_hash, table.kept_by) == (head, KeptBy.COUNT)
+    values = json.loads(json.dumps(expiry_plan_to_json(plan)))
+    assert values["tables"][0]["expired_snapshots"] == 4
+    assert len(list_plan_columns(table)) == 5
+    result = expirer(bench).run(plan)
+    values = json.loads(json.dumps(expiry_result_to_json(result)))
+    assert values["tables"][0]["commit"] == result.tables[0].commit
+    assert len(list_result_columns(result.tables[0])) == 6
+
+
+def test_all_tables_are_planned(bench: Workbench) -> None:
+    seeded(bench)
+    run = bench.run()
+    run.create("other")
+    bench.published(run)
+    names = [table.table for table in expirer(bench).plan(policy=STRICT).tables]
+    assert bench.key().name in names
+    assert bench.key("other").name not in names  # it has no snapshot
+
+
+# -- open runs -----------------------------------------------------------------------------------------
+
+
+@memory.ON_BOTH
+def test_a_run_that_was_open_before_is_published_after(bench: Workbench) -> None:
+    before = seeded(bench, 4)
+    run = bench.run()
+    run.append([("b", 100)])
+    appended(bench, 4, 5, 6)
+    done = expired(bench)
+    assert done.expired_count == 3
+    assert ids(bench)[0] == before[3]
+    bench.published(run)
+    assert bench.rows() == [*(("a", number) for number in range(7)), ("b", 100)]
+
+
+@memory.ON_BOTH
+def test_a_run_that_replaced_is_compared_with_what_came_between(bench: Workbench) -> None:
+    seeded(bench, 4)
+    run, loser = bench.run(), bench.run()
+    run.replace("b", [("b", 100)])
+    loser.replace("a", [("a", 100)])
+    appended(bench, 4)
+    expired(bench)
+    bench.published(run)
+    assert bench.refused(loser).codes
+    assert bench.rows() == [*(("a", number) for number in range(5)), ("b", 100)]
+
+
+def test_a_run_that_opens_after_the_plan_is_published(bench: Workbench) -> None:
+    seeded(bench)
+    plan = planned(bench)
+    run = bench.run()
+    run.append([("b", 100)])
+    appended(bench, 6, 7, 8)
+    assert not expirer(bench).run(plan).errors
+    bench.published(run)
+    assert ("b", 100) in bench.rows()
+
+
+@pytest.mark.parametrize("prefix", [ReferencePrefix.DISCARDED, ReferencePrefix.CLAIM])
+def test_tags_of_runs_keep_their_base(bench: Workbench, prefix: str) -> None:
+    before = seeded(bench, 4)
+    run = bench.run()
+    run.append([("b", 100)])
+    nessie, head = bench.lake.nessie, bench.lake.nessie.reference(run.name).hash
+    tag = nessie.create_tag(f"{prefix}{uuid.uuid4()}", from_ref=run.name, from_hash=head)
+    nessie.delete_branch(run.name, expected_hash=head)
+    appended(bench, 4, 5, 6)
+    try:
+        expired(bench)
+        assert ids(bench)[0] == before[3]
+        (table,) = planned(bench).tables
+        assert (table.kept_by, table.holder) == (KeptBy.BASE, tag.name)
+    finally:
+        nessie.delete_tag(tag.name, expected_hash=head)
+
+
+def test_branches_of_users_do_not_keep_snapshots(bench: Workbench) -> None:
+    seeded(bench, 4)
+    nessie, name = bench.lake.nessie, f"experiment-{bench.namespace}"
+    nessie.create_branch(name, from_ref=MAIN, from_hash=nessie.reference(MAIN).hash)
+    appended(bench, 4, 5, 6)
+    assert expired(bench).kept_count == 2
+    old = bench.lake.catalog(name).load_table(bench.key())
+    assert len(old.metadata.snapshots) == 4
+    assert old.scan().to_arrow().num_rows == 4
+
+
+# -- consumers -----------------------------------------------------------------------------------------
+
+
+def test_a_consumer_goes_on_exactly(bench: Workbench) -> None:
+    before = seeded(bench, 3)
+    position = current_position(bench.main())
+    consumed(bench, position)
+    appended(bench, 3, 4, 5)
+    done = expired(bench)
+    assert (done.expired_count, ids(bench)[0]) == (2, before[2])
+    change = capture_change(bench.main(), position, name="t")
+    assert [file.rows for file in change.added] == [1, 1, 1]
+    assert change.removed == ()
+
+
+def test_an_old_position_is_given_up_by_name(bench: Workbench) -> None:
+    seeded(bench, 3)
+    position = current_position(bench.main())
+    consumed(bench, position)
+    appended(bench, 3, 4, 5)
+    (table,) = planned(bench, days=31).tables
+    assert [one.consumer for one in table.given_up] == [bench.key("totals").name]
+    done = expired(bench, days=31)
+    assert [one.consumer for one in done.given_up] == [bench.key("totals").name]
+    with pytest.raises(ChangeLost) as caught:
+        capture_change(bench.main(), position, name="t")
+    assert caught.value.loss is LossReason.EXPIRED
+
+
+def test_positions_are_found_after_a_rename(bench: Workbench) -> None:
+    before = seeded(bench, 3)
+    consumed(bench, current_position(bench.main()))
+    appended(bench, 3, 4, 5)
+    bench.lake.catalog().rename_table(bench.key(), bench.key("renamed"))
+    plan = expirer(bench).plan([bench.key("renamed").name], STRICT)
+    assert plan.tables[0].oldest_id == before[2]
+
+
+def test_an_unreadable_consumer_stops_everything(bench: Workbench) -> None:
+    seeded(bench, 3)
+    consumed(bench, current_position(bench.main()))
+    table = bench.main("totals")
+    table.io.delete(table.metadata_location)
+    with pytest.raises(RootsUnreadable) as caught:
+        planned(bench)
+    assert caught.value.table == bench.key("totals").name
+
+
+# -- undo ----------------------------------------------------------------------------------------------
+
+
+def test_an_undo_within_its_horizon_works_and_beyond_is_refused(bench: Workbench) -> None:
+    seeded(bench, 2)
+    (run,) = appended(bench, 2)
+    appended(bench, 3, 4, 5)
+    publication = find_publication(bench.lake.nessie, run.run_id)
+    undoer = PublicationUndo(bench.lake.nessie, IcebergTableFormat(bench.lake.catalog()))
+    policy = ExpiryPolicy(keep_count=1, keep_age=timedelta(0), undo_age=timedelta(days=7))
+    assert expired(bench, policy).expired_count == 0
+    assert undoer.plan(publication).dependencies == ()
+    assert expired(bench, policy, days=8).kept_count == 1
+    with pytest.raises(UndoRefused) as caught:
+        undoer.undo(publication)
+    assert {one.reason.code for one in caught.value.dependencies} == {"history_lost"}
+
+
+def test_the_horizon_of_undo_keeps_what_was_current_then(bench: Workbench) -> None:
+    before = seeded(bench, 2)
+    pause = datetime.now(UTC)
+    (run,) = appended(bench, 2)
+    appended(bench, 3, 4, 5)
+    age = datetime.now(UTC) - pause
+    policy = ExpiryPolicy(keep_count=1, keep_age=timedelta(0), undo_age=age)
+    plan = SnapshotExpirer(bench.lake.nessie, bench.lake.catalog(), clock=lambda: pause + age).plan(
+        [bench.key().name], policy
+    )
+    assert (plan.tables[0].oldest_id, plan.tables[0].kept_by) == (before[1], KeptBy.BASE)
+    SnapshotExpirer(bench.lake.nessie, bench.lake.catalog(), clock=lambda: pause + age).run(plan)
+    undoer = PublicationUndo(bench.lake.nessie, IcebergTableFormat(bench.lake.catalog()))
+    assert undoer.undo(find_publication(bench.lake.nessie, run.run_id)).commit is not None
+    assert bench.rows() == [("a", number) for number in (0, 1, 3, 4, 5)]
+
+
+# -- Iceberg's own references --------------------------------------------------------------------------
+
+
+def test_tags_of_the_table_stay_readable(bench: Workbench) -> None:
+    before = seeded(bench)
+    bench.main().manage_snapshots().create_tag(before[1], "quarter").commit()
+    expired(bench)
+    table = bench.main()
+    assert ids(bench) == [before[1], *before[-2:]]
+    assert table.scan(snapshot_id=before[1]).to_arrow().num_rows == 2
+
+
+def test_unused_schemas_go_except_the_newest(bench: Workbench) -> None:
+    seeded(bench, 2)
+    for name in ("x", "y"):
+        with bench.main().update_schema() as update:
+            update.add_column(name, bench.main().schema().find_type("id"))
+        table = bench.main()
+        table.append(table.scan().to_arrow().slice(0, 1))
+    assert [one.schema_id for one in bench.main().metadata.schemas] == [0, 1, 2]
+    expired(bench, ExpiryPolicy(keep_count=1, keep_age=timedelta(0), undo_age=timedelta(0)))
+    assert [one.schema_id for one in bench.main().metadata.schemas] == [2]
+    assert bench.main().scan().to_arrow().num_rows == 4
+
+
+# -- lost replies, and writers meanwhile ---------------------------------------------------------------
+
+
+class FaultyClient(NessieClient):
+    """The lake's client, whose commits to `main` fail as the test says."""
+
+    def __init__(self, real: NessieClient, faults: Sequence[str], meanwhile: Any = None) -> None:
+        self.__dict__ = real.__dict__
+        self._real, self._faults, self._meanwhile = real, list(faults), meanwhile
+
+    def commit(self, branch: str, **arguments: Any) -> Any:
+        fault = self._faults.pop(0) if self._faults else ""
+        if fault == "meanwhile":
+            self._meanwhile()
+        if fault == "lost":  # it arrived, and the reply did not
+            self._real.commit(branch, **arguments)
+            raise NessieOutcomeUnknown("lost", branch=branch)
+        if fault == "dropped":  # it never arrived
+            raise NessieOutcomeUnknown("dropped", branch=branch)
+        if fault == "down":
+            raise NessieUnavailable("down", branch=branch)
+        return NessieClient.commit(self._real, branch, **arguments)
+
+
+def faulty(bench: Workbench, *faults: str, meanwhile: Any = None) -> SnapshotExpirer:
+    import copy
+
+    real = bench.lake.nessie
+    client = FaultyClient.__new__(FaultyClient)
+    client.__dict__ = {**copy.copy(real.__dict__)}
+    client.__dict__ |= {"_real": real, "_faults": list(faults), "_meanwhile": meanwhile}
+    return SnapshotExpirer(client, bench.lake.catalog())
+
+
+def expiries(bench: Workbench) -> int:
+    return sum(LakeProperty.EXPIRY_ID in entry.commit.properties for entry in bench.lake.nessie.log(MAIN))
+
+
+def test_a_lost_reply_is_found_in_the_log(bench: Workbench) -> None:
+    seeded(bench)
+    result = faulty(bench, "lost").run(planned(bench))
+    assert not result.errors
+    assert result.tables[0].commit == bench.lake.nessie.reference(MAIN).hash
+    assert (result.tables[0].expired_count, expiries(bench)) == (4, 1)
+
+
+def test_a_commit_that_never_arrived_is_sent_again(bench: Workbench) -> None:
+    seeded(bench)
+    result = faulty(bench, "dropped").run(planned(bench))
+    assert not result.errors
+    assert (result.tables[0].expired_count, expiries(bench)) == (4, 1)
+
+
+@pytest.mark.parametrize("faults", [("dropped",) * 5, ("lost", "down"), ("dropped", "down")])
+def test_an_unknown_outcome_has_its_own_error(bench: Workbench, faults: tuple[str, ...]) -> None:
+    seeded(bench)
+    plan = planned(bench)
+    if faults[0] == "lost":
+        # The log cannot be read either.
+        expirer_of_bench = faulty(bench, *faults)
+        expirer_of_bench._find_commit = lambda _: (
+            (_ for _ in ()).throw(NessieUnavailable("down"))
+            if expirer_of_bench._client._faults == ["down"]
+            else None
+        )  # type: ignore[method-assign, attr-defined]
+    else:
+        expirer_of_bench = faulty(bench, *faults)
+    result = expirer_of_bench.run(plan)
+    assert [type(error) for error in result.errors.values()] == [ExpiryUnknown]
+    assert bench.rows() == [("a", number) for number in range(6)]
+
+
+def test_a_writer_meanwhile_makes_it_plan_again(bench: Workbench) -> None:
+    seeded(bench)
+    result = faulty(bench, "meanwhile", meanwhile=lambda: appended(bench, 6)).run(planned(bench))
+    assert not result.errors
+    assert result.tables[0].expired_count == 5
+    assert bench.rows() == [("a", number) for number in range(7)]
+
+
+def test_a_writer_that_never_pauses_is_not_disturbed(bench: Workbench) -> None:
+    seeded(bench)
+    numbers = iter(range(6, 99))
+    plan = planned(bench)
+    files = bench.main().metadata.location
+    result = faulty(bench, *["meanwhile"] * 5, meanwhile=lambda: appended(bench, next(numbers))).run(plan)
+    assert [type(error) for error in result.errors.values()] == [ExpiryContended]
+    assert expiries(bench) == 0
+    assert files == bench.main().metadata.location
+
+
+def test_a_refused_commit_leaves_no_file(bench: Workbench) -> None:
+    seeded(bench)
+    written: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        discard = SnapshotExpirer._discard
+        patch.setattr(SnapshotExpirer, "_discard", lambda self, at: (written.append(at), discard(self, at)))
+        result = faulty(bench, "down").run(planned(bench))
+    assert [type(error) for error in result.errors.values()] == [NessieUnavailable]
+    assert written
+    assert not any(bench.main().io.new_input(one).exists() for one in written)
+
+
+def test_a_dropped_table_is_reported(bench: Workbench) -> None:
+    seeded(bench)
+    plan = planned(bench)
+    bench.lake.catalog().drop_table(bench.key())
+    (table,) = expirer(bench).run(plan).tables
+    assert (table.is_gone, table.commit) == (True, None)
+
+
+# -- planted bugs --------------------------------------------------------------------------------------
+
+
+def test_a_forgotten_run_loses_its_history(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the roots are for: without them, the run of the first test of open runs is refused."""
+    monkeypatch.setattr(roots_module.RootsReader, "_order_bases", lambda *_: {})
+    seeded(bench, 4)
+    run = bench.run()
+    run.replace("a", [("a", 100)])
+    appended(bench, 4, 5, 6)
+    expired(bench)
+    assert bench.refused(run).codes == ("history_lost",)
+
+
+def test_a_forgotten_position_loses_its_change(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roots_module.LakeRoots, "positions_of", lambda *_: [])
+    seeded(bench, 3)
+    position = current_position(bench.main())
+    consumed(bench, position)
+    appended(bench, 3, 4, 5)
+    expired(bench)
+    with pytest.raises(ChangeLost):
+        capture_change(bench.main(), position, name="t")
+
+
+def test_a_forgotten_tag_is_noticed_before_the_commit(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "_list_referenced", lambda *_: set())
+    before = seeded(bench)
+    bench.main().manage_snapshots().create_tag(before[1], "quarter").commit()
+    with pytest.raises(ExpiryInvalid):
+        expired(bench)
+    assert ids(bench) == before
+
+
+def test_a_consumers_other_snapshots(bench: Workbench) -> None:
+    """A position on a branch names snapshots that came to `main` under other ids."""
+    before = seeded(bench, 3)
+    consumed(bench, Position(str(bench.main().metadata.table_uuid), before[1], (12345,)))
+    appended(bench, 3, 4, 5)
+    (table,) = planned(bench).tables
+    assert (table.oldest_id, table.kept_by, table.holder) == (
+        before[1],
+        KeptBy.POSITION,
+        bench.key("totals").name,
+    )
