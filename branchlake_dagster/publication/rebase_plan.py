@@ -73,6 +73,8 @@ class CommitPlan:
     last_writers: dict[ContentKey, str] = field(default_factory=dict)
     """The run that changed a key last within the plan."""
     unchanged_keys: set[ContentKey] = field(default_factory=set)
+    _checked_keys: set[ContentKey] = field(default_factory=set)
+    """Tables of the present candidate whose rows on `main` are those that its checks have seen."""
 
     def add(
         self, candidate: Candidate, reads: Mapping[ContentKey, Content], *, checked: bool = False
@@ -85,6 +87,7 @@ class CommitPlan:
         """
         overlay: dict[ContentKey, PlannedContent] = {}
         rebased_tables: list[str] = []
+        self._checked_keys.clear()
         try:
             if self._is_on_main(candidate):
                 return Published(self.main_hash, is_new=False, merged_outside=True)
@@ -102,7 +105,8 @@ class CommitPlan:
             self._discard_values(overlay)
             raise
         replayed_keys = {key for key, value in overlay.items() if isinstance(value, StagedState)}
-        if not checked and (recheck_keys := replayed_keys & candidate.fully_checked_tables):
+        recheck_keys = replayed_keys & candidate.fully_checked_tables - self._checked_keys
+        if not checked and recheck_keys:
             self._discard_values(overlay)
             return NeedsChecks(tuple(sorted(key.name for key in recheck_keys)))
         self.accepted[candidate] = tuple(rebased_tables)
@@ -268,10 +272,21 @@ class CommitPlan:
 
     def _require_same_reads(self, candidate: Candidate, reads: Mapping[ContentKey, Content]) -> None:
         for key in sorted(candidate.read_set or ()):
-            if self._current_value(key) != reads.get(key):
+            if not self._has_same_rows(key, reads.get(key)):
                 runs = (self.last_writers[key],) if key in self.last_writers else ()
                 why = "the run read it, and it has changed since (isolation serializable)"
                 raise _CandidateRefused(key, CodedReason(why, "read_and_changed"), (), runs)
+
+    def _has_same_rows(self, key: ContentKey, content: Content | None) -> bool:
+        """Return whether a key holds what it held then. A table may have lost old snapshots since."""
+        current_value = self._current_value(key)
+        if current_value == content:
+            return True
+        if not isinstance(content, IcebergTable) or not isinstance(current_value, IcebergTable):
+            return False
+        if replace(current_value, metadata_location=content.metadata_location) != content:
+            return False
+        return self.tables.load_change(key, content, current_value, files=False).is_only_expiry
 
     def _plan_value(self, entry: DiffEntry) -> PlannedContent:
         """Return what the key holds after the candidate, in a plan that may already hold something newer."""
@@ -316,7 +331,12 @@ class CommitPlan:
         after: IcebergTable,
         current_value: IcebergTable | StagedState,
         runs: tuple[str, ...],
-    ) -> StagedState:
+    ) -> StagedState | IcebergTable:
+        """Replay the run's changes on the current state of the table.
+
+        If only an expiry has changed the table, a run whose changes cannot be replayed is not refused: the
+        table becomes what the run has left, with the expired snapshots.
+        """
         main_content = self.contents.get(key)
         if before and main_content and before.content_id != main_content.content_id:
             raise _CandidateRefused(
@@ -335,7 +355,12 @@ class CommitPlan:
         if exclusive is not None and not main_change.is_complete:
             raise _CandidateRefused(key, CodedReason(exclusive.rewind_reason, "rolled_back"), (), runs)
         run_change = map_over_compactions(run_change, main_change)
-        if conflict := find_overlap(run_change, main_change):
+        conflict = find_overlap(run_change, main_change)
+        if main_change.is_only_expiry:
+            self._checked_keys.add(key)
+            if conflict is not None:
+                return after
+        elif conflict is not None:
             # The files of a table without partitions have the partition "".
             partition_names = tuple(filter(None, conflict.partitions))
             raise _CandidateRefused(
@@ -413,6 +438,8 @@ def add_culprits(client: NessieClient, candidate: Candidate, refusal: Refused, *
     conflicts = dict(refusal.conflicts)
     runs = list(refusal.runs)
     for entry in entries:
+        if LakeProperty.EXPIRY_ID in entry.commit.properties:
+            continue  # it removed old snapshots and changed no row
         for key in [key for key in keys if _changes_key(entry, key)]:
             if not refusal.runs:
                 runs += [publication.run_id for publication in parse_publications(entry)] or [OUTSIDE_WRITER]

@@ -155,6 +155,9 @@ class SnapshotChange:
         return ALL_ROWS if self.mode is ChangeMode.REPLACE_TABLE else self.recorded_predicate
 
 
+_STATISTICS = "statistics"
+
+
 @dataclass(frozen=True)
 class LayoutColumn:
     """A column as data files identify it: by id."""
@@ -183,6 +186,11 @@ class Layout:
     def shape(self) -> tuple[tuple[LayoutColumn, ...], str]:
         """The columns with their full definition."""
         return self.columns, self.schema
+
+    @property
+    def without_statistics(self) -> Layout:
+        """The same layout without the statistics of single snapshots."""
+        return replace(self, others=tuple(other for other in self.others if other[0] != _STATISTICS))
 
     @property
     def partition_columns(self) -> frozenset[str]:
@@ -224,6 +232,16 @@ class TableChange:
         This uses the snapshot ids. The mode is unknown for steps that were loaded without their files.
         """
         return all(step.snapshot_id for step in self.steps)
+
+    @property
+    def is_only_expiry(self) -> bool:
+        """Whether nothing was changed but the list of snapshots: an expiry removed old ones, with statistics.
+
+        Rows, columns and properties are the same. False for a new table.
+        """
+        if self.before is None or self.steps or self.properties_set or self.properties_removed:
+            return False
+        return self.before.without_statistics == self.after.without_statistics
 
     @property
     def removing_steps(self) -> dict[str, SnapshotChange]:
@@ -277,7 +295,7 @@ def build_layout(metadata: TableMetadata) -> Layout:
             ("location", metadata.location),
             ("identity", str(metadata.table_uuid)),
             ("tags and branches", _format_references(metadata)),
-            ("statistics", _format_statistics(metadata)),
+            (_STATISTICS, _format_statistics(metadata)),
         ),
         format_version=metadata.format_version,
     )

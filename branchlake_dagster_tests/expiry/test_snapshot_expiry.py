@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from pyiceberg.table.update import RemoveSnapshotsUpdate
 
 from branchlake_dagster.expiry import retention
 from branchlake_dagster.expiry import roots as roots_module
@@ -34,7 +35,7 @@ from branchlake_dagster.incremental.positions import ConsumptionRecord
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
 from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
-from branchlake_dagster.publication.ledger import iter_publications
+from branchlake_dagster.publication.ledger import NeedsChecks, Published, iter_publications
 from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
 from branchlake_dagster.undo.find_publication import find_publication
@@ -499,3 +500,75 @@ def test_a_consumers_other_snapshots(bench: Workbench) -> None:
         KeptBy.POSITION,
         bench.key("totals").name,
     )
+
+
+# -- an expiry makes no run fail -----------------------------------------------------------------------
+
+
+def test_a_serializable_run_has_read_the_same_rows(bench: Workbench) -> None:
+    seeded(bench)
+    reader, late = bench.run(reads=["t"]), bench.run(reads=["t"])
+    for run in (reader, late):
+        run.create(f"of_{run.run_id[-8:]}")
+    assert expired(bench, STRICT).expired_count == 4
+    bench.published(reader)
+    appended(bench, 6)
+    assert bench.refused(late).codes == ("read_and_changed",)
+
+
+def test_a_check_of_the_whole_table_is_not_repeated(bench: Workbench) -> None:
+    seeded(bench)
+    first, second = bench.run(), bench.run()
+    first.append([("b", 1)])
+    second.append([("b", 2)])
+    expired(bench)
+    keys = frozenset({bench.key()})
+    results = bench.publisher.publish([first.candidate(keys)])
+    assert isinstance(results[first.name], Published)
+    # Now rows of another run are on main, which no check of the second has seen.
+    results = bench.publisher.publish([second.candidate(keys)])
+    assert isinstance(results[second.name], NeedsChecks)
+
+
+def test_two_checked_runs_of_one_commit_are_not_confused(bench: Workbench) -> None:
+    seeded(bench)
+    first, second = bench.run(), bench.run()
+    first.append([("b", 1)])
+    second.append([("b", 2)])
+    expired(bench)
+    keys = frozenset({bench.key()})
+    results = bench.publisher.publish([first.candidate(keys), second.candidate(keys)])
+    assert isinstance(results[first.name], Published)
+    assert isinstance(results[second.name], NeedsChecks)
+
+
+def test_what_cannot_be_replayed_is_published_as_the_run_left_it(bench: Workbench) -> None:
+    before = seeded(bench)
+    run = bench.run()
+    run.replace_table([("z", 1)])
+    expired(bench)
+    bench.published(run)
+    assert bench.rows() == [("z", 1)]
+    assert set(before) < set(ids(bench))
+    assert expired(bench).expired_count > 0
+
+
+def test_a_batch_that_expires_itself_is_published_after_an_expiry(bench: Workbench) -> None:
+    """As live ingestion does: its batch removes snapshots in the commit that adds rows."""
+    before = seeded(bench)
+    run = bench.run()
+    run.append([("b", 100)])
+    with run.table().transaction() as transaction:
+        transaction._apply((RemoveSnapshotsUpdate(snapshot_ids=before[:2]),))
+    expired(bench)
+    bench.published(run)
+    assert ("b", 100) in bench.rows()
+
+
+def test_a_refusal_names_the_run_and_not_the_expiry(bench: Workbench) -> None:
+    seeded(bench)
+    loser = bench.run()
+    loser.replace("a", [("a", 100)])
+    (winner,) = appended(bench, 6)
+    expired(bench)
+    assert bench.refused(loser).runs == (winner.run_id,)
