@@ -18,7 +18,6 @@ import pyarrow as pa
 from pyiceberg.expressions import LessThan
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
-from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.update import AddSnapshotUpdate, RemoveSnapshotsUpdate, SetPropertiesUpdate, TableUpdate
 from pyiceberg.transforms import DayTransform
@@ -27,7 +26,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark read
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import OutcomeUnknown
-from branchlake_dagster.history.capture import ancestors_after
+from branchlake_dagster.expiry.live_trim import get_trimmer
 from branchlake_dagster.ingest.batch_context import BatchContext
 from branchlake_dagster.ingest.batch_tables import Identifier, Target
 from branchlake_dagster.ingest.declaration import TOMBSTONE, Ingest
@@ -91,7 +90,8 @@ def commit_tables(
     """Atomic: commit the files and properties of all tables and drop `tables_to_drop`, or change nothing.
 
     A table without files gets only its properties. With `keep_snapshots`, a table that has a quarter more
-    snapshots than that number keeps only the newest `keep_snapshots` of them.
+    snapshots than that number keeps only the newest `keep_snapshots` of them, and what open runs and
+    positions of consumers need.
 
     Returns the branch after the commit. Raises EarlierAttemptLate if a property that this commit sets has
     changed on the branch since the table was loaded. Nessie's errors pass through. A commit that certainly
@@ -112,7 +112,14 @@ def commit_tables(
             if content.metadata_location != table.metadata_location:
                 table = catalog.table_of(key, content)
                 _require_unchanged(change, table, ingestion, branch)
-            staged_change = _stage_change(table, change, ingestion, keep_snapshots)
+            expired_ids = (
+                get_trimmer(client.uri).list_expired(
+                    client, catalog.properties, key, content, table.metadata, keep_snapshots
+                )
+                if change.files and keep_snapshots is not None
+                else []
+            )
+            staged_change = _stage_change(table, change, ingestion, expired_ids)
             staged_changes.append(staged_change)
             operations.append(Put(key, tables.write(staged_change, content.content_id)))
         result = client.commit(
@@ -149,17 +156,8 @@ def _require_unchanged(change: BatchTableChange, current_table: Table, ingestion
         )
 
 
-def _expired_snapshots(metadata: TableMetadata, keep_snapshots: int) -> list[int]:
-    """Return the ids of the oldest ancestors to remove. Snapshots that a branch or tag names stay."""
-    if len(metadata.snapshots) <= keep_snapshots + keep_snapshots // 4:
-        return []
-    ancestors, _ = ancestors_after(metadata)
-    referenced_ids = {reference.snapshot_id for reference in metadata.refs.values()}
-    return [one.snapshot_id for one in ancestors[:-keep_snapshots] if one.snapshot_id not in referenced_ids]
-
-
 def _stage_change(
-    table: Table, change: BatchTableChange, ingestion: str, keep_snapshots: int | None
+    table: Table, change: BatchTableChange, ingestion: str, expired_ids: Sequence[int]
 ) -> StagedState:
     progress = change.progress
     written_paths: list[str] = []
@@ -189,12 +187,8 @@ def _stage_change(
         updates += (
             SetPropertiesUpdate(updates={LakeProperty.REPROCESSED_PREFIX + ingestion: property_value}),
         )
-    if (
-        change.files
-        and keep_snapshots is not None
-        and (expired_ids := _expired_snapshots(table.metadata, keep_snapshots))
-    ):
-        updates += (RemoveSnapshotsUpdate(snapshot_ids=expired_ids),)
+    if expired_ids:
+        updates += (RemoveSnapshotsUpdate(snapshot_ids=list(expired_ids)),)
     if change.table_properties:
         updates += (SetPropertiesUpdate(updates=dict(change.table_properties)),)
     metadata = apply_updates(table.metadata, updates)
