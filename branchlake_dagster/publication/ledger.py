@@ -9,13 +9,13 @@ and answers with `Published`, `Refused` or `NeedsChecks`.
 `main`'s log grows without limit: searching 12,000 commits took 1.7 s for each branch. A commit's hash stands
 for everything before it, so what was read once stays valid. Therefore the log is read once per process, back
 to the oldest requested base, and afterwards only its new commits are read. If `main` was set back, the cached
-commits after the fork are dropped.
+commits after the fork are dropped. A long log is kept in a file for the next process (`stored_log`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -32,6 +32,7 @@ from branchlake_dagster.nessie.model import (
     Namespace,
     Reference,
 )
+from branchlake_dagster.publication.stored_log import LogFile, StoredCommit
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.wording import CodedReason, format_names
 
@@ -247,6 +248,8 @@ def is_namespace_change(entry: DiffEntry) -> bool:
 
 _MAX_COMMITS = 200_000
 """The number of cached commits; about 200 bytes each, 320 with a publication."""
+_STORED_FROM = 1_000
+"""From this number of commits on, the file of stored commits is read, and written again."""
 
 
 class BaseNotOnMain(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -256,11 +259,20 @@ class BaseNotOnMain(BranchlakeError, Terminal):  # noqa: N818 - named like the o
 class MainLog:
     """A cache of `main`'s commits, as far back as they were requested. Safe to share between threads.
 
-    It does not hold a connection: one process reads one lake through several clients.
+    It does not hold a connection: one process reads one lake through several clients. With `file`, commits
+    that an earlier process has read are not read again. The file is opened only for a long log.
     """
 
-    def __init__(self, *, max_commits: int = _MAX_COMMITS) -> None:
+    def __init__(
+        self,
+        *,
+        max_commits: int = _MAX_COMMITS,
+        file: LogFile | None = None,
+        stored_from: int = _STORED_FROM,
+    ) -> None:
         self._max_commits = max_commits
+        self._file = file
+        self._stored_from = stored_from
         self._lock = threading.Lock()
         self._clear()
 
@@ -276,6 +288,8 @@ class MainLog:
         """Positions by branch name."""
         self._merges: dict[str, int] = {}
         """Positions of merges without a publication, by the merged hash."""
+        self._unstored_count = 0
+        """How many commits were read since the file was read or written."""
 
     def find_publication(
         self,
@@ -357,6 +371,7 @@ class MainLog:
             )
         positions = self._positions[base_hash], self._positions[main_hash]
         self._drop_oldest(keep_from=positions[0])
+        self._save()
         return positions
 
     def _read_newer(self, client: NessieClient, main_hash: str, base_hash: str) -> None:
@@ -364,7 +379,7 @@ class MainLog:
         newest_hash = self._chain[-1] if self._chain else base_hash
         new_entries: list[LogEntry] = []
         try:
-            new_entries += client.log(f"@{main_hash}", since=newest_hash)
+            stored_commits = self._read_until_known(client, main_hash, newest_hash, new_entries)
         except ReferenceNotFound:
             # Main was set back or restored: the cached commits after the fork no longer belong to main.
             new_entries.clear()
@@ -378,11 +393,74 @@ class MainLog:
                 self._append(new_entries)
                 self._has_first_commit = True
                 return
+        else:
+            if new_entries and new_entries[-1].commit.hash in self._positions:
+                newest_hash = new_entries.pop().commit.hash
+            elif stored_commits:
+                new_entries.pop()
+                self._install(stored_commits)
+                newest_hash = self._chain[-1]
         if not self._chain:
             self._chain.append(newest_hash)
             self._positions[newest_hash] = self._lowest_position
         self._drop_newer(commit_hash=newest_hash)
         self._append(new_entries)
+
+    def _read_until_known(
+        self, client: NessieClient, main_hash: str, since: str, new_entries: list[LogEntry]
+    ) -> list[StoredCommit]:
+        """Read into `new_entries` from `main_hash` back to the commit `since`, or to a known commit.
+
+        The known commit is the last entry then: it is cached, or it is the last of the stored commits that
+        are returned. Raises ReferenceNotFound if the history has neither.
+        """
+        stored_commits: list[StoredCommit] = []
+        stored_indexes: dict[str, int] = {}
+        for entry in client.log(f"@{main_hash}", since=since):
+            new_entries.append(entry)
+            if entry.commit.hash in self._positions:
+                return []
+            if self._file is not None and not self._chain and len(new_entries) == self._stored_from:
+                # The base is far back. Perhaps an earlier process has read the rest.
+                stored_commits = self._file.load()
+                stored_indexes = {one.hash: index for index, one in enumerate(stored_commits)}
+                for number, one in enumerate(new_entries):
+                    if one.commit.hash in stored_indexes:
+                        del new_entries[number + 1 :]
+                        break
+            index = stored_indexes.get(new_entries[-1].commit.hash)
+            if index is not None:
+                return stored_commits[: index + 1]
+        return []
+
+    def _install(self, commits: Sequence[StoredCommit]) -> None:
+        """Cache stored commits, of which the last is known to be on `main`."""
+        self._clear()
+        self._chain.extend(one.hash for one in commits)
+        self._positions = {one.hash: position for position, one in enumerate(commits)}
+        for position, one in enumerate(commits):
+            for name in one.branches:
+                self._publications[name] = position
+            for head in one.merged_heads:
+                self._merges[head] = position
+
+    def _save(self) -> None:
+        """Write the file, if many commits were read since the last time."""
+        if self._file is None or self._unstored_count < self._stored_from:
+            return
+        branches: defaultdict[int, list[str]] = defaultdict(list)
+        merged_heads: defaultdict[int, list[str]] = defaultdict(list)
+        for name, position in self._publications.items():
+            branches[position].append(name)
+        for head, position in self._merges.items():
+            merged_heads[position].append(head)
+        self._file.save(
+            [
+                StoredCommit(one, branches.get(position, ()), merged_heads.get(position, ()))
+                for position, one in enumerate(self._chain, self._lowest_position)
+            ]
+        )
+        self._unstored_count = 0
 
     def _append(self, newest_first: list[LogEntry]) -> None:
         for entry in reversed(newest_first):
@@ -408,6 +486,7 @@ class MainLog:
 
     def _record_commit(self, entry: LogEntry, position: int) -> None:
         self._positions[entry.commit.hash] = position
+        self._unstored_count += 1
         publications = parse_publications(entry)
         self._publications |= {publication.branch: position for publication in publications}
         if not publications:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
+from pathlib import Path
 from types import MappingProxyType
 
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Transient
@@ -59,6 +60,7 @@ from branchlake_dagster.publication.replay import (
     wrap_file_errors,
 )
 from branchlake_dagster.publication.snapshot_files import SnapshotFiles
+from branchlake_dagster.publication.stored_log import LOG_FOLDER, LogFile
 from branchlake_dagster.runs.leases import lease_key
 from branchlake_dagster.wording import CodedReason
 
@@ -307,15 +309,16 @@ class PublicationUnexplained(BranchlakeError, OutcomeUnknown):  # noqa: N818 - n
 
 
 @lru_cache(maxsize=8)
-def _get_shared_readers(uri: str) -> tuple[MainLog, SnapshotFiles]:  # noqa: ARG001 - the key
+def _get_shared_readers(uri: str, log_file: Path) -> tuple[MainLog, SnapshotFiles]:  # noqa: ARG001 - the key
     """Return the log reader and snapshot cache of a lake that all passes of this process share."""
-    return MainLog(), SnapshotFiles()
+    return MainLog(file=LogFile(log_file)), SnapshotFiles()
 
 
 def build_publisher(lake: Lakehouse) -> Publisher:
     """Build the publisher of a lake's Iceberg tables."""
     client = lake.nessie
-    log, files = _get_shared_readers(client.uri)
+    log_file = lake.settings.state_dir / LOG_FOLDER / f"main_log-{lake.settings.lake_id}"
+    log, files = _get_shared_readers(client.uri, log_file)
     return Publisher(client, IcebergTableFormat(lake.catalog(), files), log)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -19,6 +20,7 @@ from branchlake_dagster.publication.ledger import (
     Published,
     publication_properties,
 )
+from branchlake_dagster.publication.stored_log import LogFile, StoredCommit
 from branchlake_dagster_tests.simulation.history import Pointer
 from branchlake_dagster_tests.simulation.nessie import InMemoryNessie
 from branchlake_dagster_tests.simulation.transport import DirectTransport
@@ -193,6 +195,77 @@ def test_it_agrees_with_a_log_that_knows_nothing_yet(seed: int, most: int) -> No
                 "head_hash": heads.get(name),
             }
             assert _said(log, main, name, asked) == _said(MainLog(), main, name, asked)
+
+
+@pytest.mark.parametrize("most", [3, 100_000])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_process_that_has_a_file_agrees_too(seed: int, most: int, tmp_path: Path) -> None:
+    """Processes end and begin between any two questions, and each continues from the file."""
+    random, main = Random(seed), Main()
+    file = LogFile(tmp_path / "run" / "main_log", most=most)
+    log = MainLog(file=file, stored_from=2)
+    heads: dict[str, str] = {}
+    seen = [main.head]
+    for number in range(60):
+        what = random.random()
+        if what < 0.5:
+            main.commit(f"run-{number}")
+        elif what < 0.7:
+            heads[f"run-{number}"], _ = main.merge(f"run-{number}")
+        elif what < 0.8:
+            main.assign(random.choice(seen))
+        seen.append(main.head)
+        if random.random() < 0.4:
+            log = MainLog(file=file, stored_from=random.choice([2, 5]))
+        if random.random() < 0.05 and file.path.exists():
+            file.path.write_text(file.path.read_text()[:-1])
+        for _ in range(3):
+            name = f"run-{random.randrange(number + 1)}"
+            asked = {
+                "base_hash": random.choice([*seen[-20:], seen[0]]),
+                "main_hash": main.head,
+                "head_hash": heads.get(name),
+            }
+            assert _said(log, main, name, asked) == _said(MainLog(), main, name, asked)
+
+
+def test_the_next_process_reads_only_what_is_new(tmp_path: Path) -> None:
+    main, file = Main(), LogFile(tmp_path / "main_log")
+    base = main.head
+    first = main.commit("run-a")
+    for _ in range(450):
+        main.commit()
+    MainLog(file=file, stored_from=100).find_publication(
+        main.client, "run-x", base_hash=base, main_hash=main.head
+    )
+    main.commit("run-b")
+    main.pages = 0
+    log = MainLog(file=file, stored_from=100)
+    found = log.find_publication(main.client, "run-a", base_hash=base, main_hash=main.head)
+    assert found == Published(first, is_new=False)
+    assert main.pages == 1
+
+
+@pytest.mark.parametrize(
+    "content", ["", "branchlake main log 1 00\nab  \n", "branchlake main log 9\n", "\x00"]
+)
+def test_a_damaged_file_is_no_file(content: str, tmp_path: Path) -> None:
+    file = LogFile(tmp_path / "main_log")
+    assert file.load() == []
+    file.path.write_text(content)
+    assert file.load() == []
+    commits = [StoredCommit("a"), StoredCommit("b", ("run-1", "run-2")), StoredCommit("c", (), ("d",))]
+    file.save(commits)
+    assert file.load() == [
+        StoredCommit(one.hash, list(one.branches) or (), list(one.merged_heads) or ()) for one in commits
+    ]
+    assert file.path.stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_that_takes_no_file_is_not_an_error(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    LogFile(tmp_path / "taken" / "main_log").save([StoredCommit("a")])
+    assert LogFile(tmp_path / "taken" / "main_log").load() == []
 
 
 def _said(log: MainLog, main: Main, name: str, asked: Any) -> Published | str | None:

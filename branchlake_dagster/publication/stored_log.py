@@ -1,0 +1,77 @@
+"""Keeps what was read of `main`'s log in a file, for the next process.
+
+Nessie needs a second to walk 50,000 commits, and more to send them. A commit's hash stands for everything
+before it. So what one process has read stays true for the next, back from any commit that `main` still has.
+The file is only a copy: without it, the log is read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+_HEADER = "branchlake main log 1"
+LOG_FOLDER = "run"
+"""The folder of the file, in the state folder. It belongs to the owner alone."""
+
+
+class StoredCommit(NamedTuple):
+    """A commit of `main`: the branches that it published, and the heads that it merged outside branchlake."""
+
+    hash: str
+    branches: Sequence[str] = ()
+    merged_heads: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """A file with consecutive commits of `main`, oldest first. Several processes may use it.
+
+    `most` is the largest number of commits that are written.
+    """
+
+    path: Path
+    most: int = 100_000
+
+    def load(self) -> list[StoredCommit]:
+        """Return the stored commits; none if the file is missing, damaged, or of another version."""
+        try:
+            header, _, content = self.path.read_text().partition("\n")
+        except (OSError, ValueError):
+            return []
+        if header != f"{_HEADER} {_checksum(content)}":
+            return []
+        return [_parse_line(line) for line in content.splitlines()]
+
+    def save(self, commits: Sequence[StoredCommit]) -> None:
+        """Atomic: replace the file. A storage that refuses leaves the old one."""
+        newest = islice(commits, max(0, len(commits) - self.most), None)
+        content = "".join(
+            f"{one.hash} {','.join(one.branches)} {','.join(one.merged_heads)}\n" for one in newest
+        )
+        scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            scratch.touch(mode=0o600)
+            scratch.write_text(f"{_HEADER} {_checksum(content)}\n{content}")
+            scratch.replace(self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                scratch.unlink(missing_ok=True)
+
+
+def _checksum(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _parse_line(line: str) -> StoredCommit:
+    commit_hash, branches, heads = line.split(" ")
+    return StoredCommit(
+        commit_hash, branches.split(",") if branches else (), heads.split(",") if heads else ()
+    )
