@@ -30,11 +30,12 @@ from urllib.parse import urlparse
 
 from pyarrow.fs import FileSelector
 from pydantic_core import from_json
-from pyiceberg.io import FileIO, InputFile, InputStream, OutputStream
+from pyiceberg.io import FileIO, OutputStream
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
-from pyiceberg.serializers import Compressor, FromInputFile
+from pyiceberg.serializers import Compressor
 from pyiceberg.table.metadata import TableMetadata
 
+from branchlake_dagster.catalog.shared_snapshots import SnapshotCache
 from branchlake_dagster.errors import BranchlakeError, Terminal
 from branchlake_dagster.stored_names import LakeFolder
 
@@ -155,21 +156,7 @@ class StoredFileDamaged(BranchlakeError, Terminal):  # noqa: N818 - named like t
         self.file = file
 
 
-class _Content(InputFile):
-    """The content of a file, for PyIceberg's readers, which open the file themselves."""
-
-    def __init__(self, location: str, content: bytes) -> None:
-        super().__init__(location)
-        self._content = content
-
-    def __len__(self) -> int:
-        return len(self._content)
-
-    def exists(self) -> bool:
-        return True
-
-    def open(self, seekable: bool = True) -> InputStream:  # noqa: ARG002 - PyIceberg's interface
-        return BytesIO(self._content)
+_snapshots = SnapshotCache()
 
 
 def read_content(io: FileIO, location: str, size: int = 0) -> bytes:
@@ -186,9 +173,10 @@ def read_content(io: FileIO, location: str, size: int = 0) -> bytes:
 
 def read_metadata(io: FileIO, location: str) -> TableMetadata:
     """Read the table metadata in a file. Raises as `read_content`, and StoredFileDamaged."""
-    content = _Content(location, read_content(io, location))
+    content = read_content(io, location)
     with wrap_parse_errors(location):
-        return FromInputFile.table_metadata(content)
+        stream = Compressor.get_compressor(location).stream_decompressor(BytesIO(content))
+        return _snapshots.parse_metadata(stream.read())
 
 
 def read_metadata_fields(io: FileIO, location: str) -> dict[str, Any]:
