@@ -58,7 +58,7 @@ class SnapshotCache:
 
 
 def _collect_facts(snapshot: Mapping[str, Any]) -> _Facts:
-    """Return what tells two versions of a snapshot apart.
+    """Return the values that distinguish two versions of a snapshot.
 
     Every snapshot has its own manifest list. An expiry may clear the parent id, and a rewrite of the metadata
     by another engine may change the summary.

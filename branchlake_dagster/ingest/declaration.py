@@ -217,8 +217,8 @@ class Ingest:
         most_columns (int): Maximum number of columns to which records may extend a table. Further fields are
             left out, and the batch has a note.
         keep_snapshots (int): Number of snapshots that a live run keeps of a table, once it has a quarter
-            more: every commit rewrites the metadata, which would grow with each batch. Data files stay. A
-            consumer of the table's changes must not fall behind by more batches than this.
+            more: every commit rewrites the metadata, which would grow with each batch. Data files stay. So do
+            snapshots since a consumer's position, for one day and up to four times this number.
         evolve (Sequence[Literal["add", "widen", "relax"]]): How a table may change for records that do not
             fit. `add`: fields without a column become columns; fields of JSON objects with their first value,
             fields of a schema (Avro, Protobuf, decoded values) at once. `widen`: for numbers that are too
