@@ -21,6 +21,7 @@ from rich.table import Table
 
 from branchlake_dagster.bench.own_lake import own_lake
 from branchlake_dagster.bench.publication_workloads import (
+    measure_expired_rebase_ms,
     measure_ledger_ms,
     measure_overhead,
     measure_rebase_ms,
@@ -162,6 +163,7 @@ def measure_publication(
             say(f"Writing a long history: 5,000 snapshots, {commits:,} commits …")
             figures["rebase_2_snapshots_ms"] = measure_rebase_ms(lake, 2)
             figures["rebase_5000_snapshots_ms"] = measure_rebase_ms(lake, 5000)
+            figures["rebase_5000_expired_ms"] = measure_expired_rebase_ms(lake, 5000)
             first, next_process, later = measure_ledger_ms(lake, commits, say=say)
             figures |= {
                 "ledger_50k_commits_ms": later,

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -22,6 +23,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the library's own abbreviation
 
 from branchlake_dagster.catalog.options import COMMIT_PROPERTY
+from branchlake_dagster.expiry.retention import ExpiryPolicy
+from branchlake_dagster.expiry.snapshot_expiry import SnapshotExpirer
 from branchlake_dagster.internals.dagster import StepMaterializationData
 from branchlake_dagster.internals.pyiceberg import write_metadata
 from branchlake_dagster.lake_definitions import branchlake_definitions
@@ -327,23 +330,37 @@ _HISTORY_SCHEMA = Schema(NestedField(1, "token", StringType(), required=False))
 def measure_rebase_ms(lake: Lakehouse, snapshots: int) -> float:
     """Return the median milliseconds of rebasing an append to a table with `snapshots` snapshots."""
     _create_long_history(lake, f"t{snapshots}", snapshots)
-    identifier = (_HISTORY_NAMESPACE, f"t{snapshots}")
+    return _time_rebases(lake, f"t{snapshots}")
+
+
+def measure_expired_rebase_ms(lake: Lakehouse, snapshots: int) -> float:
+    """Return the same for that table after its old snapshots have expired; 100 stay."""
+    expirer = SnapshotExpirer.of_lake(lake)
+    policy = ExpiryPolicy(keep_age=timedelta(0), undo_age=timedelta(0))  # the snapshots are all new
+    result = expirer.run(expirer.plan([f"{_HISTORY_NAMESPACE}.t{snapshots}"], policy))
+    if [table.kept_count for table in result.tables] != [policy.keep_count]:
+        raise RuntimeError(f"An expiry of the benchmark removed too little: {result}")
+    return _time_rebases(lake, f"t{snapshots}")
+
+
+def _time_rebases(lake: Lakehouse, name: str) -> float:
+    identifier = (_HISTORY_NAMESPACE, name)
     durations = []
     for _ in range(_ROUNDS):
         base, run_id = lake.nessie.reference(MAIN).hash, str(uuid.uuid4())
-        name = run_branch_name(run_id)
-        lake.nessie.create_branch(name, from_ref=MAIN, from_hash=base)
-        for ref in (name, MAIN):
+        branch = run_branch_name(run_id)
+        lake.nessie.create_branch(branch, from_ref=MAIN, from_hash=base)
+        for ref in (branch, MAIN):
             _append_row(lake.catalog(ref).load_table(identifier), run_id)
-        head = lake.nessie.reference(name)
+        head = lake.nessie.reference(branch)
         changes = load_write_set(lake.nessie, base, head)
-        candidate = Candidate(name, head.hash, base, run_id, run_id, "passed", changes)
+        candidate = Candidate(branch, head.hash, base, run_id, run_id, "passed", changes)
         began = time.perf_counter()
         (result,) = build_publisher(lake).publish([candidate]).values()
         durations.append(1000 * (time.perf_counter() - began))
         if not isinstance(result, Published):
             raise RuntimeError(f"A publication of the benchmark failed: {result}")
-        lake.nessie.delete_branch(name, expected_hash=head.hash)
+        lake.nessie.delete_branch(branch, expected_hash=head.hash)
     return round(statistics.median(durations), 1)
 
 

@@ -31,7 +31,7 @@ from branchlake_dagster.expiry.metadata_document import (
 )
 from branchlake_dagster.expiry.result import ExpiredTable, ExpiryPlan, ExpiryResult, PlannedTable
 from branchlake_dagster.expiry.retention import ExpiryPolicy, Retention, TableRoots, decide_retention
-from branchlake_dagster.expiry.roots import LakeRoots, RootedTable, RootsReader
+from branchlake_dagster.expiry.roots import LakeRoots, PositionCache, RootedTable, RootsReader
 from branchlake_dagster.history.change import from_epoch_ms
 from branchlake_dagster.internals.pyiceberg import metadata_version
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -73,7 +73,8 @@ class SnapshotExpirer:
         self._client = client
         self._catalog = catalog
         self._clock = clock
-        self._reader = RootsReader(client, self._find_io)
+        self._positions = PositionCache()
+        self._reader = RootsReader(client, self._find_io, self._positions)
 
     @classmethod
     def of_lake(cls, lake: Lakehouse) -> SnapshotExpirer:
@@ -94,20 +95,21 @@ class SnapshotExpirer:
         """
         policy = policy or ExpiryPolicy()
         now = self._clock()
-        roots = self._read_roots(policy, now)
+        main = self._client.reference(MAIN)
         entries = self._client.entries(
-            f"@{roots.main_hash}", filter="entry.contentType == 'ICEBERG_TABLE'", fetch_content=True
+            main.pinned_ref, filter="entry.contentType == 'ICEBERG_TABLE'", fetch_content=True
         )
         rooted_tables: dict[ContentKey, tuple[RootedTable, int]] = {}
         for entry in entries:
             wanted = tables is None or entry.key.name in tables
             if not wanted or not isinstance(entry.content, IcebergTable):
                 continue
-            document = read_document(
-                self._find_io(entry.content.metadata_location), entry.content.metadata_location
-            )
+            location = entry.content.metadata_location
+            document = read_document(self._find_io(location), location)
+            self._positions.add(location, document.properties)
             if document.history.snapshots:
                 rooted_tables[entry.key] = (_root(entry.key, entry.content, document), len(document.text))
+        roots = self._read_roots(policy, now)
         found_roots = self._reader.find_table_roots(roots, (table for table, _ in rooted_tables.values()))
         planned = [
             _describe_plan(
@@ -115,7 +117,7 @@ class SnapshotExpirer:
             )
             for key, (table, size) in sorted(rooted_tables.items())
         ]
-        return ExpiryPlan(roots.main_hash, now, policy, tuple(planned))
+        return ExpiryPlan(main.hash, now, policy, tuple(planned))
 
     def _read_roots(self, policy: ExpiryPolicy, now: datetime) -> LakeRoots:
         roots = self._reader.read(policy, now)

@@ -35,7 +35,8 @@ def test_files_of_one_table_share_snapshots() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"parent-snapshot-id": None}, {"summary": {"operation": "delete"}}, {"manifest-list": "/other"}]
+    "change",
+    [{"parent-snapshot-id": None}, {"summary": {"operation": "delete"}}, {"manifest-list": "/other"}],
 )
 def test_a_changed_snapshot_is_not_shared(change: dict[str, Any]) -> None:
     cache = SnapshotCache()

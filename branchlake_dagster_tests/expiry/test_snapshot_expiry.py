@@ -205,6 +205,7 @@ def test_a_run_that_opens_after_the_plan_is_published(bench: Workbench) -> None:
     assert ("b", 100) in bench.rows()
 
 
+@memory.ON_BOTH
 @pytest.mark.parametrize("prefix", [ReferencePrefix.DISCARDED, ReferencePrefix.CLAIM])
 def test_tags_of_runs_keep_their_base(bench: Workbench, prefix: str) -> None:
     before = seeded(bench, 4)
@@ -237,6 +238,7 @@ def test_branches_of_users_do_not_keep_snapshots(bench: Workbench) -> None:
 # -- consumers -----------------------------------------------------------------------------------------
 
 
+@memory.ON_BOTH
 def test_a_consumer_goes_on_exactly(bench: Workbench) -> None:
     before = seeded(bench, 3)
     position = current_position(bench.main())
@@ -300,6 +302,7 @@ def test_an_undo_within_its_horizon_works_and_beyond_is_refused(bench: Workbench
     assert {one.reason.code for one in caught.value.dependencies} == {"history_lost"}
 
 
+@memory.ON_BOTH
 def test_the_horizon_of_undo_keeps_what_was_current_then(bench: Workbench) -> None:
     before = seeded(bench, 2)
     pause = datetime.now(UTC)
@@ -377,9 +380,11 @@ def faulty(bench: Workbench, *faults: str, meanwhile: Any = None) -> SnapshotExp
 
 
 def expiries(bench: Workbench) -> int:
-    return sum(LakeProperty.EXPIRY_ID in entry.commit.properties for entry in bench.lake.nessie.log(MAIN))
+    entries = [one.commit for one in bench.lake.nessie.log(MAIN) if bench.namespace in one.commit.message]
+    return sum(LakeProperty.EXPIRY_ID in commit.properties for commit in entries)
 
 
+@memory.ON_BOTH
 def test_a_lost_reply_is_found_in_the_log(bench: Workbench) -> None:
     seeded(bench)
     result = faulty(bench, "lost").run(planned(bench))
