@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from branchlake_dagster.embedded.jars import DownloadFailed, JarRefused
     from branchlake_dagster.embedded.process import ServerDidNotStart
     from branchlake_dagster.embedded.state_folder import LakeMoved, LakeNotRunning
+    from branchlake_dagster.expiry.forward_commit import ExpiryContended, ExpiryUnknown
     from branchlake_dagster.expiry.roots import RootsUnreadable
-    from branchlake_dagster.expiry.snapshot_expiry import ExpiryContended, ExpiryInvalid, ExpiryUnknown
+    from branchlake_dagster.expiry.snapshot_expiry import ExpiryInvalid
     from branchlake_dagster.extras import MissingExtra
     from branchlake_dagster.history.change import ChangeLost, RowsUnreadable
     from branchlake_dagster.ingest.batch_tables import TypesUnknown
@@ -455,12 +456,12 @@ _ERRORS_BY_MODULE = {
         "LakeMoved",
         "LakeNotRunning",
     ),
-    "expiry.roots": ("RootsUnreadable",),
-    "expiry.snapshot_expiry": (
+    "expiry.forward_commit": (
         "ExpiryContended",
-        "ExpiryInvalid",
         "ExpiryUnknown",
     ),
+    "expiry.roots": ("RootsUnreadable",),
+    "expiry.snapshot_expiry": ("ExpiryInvalid",),
     "extras": ("MissingExtra",),
     "history.change": (
         "ChangeLost",

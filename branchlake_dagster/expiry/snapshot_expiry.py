@@ -1,9 +1,7 @@
 """Plans the expiry of snapshots, and commits it: one forward commit on `main` for each table.
 
 The commit puts a new metadata file without the expired snapshots. It deletes no file: what nothing reaches
-any more is found by the collector of unreachable files. The commit expects the hash of `main` that it was
-planned for. If the table has changed meanwhile, the table is planned again in its new state. Before each
-plan, the log of `main` is searched for an earlier commit of the same call, so a lost reply does no harm.
+any more is found by the collector of unreachable files.
 
 The commit has no publication id. So no reader of publications takes it for one.
 """
@@ -11,17 +9,16 @@ The commit has no publication id. So no reader of publications takes it for one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from uuid import uuid4
 
 from pyiceberg.io import FileIO, load_file_io
 from pyiceberg.table.locations import load_location_provider
 from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.catalog import NessieCatalog
-from branchlake_dagster.catalog.catalog import table_content
-from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
+from branchlake_dagster.errors import BranchlakeError, Terminal
+from branchlake_dagster.expiry.forward_commit import ForwardCommit, PreparedTable, Unprepared
 from branchlake_dagster.expiry.metadata_document import (
     MetadataDocument,
     parse_metadata,
@@ -36,21 +33,11 @@ from branchlake_dagster.history.change import from_epoch_ms
 from branchlake_dagster.internals.pyiceberg import metadata_version
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.errors import NessieConflict, NessieOutcomeUnknown
-from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Put
+from branchlake_dagster.nessie.model import Content, ContentKey, IcebergTable
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.wording import format_count
 
-_MAX_ATTEMPTS = 5
 _FILE_IO_PROPERTIES = ("s3.", "hdfs.", "gcs.", "adls.", "oss.", "client.", "py-io-impl")
-
-
-class ExpiryContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """Other writers kept changing the table; no snapshot of it was removed."""
-
-
-class ExpiryUnknown(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
-    """The reply to an expiry's commit was lost, and `main` does not show yet whether it was made."""
 
 
 class ExpiryInvalid(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
@@ -158,85 +145,36 @@ class SnapshotExpirer:
 
         Raises ExpiryContended, ExpiryUnknown, ExpiryInvalid, and the errors of Nessie and of the storage.
         """
-        attempt = _Attempt(key, str(uuid4()))
-        unknown_outcome: NessieOutcomeUnknown | None = None
-        where = {"table": key.name, "branch": MAIN}
-        for _ in range(_MAX_ATTEMPTS):
-            try:
-                result = self._try_expire(attempt, roots, policy)
-            except NessieOutcomeUnknown as error:
-                unknown_outcome = unknown_outcome or error
-                continue
-            except Exception as error:
-                if unknown_outcome is None:
-                    raise
-                raise _unknown_error(where) from error  # the earlier commit may exist, whatever failed now
-            if result is not None:
-                return result
-        if unknown_outcome is not None:
-            raise _unknown_error(where) from unknown_outcome
-        raise ExpiryContended(
-            f"The table changed {_MAX_ATTEMPTS} times while its expiry was planned.",
-            hint="Nothing was changed. The next maintenance tries again.",
-            **where,
-        )
+        forward = ForwardCommit(self._client, key, lambda content: self._prepare(key, content, roots, policy))
+        result, commit = forward.run()
+        return replace(result, commit=commit)
 
-    def _try_expire(self, attempt: _Attempt, roots: LakeRoots, policy: ExpiryPolicy) -> ExpiredTable | None:
-        """Plan and commit once. Return None if `main` has changed the table meanwhile."""
-        key = attempt.key
-        main = self._client.contents_at(MAIN, [key])
-        if (done := self._find_commit(attempt)) is not None:
-            return done
-        content = main.contents.get(key)
+    def _prepare(
+        self, key: ContentKey, content: Content | None, roots: LakeRoots, policy: ExpiryPolicy
+    ) -> PreparedTable[ExpiredTable] | Unprepared[ExpiredTable]:
+        """Write the table's metadata without the snapshots that expire now."""
         if not isinstance(content, IcebergTable):
-            return ExpiredTable(key.name, is_gone=True)
+            return Unprepared(ExpiredTable(key.name, is_gone=True))
         location = content.metadata_location
         document = read_document(self._find_io(location), location)
         now_ms = _to_ms(self._clock())
         table = _root(key, content, document)
         table_roots = self._reader.find_table_roots(roots, [table])[key]
         retention = decide_retention(table.history, table_roots, policy, now_ms)
-        done = _describe_result(table, document, retention)
+        result = _describe_result(table, document, retention)
         if not retention.expired_ids:
-            return done
+            return Unprepared(result)
         new_content = remove_snapshots(document, retention.kept_ids, now_ms)
-        done = replace(done, bytes_after=len(new_content))
         metadata = parse_metadata(location, new_content)
         _require_valid(table, metadata, retention, table_roots)
         new_location = self._write(document, metadata, new_content)
-        attempt.since = attempt.since or main.reference.hash
-        attempt.result = done
-        try:
-            result = self._client.commit(
-                MAIN,
-                expected_hash=main.reference.hash,
-                operations=[Put(key, table_content(content.content_id, new_location, metadata))],
-                message=f"Expire {format_count(len(retention.expired_ids), 'snapshot')} of {key.name}",
-                properties={
-                    LakeProperty.EXPIRY_ID: attempt.expiry_id,
-                    LakeProperty.EXPIRED_SNAPSHOTS: str(len(retention.expired_ids)),
-                },
-            )
-        except NessieOutcomeUnknown:
-            raise  # keep the file: the commit may exist, or still arrive
-        except NessieConflict:
-            self._discard(new_location)
-            return None
-        except Exception:
-            self._discard(new_location)
-            raise
-        return replace(done, commit=result.hash)
-
-    def _find_commit(self, attempt: _Attempt) -> ExpiredTable | None:
-        """Find the commit of an earlier attempt whose reply was lost."""
-        if attempt.since is None or attempt.result is None:
-            return None
-        marker = (
-            f"'{LakeProperty.EXPIRY_ID}' in commit.properties"
-            f" && commit.properties['{LakeProperty.EXPIRY_ID}'] == '{attempt.expiry_id}'"
+        return PreparedTable(
+            content=replace(content, metadata_location=new_location),
+            message=f"Expire {format_count(len(retention.expired_ids), 'snapshot')} of {key.name}",
+            properties={LakeProperty.EXPIRED_SNAPSHOTS: str(len(retention.expired_ids))},
+            discard=lambda: self._discard(new_location),
+            result=replace(result, bytes_after=len(new_content)),
         )
-        entry = next(iter(self._client.log(MAIN, since=attempt.since, filter=marker)), None)
-        return replace(attempt.result, commit=entry.commit.hash) if entry is not None else None
 
     def _write(self, document: MetadataDocument, metadata: TableMetadata, content: bytes) -> str:
         """Write the metadata file and return its location."""
@@ -256,17 +194,6 @@ class SnapshotExpirer:
             self._find_io(location).delete(location)
         except OSError:
             return
-
-
-@dataclass
-class _Attempt:
-    """The attempts of one call on one table: they share an id, by which the log shows a commit."""
-
-    key: ContentKey
-    expiry_id: str
-    since: str | None = None
-    """`main` before the first commit was sent."""
-    result: ExpiredTable | None = None
 
 
 def plan_expiry(
@@ -297,6 +224,8 @@ def _require_valid(
     } | roots.bases.keys()
     if table.history.current_id is not None:
         needed_ids.add(table.history.current_id)
+    if metadata.current_snapshot_id is not None:
+        needed_ids.add(metadata.current_snapshot_id)
     needed_ids &= table.history.by_id.keys()
     schema_ids = {schema.schema_id for schema in metadata.schemas}
     lost_schema_ids = {one.schema_id for one in metadata.snapshots if one.schema_id is not None} - schema_ids
@@ -338,11 +267,3 @@ def _describe_result(table: RootedTable, document: MetadataDocument, retention: 
 
 def _to_ms(moment: datetime) -> int:
     return int(moment.timestamp() * 1000)
-
-
-def _unknown_error(where: Mapping[str, str]) -> ExpiryUnknown:
-    return ExpiryUnknown(
-        "Nessie did not answer to the commit of the expiry.",
-        hint="Run the maintenance again: it continues from what main has then. No file was deleted.",
-        **where,
-    )

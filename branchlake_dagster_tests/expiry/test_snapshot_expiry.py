@@ -13,6 +13,7 @@ from pyiceberg.table.update import RemoveSnapshotsUpdate
 
 from branchlake_dagster.expiry import retention
 from branchlake_dagster.expiry import roots as roots_module
+from branchlake_dagster.expiry.forward_commit import ExpiryContended, ExpiryUnknown, ForwardCommit
 from branchlake_dagster.expiry.result import (
     ExpiredTable,
     ExpiryPlan,
@@ -23,12 +24,7 @@ from branchlake_dagster.expiry.result import (
 )
 from branchlake_dagster.expiry.retention import ExpiryPolicy, KeptBy
 from branchlake_dagster.expiry.roots import RootsUnreadable
-from branchlake_dagster.expiry.snapshot_expiry import (
-    ExpiryContended,
-    ExpiryInvalid,
-    ExpiryUnknown,
-    SnapshotExpirer,
-)
+from branchlake_dagster.expiry.snapshot_expiry import ExpiryInvalid, SnapshotExpirer
 from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.history.change import ChangeLost, LossReason, Position
 from branchlake_dagster.incremental.positions import ConsumptionRecord
@@ -401,20 +397,18 @@ def test_a_commit_that_never_arrived_is_sent_again(bench: Workbench) -> None:
 
 
 @pytest.mark.parametrize("faults", [("dropped",) * 5, ("lost", "down"), ("dropped", "down")])
-def test_an_unknown_outcome_has_its_own_error(bench: Workbench, faults: tuple[str, ...]) -> None:
+def test_an_unknown_outcome_has_its_own_error(
+    bench: Workbench, faults: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seeded(bench)
     plan = planned(bench)
-    if faults[0] == "lost":
-        # The log cannot be read either.
-        expirer_of_bench = faulty(bench, *faults)
-        expirer_of_bench._find_commit = lambda _: (
-            (_ for _ in ()).throw(NessieUnavailable("down"))
-            if expirer_of_bench._client._faults == ["down"]
-            else None
-        )  # type: ignore[method-assign, attr-defined]
-    else:
-        expirer_of_bench = faulty(bench, *faults)
-    result = expirer_of_bench.run(plan)
+
+    def unreadable(_: object) -> None:
+        raise NessieUnavailable("down", branch=MAIN)
+
+    if faults[0] == "lost":  # the log cannot be read either
+        monkeypatch.setattr(ForwardCommit, "_find_commit", unreadable)
+    result = faulty(bench, *faults).run(plan)
     assert [type(error) for error in result.errors.values()] == [ExpiryUnknown]
     assert bench.rows() == [("a", number) for number in range(6)]
 
