@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "ingest": {*_ASSETS, "expiry", "receivers"},
     "query": {*_RUNS, "publication"},
     "testing": {*_RUNS, "io_manager", "publication"},
-    "expiry": {*_RUNS, "incremental"},
+    "expiry": {*_RUNS, "incremental", "publication"},
     "undo": {*_RUNS, "incremental", "publication"},
     "lake_definitions": {*_RUNS, "cleanup", "expiry", "incremental", "io_manager", "publication", "undo"},
     "components": {*_RUNS, "lake_definitions"},

@@ -1,1 +1,1 @@
-"""Expiry of snapshots: which snapshots of a table stay, and the commit on `main` that removes the others."""
+"""Expiry of snapshots: which snapshots of a table stay, the commit that removes the others; manifests."""

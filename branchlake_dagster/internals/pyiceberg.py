@@ -69,6 +69,7 @@ __all__ = [
     "add_log_entry",
     "apply_updates",
     "as_compaction",
+    "build_manifest_rewrite",
     "build_snapshot",
     "commit_compaction",
     "commit_files",
@@ -169,6 +170,23 @@ def build_snapshot(
     finally:
         written_paths += [*producer._written_manifests, *producer._written_manifest_lists]
     return updates
+
+
+def build_manifest_rewrite(table: Table, *, written_paths: list[str]) -> tuple[TableUpdate, ...]:
+    """Build a snapshot whose data manifests are merged up to `commit.manifest.target-size-bytes`, as updates.
+
+    Nothing is committed. Its operation is `replace`. The entries keep their snapshots and sequence numbers,
+    so no file counts as added. Manifests of deletes stay as they are. The files that it writes are added to
+    `written_paths`, also after an error.
+    """
+    producer = _MergeAppendFiles(Operation.APPEND, _FixedTransaction(table), table.io)
+    producer._merge_enabled, producer._min_count_to_merge = True, 2
+    try:
+        with _wait_for_tasks():
+            updates, _ = producer._commit()
+    finally:
+        written_paths += [*producer._written_manifests, *producer._written_manifest_lists]
+    return tuple(map(as_compaction, updates))
 
 
 class _OverwriteInManifests(_OverwriteFiles):

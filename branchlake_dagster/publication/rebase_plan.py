@@ -278,15 +278,15 @@ class CommitPlan:
                 raise _CandidateRefused(key, CodedReason(why, "read_and_changed"), (), runs)
 
     def _has_same_rows(self, key: ContentKey, content: Content | None) -> bool:
-        """Return whether a key holds what it held then. A table may have lost old snapshots since."""
+        """Return whether a key holds what it held then, but for maintenance of a table."""
         current_value = self._current_value(key)
         if current_value == content:
             return True
         if not isinstance(content, IcebergTable) or not isinstance(current_value, IcebergTable):
             return False
-        if replace(current_value, metadata_location=content.metadata_location) != content:
+        if current_value.content_id != content.content_id:
             return False
-        return self.tables.load_change(key, content, current_value, files=False).is_only_expiry
+        return self.tables.load_change(key, content, current_value, files=False).is_only_maintenance
 
     def _plan_value(self, entry: DiffEntry) -> PlannedContent:
         """Return what the key holds after the candidate, in a plan that may already hold something newer."""
@@ -334,7 +334,7 @@ class CommitPlan:
     ) -> StagedState | IcebergTable:
         """Replay the run's changes on the current state of the table.
 
-        If only an expiry has changed the table, a run whose changes cannot be replayed is not refused: the
+        If only maintenance has changed the table, a run whose changes cannot be replayed is not refused: the
         table becomes what the run has left, with the expired snapshots.
         """
         main_content = self.contents.get(key)
@@ -356,7 +356,7 @@ class CommitPlan:
             raise _CandidateRefused(key, CodedReason(exclusive.rewind_reason, "rolled_back"), (), runs)
         run_change = map_over_compactions(run_change, main_change)
         conflict = find_overlap(run_change, main_change)
-        if main_change.is_only_expiry:
+        if main_change.is_only_maintenance:
             self._checked_keys.add(key)
             if conflict is not None:
                 return after

@@ -134,6 +134,8 @@ class SnapshotChange:
     """The Dagster partitions that were written, for messages."""
     original_id: int | None = None
     """The id of the snapshot on a run's branch that this snapshot replays."""
+    is_manifest_rewrite: bool = False
+    """Whether the snapshot only lists the same files in other manifests."""
 
     @property
     def touched_files(self) -> tuple[File, ...]:
@@ -234,12 +236,14 @@ class TableChange:
         return all(step.snapshot_id for step in self.steps)
 
     @property
-    def is_only_expiry(self) -> bool:
-        """Whether nothing was changed but the list of snapshots: an expiry removed old ones, with statistics.
+    def is_only_maintenance(self) -> bool:
+        """Whether only old snapshots with their statistics were removed, or manifests merged.
 
         Rows, columns and properties are the same. False for a new table.
         """
-        if self.before is None or self.steps or self.properties_set or self.properties_removed:
+        if self.before is None or self.properties_set or self.properties_removed:
+            return False
+        if not all(step.is_manifest_rewrite for step in self.steps):
             return False
         return self.before.without_statistics == self.after.without_statistics
 
@@ -344,6 +348,7 @@ def load_table_change(
             run_id=summary_value(snapshot, LakeProperty.RUN_ID),
             properties=_own_entries(snapshot),
             original_id=replayed_from(snapshot),
+            is_manifest_rewrite=_is_manifest_rewrite(snapshot),
         )
         for snapshot in snapshots
     ]
@@ -388,6 +393,18 @@ def _table_properties(metadata: TableMetadata) -> dict[str, str]:
     return {key: value for key, value in metadata.properties.items() if not key.startswith("nessie.")}
 
 
+_FILE_COUNTS = ("added-data-files", "deleted-data-files", "added-delete-files", "removed-delete-files")
+"""Summary entries that a snapshot has if it added or removed files."""
+
+
+def _is_manifest_rewrite(snapshot: Snapshot) -> bool:
+    """Check for a snapshot of the operation `replace` that added and removed no file."""
+    summary = snapshot.summary
+    if summary is None or summary.operation is not Operation.REPLACE:
+        return False
+    return not any(int(summary.additional_properties.get(name) or 0) for name in _FILE_COUNTS)
+
+
 def _own_entries(snapshot: Snapshot) -> dict[str, str]:
     """Return the entries of a snapshot's summary that its writer chose, without the totals."""
     summary = snapshot.summary.additional_properties if snapshot.summary else {}
@@ -408,6 +425,7 @@ def _build_step(snapshot: Snapshot, files: TouchedFiles, before: Table | None) -
         run_id=summary.get(LakeProperty.RUN_ID),
         properties=_own_entries(snapshot),
         original_id=replayed_from(snapshot),
+        is_manifest_rewrite=_is_manifest_rewrite(snapshot),
         deletes=files.deletes,
         recorded_predicate=from_json(recorded_predicate) if recorded_predicate is not None else None,
         partition_names=tuple(name for name in summary.get(LakeProperty.PARTITION, "").split(",") if name),
