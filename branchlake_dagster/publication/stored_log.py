@@ -16,6 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from branchlake_dagster.embedded.state_folder import make_private_folder
+from branchlake_dagster.errors import ConfigurationError
+
 _HEADER = "branchlake main log 1"
 LOG_FOLDER = "run"
 """The folder of the file, in the state folder. It belongs to the owner alone."""
@@ -57,11 +60,11 @@ class LogFile:
         )
         scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(self.path.parent)
             scratch.touch(mode=0o600)
             scratch.write_text(f"{_HEADER} {_checksum(content)}\n{content}")
             scratch.replace(self.path)
-        except OSError:
+        except (OSError, ConfigurationError):
             with contextlib.suppress(OSError):
                 scratch.unlink(missing_ok=True)
 

@@ -265,6 +265,7 @@ def test_a_damaged_file_is_no_file(content: str, tmp_path: Path) -> None:
 def test_a_folder_that_takes_no_file_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     LogFile(tmp_path / "taken" / "main_log").save([StoredCommit("a")])
+    LogFile(tmp_path / "taken" / "run" / "main_log").save([StoredCommit("a")])
     assert LogFile(tmp_path / "taken" / "main_log").load() == []
 
 
