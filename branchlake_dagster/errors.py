@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from branchlake_dagster.embedded.process import ServerDidNotStart
     from branchlake_dagster.embedded.state_folder import LakeMoved, LakeNotRunning
     from branchlake_dagster.expiry.forward_commit import ExpiryContended, ExpiryUnknown
-    from branchlake_dagster.expiry.roots import RootsUnreadable
+    from branchlake_dagster.expiry.roots import ConsumersUnreadable
     from branchlake_dagster.expiry.snapshot_expiry import ExpiryInvalid
     from branchlake_dagster.extras import MissingExtra
     from branchlake_dagster.history.change import ChangeLost, RowsUnreadable
@@ -145,6 +145,7 @@ __all__ = [
     "ColumnsUnknown",
     "ConfigurationError",
     "ConsumerGroupActive",
+    "ConsumersUnreadable",
     "ContentNotFound",
     "ContractError",
     "DeadLettersLeftOut",
@@ -206,7 +207,6 @@ __all__ = [
     "ReplayImpossible",
     "RestoreRefused",
     "RetryNeedsFullRun",
-    "RootsUnreadable",
     "RowsNotIdentified",
     "RowsRemoved",
     "RowsUnreadable",
@@ -460,7 +460,7 @@ _ERRORS_BY_MODULE = {
         "ExpiryContended",
         "ExpiryUnknown",
     ),
-    "expiry.roots": ("RootsUnreadable",),
+    "expiry.roots": ("ConsumersUnreadable",),
     "expiry.snapshot_expiry": ("ExpiryInvalid",),
     "extras": ("MissingExtra",),
     "history.change": (

@@ -53,9 +53,8 @@ ALLOWED: dict[str, set[str]] = {
     "undo": {*_RUNS, "incremental", "publication"},
     "lake_definitions": {*_RUNS, "cleanup", "expiry", "incremental", "io_manager", "publication", "undo"},
     "components": {*_RUNS, "lake_definitions"},
-    "cli": {*_ASSETS, "cleanup", "ingest", "query", "undo", "backup"},
-    "bench": {*_ASSETS, "cleanup", "ingest", "query", "receivers", "cli", "lake_definitions", "undo"},
-    "cli": {*_ASSETS, "cleanup", "expiry", "ingest", "query", "undo"},
+    "maintenance": {*_RUNS, "expiry"},
+    "cli": {*_ASSETS, "backup", "cleanup", "expiry", "ingest", "maintenance", "query", "undo"},
     "bench": {
         *_ASSETS,
         "cleanup",

@@ -45,7 +45,7 @@ _HORIZON = "undo"
 """The holder of snapshots that only the horizon of undo needs."""
 
 
-class RootsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+class ConsumersUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
     """It is not known which snapshots consumers need, because a table's metadata cannot be read.
 
     Nothing was changed.
@@ -153,7 +153,7 @@ class RootsReader:
 
         Costs one listing of the references, one of `main` and one of `main` at the horizon of undo, and one
         metadata file for each table that changed since the last call. Files that were read before a deadline
-        are not read again. Raises RootsUnreadable and Nessie's errors.
+        are not read again. Raises ConsumersUnreadable and Nessie's errors.
         """
         main = self._client.reference(MAIN)
         horizon = self._find_horizon(policy, now)
@@ -212,7 +212,7 @@ class RootsReader:
             try:
                 self._cache.add(location, read_document(self._find_io(location), location).properties)
             except (OSError, StoredFileDamaged) as error:
-                raise RootsUnreadable(
+                raise ConsumersUnreadable(
                     f"The metadata file {location} cannot be read, so the positions of its table are not"
                     f" known: {error}.",
                     table=name,

@@ -77,8 +77,8 @@ class SnapshotExpirer:
             tables: Dotted names of tables on `main`; None for all tables. Unknown names are left out.
             policy: How long snapshots stay. (default: `ExpiryPolicy()`)
 
-        Costs one read of the metadata file of each table on `main`. Raises RootsUnreadable, and the errors of
-        Nessie and of the storage.
+        Costs one read of the metadata file of each table on `main`. Raises ConsumersUnreadable, and the errors
+        of Nessie and of the storage.
         """
         policy = policy or ExpiryPolicy()
         now = self._clock()
@@ -127,7 +127,7 @@ class SnapshotExpirer:
 
         What needs snapshots is read again, because runs may have begun since the plan was made. An error of
         one table becomes its result, and the others go on. `report` is called after each table. Safe to call
-        again after any failure. Raises RootsUnreadable, and Nessie's errors while the roots are read.
+        again after any failure. Raises ConsumersUnreadable, and Nessie's errors while the roots are read.
         """
         roots = self._read_roots(plan.policy, self._clock())
         results: list[ExpiredTable] = []

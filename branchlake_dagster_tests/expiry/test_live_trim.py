@@ -11,7 +11,7 @@ import pytest
 from branchlake_dagster.expiry import live_trim
 from branchlake_dagster.expiry.live_trim import LiveTrimmer, build_history, live_policy
 from branchlake_dagster.expiry.metadata_document import read_document
-from branchlake_dagster.expiry.roots import RootsReader, RootsUnreadable
+from branchlake_dagster.expiry.roots import ConsumersUnreadable, RootsReader
 from branchlake_dagster.history.capture import current_position
 from branchlake_dagster.history.change import Position
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -103,7 +103,7 @@ def test_nothing_is_trimmed_while_positions_are_not_known(
     assert trimmed(bench, LiveTrimmer(), 2) == []
 
     def fail(*_: object, **__: object) -> None:
-        raise RootsUnreadable("unreadable")
+        raise ConsumersUnreadable("unreadable")
 
     monkeypatch.setattr(RootsReader, "read", fail)
     assert trimmed(bench, LiveTrimmer(), 2) == []

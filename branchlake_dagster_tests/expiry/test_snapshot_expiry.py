@@ -23,7 +23,7 @@ from branchlake_dagster.expiry.result import (
     list_result_columns,
 )
 from branchlake_dagster.expiry.retention import ExpiryPolicy, KeptBy
-from branchlake_dagster.expiry.roots import RootsUnreadable
+from branchlake_dagster.expiry.roots import ConsumersUnreadable
 from branchlake_dagster.expiry.snapshot_expiry import ExpiryInvalid, SnapshotExpirer
 from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.history.change import ChangeLost, LossReason, Position
@@ -275,7 +275,7 @@ def test_an_unreadable_consumer_stops_everything(bench: Workbench) -> None:
     consumed(bench, current_position(bench.main()))
     table = bench.main("totals")
     table.io.delete(table.metadata_location)
-    with pytest.raises(RootsUnreadable) as caught:
+    with pytest.raises(ConsumersUnreadable) as caught:
         planned(bench)
     assert caught.value.table == bench.key("totals").name
 
