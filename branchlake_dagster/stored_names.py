@@ -270,6 +270,11 @@ class LakeProperty:
     """On a commit of `main` that removes snapshots of a table, or merges its manifests. Since 0.2.0."""
     EXPIRED_SNAPSHOTS = "branchlake.expired_snapshots"
     """On the commit of an expiry: how many snapshots it removed. Since 0.2.0."""
+    MAINTENANCE = "branchlake.maintenance"
+    """On a commit of `main` or a snapshot that changes no row: a `MaintenanceKind`. Since 0.2.0."""
+    REVERSED_SNAPSHOTS = "branchlake.reversed_snapshots"
+    """On a snapshot of a run: the snapshots of compactions before it on `main` whose files it does not
+    continue, newest first. Since 0.2.0."""
     WHEN_MATCHED = "branchlake.when_matched"
     """On a snapshot of an upsert: `keep` if rows with existing keys were left unchanged. Since 0.2.0."""
     CHANGE_OF = "branchlake.change_of"
@@ -309,6 +314,17 @@ class ReferencePrefix:
     """A tag that reserves discarded data for the sweeper that deletes it."""
     CLAIM = "judged-"
     """A tag by which one publisher claims the judgment of a run."""
+    COMPACTION = "compact-"
+    """A branch on which a compaction rewrites files. Its UUID has version 1 and so holds the time of its
+    creation. Since 0.2.0."""
+
+
+class MaintenanceKind:
+    """Values of `LakeProperty.MAINTENANCE`."""
+
+    COMPACTION = "compaction"
+    COMPACTION_REVERSED = "compaction_reversed"
+    """On a snapshot: a rebase restored files that a compaction had rewritten."""
 
 
 class LakeFolder:

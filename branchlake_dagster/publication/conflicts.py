@@ -10,7 +10,9 @@ would lose that silently.
 If the run replaced files that `main` has compacted since, a rebase removes the compacted files instead. This
 is allowed if the rows are provably the same: the run removed all files of a partition that a compaction
 rewrote, the new files have exactly as many rows, and no rows were deleted in between. A compaction does not
-move rows to another partition, so each partition is handled on its own.
+move rows to another partition, so each partition is handled on its own. An upsert is compared with `main` by
+the bounds of its files, and the compacted files have wider ones. For it, and for a run that removed only some
+of the old files, the compaction is taken back (`compaction_reversal`).
 """
 
 from __future__ import annotations
@@ -112,13 +114,15 @@ def _map_over_compaction(
     run_change: TableChange, compaction: SnapshotChange, main_steps: Sequence[SnapshotChange]
 ) -> TableChange:
     """Adapt `run_change` to one compaction. `main_steps` are `main`'s steps from the base up to it."""
-    files_before, files_after = _group_by_partition(compaction.removed), _group_by_partition(compaction.added)
-    removed_paths = {file.path for step in run_change.steps for file in step.removed}
+    files_before, files_after = group_by_partition(compaction.removed), group_by_partition(compaction.added)
+    removed_paths = {
+        file.path for step in run_change.steps if step.mode is not ChangeMode.UPSERT for file in step.removed
+    }
     replacements = {
-        partition: (frozenset(file.path for file in old), files_after[partition])
+        partition: (frozenset(file.path for file in old), files_after.get(partition, ()))
         for partition, old in files_before.items()
         if {file.path for file in old} <= removed_paths
-        and _has_same_rows(old, files_after[partition], main_steps)
+        and has_same_rows(old, files_after.get(partition, ()), main_steps)
     }
     if not replacements:
         return run_change
@@ -134,9 +138,14 @@ def _map_over_compaction(
     return replace(run_change, steps=tuple(steps))
 
 
-def _has_same_rows(
+def has_same_rows(
     old_files: Iterable[File], new_files: Iterable[File], main_steps: Sequence[SnapshotChange]
 ) -> bool:
+    """Return whether a compaction certainly did not change the rows of its files.
+
+    `main_steps` are `main`'s steps from the base up to the compaction. The number of rows of a file counts
+    deleted rows as well, so equal numbers also show that no rows had been deleted before the base.
+    """
     counts = [[file.rows for file in files] for files in (old_files, new_files)]
     if any(rows is None for side in counts for rows in side):
         return False
@@ -152,7 +161,8 @@ def _has_same_rows(
     return before == after
 
 
-def _group_by_partition(files: Iterable[File]) -> Mapping[str, tuple[File, ...]]:
+def group_by_partition(files: Iterable[File]) -> Mapping[str, tuple[File, ...]]:
+    """Return the files by partition."""
     groups: defaultdict[str, tuple[File, ...]] = defaultdict(tuple)
     for file in files:
         groups[file.partition] += (file,)
@@ -231,7 +241,7 @@ def _check_step(step: SnapshotChange, own_paths: Set[str], main_change: TableCha
                 CodedReason(f"main's change cannot be compared: {mode_reason}", mode_reason.code),
                 runs=main_runs,
             )
-    if file_overlap := _check_removed_files(step, main_change):
+    if file_overlap := _check_removed_files(step, own_paths, main_change):
         return file_overlap
     if delete_overlap := _check_row_deletes(step, own_paths, main_change):
         return delete_overlap
@@ -403,10 +413,14 @@ def find_hit_files(deletes: Sequence[DeleteFile], files: Sequence[File]) -> list
     ]
 
 
-def _check_removed_files(step: SnapshotChange, main_change: TableChange) -> Overlap | None:
-    """Find files that both the run and `main` removed."""
+def _check_removed_files(
+    step: SnapshotChange, own_paths: Set[str], main_change: TableChange
+) -> Overlap | None:
+    """Find files that both the run and `main` removed. Files that the run restored before do not count."""
     main_removals = main_change.removing_steps
-    shared_files = [file for file in step.removed if file.path in main_removals]
+    shared_files = [
+        file for file in step.removed if file.path in main_removals and file.path not in own_paths
+    ]
     if not shared_files:
         return None
     main_steps = [main_removals[file.path] for file in shared_files]

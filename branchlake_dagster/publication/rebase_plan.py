@@ -26,6 +26,7 @@ from branchlake_dagster.nessie.model import (
     Put,
     Unchanged,
 )
+from branchlake_dagster.publication.compaction_reversal import drop_reversed_compactions, reverse_compactions
 from branchlake_dagster.publication.conflicts import find_overlap, map_over_compactions
 from branchlake_dagster.publication.ledger import (
     Candidate,
@@ -277,16 +278,19 @@ class CommitPlan:
                 why = "the run read it, and it has changed since (isolation serializable)"
                 raise _CandidateRefused(key, CodedReason(why, "read_and_changed"), (), runs)
 
-    def _has_same_rows(self, key: ContentKey, content: Content | None) -> bool:
-        """Return whether a key holds what it held then, but for maintenance of a table."""
+    def _has_same_rows(self, key: ContentKey, read_content: Content | None) -> bool:
+        """Return whether a key still holds what a run has read, apart from maintenance since."""
         current_value = self._current_value(key)
-        if current_value == content:
+        if current_value == read_content:
             return True
-        if not isinstance(content, IcebergTable) or not isinstance(current_value, IcebergTable):
+        if not isinstance(read_content, IcebergTable) or not isinstance(
+            current_value, IcebergTable | StagedState
+        ):
             return False
-        if current_value.content_id != content.content_id:
+        main_content = self.contents.get(key)
+        if main_content is None or main_content.content_id != read_content.content_id:
             return False
-        return self.tables.load_change(key, content, current_value, files=False).is_only_maintenance
+        return self.tables.load_change(key, read_content, current_value).changes_no_rows
 
     def _plan_value(self, entry: DiffEntry) -> PlannedContent:
         """Return what the key holds after the candidate, in a plan that may already hold something newer."""
@@ -322,7 +326,33 @@ class CommitPlan:
             raise _CandidateRefused(
                 key, CodedReason("it was something else at the run's base", "another_kind"), (), runs
             )
-        return self._replay_table(key, before, after, current_value, runs)
+        try:
+            return self._replay_table(key, before, after, current_value, runs)
+        except _CandidateRefused:
+            if grafted_state := self._graft_table(key, before, after, current_value):
+                return grafted_state
+            raise
+
+    def _graft_table(
+        self,
+        key: ContentKey,
+        before: IcebergTable | None,
+        after: IcebergTable,
+        current_value: IcebergTable | StagedState,
+    ) -> StagedState | None:
+        """Return the run's own state if `main` has only compacted the table since the run's base, else None.
+
+        A compaction must not make a run fail.
+        """
+        if before is None or not isinstance(current_value, IcebergTable):
+            return None
+        if current_value.content_id != before.content_id:
+            return None
+        if not self.tables.load_change(key, before, current_value).changes_no_rows:
+            return None
+        if not self.tables.load_change(key, before, after, files=False).is_complete:
+            return None
+        return self.tables.graft(key, before, after, self.tables.open(key, current_value))
 
     def _replay_table(
         self,
@@ -354,7 +384,9 @@ class CommitPlan:
         exclusive = next(filter(None, map(find_exclusive_property, run_change.properties_set)), None)
         if exclusive is not None and not main_change.is_complete:
             raise _CandidateRefused(key, CodedReason(exclusive.rewind_reason, "rolled_back"), (), runs)
+        main_change = replace(main_change, steps=drop_reversed_compactions(main_change.steps))
         run_change = map_over_compactions(run_change, main_change)
+        run_change = reverse_compactions(run_change, main_change)
         conflict = find_overlap(run_change, main_change)
         if main_change.is_only_maintenance:
             self._checked_keys.add(key)

@@ -73,6 +73,7 @@ from branchlake_dagster.publication.table_change import (
     build_layout,
     load_table_change,
 )
+from branchlake_dagster.publication.table_graft import graft_run_state
 from branchlake_dagster.stored_names import LakeProperty
 
 _log = logging.getLogger(__name__)
@@ -192,6 +193,14 @@ class TableFormat(Protocol):
         """Apply `run_change` to `target` and return the result.
 
         `after` is the state of the table after `run_change`. Raises ReplayImpossible.
+        """
+
+    def graft(
+        self, key: ContentKey, before: IcebergTable, after: IcebergTable, target: StagedState
+    ) -> StagedState | None:
+        """Return the run's state `after`, with the compactions of `target` since `before` in its history.
+
+        None if the table's format does not allow it. See `table_graft`.
         """
 
     def write(self, staged: StagedState, content_id: str | None) -> IcebergTable:
@@ -345,6 +354,18 @@ class IcebergTableFormat:
             raise
         return staged
 
+    def graft(
+        self, key: ContentKey, before: IcebergTable, after: IcebergTable, target: StagedState
+    ) -> StagedState | None:
+        """Return the run's state with the compactions of `main` in its history. Writes nothing."""
+        base_id = self._load_table(key, before).metadata.current_snapshot_id
+        run_metadata = self._load_table(key, after).metadata
+        metadata = graft_run_state(target.table.metadata, run_metadata, base_id)
+        if metadata is None:
+            return None
+        base = target.base
+        return StagedState(base, Table(base.name(), metadata, base.metadata_location, base.io, base.catalog))
+
     @staticmethod
     def _layout_updates(
         run_change: TableChange, after: TableMetadata, target: TableMetadata
@@ -420,12 +441,13 @@ def _snapshot_updates(staged: StagedState, step: SnapshotChange) -> tuple[TableU
         operation = Operation.OVERWRITE if step.added else Operation.DELETE
     else:
         operation = Operation.APPEND if step.mode is ChangeMode.APPEND else Operation.OVERWRITE
+    origin = {} if step.is_reversal else {LakeProperty.REPLAYED_FROM: str(step.snapshot_id)}
     updates = build_snapshot(
         table,
         added=[file.handle for file in step.added],
         removed=removed_files,
         operation=operation,
-        properties={**step.properties, LakeProperty.REPLAYED_FROM: str(step.snapshot_id)},
+        properties={**step.properties, **origin},
         written_paths=staged.written_paths,
     )
     return tuple(map(as_compaction, updates)) if step.mode is ChangeMode.COMPACT else updates

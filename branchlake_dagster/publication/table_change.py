@@ -136,6 +136,8 @@ class SnapshotChange:
     """The id of the snapshot on a run's branch that this snapshot replays."""
     is_manifest_rewrite: bool = False
     """Whether the snapshot only lists the same files in other manifests."""
+    is_reversal: bool = False
+    """Whether a rebase adds this step, which the run's branch does not have, to take back a compaction."""
 
     @property
     def touched_files(self) -> tuple[File, ...]:
@@ -239,13 +241,23 @@ class TableChange:
     def is_only_maintenance(self) -> bool:
         """Whether only old snapshots with their statistics were removed, or manifests merged.
 
+        Rows, files, columns and properties are the same. False for a new table.
+        """
+        return self.changes_no_rows and all(step.is_manifest_rewrite for step in self.steps)
+
+    @property
+    def changes_no_rows(self) -> bool:
+        """Whether the table was only maintained: compacted, its manifests merged, or old snapshots removed.
+
         Rows, columns and properties are the same. False for a new table.
         """
         if self.before is None or self.properties_set or self.properties_removed:
             return False
-        if not all(step.is_manifest_rewrite for step in self.steps):
-            return False
-        return self.before.without_statistics == self.after.without_statistics
+        is_maintained = all(
+            step.is_manifest_rewrite or (step.mode is ChangeMode.COMPACT and step.snapshot_id)
+            for step in self.steps
+        )
+        return is_maintained and self.before.without_statistics == self.after.without_statistics
 
     @property
     def removing_steps(self) -> dict[str, SnapshotChange]:
@@ -340,17 +352,13 @@ def load_table_change(
         after.metadata, base_snapshot_id, after.metadata.current_snapshot_id
     )
     steps = [
-        _build_step(snapshot, files(snapshot), before)
-        if files
-        else SnapshotChange(
-            snapshot.snapshot_id,
-            ChangeMode.UNKNOWN,
-            run_id=summary_value(snapshot, LakeProperty.RUN_ID),
-            properties=_own_entries(snapshot),
-            original_id=replayed_from(snapshot),
-            is_manifest_rewrite=_is_manifest_rewrite(snapshot),
-        )
+        step
         for snapshot in snapshots
+        for step in (
+            (*_reversals_by(snapshot, after, files), _build_step(snapshot, files(snapshot), before))
+            if files
+            else (_build_bare_step(snapshot),)
+        )
     ]
     if not is_complete:
         steps.append(SnapshotChange(0, ChangeMode.UNKNOWN))
@@ -372,6 +380,40 @@ def load_table_change(
         base_snapshot_id=base_snapshot_id,
         expired_count=_count_expired(old_metadata, after.metadata) if old_metadata else 0,
     )
+
+
+def _build_bare_step(snapshot: Snapshot) -> SnapshotChange:
+    """Build a step without reading its files."""
+    return SnapshotChange(
+        snapshot.snapshot_id,
+        ChangeMode.UNKNOWN,
+        run_id=summary_value(snapshot, LakeProperty.RUN_ID),
+        properties=_own_entries(snapshot),
+        original_id=replayed_from(snapshot),
+        is_manifest_rewrite=_is_manifest_rewrite(snapshot),
+    )
+
+
+def _reversals_by(
+    snapshot: Snapshot, table: Table, files: Callable[[Snapshot], TouchedFiles]
+) -> Iterator[SnapshotChange]:
+    """Yield a step for each compaction that a snapshot reverses, newest first.
+
+    The snapshot's own manifests do not show that it has the old files instead of the compacted ones.
+    """
+    for text in filter(None, (summary_value(snapshot, LakeProperty.REVERSED_SNAPSHOTS) or "").split(",")):
+        compaction = table.metadata.snapshot_by_id(int(text))
+        if compaction is None:  # it has expired
+            yield SnapshotChange(int(text), ChangeMode.UNKNOWN)
+            continue
+        compacted = files(compaction)
+        yield SnapshotChange(
+            compaction.snapshot_id,
+            ChangeMode.COMPACT,
+            added=compacted.removed,
+            removed=compacted.added,
+            is_reversal=True,
+        )
 
 
 def _count_expired(before: TableMetadata, after: TableMetadata) -> int:

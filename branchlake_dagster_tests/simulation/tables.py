@@ -242,10 +242,36 @@ class SimulatedTables:
             if lost := {file.path for file in step.removed} - present:
                 raise ReplayImpossible(f"files are not there any more: {sorted(lost)}", table=key.name)
             state = self.warehouse.stepped(
-                state, replace(step, snapshot_id=self.warehouse.number(), original_id=step.snapshot_id)
+                state,
+                replace(
+                    step,
+                    snapshot_id=self.warehouse.number(),
+                    original_id=None if step.is_reversal else step.snapshot_id,
+                ),
             )
             written.append(state.manifests[-1])
         return StagedState(target.base, state, written)
+
+    def graft(
+        self, key: ContentKey, before: IcebergTable, after: IcebergTable, target: StagedState
+    ) -> StagedState | None:
+        self.pause()
+        main: Any = target.table
+        run, start = self.warehouse.state(after), len(self.warehouse.state(before).steps)
+        reversals = tuple(
+            replace(step, added=step.removed, removed=step.added, is_reversal=True)
+            for step in reversed(main.steps[start:])
+        )
+        own = run.steps[start:]
+        state: Any = replace(
+            run,
+            steps=(*main.steps, *reversals, *own),
+            # A reversal has no snapshot of its own; here it shares the compaction's manifest.
+            manifests=(*main.manifests, *reversed(main.manifests[start:]), *run.manifests[start:]),
+            location=main.location,
+            log=main.log,
+        )
+        return StagedState(target.base, state)
 
     def write(self, staged: StagedState, content_id: str | None) -> IcebergTable:
         self.pause()
