@@ -50,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "query": {*_RUNS, "publication"},
     "testing": {*_RUNS, "io_manager", "publication"},
     "expiry": {*_RUNS, "incremental", "publication"},
+    "compaction": {*_RUNS, "publication"},
     "undo": {*_RUNS, "incremental", "publication"},
     "lake_definitions": {*_RUNS, "cleanup", "expiry", "incremental", "io_manager", "publication", "undo"},
     "components": {*_RUNS, "lake_definitions"},

@@ -230,6 +230,12 @@ def convert_delete_files(metadata: TableMetadata, files: Iterable[DataFile]) -> 
     return [converter.to_delete_file(file) for file in files]
 
 
+def convert_data_files(metadata: TableMetadata, files: Iterable[DataFile]) -> list[File]:
+    """Convert the data files of a table to plain values."""
+    converter = _FileConverter(metadata)
+    return [converter.to_data_file(file) for file in files]
+
+
 class _FileConverter:
     """Converts the files of one table to plain values.
 

@@ -19,8 +19,9 @@ from branchlake_dagster.stored_names import LakeProperty
 def graft_run_state(main: TableMetadata, run: TableMetadata, base_id: int | None) -> TableMetadata | None:
     """Return the run's table metadata with the history of `main` inserted after the common base.
 
-    `base_id` is the current snapshot at the run's base. None if one side does not have format version 2. The caller
-    ensures that `main` only compacted the table since the base, and that the run's snapshots lead back to it.
+    `base_id` is the current snapshot at the run's base. The caller ensures that `main` only compacted the
+    table since the base, and that the run's snapshots lead back to it. None if one side does not have format
+    version 2.
     """
     if not isinstance(main, TableMetadataV2) or not isinstance(run, TableMetadataV2):
         return None

@@ -1,0 +1,234 @@
+"""Which partitions a compaction rewrites, and in which order. Pure functions over measures.
+
+A partition is rewritten if it has many small files, or delete files that a reader must apply. The order is
+benefit over cost: files that disappear per byte that is read. Budgets cut the list, and a partition that no
+longer fits is skipped for a smaller one after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+
+from branchlake_dagster.compaction.file_measures import PartitionFiles
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.wording import CodedReason
+
+
+class Strategy(StrEnum):
+    """How rows are arranged in the new files."""
+
+    BIN_PACK = "bin_pack"
+    """Rows keep their order. Only small files, and files with deletes, are rewritten."""
+    SORT = "sort"
+    """All files of the partition are sorted: by `sort_columns`, or else by the table's sort order."""
+    Z_ORDER = "z_order"
+    """All files of the partition are ordered by the interleaved bits of `sort_columns`."""
+
+
+MEBIBYTE = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class CompactionOptions:
+    """What is compacted, how, and within which budgets.
+
+    Args:
+        strategy (Strategy): How rows are arranged. (default: bin-packing)
+        sort_columns (tuple[str, ...]): The columns of `sort` and `z_order`. `sort` takes Spark's terms, such
+            as `id DESC NULLS LAST`.
+        small_file_bytes (int): Files below this size are small. (default: 32 MiB)
+        max_small_files (int): A partition with more small files is compacted. (default: 50)
+        include_hot (bool): Whether to compact partitions into which rows were written recently. Writers add
+            new small files to them, and a run is more likely to need the old files. (default: False)
+        hot_minutes (float): How long after the last write a partition is hot. (default: 30)
+        include_healthy (bool): Whether to rewrite partitions that do not need it, as after a change of the
+            sort order. Single files are not rewritten by bin-packing. (default: False)
+        max_bytes (Optional[int]): The most bytes of data files that a pass reads for rewriting.
+        max_partitions (Optional[int]): The most partitions of a pass.
+        max_seconds (Optional[float]): No further rewrite begins after this time. Finished ones are published.
+        unit_bytes (int): The most bytes that one call of Spark rewrites. Between calls, the pass can pause.
+            (default: 1 GiB)
+        fold_deletes_beside_runs (bool): Whether files with row-level deletes are compacted while runs are
+            open. Such a compaction cannot be taken back for a run that needs the old files. (default: False)
+
+    Raises:
+        ConfigurationError: The columns do not fit the strategy, or a number is not positive.
+    """
+
+    strategy: Strategy = Strategy.BIN_PACK
+    sort_columns: tuple[str, ...] = ()
+    small_file_bytes: int = 32 * MEBIBYTE
+    max_small_files: int = 50
+    include_hot: bool = False
+    hot_minutes: float = 30.0
+    include_healthy: bool = False
+    max_bytes: int | None = None
+    max_partitions: int | None = None
+    max_seconds: float | None = None
+    unit_bytes: int = 1024 * MEBIBYTE
+    fold_deletes_beside_runs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.strategy is Strategy.Z_ORDER and not self.sort_columns:
+            raise ConfigurationError(
+                "The strategy z_order needs columns.", hint="Name the columns of the filters of your queries."
+            )
+        if self.strategy is Strategy.BIN_PACK and self.sort_columns:
+            raise ConfigurationError(
+                "The strategy bin_pack does not take columns.", hint="Choose the strategy sort or z_order."
+            )
+        limits = (self.small_file_bytes, self.unit_bytes, self.max_bytes, self.max_partitions)
+        if any(limit is not None and limit <= 0 for limit in limits) or self.max_small_files < 0:
+            raise ConfigurationError("A limit of a compaction is not positive.", hint="Leave it out instead.")
+
+
+@dataclass(frozen=True)
+class PlannedPartition:
+    """A partition that is to be rewritten, and why.
+
+    `files` and `bytes` are what is read, `expected_files` the files afterwards.
+    """
+
+    measured: PartitionFiles
+    reason: CodedReason
+    files: int
+    bytes: int
+    expected_files: int
+
+    @property
+    def removed_files(self) -> int:
+        """The data and delete files that readers will no longer open."""
+        return self.files + self.measured.delete_files - self.expected_files
+
+    @property
+    def benefit(self) -> float:
+        """Files that disappear per MiB that is read."""
+        return self.removed_files / max(self.bytes / MEBIBYTE, 1 / MEBIBYTE)
+
+
+@dataclass(frozen=True)
+class SkippedPartition:
+    """A partition that should be compacted but is not in this plan, and why."""
+
+    measured: PartitionFiles
+    reason: CodedReason
+
+
+@dataclass(frozen=True)
+class CompactionPlan:
+    """The partitions to rewrite, the best first, and those that are left for later."""
+
+    options: CompactionOptions
+    partitions: tuple[PlannedPartition, ...] = ()
+    skipped: tuple[SkippedPartition, ...] = ()
+    healthy: int = 0
+    """The number of measured partitions that do not need a compaction."""
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The tables with planned partitions, in the order of their best partition."""
+        return tuple(dict.fromkeys(one.measured.table for one in self.partitions))
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that are read for rewriting."""
+        return sum(one.bytes for one in self.partitions)
+
+
+@dataclass
+class _Budget:
+    bytes_left: float
+    partitions_left: float
+
+    def take(self, planned: PlannedPartition) -> bool:
+        """Take a partition out of the budget; False if it does not fit."""
+        if planned.bytes > self.bytes_left or self.partitions_left < 1:
+            return False
+        self.bytes_left -= planned.bytes
+        self.partitions_left -= 1
+        return True
+
+
+def plan_partitions(
+    measures: Iterable[PartitionFiles], options: CompactionOptions, *, now: datetime
+) -> CompactionPlan:
+    """Choose and order the partitions. `now` decides which partitions are hot."""
+    candidates: list[PlannedPartition] = []
+    skipped: list[SkippedPartition] = []
+    healthy = 0
+    for measured in measures:
+        planned = _plan_partition(measured, options)
+        if planned is None:
+            healthy += 1
+        elif obstacle := _find_obstacle(measured, options, now):
+            skipped.append(SkippedPartition(measured, obstacle))
+        else:
+            candidates.append(planned)
+    candidates.sort(key=lambda one: (-one.benefit, one.measured.table, one.measured.partition))
+    budget = _Budget(
+        math.inf if options.max_bytes is None else options.max_bytes,
+        math.inf if options.max_partitions is None else options.max_partitions,
+    )
+    chosen = []
+    for planned in candidates:
+        if budget.take(planned):
+            chosen.append(planned)
+        else:
+            reason = CodedReason("it does not fit into the budget of this pass", "over_budget")
+            skipped.append(SkippedPartition(planned.measured, reason))
+    return CompactionPlan(options, tuple(chosen), tuple(skipped), healthy)
+
+
+def _plan_partition(measured: PartitionFiles, options: CompactionOptions) -> PlannedPartition | None:
+    """Return what a compaction of the partition would do; None if the partition does not need one."""
+    reason = _find_reason(measured, options)
+    if reason is None:
+        return None
+    is_whole = options.strategy is not Strategy.BIN_PACK
+    files = measured.files if is_whole else measured.candidate_files
+    size = measured.bytes if is_whole else measured.candidate_bytes
+    expected = max(1, math.ceil(size / measured.target_bytes))
+    return PlannedPartition(measured, reason, files, size, min(expected, files))
+
+
+def _find_reason(measured: PartitionFiles, options: CompactionOptions) -> CodedReason | None:
+    if measured.delete_files:
+        return CodedReason("readers must apply delete files", "delete_files")
+    if measured.small_files > options.max_small_files:
+        return CodedReason("it has many small files", "small_files")
+    if options.include_healthy and (
+        options.strategy is not Strategy.BIN_PACK or measured.candidate_files > 1
+    ):
+        return CodedReason("all partitions were asked for", "asked_for")
+    return None
+
+
+def _find_obstacle(measured: PartitionFiles, options: CompactionOptions, now: datetime) -> CodedReason | None:
+    if not measured.is_current_spec:
+        return CodedReason("its files have an older partition spec", "older_partition_spec")
+    if measured.predicate is None:
+        return CodedReason("Spark's SQL cannot select it by its partition values", "not_selectable")
+    last_write = measured.last_write
+    is_hot = last_write is not None and now - last_write < timedelta(minutes=options.hot_minutes)
+    if is_hot and not options.include_hot:
+        return CodedReason(f"rows were written to it in the last {options.hot_minutes:g} minutes", "hot")
+    return None
+
+
+def split_into_units(
+    partitions: Iterable[PlannedPartition], *, unit_bytes: int, unit_partitions: int = 100
+) -> list[list[PlannedPartition]]:
+    """Split partitions of one table into units that one call of Spark rewrites, in their order."""
+    units: list[list[PlannedPartition]] = []
+    size = 0
+    for planned in partitions:
+        if not units or len(units[-1]) >= unit_partitions or size + planned.bytes > unit_bytes:
+            units.append([])
+            size = 0
+        units[-1].append(planned)
+        size += planned.bytes
+    return units

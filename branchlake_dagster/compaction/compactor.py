@@ -1,0 +1,268 @@
+"""Compact tables: plan, rewrite on a branch by Spark, prove, and publish each table by one commit.
+
+Each table gets its own branch at the head of `main`. If the process is killed, `main` has either all of a
+table's compaction or nothing of it, and the branch is removed later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from branchlake_dagster.compaction.compaction_branch import open_branch, remove_abandoned_branches
+from branchlake_dagster.compaction.compaction_plan import (
+    CompactionOptions,
+    CompactionPlan,
+    PlannedPartition,
+    plan_partitions,
+    split_into_units,
+)
+from branchlake_dagster.compaction.file_measures import PartitionFiles, measure_table
+from branchlake_dagster.compaction.result import (
+    CompactedTable,
+    CompactionResult,
+    LeftPartition,
+    TableProgress,
+    describe_partition,
+)
+from branchlake_dagster.compaction.rewritten_files import RewrittenPartition, list_rewritten_partitions
+from branchlake_dagster.compaction.row_proof import RowProof
+from branchlake_dagster.compaction.spark_rewrite import join_predicates, rewrite_partitions
+from branchlake_dagster.compaction.table_publication import RewrittenTable, TablePublisher
+from branchlake_dagster.errors import BranchlakeError
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Reference
+from branchlake_dagster.publication.replay import IcebergTableFormat
+from branchlake_dagster.tables.errors import TableMissing
+from branchlake_dagster.wording import CodedReason
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def plan_compactions(
+    lake: Lakehouse,
+    tables: Iterable[str] | None = None,
+    options: CompactionOptions | None = None,
+    *,
+    now: datetime | None = None,
+) -> CompactionPlan:
+    """Measure tables on `main` and plan what to compact. Changes nothing, and needs no Spark.
+
+    `tables` are dotted names; None means all tables. Reads each table's metadata and manifests. Raises
+    TableMissing for a name that `main` does not have.
+    """
+    chosen_options = options or CompactionOptions()
+    return plan_partitions(
+        measure_tables(lake, tables, small_file_bytes=chosen_options.small_file_bytes),
+        chosen_options,
+        now=now or datetime.now(UTC),
+    )
+
+
+def measure_tables(
+    lake: Lakehouse, tables: Iterable[str] | None = None, *, small_file_bytes: int
+) -> list[PartitionFiles]:
+    """Measure the partitions of tables on `main`, as `plan_compactions` does."""
+    client, table_format = lake.nessie, IcebergTableFormat(lake.catalog())
+    keys = (
+        [entry.key for entry in client.entries(MAIN, filter="entry.contentType == 'ICEBERG_TABLE'")]
+        if tables is None
+        else [ContentKey.from_path(name) for name in tables]
+    )
+    contents = client.contents(MAIN, keys) if keys else {}
+    measures: list[PartitionFiles] = []
+    for key in keys:
+        content = contents.get(key)
+        if not isinstance(content, IcebergTable):
+            raise TableMissing(f"Main has no table {key.name}.", table=key.name, hint="Check the name.")
+        table = table_format.open(key, content).table
+        measures += measure_table(table, key.name, small_file_bytes=small_file_bytes)
+    return measures
+
+
+@dataclass
+class _Pass:
+    """The limits of one pass: when it must stop, and the reason once it has."""
+
+    may_continue: Callable[[], bool]
+    deadline: float | None
+    monotonic: Callable[[], float]
+    stopped: CodedReason | None = field(default=None)
+
+    def may_go_on(self) -> bool:
+        """Return whether another rewrite may begin."""
+        if self.stopped is None and not self.may_continue():
+            self.stopped = CodedReason("the pass was paused", "paused")
+        if self.stopped is None and self.deadline is not None and self.monotonic() >= self.deadline:
+            self.stopped = CodedReason("the time of the pass is over", "out_of_time")
+        return self.stopped is None
+
+
+class Compactor:
+    """Compacts tables of one lake."""
+
+    def __init__(
+        self,
+        lake: Lakehouse,
+        tables: IcebergTableFormat,
+        *,
+        rewrite: Callable[..., None] = rewrite_partitions,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lake = lake
+        self._tables = tables
+        self._publisher = TablePublisher(lake.nessie, tables)
+        self._rewrite = rewrite
+        self._monotonic = monotonic
+
+    @classmethod
+    def of_lake(cls, lake: Lakehouse) -> Compactor:
+        """Build it for a lake."""
+        return cls(lake, IcebergTableFormat(lake.catalog()))
+
+    def run(
+        self,
+        plan: CompactionPlan,
+        *,
+        may_continue: Callable[[], bool] = lambda: True,
+        report: Callable[[TableProgress], None] = lambda _: None,
+    ) -> CompactionResult:
+        """Compact the partitions of a plan, table by table.
+
+        `may_continue` is called before each rewrite; if it returns False, finished rewrites are published and
+        the pass ends. `report` is called when a step begins. The error of one table is recorded in its
+        outcome and does not stop the others. Removes branches that earlier passes abandoned.
+        """
+        started = self._monotonic()
+        seconds = plan.options.max_seconds
+        limits = _Pass(may_continue, None if seconds is None else started + seconds, self._monotonic)
+        removed_branches = remove_abandoned_branches(self._lake.nessie, now=datetime.now(UTC))
+        compacted_tables: list[CompactedTable] = []
+        for name in plan.tables:
+            if not limits.may_go_on():
+                break
+            partitions = [one for one in plan.partitions if one.measured.table == name]
+            table_started = self._monotonic()
+            try:
+                compacted = self._compact_table(name, partitions, plan.options, limits, report)
+            except BranchlakeError as error:
+                compacted = CompactedTable(name, error=error)
+            report(TableProgress(name, "done", len(compacted.partitions), len(partitions)))
+            compacted_tables.append(replace(compacted, seconds=self._monotonic() - table_started))
+        return CompactionResult(
+            tuple(compacted_tables), limits.stopped, tuple(removed_branches), self._monotonic() - started
+        )
+
+    def _compact_table(
+        self,
+        name: str,
+        partitions: Sequence[PlannedPartition],
+        options: CompactionOptions,
+        limits: _Pass,
+        report: Callable[[TableProgress], None],
+    ) -> CompactedTable:
+        key = ContentKey.from_path(name)
+        with open_branch(self._lake.nessie) as branch:
+            before = self._lake.nessie.contents(branch.name, [key]).get(key)
+            if not isinstance(before, IcebergTable):
+                raise TableMissing(
+                    f"Main no longer has the table {name}.", table=name, hint="Plan the compaction again."
+                )
+            session = self._lake.spark_session(branch.name)
+            try:
+                started = self._monotonic()
+                done = self._rewrite_units(session, key, partitions, options, limits, report)
+                rewrite_seconds = self._monotonic() - started
+                report(TableProgress(name, "prove", len(done), len(partitions)))
+                rewritten = self._load_rewritten(key, branch, before)
+                started = self._monotonic()
+                if rewritten.partitions:
+                    proof = RowProof(self._lake.nessie, self._tables, session)
+                    proof.prove(rewritten, join_predicates(done))
+                proof_seconds = self._monotonic() - started
+            finally:
+                session.stop()
+            report(TableProgress(name, "publish", len(done), len(partitions)))
+            compacted = CompactedTable(
+                name,
+                read_bytes=sum(
+                    file.handle.file_size_in_bytes for one in rewritten.partitions for file in one.removed
+                ),
+                rewrite_seconds=rewrite_seconds,
+                proof_seconds=proof_seconds,
+            )
+            return self._publish(compacted, rewritten, partitions, done, options)
+
+    def _rewrite_units(
+        self,
+        session: SparkSession,
+        key: ContentKey,
+        partitions: Sequence[PlannedPartition],
+        options: CompactionOptions,
+        limits: _Pass,
+        report: Callable[[TableProgress], None],
+    ) -> list[PlannedPartition]:
+        """Rewrite unit by unit, until the pass must stop. Return the partitions that were passed to Spark."""
+        done: list[PlannedPartition] = []
+        for unit in split_into_units(partitions, unit_bytes=options.unit_bytes):
+            if done and not limits.may_go_on():
+                break
+            size = sum(planned.bytes for planned in done)
+            report(TableProgress(key.name, "rewrite", len(done), len(partitions), size))
+            self._rewrite(session, key, unit, options)
+            done += unit
+        return done
+
+    def _load_rewritten(self, key: ContentKey, branch: Reference, before: IcebergTable) -> RewrittenTable:
+        """Read from the branch's manifests what was rewritten, whatever Spark reported."""
+        after = self._lake.nessie.contents(branch.name, [key])[key]
+        assert isinstance(after, IcebergTable)  # noqa: S101 - the branch had it before
+        rewritten = list_rewritten_partitions(key.name, self._tables.load_change(key, before, after))
+        return RewrittenTable(key, branch.name, branch.hash, before, after, tuple(rewritten))
+
+    def _publish(
+        self,
+        compacted: CompactedTable,
+        rewritten: RewrittenTable,
+        partitions: Sequence[PlannedPartition],
+        done: Sequence[PlannedPartition],
+        options: CompactionOptions,
+    ) -> CompactedTable:
+        """Publish what was rewritten, and account for every planned partition."""
+        if not rewritten.partitions:
+            return replace(compacted, left=tuple(_leave(partitions, done, {}, rewritten.partitions)))
+        publication = self._publisher.publish(
+            rewritten, fold_deletes_beside_runs=options.fold_deletes_beside_runs
+        )
+        return replace(
+            compacted,
+            commit=publication.commit,
+            partitions=tuple(map(describe_partition, publication.committed)),
+            left=tuple(_leave(partitions, done, publication.given_way, publication.committed)),
+            is_rebased=publication.is_rebased,
+        )
+
+
+def _leave(
+    partitions: Sequence[PlannedPartition],
+    done: Sequence[PlannedPartition],
+    reasons: Mapping[str, CodedReason],
+    committed: Sequence[RewrittenPartition],
+) -> Iterable[LeftPartition]:
+    """Yield the planned partitions that were not committed, with the reason."""
+    committed_names = {one.partition for one in committed}
+    passed_names = {planned.measured.partition for planned in done}
+    for planned in partitions:
+        name = planned.measured.partition
+        if name in committed_names:
+            continue
+        if name in reasons:
+            yield LeftPartition(name, reasons[name])
+        elif name in passed_names:
+            yield LeftPartition(name, CodedReason("Spark rewrote none of its files", "nothing_rewritten"))
+        else:
+            yield LeftPartition(name, CodedReason("the pass ended before its turn", "not_reached"))

@@ -1,0 +1,35 @@
+"""The errors of compactions. A compaction that fails has published nothing of its table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
+
+
+class CompactionRowsDiffer(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """The compacted files do not hold the same rows as the old ones; nothing was published.
+
+    Attributes:
+        partitions: The partitions whose rows differ.
+    """
+
+    def __init__(self, message: str, partitions: Sequence[str], **where: object) -> None:
+        super().__init__(message, **where)  # type: ignore[arg-type]
+        self.partitions = tuple(partitions)
+
+
+class CompactionNotClean(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """The branch of a compaction has other changes than rewritten files; nothing was published."""
+
+
+class RewriteFailed(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """Spark did not rewrite the files; nothing was published."""
+
+
+class CompactionContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """Other writers kept changing the table; nothing was published."""
+
+
+class CompactionUnknown(BranchlakeError, OutcomeUnknown):  # noqa: N818 - named like the other outcomes
+    """The reply to a compaction's commit was lost, and `main` does not show yet whether it was made."""
