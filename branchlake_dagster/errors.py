@@ -40,6 +40,13 @@ if TYPE_CHECKING:
     from branchlake_dagster.cleanup.jobs import NotOurs, RunsUnreadable
     from branchlake_dagster.cleanup.sweep_plan import BaseUnknown, StateUnreadable
     from branchlake_dagster.cleanup.sweeper import FilesNotDeleted
+    from branchlake_dagster.compaction.errors import (
+        CompactionContended,
+        CompactionNotClean,
+        CompactionRowsDiffer,
+        CompactionUnknown,
+        RewriteFailed,
+    )
     from branchlake_dagster.embedded.jars import DownloadFailed, JarRefused
     from branchlake_dagster.embedded.process import ServerDidNotStart
     from branchlake_dagster.embedded.state_folder import LakeMoved, LakeNotRunning
@@ -143,6 +150,10 @@ __all__ = [
     "ColumnUnsupported",
     "ColumnsFrozen",
     "ColumnsUnknown",
+    "CompactionContended",
+    "CompactionNotClean",
+    "CompactionRowsDiffer",
+    "CompactionUnknown",
     "ConfigurationError",
     "ConsumerGroupActive",
     "ConsumersUnreadable",
@@ -207,6 +218,7 @@ __all__ = [
     "ReplayImpossible",
     "RestoreRefused",
     "RetryNeedsFullRun",
+    "RewriteFailed",
     "RowsNotIdentified",
     "RowsRemoved",
     "RowsUnreadable",
@@ -565,6 +577,13 @@ _ERRORS_BY_MODULE = {
     "undo.publication_undo": (
         "UndoContended",
         "UndoUnknown",
+    ),
+    "compaction.errors": (
+        "CompactionContended",
+        "CompactionNotClean",
+        "CompactionRowsDiffer",
+        "CompactionUnknown",
+        "RewriteFailed",
     ),
     "undo.result": ("UndoRefused",),
     "undo.undrop": (

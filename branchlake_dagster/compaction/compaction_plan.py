@@ -53,7 +53,7 @@ class CompactionOptions:
         unit_bytes (int): The most bytes that one call of Spark rewrites. Between calls, the pass can pause.
             (default: 1 GiB)
         fold_deletes_beside_runs (bool): Whether files with row-level deletes are compacted while runs are
-            open. Such a compaction cannot be taken back for a run that needs the old files. (default: False)
+            open. Such a compaction cannot be reversed for a run that needs the old files. (default: False)
 
     Raises:
         ConfigurationError: The columns do not fit the strategy, or a number is not positive.

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
 
 
 class CompactionRowsDiffer(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
     """The compacted files do not hold the same rows as the old ones; nothing was published.
 
-    Attributes:
-        partitions: The partitions whose rows differ.
+    `partitions` are those whose rows differ.
     """
-
-    def __init__(self, message: str, partitions: Sequence[str], **where: object) -> None:
-        super().__init__(message, **where)  # type: ignore[arg-type]
-        self.partitions = tuple(partitions)
 
 
 class CompactionNotClean(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes

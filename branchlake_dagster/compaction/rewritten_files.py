@@ -9,7 +9,6 @@ from branchlake_dagster.compaction.errors import CompactionNotClean, CompactionR
 from branchlake_dagster.compaction.row_checksums import RowChecksum, sum_checksums
 from branchlake_dagster.publication.conflicts import group_by_partition
 from branchlake_dagster.publication.table_change import ChangeMode, File, TableChange
-from branchlake_dagster.wording import format_names
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,10 @@ def prove_same_rows(
             differing.append(one.partition)
         checksums[one.partition] = new_rows
     if differing:
-        names = [name or "of the whole table" for name in differing]
         raise CompactionRowsDiffer(
-            f"The compacted files do not hold the same rows ({format_names('partition', names)}).",
-            differing,
+            "The compacted files do not hold the same rows as the old ones.",
             table=table,
+            partitions=differing,
             hint="Nothing was published. Keep the branch's files for an analysis, and report this as a bug.",
         )
     return checksums

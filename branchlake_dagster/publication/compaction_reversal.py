@@ -1,4 +1,4 @@
-"""Take back compactions of `main` for a run that needs the files as they were. Pure functions.
+"""Reverse compactions of `main` for a run that needs the files as they were. Pure functions.
 
 A compaction must never make a user's run fail. A run that began before it removes the old files, which `main`
 no longer has. If the run removed all old files of a partition, `map_over_compactions` lets it remove the new

@@ -12,7 +12,7 @@ is allowed if the rows are provably the same: the run removed all files of a par
 rewrote, the new files have exactly as many rows, and no rows were deleted in between. A compaction does not
 move rows to another partition, so each partition is handled on its own. An upsert is compared with `main` by
 the bounds of its files, and the compacted files have wider ones. For it, and for a run that removed only some
-of the old files, the compaction is taken back (`compaction_reversal`).
+of the old files, the compaction is reversed (`compaction_reversal`).
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class SnapshotChange:
     is_manifest_rewrite: bool = False
     """Whether the snapshot only lists the same files in other manifests."""
     is_reversal: bool = False
-    """Whether a rebase adds this step, which the run's branch does not have, to take back a compaction."""
+    """Whether a rebase adds this step, which the run's branch does not have, to reverse a compaction."""
 
     @property
     def touched_files(self) -> tuple[File, ...]:

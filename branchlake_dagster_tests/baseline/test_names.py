@@ -44,6 +44,8 @@ NOT_STORED = {
     "branchlake.undone_runs": "on an undo, which version 0.1.0 did not have",
     "branchlake.undone_snapshots": "on an undo, which version 0.1.0 did not have",
     "branchlake.undone_superseded_by": "on an undo, which version 0.1.0 did not have",
+    "branchlake.maintenance": "on a compaction, which version 0.1.0 did not have",
+    "branchlake.reversed_snapshots": "on a run that a compaction met, which version 0.1.0 did not have",
     "branchlake/undone_by": "on an undo, which version 0.1.0 did not have",
     "branchlake.when_matched": "on an upsert, which version 0.1.0 did not record",
     "branchlake.kept_since.": "on a table of kept records, of an ingestion that keeps them; set anew each day",
