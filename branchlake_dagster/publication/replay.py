@@ -345,7 +345,7 @@ class IcebergTableFormat:
         )
         try:
             for step in run_change.steps:
-                self._apply_updates(staged, _snapshot_updates(staged, step))
+                self._apply_updates(staged, build_step_updates(staged, step))
         except Exception as error:
             # No other code knows these files. Every pass would leave more of them in a full store.
             delete_existing_files(staged, staged.written_paths[len(target.written_paths) :])
@@ -431,7 +431,8 @@ def delete_existing_files(staged: StagedState, paths: Sequence[str]) -> None:
             )
 
 
-def _snapshot_updates(staged: StagedState, step: SnapshotChange) -> tuple[TableUpdate, ...]:
+def build_step_updates(staged: StagedState, step: SnapshotChange) -> tuple[TableUpdate, ...]:
+    """Build one step as a snapshot on the state's table. Its manifests are written, nothing is committed."""
     table = staged.table
     removed_files = {file.handle for file in step.removed}
     if removed_files:

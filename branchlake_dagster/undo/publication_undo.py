@@ -34,7 +34,12 @@ from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.undo.find_publication import PublicationNotFound
 from branchlake_dagster.undo.own_change import build_own_change, join_own_changes
 from branchlake_dagster.undo.result import Undo, UndoneTable, build_refusal, describe_table
-from branchlake_dagster.undo.table_state import build_undone_state, find_missing_file, require_restorable
+from branchlake_dagster.undo.table_state import (
+    build_undone_state,
+    find_missing_file,
+    require_restorable,
+    require_reversible,
+)
 from branchlake_dagster.undo.table_undo import (
     Dependency,
     DependencyFound,
@@ -439,6 +444,8 @@ class PublicationUndo:
         )
         if undo.restored and old_table is not None:
             require_restorable(name, undo, old_table)
+        if undo.reversals:
+            require_reversible(name, undo, target.table)
         undone_table = describe_table(name, undo)
         plan.superseding_ids |= {*undo.superseding_ids}
         plan.own_ids |= own.snapshot_ids

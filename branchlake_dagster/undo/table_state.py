@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from pyiceberg.exceptions import ValidationException
 from pyiceberg.manifest import ManifestContent
@@ -18,7 +18,7 @@ from pyiceberg.table.update import (
 from branchlake_dagster.catalog.stored_files import StoredFile, file_errors
 from branchlake_dagster.history.manifests import read_live_files
 from branchlake_dagster.internals.pyiceberg import apply_updates, build_snapshot
-from branchlake_dagster.publication.replay import StagedState, delete_existing_files
+from branchlake_dagster.publication.replay import StagedState, build_step_updates, delete_existing_files
 from branchlake_dagster.publication.snapshot_files import convert_delete_files
 from branchlake_dagster.stored_names import LakeProperty
 from branchlake_dagster.undo.table_undo import (
@@ -42,6 +42,23 @@ def require_restorable(name: str, undo: TableUndo, old_table: Table) -> None:
     stored_files = [
         StoredFile(old_table.io, file.path, file.handle.file_size_in_bytes) for file in undo.restored.values()
     ]
+    _require_readable(name, stored_files)
+
+
+def require_reversible(name: str, undo: TableUndo, table: Table) -> None:
+    """Require that the files exist that a compaction of `table` had rewritten. Raises DependencyFound."""
+    _require_readable(
+        name,
+        [
+            StoredFile(table.io, file.path, file.handle.file_size_in_bytes)
+            for reversal in undo.reversals
+            for file in reversal.added
+            if file.path not in undo.removed
+        ],
+    )
+
+
+def _require_readable(name: str, stored_files: Sequence[StoredFile]) -> None:
     if error := next(filter(None, file_errors(stored_files)), None):
         reason = CodedReason(f"a file of its earlier rows cannot be read any more ({error})", "files_gone")
         raise DependencyFound(Dependency(name, reason))
@@ -67,6 +84,8 @@ def build_undone_state(
     if undo.removed or undo.restored:
         ids = ",".join(map(str, undo.snapshot_ids))
         try:
+            for reversal in undo.reversals:
+                _apply(state, build_step_updates(state, reversal))
             updates = _build_undo_snapshot(state, undo, {**properties, LakeProperty.UNDONE_SNAPSHOTS: ids})
         except Exception as error:
             delete_existing_files(state, state.written_paths)
@@ -94,6 +113,8 @@ def _build_undo_snapshot(
             manifests_of=manifests_of,
         )
 
+    if undo.reversals:
+        return build(None)  # the files are in the manifests of the reversal
     try:
         return build(undo.snapshot_ids)
     except ValidationException:

@@ -10,6 +10,7 @@ later publications. They can be undone as well.
 | appended rows | is independent of it |
 | replaced the whole table, or the partitions that the undone step had replaced | has nothing to do |
 | compacted exactly the files of the undone step | removes the compacted files |
+| compacted them together with other files | restores the old files first, if the rows are the same |
 | removed or rewrote a file that the undone step added | depends on it |
 | updated or deleted rows where files would be restored | depends on it, unless keys are certainly different |
 """
@@ -20,6 +21,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from branchlake_dagster.incremental.positions import ConsumptionRecord
+from branchlake_dagster.publication.compaction_reversal import (
+    drop_reversed_compactions,
+    reverse_compactions,
+)
 from branchlake_dagster.publication.conflicts import (
     find_hit_files,
     has_disjoint_keys,
@@ -33,7 +38,7 @@ from branchlake_dagster.publication.table_change import (
     SnapshotChange,
     TableChange,
 )
-from branchlake_dagster.stored_names import LakeProperty, find_exclusive_property
+from branchlake_dagster.stored_names import LakeProperty, MaintenanceKind, find_exclusive_property
 from branchlake_dagster.wording import CodedReason
 
 _NOT_INVERTIBLE = {
@@ -119,8 +124,15 @@ class TableUndo:
     superseded_by: tuple[str, ...] = ()
     superseding_ids: tuple[int, ...] = ()
     """The snapshots that have replaced a part of the rows."""
+    reversals: list[SnapshotChange] = field(default_factory=list)
+    """Compactions that are reversed before, because they joined undone rows with others; the newest first."""
     is_superseded: bool = False
     """Whether later publications have replaced all rows of the undone ones."""
+
+    @property
+    def split_files(self) -> list[File]:
+        """The compacted files that the reversals remove."""
+        return [file for reversal in self.reversals for file in reversal.removed]
 
     @property
     def changes_anything(self) -> bool:
@@ -151,7 +163,9 @@ def plan_table_undo(
     if not own.snapshot_ids <= {step.snapshot_id for step in change.steps}:
         reason = CodedReason("the publication's snapshots have expired or were rolled back", "history_lost")
         raise DependencyFound(Dependency(table, reason))
-    steps = _drop_undone_steps(change.steps)
+    # The undo of a run does not repeat a compaction that was reversed for the run.
+    own = replace(own, snapshot_ids=own.snapshot_ids - _find_reversals(change.steps))
+    steps = _drop_undone_steps(drop_reversed_compactions(change.steps))
     superseding_steps = _find_superseding_steps(steps, own.snapshot_ids)
     own_steps, undo = list[SnapshotChange](), TableUndo()
     later_deletes: list[DeleteFile] = []
@@ -161,6 +175,7 @@ def plan_table_undo(
         if step.snapshot_id in own.snapshot_ids:
             _require_invertible(table, step)
             _require_no_deleted_rows(table, step, later_deletes)
+            _require_whole_compactions(table, undo, step)
             own_steps.append(step)
             _add_own_step(undo, step)
             continue
@@ -182,6 +197,15 @@ def plan_table_undo(
         _require_own_positions(table, change, own, current_properties)
     _plan_properties(undo, own, current_properties, keep_positions)
     return undo
+
+
+def _find_reversals(steps: Sequence[SnapshotChange]) -> frozenset[int]:
+    """Return the snapshots by which rebases restored compacted files."""
+    return frozenset(
+        step.snapshot_id
+        for step in steps
+        if step.properties.get(LakeProperty.MAINTENANCE) == MaintenanceKind.COMPACTION_REVERSED
+    )
 
 
 def _drop_undone_steps(steps: Sequence[SnapshotChange]) -> list[SnapshotChange]:
@@ -241,6 +265,15 @@ def _require_no_deleted_rows(table: str, step: SnapshotChange, deletes: Sequence
         raise DependencyFound(Dependency(table, _DELETED_ROWS, _partitions(hit_files)))
 
 
+def _require_whole_compactions(table: str, undo: TableUndo, step: SnapshotChange) -> None:
+    """Require that a step did not change files of a compaction that the undo reverses."""
+    split_files = undo.split_files
+    split_paths = {file.path for file in split_files}
+    lost_files = [file for file in step.removed if file.path in split_paths]
+    if lost_files := lost_files or find_hit_files(step.deletes, split_files):
+        raise DependencyFound(Dependency(table, _COMPACTED, _partitions(lost_files), _run_ids(step)))
+
+
 def _add_own_step(undo: TableUndo, step: SnapshotChange) -> None:
     for file in step.removed:
         if undo.removed.pop(file.path, None) is None:
@@ -274,7 +307,9 @@ def _supersedes(step: SnapshotChange, own_step: SnapshotChange) -> bool:
 def _follow_later_step(table: str, undo: TableUndo, step: SnapshotChange, change: TableChange) -> None:
     """Change `undo` so that it can follow a later step. Raises DependencyFound if it cannot."""
     if step.mode is ChangeMode.COMPACT:
-        _follow_compaction(undo, step, change)
+        step = _follow_compaction(undo, step, change)
+    else:
+        _require_whole_compactions(table, undo, step)
     if lost_files := [file for file in step.removed if file.path in undo.removed]:
         reason = (
             _COMPACTED
@@ -306,13 +341,34 @@ def _replaces_whole_table(step: SnapshotChange) -> bool:
     return step.properties.get(LakeProperty.WRITE_MODE) == "replace_table"
 
 
-def _follow_compaction(undo: TableUndo, step: SnapshotChange, change: TableChange) -> None:
-    """Remove the compacted files instead, if a compaction rewrote exactly files that the undo removes."""
-    removal = replace(
-        change, steps=(SnapshotChange(0, ChangeMode.REWRITE, removed=tuple(undo.removed.values())),)
-    )
-    mapped = map_over_compactions(removal, replace(change, steps=(step,)))
+def _follow_compaction(undo: TableUndo, step: SnapshotChange, change: TableChange) -> SnapshotChange:
+    """Follow a compaction, and return the part of it that the undo does not follow.
+
+    If the compaction rewrote exactly files that the undo removes, the undo removes the new files instead. If
+    it joined them with others, it is reversed first, provided that the rows are provably the same.
+    """
+    removal = SnapshotChange(0, ChangeMode.REWRITE, removed=(*undo.removed.values(), *undo.split_files))
+    own_removal = replace(removal, removed=tuple(undo.removed.values()))
+    main_change = replace(change, steps=(step,))
+    mapped = map_over_compactions(replace(change, steps=(own_removal,)), main_change)
     undo.removed = {file.path: file for file in mapped.steps[0].removed}
+    new_paths = {file.path for file in step.added if file.path in undo.removed}
+    mapped_partitions = {file.partition for file in step.added if file.path in new_paths}
+    remaining = replace(
+        step,
+        added=tuple(file for file in step.added if file.partition not in mapped_partitions),
+        removed=tuple(file for file in step.removed if file.partition not in mapped_partitions),
+    )
+    reversed_change = reverse_compactions(
+        replace(change, steps=(removal,)), replace(change, steps=(remaining,))
+    )
+    reversals = list(reversed_change.steps[:-1])
+    undo.reversals[:0] = reversals
+    reversed_partitions = {file.partition for reversal in reversals for file in reversal.added}
+    return replace(
+        remaining,
+        removed=tuple(file for file in remaining.removed if file.partition not in reversed_partitions),
+    )
 
 
 def _require_independent_deletes(table: str, undo: TableUndo, step: SnapshotChange) -> None:

@@ -21,6 +21,7 @@ from branchlake_dagster.compaction.file_measures import measure_table
 from branchlake_dagster.compaction.rewritten_files import list_rewritten_partitions
 from branchlake_dagster.errors import TableMissing, UndoRefused
 from branchlake_dagster.history.capture import capture_change, current_position
+from branchlake_dagster.history.rows import RowReader, drop_unchanged_rows
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import LogEntry
 from branchlake_dagster.publication.ledger import iter_publications
@@ -290,14 +291,54 @@ def test_consumers_and_sensors_see_no_change(lakehouse: Lakehouse, namespace: st
         assert values(p, spent) == [("a", 4), ("b", 7)]
 
 
-def test_an_undo_of_compacted_rows(bench: Workbench) -> None:
-    last = bench.runs[-1]
+def test_an_undo_of_rows_that_were_compacted_with_others(bench: Workbench) -> None:
+    first, second = bench.runs[-2:]  # ("a", 2), ("b", 6) and ("a", 3)
     Rewriting(bench).publish()
+    position = current_position(bench.main())
     later = bench.run()
     later.append([("b", 60)])
     bench.published(later)
+    Rewriting(bench, ["b"]).publish()  # a compaction of compacted files
+    undo(bench.lake, second.run_id)
+    assert bench.rows() == [row for row in [*ROWS, ("b", 60)] if row != ("a", 3)]
     undo(bench.lake, later.run_id)
+    assert bench.rows() == [row for row in ROWS if row != ("a", 3)]
+    undo(bench.lake, first.run_id)
+    assert bench.rows() == [("a", 1), ("b", 5)]
+    changed = RowReader(bench.main(), capture_change(bench.main(), position, name="t")).read()
+    changed = drop_unchanged_rows(changed)
+    assert changed.added.num_rows == 0
+    assert sorted(row["id"] for row in changed.removed.to_pylist()) == [2, 3, 6]
+    assert file_counts(bench) == {"day=a": 1, "day=b": 1}
+
+
+@pytest.mark.parametrize("how", ["upsert", "delete"])
+def test_an_undo_of_compacted_rows_that_were_changed_since(bench: Workbench, how: str) -> None:
+    last = bench.runs[-1]
+    Rewriting(bench).publish()
+    if how == "upsert":
+        run = bench.run()
+        run.upsert([("a", 1)], "day", "id")
+        bench.published(run)
+    else:
+        delete_equal(bench.main(), "id", 1, "a")
     with pytest.raises(UndoRefused) as caught:
         undo(bench.lake, last.run_id)
     assert {one.reason.code for one in caught.value.dependencies} == {"compacted"}
-    assert bench.rows() == ROWS
+
+
+def test_an_undo_after_a_run_reversed_the_compaction(bench: Workbench) -> None:
+    first, last = bench.runs[-2:]
+    upserting, appending = bench.run(), bench.run()
+    Rewriting(bench).publish()
+    upserting.upsert([("a", 2), ("a", 7)], "day", "id")
+    appending.append([("b", 60)])
+    bench.published(appending)
+    bench.published(upserting)
+    undo(bench.lake, last.run_id)
+    rows = [("a", 1), ("a", 2), ("a", 7), ("b", 5), ("b", 6), ("b", 60)]
+    assert bench.rows() == rows
+    with pytest.raises(UndoRefused):
+        undo(bench.lake, first.run_id)
+    undo(bench.lake, upserting.run_id)
+    assert bench.rows() == [row for row in rows if row != ("a", 7)]
