@@ -77,8 +77,8 @@ class SnapshotExpirer:
             tables: Dotted names of tables on `main`; None for all tables. Unknown names are left out.
             policy: How long snapshots stay. (default: `ExpiryPolicy()`)
 
-        Costs one read of the metadata file of each table on `main`. Raises ConsumersUnreadable, and the errors
-        of Nessie and of the storage.
+        Costs one read of the metadata file of each table on `main`. Raises ConsumersUnreadable, and errors of
+        Nessie and of the storage.
         """
         policy = policy or ExpiryPolicy()
         now = self._clock()

@@ -26,7 +26,14 @@ def graft_run_state(main: TableMetadata, run: TableMetadata, base_id: int | None
     if not isinstance(main, TableMetadataV2) or not isinstance(run, TableMetadataV2):
         return None
     main_ids = {snapshot.snapshot_id for snapshot in main.snapshots}
-    own_snapshots = [snapshot for snapshot in run.snapshots if snapshot.snapshot_id not in main_ids]
+    base = run.snapshot_by_id(base_id) if base_id is not None else None
+    base_number = base.sequence_number or 0 if base is not None else 0
+    # Snapshots of the run that `main` lacks are its own, or older than the base and expired on `main`.
+    own_snapshots = [
+        snapshot
+        for snapshot in run.snapshots
+        if snapshot.snapshot_id not in main_ids and (snapshot.sequence_number or 0) > base_number
+    ]
     own_ids = {snapshot.snapshot_id for snapshot in own_snapshots}
     snapshots = [*main.snapshots, *(_follow_main(snapshot, main, base_id) for snapshot in own_snapshots)]
     snapshot_log, last_updated_ms = list(main.snapshot_log), max(main.last_updated_ms, run.last_updated_ms)
