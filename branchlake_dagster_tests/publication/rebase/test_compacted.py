@@ -6,6 +6,7 @@ import itertools
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from pyiceberg.expressions import AlwaysTrue
@@ -14,6 +15,8 @@ from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.sorting import SortDirection
 from pyiceberg.transforms import IdentityTransform
 
+from branchlake_dagster.expiry.retention import ExpiryPolicy
+from branchlake_dagster.expiry.snapshot_expiry import SnapshotExpirer
 from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.history.rows import RowReader, drop_unchanged_rows
 from branchlake_dagster.internals.column_metrics import DataPaths
@@ -189,6 +192,28 @@ def test_a_run_and_a_compaction_in_both_orders(bench: Workbench, what: str, is_r
     later.replace("a", [("a", 70)])
     bench.published(later)
     assert bench.rows() == [("a", 70), *(row for row in rows if row[0] != "a")]
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_run_beside_a_compaction_and_an_expiry(bench: Workbench, what: str) -> None:
+    three_files(bench)
+    act, rows = CHANGES[what]
+    run = bench.run()
+    act(run)
+    compact(bench)
+    for ref in list(bench.lake.nessie.references()):
+        if ref.name.startswith("run-") and ref.name != f"run-{run.run_id}":
+            bench.lake.nessie.delete_branch(ref.name, expected_hash=ref.hash)
+    policy = ExpiryPolicy(keep_count=1, keep_age=timedelta(0), undo_age=timedelta(0))
+    expirer = SnapshotExpirer.of_lake(bench.lake)
+    result = expirer.run(expirer.plan([f"{bench.namespace}.t"], policy))
+    assert [table.expired_count for table in result.tables] == [2]
+    kept_ids = {snapshot.snapshot_id for snapshot in bench.main().metadata.snapshots}
+    bench.published(run)
+    assert bench.rows() == rows
+    parents = {one.snapshot_id: one.parent_snapshot_id for one in bench.main().metadata.snapshots}
+    assert kept_ids <= parents.keys()
+    assert len([one for one in parents.values() if one not in parents]) == 1  # one history without a gap
 
 
 def test_restored_files_are_a_snapshot_that_changes_no_row(bench: Workbench) -> None:
