@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from branchlake_dagster.expiry.roots import ConsumersUnreadable
     from branchlake_dagster.expiry.snapshot_expiry import ExpiryInvalid
     from branchlake_dagster.extras import MissingExtra
+    from branchlake_dagster.garbage_collection.journal import JournalContended, JournalLost
+    from branchlake_dagster.garbage_collection.reachable_files import RootsUnreadable
+    from branchlake_dagster.garbage_collection.warehouse_files import WarehouseUnreadable
     from branchlake_dagster.history.change import ChangeLost, RowsUnreadable
     from branchlake_dagster.ingest.batch_tables import TypesUnknown
     from branchlake_dagster.ingest.errors import (
@@ -175,6 +178,8 @@ __all__ = [
     "InputColumnGone",
     "InvalidCheckRun",
     "JarRefused",
+    "JournalContended",
+    "JournalLost",
     "KafkaRefused",
     "KafkaUnavailable",
     "LakeMoved",
@@ -219,6 +224,7 @@ __all__ = [
     "RestoreRefused",
     "RetryNeedsFullRun",
     "RewriteFailed",
+    "RootsUnreadable",
     "RowsNotIdentified",
     "RowsRemoved",
     "RowsUnreadable",
@@ -253,6 +259,7 @@ __all__ = [
     "Unsupported",
     "UnsupportedType",
     "UpsertKeyInvalid",
+    "WarehouseUnreadable",
     "format_first_values",
     "without_credentials",
 ]
@@ -475,6 +482,12 @@ _ERRORS_BY_MODULE = {
     "expiry.roots": ("ConsumersUnreadable",),
     "expiry.snapshot_expiry": ("ExpiryInvalid",),
     "extras": ("MissingExtra",),
+    "garbage_collection.journal": (
+        "JournalContended",
+        "JournalLost",
+    ),
+    "garbage_collection.reachable_files": ("RootsUnreadable",),
+    "garbage_collection.warehouse_files": ("WarehouseUnreadable",),
     "history.change": (
         "ChangeLost",
         "RowsUnreadable",

@@ -260,6 +260,23 @@ class Settings(BaseSettings):
     discard_grace_h: float = Field(
         24.0, gt=0, description="Hours after which the data files of a discarded branch are deleted."
     )
+    orphan_grace_h: float = Field(
+        168.0,
+        ge=24,
+        description="Hours for which a file that no reference can read is kept after it was written.",
+    )
+    history_horizon_days: float = Field(
+        30.0, gt=0, description="Days for which earlier commits of branches and tags stay readable."
+    )
+    deletion_delay_h: float = Field(
+        24.0, ge=24, description="Hours between the plan to delete a file and its deletion."
+    )
+    collection_budget_s: float = Field(
+        1800.0,
+        gt=0,
+        description="Seconds after which a garbage collection lists and deletes no further files. The next"
+        " one continues.",
+    )
     when_unavailable: Literal["fail", "direct_main"] = Field(
         "fail", description="What a run does if its branch cannot be created: fail, or write to main."
     )
@@ -321,6 +338,28 @@ class Settings(BaseSettings):
                 f"{value} does not divide an hour; use 1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30 or 60"
             )
         return value
+
+    @model_validator(mode="after")
+    def _require_consistent_retention(self) -> Self:
+        # A file must outlive every run that may still need it, and every state that undo or a retry reads.
+        if self.orphan_grace_h < self.orphan_max_age_h:
+            raise ValueError(
+                f"orphan_grace_h ({self.orphan_grace_h:g}) is shorter than orphan_max_age_h"
+                f" ({self.orphan_max_age_h:g}), the time for which a run without heartbeat may write"
+            )
+        horizon_h = self.history_horizon_days * 24
+        needed_h = self.keep_failed_hours + self.discard_grace_h
+        if horizon_h < needed_h:
+            raise ValueError(
+                f"history_horizon_days ({self.history_horizon_days:g}) is shorter than keep_failed_hours and"
+                f" discard_grace_h together ({needed_h:g} hours), for which failed runs can be continued"
+            )
+        if horizon_h < self.orphan_grace_h:
+            raise ValueError(
+                f"history_horizon_days ({self.history_horizon_days:g}) is shorter than orphan_grace_h"
+                f" ({self.orphan_grace_h:g} hours)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _require_tls_for_secrets(self) -> Self:

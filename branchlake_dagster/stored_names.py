@@ -277,6 +277,8 @@ class LakeProperty:
     continue, newest first. Since 0.2.0."""
     WHEN_MATCHED = "branchlake.when_matched"
     """On a snapshot of an upsert: `keep` if rows with existing keys were left unchanged. Since 0.2.0."""
+    JOURNAL_ID = "branchlake.journal_id"
+    """On the tables of the garbage collection's journal: the id of the journal. Since 0.2.0."""
     CHANGE_OF = "branchlake.change_of"
     """On a change table's snapshot: the table whose files it refers to."""
 
@@ -327,11 +329,17 @@ class MaintenanceKind:
     """On a snapshot: a rebase restored files that a compaction had rewritten."""
 
 
+JOURNAL_BRANCH = "branchlake-maintenance"
+"""The branch with the journal of the garbage collection. It shares no commit with `main`. Since 0.2.0."""
+
+
 class LakeFolder:
     """Folders in the warehouse, beside those of the tables."""
 
     HEARTBEATS = "_branchlake/heartbeats"
     PREFIXES = "_branchlake/prefixes"
+    GARBAGE_COLLECTION = "_branchlake/garbage_collection"
+    """A file that names the journal of the garbage collection that belongs to the warehouse. Since 0.2.0."""
 
 
 class RecordHeader:

@@ -335,6 +335,12 @@ def list_prefixes(location: str, properties: Mapping[str, str]) -> tuple[str, ..
     return tuple(dict.fromkeys((shared, *outside_paths)))
 
 
+def is_chosen_name(name: str, base: str) -> bool:
+    """Return whether a folder's name is `base`, which ends with `_`, and then what the catalog adds to it."""
+    unique = _UNIQUE.search(name)
+    return unique is not None and name[: unique.start()] == base
+
+
 def record_prefixes(io: FileIO, warehouse: str, metadata: TableMetadata) -> None:
     """Record the prefixes of a table, if they are not recorded yet. Writers call this before they write.
 

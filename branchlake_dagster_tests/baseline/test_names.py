@@ -34,6 +34,8 @@ SHOWN_ALONE = {
 """Metadata that people see on Dagster's pages, and that no code reads back."""
 NOT_STORED = {
     "_branchlake/changes": "a change table's folder; it goes with the branch of its run",
+    "_branchlake/garbage_collection": "on a collected lake, which version 0.1.0 did not have",
+    "branchlake.journal_id": "on the journal of a collection, which version 0.1.0 did not have",
     "_branchlake/doctor": "what `branchlake doctor` writes and removes",
     ".dagster/branchlake_reported": "on a run while a publisher reports many partitions, gone afterwards",
     ".dagster/branchlake_worker": "on a run while its process lives, and of no use after that",

@@ -1,0 +1,176 @@
+"""What a garbage collection plans and does, as plain values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta
+
+from branchlake_dagster.garbage_collection.live_history import HistoryHorizon
+from branchlake_dagster.settings import Settings
+
+
+@dataclass(frozen=True)
+class CollectionRules:
+    """The settings of a collection. A plan that was made by other rules is not executed."""
+
+    grace: timedelta = timedelta(days=7)
+    horizon: HistoryHorizon = field(default_factory=lambda: HistoryHorizon(timedelta(days=30)))
+    delay: timedelta = timedelta(days=1)
+
+    @classmethod
+    def from_settings(
+        cls, settings: Settings, horizons: Mapping[str, timedelta] | None = None
+    ) -> CollectionRules:
+        """Return the rules of a lake. `horizons` are history horizons by pattern of reference names."""
+        return cls(
+            timedelta(hours=settings.orphan_grace_h),
+            HistoryHorizon(timedelta(days=settings.history_horizon_days), tuple((horizons or {}).items())),
+            timedelta(hours=settings.deletion_delay_h),
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Return the rules as JSON, with durations in seconds."""
+        return {
+            "grace_s": self.grace.total_seconds(),
+            "horizon_s": self.horizon.default.total_seconds(),
+            "horizons_s": {name: each.total_seconds() for name, each in self.horizon.by_pattern},
+            "delay_s": self.delay.total_seconds(),
+        }
+
+    @property
+    def digest(self) -> str:
+        """A hash of the rules."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file that a plan will delete. `last_root` is what last led to it, or empty if that is not known."""
+
+    path: str
+    table: str
+    reason: str
+    size: int
+    modified_us: int
+    last_root: str = ""
+
+
+def plan_digest(heads_digest: str, rules_digest: str, files: Iterable[PlannedFile]) -> str:
+    """Return the hash of what a plan was made from and of what it will delete."""
+    digest = hashlib.sha256(f"{heads_digest} {rules_digest}".encode())
+    for file in sorted(files, key=lambda each: each.path):
+        digest.update(f"\n{file.path}\t{file.size}\t{file.modified_us}".encode(errors="replace"))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class PassMetrics:
+    """Numbers of one pass. Durations are in seconds.
+
+    `skipped_folders` were not listed because the budget ended.
+    `kept` has the number of listed files by the verdict that kept them. `claimants` are the living writers
+    whose claims were considered. `unreadable` are files that could not be read, whose tables are kept whole.
+    """
+
+    references: int = 0
+    commits: int = 0
+    states: int = 0
+    reachable_files: int = 0
+    listed_files: int = 0
+    listed_folders: int = 0
+    skipped_folders: int = 0
+    kept: Mapping[str, int] = field(default_factory=dict)
+    claimants: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
+    walk_s: float = 0.0
+    mark_s: float = 0.0
+    list_s: float = 0.0
+    delete_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class CollectionPlan:
+    """Files that nothing can read any more, and when they may be deleted.
+
+    `plan_id` is empty if nothing is to be deleted, or for a dry run, which is not journaled. `due_at` is the
+    time from which on the plan may be executed. `sample` are the largest files.
+    """
+
+    plan_id: str
+    created_at: datetime
+    due_at: datetime
+    file_count: int
+    size_bytes: int
+    digest: str
+    files_by_table: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Number and bytes of the files by table."""
+    sample: tuple[PlannedFile, ...] = ()
+    metrics: PassMetrics = PassMetrics()
+
+
+@dataclass(frozen=True)
+class ExecutedPlan:
+    """What happened to a due plan.
+
+    `state` is `executed`, `open` (the budget ended: the next pass continues), `outdated` (made by other
+    rules) or `damaged` (its journal does not match). `kept` counts files that were needed again, changed or
+    claimed meanwhile.
+    """
+
+    plan_id: str
+    state: str
+    deleted: int = 0
+    deleted_bytes: int = 0
+    missing: int = 0
+    kept: int = 0
+    failed: int = 0
+    errors: tuple[str, ...] = ()
+    """The first errors of files that could not be deleted."""
+
+
+@dataclass(frozen=True)
+class CollectionResult:
+    """One pass: the due plans that it executed, and the new plan."""
+
+    pass_id: str
+    started_at: datetime
+    ended_at: datetime
+    executed: tuple[ExecutedPlan, ...]
+    plan: CollectionPlan
+
+    @property
+    def deleted(self) -> int:
+        """The number of deleted files."""
+        return sum(each.deleted for each in self.executed)
+
+
+@dataclass(frozen=True)
+class OpenPlan:
+    """A journaled plan that was not executed yet."""
+
+    plan_id: str
+    created_at: datetime
+    due_at: datetime
+    file_count: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class CollectionStatus:
+    """The journal in short. A pass that was killed has no end."""
+
+    open_plans: tuple[OpenPlan, ...] = ()
+    passes: int = 0
+    last_pass_started_at: datetime | None = None
+    last_pass_ended_at: datetime | None = None
+    last_metrics: Mapping[str, object] = field(default_factory=dict)
+    deleted_files: int = 0
+    deleted_bytes: int = 0
+
+
+def metrics_to_json(metrics: PassMetrics) -> dict[str, object]:
+    """Return the metrics as JSON."""
+    return {**asdict(metrics), "kept": dict(metrics.kept)}

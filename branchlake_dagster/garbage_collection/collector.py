@@ -1,0 +1,488 @@
+"""Find files that nothing can read any more, journal a plan to delete them, and execute it after a delay.
+
+The order of a pass makes it safe against commits that happen meanwhile:
+
+1. Heartbeats are read: which writers live.
+2. Live states are found, and all that they lead to is marked.
+3. The folders of all tables are listed, also of dropped ones.
+4. The references are read again, and what is new is marked, until no head has changed. So a file that was
+   listed and was committed before the end of this step is found as reachable.
+5. Due plans are executed. Each batch of files is preceded by step 4 and by a look at each file: a file
+   that has another size or time, that is reachable or claimed, is kept.
+6. The orphans that no open plan has are journaled as a new plan.
+
+Whatever cannot be read ends the pass before step 5, so nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+
+import numpy as np
+
+from branchlake_dagster.garbage_collection.candidate_spool import CandidateSpool
+from branchlake_dagster.garbage_collection.collection_plan import (
+    CollectionPlan,
+    CollectionResult,
+    CollectionRules,
+    CollectionStatus,
+    ExecutedPlan,
+    OpenPlan,
+    PassMetrics,
+    PlannedFile,
+    metrics_to_json,
+    plan_digest,
+)
+from branchlake_dagster.garbage_collection.explanation import (
+    Explainer,
+    FileExplanation,
+    MomentExplanation,
+)
+from branchlake_dagster.garbage_collection.journal import CollectionJournal, JournaledPlan
+from branchlake_dagster.garbage_collection.live_history import LiveHistory, read_main_tables
+from branchlake_dagster.garbage_collection.location_keys import LocationKeyer, canonical_location, is_inside
+from branchlake_dagster.garbage_collection.orphan_rule import FileVerdict, OrphanRule, is_hidden
+from branchlake_dagster.garbage_collection.reachable_files import ReachableFiles
+from branchlake_dagster.garbage_collection.warehouse_files import Deletion, WarehouseFiles
+from branchlake_dagster.garbage_collection.writer_claims import find_living_writers, load_claims
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import ReferenceNotFound
+from branchlake_dagster.runs.failure_detector import Heartbeats
+from branchlake_dagster.runs.heartbeats import HeartbeatStore
+from branchlake_dagster.stored_names import JOURNAL_BRANCH
+from branchlake_dagster.tables.table_files import table_root
+
+BATCH_FILES = 2_000
+"""How many files are deleted between two looks at the references."""
+_SAMPLE_FILES = 20
+_SHOWN_ERRORS = 10
+_LISTING_SHARE = 0.5
+"""The part of the budget that listing may use, so that due plans are executed as well."""
+_MAX_UPDATES = 100
+
+
+@dataclass
+class _Pass:
+    """The state of one pass."""
+
+    pass_id: str
+    now: datetime
+    deadline: float
+    keyer: LocationKeyer
+    history: LiveHistory
+    reachable: ReachableFiles
+    rule: OrphanRule
+    folders: dict[str, str] = field(default_factory=dict)
+    """The folders of tables, also of dropped ones -> the tables' names."""
+    metrics: PassMetrics = field(default_factory=PassMetrics)
+    listed_names: list[str] = field(default_factory=list)
+    """The folders in the order in which they are listed."""
+    early_counts: dict[str, int] = field(default_factory=dict)
+    """The number of listed files that were kept by their time or name, by verdict."""
+    next_folder: str = ""
+    """The folder at which the next pass begins to list; empty if all were listed."""
+
+    def mark_new_states(self) -> None:
+        """Mark what references have that was not marked yet, until no reference changes meanwhile."""
+        for _ in range(_MAX_UPDATES):
+            new_states = self.history.update()
+            if not new_states:
+                break
+            self.reachable.add_states(new_states)
+        protected = frozenset(self.reachable.protected_folders)
+        if protected != self.rule.protected_folders:
+            self.rule = replace(self.rule, protected_folders=protected)
+
+
+class FileCollector:
+    """Collects files that no reference can read any more. Several collectors may run at the same time.
+
+    Args:
+        client: The Nessie client.
+        files: The files of the warehouse.
+        journal: The journal of the lake.
+        heartbeats: The heartbeats of the lake's writers.
+        properties: PyIceberg's FileIO properties.
+        rules: Grace, history horizon and delay.
+        budget_s: Seconds after which a pass lists and deletes no further files.
+        now: The present time by this machine's clock. A pass takes the slowest of this clock, the store's and
+            Nessie's.
+        monotonic: Seconds of a clock that never goes back.
+        sleep: Waits for some seconds while silent writers are watched.
+        progress: Called with a sentence for each part of the work.
+    """
+
+    def __init__(
+        self,
+        client: NessieClient,
+        files: WarehouseFiles,
+        journal: CollectionJournal,
+        heartbeats: Heartbeats,
+        *,
+        properties: Mapping[str, str],
+        rules: CollectionRules,
+        budget_s: float = 1800.0,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._client = client
+        self._files = files
+        self.journal = journal
+        self._heartbeats = heartbeats
+        self._properties = dict(properties)
+        self.rules = rules
+        self._budget_s = budget_s
+        self._now = now
+        self._monotonic = monotonic
+        self._sleep = sleep
+        self._progress = progress
+
+    @classmethod
+    def of_lake(
+        cls,
+        lake: Lakehouse,
+        *,
+        horizons: Mapping[str, timedelta] | None = None,
+        budget_s: float | None = None,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        sleep: Callable[[float], None] = time.sleep,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> FileCollector:
+        """Return the collector of a lake, by its settings.
+
+        `horizons` are history horizons by pattern of reference names, such as `{"release-*":
+        timedelta(days=365)}`. Give the same ones to each pass.
+        """
+        settings = lake.settings
+        files = WarehouseFiles.from_settings(settings)
+        return cls(
+            lake.nessie,
+            files,
+            CollectionJournal.of_lake(lake, files),
+            HeartbeatStore.from_settings(settings),
+            properties=settings.file_io_properties(),
+            rules=CollectionRules.from_settings(settings, horizons),
+            budget_s=settings.collection_budget_s if budget_s is None else budget_s,
+            now=now,
+            sleep=sleep,
+            progress=progress,
+        )
+
+    # -- entry points ----------------------------------------------------------------------------------
+
+    def plan(self) -> CollectionPlan:
+        """Find the files that a pass would plan to delete. Nothing is journaled or deleted.
+
+        Raises JournalLost, HeartbeatsUnreadable, RootsUnreadable, WarehouseUnreadable and NessieError.
+        """
+        self.journal.verify(self.journal.read_marker())
+        now = self._now()
+        with CandidateSpool(keyer := LocationKeyer()) as spool:
+            one = self._begin("", now, keyer)
+            self._list_and_mark(one, spool)
+            orphans = self._find_orphans(one, spool)
+            return self._build_plan(one, orphans)
+
+    def run(self, *, adopt_journal: bool = False) -> CollectionResult:
+        """Execute the plans that are due, and journal a plan for the files that are orphans now.
+
+        May be killed at any point and called again. `adopt_journal` accepts Nessie's journal although the
+        warehouse names another one. Raises as `plan`, and JournalContended; then no further file is deleted.
+        """
+        pass_id = uuid.uuid4().hex
+        clocks = [self._now(), self.journal.open(adopt=adopt_journal)]
+        self.journal.record_event(pass_id, "started", min(clocks), details=self.rules.to_json())
+        clocks += self._read_journal_time()
+        now = min(clocks)
+        with CandidateSpool(keyer := LocationKeyer()) as spool:
+            one = self._begin(pass_id, now, keyer)
+            self._list_and_mark(one, spool)
+            executed = tuple(self._execute_due_plans(one))
+            orphans = self._find_orphans(one, spool)
+            plan = self._build_plan(one, orphans)
+            if orphans:
+                plan = self._record_plan(one, plan, orphans)
+        self.journal.record_folders(one.folders, now)
+        details = {
+            "main_hash": one.history.heads.get(MAIN, ""),
+            "next_folder": one.next_folder,
+            "metrics": metrics_to_json(plan.metrics),
+            "deleted": sum(each.deleted for each in executed),
+        }
+        self.journal.record_event(pass_id, "finished", now, plan_id=plan.plan_id, details=details)
+        self.journal.trim(pass_id, now)
+        return CollectionResult(pass_id, now, self._now(), executed, plan)
+
+    def explain(self, question: str) -> FileExplanation | MomentExplanation:
+        """Return who keeps a file, or since when nobody does; or whether `table@moment` can be read.
+
+        `question` is a path or location of a file, or `namespace.table@2026-11-20T12:00`. Reads the metadata
+        of all live states, as a pass does. Raises as `plan`, and ConfigurationError for a malformed moment.
+        """
+        now = self._now()
+        history = LiveHistory(self._client, self.rules.horizon, now, progress=self._progress)
+        history.update()
+        explainer = Explainer(self._client, history, self._files, self.journal, self._properties, self.rules)
+        return explainer.explain(question, now)
+
+    def status(self) -> CollectionStatus:
+        """Return the journal in short. Reads only the journal."""
+        events = self.journal.load_events()
+        started = [event for event in events if event["event"] == "started"]
+        finished = [event for event in events if event["event"] == "finished"]
+        last_id = started[-1]["pass_id"] if started else ""
+        deleted_files, deleted_bytes = self.journal.count_deleted()
+        return CollectionStatus(
+            tuple(each.plan for each in self.journal.open_plans()),
+            self.journal.count_passes(),
+            started[-1]["time"] if started else None,
+            next((each["time"] for each in finished if each["pass_id"] == last_id), None),
+            finished[-1]["details"].get("metrics", {}) if finished else {},
+            deleted_files,
+            deleted_bytes,
+        )
+
+    # -- a pass ----------------------------------------------------------------------------------------
+
+    def _read_journal_time(self) -> list[datetime]:
+        """Return the time by Nessie's clock, which it gave to the commit that began the pass."""
+        entry = next(iter(self._client.log(JOURNAL_BRANCH, limit=1)), None)
+        return [entry.commit.commit_time] if entry is not None and entry.commit.commit_time else []
+
+    def _begin(self, pass_id: str, now: datetime, keyer: LocationKeyer) -> _Pass:
+        writers = find_living_writers(
+            self._heartbeats, self._now(), monotonic=self._monotonic, sleep=self._sleep
+        )
+        rule = OrphanRule(now, self.rules.grace, tuple(load_claims(self._client, writers)))
+        history = LiveHistory(
+            self._client,
+            self.rules.horizon,
+            now,
+            excluded=frozenset({JOURNAL_BRANCH}),
+            progress=self._progress,
+        )
+        reachable = ReachableFiles(self._properties, keyer, self._progress)
+        deadline = self._monotonic() + self._budget_s
+        return _Pass(pass_id, now, deadline, keyer, history, reachable, rule)
+
+    def _list_and_mark(self, one: _Pass, spool: CandidateSpool) -> None:
+        started = self._monotonic()
+        new_states = one.history.update()
+        walked = self._monotonic()
+        one.reachable.add_states(new_states)
+        marked = self._monotonic()
+        one.folders = self._find_table_folders(one)
+        listed_files, listed_folders, skipped = self._list_folders(one, spool)
+        listed = self._monotonic()
+        one.mark_new_states()
+        one.metrics = PassMetrics(
+            references=len(one.history.heads),
+            commits=one.history.commit_count,
+            states=len(one.history.states),
+            reachable_files=len(one.reachable.keys),
+            listed_files=listed_files,
+            listed_folders=listed_folders,
+            skipped_folders=skipped,
+            kept=one.early_counts,
+            claimants=tuple(sorted({claim.writer for claim in one.rule.claims})),
+            unreadable=tuple(sorted(set(one.reachable.protected_folders.values()))),
+            walk_s=walked - started,
+            mark_s=marked - walked + self._monotonic() - listed,
+            list_s=listed - marked,
+        )
+
+    def _find_table_folders(self, one: _Pass) -> dict[str, str]:
+        """Return the folders of all tables that were ever found, with the tables' names."""
+        folders = dict(one.reachable.table_folders)
+        main_hash = one.history.heads[MAIN]
+        since = self.journal.last_main_hash()
+        try:
+            main_tables = read_main_tables(self._client, main_hash, since)
+        except ReferenceNotFound:
+            main_tables = read_main_tables(self._client, main_hash, None)  # main was set back
+        for location, key in main_tables.items():
+            folders.setdefault(table_root(location), key.name)
+        for folder, table in self.journal.load_folders().items():
+            folders.setdefault(folder, table)
+        for folder in self._files.list_recorded_folders():
+            folders.setdefault(folder, "")
+        return folders
+
+    def _list_folders(self, one: _Pass, spool: CandidateSpool) -> tuple[int, int, int]:
+        """List the folders into `spool`. Return the numbers of files, of folders, and of folders not listed.
+
+        Begins where the last pass stopped, so that each folder has its turn whatever the budget is.
+        """
+        folders = select_folders(one.folders, self._files)
+        position = self.journal.last_folder_position()
+        names = sorted(folders)
+        first = next((number for number, name in enumerate(names) if name >= position), 0)
+        names = names[first:] + names[:first]
+        one.listed_names = names
+        one.early_counts = {FileVerdict.YOUNG.value: 0, FileVerdict.HIDDEN.value: 0}
+        deadline = self._monotonic() + (one.deadline - self._monotonic()) * _LISTING_SHARE
+        file_count = 0
+        for number, folder in enumerate(names):
+            if number and self._monotonic() >= deadline:
+                one.next_folder = folder
+                return file_count, number, len(names) - number
+            self._progress(f"Listing folder {number + 1:,} of {len(names):,}: {folder}.")
+            prefix = len(self._files.path_of(folder).rstrip("/")) + 1
+            for file in self._files.iter_files(folder):
+                file_count += 1
+                if is_hidden(file.path[prefix:]):
+                    one.early_counts[FileVerdict.HIDDEN.value] += 1
+                elif file.modified_us > one.rule.newest_modified_us:
+                    one.early_counts[FileVerdict.YOUNG.value] += 1
+                else:
+                    spool.add(file, number, self._files.location_of(file.path))
+        return file_count, len(names), 0
+
+    def _find_orphans(self, one: _Pass, spool: CandidateSpool) -> list[PlannedFile]:
+        """Return the listed files that are orphans and that no open plan has."""
+        planned_paths = self.journal.load_planned_paths()
+        kept = dict(one.metrics.kept)
+        orphans: list[PlannedFile] = []
+        keys: list[np.uint64] = []
+        for part in spool:
+            locations = [self._files.location_of(path) for path in part.paths]
+            verdicts = one.rule.judge(part.keys, part.modified_us, locations, one.reachable.keys)
+            for index, verdict in enumerate(verdicts):
+                if verdict is not FileVerdict.ORPHAN:
+                    kept[verdict.value] = kept.get(verdict.value, 0) + 1
+                elif part.paths[index] not in planned_paths:
+                    table = one.folders.get(one.listed_names[part.folders[index]], "")
+                    path, size, modified = part.paths[index], part.sizes[index], part.modified_us[index]
+                    orphans.append(PlannedFile(path, table, "unreferenced", int(size), int(modified)))
+                    keys.append(part.keys[index])
+        one.metrics = replace(one.metrics, kept=kept)
+        removed_by = one.reachable.removed.find(np.array(keys, np.uint64))
+        return [
+            replace(file, last_root=f"removed by snapshot {snapshot_id}", reason="removed")
+            if snapshot_id is not None
+            else file
+            for file, snapshot_id in zip(orphans, removed_by, strict=True)
+        ]
+
+    def _build_plan(self, one: _Pass, orphans: Sequence[PlannedFile]) -> CollectionPlan:
+        by_table: dict[str, tuple[int, int]] = {}
+        for file in orphans:
+            count, size = by_table.get(file.table, (0, 0))
+            by_table[file.table] = count + 1, size + file.size
+        return CollectionPlan(
+            "",
+            one.now,
+            one.now + self.rules.delay,
+            len(orphans),
+            sum(file.size for file in orphans),
+            plan_digest(one.history.heads_digest(), self.rules.digest, orphans),
+            by_table,
+            tuple(sorted(orphans, key=lambda file: -file.size)[:_SAMPLE_FILES]),
+            one.metrics,
+        )
+
+    def _record_plan(
+        self, one: _Pass, plan: CollectionPlan, orphans: Sequence[PlannedFile]
+    ) -> CollectionPlan:
+        """Journal a plan. The event that makes it valid is the last to be written."""
+        plan_id = uuid.uuid4().hex
+        self.journal.record_files(plan_id, orphans, "planned", one.now)
+        open_plan = OpenPlan(plan_id, one.now, plan.due_at, plan.file_count, plan.size_bytes)
+        journaled = JournaledPlan(open_plan, plan.digest, self.rules.digest, one.history.heads_digest())
+        details = {"due_at": plan.due_at.isoformat()}
+        self.journal.record_event(one.pass_id, "planned", one.now, plan=journaled, details=details)
+        return replace(plan, plan_id=plan_id)
+
+    # -- deletion --------------------------------------------------------------------------------------
+
+    def _execute_due_plans(self, one: _Pass) -> Iterator[ExecutedPlan]:
+        started = self._monotonic()
+        for journaled in self.journal.open_plans():
+            if max(journaled.plan.created_at + self.rules.delay, journaled.plan.due_at) > one.now:
+                continue
+            if self._monotonic() >= one.deadline:
+                break
+            yield self._execute_plan(one, journaled)
+        one.metrics = replace(one.metrics, delete_s=self._monotonic() - started)
+
+    def _execute_plan(self, one: _Pass, journaled: JournaledPlan) -> ExecutedPlan:
+        plan_id = journaled.plan.plan_id
+        files, done_paths = self.journal.load_plan_files(plan_id)
+        digest = plan_digest(journaled.heads_digest, journaled.rules_digest, files)
+        state = ""
+        if digest != journaled.digest or len(files) != journaled.plan.file_count:
+            state = "damaged"
+        elif journaled.rules_digest != self.rules.digest:
+            state = "outdated"
+        if state:
+            details = {"state": state}
+            self.journal.record_event(one.pass_id, "abandoned", one.now, plan=journaled, details=details)
+            return ExecutedPlan(plan_id, state)
+        result = ExecutedPlan(plan_id, "executed")
+        remaining = iter([file for file in files if file.path not in done_paths])
+        while batch := list(islice(remaining, BATCH_FILES)):
+            if self._monotonic() >= one.deadline:
+                return replace(result, state="open")
+            self._progress(f"Deleting files of plan {plan_id[:8]}: {result.deleted:,} are deleted.")
+            result = self._delete_batch(one, plan_id, batch, result)
+        self.journal.record_event(one.pass_id, "executed", one.now, plan=journaled)
+        return result
+
+    def _delete_batch(
+        self, one: _Pass, plan_id: str, batch: Sequence[PlannedFile], result: ExecutedPlan
+    ) -> ExecutedPlan:
+        """Delete the files of a batch that are still orphans and unchanged, and journal what happened."""
+        one.mark_new_states()
+        orphans = self._select_orphans(one, batch)
+        deletions = {each.path: each for each in self._files.delete([file.path for file in orphans])}
+        by_state: dict[str, list[PlannedFile]] = {"kept": [], "deleted": [], "missing": [], "failed": []}
+        for file in batch:
+            deletion = deletions.get(file.path, Deletion(file.path, "kept"))
+            by_state[deletion.state].append(file)
+        errors = {path: each.error for path, each in deletions.items() if each.error}
+        for state, state_files in by_state.items():
+            self.journal.record_files(plan_id, state_files, state, one.now, errors)
+        shown = [f"{path}: {error}" for path, error in errors.items()]
+        return replace(
+            result,
+            deleted=result.deleted + len(by_state["deleted"]),
+            deleted_bytes=result.deleted_bytes + sum(file.size for file in by_state["deleted"]),
+            missing=result.missing + len(by_state["missing"]),
+            kept=result.kept + len(by_state["kept"]),
+            failed=result.failed + len(by_state["failed"]),
+            errors=(*result.errors, *shown)[:_SHOWN_ERRORS],
+        )
+
+    def _select_orphans(self, one: _Pass, batch: Sequence[PlannedFile]) -> list[PlannedFile]:
+        """Return the files that the rule still calls orphans, and that are gone or unchanged."""
+        locations = [self._files.location_of(file.path) for file in batch]
+        modified_us = np.array([file.modified_us for file in batch], np.int64)
+        verdicts = one.rule.judge(one.keyer.keys(locations), modified_us, locations, one.reachable.keys)
+        present = self._files.inspect([file.path for file in batch])
+        return [
+            file
+            for file, location, verdict, current in zip(batch, locations, verdicts, present, strict=True)
+            if verdict is FileVerdict.ORPHAN
+            and self._files.is_table_folder(location)
+            and (current is None or (current.size, current.modified_us) == (file.size, file.modified_us))
+        ]
+
+
+def select_folders(folders: Mapping[str, str], files: WarehouseFiles) -> dict[str, str]:
+    """Return the folders to list: those inside the warehouse, without folders that lie in another of them."""
+    inside = {canonical_location(folder): folder for folder in folders if files.is_table_folder(folder)}
+    selected: dict[str, str] = {}
+    last = ""
+    for canonical in sorted(inside, key=lambda each: f"{each}/"):
+        if not last or not is_inside(canonical, last):
+            selected[inside[canonical]] = folders[inside[canonical]]
+            last = canonical
+    return selected

@@ -1,0 +1,247 @@
+"""Explain who keeps a file, or since when nobody does, and whether a moment of a table can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from pyiceberg.io import FileIO, load_file_io
+
+from branchlake_dagster.catalog.stored_files import StoredFileDamaged, read_metadata_fields
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.garbage_collection.collection_plan import CollectionRules
+from branchlake_dagster.garbage_collection.journal import CollectionJournal
+from branchlake_dagster.garbage_collection.live_history import LiveHistory, LiveState, content_locations
+from branchlake_dagster.garbage_collection.location_keys import LocationKeyer
+from branchlake_dagster.garbage_collection.reachable_files import (
+    parse_state,
+    read_manifest_list,
+    read_manifest_paths,
+)
+from branchlake_dagster.garbage_collection.warehouse_files import WarehouseFiles, to_time
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieNotFound
+from branchlake_dagster.nessie.model import ContentKey
+
+
+@dataclass(frozen=True)
+class FileHolder:
+    """A table state that leads to a file: at a commit that a reference has.
+
+    `snapshot_ids` are the snapshots of the state that have the file; empty for metadata and statistics.
+    """
+
+    reference: str
+    commit: str
+    table: str
+    metadata_location: str
+    snapshot_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class FileExplanation:
+    """Who keeps a file. Without holders, no live commit leads to it.
+
+    `state` is the newest one in the journal (`planned`, `deleted`, …), or empty. `unreachable_since` is when
+    a pass first found that nothing leads to the file; None if no pass did. `unreadable` are metadata files
+    that could not be read: they may lead to the file, so it is kept if it lies in a folder of their tables.
+    """
+
+    path: str
+    exists: bool
+    size: int
+    modified_at: datetime | None
+    holders: tuple[FileHolder, ...]
+    state: str = ""
+    last_root: str = ""
+    unreachable_since: datetime | None = None
+    due_at: datetime | None = None
+    unreadable: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MomentExplanation:
+    """Whether the state of a table at a moment of `main` can be read.
+
+    `commit` is the newest commit of `main` at that moment; None if `main` is younger. `expired` is true if no
+    reference keeps that commit: its files may be deleted. `oldest_moment` is the oldest one that is kept.
+    """
+
+    table: str
+    moment: datetime
+    commit: str | None
+    exists: bool
+    expired: bool
+    oldest_moment: datetime | None
+
+
+class Explainer:
+    """Answers questions about the files of `history`, which was updated."""
+
+    def __init__(
+        self,
+        client: NessieClient,
+        history: LiveHistory,
+        files: WarehouseFiles,
+        journal: CollectionJournal,
+        properties: Mapping[str, str],
+        rules: CollectionRules,
+    ) -> None:
+        self._client = client
+        self._history = history
+        self._files = files
+        self._journal = journal
+        self._properties = dict(properties)
+        self._rules = rules
+        self._keyer = LocationKeyer()
+        self._has_by_file: dict[str, bool] = {}
+        self._unreadable: set[str] = set()
+
+    def explain(self, question: str, now: datetime) -> FileExplanation | MomentExplanation:
+        """Answer a question: a path, or `table@moment`."""
+        name, separator, moment = question.rpartition("@")
+        if separator and "/" not in question:
+            return self._explain_moment(name, moment, now)
+        return self._explain_file(question)
+
+    # -- files -----------------------------------------------------------------------------------------
+
+    def _explain_file(self, location: str) -> FileExplanation:
+        path = self._files.path_of(location)
+        (file,) = self._files.inspect([path])
+        wanted = int(self._keyer.keys([self._files.location_of(path)])[0])
+        holders: list[FileHolder] = []
+        for state in self._history.states.values():
+            found = self._find_in_state(state, wanted)
+            if found is not None:
+                holders += self._find_references(state, found)
+        rows = self._journal.find_file(path)
+        planned = next((row for row in rows if row["state"] == "planned"), None)
+        due = planned["time"] + self._rules.delay if planned and rows[-1]["state"] == "planned" else None
+        return FileExplanation(
+            location,
+            file is not None,
+            file.size if file is not None else 0,
+            to_time(file.modified_us) if file is not None else None,
+            tuple(holders),
+            rows[-1]["state"] if rows else "",
+            planned["last_root"] if planned else "",
+            planned["time"] if planned and not holders else None,
+            due,
+            tuple(sorted(self._unreadable)),
+        )
+
+    def _find_references(self, state: LiveState, snapshot_ids: tuple[int, ...]) -> list[FileHolder]:
+        """Return the references whose head is at this state; else the one through which it was found."""
+        at_head = []
+        for name, head in self._history.heads.items():
+            try:
+                content = self._client.contents(f"@{head}", [state.key]).get(state.key)
+            except NessieNotFound:
+                continue
+            if content is not None and (state.location, state.content_type) in content_locations(content):
+                at_head.append(FileHolder(name, head, state.key.name, state.location, snapshot_ids))
+        return at_head or [
+            FileHolder(state.reference, state.commit, state.key.name, state.location, snapshot_ids)
+        ]
+
+    def _find_in_state(self, state: LiveState, wanted: int) -> tuple[int, ...] | None:
+        """Return the snapshots of a state that have the file; None if the state does not lead to it."""
+        if self._is_wanted(state.location, wanted):
+            return ()
+        if not state.is_table:
+            return None
+        try:
+            fields = read_metadata_fields(self._io(state.location), state.location)
+        except (OSError, StoredFileDamaged):
+            self._unreadable.add(state.location)
+            return None
+        files = parse_state(fields)
+        if any(self._is_wanted(path, wanted) for path in files.statistics):
+            return ()
+        snapshot_ids = tuple(
+            snapshot["snapshot-id"]
+            for snapshot in fields.get("snapshots") or ()
+            if self._has_snapshot(snapshot, wanted)
+        )
+        return snapshot_ids or None
+
+    def _has_snapshot(self, snapshot: Mapping[str, object], wanted: int) -> bool:
+        manifests = snapshot.get("manifests")
+        if isinstance(manifests, list) and any(
+            self._has_manifest(str(path), 0, wanted) for path in manifests
+        ):
+            return True
+        location = snapshot.get("manifest-list")
+        if not isinstance(location, str):
+            return False
+        if location not in self._has_by_file:
+            self._has_by_file[location] = self._is_wanted(location, wanted) or any(
+                self._has_manifest(path, length, wanted) for path, length in self._read_list(location)
+            )
+        return self._has_by_file[location]
+
+    def _read_list(self, location: str) -> list[tuple[str, int]]:
+        try:
+            return read_manifest_list(self._io(location), location)
+        except (OSError, StoredFileDamaged):
+            self._unreadable.add(location)
+            return []
+
+    def _has_manifest(self, location: str, length: int, wanted: int) -> bool:
+        if location not in self._has_by_file:
+            self._has_by_file[location] = self._is_wanted(location, wanted) or self._lists_file(
+                location, length, wanted
+            )
+        return self._has_by_file[location]
+
+    def _lists_file(self, location: str, length: int, wanted: int) -> bool:
+        try:
+            live = read_manifest_paths(self._io(location), location, length).live
+        except (OSError, StoredFileDamaged):
+            self._unreadable.add(location)
+            return False
+        return bool((self._keyer.keys(live) == wanted).any())
+
+    def _is_wanted(self, location: str, wanted: int) -> bool:
+        return int(self._keyer.keys([location])[0]) == wanted
+
+    def _io(self, location: str) -> FileIO:
+        return load_file_io(self._properties, location)
+
+    # -- moments ---------------------------------------------------------------------------------------
+
+    def _explain_moment(self, name: str, text: str, now: datetime) -> MomentExplanation:
+        try:
+            key, moment = ContentKey.from_path(name), datetime.fromisoformat(text)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{name}@{text} is not a table and a moment.",
+                hint="Write namespace.table@2026-11-20T12:00, in UTC or with a time zone.",
+                reason="not_a_moment",
+                subject=f"{name}@{text}",
+            ) from error
+        moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+        after = (moment + timedelta(microseconds=1)).isoformat()
+        newest_first = self._client.log(
+            MAIN, filter=f"timestamp(commit.commitTime) < timestamp('{after}')", limit=1
+        )
+        entry = next(iter(newest_first), None)
+        commit = entry.commit.hash if entry is not None else None
+        contents = self._client.contents(f"@{commit}", [key]) if commit else {}
+        return MomentExplanation(
+            name,
+            moment,
+            commit,
+            key in contents,
+            commit is not None and not self._history.has_commit(commit),
+            find_oldest_moment(self._history, now, self._rules),
+        )
+
+
+def find_oldest_moment(history: LiveHistory, now: datetime, rules: CollectionRules) -> datetime | None:
+    """Return the oldest moment of `main` that can be read: at most the horizon ago; None without commits."""
+    oldest = history.oldest_commit_times.get(MAIN)
+    return max(oldest, now - rules.horizon.duration(MAIN)) if oldest is not None else None

@@ -1,0 +1,445 @@
+"""The journal of the garbage collection: Iceberg tables on a Nessie branch of their own.
+
+The branch shares no commit with `main`, so `main`'s log and conditions do not see it, and it keeps no
+table of `main` alive. The tables are:
+
+- `branchlake.deleted_files`: one row per file and state (`planned`, then `deleted`, `missing`, `failed`
+  or `kept`). The newest row counts.
+- `branchlake.collections`: one row per event of a pass or plan, with parameters and metrics.
+- `branchlake.table_folders`: the folders of all tables that were ever found. Files of dropped tables are
+  searched there.
+
+Rows are only ever appended, and the row that makes a plan valid is written after the plan's files. So a
+pass may be killed at any point. Rows of old plans and old snapshots are removed by `trim`; the files that
+this leaves are collected like those of any other table, after the history horizon.
+
+A small file in the warehouse names the journal that belongs to it, and how many passes it has. If Nessie
+has another journal, none, or an older one, then Nessie is another one or was restored from a backup. Then
+files of commits that it has lost look unreachable, so nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+from pyiceberg.exceptions import (
+    CommitFailedException,
+    CommitStateUnknownException,
+    NoSuchTableError,
+    TableAlreadyExistsError,
+)
+from pyiceberg.expressions import AlwaysTrue, BooleanExpression, EqualTo, In, LessThan
+from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionField, PartitionSpec
+from pyiceberg.schema import assign_fresh_schema_ids
+from pyiceberg.table import Table, TableProperties
+from pyiceberg.transforms import IdentityTransform
+
+from branchlake_dagster.catalog import NessieCatalog
+from branchlake_dagster.catalog.options import NAMESPACE_CREATE
+from branchlake_dagster.errors import BranchlakeError, Terminal, Transient
+from branchlake_dagster.garbage_collection.collection_plan import OpenPlan, PlannedFile
+from branchlake_dagster.garbage_collection.warehouse_files import (
+    WarehouseFiles,
+    to_microseconds,
+    to_time,
+)
+from branchlake_dagster.internals.pyiceberg import to_iceberg_schema
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import NessieAlreadyExists, ReferenceNotFound
+from branchlake_dagster.stored_names import JOURNAL_BRANCH, LakeProperty
+
+_NAMESPACE = "branchlake"
+_TIME = pa.timestamp("us", tz="UTC")
+_FILES = pa.schema(
+    [
+        ("plan_id", pa.string()),
+        ("path", pa.string()),
+        ("table", pa.string()),
+        ("reason", pa.string()),
+        ("size", pa.int64()),
+        ("modified", _TIME),
+        ("last_root", pa.string()),
+        ("state", pa.string()),
+        ("error", pa.string()),
+        ("time", _TIME),
+    ]
+)
+_EVENTS = pa.schema(
+    [
+        ("pass_id", pa.string()),
+        ("plan_id", pa.string()),
+        ("event", pa.string()),
+        ("time", _TIME),
+        ("digest", pa.string()),
+        ("rules_digest", pa.string()),
+        ("heads_digest", pa.string()),
+        ("file_count", pa.int64()),
+        ("size_bytes", pa.int64()),
+        ("details", pa.string()),
+    ]
+)
+_FOLDERS = pa.schema([("folder", pa.string()), ("table", pa.string()), ("time", _TIME)])
+_TABLES = {"deleted_files": _FILES, "collections": _EVENTS, "table_folders": _FOLDERS}
+_ATTEMPTS = 8
+_KEPT_SNAPSHOTS = 10
+_KEEP_ROWS = timedelta(days=90)
+
+
+class JournalLost(BranchlakeError, Terminal):  # noqa: N818 - named like the other outcomes
+    """The journal in Nessie is not the one that belongs to the warehouse, so Nessie may have lost commits."""
+
+
+class JournalContended(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """Other collections changed the journal at every attempt to write to it."""
+
+
+@dataclass(frozen=True)
+class JournaledPlan:
+    """A plan as it was journaled."""
+
+    plan: OpenPlan
+    digest: str
+    rules_digest: str
+    heads_digest: str
+
+
+class CollectionJournal:
+    """The journal of one lake. It is created by `open`. Methods raise NessieError and OSError."""
+
+    def __init__(
+        self, client: NessieClient, catalog: Callable[[], NessieCatalog], files: WarehouseFiles
+    ) -> None:
+        self._client = client
+        self._make_catalog = catalog
+        self._files = files
+        self._id = ""
+
+    @classmethod
+    def of_lake(cls, lake: Lakehouse, files: WarehouseFiles) -> CollectionJournal:
+        """Return the journal of a lake."""
+        properties = {NAMESPACE_CREATE: "true"}
+        return cls(lake.nessie, lambda: lake.catalog(JOURNAL_BRANCH, properties=properties), files)
+
+    # -- identity --------------------------------------------------------------------------------------
+
+    def exists(self) -> bool:
+        """Return whether Nessie has a journal."""
+        return self._client.has_reference(JOURNAL_BRANCH)
+
+    def open(self, *, adopt: bool = False) -> datetime:
+        """Create the journal if the lake has none, and compare it with the warehouse.
+
+        Return the time by the store's clock. `adopt` accepts the journal of Nessie as it is, or a new one.
+        Raises JournalLost.
+        """
+        marker = self.read_marker()
+        self.verify(marker, adopt=adopt)
+        if not self.exists():
+            with contextlib.suppress(NessieAlreadyExists):  # another pass created it
+                self._client.create_branch(
+                    JOURNAL_BRANCH, from_ref=MAIN, from_hash=self._client.no_ancestor_hash
+                )
+        self._id = self._journal_id() or self._create_tables()
+        return self._write_marker()
+
+    def verify(self, marker: Mapping[str, Any] | None, *, adopt: bool = False) -> None:
+        """Raise JournalLost if the warehouse names another journal, or a later state of this one."""
+        if marker is None or adopt:
+            return
+        journal_id = self._journal_id()
+        if journal_id is None:
+            raise self._lost(
+                "Nessie has no journal of a garbage collection, but the warehouse had one.",
+                "no_journal",
+            )
+        if journal_id != marker.get("journal"):
+            raise self._lost("The warehouse belongs to the journal of another Nessie.", "other_journal")
+        if self.count_passes() < int(marker.get("passes", 0)):
+            raise self._lost(
+                "Nessie's journal is older than the one that the warehouse had.", "older_journal"
+            )
+
+    def _lost(self, message: str, reason: str) -> JournalLost:
+        return JournalLost(
+            message,
+            branch=JOURNAL_BRANCH,
+            reason=reason,
+            hint="Nothing was deleted. If Nessie was replaced or restored from a backup, files of commits"
+            " that it lost look unreachable. Copy what you need, then adopt the journal.",
+        )
+
+    def read_marker(self) -> dict[str, Any] | None:
+        """Return the file in the warehouse that names its journal; None if it does not exist.
+
+        A damaged file names no journal that exists.
+        """
+        content = self._files.read_marker()
+        if content is None:
+            return None
+        try:
+            return dict(json.loads(content))
+        except (ValueError, TypeError):
+            return {"journal": "damaged"}
+
+    def _write_marker(self) -> datetime:
+        marker = {"journal": self._id, "passes": self.count_passes()}
+        return self._files.write_marker(json.dumps(marker).encode())
+
+    def _journal_id(self) -> str | None:
+        table = self._find_table("collections")
+        return table.metadata.properties.get(LakeProperty.JOURNAL_ID) if table is not None else None
+
+    def _create_tables(self) -> str:
+        journal_id = uuid.uuid4().hex
+        catalog = self._make_catalog()
+        properties = {
+            LakeProperty.JOURNAL_ID: journal_id,
+            TableProperties.METADATA_PREVIOUS_VERSIONS_MAX: str(_KEPT_SNAPSHOTS),
+        }
+        for name, schema in _TABLES.items():
+            spec = PartitionSpec(PartitionField(1, 1000, IdentityTransform(), "plan_id"))
+            try:
+                catalog.create_table(
+                    (_NAMESPACE, name),
+                    assign_fresh_schema_ids(to_iceberg_schema(schema, 2)),
+                    partition_spec=spec if name == "deleted_files" else UNPARTITIONED_PARTITION_SPEC,
+                    properties=properties,
+                )
+            except TableAlreadyExistsError:
+                continue  # a pass that was killed here, or another one
+        return self._journal_id() or journal_id
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def record_event(
+        self,
+        pass_id: str,
+        event: str,
+        now: datetime,
+        *,
+        plan: JournaledPlan | None = None,
+        plan_id: str = "",
+        details: Mapping[str, object] | None = None,
+    ) -> None:
+        """Append an event of a pass or plan. The file in the warehouse counts passes afterwards."""
+        row = {
+            "pass_id": pass_id,
+            "plan_id": plan.plan.plan_id if plan is not None else plan_id,
+            "event": event,
+            "time": now,
+            "digest": plan.digest if plan is not None else "",
+            "rules_digest": plan.rules_digest if plan is not None else "",
+            "heads_digest": plan.heads_digest if plan is not None else "",
+            "file_count": plan.plan.file_count if plan is not None else 0,
+            "size_bytes": plan.plan.size_bytes if plan is not None else 0,
+            "details": json.dumps(details or {}, default=str),
+        }
+        self._append("collections", [row])
+        if event == "started":
+            self._write_marker()
+
+    def record_files(
+        self,
+        plan_id: str,
+        files: Iterable[PlannedFile],
+        state: str,
+        now: datetime,
+        errors: Mapping[str, str] | None = None,
+    ) -> None:
+        """Append the state of files of a plan."""
+        rows = [
+            {
+                "plan_id": plan_id,
+                "path": file.path,
+                "table": file.table,
+                "reason": file.reason,
+                "size": file.size,
+                "modified": to_time(file.modified_us),
+                "last_root": file.last_root,
+                "state": state,
+                "error": (errors or {}).get(file.path, ""),
+                "time": now,
+            }
+            for file in files
+        ]
+        self._append("deleted_files", rows)
+
+    def record_folders(self, folders: Mapping[str, str], now: datetime) -> None:
+        """Append folders of tables that the journal does not have yet, with the tables' names."""
+        known_folders = self.load_folders()
+        rows = [
+            {"folder": folder, "table": table, "time": now}
+            for folder, table in folders.items()
+            if folder not in known_folders
+        ]
+        self._append("table_folders", rows)
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if not rows:
+            return
+        frame = pa.Table.from_pylist([dict(row) for row in rows], schema=_TABLES[name])
+        self._change(name, lambda table: table.append(frame))
+
+    def _change(self, name: str, change: Callable[[Table], object]) -> None:
+        """Change a table. A row that is appended twice after an unknown outcome has the same meaning."""
+        for _ in range(_ATTEMPTS):
+            try:
+                change(self._load_table(name))
+                return
+            except (CommitFailedException, CommitStateUnknownException):
+                continue
+        raise JournalContended(
+            f"The table {_NAMESPACE}.{name} was changed by others at each of {_ATTEMPTS} attempts.",
+            branch=JOURNAL_BRANCH,
+            hint="Repeat the pass.",
+        )
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def count_passes(self) -> int:
+        """Return the number of passes that the journal has, removed ones included."""
+        events = self._load("collections", columns=("event", "details"))
+        removed = [
+            int(json.loads(row["details"]).get("passes", 0)) for row in events if row["event"] == "trimmed"
+        ]
+        return sum(row["event"] == "started" for row in events) + max(removed, default=0)
+
+    def load_events(self) -> list[dict[str, Any]]:
+        """Return all events, oldest first, with `details` parsed."""
+        events = self._load("collections")
+        for event in events:
+            event["details"] = json.loads(event["details"])
+        return sorted(events, key=lambda event: event["time"])
+
+    def open_plans(self) -> list[JournaledPlan]:
+        """Return the plans that were neither executed nor abandoned, oldest first."""
+        events = self.load_events()
+        closed_ids = {each["plan_id"] for each in events if each["event"] in ("executed", "abandoned")}
+        plans: dict[str, JournaledPlan] = {}
+        for event in events:
+            if event["event"] == "planned" and event["plan_id"] not in closed_ids:
+                due_at = datetime.fromisoformat(event["details"]["due_at"])
+                plan = OpenPlan(
+                    event["plan_id"], event["time"], due_at, event["file_count"], event["size_bytes"]
+                )
+                plans[plan.plan_id] = JournaledPlan(
+                    plan, event["digest"], event["rules_digest"], event["heads_digest"]
+                )
+        return list(plans.values())
+
+    def load_plan_files(self, plan_id: str) -> tuple[list[PlannedFile], frozenset[str]]:
+        """Return all files of a plan, and the paths of those that are done."""
+        rows = self._load("deleted_files", EqualTo("plan_id", plan_id))
+        files = {
+            row["path"]: PlannedFile(
+                row["path"],
+                row["table"],
+                row["reason"],
+                row["size"],
+                to_microseconds(row["modified"]),
+                row["last_root"],
+            )
+            for row in rows
+            if row["state"] == "planned"
+        }
+        done_paths = frozenset(row["path"] for row in rows if row["state"] != "planned")
+        return list(files.values()), done_paths
+
+    def load_planned_paths(self) -> frozenset[str]:
+        """Return the paths of all files in open plans that are not done."""
+        paths: set[str] = set()
+        for plan in self.open_plans():
+            files, done_paths = self.load_plan_files(plan.plan.plan_id)
+            paths |= {file.path for file in files} - done_paths
+        return frozenset(paths)
+
+    def find_file(self, path: str) -> list[dict[str, Any]]:
+        """Return all rows about a file, oldest first."""
+        return sorted(self._load("deleted_files", EqualTo("path", path)), key=lambda row: row["time"])
+
+    def load_folders(self) -> dict[str, str]:
+        """Return the recorded folders of tables, with the tables' names."""
+        return {row["folder"]: row["table"] for row in self._load("table_folders")}
+
+    def count_deleted(self) -> tuple[int, int]:
+        """Return the number and the bytes of the deleted files in the journal."""
+        rows = self._load("deleted_files", EqualTo("state", "deleted"), columns=("path", "size"))
+        frame = pl.DataFrame(rows, schema={"path": pl.String, "size": pl.Int64})
+        return frame.height, int(frame["size"].sum())
+
+    def last_main_hash(self) -> str | None:
+        """Return the hash up to which the log of `main` was read; None before the first pass."""
+        events = self.load_events()
+        hashes = [event["details"].get("main_hash") for event in events if event["event"] == "finished"]
+        return next((each for each in reversed(hashes) if each), None)
+
+    def last_folder_position(self) -> str:
+        """Return the folder at which the last pass stopped listing; empty if it listed all."""
+        events = [event for event in self.load_events() if event["event"] == "finished"]
+        return str(events[-1]["details"].get("next_folder", "")) if events else ""
+
+    def _load(
+        self, name: str, row_filter: BooleanExpression | None = None, columns: tuple[str, ...] = ("*",)
+    ) -> list[dict[str, Any]]:
+        table = self._find_table(name)
+        if table is None:
+            return []
+        scan = table.scan(row_filter=row_filter or AlwaysTrue(), selected_fields=columns)
+        rows: list[dict[str, Any]] = scan.to_arrow().to_pylist()
+        return rows
+
+    def _load_table(self, name: str) -> Table:
+        return self._make_catalog().load_table((_NAMESPACE, name))
+
+    def _find_table(self, name: str) -> Table | None:
+        try:
+            return self._load_table(name)
+        except (NoSuchTableError, ReferenceNotFound):
+            return None
+
+    # -- size ------------------------------------------------------------------------------------------
+
+    def trim(self, pass_id: str, now: datetime) -> None:
+        """Remove rows that are older than 90 days, and all but the last snapshots of the tables.
+
+        Plans are removed whole, which rewrites no file.
+        """
+        oldest = now - _KEEP_ROWS
+        events = self.load_events()
+        old_passes = sum(event["event"] == "started" and event["time"] < oldest for event in events)
+        old_plans = [
+            event["plan_id"]
+            for event in events
+            if event["event"] in ("executed", "abandoned") and event["time"] < oldest
+        ]
+        if old_plans:
+            self._change("deleted_files", lambda table: table.delete(In("plan_id", old_plans)))
+        if old_passes:
+            removed = [event["details"]["passes"] for event in events if event["event"] == "trimmed"]
+            total = old_passes + max(removed, default=0)
+            # Recorded first: a pass that is killed in between counts some passes twice, which only makes
+            # the journal look newer.
+            self.record_event(pass_id, "trimmed", now, details={"passes": total})
+            self._change("collections", lambda table: table.delete(LessThan("time", oldest.isoformat())))
+        for name in _TABLES:
+            self._change(name, _expire_snapshots)
+
+
+def _expire_snapshots(table: Table) -> None:
+    snapshots = sorted(table.metadata.snapshots, key=lambda snapshot: snapshot.timestamp_ms)
+    old_ids = [
+        snapshot.snapshot_id
+        for snapshot in snapshots[:-_KEPT_SNAPSHOTS]
+        if snapshot.snapshot_id != table.metadata.current_snapshot_id
+    ]
+    if old_ids:
+        table.maintenance.expire_snapshots().by_ids(old_ids).commit()

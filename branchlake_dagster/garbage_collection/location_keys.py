@@ -1,0 +1,156 @@
+"""Compare file locations that engines spell differently, as sorted arrays of 64-bit numbers.
+
+Two locations get the same key if they may name the same file. Scheme families (`s3a:`, `s3n:`, `s3:`),
+the number of slashes, percent-encoding, letter case, Unicode form, `..` and symbolic links make no
+difference. So some different files get the same key, and so do files whose 64-bit hashes collide. An
+equal key only ever keeps a file, therefore each ambiguity keeps one file too many and never deletes one.
+
+Keys are valid in one process only.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import unicodedata
+from collections.abc import Sequence
+from urllib.parse import unquote
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+Keys = npt.NDArray[np.uint64]
+
+_FAMILIES = {
+    "s3a": "s3",
+    "s3n": "s3",
+    "gcs": "gs",
+    "abfss": "abfs",
+    "wasb": "abfs",
+    "wasbs": "abfs",
+    "": "file",
+}
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+_MAX_DECODINGS = 4
+"""Engines encode a partition's value, and some encode the whole path again."""
+_MAX_CACHED_FOLDERS = 200_000
+_SPECIAL = r"[%+]|[^\x00-\x7f]"
+
+
+def split_scheme(location: str) -> tuple[str, str]:
+    """Return the scheme family and the path with its bucket: `s3` and `bucket/key`, `file` and `/path`.
+
+    A location without a scheme is a local path.
+    """
+    scheme, separator, rest = location.partition(":")
+    if not separator or not _SCHEME.fullmatch(scheme):
+        scheme, rest = "", location
+    family = _FAMILIES.get(scheme.lower(), scheme.lower())
+    path = rest.lstrip("/")
+    if family != "file":
+        return family, path
+    return family, "/" + (path.removeprefix("localhost/") if rest.startswith("//localhost/") else path)
+
+
+def canonical_location(location: str) -> str:
+    """Return the spelling that stands for all spellings of a location, without a slash at the end."""
+    family, path = split_scheme(location)
+    if family == "file":
+        path = os.path.realpath(path)
+    return f"{family}:{_fold(path)}".rstrip("/")
+
+
+def is_inside(canonical: str, canonical_folder: str) -> bool:
+    """Return whether a location is in a folder, both as canonical locations. A folder is not in itself."""
+    return canonical.startswith(f"{canonical_folder}/")
+
+
+def _fold(path: str) -> str:
+    for _ in range(_MAX_DECODINGS):
+        decoded = unquote(path, errors="replace")
+        if decoded == path:
+            break
+        path = decoded
+    path = unicodedata.normalize("NFC", path.replace("+", " ")).lower()
+    return posixpath.normpath(f"/{path.lstrip('/')}") if path else ""
+
+
+class LocationKeyer:
+    """Computes the keys of locations. One object must serve all locations that are compared.
+
+    The cost is 1 µs per location, and 20 µs per folder for its symbolic links.
+    """
+
+    def __init__(self) -> None:
+        self._folders: dict[str, str] = {}
+
+    def keys(self, locations: Sequence[str] | pl.Series) -> Keys:
+        """Return the keys of locations, in their order."""
+        column = pl.Series("location", locations, dtype=pl.String)
+        if column.is_empty():
+            return np.empty(0, np.uint64)
+        parts = column.to_frame().select(
+            pl.col("location").str.extract(r"^(.*)/", 1).fill_null("").alias("folder"),
+            pl.col("location").str.extract(r"([^/]*)$", 1).str.to_lowercase().alias("name"),
+        )
+        folders = parts["folder"].unique()
+        spelled = folders.to_list()
+        canonical = pl.Series(
+            "canonical", [self._canonical_folder(each) for each in spelled], dtype=pl.String
+        )
+        parts = parts.with_columns(
+            pl.col("folder").replace_strict(folders, canonical, return_dtype=pl.String).alias("canonical")
+        )
+        special = parts["name"].str.contains(_SPECIAL)
+        if special.any():
+            names = parts["name"].to_list()
+            flags = special.to_list()
+            folded = [_fold(name)[1:] if flag else name for name, flag in zip(names, flags, strict=True)]
+            parts = parts.with_columns(pl.Series("name", folded, dtype=pl.String))
+        combined = parts.select(pl.concat_str("canonical", pl.lit("/"), "name").alias("key"))["key"]
+        return combined.hash(seed=0).to_numpy()
+
+    def _canonical_folder(self, folder: str) -> str:
+        canonical = self._folders.get(folder)
+        if canonical is None:
+            if len(self._folders) >= _MAX_CACHED_FOLDERS:
+                self._folders.clear()
+            canonical = self._folders[folder] = canonical_location(folder)
+        return canonical
+
+
+class KeySet:
+    """A growing set of keys in sorted arrays: 8 bytes per key, and at most twice that while it grows."""
+
+    def __init__(self) -> None:
+        self._sorted: Keys = np.empty(0, np.uint64)
+        self._pending: list[Keys] = []
+        self._pending_count = 0
+
+    def add(self, keys: Keys) -> None:
+        """Add keys."""
+        if keys.size:
+            self._pending.append(keys)
+            self._pending_count += keys.size
+            if self._pending_count > max(100_000, self._sorted.size // 2):
+                self._merge()
+
+    def contains(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Return for each key whether the set has it."""
+        self._merge()
+        if not self._sorted.size:
+            return np.zeros(keys.size, np.bool_)
+        positions = np.searchsorted(self._sorted, keys)
+        positions[positions == self._sorted.size] = 0
+        return np.asarray(self._sorted[positions] == keys)
+
+    def __len__(self) -> int:
+        self._merge()
+        return int(self._sorted.size)
+
+    def _merge(self) -> None:
+        if self._pending:
+            self._sorted = np.unique(np.concatenate([self._sorted, *self._pending]))
+            self._pending, self._pending_count = [], 0

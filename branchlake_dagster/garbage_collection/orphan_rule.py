@@ -1,0 +1,94 @@
+"""Decide which listed files are orphans. Pure functions over paths, times and keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from branchlake_dagster.garbage_collection.location_keys import (
+    Keys,
+    KeySet,
+    canonical_location,
+    is_inside,
+)
+from branchlake_dagster.garbage_collection.warehouse_files import to_microseconds
+from branchlake_dagster.garbage_collection.writer_claims import WriterClaim, earliest_claim
+
+
+class FileVerdict(StrEnum):
+    """Why a file is kept, or `ORPHAN`."""
+
+    ORPHAN = "orphan"
+    REACHABLE = "reachable"
+    YOUNG = "young"
+    """Younger than the grace, or from the future by the store's clock."""
+    HIDDEN = "hidden"
+    """Its name or a folder's name begins with `.` or `_`, as names of other tools' files do."""
+    CLAIMED = "claimed"
+    """A living writer may have written it."""
+    PROTECTED = "protected"
+    """Metadata of its table cannot be read."""
+
+
+def is_hidden(relative_path: str) -> bool:
+    """Return whether a path below a table's folder has a part that begins with `.` or `_`.
+
+    A folder `_column=value` is a partition, so it is not hidden.
+    """
+    *folders, name = relative_path.split("/")
+    return name.startswith((".", "_")) or any(
+        folder.startswith(".") or (folder.startswith("_") and "=" not in folder) for folder in folders
+    )
+
+
+@dataclass(frozen=True)
+class OrphanRule:
+    """The rule at one moment: `now` is by the slowest clock, and files must be older than `grace`."""
+
+    now: datetime
+    grace: timedelta
+    claims: tuple[WriterClaim, ...] = ()
+    protected_folders: frozenset[str] = frozenset()
+    """Canonical folders."""
+
+    @cached_property
+    def newest_modified_us(self) -> int:
+        """The latest time, in µs since 1970, at which an orphan may have been modified."""
+        return to_microseconds(self.now - self.grace)
+
+    def judge(
+        self, keys: Keys, modified_us: npt.NDArray[np.int64], locations: Sequence[str], reachable: KeySet
+    ) -> list[FileVerdict]:
+        """Judge files that are not hidden, in their order.
+
+        `locations` are needed only for files that no other rule keeps.
+        """
+        verdicts = [FileVerdict.REACHABLE] * int(keys.size)
+        claimed_since = earliest_claim(self.claims, self.now)
+        claimed_since_us = math.inf if claimed_since is None else to_microseconds(claimed_since)
+        claimed_folders = frozenset[str]().union(*(claim.folders for claim in self.claims))
+        for index in np.flatnonzero(~reachable.contains(keys)).tolist():
+            modified = int(modified_us[index])
+            if modified > self.newest_modified_us:
+                verdicts[index] = FileVerdict.YOUNG
+            elif modified >= claimed_since_us or _is_in_any(locations[index], claimed_folders):
+                verdicts[index] = FileVerdict.CLAIMED
+            elif _is_in_any(locations[index], self.protected_folders):
+                verdicts[index] = FileVerdict.PROTECTED
+            else:
+                verdicts[index] = FileVerdict.ORPHAN
+        return verdicts
+
+
+def _is_in_any(location: str, folders: frozenset[str]) -> bool:
+    if not folders:
+        return False
+    canonical = canonical_location(location)
+    return any(is_inside(canonical, folder) for folder in folders)

@@ -1,0 +1,298 @@
+"""Mark the files that live states of tables lead to.
+
+A state leads to its metadata file, the manifest lists of its snapshots, their manifests, the data and
+delete files in these that were not removed, and its statistics. It does not lead to earlier metadata
+files: those are reachable if a live commit has them.
+
+A file that is missing or damaged on the way hides what it led to. Then all files of the table's folders,
+and of the folder of that file, are kept. A storage that does not answer ends the pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+from pyiceberg.io import FileIO, load_file_io
+from pyiceberg.manifest import DataFile, ManifestContent, ManifestEntryStatus, ManifestFile
+from pyiceberg.table import TableProperties
+
+from branchlake_dagster.catalog.stored_files import (
+    StoredFileDamaged,
+    map_concurrently,
+    read_content,
+    read_metadata_fields,
+    wrap_parse_errors,
+)
+from branchlake_dagster.errors import BranchlakeError, Transient
+from branchlake_dagster.garbage_collection.live_history import LiveState
+from branchlake_dagster.garbage_collection.location_keys import KeySet, LocationKeyer, canonical_location
+from branchlake_dagster.internals.pyiceberg import iter_entries, iter_manifests
+from branchlake_dagster.tables.table_files import table_root
+
+_FILES_AT_ONCE = 256
+_POLARS_ERRORS = (pl.exceptions.PolarsError, pl.exceptions.PanicException)
+"""What Polars raises for an Avro file of a codec or type that it does not read."""
+_FOLDER_PROPERTIES = (
+    TableProperties.WRITE_DATA_PATH,
+    TableProperties.WRITE_METADATA_PATH,
+    "write.object-storage.path",
+    "write.folder-storage.path",
+)
+
+
+class RootsUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """The storage did not answer for a metadata file, so it is unknown which files are still needed."""
+
+
+@dataclass(frozen=True)
+class StateFiles:
+    """What a metadata file names directly. `folders` are those that the table's writers use."""
+
+    manifest_lists: tuple[str, ...] = ()
+    manifests: tuple[tuple[str, int], ...] = ()
+    """Manifests that snapshots name without a list (format version 1), with length 0."""
+    statistics: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+
+
+def parse_state(metadata: Mapping[str, Any]) -> StateFiles:
+    """Return the files that table metadata names, from its fields as JSON."""
+    snapshots = metadata.get("snapshots") or ()
+    properties = metadata.get("properties") or {}
+    folders = [metadata.get("location"), *(properties.get(name) for name in _FOLDER_PROPERTIES)]
+    statistics = [*(metadata.get("statistics") or ()), *(metadata.get("partition-statistics") or ())]
+    return StateFiles(
+        tuple(each["manifest-list"] for each in snapshots if each.get("manifest-list")),
+        tuple((path, 0) for each in snapshots for path in each.get("manifests") or ()),
+        tuple(each["statistics-path"] for each in statistics),
+        tuple(f"{folder.rstrip('/')}/" for folder in folders if folder),
+    )
+
+
+def read_manifest_list(io: FileIO, location: str) -> list[tuple[str, int]]:
+    """Return the manifests in a manifest list, with their lengths in bytes.
+
+    Raises FileNotFoundError, another OSError, and StoredFileDamaged.
+    """
+    content = read_content(io, location)
+    try:
+        columns = pl.read_avro(BytesIO(content), columns=["manifest_path", "manifest_length"])
+        return list(
+            zip(columns["manifest_path"].to_list(), columns["manifest_length"].to_list(), strict=True)
+        )
+    except _POLARS_ERRORS:
+        with wrap_parse_errors(location):
+            return [(each.manifest_path, each.manifest_length) for each in iter_manifests(content)]
+
+
+@dataclass(frozen=True)
+class ManifestPaths:
+    """The files in a manifest: the live ones, and the removed ones with the snapshots that removed them."""
+
+    live: pl.Series
+    removed: pl.Series
+    removed_by: npt.NDArray[np.int64]
+
+
+def read_manifest_paths(io: FileIO, location: str, length: int) -> ManifestPaths:
+    """Return the files that a manifest lists, live and removed. Raises as `read_manifest_list`.
+
+    A manifest that is shorter than recorded is damaged, although its first blocks may be readable.
+    """
+    content = read_content(io, location, length)
+    try:
+        rows = pl.read_avro(BytesIO(content), columns=["status", "snapshot_id", "data_file"]).select(
+            "status", "snapshot_id", pl.col("data_file").struct.field("file_path")
+        )
+    except _POLARS_ERRORS:
+        with wrap_parse_errors(location):
+            rows = _read_entries(content, location)
+    is_removed = rows["status"] == ManifestEntryStatus.DELETED.value
+    removed = rows.filter(is_removed)
+    live = rows.filter(~is_removed)["file_path"]
+    return ManifestPaths(live, removed["file_path"], removed["snapshot_id"].fill_null(-1).to_numpy())
+
+
+def _read_entries(content: bytes, location: str) -> pl.DataFrame:
+    manifest = ManifestFile.from_args(
+        manifest_path=location,
+        manifest_length=len(content),
+        partition_spec_id=0,
+        content=ManifestContent.DATA,
+        sequence_number=0,
+        min_sequence_number=0,
+        added_snapshot_id=-1,
+    )
+    entries = list(iter_entries(manifest, content))
+    files: list[DataFile] = [entry.data_file for entry in entries]
+    return pl.DataFrame(
+        {
+            "status": [entry.status.value for entry in entries],
+            "snapshot_id": [entry.snapshot_id for entry in entries],
+            "file_path": [file.file_path for file in files],
+        },
+        schema={"status": pl.Int32, "snapshot_id": pl.Int64, "file_path": pl.String},
+    )
+
+
+@dataclass
+class RemovedFiles:
+    """Keys of files that live manifests list as removed, with the ids of the snapshots that removed them."""
+
+    keys: list[npt.NDArray[np.uint64]] = field(default_factory=list)
+    snapshot_ids: list[npt.NDArray[np.int64]] = field(default_factory=list)
+
+    def find(self, wanted: npt.NDArray[np.uint64]) -> list[int | None]:
+        """Return for each key the snapshot that removed the file; None if it is not known."""
+        if not self.keys:
+            return [None] * wanted.size
+        keys, ids = np.concatenate(self.keys), np.concatenate(self.snapshot_ids)
+        order = np.argsort(keys, kind="stable")
+        keys, ids = keys[order], ids[order]
+        positions = np.minimum(np.searchsorted(keys, wanted), keys.size - 1)
+        found = keys[positions] == wanted
+        return [int(ids[p]) if f else None for p, f in zip(positions.tolist(), found.tolist(), strict=True)]
+
+
+class ReachableFiles:
+    """The keys of all files that the added states lead to. Each file is read once.
+
+    Args:
+        properties: PyIceberg's FileIO properties.
+        keyer: Computes the keys; the same object serves the files that are compared.
+        progress: Called with a sentence.
+    """
+
+    def __init__(
+        self,
+        properties: Mapping[str, str],
+        keyer: LocationKeyer,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._properties = dict(properties)
+        self._keyer = keyer
+        self._progress = progress
+        self._read_digests: set[bytes] = set()
+        """Digests of locations that were read. They have 16 bytes: a collision would lose a root."""
+        self._ios: dict[str, FileIO] = {}
+        self.keys = KeySet()
+        self.removed = RemovedFiles()
+        self.table_folders: dict[str, str] = {}
+        """Folders of live tables -> the table's name."""
+        self.protected_folders: dict[str, str] = {}
+        """Canonical folders whose files are all kept -> the file that could not be read."""
+
+    def add_states(self, states: Sequence[LiveState]) -> None:
+        """Mark all files that these states lead to.
+
+        Raises RootsUnreadable if the storage does not answer.
+        """
+        self.keys.add(self._keyer.keys([state.location for state in states]))
+        for state in states:
+            if not state.is_table and state.content_type != "ICEBERG_VIEW":
+                # A content of an unknown type may use all files beside and below the one that it names.
+                for folder in (f"{state.location.rstrip('/')}/", table_root(state.location)):
+                    self._protect(folder, state.location)
+        tables = self._select_unread([state for state in states if state.is_table], lambda one: one.location)
+        for start in range(0, len(tables), _FILES_AT_ONCE):
+            self._progress(f"Reading the metadata of table states: {start:,} of {len(tables):,}.")
+            self._add_tables(tables[start : start + _FILES_AT_ONCE])
+
+    def _add_tables(self, states: Sequence[LiveState]) -> None:
+        parsed = map_concurrently(self._read_state, states, lambda state: state.location)
+        lists: dict[str, tuple[str, ...]] = {}
+        manifests: dict[str, tuple[int, tuple[str, ...]]] = {}
+        statistics: list[str] = []
+        for state, files in zip(states, parsed, strict=True):
+            folders = (table_root(state.location), *files.folders)
+            for folder in folders:
+                self.table_folders.setdefault(folder, state.key.name)
+            statistics += files.statistics
+            lists |= {path: folders for path in files.manifest_lists if path not in lists}
+            manifests |= {path: (size, folders) for path, size in files.manifests}
+        self.keys.add(self._keyer.keys(statistics))
+        self.keys.add(self._keyer.keys(list(lists)))
+        unread_lists = self._select_unread(list(lists.items()), lambda item: item[0])
+        for (_, folders), rows in zip(
+            unread_lists,
+            map_concurrently(self._read_list, unread_lists, lambda item: item[0]),
+            strict=True,
+        ):
+            for path, length in rows:
+                manifests.setdefault(path, (length, folders))
+        self.keys.add(self._keyer.keys(list(manifests)))
+        unread = self._select_unread(list(manifests.items()), lambda item: item[0])
+        for start in range(0, len(unread), _FILES_AT_ONCE):
+            chunk = unread[start : start + _FILES_AT_ONCE]
+            self._add_manifests(map_concurrently(self._read_manifest, chunk, lambda item: item[0]))
+
+    def _add_manifests(self, manifests: Iterable[ManifestPaths | None]) -> None:
+        read_manifests = [each for each in manifests if each is not None]
+        if not read_manifests:
+            return
+        self.keys.add(self._keyer.keys(pl.concat([each.live for each in read_manifests])))
+        with_removed = [each for each in read_manifests if len(each.removed)]
+        if with_removed:
+            self.removed.keys.append(self._keyer.keys(pl.concat([each.removed for each in with_removed])))
+            self.removed.snapshot_ids.append(np.concatenate([each.removed_by for each in with_removed]))
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def _read_state(self, state: LiveState) -> StateFiles:
+        def read() -> StateFiles:
+            fields = read_metadata_fields(self._io(state.location), state.location)
+            with wrap_parse_errors(state.location):
+                return parse_state(fields)
+
+        return self._read(state.location, (table_root(state.location),), read) or StateFiles()
+
+    def _read_list(self, item: tuple[str, tuple[str, ...]]) -> list[tuple[str, int]]:
+        location, folders = item
+        return self._read(location, folders, lambda: read_manifest_list(self._io(location), location)) or []
+
+    def _read_manifest(self, item: tuple[str, tuple[int, tuple[str, ...]]]) -> ManifestPaths | None:
+        location, (length, folders) = item
+        paths: ManifestPaths | None = self._read(
+            location, folders, lambda: read_manifest_paths(self._io(location), location, length)
+        )
+        return paths
+
+    def _read(self, location: str, folders: Sequence[str], read_file: Callable[[], Any]) -> Any:
+        """Read a file; None if it is missing or damaged, and then its table's folders are protected."""
+        try:
+            return read_file()
+        except (FileNotFoundError, StoredFileDamaged):
+            for folder in (*folders, table_root(location)):
+                self._protect(folder, location)
+            return None
+        except Exception as error:
+            raise RootsUnreadable(
+                f"File {location} cannot be read: {type(error).__name__}.",
+                hint="Nothing was deleted. Repeat the pass when the storage answers.",
+                subject=location,
+            ) from error
+
+    def _protect(self, folder: str, location: str) -> None:
+        self.protected_folders.setdefault(canonical_location(folder), location)
+
+    def _select_unread(self, items: Sequence[Any], location: Callable[[Any], str]) -> list[Any]:
+        unread = []
+        for item in items:
+            digest = hashlib.blake2b(location(item).encode(), digest_size=16).digest()
+            if digest not in self._read_digests:
+                self._read_digests.add(digest)
+                unread.append(item)
+        return unread
+
+    def _io(self, location: str) -> FileIO:
+        scheme, _, _ = location.rpartition("://")
+        if scheme not in self._ios:
+            self._ios[scheme] = load_file_io(self._properties, location)
+        return self._ios[scheme]

@@ -1,0 +1,313 @@
+"""List, inspect and delete files of the warehouse.
+
+Paths here are those of the warehouse's file system, without a scheme: `/data/lake/…` or `bucket/lake/…`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from pyarrow.fs import FileSelector, FileSystem, FileType, FSSpecHandler, LocalFileSystem, PyFileSystem
+from pyiceberg.io import load_file_io
+from pyiceberg.io.pyarrow import PyArrowFileIO
+
+from branchlake_dagster.catalog.stored_files import is_chosen_name, load_prefixes
+from branchlake_dagster.errors import BranchlakeError, Transient, Unsupported
+from branchlake_dagster.garbage_collection.location_keys import canonical_location, is_inside, split_scheme
+from branchlake_dagster.settings import Settings
+from branchlake_dagster.stored_names import LakeFolder
+
+_REMOTE_THREADS = 32
+
+
+class WarehouseUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
+    """A folder or file of the warehouse cannot be read; no file of it was deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    """A file: its path, its size in bytes, and its modification time in µs since 1970 by the store's clock."""
+
+    path: str
+    size: int
+    modified_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """What happened to a file: `state` is `deleted`, `missing` (it was gone already) or `failed`."""
+
+    path: str
+    state: str
+    error: str = ""
+
+
+class WarehouseFiles:
+    """The files below the root of a lake's tables.
+
+    Args:
+        location: The root of the warehouse, as in the settings.
+        properties: PyIceberg's FileIO properties.
+
+    Raises:
+        Unsupported: PyIceberg does not use PyArrow for this warehouse.
+    """
+
+    def __init__(self, location: str, properties: Mapping[str, str]) -> None:
+        io = load_file_io(dict(properties), location)
+        if not isinstance(io, PyArrowFileIO):
+            raise Unsupported(
+                f"Files of {location} cannot be listed, because its file IO is not PyArrow's.",
+                hint="Remove `py-io-impl` from the catalog's properties.",
+            )
+        self.location = location.rstrip("/")
+        self.canonical = canonical_location(location)
+        self._io = io
+        self.scheme, netloc, self.root = io.parse_location(self.location, io.properties)
+        self._system: FileSystem = io.fs_by_scheme(self.scheme, netloc)
+        self.is_local = isinstance(self._system, LocalFileSystem)
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> WarehouseFiles:
+        """Return the files of a lake."""
+        return cls(settings.warehouse_uri, settings.file_io_properties())
+
+    # -- names -----------------------------------------------------------------------------------------
+
+    def is_table_folder(self, folder: str) -> bool:
+        """Return whether a folder's files may be candidates: it is in the warehouse and not branchlake's own.
+
+        The warehouse itself is no table's folder, nor is a folder that has branchlake's own files in it.
+        """
+        canonical = canonical_location(folder)
+        own_folder = f"{self.canonical}/_branchlake"
+        return (
+            is_inside(canonical, self.canonical)
+            and canonical != own_folder
+            and not is_inside(canonical, own_folder)
+        )
+
+    def path_of(self, location: str) -> str:
+        """Return the path of a location in the warehouse's file system."""
+        family, path = split_scheme(location)
+        return "/" + path.lstrip("/") if family == "file" else path
+
+    def location_of(self, path: str) -> str:
+        """Return the location of a path, with a scheme."""
+        return f"file://{path}" if self.is_local else f"{self.scheme}://{path}"
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def iter_files(self, folder: str) -> Iterator[ListedFile]:
+        """Iterate over all files below a folder. A missing folder has none. Raises WarehouseUnreadable.
+
+        Local symbolic links are neither followed nor returned. Files whose names are not Unicode are left
+        out. Remote folders are listed with one request per 1,000 files.
+        """
+        path = self.path_of(folder).rstrip("/")
+        try:
+            if self.is_local:
+                yield from _iter_local_files(path)
+                return
+            for info in self._system.get_file_info(FileSelector(path, recursive=True, allow_not_found=True)):
+                if info.type is FileType.File:
+                    yield ListedFile(info.path, info.size or 0, _to_microseconds(info.mtime))
+        except OSError as error:
+            raise WarehouseUnreadable(
+                f"Folder {folder} cannot be listed: {type(error).__name__}.",
+                hint="Nothing was deleted. Make the folder readable, and repeat the pass.",
+                subject=folder,
+            ) from error
+
+    def list_recorded_folders(self) -> list[str]:
+        """List the folders below the prefixes that writers have recorded. Raises WarehouseUnreadable.
+
+        A prefix that ends with `_` stands for the folders of all tables with that name. Only folders that
+        the catalog has named count: `orders_old` is no folder of the table `orders`.
+        """
+        try:
+            prefixes = load_prefixes(self._io, self.location)
+            folders = [prefix for prefix in prefixes if prefix.endswith("/")]
+            bases_by_parent: dict[str, set[str]] = {}
+            for prefix in prefixes:
+                if not prefix.endswith("/"):
+                    parent, _, base = prefix.rpartition("/")
+                    bases_by_parent.setdefault(parent, set()).add(base)
+            for parent, bases in bases_by_parent.items():
+                for name in self._list_subfolders(self.path_of(parent)):
+                    if any(is_chosen_name(name, base) for base in bases):
+                        folders.append(f"{parent}/{name}/")
+        except OSError as error:
+            raise WarehouseUnreadable(
+                f"The recorded folders of {self.location} cannot be read: {type(error).__name__}.",
+                hint="Nothing was deleted. Repeat the pass when the storage answers.",
+            ) from error
+        return folders
+
+    def _list_subfolders(self, path: str) -> list[str]:
+        infos = self._system.get_file_info(FileSelector(path, allow_not_found=True))
+        return [
+            info.base_name
+            for info in infos
+            if info.type is FileType.Directory and not (self.is_local and Path(info.path).is_symlink())
+        ]
+
+    def inspect(self, paths: Sequence[str]) -> list[ListedFile | None]:
+        """Return the present size and time of each file; None if the file does not exist.
+
+        Raises WarehouseUnreadable. Costs one request per file, 32 of them at once.
+        """
+        try:
+            if self.is_local:
+                return [_inspect_local_file(path) for path in paths]
+            with ThreadPoolExecutor(_REMOTE_THREADS) as pool:
+                infos = list(pool.map(self._system.get_file_info, paths))
+        except OSError as error:
+            raise WarehouseUnreadable(
+                f"Files of {self.location} cannot be inspected: {type(error).__name__}.",
+                hint="These files were not deleted. Repeat the pass when the storage answers.",
+            ) from error
+        return [
+            ListedFile(info.path, info.size or 0, _to_microseconds(info.mtime))
+            if info.type is FileType.File
+            else None
+            for info in infos
+        ]
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def delete(self, paths: Sequence[str]) -> list[Deletion]:
+        """Delete files and return what happened to each, in order. An error of one file stops no other.
+
+        Where the file system is fsspec's, the files are deleted by its batched requests. After an error the
+        file is looked up, because a request whose reply was lost may have deleted it.
+        """
+        if self.is_local:
+            return [self._delete_file(path) for path in paths]
+        if isinstance(self._system, PyFileSystem) and isinstance(self._system.handler, FSSpecHandler):
+            # The outcome of a batch is read from the storage: a batch that failed may be half done.
+            with contextlib.suppress(Exception):
+                self._system.handler.fs.rm(list(paths))
+        with ThreadPoolExecutor(_REMOTE_THREADS) as pool:
+            return list(pool.map(self._delete_file, paths))
+
+    def _delete_file(self, path: str) -> Deletion:
+        try:
+            self._delete_one(path)
+        except FileNotFoundError:
+            return Deletion(path, "missing")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the file is looked up
+            return self._find_outcome(path, error)
+        if self.is_local:
+            # Hadoop's local file system writes a checksum file next to each file that Spark writes.
+            folder, _, name = path.rpartition("/")
+            with contextlib.suppress(OSError):
+                Path(f"{folder}/.{name}.crc").unlink()
+        return Deletion(path, "deleted")
+
+    def _delete_one(self, path: str) -> None:
+        if self.is_local:
+            os.unlink(path)  # noqa: PTH108 - a Path object would take a third of the time
+        else:
+            self._system.delete_file(path)
+
+    def _find_outcome(self, path: str, error: Exception) -> Deletion:
+        try:
+            (file,) = self.inspect([path])
+        except WarehouseUnreadable as unreadable:
+            return Deletion(path, "failed", f"{type(error).__name__}, then {type(unreadable).__name__}")
+        return Deletion(path, "deleted") if file is None else Deletion(path, "failed", type(error).__name__)
+
+    def write_marker(self, content: bytes) -> datetime:
+        """Replace the collector's marker file, and return its time by the store's clock. Raises OSError."""
+        path = self._marker_path()
+        if self.is_local:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            target = f"{path}.{uuid.uuid4().hex}.tmp"
+            Path(target).write_bytes(content)
+            Path(target).replace(path)
+        else:
+            with self._system.open_output_stream(path) as stream:
+                stream.write(content)
+        (file,) = self.inspect([path])
+        assert file is not None  # noqa: S101 - it was just written
+        return to_time(file.modified_us)
+
+    def read_marker(self) -> bytes | None:
+        """Return the content of the collector's marker file; None if it does not exist. Raises OSError."""
+        try:
+            with self._system.open_input_stream(self._marker_path()) as stream:
+                content: bytes = stream.read()
+                return content
+        except FileNotFoundError:
+            return None
+
+    def _marker_path(self) -> str:
+        return f"{self.root}/{LakeFolder.GARBAGE_COLLECTION}/journal.json"
+
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def to_time(microseconds: int) -> datetime:
+    """Return a time in µs since 1970 as a time in UTC."""
+    return _EPOCH + timedelta(microseconds=microseconds)
+
+
+def to_microseconds(moment: datetime) -> int:
+    """Return a time in µs since 1970."""
+    return (moment - _EPOCH) // timedelta(microseconds=1)
+
+
+_FAR_FUTURE_US = 1 << 62
+"""Stands for the time of a file whose store does not know it. Such a file is never old enough."""
+
+
+def _to_microseconds(modified_at: Any) -> int:
+    return to_microseconds(modified_at) if modified_at is not None else _FAR_FUTURE_US
+
+
+def _iter_local_files(path: str) -> Iterator[ListedFile]:
+    folders = [path]
+    while folders:
+        try:
+            entries = os.scandir(folders.pop())
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        with entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif entry.is_file(follow_symlinks=False) and _is_unicode(entry.path):
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    yield ListedFile(entry.path, status.st_size, status.st_mtime_ns // 1000)
+
+
+def _inspect_local_file(path: str) -> ListedFile | None:
+    try:
+        status = os.stat(path, follow_symlinks=False)  # noqa: PTH116 - as above
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return ListedFile(path, status.st_size, status.st_mtime_ns // 1000)
+
+
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

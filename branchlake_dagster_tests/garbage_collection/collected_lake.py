@@ -1,0 +1,176 @@
+"""A lake in memory with real Iceberg files, whose clocks a test sets, and collectors of it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyiceberg.table import Table
+
+from branchlake_dagster.garbage_collection.collector import FileCollector
+from branchlake_dagster.garbage_collection.location_keys import canonical_location
+from branchlake_dagster.lakehouse import lakehouse as lakehouses
+from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.errors import RetryBudget, RetryPolicy
+from branchlake_dagster.runs.heartbeats import Heartbeat
+from branchlake_dagster.runs.run_branch import ensure_main_has_commit
+from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.suite.memory import NamedTransport, SharedNessie
+
+DAY = timedelta(days=1)
+NOW = datetime.now(UTC)
+ROWS = pa.table({"n": [1, 2, 3]})
+
+
+class MemoryHeartbeats:
+    """Heartbeats that a test sets. A writer in `dead` never beats again; others answer anew at each reading."""
+
+    def __init__(self) -> None:
+        self.beats: list[Heartbeat] = []
+        self.error: Exception | None = None
+
+    def all(self) -> Sequence[Heartbeat]:
+        if self.error is not None:
+            raise self.error
+        return tuple(self.beats)
+
+    def remove(self, branch: str, writer: str) -> None:
+        self.beats = [beat for beat in self.beats if (beat.branch, beat.writer) != (branch, writer)]
+
+    def beat(self, branch: str, *, at: datetime | None = None) -> None:
+        written_at = at or datetime.now(UTC)
+        self.beats.append(Heartbeat(branch, f"w-{branch}", "r", written_at=written_at, text=str(written_at)))
+
+
+@dataclass
+class CollectedLake:
+    """A lake, its namespace `shop` on `main`, and what a test does to it."""
+
+    folder: Path
+    server: SharedNessie
+    lake: Lakehouse
+    client: NessieClient
+    heartbeats: MemoryHeartbeats = field(default_factory=MemoryHeartbeats)
+    namespace: str = "shop"
+
+    @property
+    def nessie(self) -> NessieClient:
+        return self.lake.nessie
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "state" / "warehouse"
+
+    def at(self, moment: datetime) -> None:
+        """Let Nessie's clock show this moment from now on."""
+        self.server.history._clock = lambda: moment
+
+    # -- tables ----------------------------------------------------------------------------------------
+
+    def create(self, name: str = "t", ref: str = MAIN, **options: Any) -> Table:
+        catalog = self.lake.catalog(ref, properties={"namespace.create": "true"})
+        return catalog.create_table((self.namespace, name), ROWS.schema, **options)
+
+    def table(self, name: str = "t", ref: str = MAIN) -> Table:
+        return self.lake.catalog(ref).load_table((self.namespace, name))
+
+    def append(self, *numbers: int, name: str = "t", ref: str = MAIN) -> str:
+        """Append rows, and return the path of the data file."""
+        before = self.data_files(name, ref)
+        self.table(name, ref).append(pa.table({"n": list(numbers)}))
+        (path,) = self.data_files(name, ref) - before
+        return path
+
+    def data_files(self, name: str = "t", ref: str = MAIN) -> set[str]:
+        table = self.table(name, ref)
+        if table.current_snapshot() is None:
+            return set()
+        return {path.removeprefix("file://") for path in table.inspect.files()["file_path"].to_pylist()}
+
+    def rows(self, name: str = "t", ref: str = MAIN) -> list[int]:
+        return sorted(self.table(name, ref).scan().to_arrow()["n"].to_pylist())
+
+    def branch(self, name: str, source: str = MAIN) -> str:
+        self.nessie.create_branch(name, from_ref=source, from_hash=self.nessie.reference(source).hash)
+        return name
+
+    def tag(self, name: str, source: str = MAIN) -> str:
+        self.nessie.create_tag(name, from_ref=source, from_hash=self.nessie.reference(source).hash)
+        return name
+
+    def delete(self, name: str) -> None:
+        ref = self.nessie.reference(name)
+        remove = self.nessie.delete_tag if ref.type == "TAG" else self.nessie.delete_branch
+        remove(name, expected_hash=ref.hash)
+
+    def table_folder(self, name: str = "t", ref: str = MAIN) -> Path:
+        return Path(self.table(name, ref).location().removeprefix("file://"))
+
+    # -- files -----------------------------------------------------------------------------------------
+
+    def write(self, path: Path, content: bytes = b"x") -> str:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return str(path)
+
+    def stray(self, name: str = "t", file: str = "") -> str:
+        """Write a data file that nothing names into a table's folder."""
+        return self.write(self.table_folder(name) / "data" / (file or f"stray-{uuid.uuid4()}.parquet"))
+
+    def age(self, days: float = 20, *, only: Sequence[str] | None = None) -> None:
+        """Let files look as old as this, by default all that exist."""
+        stamp = (datetime.now(UTC) - days * DAY).timestamp()
+        for path in [Path(each) for each in only] if only is not None else self.root.rglob("*"):
+            if path.is_file():
+                os.utime(path, (stamp, stamp))
+
+    def files(self) -> set[str]:
+        """The files of the warehouse, without branchlake's own and the journal's."""
+        return {
+            str(path)
+            for path in self.root.rglob("*")
+            if path.is_file()
+            and path.relative_to(self.root).parts[0] not in ("_branchlake", "branchlake")
+        }
+
+    # -- collections -----------------------------------------------------------------------------------
+
+    def collector(self, *, ago: timedelta = timedelta(0), **options: Any) -> FileCollector:
+        """A collector at a moment before now."""
+        collector = FileCollector.of_lake(
+            self.lake, now=lambda: datetime.now(UTC) - ago, sleep=lambda _: None, **options
+        )
+        collector._heartbeats = self.heartbeats
+        return collector
+
+    def collect(self, **options: Any) -> set[str]:
+        """Plan two days ago and execute now; return what was deleted."""
+        before = self.files()
+        self.collector(ago=2 * DAY, **options).run()
+        self.collector(**options).run()
+        return before - self.files()
+
+
+def open_lake(folder: Path, settings: Mapping[str, Any] | None = None) -> CollectedLake:
+    """A new lake. Its clients are found by its address, as in `suite.memory`."""
+    uri = f"http://{uuid.uuid4().hex}.invalid/api/v2"
+    server = SharedNessie()
+    client = NessieClient(
+        uri, transport=NamedTransport(server, uri), retry=RetryPolicy(budget=RetryBudget())
+    )
+    lakehouses._clients[os.getpid(), uri, None, True] = client
+    lake = Lakehouse(Settings(state_dir=folder / "state", nessie_uri=uri, **(settings or {})), start=False)
+    made = CollectedLake(folder, server, lake, client)
+    ensure_main_has_commit(client)
+    return made
+
+
+def same_file(one: str, other: str) -> bool:
+    return canonical_location(one) == canonical_location(other)

@@ -1,0 +1,881 @@
+"""What a pass deletes and what it keeps, on a lake in memory with real files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyiceberg.table.statistics import BlobMetadata, StatisticsFile
+
+from branchlake_dagster.errors import (
+    HeartbeatsUnreadable,
+    JournalLost,
+    NessieUnavailable,
+    RootsUnreadable,
+    WarehouseUnreadable,
+)
+from branchlake_dagster.garbage_collection import collector as collector_module
+from branchlake_dagster.garbage_collection.collector import FileCollector
+from branchlake_dagster.garbage_collection.explanation import FileExplanation, MomentExplanation
+from branchlake_dagster.garbage_collection.summary import (
+    explanation_to_json,
+    format_explanation,
+    format_plan,
+    format_result,
+    list_holder_rows,
+    list_plan_rows,
+    list_table_rows,
+    plan_to_json,
+    result_to_json,
+    status_to_json,
+)
+from branchlake_dagster.garbage_collection.warehouse_files import Deletion, WarehouseFiles
+from branchlake_dagster.lakehouse.lakehouse import MAIN
+from branchlake_dagster.nessie.model import ContentKey, OtherContent, Put
+from branchlake_dagster.stored_names import JOURNAL_BRANCH
+from branchlake_dagster_tests.garbage_collection.collected_lake import DAY, CollectedLake, open_lake
+
+pytestmark = pytest.mark.lake
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Iterator[CollectedLake]:
+    made = open_lake(tmp_path)
+    made.create()
+    made.append(1)
+    yield made
+
+
+# -- what is deleted -----------------------------------------------------------------------------------
+
+
+def test_a_stray_file_is_planned_and_deleted_after_the_delay(lake: CollectedLake) -> None:
+    stray = lake.stray()
+    lake.age()
+    before = lake.files()
+    first = lake.collector(ago=2 * DAY).run()
+    assert (first.executed, first.plan.file_count, lake.files()) == ((), 1, before)
+    assert first.plan.sample[0].path == stray
+    assert first.plan.files_by_table == {"shop.t": (1, 1)}
+    soon = lake.collector(ago=1.5 * DAY).run()
+    assert (soon.executed, soon.plan.file_count, lake.files()) == ((), 0, before)
+    second = lake.collector().run()
+    (executed,) = second.executed
+    assert (executed.plan_id, executed.state, executed.deleted, executed.deleted_bytes) == (
+        first.plan.plan_id,
+        "executed",
+        1,
+        1,
+    )
+    assert before - lake.files() == {stray}
+    assert lake.rows() == [1]
+    third = lake.collector().run()
+    assert (third.executed, third.plan.file_count) == ((), 0)
+
+
+def test_a_plan_changes_nothing(lake: CollectedLake) -> None:
+    stray = lake.stray()
+    lake.age()
+    plan = lake.collector().plan()
+    assert (plan.plan_id, plan.file_count, plan.sample[0].path) == ("", 1, stray)
+    assert not lake.nessie.has_reference(JOURNAL_BRANCH)
+    assert Path(stray).exists()
+
+
+def test_files_of_a_replaced_state_go_with_the_horizon(lake: CollectedLake) -> None:
+    lake.at(datetime.now(UTC) - 50 * DAY)
+    gone = open_table_with_dropped_snapshot(lake)
+    lake.at(datetime.now(UTC) - 40 * DAY)
+    lake.append(5, name="u")  # the state at the horizon
+    lake.at(datetime.now(UTC) - 10 * DAY)
+    kept_row = lake.append(6, name="u")
+    lake.age()
+    deleted = lake.collect()
+    assert gone in deleted
+    assert kept_row not in deleted
+    assert lake.rows(name="u") == [2, 5, 6]
+
+
+def open_table_with_dropped_snapshot(lake: CollectedLake) -> str:
+    """Create table `u`, overwrite its row, and expire the snapshot before; return the replaced data file."""
+    lake.create("u")
+    gone = lake.append(1, name="u")
+    table = lake.table("u")
+    old_id = table.current_snapshot().snapshot_id  # type: ignore[union-attr]
+    table.overwrite(__import__("pyarrow").table({"n": [2]}))
+    snapshots = [one.snapshot_id for one in lake.table("u").metadata.snapshots[:-1]]
+    assert old_id in snapshots
+    lake.table("u").maintenance.expire_snapshots().by_ids(snapshots).commit()
+    return gone
+
+
+def test_the_state_at_the_horizon_is_kept(lake: CollectedLake) -> None:
+    """Not only younger commits: the lake was in the state of the newest older one."""
+    lake.at(datetime.now(UTC) - 60 * DAY)
+    gone = open_table_with_dropped_snapshot(lake)
+    expired = lake.nessie.reference(MAIN).hash
+    lake.at(datetime.now(UTC) - 50 * DAY)
+    lake.create("v")
+    at_horizon = lake.append(3, name="v")
+    lake.at(datetime.now(UTC) - 1 * DAY)
+    lake.lake.catalog().drop_table((lake.namespace, "v"))
+    lake.age()
+    deleted = lake.collect()
+    assert at_horizon not in deleted
+    assert gone in deleted
+    assert expired
+
+
+def test_a_tag_keeps_what_main_dropped(lake: CollectedLake) -> None:
+    lake.at(datetime.now(UTC) - 90 * DAY)
+    lake.create("v")
+    kept = lake.append(3, name="v")
+    lake.tag("release-1")
+    lake.lake.catalog().drop_table((lake.namespace, "v"))
+    lake.at(datetime.now(UTC) - 80 * DAY)
+    lake.append(4)
+    lake.age()
+    assert kept not in lake.collect()
+    assert lake.rows(name="v", ref="release-1") == [3]
+    lake.delete("release-1")
+    deleted = lake.collect()
+    assert kept in deleted
+    assert lake.rows() == [1, 4]
+
+
+def test_files_of_a_dropped_table_whose_log_is_old_are_found(lake: CollectedLake) -> None:
+    """Also by a later pass: the journal remembers the folder, and the log is read from where it was left."""
+    lake.at(datetime.now(UTC) - 90 * DAY)
+    lake.create("v", location=f"file://{lake.root}/elsewhere/v")
+    gone = lake.append(3, name="v")
+    lake.lake.catalog().drop_table((lake.namespace, "v"))
+    lake.at(datetime.now(UTC) - 80 * DAY)
+    lake.append(4)
+    for prefix in (lake.root / "_branchlake" / "prefixes").iterdir():
+        prefix.unlink()
+    lake.age(1)
+    lake.collector(ago=3 * DAY).run()
+    lake.age()
+    assert gone in lake.collect()
+
+
+def test_files_of_a_table_that_was_never_committed_are_found_by_the_recorded_prefix(
+    lake: CollectedLake,
+) -> None:
+    folder = lake.root / "shop" / "t_00000000-0000-4000-8000-000000000000"
+    lost = lake.write(folder / "data" / "lost.parquet")
+    other = lake.write(lake.root / "shop" / "t_old" / "mine.csv")
+    foreign = lake.write(lake.root / "shop" / "notes.txt")
+    lake.age()
+    deleted = lake.collect()
+    assert lost in deleted
+    assert {other, foreign}.isdisjoint(deleted)
+
+
+def test_a_checksum_file_goes_with_its_file(lake: CollectedLake) -> None:
+    stray = Path(lake.stray(file="x.parquet"))
+    checksum = lake.write(stray.with_name(".x.parquet.crc"))
+    lake.age()
+    assert lake.collect() == {str(stray), checksum}
+
+
+# -- what is kept --------------------------------------------------------------------------------------
+
+
+def test_young_files_and_files_of_the_future_are_kept(lake: CollectedLake) -> None:
+    old, young, future = (lake.stray(file=f"{name}.parquet") for name in ("old", "young", "future"))
+    lake.age()
+    lake.age(8, only=[young])
+    # A pass of two days ago sees it as six days old.
+    lake.age(-30, only=[future])
+    first = lake.collector(ago=2 * DAY).run()
+    assert [file.path for file in first.plan.sample] == [old]
+    assert first.plan.metrics.kept["young"] == 2
+    assert lake.collect() == {old}
+
+
+def test_a_machine_whose_clock_is_ahead_deletes_nothing(lake: CollectedLake) -> None:
+    lake.stray()
+    lake.age(1)
+    collector = lake.collector(ago=-400 * DAY)
+    assert collector.run().plan.file_count == 0
+    assert collector.run().executed == ()
+
+
+def test_hidden_files_and_links_are_kept(lake: CollectedLake, tmp_path: Path) -> None:
+    folder = lake.table_folder()
+    kept = [
+        lake.write(folder / "data" / "_SUCCESS"),
+        lake.write(folder / ".hidden" / "x.parquet"),
+        lake.write(folder / "_temporary" / "0" / "x.parquet"),
+    ]
+    gone = lake.write(folder / "data" / "_day=2026-01-01" / "x.parquet")
+    outside = tmp_path / "outside"
+    linked = lake.write(outside / "x.parquet")
+    (folder / "data" / "link").symlink_to(outside)
+    (folder / "data" / "link.parquet").symlink_to(linked)
+    lake.age()
+    lake.age(only=[linked])
+    assert lake.collect() == {gone}
+    assert all(Path(path).exists() for path in [*kept, linked])
+
+
+def test_files_of_a_living_writer_are_kept(lake: CollectedLake) -> None:
+    lake.at(datetime.now(UTC) - 30 * DAY)
+    lake.append(2)  # the writer's branch starts here
+    branch = lake.branch("run-00000000-0000-4000-8000-000000000001")
+    stray = lake.stray()
+    older = lake.stray()
+    lake.age(20)
+    lake.age(40, only=[older])
+    lake.heartbeats.beat(branch, at=datetime.now(UTC) + 1000 * DAY)
+    assert lake.collect() == {older}
+    lake.heartbeats.beats.clear()
+    lake.heartbeats.beat(branch)
+    assert lake.collector().plan().metrics.kept["claimed"] == 1
+    lake.heartbeats.beats.clear()
+    assert lake.collect() == {stray}
+
+
+def test_files_of_tables_that_a_living_writer_changed_are_kept_whatever_their_age(
+    lake: CollectedLake,
+) -> None:
+    branch = lake.branch("run-00000000-0000-4000-8000-000000000001")
+    lake.append(5, ref=branch)
+    lake.create("u")
+    claimed, other = lake.stray(), lake.stray("u")
+    lake.age(40)
+    lake.heartbeats.beat(branch)
+    assert lake.collect() == {other}
+    lake.heartbeats.beats.clear()
+    assert lake.collect() == {claimed}
+
+
+def test_a_writer_whose_branch_is_unknown_may_have_written_any_file(lake: CollectedLake) -> None:
+    stray = lake.stray()
+    lake.age(400)
+    lake.heartbeats.beat("run-00000000-0000-4000-8000-000000000009")
+    assert lake.collect() == set()
+    # It is silent and does not write again under watch, so it is dead.
+    lake.heartbeats.beats = [
+        replace(lake.heartbeats.beats[0], written_at=datetime.now(UTC) - DAY, interval_s=0.001)
+    ]
+    assert lake.collect() == {stray}
+
+
+def test_unreadable_heartbeats_stop_the_pass(lake: CollectedLake) -> None:
+    lake.stray()
+    lake.age()
+    lake.collector(ago=2 * DAY).run()
+    lake.heartbeats.error = HeartbeatsUnreadable("no")
+    before = lake.files()
+    with pytest.raises(HeartbeatsUnreadable):
+        lake.collector().run()
+    assert lake.files() == before
+
+
+def test_statistics_files_are_roots(lake: CollectedLake) -> None:
+    folder = lake.table_folder() / "metadata"
+    kept, gone = lake.write(folder / "kept.stats"), lake.write(folder / "gone.stats")
+    table = lake.table()
+    snapshot_id = table.metadata.current_snapshot_id
+    assert snapshot_id is not None
+    blob = BlobMetadata(type="t", snapshot_id=snapshot_id, sequence_number=1, fields=[1], properties={})
+    statistics = StatisticsFile(
+        snapshot_id=snapshot_id,
+        statistics_path=f"file:{kept}",
+        file_size_in_bytes=1,
+        file_footer_size_in_bytes=1,
+        blob_metadata=[blob],
+    )
+    with table.update_statistics() as update:
+        update.set_statistics(statistics)
+    lake.age()
+    assert lake.collect() == {gone}
+
+
+@pytest.mark.parametrize(
+    "spell",
+    [
+        lambda path: f"file:{path}",
+        lambda path: f"file://{path}",
+        lambda path: f"file://localhost{path}",
+        lambda path: path,
+        lambda path: f"FILE:{path}",
+        lambda path: f"file:{path}".replace("/metadata/", "//metadata/./"),
+        lambda path: f"file:{path}".replace(" ", "%20"),
+        lambda path: f"file:{path}".replace(" ", "%2520"),
+        lambda path: f"file:{path}".replace(" ", "+"),
+        lambda path: f"file:{path}".replace("ä", "a\u0308"),
+        lambda path: f"file:{path}".replace("Stats", "STATS"),
+    ],
+)
+def test_a_file_that_is_spelled_in_another_way_is_kept(lake: CollectedLake, spell: Any) -> None:
+    kept = lake.write(lake.table_folder() / "metadata" / "a ä Stats")
+    gone = lake.write(lake.table_folder() / "metadata" / "b ä Stats")
+    table = lake.table()
+    snapshot_id = table.metadata.current_snapshot_id
+    assert snapshot_id is not None
+    statistics = StatisticsFile(
+        snapshot_id=snapshot_id,
+        statistics_path=spell(kept),
+        file_size_in_bytes=1,
+        file_footer_size_in_bytes=1,
+        blob_metadata=[],
+    )
+    with table.update_statistics() as update:
+        update.set_statistics(statistics)
+    lake.age()
+    assert lake.collect() == {gone}
+
+
+def test_a_table_below_a_symbolic_link_is_found_by_its_other_name(lake: CollectedLake) -> None:
+    (lake.root / "alias").symlink_to(lake.root / "shop")
+    lake.create("v", location=f"file://{lake.root}/alias/v")
+    kept = lake.append(7, name="v")
+    gone = lake.write(lake.root / "shop" / "v" / "data" / "x.parquet")
+    lake.age()
+    # The same folder under its other name.
+    collector = lake.collector(ago=2 * DAY)
+    collector.journal.open()
+    collector.journal.record_folders({f"file://{lake.root}/shop/v/": "shop.v"}, datetime.now(UTC))
+    assert lake.collect() == {gone}
+    assert Path(kept).exists()
+    assert lake.rows(name="v") == [7]
+
+
+def test_views_and_unknown_contents_are_roots(lake: CollectedLake) -> None:
+    folder = lake.table_folder()
+    view = lake.write(folder / "metadata" / "view.metadata.json")
+    beside_view = lake.write(folder / "metadata" / "old-view.metadata.json")
+    lake.create("u")
+    unknown = lake.write(lake.table_folder("u") / "delta" / "part.parquet")
+    head = lake.nessie.reference(MAIN).hash
+    operations = [
+        Put(
+            ContentKey(["shop", "seen"]),
+            OtherContent(None, "ICEBERG_VIEW", {"metadataLocation": f"file://{view}", "versionId": 1}),
+        ),
+        Put(
+            ContentKey(["shop", "odd"]),
+            OtherContent(None, "DELTA_LAKE_TABLE", {"location": f"file://{lake.table_folder('u')}/delta"}),
+        ),
+    ]
+    lake.nessie.commit(MAIN, expected_hash=head, operations=operations, message="views")
+    lake.age()
+    deleted = lake.collect()
+    assert deleted == {beside_view}
+    assert Path(unknown).exists()
+
+
+def test_files_outside_the_warehouse_are_never_candidates(lake: CollectedLake, tmp_path: Path) -> None:
+    lake.create("far", location=f"file://{tmp_path}/far")
+    lake.append(1, name="far")
+    stray = lake.write(tmp_path / "far" / "data" / "x.parquet")
+    lake.create("all", location=f"file://{lake.root}")
+    own = lake.write(lake.root / "_branchlake" / "else" / "x.parquet")
+    lake.create("own", location=f"file://{lake.root}/_branchlake/own")
+    below = lake.write(lake.root / "_branchlake" / "own" / "x.parquet")
+    lake.age()
+    lake.age(only=[stray])
+    lake.collect()
+    assert all(Path(path).exists() for path in (stray, own, below))
+
+
+def test_a_file_in_another_tables_folder_is_judged_by_all_tables(lake: CollectedLake) -> None:
+    lake.create("u")
+    borrowed = lake.write(lake.table_folder() / "data" / "borrowed.parquet")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"n": [9]}), borrowed)
+    lake.table("u").add_files([f"file://{borrowed}"])
+    lake.age()
+    assert lake.collect() == set()
+    assert lake.rows("u") == [9]
+
+
+def test_a_removed_entry_of_a_manifest_is_no_root(lake: CollectedLake) -> None:
+    lake.at(datetime.now(UTC) - 60 * DAY)
+    lake.create("u")
+    gone = lake.append(1, name="u")
+    lake.table("u").delete("n = 1")
+    old_ids = [one.snapshot_id for one in lake.table("u").metadata.snapshots[:-1]]
+    lake.table("u").maintenance.expire_snapshots().by_ids(old_ids).commit()
+    lake.at(datetime.now(UTC) - 50 * DAY)
+    lake.append(2, name="u")
+    lake.age()
+    plan = lake.collector().plan()
+    (file,) = [each for each in plan.sample if each.path == gone]
+    assert file.reason == "removed"
+    assert gone in lake.collect()
+
+
+# -- what cannot be read -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "empty"])
+@pytest.mark.parametrize("which", ["metadata", "list", "manifest"])
+def test_a_table_whose_metadata_is_damaged_is_kept_whole(lake: CollectedLake, which: str, damage: str) -> None:
+    lake.create("u")
+    lake.append(1, name="u")
+    kept, gone = lake.stray("u"), lake.stray()
+    table = lake.table("u")
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    location = {
+        "metadata": table.metadata_location,
+        "list": snapshot.manifest_list,
+        "manifest": snapshot.manifests(table.io)[0].manifest_path,
+    }[which]
+    path = Path(location.removeprefix("file://"))
+    content = path.read_bytes()
+    lake.age()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(content[: len(content) // 2] if damage == "truncated" else b"")
+        lake.age()
+    before = lake.files()
+    plan = lake.collector(ago=2 * DAY).run().plan
+    assert plan.metrics.unreadable == (location,)
+    lake.collector().run()
+    assert before - lake.files() == {gone}
+    assert Path(kept).exists()
+
+
+def test_a_storage_that_does_not_answer_stops_the_pass(
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake.stray()
+    lake.age()
+    lake.collector(ago=2 * DAY).run()
+    before = lake.files()
+
+    def refuse(*_: object) -> None:
+        raise TimeoutError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "branchlake_dagster.garbage_collection.reachable_files.read_manifest_paths", refuse
+        )
+        with pytest.raises(RootsUnreadable):
+            lake.collector().run()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "branchlake_dagster.garbage_collection.warehouse_files._iter_local_files",
+            lambda _: (_ for _ in ()).throw(PermissionError("no")),
+        )
+        with pytest.raises(WarehouseUnreadable):
+            lake.collector().run()
+    with monkeypatch.context() as patch:
+        collector = lake.collector()
+        patch.setattr(
+            collector._client,
+            "references",
+            lambda **_: (_ for _ in ()).throw(NessieUnavailable("no")),
+        )
+        with pytest.raises(NessieUnavailable):
+            collector.run()
+    assert lake.files() == before
+
+
+# -- commits meanwhile ---------------------------------------------------------------------------------
+
+
+class Interrupting(WarehouseFiles):
+    """Calls something at the end of the listing of the first folder, and before deletions."""
+
+    at_listing: Any = None
+    at_deletion: Any = None
+
+    def iter_files(self, folder: str) -> Iterator[Any]:
+        yield from super().iter_files(folder)
+        if self.at_listing is not None:
+            call, self.at_listing = self.at_listing, None
+            call()
+
+
+def interrupted(lake: CollectedLake, *, ago: timedelta = timedelta(0)) -> tuple[FileCollector, Interrupting]:
+    collector = lake.collector(ago=ago)
+    files = Interrupting.from_settings(lake.lake.settings)
+    assert isinstance(files, Interrupting)
+    collector._files = files
+    return collector, files
+
+
+def test_a_file_that_is_committed_after_the_listing_is_not_planned(lake: CollectedLake) -> None:
+    """It is old, because its writer was slow or added a file of before."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    late = lake.stray()
+    pq.write_table(pa.table({"n": [9]}), late)
+    lake.age()
+    collector, files = interrupted(lake, ago=2 * DAY)
+    files.at_listing = lambda: lake.table().add_files([f"file://{late}"])
+    assert collector.run().plan.file_count == 0
+
+
+def test_a_file_that_is_committed_after_the_plan_is_not_deleted(lake: CollectedLake) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    late = lake.stray()
+    pq.write_table(pa.table({"n": [9]}), late)
+    gone = lake.stray()
+    lake.age()
+    lake.collector(ago=2 * DAY).run()
+    collector, files = interrupted(lake)
+    files.at_listing = lambda: lake.table().add_files([f"file://{late}"])
+    before = lake.files()
+    (executed,) = collector.run().executed
+    assert (executed.deleted, executed.kept) == (1, 1)
+    assert before - lake.files() == {gone}
+    assert lake.rows() == [1, 9]
+
+
+def test_a_file_that_is_committed_between_two_batches_is_not_deleted(
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    paths = [lake.stray(file=f"{number}.parquet") for number in range(4)]
+    for path in paths:
+        pq.write_table(pa.table({"n": [9]}), path)
+    lake.age()
+    lake.collector(ago=2 * DAY).run()
+    monkeypatch.setattr(collector_module, "BATCH_FILES", 2)
+    collector = lake.collector()
+    delete = collector._files.delete
+    left: list[str] = []
+
+    def delete_and_commit(batch: Any) -> list[Deletion]:
+        done = delete(batch)
+        if not left:
+            left.extend(path for path in paths if Path(path).exists())
+            lake.table().add_files([f"file://{left[0]}"])
+        return done
+
+    monkeypatch.setattr(collector._files, "delete", delete_and_commit)
+    (executed,) = collector.run().executed
+    assert (executed.deleted, executed.kept) == (3, 1)
+    assert Path(left[0]).exists()
+    assert not Path(left[1]).exists()
+
+
+def test_a_file_that_was_written_again_is_not_deleted(lake: CollectedLake) -> None:
+    grown, touched, gone = lake.stray(), lake.stray(), lake.stray()
+    lake.age()
+    lake.collector(ago=2 * DAY).run()
+    Path(grown).write_bytes(b"more")
+    lake.age(20, only=[grown])
+    lake.age(19, only=[touched])
+    before = lake.files()
+    (executed,) = lake.collector().run().executed
+    assert (executed.deleted, executed.kept) == (1, 2)
+    assert before - lake.files() == {gone}
+
+
+# -- the journal ---------------------------------------------------------------------------------------
+
+
+def test_the_journal_survives_its_own_collections(lake: CollectedLake) -> None:
+    for number in range(3):
+        lake.stray(file=f"{number}.parquet")
+        lake.age()
+        lake.collect()
+    status = lake.collector().status()
+    assert (status.passes, status.deleted_files, status.open_plans) == (6, 3, ())
+    assert status.last_pass_ended_at is not None
+    json.dumps(status_to_json(status))
+
+
+@pytest.mark.parametrize("lost", ["branch", "tables"])
+def test_nothing_is_deleted_if_the_journal_is_lost(lake: CollectedLake, lost: str) -> None:
+    lake.stray()
+    lake.age()
+    lake.collector(ago=2 * DAY).run()
+    if lost == "branch":
+        lake.delete(JOURNAL_BRANCH)
+    else:
+        for name in ("collections", "deleted_files", "table_folders"):
+            lake.lake.catalog(JOURNAL_BRANCH).drop_table(("branchlake", name))
+    before = lake.files()
+    for call in (lake.collector().run, lake.collector().plan):
+        with pytest.raises(JournalLost) as raised:
+            call()
+        assert raised.value.reason == "no_journal"
+    assert lake.files() == before
+    # A person accepts it. The plan is lost as well, so the files wait for another delay.
+    adopted = lake.collector(ago=2 * DAY).run(adopt_journal=True)
+    assert (adopted.executed, adopted.plan.file_count) == ((), 1)
+    assert lake.collector().run().deleted == 1
+
+
+def test_nothing_is_deleted_if_nessie_is_older_than_the_warehouse(lake: CollectedLake) -> None:
+    lake.stray()
+    lake.age()
+    lake.collector(ago=3 * DAY).run()
+    backup = lake.nessie.reference(JOURNAL_BRANCH).hash
+    lake.collector(ago=2 * DAY).run()
+    lake.delete(JOURNAL_BRANCH)
+    lake.nessie.create_branch(JOURNAL_BRANCH, from_ref=MAIN, from_hash=backup)
+    before = lake.files()
+    with pytest.raises(JournalLost) as raised:
+        lake.collector().run()
+    assert raised.value.reason == "older_journal"
+    assert lake.files() == before
+
+
+def test_a_warehouse_of_another_nessie_is_left_alone(lake: CollectedLake, tmp_path: Path) -> None:
+    lake.stray()
+    lake.age()
+    lake.collector(ago=2 * DAY).run()
+    other = open_lake(tmp_path / "other", {"warehouse": f"file://{lake.root}"})
+    with pytest.raises(JournalLost) as raised:
+        other.collector().run()
+    assert raised.value.reason == "no_journal"
+    other.collector(ago=2 * DAY).journal.open(adopt=True)
+    with pytest.raises(JournalLost) as raised:
+        lake.collector().run()
+    assert raised.value.reason == "other_journal"
+
+
+def test_a_plan_whose_rows_are_not_those_that_were_planned_is_abandoned(lake: CollectedLake) -> None:
+    lake.stray()
+    lake.age()
+    first = lake.collector(ago=2 * DAY).run()
+    collector = lake.collector()
+    victim = replace(first.plan.sample[0], path=lake.stray())
+    lake.age()
+    collector.journal.record_files(first.plan.plan_id, [victim], "planned", datetime.now(UTC))
+    before = lake.files()
+    result = collector.run()
+    assert [(each.state, each.deleted) for each in result.executed] == [("damaged", 0)]
+    assert lake.files() == before
+    assert result.plan.file_count == 2
+
+
+def test_a_plan_of_other_settings_is_abandoned(lake: CollectedLake) -> None:
+    lake.stray()
+    lake.age()
+    lake.collector(ago=2 * DAY).run()
+    collector = lake.collector(horizons={"release-*": 365 * DAY})
+    before = lake.files()
+    result = collector.run()
+    assert [each.state for each in result.executed] == ["outdated"]
+    assert lake.files() == before
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_pass_that_was_killed_anywhere_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each write to the journal, before and after it, and in the middle of the deletions."""
+    monkeypatch.setattr(collector_module, "BATCH_FILES", 3)
+    done = False
+    for step in range(40):
+        lake = open_lake(tmp_path / str(step))
+        lake.create()
+        lake.append(1)
+        kept = lake.files()
+        for number in range(5):
+            lake.stray(file=f"{number}.parquet")
+        lake.age()
+        counter = iter(range(1000))
+
+        def point(counter: Iterator[int] = counter, step: int = step) -> None:
+            if next(counter) == step:
+                raise Killed
+
+        def guarded(collector: FileCollector, point: Any = point) -> FileCollector:
+            append, delete_file = collector.journal._append, collector._files._delete_file
+
+            def append_or_die(*args: Any) -> None:
+                point()
+                append(*args)
+                point()
+
+            def delete_or_die(path: str) -> Deletion:
+                point()
+                return delete_file(path)
+
+            collector.journal._append = append_or_die  # type: ignore[method-assign]
+            collector._files._delete_file = delete_or_die  # type: ignore[method-assign]
+            return collector
+
+        killed = 0
+        for ago in (6 * DAY, 4 * DAY, 2 * DAY):
+            try:
+                guarded(lake.collector(ago=ago)).run()
+            except Killed:
+                killed += 1
+        lake.collector().run()
+        assert lake.files() == kept, step
+        assert lake.rows() == [1]
+        if not killed:
+            done = True
+            break
+    assert done
+
+
+def test_a_deletion_whose_reply_is_lost_counts_as_done(
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, refused, gone = lake.stray(), lake.stray(), lake.stray()
+    lake.age()
+    lake.collector(ago=2 * DAY).run()
+    collector = lake.collector()
+    delete_one = collector._files._delete_one
+
+    def delete(path: str) -> None:
+        if path == refused:
+            raise PermissionError("no")
+        delete_one(path)
+        if path == lost:
+            raise TimeoutError("no reply")
+
+    monkeypatch.setattr(collector._files, "_delete_one", delete)
+    result = collector.run()
+    (executed,) = result.executed
+    assert (executed.deleted, executed.failed, executed.state) == (2, 1, "executed")
+    assert refused in executed.errors[0]
+    assert not Path(gone).exists()
+    assert Path(refused).exists()
+    # It is still an orphan, so a later plan has it.
+    assert lake.collect() == {refused}
+
+
+def test_a_pass_ends_with_its_budget_and_the_next_one_continues(
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector_module, "BATCH_FILES", 1)
+    for name in ("u", "v"):
+        lake.create(name)
+    strays = {lake.stray(name) for name in ("t", "u", "v")}
+    lake.age()
+    planned = set()
+    for number in range(3):
+        result = lake.collector(ago=(6 - number) * DAY / 2, budget_s=1e-9).run()
+        assert result.plan.metrics.listed_folders == 1
+        planned |= {file.path for file in result.plan.sample}
+    assert planned == strays
+    before = lake.files()
+    lake.collector(ago=DAY / 10, budget_s=1e-9).run()
+    assert lake.files() == before
+    lake.collector().run()
+    assert before - lake.files() == strays
+
+
+def test_old_rows_and_snapshots_of_the_journal_are_removed(lake: CollectedLake) -> None:
+    lake.stray()
+    lake.age(400)
+    lake.at(datetime.now(UTC) - 200 * DAY)
+    for number in range(12):
+        lake.collector(ago=(200 - 2 * number) * DAY).run()
+    lake.at(datetime.now(UTC))
+    collector = lake.collector()
+    collector.run()
+    collector.run()
+    journal = collector.journal
+    assert journal.count_passes() >= 14
+    assert [event for event in journal.load_events() if event["event"] == "planned"] == []
+    assert all(
+        len(journal._load_table(name).metadata.snapshots) <= 12
+        for name in ("collections", "deleted_files", "table_folders")
+    )
+    collector.run()
+
+
+# -- explanations and reports --------------------------------------------------------------------------
+
+
+def test_a_file_is_explained(lake: CollectedLake) -> None:
+    lake.tag("release-1")
+    old = lake.append(2)
+    (first,) = lake.data_files(ref="release-1")
+    stray = lake.stray()
+    lake.age()
+    found = lake.collector().explain(f"file:{first}")
+    assert isinstance(found, FileExplanation)
+    assert {holder.reference for holder in found.holders} >= {MAIN, "release-1"}
+    assert all(holder.snapshot_ids for holder in found.holders)
+    on_main = lake.collector().explain(old)
+    assert isinstance(on_main, FileExplanation)
+    assert {holder.reference for holder in on_main.holders} == {MAIN}
+    nobody = lake.collector().explain(stray)
+    assert isinstance(nobody, FileExplanation)
+    assert (nobody.holders, nobody.exists, nobody.state, nobody.due_at) == ((), True, "", None)
+    planned_at = lake.collector(ago=2 * DAY).run().started_at
+    planned = lake.collector().explain(stray)
+    assert isinstance(planned, FileExplanation)
+    assert (planned.state, planned.unreachable_since, planned.due_at) == (
+        "planned",
+        planned_at,
+        planned_at + DAY,
+    )
+    lake.collector().run()
+    deleted = lake.collector().explain(stray)
+    assert isinstance(deleted, FileExplanation)
+    assert (deleted.exists, deleted.state, deleted.due_at) == (False, "deleted", None)
+    for explanation in (found, nobody, planned, deleted):
+        json.dumps(explanation_to_json(explanation))
+        assert format_explanation(explanation)
+    assert len(list_holder_rows(found)) == len(found.holders)
+
+
+def test_a_moment_is_explained(tmp_path: Path) -> None:
+    lake = open_lake(tmp_path)
+    lake.at(datetime.now(UTC) - 60 * DAY)
+    lake.create()
+    lake.append(1)
+    lake.at(datetime.now(UTC) - 40 * DAY)
+    lake.append(2)
+    lake.at(datetime.now(UTC) - 5 * DAY)
+    lake.append(3)
+
+    def explain(days: float) -> MomentExplanation:
+        moment = (datetime.now(UTC) - days * DAY).isoformat()
+        found = lake.collector().explain(f"shop.t@{moment}")
+        assert isinstance(found, MomentExplanation)
+        json.dumps(explanation_to_json(found))
+        assert format_explanation(found)
+        return found
+
+    assert [explain(days).expired for days in (55, 35, 1)] == [True, False, False]
+    oldest = explain(55).oldest_moment
+    assert oldest is not None
+    assert abs(datetime.now(UTC) - oldest - 30 * DAY) < timedelta(minutes=5)
+
+
+def test_plans_and_results_are_reported(lake: CollectedLake) -> None:
+    lake.stray()
+    lake.age()
+    collector = lake.collector(ago=2 * DAY)
+    plan = collector.plan()
+    planned = collector.run()
+    result = lake.collector().run()
+    assert len(list_table_rows(plan)) == 1
+    assert len(list_plan_rows(lake.collector().status().open_plans)) == 0
+    assert format_plan(plan)
+    assert format_result(result)
+    json.dumps([plan_to_json(plan), result_to_json(planned), result_to_json(result)])
+
+
+def test_progress_is_reported(lake: CollectedLake) -> None:
+    sentences: list[str] = []
+    lake.collector(progress=sentences.append).plan()
+    assert len(sentences) >= 3
+
+
+def test_environment(lake: CollectedLake) -> None:
+    assert os.path.isdir(lake.root)
