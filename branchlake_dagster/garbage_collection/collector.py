@@ -188,7 +188,7 @@ class FileCollector:
         with CandidateSpool(keyer := LocationKeyer()) as spool:
             one = self._begin("", now, keyer)
             self._list_and_mark(one, spool)
-            orphans = self._find_orphans(one, spool)
+            orphans = self._find_orphans(one, spool, self.journal.load_planned_paths())
             return self._build_plan(one, orphans)
 
     def run(self, *, adopt_journal: bool = False) -> CollectionResult:
@@ -205,8 +205,10 @@ class FileCollector:
         with CandidateSpool(keyer := LocationKeyer()) as spool:
             one = self._begin(pass_id, now, keyer)
             self._list_and_mark(one, spool)
+            # Read first: the files that are deleted now were listed, and are in no open plan afterwards.
+            planned_paths = self.journal.load_planned_paths()
             executed = tuple(self._execute_due_plans(one))
-            orphans = self._find_orphans(one, spool)
+            orphans = self._find_orphans(one, spool, planned_paths)
             plan = self._build_plan(one, orphans)
             if orphans:
                 plan = self._record_plan(one, plan, orphans)
@@ -346,9 +348,10 @@ class FileCollector:
                     spool.add(file, number, self._files.location_of(file.path))
         return file_count, len(names), 0
 
-    def _find_orphans(self, one: _Pass, spool: CandidateSpool) -> list[PlannedFile]:
-        """Return the listed files that are orphans and that no open plan has."""
-        planned_paths = self.journal.load_planned_paths()
+    def _find_orphans(
+        self, one: _Pass, spool: CandidateSpool, planned_paths: frozenset[str]
+    ) -> list[PlannedFile]:
+        """Return the listed files that are orphans and that no plan has."""
         kept = dict(one.metrics.kept)
         orphans: list[PlannedFile] = []
         keys: list[np.uint64] = []
@@ -449,7 +452,8 @@ class FileCollector:
             by_state[deletion.state].append(file)
         errors = {path: each.error for path, each in deletions.items() if each.error}
         for state, state_files in by_state.items():
-            self.journal.record_files(plan_id, state_files, state, one.now, errors)
+            if state_files:
+                self.journal.record_files(plan_id, state_files, state, one.now, errors)
         shown = [f"{path}: {error}" for path, error in errors.items()]
         return replace(
             result,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 from pyiceberg.io import FileIO, load_file_io
 
@@ -224,12 +224,9 @@ class Explainer:
                 subject=f"{name}@{text}",
             ) from error
         moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-        after = (moment + timedelta(microseconds=1)).isoformat()
-        newest_first = self._client.log(
-            MAIN, filter=f"timestamp(commit.commitTime) < timestamp('{after}')", limit=1
-        )
-        entry = next(iter(newest_first), None)
-        commit = entry.commit.hash if entry is not None else None
+        log = self._client.log(MAIN)
+        times = ((entry.commit.commit_time, entry.commit.hash) for entry in log)
+        commit = next((each for time, each in times if time is not None and time <= moment), None)
         contents = self._client.contents(f"@{commit}", [key]) if commit else {}
         return MomentExplanation(
             name,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -30,23 +31,26 @@ ROWS = pa.table({"n": [1, 2, 3]})
 
 
 class MemoryHeartbeats:
-    """Heartbeats that a test sets. A writer in `dead` never beats again; others answer anew at each reading."""
+    """Heartbeats that a test sets: of living writers, whose files differ at each reading, and of dead ones."""
 
     def __init__(self) -> None:
         self.beats: list[Heartbeat] = []
+        self.dead: list[Heartbeat] = []
         self.error: Exception | None = None
+        self._readings = 0
 
     def all(self) -> Sequence[Heartbeat]:
         if self.error is not None:
             raise self.error
-        return tuple(self.beats)
+        self._readings += 1
+        return (*self.dead, *(replace(beat, text=f"{self._readings}") for beat in self.beats))
 
     def remove(self, branch: str, writer: str) -> None:
         self.beats = [beat for beat in self.beats if (beat.branch, beat.writer) != (branch, writer)]
 
     def beat(self, branch: str, *, at: datetime | None = None) -> None:
         written_at = at or datetime.now(UTC)
-        self.beats.append(Heartbeat(branch, f"w-{branch}", "r", written_at=written_at, text=str(written_at)))
+        self.beats.append(Heartbeat(branch, f"w-{branch}", "r", written_at=written_at))
 
 
 @dataclass
@@ -136,18 +140,20 @@ class CollectedLake:
         return {
             str(path)
             for path in self.root.rglob("*")
-            if path.is_file()
-            and path.relative_to(self.root).parts[0] not in ("_branchlake", "branchlake")
+            if path.is_file() and path.relative_to(self.root).parts[0] not in ("_branchlake", "branchlake")
         }
 
     # -- collections -----------------------------------------------------------------------------------
 
     def collector(self, *, ago: timedelta = timedelta(0), **options: Any) -> FileCollector:
-        """A collector at a moment before now."""
+        """A collector at a moment before now. Nessie's clock is right from now on."""
+        self.server.history._clock = lambda: datetime.now(UTC)
+        slept = [0.0]
         collector = FileCollector.of_lake(
-            self.lake, now=lambda: datetime.now(UTC) - ago, sleep=lambda _: None, **options
+            self.lake, now=lambda: datetime.now(UTC) - ago, sleep=slept.append, **options
         )
         collector._heartbeats = self.heartbeats
+        collector._monotonic = lambda: time.monotonic() + sum(slept)
         return collector
 
     def collect(self, **options: Any) -> set[str]:
@@ -162,9 +168,7 @@ def open_lake(folder: Path, settings: Mapping[str, Any] | None = None) -> Collec
     """A new lake. Its clients are found by its address, as in `suite.memory`."""
     uri = f"http://{uuid.uuid4().hex}.invalid/api/v2"
     server = SharedNessie()
-    client = NessieClient(
-        uri, transport=NamedTransport(server, uri), retry=RetryPolicy(budget=RetryBudget())
-    )
+    client = NessieClient(uri, transport=NamedTransport(server, uri), retry=RetryPolicy(budget=RetryBudget()))
     lakehouses._clients[os.getpid(), uri, None, True] = client
     lake = Lakehouse(Settings(state_dir=folder / "state", nessie_uri=uri, **(settings or {})), start=False)
     made = CollectedLake(folder, server, lake, client)

@@ -1,0 +1,286 @@
+"""Spellings, sets of keys, horizons, the rule and the settings, without a lake."""
+
+from __future__ import annotations
+
+import random
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from branchlake_dagster.garbage_collection.candidate_spool import CandidateSpool
+from branchlake_dagster.garbage_collection.collection_plan import CollectionRules, PlannedFile, plan_digest
+from branchlake_dagster.garbage_collection.collector import select_folders
+from branchlake_dagster.garbage_collection.live_history import HistoryHorizon, content_locations
+from branchlake_dagster.garbage_collection.location_keys import (
+    KeySet,
+    LocationKeyer,
+    canonical_location,
+    split_scheme,
+)
+from branchlake_dagster.garbage_collection.orphan_rule import FileVerdict, OrphanRule, is_hidden
+from branchlake_dagster.garbage_collection.reachable_files import RemovedFiles, parse_state
+from branchlake_dagster.garbage_collection.warehouse_files import (
+    ListedFile,
+    WarehouseFiles,
+    to_microseconds,
+    to_time,
+)
+from branchlake_dagster.garbage_collection.writer_claims import WriterClaim
+from branchlake_dagster.nessie.model import IcebergTable, Namespace, OtherContent
+from branchlake_dagster.settings import Settings
+
+NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
+DAY = timedelta(days=1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("s3a://b/k/x.parquet", "s3://b/k/x.parquet"),
+        ("s3n://B/k/x.parquet", "S3://b//k/x.parquet"),
+        ("s3://b/k/a%20b", "s3://b/k/a b"),
+        ("s3://b/k/a%2520b", "s3://b/k/a%20b"),
+        ("s3://b/k/t=10%3A00", "s3://b/k/t=10:00"),
+        ("s3://b/k%2Fx", "s3://b/k/x"),
+        ("s3://b/k/a+b", "s3://b/k/a b"),
+        ("s3://b/k/./x", "s3://b/k/x"),
+        ("s3://b/k/z/../x", "s3://b/k/x"),
+        ("file:/t/x", "file:///t/x"),
+        ("file:/t/x", "/t/x"),
+        ("file://localhost/t/x", "/t//x"),
+        ("abfss://c@h/x", "wasb://c@h/x"),
+        ("/t/\u00e4", "file:/t/a\u0308"),
+        ("/t/%C3%A4", "/t/\u00e4"),
+    ],
+)
+def test_spellings_of_one_file(one: str, other: str) -> None:
+    keys = LocationKeyer().keys([one, other])
+    assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("s3://b/k/x", "s3://b/k/y"),
+        ("s3://b/x", "file:/b/x"),
+        ("s3://b/k/x", "s3://c/k/x"),
+        ("/t/x", "/t/x/"),
+    ],
+)
+def test_other_files_have_other_keys(one: str, other: str) -> None:
+    keys = LocationKeyer().keys([one, other])
+    assert keys[0] != keys[1]
+
+
+def test_schemes() -> None:
+    assert split_scheme("s3a://b/k") == ("s3", "b/k")
+    assert split_scheme("file:/a") == split_scheme("file:///a") == split_scheme("/a") == ("file", "/a")
+    assert split_scheme("/a:b/c") == ("file", "/a:b/c")
+
+
+def test_a_symbolic_link_above_a_file_makes_no_difference(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert canonical_location(f"{tmp_path}/link/x") == canonical_location(f"file:{tmp_path}/real/x")
+    keys = LocationKeyer().keys([f"{tmp_path}/link/x", f"file:{tmp_path}/real/x"])
+    assert keys[0] == keys[1]
+
+
+def test_a_set_of_keys_has_exactly_what_was_added() -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    numbers = np.random.default_rng(seed)
+    keys, added = KeySet(), set()
+    assert not keys.contains(np.array([0], np.uint64)).any()
+    for _ in range(20):
+        part = numbers.integers(0, 1 << 62, 30_000, dtype=np.uint64)
+        keys.add(part)
+        added |= set(part.tolist())
+    questions = np.concatenate(
+        [np.array(sorted(added)[:5000], np.uint64), numbers.integers(0, 1 << 62, 5000, dtype=np.uint64)]
+    )
+    assert keys.contains(questions).tolist() == [one in added for one in questions.tolist()]
+    assert len(keys) == len(added)
+
+
+def test_removed_files_are_found_by_their_keys() -> None:
+    removed = RemovedFiles()
+    assert removed.find(np.array([1], np.uint64)) == [None]
+    removed.keys += [np.array([5, 3], np.uint64), np.array([9], np.uint64)]
+    removed.snapshot_ids += [np.array([50, 30]), np.array([90])]
+    assert removed.find(np.array([3, 4, 9, 10, 5], np.uint64)) == [30, None, 90, None, 50]
+
+
+def test_horizons_by_pattern() -> None:
+    horizon = HistoryHorizon(30 * DAY, (("release-*", 365 * DAY), ("r*", DAY)))
+    assert [horizon.duration(name) for name in ("main", "release-1", "run-1")] == [30 * DAY, 365 * DAY, DAY]
+
+
+def test_locations_of_contents() -> None:
+    table = IcebergTable("i", "s3://b/m.json", 1, 0, 0, 0)
+    assert content_locations(table) == (("s3://b/m.json", "ICEBERG_TABLE"),)
+    assert content_locations(Namespace("i", ("a",), {"location": "s3://b/a"})) == ()
+    view = OtherContent(
+        "i", "ICEBERG_VIEW", {"metadataLocation": "s3://b/v.json", "dialect": "spark", "n": 1}
+    )
+    assert content_locations(view) == (("s3://b/v.json", "ICEBERG_VIEW"),)
+
+
+def test_the_files_of_table_metadata() -> None:
+    state = parse_state(
+        {
+            "location": "s3://b/t/",
+            "properties": {"write.data.path": "s3://b/data", "other": "s3://b/no"},
+            "snapshots": [{"manifest-list": "l1"}, {"manifests": ["m1", "m2"]}],
+            "statistics": [{"statistics-path": "s1"}],
+            "partition-statistics": [{"statistics-path": "s2"}],
+            "metadata-log": [{"metadata-file": "old"}],
+        }
+    )
+    assert state.manifest_lists == ("l1",)
+    assert state.manifests == (("m1", 0), ("m2", 0))
+    assert state.statistics == ("s1", "s2")
+    assert state.folders == ("s3://b/t/", "s3://b/data/")
+
+
+@pytest.mark.parametrize(
+    ("path", "hidden"),
+    [
+        ("data/x.parquet", False),
+        ("data/_day=1/x.parquet", False),
+        ("data/_tmp/x.parquet", True),
+        ("data/.x/x.parquet", True),
+        ("data/.x.crc", True),
+        ("data/_day=1", True),
+        ("_SUCCESS", True),
+    ],
+)
+def test_hidden_files(path: str, hidden: bool) -> None:
+    assert is_hidden(path) is hidden
+
+
+def judge(rule: OrphanRule, *files: tuple[str, datetime], roots: tuple[str, ...] = ()) -> list[FileVerdict]:
+    keyer, reachable = LocationKeyer(), KeySet()
+    reachable.add(keyer.keys(list(roots)))
+    locations = [path for path, _ in files]
+    modified = np.array([to_microseconds(time) for _, time in files], np.int64)
+    return rule.judge(keyer.keys(locations), modified, locations, reachable)
+
+
+def test_the_rule() -> None:
+    old = NOW - 20 * DAY
+    rule = OrphanRule(
+        NOW,
+        7 * DAY,
+        (WriterClaim("b", "w", NOW - 10 * DAY, frozenset({canonical_location("/w/claimed")})),),
+        frozenset({canonical_location("/w/broken")}),
+    )
+    assert judge(
+        rule,
+        ("/w/t/root", old),
+        ("/w/t/orphan", old),
+        ("/w/t/at", NOW - 7 * DAY),
+        ("/w/t/young", NOW - 7 * DAY + timedelta(microseconds=1)),
+        ("/w/t/future", NOW + DAY),
+        ("/w/t/since", NOW - 9 * DAY),
+        ("/w/claimed/x", old),
+        ("/w/claimed2/x", old),
+        ("/w/broken/x", old),
+        roots=("file:/w/t/root",),
+    ) == [
+        FileVerdict.REACHABLE,
+        FileVerdict.ORPHAN,
+        FileVerdict.CLAIMED,
+        FileVerdict.YOUNG,
+        FileVerdict.YOUNG,
+        FileVerdict.CLAIMED,
+        FileVerdict.CLAIMED,
+        FileVerdict.ORPHAN,
+        FileVerdict.PROTECTED,
+    ]
+    unlimited = OrphanRule(NOW, 7 * DAY, (WriterClaim("b", "w", None), WriterClaim("c", "w", NOW)))
+    assert judge(unlimited, ("/w/t/x", NOW - 4000 * DAY)) == [FileVerdict.CLAIMED]
+    assert judge(OrphanRule(NOW, 7 * DAY), ("/w/t/x", NOW - 7 * DAY)) == [FileVerdict.ORPHAN]
+
+
+def test_times_keep_their_microseconds() -> None:
+    moment = NOW + timedelta(microseconds=123_457)
+    assert to_time(to_microseconds(moment)) == moment
+
+
+def test_candidates_come_back_from_disk() -> None:
+    keyer = LocationKeyer()
+    files = [ListedFile(f"/w/t/{number}", number, number * 10) for number in range(20_000)]
+    with CandidateSpool(keyer) as spool:
+        for file in files:
+            spool.add(file, file.size % 7, file.path)
+        parts = list(spool)
+    assert [path for part in parts for path in part.paths] == [file.path for file in files]
+    assert [int(one) for part in parts for one in part.modified_us] == [file.modified_us for file in files]
+    assert [int(one) for part in parts for one in part.folders] == [file.size % 7 for file in files]
+    assert (
+        np.concatenate([part.keys for part in parts]).tolist() == keyer.keys([f.path for f in files]).tolist()
+    )
+
+
+def test_folders_inside_others_are_listed_once(tmp_path: Path) -> None:
+    root = f"file://{tmp_path}"
+    files = WarehouseFiles(root, {})
+    folders = {
+        f"{root}/a/": "a",
+        f"{tmp_path}/a/b/": "b",
+        f"file:{tmp_path}/a": "a",
+        f"{root}/ab/": "ab",
+        f"{root}/": "all",
+        "file:///elsewhere/": "far",
+        f"{root}/_branchlake/x/": "own",
+        f"{root}/_branchlake": "own",
+        f"{root}/a/../../x": "above",
+    }
+    assert {canonical_location(folder) for folder in select_folders(folders, files)} == {
+        canonical_location(f"{tmp_path}/a"),
+        canonical_location(f"{tmp_path}/ab"),
+    }
+
+
+def test_the_digest_of_a_plan_has_all_that_it_does() -> None:
+    file = PlannedFile("/a", "t", "unreferenced", 1, 2)
+    other = PlannedFile("/b", "t", "unreferenced", 1, 2)
+    digest = plan_digest("h", "r", [file, other])
+    assert digest == plan_digest("h", "r", [other, file])
+    others = [
+        plan_digest("h2", "r", [file, other]),
+        plan_digest("h", "r2", [file, other]),
+        plan_digest("h", "r", [file]),
+        plan_digest("h", "r", [file, PlannedFile("/b", "t", "unreferenced", 2, 2)]),
+        plan_digest("h", "r", [file, PlannedFile("/b", "t", "unreferenced", 1, 3)]),
+    ]
+    assert digest not in others
+    assert len({CollectionRules().digest, CollectionRules(grace=8 * DAY).digest}) == 2
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"orphan_grace_h": 23},
+        {"deletion_delay_h": 23},
+        {"history_horizon_days": 0},
+        {"orphan_grace_h": 48, "orphan_max_age_h": 72},
+        {"history_horizon_days": 8, "discard_grace_h": 200},
+        {"history_horizon_days": 8, "keep_failed_hours": 190, "discard_grace_h": 24},
+        {"history_horizon_days": 5},
+    ],
+)
+def test_impossible_settings_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ValidationError):
+        Settings(**values)  # type: ignore[arg-type]
+
+
+def test_rules_follow_the_settings() -> None:
+    settings = Settings(orphan_grace_h=48, history_horizon_days=10, deletion_delay_h=36)
+    rules = CollectionRules.from_settings(settings, {"x": DAY})
+    assert (rules.grace, rules.horizon.default, rules.delay) == (2 * DAY, 10 * DAY, 1.5 * DAY)
+    assert rules.horizon.duration("x") == DAY
