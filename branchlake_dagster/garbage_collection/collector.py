@@ -471,11 +471,13 @@ class FileCollector:
         modified_us = np.array([file.modified_us for file in batch], np.int64)
         verdicts = one.rule.judge(one.keyer.keys(locations), modified_us, locations, one.reachable.keys)
         present = self._files.inspect([file.path for file in batch])
+        folders = {location.rpartition("/")[0] for location in locations}
+        table_folders = {folder for folder in folders if self._files.is_table_folder(folder)}
         return [
             file
             for file, location, verdict, current in zip(batch, locations, verdicts, present, strict=True)
             if verdict is FileVerdict.ORPHAN
-            and self._files.is_table_folder(location)
+            and location.rpartition("/")[0] in table_folders
             and (current is None or (current.size, current.modified_us) == (file.size, file.modified_us))
         ]
 

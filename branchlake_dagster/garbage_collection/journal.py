@@ -311,7 +311,8 @@ class CollectionJournal:
         removed = [
             int(json.loads(row["details"]).get("passes", 0)) for row in events if row["event"] == "trimmed"
         ]
-        return sum(row["event"] == "started" for row in events) + max(removed, default=0)
+        started: int = sum(row["event"] == "started" for row in events)
+        return started + max(removed, default=0)
 
     def load_events(self) -> list[dict[str, Any]]:
         """Return all events, oldest first, with `details` parsed."""

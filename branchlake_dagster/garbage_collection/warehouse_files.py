@@ -27,6 +27,8 @@ from branchlake_dagster.settings import Settings
 from branchlake_dagster.stored_names import LakeFolder
 
 _REMOTE_THREADS = 32
+_LOCAL_THREADS = 8
+"""A file system takes up to a millisecond for a deletion."""
 
 
 class WarehouseUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
@@ -35,7 +37,7 @@ class WarehouseUnreadable(BranchlakeError, Transient):  # noqa: N818 - named lik
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
-    """A file: its path, its size in bytes, and its modification time in µs since 1970 by the store's clock."""
+    """A file: its path, its size in bytes, and its time, in µs since 1970 by the store's clock."""
 
     path: str
     size: int
@@ -191,13 +193,11 @@ class WarehouseFiles:
         Where the file system is fsspec's, the files are deleted by its batched requests. After an error the
         file is looked up, because a request whose reply was lost may have deleted it.
         """
-        if self.is_local:
-            return [self._delete_file(path) for path in paths]
         if isinstance(self._system, PyFileSystem) and isinstance(self._system.handler, FSSpecHandler):
             # The outcome of a batch is read from the storage: a batch that failed may be half done.
             with contextlib.suppress(Exception):
                 self._system.handler.fs.rm(list(paths))
-        with ThreadPoolExecutor(_REMOTE_THREADS) as pool:
+        with ThreadPoolExecutor(_LOCAL_THREADS if self.is_local else _REMOTE_THREADS) as pool:
             return list(pool.map(self._delete_file, paths))
 
     def _delete_file(self, path: str) -> Deletion:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyiceberg.table.statistics import StatisticsFile
 
@@ -45,11 +46,11 @@ pytestmark = pytest.mark.lake
 
 
 @pytest.fixture
-def lake(tmp_path: Path) -> Iterator[CollectedLake]:
+def lake(tmp_path: Path) -> CollectedLake:
     made = open_lake(tmp_path)
     made.create()
     made.append(1)
-    yield made
+    return made
 
 
 # -- what is deleted -----------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def open_table_with_dropped_snapshot(lake: CollectedLake) -> str:
     gone = lake.append(1, name="u")
     table = lake.table("u")
     old_id = table.current_snapshot().snapshot_id  # type: ignore[union-attr]
-    table.overwrite(__import__("pyarrow").table({"n": [2]}))
+    table.overwrite(pa.table({"n": [2]}))
     snapshots = [one.snapshot_id for one in lake.table("u").metadata.snapshots[:-1]]
     assert old_id in snapshots
     lake.table("u").maintenance.expire_snapshots().by_ids(snapshots).commit()
@@ -385,9 +386,6 @@ def test_files_outside_the_warehouse_are_never_candidates(lake: CollectedLake, t
 def test_a_file_in_another_tables_folder_is_judged_by_all_tables(lake: CollectedLake) -> None:
     lake.create("u")
     borrowed = lake.write(lake.table_folder() / "data" / "borrowed.parquet")
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     pq.write_table(pa.table({"n": [9]}), borrowed)
     lake.table("u").add_files([f"file://{borrowed}"])
     lake.age()
@@ -506,9 +504,6 @@ def interrupted(lake: CollectedLake, *, ago: timedelta = timedelta(0)) -> tuple[
 
 def test_a_file_that_is_committed_after_the_listing_is_not_planned(lake: CollectedLake) -> None:
     """It is old, because its writer was slow or added a file of before."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     late = lake.stray()
     pq.write_table(pa.table({"n": [9]}), late)
     lake.age()
@@ -518,9 +513,6 @@ def test_a_file_that_is_committed_after_the_listing_is_not_planned(lake: Collect
 
 
 def test_a_file_that_is_committed_after_the_plan_is_not_deleted(lake: CollectedLake) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     late = lake.stray()
     pq.write_table(pa.table({"n": [9]}), late)
     gone = lake.stray()
@@ -538,9 +530,6 @@ def test_a_file_that_is_committed_after_the_plan_is_not_deleted(lake: CollectedL
 def test_a_file_that_is_committed_between_two_batches_is_not_deleted(
     lake: CollectedLake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     paths = [lake.stray(file=f"{number}.parquet") for number in range(4)]
     for path in paths:
         pq.write_table(pa.table({"n": [9]}), path)

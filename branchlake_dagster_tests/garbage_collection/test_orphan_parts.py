@@ -91,7 +91,6 @@ def test_a_symbolic_link_above_a_file_makes_no_difference(tmp_path: Path) -> Non
 
 def test_a_set_of_keys_has_exactly_what_was_added() -> None:
     seed = random.randrange(1 << 32)
-    print("seed", seed)
     numbers = np.random.default_rng(seed)
     keys, added = KeySet(), set()
     assert not keys.contains(np.array([0], np.uint64)).any()
@@ -102,7 +101,7 @@ def test_a_set_of_keys_has_exactly_what_was_added() -> None:
     questions = np.concatenate(
         [np.array(sorted(added)[:5000], np.uint64), numbers.integers(0, 1 << 62, 5000, dtype=np.uint64)]
     )
-    assert keys.contains(questions).tolist() == [one in added for one in questions.tolist()]
+    assert keys.contains(questions).tolist() == [one in added for one in questions.tolist()], seed
     assert len(keys) == len(added)
 
 
