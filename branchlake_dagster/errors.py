@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     )
     from branchlake_dagster.publication.run_publication import NotPublished, RunUnknown
     from branchlake_dagster.publication.unpublished_runs import AlertFailed
-    from branchlake_dagster.query.reference import NoSuchState, QueryFailed, TableNotThere
+    from branchlake_dagster.query.reference import MomentExpired, NoSuchState, QueryFailed, TableNotThere
     from branchlake_dagster.receivers.kafka_sink import BrokerRefused, BrokerUnreachable
     from branchlake_dagster.receivers.landing import LandingDamaged, OffsetsGone
     from branchlake_dagster.receivers.records import NotConfirmed, NotHandedOver, PartitionTaken
@@ -189,6 +189,7 @@ __all__ = [
     "LeaseHeld",
     "LeaseLost",
     "MissingExtra",
+    "MomentExpired",
     "NessieAlreadyExists",
     "NessieConflict",
     "NessieError",
@@ -545,6 +546,7 @@ _ERRORS_BY_MODULE = {
     ),
     "publication.unpublished_runs": ("AlertFailed",),
     "query.reference": (
+        "MomentExpired",
         "NoSuchState",
         "QueryFailed",
         "TableNotThere",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -19,6 +19,7 @@ from branchlake_dagster.query.reference import (
     LakeState,
     QueryFailed,
     TablePath,
+    find_expiry,
     find_table_paths,
     load_table_keys,
     resolve_tables,
@@ -82,15 +83,14 @@ class LakeReader:
         a deep namespace are one name: `a."b.c".t`. All tables are read at one commit. For `branch`, `run` and
         `at` see `find_state`.
 
-        Raises QueryFailed, TableNotThere and NoSuchState.
+        Raises QueryFailed, TableNotThere, NoSuchState and MomentExpired.
         """
         state = self.find_state(branch=branch, run=run, at=at)
         connection = _open_duckdb()
         try:
             table_paths = find_table_paths(connection, query)
             keys = resolve_tables(self._lake.nessie, state, [path for path in table_paths if len(path) > 1])
-            catalog = self._lake.catalog(state.ref)
-            _attach_tables(connection, {path: catalog.load_table(key.elements) for path, key in keys.items()})
+            _attach_tables(connection, {path: self._load_table(state, key) for path, key in keys.items()})
             try:
                 relation = _run_duckdb(lambda: connection.sql(query))
             except QueryFailed as error:
@@ -112,10 +112,20 @@ class LakeReader:
         """Load a table for PyIceberg (`.scan(…)`, `.to_polars()`, `.inspect`) at a fixed commit, read-only.
 
         `name` is dotted; put an element that contains dots in backticks. For `branch`, `run` and `at` see
-        `find_state`. Raises NoSuchTableError.
+        `find_state`. Raises NoSuchTableError, and MomentExpired if the files were deleted for their age.
         """
         state = self.find_state(branch=branch, run=run, at=at)
-        return self._lake.catalog(state.ref).load_table(ContentKey.from_path(name).elements)
+        return self._load_table(state, ContentKey.from_path(name))
+
+    def _load_table(self, state: LakeState, key: ContentKey) -> Table:
+        try:
+            return self._lake.catalog(state.ref).load_table(key.elements)
+        except FileNotFoundError as error:
+            horizon = timedelta(days=self._lake.settings.history_horizon_days)
+            expiry = find_expiry(self._lake.nessie, state, horizon, datetime.now(UTC))
+            if expiry is None:
+                raise
+            raise expiry from error
 
     def polars(
         self,

@@ -41,6 +41,18 @@ class NoSuchState(BranchlakeError, Terminal):
     """The lake does not have a branch, run or time of that name."""
 
 
+class MomentExpired(NoSuchState):
+    """The state is older than the history horizon, and its files were deleted.
+
+    Attributes:
+        oldest_moment: The oldest time whose state can be read.
+    """
+
+    def __init__(self, message: str, *, oldest_moment: datetime, **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.oldest_moment = oldest_moment
+
+
 _RUN_ID = re.compile(r"[0-9a-f]{6}[0-9a-f-]{0,30}")
 _HASH = re.compile(r"[0-9a-f]{8,64}")
 _LIST_HINT = "`branchlake status` lists branches, discarded runs and publications."
@@ -215,6 +227,28 @@ def _no_such_commit(commit_hash: str) -> NoSuchState:
         hint=_LIST_HINT,
         reason="no_commit",
         subject=commit_hash,
+    )
+
+
+def find_expiry(
+    client: NessieClient, state: LakeState, horizon: timedelta, now: datetime
+) -> MomentExpired | None:
+    """Return the error for a state whose files are missing, if it is older than the history horizon.
+
+    None if the state must still be readable. Costs one request.
+    """
+    entry = next(iter(client.log(state.ref, limit=1)), None)
+    commit_time = entry.commit.commit_time if entry is not None else None
+    oldest_moment = now - horizon
+    if commit_time is None or commit_time >= oldest_moment:
+        return None
+    formatted_time = oldest_moment.isoformat(timespec="seconds").replace("+00:00", "Z")
+    return MomentExpired(
+        f"{state.label} has expired: its files were deleted. The oldest moment is {formatted_time}.",
+        oldest_moment=oldest_moment,
+        hint="Give a later time. BRANCHLAKE_HISTORY_HORIZON_DAYS says how long states stay; a tag keeps one.",
+        reason="expired",
+        subject=state.ref,
     )
 
 

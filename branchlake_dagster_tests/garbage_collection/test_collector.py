@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -17,13 +18,16 @@ from pyiceberg.table.statistics import StatisticsFile
 from branchlake_dagster.errors import (
     HeartbeatsUnreadable,
     JournalLost,
+    MomentExpired,
     NessieUnavailable,
     RootsUnreadable,
     WarehouseUnreadable,
 )
 from branchlake_dagster.garbage_collection import collector as collector_module
+from branchlake_dagster.garbage_collection.collection_plan import OpenPlan, PlannedFile, plan_digest
 from branchlake_dagster.garbage_collection.collector import FileCollector
 from branchlake_dagster.garbage_collection.explanation import FileExplanation, MomentExplanation
+from branchlake_dagster.garbage_collection.journal import JournaledPlan
 from branchlake_dagster.garbage_collection.summary import (
     explanation_to_json,
     format_explanation,
@@ -39,6 +43,7 @@ from branchlake_dagster.garbage_collection.summary import (
 from branchlake_dagster.garbage_collection.warehouse_files import Deletion, WarehouseFiles
 from branchlake_dagster.lakehouse.lakehouse import MAIN
 from branchlake_dagster.nessie.model import ContentKey, OtherContent, Put
+from branchlake_dagster.query.connection import LakeReader
 from branchlake_dagster.stored_names import JOURNAL_BRANCH
 from branchlake_dagster_tests.garbage_collection.collected_lake import DAY, CollectedLake, open_lake
 
@@ -647,6 +652,29 @@ def test_a_plan_whose_rows_are_not_those_that_were_planned_is_abandoned(lake: Co
     assert collector.run().plan.file_count == 2
 
 
+def test_a_journaled_file_outside_the_tables_folders_is_kept(lake: CollectedLake, tmp_path: Path) -> None:
+    """Although the plan is complete: somebody else wrote it, or a bug did."""
+    victims = [tmp_path / "mine.csv", lake.root / "_branchlake" / "x.parquet", lake.root / "x.parquet"]
+    for path in victims:
+        lake.write(path)
+    files = [PlannedFile(str(path), "", "unreferenced", 1, 0) for path in victims]
+    stamp = (datetime.now(UTC) - 20 * DAY).timestamp()
+    for path in victims:
+        os.utime(path, (stamp, stamp))
+    files = [replace(file, modified_us=int(Path(file.path).stat().st_mtime_ns // 1000)) for file in files]
+    collector, planned_at = lake.collector(), datetime.now(UTC) - 2 * DAY
+    collector.journal.open()
+    collector.journal.record_files("p", files, "planned", planned_at)
+    plan = OpenPlan("p", planned_at, planned_at + DAY, len(files), 3)
+    rules = collector.rules.digest
+    journaled = JournaledPlan(plan, plan_digest("h", rules, files), rules, "h")
+    details = {"due_at": plan.due_at.isoformat()}
+    collector.journal.record_event("x", "planned", planned_at, plan=journaled, details=details)
+    (executed,) = lake.collector().run().executed
+    assert (executed.state, executed.deleted, executed.kept) == ("executed", 0, 3)
+    assert all(path.exists() for path in victims)
+
+
 def test_a_plan_of_other_settings_is_abandoned(lake: CollectedLake) -> None:
     lake.stray()
     lake.age()
@@ -858,3 +886,34 @@ def test_progress_is_reported(lake: CollectedLake) -> None:
     sentences: list[str] = []
     lake.collector(progress=sentences.append).plan()
     assert len(sentences) >= 3
+
+
+# -- expired moments -----------------------------------------------------------------------------------
+
+
+def test_a_query_of_an_expired_moment_says_so(tmp_path: Path) -> None:
+    lake = open_lake(tmp_path)
+    lake.at(datetime.now(UTC) - 60 * DAY)
+    lake.create()
+    lake.append(1)
+    expired = lake.nessie.reference(MAIN).hash
+    lake.at(datetime.now(UTC) - 40 * DAY)
+    lake.append(2)
+    at_horizon = lake.nessie.reference(MAIN).hash
+    lake.at(datetime.now(UTC))
+    lake.append(3)
+    reader = LakeReader(lake.lake)
+    assert len(reader.table("shop.t", at=expired).scan().to_arrow()) == 1
+    lake.age(58)
+    lake.collect()
+    for read in (reader.table, lambda _, at: reader.sql("SELECT * FROM shop.t", at=at)):
+        with pytest.raises(MomentExpired) as raised:
+            read("shop.t", at=expired)
+        assert raised.value.reason == "expired"
+        assert abs(datetime.now(UTC) - raised.value.oldest_moment - 30 * DAY) < timedelta(minutes=1)
+    assert len(reader.table("shop.t", at=at_horizon).scan().to_arrow()) == 2
+    # A file that is missing at a moment that must be readable is no expiry.
+    path = lake.table().metadata_location.removeprefix("file://")
+    Path(path).unlink()
+    with pytest.raises(FileNotFoundError):
+        reader.table("shop.t")
