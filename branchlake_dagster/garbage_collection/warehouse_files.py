@@ -164,7 +164,9 @@ class WarehouseFiles:
         ]
 
     def inspect(self, paths: Sequence[str]) -> list[ListedFile | None]:
-        """Return the present size and time of each file; None if the file does not exist.
+        """Return the present size and time of each file; None if nothing exists at its path.
+
+        The size of a link or folder is negative.
 
         Raises WarehouseUnreadable. Costs one request per file, 32 of them at once.
         """
@@ -268,6 +270,8 @@ def to_microseconds(moment: datetime) -> int:
     return (moment - _EPOCH) // timedelta(microseconds=1)
 
 
+_NO_FILE = -1
+"""The size of what is not a regular file: a link or a folder at the path of a file that was planned."""
 _FAR_FUTURE_US = 1 << 62
 """Stands for the time of a file whose store does not know it. Such a file is never old enough."""
 
@@ -301,7 +305,7 @@ def _inspect_local_file(path: str) -> ListedFile | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     if not stat.S_ISREG(status.st_mode):
-        return None
+        return ListedFile(path, _NO_FILE, 0)
     return ListedFile(path, status.st_size, status.st_mtime_ns // 1000)
 
 

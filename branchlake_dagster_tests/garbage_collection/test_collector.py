@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,6 +22,7 @@ from branchlake_dagster.errors import (
     MomentExpired,
     NessieUnavailable,
     RootsUnreadable,
+    StoredFileDamaged,
     WarehouseUnreadable,
 )
 from branchlake_dagster.garbage_collection import collector as collector_module
@@ -28,6 +30,7 @@ from branchlake_dagster.garbage_collection.collection_plan import OpenPlan, Plan
 from branchlake_dagster.garbage_collection.collector import FileCollector
 from branchlake_dagster.garbage_collection.explanation import FileExplanation, MomentExplanation
 from branchlake_dagster.garbage_collection.journal import JournaledPlan
+from branchlake_dagster.garbage_collection.reachable_files import read_manifest_list, read_manifest_paths
 from branchlake_dagster.garbage_collection.summary import (
     explanation_to_json,
     format_explanation,
@@ -213,7 +216,7 @@ def test_a_machine_whose_clock_is_ahead_deletes_nothing(lake: CollectedLake) -> 
     assert collector.run().executed == ()
 
 
-def test_hidden_files_and_links_are_kept(lake: CollectedLake, tmp_path: Path) -> None:
+def test_hidden_files_and_links_are_kept(lake: CollectedLake) -> None:
     folder = lake.table_folder()
     kept = [
         lake.write(folder / "data" / "_SUCCESS"),
@@ -221,14 +224,31 @@ def test_hidden_files_and_links_are_kept(lake: CollectedLake, tmp_path: Path) ->
         lake.write(folder / "_temporary" / "0" / "x.parquet"),
     ]
     gone = lake.write(folder / "data" / "_day=2026-01-01" / "x.parquet")
-    outside = tmp_path / "outside"
+    outside = lake.root / "of somebody else"
     linked = lake.write(outside / "x.parquet")
     (folder / "data" / "link").symlink_to(outside)
     (folder / "data" / "link.parquet").symlink_to(linked)
     lake.age()
-    lake.age(only=[linked])
+    stamp = (datetime.now(UTC) - 20 * DAY).timestamp()
+    os.utime(folder / "data" / "link.parquet", (stamp, stamp), follow_symlinks=False)
     assert lake.collect() == {gone}
     assert all(Path(path).exists() for path in [*kept, linked])
+    assert (folder / "data" / "link.parquet").is_symlink()
+
+
+def test_a_planned_file_that_became_a_link_or_a_folder_is_kept(lake: CollectedLake, tmp_path: Path) -> None:
+    linked, folder, gone = (Path(lake.stray()) for _ in range(3))
+    lake.age()
+    lake.collector(ago=2 * DAY).run()
+    linked.unlink()
+    linked.symlink_to(lake.write(tmp_path / "mine"))
+    folder.unlink()
+    folder.mkdir()
+    (executed,) = lake.collector().run().executed
+    assert (executed.deleted, executed.kept) == (1, 2)
+    assert linked.exists()
+    assert folder.exists()
+    assert not gone.exists()
 
 
 def test_files_of_a_living_writer_are_kept(lake: CollectedLake) -> None:
@@ -258,6 +278,70 @@ def test_files_of_tables_that_a_living_writer_changed_are_kept_whatever_their_ag
     assert lake.collect() == {other}
     lake.heartbeats.beats.clear()
     assert lake.collect() == {claimed}
+
+
+def test_a_writer_whose_clock_is_wrong_is_alive_while_its_file_changes(lake: CollectedLake) -> None:
+    stray = lake.stray()
+    lake.age(400)
+    lake.heartbeats.beat("run-00000000-0000-4000-8000-000000000009", at=datetime.now(UTC) - 9 * DAY)
+    assert lake.collector(ago=2 * DAY).run().plan.file_count == 0
+    lake.heartbeats.beats.clear()
+    assert lake.collect() == {stray}
+
+
+def test_a_writer_whose_branch_shares_no_commit_with_main_may_have_written_any_file(
+    lake: CollectedLake,
+) -> None:
+    stray = lake.stray()
+    lake.age(400)
+    branch = "run-00000000-0000-4000-8000-000000000009"
+    lake.nessie.create_branch(branch, from_ref=MAIN, from_hash=lake.nessie.no_ancestor_hash)
+    properties = {"namespace.create": "true"}
+    lake.lake.catalog(branch, properties=properties).create_namespace("alone")
+    lake.heartbeats.beat(branch)
+    assert lake.collector(ago=2 * DAY).run().plan.file_count == 0
+    lake.heartbeats.beats.clear()
+    assert lake.collect() == {stray}
+
+
+def test_a_manifest_that_is_shorter_than_recorded_is_damaged(lake: CollectedLake) -> None:
+    """Although all of its blocks can be read."""
+    table = lake.table()
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    (manifest,) = snapshot.manifests(table.io)
+    assert len(read_manifest_paths(table.io, manifest.manifest_path, manifest.manifest_length).live) == 1
+    with pytest.raises(StoredFileDamaged):
+        read_manifest_paths(table.io, manifest.manifest_path, manifest.manifest_length + 1)
+
+
+def test_a_manifest_that_polars_cannot_read_is_read_by_pyiceberg(
+    lake: CollectedLake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake.append(2)
+    lake.table().delete("n = 1")
+    table = lake.table()
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+
+    def read() -> list[object]:
+        lists = read_manifest_list(table.io, snapshot.manifest_list)
+        paths = [read_manifest_paths(table.io, *each) for each in lists]
+        return [
+            lists,
+            [each.live.to_list() for each in paths],
+            [each.removed.to_list() for each in paths],
+            [each.removed_by.tolist() for each in paths],
+        ]
+
+    expected = read()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise pl.exceptions.ComputeError("no")
+
+    monkeypatch.setattr("branchlake_dagster.garbage_collection.reachable_files.pl.read_avro", refuse)
+    assert read() == expected
+    assert any(expected[2])  # type: ignore[arg-type]
 
 
 def test_a_writer_whose_branch_is_unknown_may_have_written_any_file(lake: CollectedLake) -> None:
