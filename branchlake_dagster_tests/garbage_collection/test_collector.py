@@ -231,6 +231,7 @@ def test_hidden_files_and_links_are_kept(lake: CollectedLake) -> None:
     lake.age()
     stamp = (datetime.now(UTC) - 20 * DAY).timestamp()
     os.utime(folder / "data" / "link.parquet", (stamp, stamp), follow_symlinks=False)
+    assert [file.path for file in lake.collector().plan().sample] == [gone]
     assert lake.collect() == {gone}
     assert all(Path(path).exists() for path in [*kept, linked])
     assert (folder / "data" / "link.parquet").is_symlink()

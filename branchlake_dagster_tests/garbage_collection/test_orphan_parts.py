@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -28,8 +30,10 @@ from branchlake_dagster.garbage_collection.warehouse_files import (
     to_microseconds,
     to_time,
 )
-from branchlake_dagster.garbage_collection.writer_claims import WriterClaim
-from branchlake_dagster.nessie.model import IcebergTable, Namespace, OtherContent
+from branchlake_dagster.garbage_collection.writer_claims import WriterClaim, load_claims
+from branchlake_dagster.nessie.client import NessieClient
+from branchlake_dagster.nessie.model import IcebergTable, Namespace, OtherContent, Reference, ReferenceType
+from branchlake_dagster.runs.heartbeats import Heartbeat
 from branchlake_dagster.settings import Settings
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -203,6 +207,13 @@ def test_the_rule() -> None:
     unlimited = OrphanRule(NOW, 7 * DAY, (WriterClaim("b", "w", None), WriterClaim("c", "w", NOW)))
     assert judge(unlimited, ("/w/t/x", NOW - 4000 * DAY)) == [FileVerdict.CLAIMED]
     assert judge(OrphanRule(NOW, 7 * DAY), ("/w/t/x", NOW - 7 * DAY)) == [FileVerdict.ORPHAN]
+
+
+def test_a_writer_whose_branch_has_no_known_base_may_have_written_any_file() -> None:
+    branch = Reference(ReferenceType.BRANCH, "b", "0" * 64, metadata=None)
+    client = cast(NessieClient, SimpleNamespace(reference=lambda *_, **__: branch))
+    (claim,) = load_claims(client, [Heartbeat("b", "w", "r")])
+    assert claim == WriterClaim("b", "w", None)
 
 
 def test_times_keep_their_microseconds() -> None:
