@@ -47,7 +47,7 @@ from branchlake_dagster.garbage_collection.journal import CollectionJournal, Jou
 from branchlake_dagster.garbage_collection.live_history import LiveHistory, read_main_tables
 from branchlake_dagster.garbage_collection.location_keys import LocationKeyer, canonical_location, is_inside
 from branchlake_dagster.garbage_collection.orphan_rule import FileVerdict, OrphanRule, is_hidden
-from branchlake_dagster.garbage_collection.reachable_files import ReachableFiles
+from branchlake_dagster.garbage_collection.reachable_files import ReachableFiles, conventional_folders
 from branchlake_dagster.garbage_collection.warehouse_files import Deletion, WarehouseFiles
 from branchlake_dagster.garbage_collection.writer_claims import find_living_writers, load_claims
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -56,7 +56,6 @@ from branchlake_dagster.nessie.errors import ReferenceNotFound
 from branchlake_dagster.runs.failure_detector import Heartbeats
 from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.stored_names import JOURNAL_BRANCH
-from branchlake_dagster.tables.table_files import table_root
 
 BATCH_FILES = 2_000
 """How many files are deleted between two looks at the references."""
@@ -311,7 +310,8 @@ class FileCollector:
         except ReferenceNotFound:
             main_tables = read_main_tables(self._client, main_hash, None)  # main was set back
         for location, key in main_tables.items():
-            folders.setdefault(table_root(location), key.name)
+            for folder in conventional_folders(location):
+                folders.setdefault(folder, key.name)
         for folder, table in self.journal.load_folders().items():
             folders.setdefault(folder, table)
         for folder in self._files.list_recorded_folders():

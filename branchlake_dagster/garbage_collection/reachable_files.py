@@ -76,6 +76,15 @@ def parse_state(metadata: Mapping[str, Any]) -> StateFiles:
     )
 
 
+def conventional_folders(location: str) -> tuple[str, ...]:
+    """Return the folder of the table that a metadata file belongs to, by the file's path; empty if unknown.
+
+    Only a file in a folder `metadata` shows it. A metadata file that somebody copied to another folder and
+    registered there does not make that folder the table's.
+    """
+    return (table_root(location),) if location.rpartition("/")[0].endswith("/metadata") else ()
+
+
 def read_manifest_list(io: FileIO, location: str) -> list[tuple[str, int]]:
     """Return the manifests in a manifest list, with their lengths in bytes.
 
@@ -212,7 +221,7 @@ class ReachableFiles:
         statistics: list[str] = []
         for state, files in zip(states, parsed, strict=True):
             folders = (table_root(state.location), *files.folders)
-            for folder in folders:
+            for folder in (*conventional_folders(state.location), *files.folders):
                 self.table_folders.setdefault(folder, state.key.name)
             statistics += files.statistics
             lists |= {path: folders for path in files.manifest_lists if path not in lists}

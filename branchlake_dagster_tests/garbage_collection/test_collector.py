@@ -473,6 +473,20 @@ def test_files_outside_the_warehouse_are_never_candidates(lake: CollectedLake, t
     assert all(Path(path).exists() for path in (stray, own, below))
 
 
+def test_a_registered_copy_of_metadata_does_not_make_its_folder_a_tables(lake: CollectedLake) -> None:
+    table = lake.table()
+    copied = lake.root / "shop" / "copy.metadata.json"
+    lake.write(copied, Path(table.metadata_location.removeprefix("file://")).read_bytes())
+    lake.lake.catalog().register_table((lake.namespace, "copy"), f"file://{copied}")
+    mine, gone = lake.write(lake.root / "shop" / "mine.csv"), lake.stray()
+    lake.age()
+    assert lake.collect() == {gone}
+    lake.lake.catalog().drop_table((lake.namespace, "copy"))
+    lake.age()
+    lake.collect()
+    assert Path(mine).exists()
+
+
 def test_a_file_in_another_tables_folder_is_judged_by_all_tables(lake: CollectedLake) -> None:
     lake.create("u")
     borrowed = lake.write(lake.table_folder() / "data" / "borrowed.parquet")
