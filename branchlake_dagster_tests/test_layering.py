@@ -54,7 +54,6 @@ ALLOWED: dict[str, set[str]] = {
     "undo": {*_RUNS, "incremental", "publication"},
     "lake_definitions": {*_RUNS, "cleanup", "expiry", "incremental", "io_manager", "publication", "undo"},
     "garbage_collection": _RUNS,
-    "lake_definitions": {*_RUNS, "cleanup", "incremental", "io_manager", "publication", "undo"},
     "components": {*_RUNS, "lake_definitions"},
     "maintenance": {*_RUNS, "expiry"},
     "cli": {*_ASSETS, "backup", "cleanup", "expiry", "ingest", "maintenance", "query", "undo"},
