@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from branchlake_dagster.checks.asset_checks import column_metadata, join_checks, pandera_checks, sql_check
     from branchlake_dagster.checks.constraints import row_predicate
     from branchlake_dagster.checks.replaced_check import replaced_check
+    from branchlake_dagster.compaction.compaction_plan import CompactionOptions
     from branchlake_dagster.errors import BranchlakeError, OutcomeUnknown, Terminal, Transient
+    from branchlake_dagster.expiry.retention import ExpiryPolicy
     from branchlake_dagster.incremental.declaration import consumes, keys, range_, rows
     from branchlake_dagster.incremental.sql_changes import Changes, computes_everything, read_changes
     from branchlake_dagster.ingest.binary_formats import Avro, RegistryAvro, protobuf
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from branchlake_dagster.lake_definitions import DefinitionsWarning, branchlake_definitions
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.launching.launcher import WarmRunLauncher
+    from branchlake_dagster.maintenance.definitions import maintenance_definitions
+    from branchlake_dagster.maintenance.health_asset import HealthLimits
+    from branchlake_dagster.maintenance.maintenance_run import MaintenanceOptions
     from branchlake_dagster.publication.conditions import (
         awaiting_verdict,
         newly_published,
@@ -66,13 +71,17 @@ __all__ = [
     "BranchlakeError",
     "Changes",
     "CommittedOffsets",
+    "CompactionOptions",
     "Decoded",
     "DefinitionsWarning",
+    "ExpiryPolicy",
+    "HealthLimits",
     "Ingest",
     "IngestTable",
     "Json",
     "Lakehouse",
     "LakehouseResource",
+    "MaintenanceOptions",
     "NessieBranchIOManager",
     "NessieCatalog",
     "NotPublished",
@@ -98,6 +107,7 @@ __all__ = [
     "ingest_definitions",
     "join_checks",
     "keys",
+    "maintenance_definitions",
     "newly_published",
     "on_blocked",
     "on_publication",
@@ -136,12 +146,14 @@ _HOMES = {
     ),
     "checks.constraints": ("row_predicate",),
     "checks.replaced_check": ("replaced_check",),
+    "compaction.compaction_plan": ("CompactionOptions",),
     "errors": (
         "BranchlakeError",
         "OutcomeUnknown",
         "Terminal",
         "Transient",
     ),
+    "expiry.retention": ("ExpiryPolicy",),
     "incremental.declaration": (
         "consumes",
         "keys",
@@ -180,6 +192,9 @@ _HOMES = {
     ),
     "lakehouse.lakehouse": ("Lakehouse",),
     "launching.launcher": ("WarmRunLauncher",),
+    "maintenance.definitions": ("maintenance_definitions",),
+    "maintenance.health_asset": ("HealthLimits",),
+    "maintenance.maintenance_run": ("MaintenanceOptions",),
     "publication.conditions": (
         "awaiting_verdict",
         "on_publication",

@@ -68,6 +68,34 @@ def publication(as_json: bool, rounds: int, branches: int, waiting: int, commits
 
 @bench.command()
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--files", default=100_000, show_default=True, help="Files to collect among.")
+@click.option("--references", default=100, show_default=True, help="Branches that may need them.")
+@click.option("--small-files", default=200, show_default=True, help="Files of 1 MB to compact.")
+@click.option("--rounds", default=3, show_default=True, help="Compactions of each kind; the median counts.")
+@click.option("--commits", default=50_000, show_default=True, help="Commits on main since a base.")
+def maintenance(
+    as_json: bool, files: int, references: int, small_files: int, rounds: int, commits: int
+) -> None:
+    """Time the collection of files, compaction and long histories.
+
+    Iceberg's own procedures on Spark are timed for comparison.
+    """
+    from branchlake_dagster.bench.maintenance import measure_maintenance, show_maintenance
+
+    figures = measure_maintenance(
+        Settings(),
+        files=files,
+        references=references,
+        small_files=small_files,
+        rounds=rounds,
+        commits=commits,
+        say=print_progress,
+    )
+    click.echo(json.dumps(figures, indent=2)) if as_json else show_maintenance(figures)
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.option("--rounds", default=3, show_default=True, help="Days that are counted; the mean counts.")
 @click.option(
     "--sizes",

@@ -147,6 +147,7 @@ _CONJUNCTIONS = "branchlake_dagster.sda.commands.conjunctions"
         "columns": "branchlake_dagster.cli.column_commands:columns",
         "demo": "branchlake_dagster.sda.commands.demo:demo",
         "reprocess": "branchlake_dagster.cli.reprocess:reprocess",
+        "maintain": "branchlake_dagster.cli.maintain:maintain",
         "restore": "branchlake_dagster.cli.backup:restore",
         "sda": "branchlake_dagster.sda.commands.group:sda",
         "sql": "branchlake_dagster.cli.sql:sql",

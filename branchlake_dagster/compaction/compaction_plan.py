@@ -57,6 +57,14 @@ class CompactionOptions:
 
     Raises:
         ConfigurationError: The columns do not fit the strategy, or a number is not positive.
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import CompactionOptions, MaintenanceOptions, maintenance_definitions
+
+            options = CompactionOptions(max_small_files=20, max_bytes=20 * 1024**3)
+            maintenance = maintenance_definitions(["shop"], options=MaintenanceOptions(compaction=options))
     """
 
     strategy: Strategy = Strategy.BIN_PACK

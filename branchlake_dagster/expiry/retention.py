@@ -27,6 +27,16 @@ class ExpiryPolicy:
     snapshots than that number either. Publications of the last `undo_age` can be undone.
 
     Raises ConfigurationError for a number below 1 or a negative time.
+
+    Examples:
+        .. code-block:: python
+
+            from datetime import timedelta
+
+            from branchlake_dagster import ExpiryPolicy, MaintenanceOptions, maintenance_definitions
+
+            policy = ExpiryPolicy(keep_count=500, keep_age=timedelta(days=14))
+            maintenance = maintenance_definitions(["shop"], options=MaintenanceOptions(expiry=policy))
     """
 
     keep_count: int = 100

@@ -52,6 +52,13 @@ class HealthLimits:
         snapshots (int): Snapshots of one table. (default: 5,000)
         metadata_mb (float): Size of one table's metadata file in MB. Each commit writes it. (default: 10)
         delete_files (int): Delete files of one table. (default: 100)
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import HealthLimits, maintenance_definitions
+
+            maintenance = maintenance_definitions(["shop"], limits=HealthLimits(small_files=200))
     """
 
     small_files: int = 50

@@ -23,7 +23,7 @@ def schema_of(arguments: Sequence[str]) -> str:
         return f"sda-{words[0]}"
     if words[:2] == ["sda", "alerts"] and "--follow" in arguments:
         return "sda-alerts-follow"
-    if words[0] in ("backfill", "columns", "sda"):
+    if words[0] in ("backfill", "columns", "maintain", "sda"):
         return f"{words[0]}-{words[1]}"
     return "consumers-partitions" if words[0] == "consumers" and "--partitions" in arguments else words[0]
 

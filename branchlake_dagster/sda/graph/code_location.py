@@ -6,7 +6,7 @@ from typing import get_args
 
 import dagster as dg
 
-from branchlake_dagster import Settings, branchlake_definitions
+from branchlake_dagster import Settings, branchlake_definitions, maintenance_definitions
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.sda.assets.raw import Where
 from branchlake_dagster.sda.contracts.fields import DataMode
@@ -119,4 +119,7 @@ def build_definitions(settings: Settings) -> dg.Definitions:
         # One process per run: a process per step would add its start time, and Spark does the heavy work.
         executor=dg.in_process_executor,
     )
-    return branchlake_definitions(settings, dg.Definitions.merge(graph, sensor_measurements(settings)))
+    maintenance = maintenance_definitions(["sda"], settings=settings)
+    return branchlake_definitions(
+        settings, dg.Definitions.merge(graph, sensor_measurements(settings), maintenance)
+    )

@@ -1,0 +1,241 @@
+"""The commands `branchlake maintain …`: compaction, expiry of snapshots, and collection of files.
+
+The commands import their dependencies when they run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from branchlake_dagster.cli.command_settings import MODULE_HELP, load_command_settings
+from branchlake_dagster.cli.registry import print_progress
+
+if TYPE_CHECKING:
+    from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+    from branchlake_dagster.maintenance.maintenance_run import MaintenanceOptions, MaintenancePart
+    from branchlake_dagster.maintenance.summary import Section
+
+_WIDE = 160
+"""Width of a table in characters if the output is not a terminal."""
+_PARTS = ("compaction", "expiry", "collection")
+
+_module_option = click.option("-m", "--module", help=MODULE_HELP)
+_json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+_tables_argument = click.argument("tables", nargs=-1, metavar="[TABLE]...")
+_only_option = click.option(
+    "--only", type=click.Choice(_PARTS), multiple=True, help="Only this part. May be given more than once."
+)
+_strategy_option = click.option(
+    "--strategy",
+    type=click.Choice(("bin_pack", "sort", "z_order")),
+    default="bin_pack",
+    show_default=True,
+    help="How a compaction arranges rows.",
+)
+_columns_option = click.option("--columns", help="Columns of sort and z_order, separated by commas.")
+_all_option = click.option("--hot", is_flag=True, help="Also compact partitions that were just written.")
+_minutes_option = click.option(
+    "--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin no further work after this time."
+)
+
+
+@click.group()
+def maintain() -> None:
+    """Compact tables, expire snapshots, and delete files that nothing can read."""
+
+
+@maintain.command()
+@_tables_argument
+@_module_option
+@_only_option
+@_strategy_option
+@_columns_option
+@_all_option
+@_json_option
+def plan(
+    tables: tuple[str, ...],
+    module: str | None,
+    only: tuple[str, ...],
+    strategy: str,
+    columns: str | None,
+    hot: bool,
+    as_json: bool,
+) -> None:
+    """Show what a run would do, and change nothing.
+
+    Without TABLEs, all tables of main. The collection is always about the whole lake; with TABLEs, it is left
+    out unless you ask for it.
+    """
+    from branchlake_dagster.maintenance.maintenance_run import plan_maintenance
+    from branchlake_dagster.maintenance.summary import list_plan_sections, plan_to_json
+
+    lake = _open_lake(module)
+    planned = plan_maintenance(
+        lake,
+        _choose_parts(only, tables),
+        tables=tables or None,
+        options=_build_options(strategy, columns, hot, None),
+        progress=print_progress,
+    )
+    _show(list_plan_sections(planned), plan_to_json(planned), as_json)
+    if planned.errors:
+        raise click.exceptions.Exit(1)
+
+
+@maintain.command()
+@_tables_argument
+@_module_option
+@_only_option
+@_strategy_option
+@_columns_option
+@_all_option
+@_minutes_option
+@click.option(
+    "--adopt-journal", is_flag=True, help="Accept the journal of a restored Nessie, and with it its state."
+)
+@_json_option
+def run(
+    tables: tuple[str, ...],
+    module: str | None,
+    only: tuple[str, ...],
+    strategy: str,
+    columns: str | None,
+    hot: bool,
+    minutes: float | None,
+    adopt_journal: bool,
+    as_json: bool,
+) -> None:
+    """Compact tables, expire snapshots, and collect files, beside running pipelines.
+
+    Without TABLEs, all tables of main. The collection is always about the whole lake; with TABLEs, it is left
+    out unless you ask for it. It deletes only files that an earlier run planned at least a day ago.
+
+    A run may be interrupted and started again.
+    """
+    from branchlake_dagster.maintenance.maintenance_run import run_maintenance
+    from branchlake_dagster.maintenance.summary import list_result_sections, result_to_json
+
+    lake = _open_lake(module, changes=True)
+    result = run_maintenance(
+        lake,
+        _choose_parts(only, tables),
+        tables=tables or None,
+        options=_build_options(strategy, columns, hot, minutes),
+        adopt_journal=adopt_journal,
+        progress=print_progress,
+    )
+    _show(list_result_sections(result), result_to_json(result), as_json)
+    if result.has_failed:
+        raise click.exceptions.Exit(1)
+
+
+@maintain.command()
+@_module_option
+@_json_option
+def status(module: str | None, as_json: bool) -> None:
+    """Show the plans of the collection that wait, and its last pass."""
+    from branchlake_dagster.garbage_collection.collector import FileCollector
+    from branchlake_dagster.garbage_collection.summary import (
+        PLAN_HEADERS,
+        format_size,
+        list_plan_rows,
+        status_to_json,
+    )
+    from branchlake_dagster.maintenance.maintenance_run import MaintenancePart
+    from branchlake_dagster.maintenance.summary import Section
+
+    found = FileCollector.of_lake(_open_lake(module)).status()
+    started = found.last_pass_started_at
+    last_pass = started.isoformat(timespec="minutes") if started else "never"
+    is_open = started is not None and found.last_pass_ended_at is None
+    sentence = (
+        f"Last pass: {last_pass}{' (running, or interrupted)' if is_open else ''}."
+        f" Deleted so far: {found.deleted_files:,} files, {format_size(found.deleted_bytes)}."
+    )
+    section = Section(MaintenancePart.COLLECTION, sentence, PLAN_HEADERS, list_plan_rows(found.open_plans))
+    _show([section], status_to_json(found), as_json)
+
+
+@maintain.command()
+@click.argument("what")
+@_module_option
+@_json_option
+def explain(what: str, module: str | None, as_json: bool) -> None:
+    """Say what keeps a file, or whether a moment of a table can be read.
+
+    WHAT is the path of a file, or namespace.table@2026-11-20T12:00.
+    """
+    from branchlake_dagster.garbage_collection.collector import FileCollector
+    from branchlake_dagster.garbage_collection.explanation import FileExplanation
+    from branchlake_dagster.garbage_collection.summary import (
+        HOLDER_HEADERS,
+        explanation_to_json,
+        format_explanation,
+        list_holder_rows,
+    )
+    from branchlake_dagster.maintenance.maintenance_run import MaintenancePart
+    from branchlake_dagster.maintenance.summary import Section
+
+    found = FileCollector.of_lake(_open_lake(module), progress=print_progress).explain(what)
+    rows = list_holder_rows(found) if isinstance(found, FileExplanation) else ()
+    section = Section(MaintenancePart.COLLECTION, format_explanation(found), HOLDER_HEADERS, rows)
+    _show([section], explanation_to_json(found), as_json)
+
+
+def _open_lake(module: str | None, *, changes: bool = False) -> Lakehouse:
+    from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+
+    loaded_settings = load_command_settings(module)
+    settings = loaded_settings.require_named_lake() if changes else loaded_settings.settings
+    lake = Lakehouse(settings, say=print_progress, start=False)
+    lake.endpoints(spark=False)
+    return lake
+
+
+def _choose_parts(only: Sequence[str], tables: Sequence[str]) -> tuple[MaintenancePart, ...]:
+    from branchlake_dagster.maintenance.maintenance_run import ALL_PARTS, MaintenancePart
+
+    if only:
+        return tuple(MaintenancePart(name) for name in only)
+    return (
+        tuple(part for part in ALL_PARTS if part is not MaintenancePart.COLLECTION) if tables else ALL_PARTS
+    )
+
+
+def _build_options(
+    strategy: str, columns: str | None, hot: bool, minutes: float | None
+) -> MaintenanceOptions:
+    from branchlake_dagster.compaction.compaction_plan import CompactionOptions, Strategy
+    from branchlake_dagster.maintenance.maintenance_run import MaintenanceOptions
+
+    names = tuple(name.strip() for name in (columns or "").split(",") if name.strip())
+    compaction = CompactionOptions(
+        strategy=Strategy(strategy),
+        sort_columns=names,
+        include_hot=hot,
+        include_healthy=strategy != Strategy.BIN_PACK,
+    )
+    return MaintenanceOptions(compaction, max_seconds=None if minutes is None else minutes * 60)
+
+
+def _show(sections: Sequence[Section], as_object: dict[str, Any], as_json: bool) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    if as_json:
+        click.echo(json.dumps(as_object, indent=2))
+        return
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    for section in sections:
+        click.echo(f"{section.part.capitalize()}: {section.sentence}")
+        if section.rows:
+            table = Table(*section.headers)
+            for row in section.rows:
+                table.add_row(*map(escape, row))
+            console.print(table)

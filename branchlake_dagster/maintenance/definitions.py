@@ -1,0 +1,125 @@
+"""The Dagster definitions of all maintenance, for a code location."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dagster import (
+    AssetSelection,
+    DefaultScheduleStatus,
+    Definitions,
+    ScheduleDefinition,
+    define_asset_job,
+)
+
+from branchlake_dagster.errors import ConfigurationError
+from branchlake_dagster.maintenance.health_asset import HealthLimits, health_asset, health_key
+from branchlake_dagster.maintenance.maintenance_jobs import (
+    SCHEDULE_TIMES,
+    maintenance_job,
+    maintenance_schedule,
+)
+from branchlake_dagster.maintenance.maintenance_run import (
+    ALL_PARTS,
+    MaintenanceOptions,
+    MaintenancePart,
+)
+from branchlake_dagster.settings import Settings
+
+
+def maintenance_definitions(
+    namespaces: Sequence[str | Sequence[str]] = (),
+    *,
+    options: MaintenanceOptions | None = None,
+    limits: HealthLimits | None = None,
+    cron_schedules: Mapping[MaintenancePart | str, str] | None = None,
+    minutes: float = 60.0,
+    timezone: str = "UTC",
+    start_schedules: bool = False,
+    settings: Settings | None = None,
+    lakehouse_key: str = "lakehouse",
+    prefix: str = "",
+) -> Definitions:
+    """Jobs, schedules and assets that maintain the tables of a lake, to be merged into a code location.
+
+    - jobs `compact_tables`, `expire_snapshots` and `collect_files`, each with a schedule at night
+    - for each namespace an asset that shows the health of its tables, with checks that warn, and the job
+      `measure_tables`, which a schedule runs every hour
+
+    Args:
+        namespaces (Sequence[str | Sequence[str]]): Namespaces whose health is shown: dotted names, or their
+            elements.
+        options (Optional[MaintenanceOptions]): How tables are compacted, and how long snapshots stay.
+        limits (Optional[HealthLimits]): When a check of a namespace's health warns.
+        cron_schedules (Optional[Mapping]): When a part runs, instead of 01:00, 03:00 and 04:00. Keys are
+            `compaction`, `expiry` and `collection`.
+        minutes (float): The window of each scheduled run: after this time it begins no further work, and the
+            next run continues. (default: 60)
+        timezone (str): The time zone of the schedules. (default: UTC)
+        start_schedules (bool): Whether the schedules run from the start. Otherwise they are turned on in the
+            UI. (default: False)
+        settings (Optional[Settings]): The settings of the lake. (default: the environment's)
+        lakehouse_key (str): The resource key of the lake.
+        prefix (str): Comes before the names of jobs and schedules, for a second lake.
+
+    Returns:
+        Definitions: They need the resource of the lake, which `branchlake_definitions` provides.
+
+    Raises:
+        ConfigurationError: Snapshots would stay longer than their files, or a key of `cron_schedules` is no
+            part of the maintenance.
+
+    Examples:
+        .. code-block:: python
+
+            import dagster as dg
+
+            from branchlake_dagster import branchlake_definitions, maintenance_definitions
+
+            defs = dg.Definitions.merge(
+                branchlake_definitions(),
+                maintenance_definitions(["shop"], start_schedules=True),
+            )
+    """
+    options = options or MaintenanceOptions()
+    options.require_consistent(settings or Settings())
+    times = _parse_schedules(cron_schedules or {})
+    status = DefaultScheduleStatus.RUNNING if start_schedules else DefaultScheduleStatus.STOPPED
+    jobs = {
+        part: maintenance_job(part, options, lakehouse_key=lakehouse_key, prefix=prefix) for part in ALL_PARTS
+    }
+    schedules = [
+        maintenance_schedule(
+            one, cron_schedule=times[part], minutes=minutes, timezone=timezone, status=status
+        )
+        for part, one in jobs.items()
+    ]
+    keys = [tuple(name.split(".")) if isinstance(name, str) else tuple(name) for name in namespaces]
+    assets = [health_asset(key, limits, lakehouse_key=lakehouse_key) for key in keys]
+    if not assets:
+        return Definitions(jobs=list(jobs.values()), schedules=schedules)
+    health_job = define_asset_job(
+        f"{prefix}measure_tables", selection=AssetSelection.assets(*map(health_key, keys))
+    )
+    health_schedule = ScheduleDefinition(
+        name=f"{prefix}measure_tables_schedule",
+        job=health_job,
+        cron_schedule="15 * * * *",
+        execution_timezone=timezone,
+        default_status=status,
+    )
+    return Definitions(
+        assets=assets, jobs=[*jobs.values(), health_job], schedules=[*schedules, health_schedule]
+    )
+
+
+def _parse_schedules(cron_schedules: Mapping[MaintenancePart | str, str]) -> dict[MaintenancePart, str]:
+    unknown = [name for name in cron_schedules if name not in {*ALL_PARTS}]
+    if unknown:
+        raise ConfigurationError(
+            f"{unknown[0]!r} is no part of the maintenance.",
+            hint=f"The parts are {', '.join(ALL_PARTS)}.",
+            reason="unknown_part",
+            subject=str(unknown[0]),
+        )
+    return {**SCHEDULE_TIMES, **{MaintenancePart(name): cron for name, cron in cron_schedules.items()}}

@@ -1,0 +1,253 @@
+"""Plan and run all maintenance of a lake: compaction, expiry of snapshots, collection of unreachable files.
+
+The parts run in this order: a compaction leaves files that only older snapshots need, an expiry removes these
+snapshots, and the collection deletes files that nothing needs. An error of one part does not stop the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from enum import StrEnum
+from typing import TypeVar
+
+from branchlake_dagster.compaction.compaction_plan import CompactionOptions, CompactionPlan
+from branchlake_dagster.compaction.compactor import Compactor, plan_compactions
+from branchlake_dagster.compaction.result import CompactionResult, TableProgress
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError
+from branchlake_dagster.expiry.manifest_rewrite import ManifestRewriter, RewrittenManifests
+from branchlake_dagster.expiry.result import ExpiryPlan, ExpiryResult
+from branchlake_dagster.expiry.retention import ExpiryPolicy
+from branchlake_dagster.expiry.snapshot_expiry import SnapshotExpirer
+from branchlake_dagster.garbage_collection.collection_plan import CollectionPlan, CollectionResult
+from branchlake_dagster.garbage_collection.collector import FileCollector
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.settings import Settings
+from branchlake_dagster.wording import format_count
+
+T = TypeVar("T")
+
+
+class MaintenancePart(StrEnum):
+    """A part of the maintenance."""
+
+    COMPACTION = "compaction"
+    """Small files and delete files are rewritten, on Spark."""
+    EXPIRY = "expiry"
+    """Old snapshots are removed from the metadata of tables, and small manifests are merged."""
+    COLLECTION = "collection"
+    """Files that no reference can read are planned for deletion, and deleted a day later."""
+
+
+ALL_PARTS = tuple(MaintenancePart)
+
+
+@dataclass(frozen=True)
+class MaintenanceOptions:
+    """How tables are maintained.
+
+    Args:
+        compaction (CompactionOptions): What is compacted, how, and within which budgets.
+        expiry (ExpiryPolicy): How long snapshots stay.
+        max_seconds (Optional[float]): Seconds after which a part begins no further work. Compactions that are
+            finished are published. (default: no limit, and `BRANCHLAKE_COLLECTION_BUDGET_S` for the
+            collection)
+
+    Examples:
+        .. code-block:: python
+
+            from branchlake_dagster import CompactionOptions, MaintenanceOptions, maintenance_definitions
+
+            options = MaintenanceOptions(CompactionOptions(max_partitions=50), max_seconds=1800)
+            maintenance = maintenance_definitions(["shop"], options=options)
+    """
+
+    compaction: CompactionOptions = field(default_factory=CompactionOptions)
+    expiry: ExpiryPolicy = field(default_factory=ExpiryPolicy)
+    max_seconds: float | None = None
+
+    def require_consistent(self, settings: Settings) -> None:
+        """Require that snapshots do not stay longer than the files that they need.
+
+        Raises ConfigurationError.
+        """
+        horizon = timedelta(days=settings.history_horizon_days)
+        for name in ("keep_age", "undo_age", "position_age"):
+            age = getattr(self.expiry, name)
+            if age > horizon:
+                raise ConfigurationError(
+                    f"{name} of the ExpiryPolicy is {age}, but earlier commits stay readable for {horizon}.",
+                    hint="Shorten it, or raise BRANCHLAKE_HISTORY_HORIZON_DAYS.",
+                    reason="horizon_too_short",
+                    subject=name,
+                )
+
+
+@dataclass(frozen=True)
+class MaintenancePlan:
+    """What a run of the maintenance would do now. A part is None if it was not asked for, or has an error."""
+
+    compaction: CompactionPlan | None = None
+    expiry: ExpiryPlan | None = None
+    collection: CollectionPlan | None = None
+    errors: Mapping[MaintenancePart, Exception] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MaintenanceResult:
+    """What a run of the maintenance did. A part is None if it was not asked for, or has an error.
+
+    `manifests` has the tables whose manifests the expiry merged or failed to merge. `errors` are errors of
+    whole parts. Errors of single tables are in the parts' results.
+    """
+
+    compaction: CompactionResult | None = None
+    expiry: ExpiryResult | None = None
+    manifests: tuple[RewrittenManifests, ...] = ()
+    collection: CollectionResult | None = None
+    errors: Mapping[MaintenancePart, Exception] = field(default_factory=dict)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a part, or one of its tables or files, failed."""
+        compaction_errors = self.compaction.errors if self.compaction is not None else ()
+        expiry_errors = self.expiry.errors if self.expiry is not None else {}
+        executed = self.collection.executed if self.collection is not None else ()
+        return bool(
+            self.errors
+            or compaction_errors
+            or expiry_errors
+            or any(table.error is not None for table in self.manifests)
+            or any(one.failed for one in executed)
+        )
+
+
+def plan_maintenance(
+    lake: Lakehouse,
+    parts: Collection[MaintenancePart] = ALL_PARTS,
+    *,
+    tables: Sequence[str] | None = None,
+    options: MaintenanceOptions | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> MaintenancePlan:
+    """Plan the parts, and change nothing. Needs no Spark.
+
+    `tables` are dotted names; None means all tables of `main`. The collection is always about the whole lake.
+    Raises ConfigurationError.
+    """
+    options = options or MaintenanceOptions()
+    options.require_consistent(lake.settings)
+    guard = _Parts(parts)
+    compaction = guard.call(
+        MaintenancePart.COMPACTION, lambda: plan_compactions(lake, tables, _limit_compaction(options))
+    )
+    expiry = guard.call(
+        MaintenancePart.EXPIRY, lambda: SnapshotExpirer.of_lake(lake).plan(tables, options.expiry)
+    )
+    collection = guard.call(
+        MaintenancePart.COLLECTION, lambda: _build_collector(lake, options, progress).plan()
+    )
+    return MaintenancePlan(compaction, expiry, collection, guard.errors)
+
+
+def run_maintenance(
+    lake: Lakehouse,
+    parts: Collection[MaintenancePart] = ALL_PARTS,
+    *,
+    tables: Sequence[str] | None = None,
+    options: MaintenanceOptions | None = None,
+    adopt_journal: bool = False,
+    may_continue: Callable[[], bool] = lambda: True,
+    progress: Callable[[str], None] = lambda _: None,
+) -> MaintenanceResult:
+    """Run the parts, one after the other. May be interrupted at any point and called again.
+
+    `tables` are dotted names; None means all tables of `main`. The collection is always about the whole lake.
+    `adopt_journal` accepts the journal of a Nessie that was restored. `may_continue` is asked before each
+    rewrite of a compaction and before each part. Raises ConfigurationError.
+    """
+    options = options or MaintenanceOptions()
+    options.require_consistent(lake.settings)
+    guard = _Parts(parts, may_continue)
+    compaction = guard.call(
+        MaintenancePart.COMPACTION, lambda: _run_compaction(lake, tables, options, may_continue, progress)
+    )
+    expiry = guard.call(MaintenancePart.EXPIRY, lambda: _run_expiry(lake, tables, options, progress))
+    manifests = guard.call(MaintenancePart.EXPIRY, lambda: _merge_manifests(lake, tables))
+    collection = guard.call(
+        MaintenancePart.COLLECTION,
+        lambda: _build_collector(lake, options, progress).run(adopt_journal=adopt_journal),
+    )
+    return MaintenanceResult(compaction, expiry, manifests or (), collection, guard.errors)
+
+
+class _Parts:
+    """Calls the wanted parts, and collects their errors."""
+
+    def __init__(
+        self, parts: Collection[MaintenancePart], may_continue: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._parts = parts
+        self._may_continue = may_continue
+        self.errors: dict[MaintenancePart, Exception] = {}
+
+    def call(self, part: MaintenancePart, work: Callable[[], T]) -> T | None:
+        if part not in self._parts or not self._may_continue():
+            return None
+        try:
+            return work()
+        except ConfigurationError:
+            raise
+        except (BranchlakeError, OSError) as error:
+            self.errors[part] = error
+            return None
+
+
+def _limit_compaction(options: MaintenanceOptions) -> CompactionOptions:
+    if options.max_seconds is None or options.compaction.max_seconds is not None:
+        return options.compaction
+    return replace(options.compaction, max_seconds=options.max_seconds)
+
+
+def _run_compaction(
+    lake: Lakehouse,
+    tables: Sequence[str] | None,
+    options: MaintenanceOptions,
+    may_continue: Callable[[], bool],
+    progress: Callable[[str], None],
+) -> CompactionResult:
+    def report(one: TableProgress) -> None:
+        partitions = f"{one.partitions_done:,} of {format_count(one.partitions, 'partition')}"
+        progress(f"{one.table}: {one.step}, {partitions}, {one.bytes_done / 1e6:,.1f} MB")
+
+    plan = plan_compactions(lake, tables, _limit_compaction(options))
+    return Compactor.of_lake(lake).run(plan, may_continue=may_continue, report=report)
+
+
+def _run_expiry(
+    lake: Lakehouse,
+    tables: Sequence[str] | None,
+    options: MaintenanceOptions,
+    progress: Callable[[str], None],
+) -> ExpiryResult:
+    expirer = SnapshotExpirer.of_lake(lake)
+    plan = expirer.plan(tables, options.expiry)
+    return expirer.run(
+        plan,
+        report=lambda table: progress(
+            f"{table.table}: {format_count(table.expired_count, 'snapshot')} expired"
+        ),
+    )
+
+
+def _merge_manifests(lake: Lakehouse, tables: Sequence[str] | None) -> tuple[RewrittenManifests, ...]:
+    """Merge manifests. Return the tables with a commit or an error."""
+    results = ManifestRewriter.of_lake(lake).run(tables)
+    return tuple(table for table in results if table.commit is not None or table.error is not None)
+
+
+def _build_collector(
+    lake: Lakehouse, options: MaintenanceOptions, progress: Callable[[str], None]
+) -> FileCollector:
+    return FileCollector.of_lake(lake, budget_s=options.max_seconds, progress=progress)

@@ -1,0 +1,236 @@
+"""Compaction, expiry and collection as users meet them: by command, by job, and in definitions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import dagster as dg
+import pyarrow as pa
+import pytest
+from click.testing import CliRunner
+
+from branchlake_dagster import MaintenanceOptions, branchlake_definitions, maintenance_definitions
+from branchlake_dagster.cli.main import main as command
+from branchlake_dagster.compaction.compaction_plan import CompactionOptions
+from branchlake_dagster.errors import ConfigurationError, StoredFileDamaged
+from branchlake_dagster.expiry.retention import ExpiryPolicy
+from branchlake_dagster.lakehouse.lakehouse import Lakehouse
+from branchlake_dagster.maintenance import maintenance_run
+from branchlake_dagster.maintenance.definitions import ALL_PARTS
+from branchlake_dagster.maintenance.health_asset import health_key
+from branchlake_dagster.maintenance.maintenance_jobs import maintenance_job
+from branchlake_dagster.maintenance.maintenance_run import (
+    MaintenancePart,
+    MaintenancePlan,
+    plan_maintenance,
+    run_maintenance,
+)
+from branchlake_dagster.maintenance.summary import Section, list_plan_sections, plan_to_json
+from branchlake_dagster.runs.lakehouse_resource import LakehouseResource
+from branchlake_dagster.settings import Settings
+from branchlake_dagster_tests.suite import memory
+from branchlake_dagster_tests.suite.json_contract import check_output
+from branchlake_dagster_tests.suite.raised import raising
+
+lakehouse = memory.lakehouse
+
+SHORT = MaintenanceOptions(
+    CompactionOptions(max_small_files=2, include_hot=True),
+    ExpiryPolicy(keep_count=1, keep_age=timedelta(0), undo_age=timedelta(0)),
+)
+
+
+@pytest.fixture
+def table(lakehouse: Lakehouse, namespace: str) -> Iterator[str]:
+    """A table of four small files and four snapshots."""
+    catalog = lakehouse.catalog()
+    catalog.create_namespace((namespace,))
+    rows = pa.table({"n": pa.array([1], pa.int64())})
+    table = catalog.create_table((namespace, "t"), schema=rows.schema)
+    for _ in range(4):
+        table.append(rows)
+    yield f"{namespace}.t"
+    catalog.drop_table((namespace, "t"))
+
+
+def load(lake: Lakehouse, name: str) -> Any:
+    return lake.catalog().load_table(tuple(name.split(".")))
+
+
+# -- parts ---------------------------------------------------------------------------------------------
+
+
+def test_a_plan_has_all_parts_and_changes_nothing(lakehouse: Lakehouse, table: str) -> None:
+    head = lakehouse.nessie.reference("main").hash
+    plan = plan_maintenance(lakehouse, tables=[table], options=SHORT)
+    assert plan.compaction is not None
+    assert [one.measured.table for one in plan.compaction.partitions] == [table]
+    assert plan.expiry is not None
+    assert [(one.table, one.expired_count) for one in plan.expiry.tables] == [(table, 3)]
+    assert plan.collection is not None
+    assert not plan.errors
+    assert lakehouse.nessie.reference("main").hash == head
+    assert [section.part for section in list_plan_sections(plan)] == [*ALL_PARTS]
+    json.dumps(plan_to_json(plan))
+
+
+def test_an_expiry_leaves_files_to_the_collection(lakehouse: Lakehouse, table: str) -> None:
+    lists = [snapshot.manifest_list for snapshot in load(lakehouse, table).metadata.snapshots]
+    result = run_maintenance(
+        lakehouse, [MaintenancePart.EXPIRY, MaintenancePart.COLLECTION], tables=[table], options=SHORT
+    )
+    assert not result.has_failed
+    assert result.compaction is None
+    assert result.expiry is not None
+    assert [(one.expired_count, one.kept_count) for one in result.expiry.tables] == [(3, 1)]
+    assert len(load(lakehouse, table).metadata.snapshots) == 1
+    assert load(lakehouse, table).scan().to_arrow().num_rows == 4
+    # They are younger than the grace, and earlier commits of main still have them.
+    assert result.collection is not None
+    assert result.collection.plan.file_count == 0
+    assert all(Path(urlparse(location).path).exists() for location in lists)
+
+
+def test_the_error_of_one_part_does_not_stop_the_others(
+    lakehouse: Lakehouse, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StoredFileDamaged("damaged", file="f")
+
+    monkeypatch.setattr(maintenance_run, "plan_compactions", fail)
+    plan = plan_maintenance(lakehouse, options=SHORT)
+    assert {part: type(error) for part, error in plan.errors.items()} == {
+        MaintenancePart.COMPACTION: StoredFileDamaged
+    }
+    assert plan.expiry is not None
+    assert plan.collection is not None
+    result = run_maintenance(lakehouse, tables=[table], options=SHORT)
+    assert result.has_failed
+    assert result.expiry is not None
+
+
+def test_a_paused_run_begins_no_further_part(lakehouse: Lakehouse, table: str) -> None:
+    result = run_maintenance(lakehouse, tables=[table], options=SHORT, may_continue=lambda: False)
+    assert (result.compaction, result.expiry, result.collection) == (None, None, None)
+    assert len(load(lakehouse, table).metadata.snapshots) == 4
+
+
+@pytest.mark.parametrize("name", ["keep_age", "undo_age", "position_age"])
+def test_snapshots_that_outlive_their_files_are_refused(name: str) -> None:
+    options = MaintenanceOptions(expiry=ExpiryPolicy(**{name: timedelta(days=31)}))
+    with raising(ConfigurationError, reason="horizon_too_short", subject=name):
+        maintenance_definitions(options=options, settings=Settings())
+    maintenance_definitions(options=options, settings=Settings(history_horizon_days=31))
+
+
+def test_a_section_escapes_and_cuts_its_table() -> None:
+    section = Section(MaintenancePart.EXPIRY, "Two rows.", ("a", "b"), [("x|y", "1"), ("z", "2")])
+    text = section.to_markdown(max_rows=1)
+    assert "x\\|y" in text
+    assert "z" not in text
+    assert list_plan_sections(MaintenancePlan()) == []
+
+
+# -- commands ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = lakehouse.settings
+    monkeypatch.setenv("BRANCHLAKE_STATE_DIR", str(settings.state_dir))
+    monkeypatch.setenv("BRANCHLAKE_NESSIE_URI", lakehouse.nessie.uri)
+    settings.state_dir.mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(settings.state_dir)
+
+
+def call(*words: str, exit_code: int = 0) -> Any:
+    result = CliRunner().invoke(command, ["maintain", *words, "--json"])
+    assert result.exit_code == exit_code, result.output
+    check_output(["maintain", *words, "--json"], result.stdout)
+    return json.loads(result.stdout)
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_commands(lakehouse: Lakehouse, table: str) -> None:
+    plan = call("plan", table)
+    assert plan["collection"] is None
+    assert [one["table"] for one in plan["expiry"]["tables"]] == [table]
+    assert call("plan", "--only", "collection")["collection"]["file_count"] == 0
+    done = call("run", table, "--only", "expiry", "--only", "collection")
+    assert done["errors"] == []
+    assert done["collection"]["plan"]["file_count"] == 0
+    assert call("status")["passes"] == 1
+    location = load(lakehouse, table).metadata_location
+    kept = call("explain", location)
+    assert [holder["reference"] for holder in kept["holders"]][:1] == ["main"]
+    shown = CliRunner().invoke(command, ["maintain", "plan", table])
+    assert shown.exit_code == 0
+    missing = CliRunner().invoke(command, ["maintain", "plan", "no.table", "--only", "compaction"])
+    assert missing.exit_code == 1
+    assert "no.table" in missing.output
+
+
+# -- in Dagster ----------------------------------------------------------------------------------------
+
+
+def run_job(lake: Lakehouse, part: MaintenancePart, **config: Any) -> dg.ExecuteInProcessResult:
+    job = maintenance_job(part, SHORT)
+    with dg.DagsterInstance.ephemeral() as instance:
+        return job.execute_in_process(
+            run_config={"ops": {f"{job.name}_op": {"config": config}}},
+            resources={"lakehouse": LakehouseResource.from_settings(lake.settings)},
+            instance=instance,
+        )
+
+
+def test_the_job_of_the_expiry(lakehouse: Lakehouse, table: str) -> None:
+    assert run_job(lakehouse, MaintenancePart.EXPIRY, tables=[table], dry_run=True).success
+    assert len(load(lakehouse, table).metadata.snapshots) == 4
+    result = run_job(lakehouse, MaintenancePart.EXPIRY, tables=[table])
+    assert result.success
+    assert len(load(lakehouse, table).metadata.snapshots) == 1
+
+
+def test_the_job_of_the_collection(lakehouse: Lakehouse, table: str) -> None:
+    assert run_job(lakehouse, MaintenancePart.COLLECTION, minutes=5).success
+
+
+@pytest.mark.spark
+def test_the_job_of_the_compaction(lakehouse: Lakehouse, table: str) -> None:
+    """The session's lake, because Spark cannot read a Nessie in memory."""
+    assert len(list(load(lakehouse, table).scan().plan_files())) == 4
+    assert run_job(lakehouse, MaintenancePart.COMPACTION, tables=[table]).success
+    assert len(list(load(lakehouse, table).scan().plan_files())) == 1
+    assert load(lakehouse, table).scan().to_arrow().num_rows == 4
+
+
+def test_the_definitions_of_a_code_location() -> None:
+    definitions = maintenance_definitions(
+        ["shop", ("raw", "sensors")],
+        cron_schedules={"expiry": "30 2 * * *"},
+        minutes=10,
+        start_schedules=True,
+        settings=Settings(),
+        prefix="second_",
+    )
+    merged = branchlake_definitions(Settings(), definitions)
+    assert merged.resolve_asset_graph().get_all_asset_keys() == {
+        health_key(("shop",)),
+        health_key(("raw", "sensors")),
+    }
+    schedules = {one.name: one for one in definitions.schedules or ()}
+    assert set(schedules) == {
+        f"second_{name}_schedule"
+        for name in ("compact_tables", "expire_snapshots", "collect_files", "measure_tables")
+    }
+    expiry = schedules["second_expire_snapshots_schedule"]
+    assert isinstance(expiry, dg.ScheduleDefinition)
+    assert expiry.cron_schedule == "30 2 * * *"
+    assert expiry.default_status is dg.DefaultScheduleStatus.RUNNING
+    with raising(ConfigurationError, reason="unknown_part", subject="vacuum"):
+        maintenance_definitions(cron_schedules={"vacuum": "0 0 * * *"}, settings=Settings())
