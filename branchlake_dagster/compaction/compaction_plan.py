@@ -8,8 +8,8 @@ longer fits is skipped for a smaller one after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 
@@ -128,13 +128,17 @@ class SkippedPartition:
 
 @dataclass(frozen=True)
 class CompactionPlan:
-    """The partitions to rewrite, the best first, and those that are left for later."""
+    """The partitions to rewrite, the best first, and those that are left for later.
+
+    `unreadable` are tables whose metadata or manifests cannot be read, with the errors.
+    """
 
     options: CompactionOptions
     partitions: tuple[PlannedPartition, ...] = ()
     skipped: tuple[SkippedPartition, ...] = ()
     healthy: int = 0
     """The number of measured partitions that do not need a compaction."""
+    unreadable: Mapping[str, Exception] = field(default_factory=dict)
 
     @property
     def tables(self) -> tuple[str, ...]:

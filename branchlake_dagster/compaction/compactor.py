@@ -7,10 +7,13 @@ table's compaction or nothing of it, and the branch is removed later.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING
+
+from pyiceberg.table import Table
 
 from branchlake_dagster.compaction.compaction_branch import open_branch, remove_abandoned_branches
 from branchlake_dagster.compaction.compaction_plan import (
@@ -32,7 +35,7 @@ from branchlake_dagster.compaction.rewritten_files import RewrittenPartition, li
 from branchlake_dagster.compaction.row_proof import RowProof
 from branchlake_dagster.compaction.spark_rewrite import join_predicates, rewrite_partitions
 from branchlake_dagster.compaction.table_publication import RewrittenTable, TablePublisher
-from branchlake_dagster.errors import BranchlakeError
+from branchlake_dagster.errors import BranchlakeError, ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Reference
 from branchlake_dagster.publication.replay import IcebergTableFormat
@@ -52,21 +55,28 @@ def plan_compactions(
 ) -> CompactionPlan:
     """Measure tables on `main` and plan what to compact. Changes nothing, and needs no Spark.
 
-    `tables` are dotted names; None means all tables. Reads each table's metadata and manifests. Raises
-    TableMissing for a name that `main` does not have.
+    `tables` are dotted names; None means all tables. Reads each table's metadata and manifests. A table that
+    cannot be read does not stop the others. Raises TableMissing for a name that `main` does not have, and
+    ConfigurationError if a table lacks a column of the options.
     """
     chosen_options = options or CompactionOptions()
-    return plan_partitions(
-        measure_tables(lake, tables, small_file_bytes=chosen_options.small_file_bytes),
-        chosen_options,
-        now=now or datetime.now(UTC),
-    )
+    measures: list[PartitionFiles] = []
+    unreadable: dict[str, Exception] = {}
+    for name, table in _open_tables(lake, tables):
+        try:
+            loaded = table()
+            _require_columns(loaded, name, chosen_options.sort_columns)
+            measures += measure_table(loaded, name, small_file_bytes=chosen_options.small_file_bytes)
+        except ConfigurationError:
+            raise
+        except (BranchlakeError, OSError) as error:
+            unreadable[name] = error
+    plan = plan_partitions(measures, chosen_options, now=now or datetime.now(UTC))
+    return replace(plan, unreadable=unreadable)
 
 
-def measure_tables(
-    lake: Lakehouse, tables: Iterable[str] | None = None, *, small_file_bytes: int
-) -> list[PartitionFiles]:
-    """Measure the partitions of tables on `main`, as `plan_compactions` does."""
+def _open_tables(lake: Lakehouse, tables: Iterable[str] | None) -> Iterator[tuple[str, Callable[[], Table]]]:
+    """Yield the names of tables on `main`, each with a function that loads the table."""
     client, table_format = lake.nessie, IcebergTableFormat(lake.catalog())
     keys = (
         [entry.key for entry in client.entries(MAIN, filter="entry.contentType == 'ICEBERG_TABLE'")]
@@ -74,14 +84,30 @@ def measure_tables(
         else [ContentKey.from_path(name) for name in tables]
     )
     contents = client.contents(MAIN, keys) if keys else {}
-    measures: list[PartitionFiles] = []
     for key in keys:
         content = contents.get(key)
         if not isinstance(content, IcebergTable):
             raise TableMissing(f"Main has no table {key.name}.", table=key.name, hint="Check the name.")
-        table = table_format.open(key, content).table
-        measures += measure_table(table, key.name, small_file_bytes=small_file_bytes)
-    return measures
+        yield key.name, partial(_load_table, table_format, key, content)
+
+
+def _load_table(table_format: IcebergTableFormat, key: ContentKey, content: IcebergTable) -> Table:
+    return table_format.open(key, content).table
+
+
+def _require_columns(table: Table, name: str, sort_columns: Sequence[str]) -> None:
+    """Require that the table has the columns. Terms with a function, `bucket(8, id)`, are not looked at."""
+    known_names = {column.lower() for column in table.schema().column_names}
+    for term in sort_columns:
+        column = term.split()[0].strip("`")
+        if "(" not in term and column.lower() not in known_names:
+            raise ConfigurationError(
+                f"The table {name} has no column {column}.",
+                hint=f"Its columns are {', '.join(table.schema().column_names)}.",
+                table=name,
+                reason="unknown_column",
+                subject=column,
+            )
 
 
 @dataclass
@@ -141,7 +167,7 @@ class Compactor:
         seconds = plan.options.max_seconds
         limits = _Pass(may_continue, None if seconds is None else started + seconds, self._monotonic)
         removed_branches = remove_abandoned_branches(self._lake.nessie, now=datetime.now(UTC))
-        compacted_tables: list[CompactedTable] = []
+        compacted_tables = [CompactedTable(name, error=error) for name, error in plan.unreadable.items()]
         for name in plan.tables:
             if not limits.may_go_on():
                 break
@@ -149,7 +175,7 @@ class Compactor:
             table_started = self._monotonic()
             try:
                 compacted = self._compact_table(name, partitions, plan.options, limits, report)
-            except BranchlakeError as error:
+            except Exception as error:  # noqa: BLE001 - Spark's client raises classes that nobody declared
                 compacted = CompactedTable(name, error=error)
             report(TableProgress(name, "done", len(compacted.partitions), len(partitions)))
             compacted_tables.append(replace(compacted, seconds=self._monotonic() - table_started))

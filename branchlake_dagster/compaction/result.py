@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from branchlake_dagster.compaction.rewritten_files import RewrittenPartition
-from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.wording import CodedReason
 
 
@@ -57,7 +56,7 @@ class CompactedTable:
     seconds: float = 0.0
     rewrite_seconds: float = 0.0
     proof_seconds: float = 0.0
-    error: BranchlakeError | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class CompactionResult:
     seconds: float = 0.0
 
     @property
-    def errors(self) -> tuple[BranchlakeError, ...]:
+    def errors(self) -> tuple[Exception, ...]:
         """The errors of tables that failed."""
         return tuple(table.error for table in self.tables if table.error is not None)
 

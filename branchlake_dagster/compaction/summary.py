@@ -46,18 +46,22 @@ def _list_planned(planned: PlannedPartition) -> tuple[str, ...]:
 def format_plan(plan: CompactionPlan) -> str:
     """Return the plan as a sentence."""
     if not plan.partitions:
-        return "No partition is due for a compaction." + _format_skipped(plan)
+        return "No partition is due for a compaction." + _format_skipped(plan) + _format_unreadable(plan)
     files = sum(planned.files for planned in plan.partitions)
     expected = sum(planned.expected_files for planned in plan.partitions)
     return (
         f"{format_count(len(plan.partitions), 'partition')} of {format_count(len(plan.tables), 'table')}:"
         f" {format_count(files, 'file')} become about {expected:,},"
-        f" {plan.bytes / MEBIBYTE:,.1f} MiB are read." + _format_skipped(plan)
+        f" {plan.bytes / MEBIBYTE:,.1f} MiB are read." + _format_skipped(plan) + _format_unreadable(plan)
     )
 
 
 def _format_skipped(plan: CompactionPlan) -> str:
     return f" {format_count(len(plan.skipped), 'partition')} left for later." if plan.skipped else ""
+
+
+def _format_unreadable(plan: CompactionPlan) -> str:
+    return "".join(f" {name} cannot be read: {error}" for name, error in plan.unreadable.items())
 
 
 RESULT_HEADERS = ("table", "partitions", "files before", "files after", "rows", "commit", "notes")
@@ -131,6 +135,10 @@ def plan_to_json(plan: CompactionPlan) -> dict[str, Any]:
                 "reason": skipped.reason.code,
             }
             for skipped in plan.skipped
+        ],
+        "unreadable": [
+            {"table": name, "error": type(error).__name__, "message": str(error)}
+            for name, error in plan.unreadable.items()
         ],
     }
 

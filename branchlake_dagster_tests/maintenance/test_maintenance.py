@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from click.testing import CliRunner
 
 from branchlake_dagster import MaintenanceOptions, branchlake_definitions, maintenance_definitions
 from branchlake_dagster.cli.main import main as command
-from branchlake_dagster.compaction.compaction_plan import CompactionOptions
+from branchlake_dagster.compaction.compaction_plan import CompactionOptions, Strategy
+from branchlake_dagster.compaction.compactor import Compactor, plan_compactions
 from branchlake_dagster.errors import ConfigurationError, StoredFileDamaged
 from branchlake_dagster.expiry.retention import ExpiryPolicy
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
@@ -234,3 +236,28 @@ def test_the_definitions_of_a_code_location() -> None:
     assert expiry.default_status is dg.DefaultScheduleStatus.RUNNING
     with raising(ConfigurationError, reason="unknown_part", subject="vacuum"):
         maintenance_definitions(cron_schedules={"vacuum": "0 0 * * *"}, settings=Settings())
+
+
+def test_an_unreadable_table_does_not_stop_the_compaction_of_others(
+    lakehouse: Lakehouse, table: str, namespace: str
+) -> None:
+    broken = lakehouse.catalog().create_table((namespace, "broken"), schema=load(lakehouse, table).schema())
+    broken.append(load(lakehouse, table).scan().to_arrow())
+    snapshot = broken.current_snapshot()
+    assert snapshot is not None
+    Path(urlparse(snapshot.manifest_list).path).unlink()
+    plan = plan_compactions(lakehouse, options=SHORT.compaction)
+    assert [one.measured.table for one in plan.partitions] == [table]
+    assert [*plan.unreadable] == [f"{namespace}.broken"]
+    result = Compactor.of_lake(lakehouse).run(replace(plan, partitions=()))
+    assert [(one.table, one.commit) for one in result.tables] == [(f"{namespace}.broken", None)]
+    assert len(result.errors) == 1
+
+
+@pytest.mark.parametrize("columns", [("nothing",), ("N DESC NULLS LAST", "nothing")])
+def test_an_unknown_column_is_refused_before_spark_starts(
+    lakehouse: Lakehouse, table: str, columns: tuple[str, ...]
+) -> None:
+    options = CompactionOptions(strategy=Strategy.SORT, sort_columns=columns)
+    with raising(ConfigurationError, table, reason="unknown_column", subject="nothing"):
+        plan_compactions(lakehouse, [table], options)
