@@ -71,7 +71,7 @@ def load_record(folder: Path) -> BackupRecord:
         return BackupRecord(parts=parts, **fields)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BackupDamaged(
-            f"{folder} is no backup that this version can read: {error}.",
+            f"{folder} is not a backup that this version can read: {error}.",
             hint="Name the folder of one backup; it contains the file backup.json.",
             reason="no_record",
             subject=str(folder),

@@ -38,8 +38,8 @@ def copy_folder(
     """Copy all files below `source` to the new folder `target`. Raises OSError.
 
     A file with the same size and modification time in `previous`, the same folder of an earlier backup, is
-    linked to that. With `has_databases`, SQLite databases are copied by SQLite, so that a writer does not
-    spoil them; a database without changes in its write-ahead log may be linked. Symbolic links are skipped.
+    linked to that. With `has_databases`, SQLite databases are copied by SQLite, so the copies are
+    consistent. A database without changes in its write-ahead log may be linked. Symbolic links are skipped.
     `report` is called every 5,000 files.
     """
     count = CopyCount()

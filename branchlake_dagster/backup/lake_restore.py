@@ -55,8 +55,8 @@ def restore_lake(
             raise RestoreRefused(
                 f"The backup {backup.folder} has the folder {part.source}, but this lake would use"
                 f" {target.path}. The metadata of the tables has absolute paths.",
-                hint=f"Restore it to the same place: BRANCHLAKE_STATE_DIR={backup.record.state_dir}, and the"
-                " same BRANCHLAKE_WAREHOUSE and DAGSTER_HOME. A link there will do.",
+                hint=f"Use the same folders: BRANCHLAKE_STATE_DIR={backup.record.state_dir}, and the"
+                " same BRANCHLAKE_WAREHOUSE and DAGSTER_HOME. Links at these paths are enough.",
                 reason="other_place",
                 subject=str(target.path),
             )

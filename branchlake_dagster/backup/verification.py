@@ -72,10 +72,11 @@ class _FileOutside(BackupDamaged):
 def verify_backup(
     folder: Path, record: BackupRecord, settings: Settings, *, say: Callable[[str], None] = lambda _: None
 ) -> VerifiedTables:
-    """Read all tables of `main` in a backup completely. Changes nothing in it.
+    """Read the tables of `main` in a backup: Parquet files completely, other files by size.
 
     `settings` are those of the lake, whose downloaded jars are used. The store is copied, one Nessie is
-    started, and each current data file is read. Raises BackupDamaged with the table, and ServerDidNotStart.
+    started, and each current data file is read. The backup is not changed. Raises BackupDamaged with the
+    table, and ServerDidNotStart.
     """
     folders = {Path(part.source): folder / part.name for part in record.parts}
     with tempfile.TemporaryDirectory(prefix="branchlake-verify-") as scratch:

@@ -35,12 +35,14 @@ _strategy_option = click.option(
     type=click.Choice(("bin_pack", "sort", "z_order")),
     default="bin_pack",
     show_default=True,
-    help="How a compaction arranges rows.",
+    help="How a compaction arranges rows. sort and z_order rewrite all files of the tables.",
 )
 _columns_option = click.option("--columns", help="Columns of sort and z_order, separated by commas.")
-_all_option = click.option("--hot", is_flag=True, help="Also compact partitions that were just written.")
+_hot_option = click.option("--hot", is_flag=True, help="Also compact partitions that were just written.")
 _minutes_option = click.option(
-    "--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin no further work after this time."
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Minutes after which a compaction, and then a collection, begins no further work.",
 )
 
 
@@ -55,7 +57,7 @@ def maintain() -> None:
 @_only_option
 @_strategy_option
 @_columns_option
-@_all_option
+@_hot_option
 @_json_option
 def plan(
     tables: tuple[str, ...],
@@ -66,7 +68,7 @@ def plan(
     hot: bool,
     as_json: bool,
 ) -> None:
-    """Show what a run would do, and change nothing.
+    """Show what a run would compact, expire and plan to delete. Change nothing.
 
     Without TABLEs, all tables of main. The collection is always about the whole lake; with TABLEs, it is left
     out unless you ask for it.
@@ -93,10 +95,12 @@ def plan(
 @_only_option
 @_strategy_option
 @_columns_option
-@_all_option
+@_hot_option
 @_minutes_option
 @click.option(
-    "--adopt-journal", is_flag=True, help="Accept the journal of a restored Nessie, and with it its state."
+    "--adopt-journal",
+    is_flag=True,
+    help="Continue after a restore of Nessie: files of lost commits are planned.",
 )
 @_json_option
 def run(
@@ -138,7 +142,7 @@ def run(
 @_module_option
 @_json_option
 def status(module: str | None, as_json: bool) -> None:
-    """Show the plans of the collection that wait, and its last pass."""
+    """Show the plans whose files are not deleted yet, and the last collection."""
     from branchlake_dagster.garbage_collection.collector import FileCollector
     from branchlake_dagster.garbage_collection.summary import (
         PLAN_HEADERS,
@@ -149,16 +153,18 @@ def status(module: str | None, as_json: bool) -> None:
     from branchlake_dagster.maintenance.maintenance_run import MaintenancePart
     from branchlake_dagster.maintenance.summary import Section
 
-    found = FileCollector.of_lake(_open_lake(module)).status()
-    started = found.last_pass_started_at
+    journal_status = FileCollector.of_lake(_open_lake(module)).status()
+    started = journal_status.last_pass_started_at
     last_pass = started.isoformat(timespec="minutes") if started else "never"
-    is_open = started is not None and found.last_pass_ended_at is None
+    is_open = started is not None and journal_status.last_pass_ended_at is None
     sentence = (
-        f"Last pass: {last_pass}{' (running, or interrupted)' if is_open else ''}."
-        f" Deleted so far: {found.deleted_files:,} files, {format_size(found.deleted_bytes)}."
+        f"Last collection: {last_pass}{' (running, or interrupted)' if is_open else ''}."
+        f" Deleted in the last 90 days: {journal_status.deleted_files:,} files,"
+        f" {format_size(journal_status.deleted_bytes)}."
     )
-    section = Section(MaintenancePart.COLLECTION, sentence, PLAN_HEADERS, list_plan_rows(found.open_plans))
-    _show([section], status_to_json(found), as_json)
+    rows = list_plan_rows(journal_status.open_plans)
+    section = Section(MaintenancePart.COLLECTION, sentence, PLAN_HEADERS, rows)
+    _show([section], status_to_json(journal_status), as_json)
 
 
 @maintain.command()
@@ -166,7 +172,7 @@ def status(module: str | None, as_json: bool) -> None:
 @_module_option
 @_json_option
 def explain(what: str, module: str | None, as_json: bool) -> None:
-    """Say what keeps a file, or whether a moment of a table can be read.
+    """Show what keeps a file, or whether an earlier state of a table can be read.
 
     WHAT is the path of a file, or namespace.table@2026-11-20T12:00.
     """
@@ -181,10 +187,10 @@ def explain(what: str, module: str | None, as_json: bool) -> None:
     from branchlake_dagster.maintenance.maintenance_run import MaintenancePart
     from branchlake_dagster.maintenance.summary import Section
 
-    found = FileCollector.of_lake(_open_lake(module), progress=print_progress).explain(what)
-    rows = list_holder_rows(found) if isinstance(found, FileExplanation) else ()
-    section = Section(MaintenancePart.COLLECTION, format_explanation(found), HOLDER_HEADERS, rows)
-    _show([section], explanation_to_json(found), as_json)
+    explanation = FileCollector.of_lake(_open_lake(module), progress=print_progress).explain(what)
+    rows = list_holder_rows(explanation) if isinstance(explanation, FileExplanation) else ()
+    section = Section(MaintenancePart.COLLECTION, format_explanation(explanation), HOLDER_HEADERS, rows)
+    _show([section], explanation_to_json(explanation), as_json)
 
 
 def _open_lake(module: str | None, *, changes: bool = False) -> Lakehouse:

@@ -89,7 +89,7 @@ def undo(
 def undrop(table: str, module: str | None) -> None:
     """Bring back the dropped TABLE, namespace.name, as it was before it was dropped.
 
-    The files of a dropped table stay until the lake's clean-up removes them.
+    The files of a dropped table stay for BRANCHLAKE_HISTORY_HORIZON_DAYS, 30 days by default.
     """
     from branchlake_dagster.lakehouse.lakehouse import Lakehouse
     from branchlake_dagster.undo.undrop import undrop_table

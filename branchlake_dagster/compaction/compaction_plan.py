@@ -1,4 +1,4 @@
-"""Which partitions a compaction rewrites, and in which order. Pure functions over measures.
+"""Chooses and orders the partitions that a compaction rewrites. Pure functions over measures.
 
 A partition is rewritten if it has many small files, or delete files that a reader must apply. The order is
 benefit over cost: files that disappear per byte that is read. Budgets cut the list, and a partition that no
@@ -215,7 +215,7 @@ def _find_reason(measured: PartitionFiles, options: CompactionOptions) -> CodedR
     if options.include_healthy and (
         options.strategy is not Strategy.BIN_PACK or measured.candidate_files > 1
     ):
-        return CodedReason("all partitions were asked for", "asked_for")
+        return CodedReason("the options include partitions that are not due", "asked_for")
     return None
 
 

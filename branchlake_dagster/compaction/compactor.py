@@ -124,7 +124,7 @@ class _Pass:
         if self.stopped is None and not self.may_continue():
             self.stopped = CodedReason("the pass was paused", "paused")
         if self.stopped is None and self.deadline is not None and self.monotonic() >= self.deadline:
-            self.stopped = CodedReason("the time of the pass is over", "out_of_time")
+            self.stopped = CodedReason("the time limit was reached", "out_of_time")
         return self.stopped is None
 
 
@@ -291,4 +291,4 @@ def _leave(
         elif name in passed_names:
             yield LeftPartition(name, CodedReason("Spark rewrote none of its files", "nothing_rewritten"))
         else:
-            yield LeftPartition(name, CodedReason("the pass ended before its turn", "not_reached"))
+            yield LeftPartition(name, CodedReason("the compaction ended before", "not_reached"))

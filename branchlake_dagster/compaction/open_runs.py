@@ -1,4 +1,4 @@
-"""What runs that are not published yet changed in a table, so that a compaction can give way to them."""
+"""The changes of open runs in a table. A compaction skips partitions that would hinder such a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OpenRun:
     def find_obstacle(self, partition: RewrittenPartition) -> CodedReason | None:
         """Return why a compaction of these files gives way to the run; None if it need not."""
         if not self.is_comparable:
-            return CodedReason(f"{self.branch} changed the table in a way that is not known", "run_unknown")
+            return CodedReason(f"the history on {self.branch} does not lead back to main", "run_unknown")
         if self.deletes:
             # Delete files cannot be replayed, so the run would be refused if anything else changed as well.
             return CodedReason(f"{self.branch} deleted rows by delete files", "run_wrote_delete_files")

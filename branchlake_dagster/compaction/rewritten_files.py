@@ -82,6 +82,6 @@ def prove_same_rows(
             "The compacted files do not hold the same rows as the old ones.",
             table=table,
             partitions=differing,
-            hint="Nothing was published. Keep the branch's files for an analysis, and report this as a bug.",
+            hint="Nothing was published. Report this as a bug.",
         )
     return checksums

@@ -57,7 +57,7 @@ def format_plan(plan: CompactionPlan) -> str:
 
 
 def _format_skipped(plan: CompactionPlan) -> str:
-    return f" {format_count(len(plan.skipped), 'partition')} left for later." if plan.skipped else ""
+    return f" {format_count(len(plan.skipped), 'partition')} skipped for now." if plan.skipped else ""
 
 
 def _format_unreadable(plan: CompactionPlan) -> str:

@@ -213,7 +213,7 @@ class TablePublisher:
             if obstacle is not None:
                 given_way[one.partition] = obstacle
         if given_way and not is_replayable and len(given_way) < len(rewritten.partitions):
-            reason = CodedReason("another partition of the table had to give way", "not_separable")
+            reason = CodedReason("another partition was skipped; this table changes whole", "not_separable")
             given_way = {**_for_all(rewritten, reason), **given_way}
         return given_way
 
@@ -275,7 +275,7 @@ def _for_all(rewritten: RewrittenTable, reason: CodedReason) -> dict[str, CodedR
 
 def _unknown_error(rewritten: RewrittenTable) -> CompactionUnknown:
     return CompactionUnknown(
-        "Nessie did not answer to the commit of the compaction.",
+        "The reply of Nessie to the commit of the compaction was lost.",
         table=rewritten.key.name,
         branch=MAIN,
         hint="Repeat the compaction later: if the commit was made, it finds nothing left to do.",

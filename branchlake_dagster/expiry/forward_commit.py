@@ -141,7 +141,7 @@ class ForwardCommit(Generic[T]):
 
     def _unknown_error(self) -> ExpiryUnknown:
         return ExpiryUnknown(
-            "Nessie did not answer to the commit of a table's maintenance.",
+            "The reply of Nessie to the commit of the table's maintenance was lost.",
             table=self._key.name,
             branch=MAIN,
             hint="Run the maintenance again: it continues from what main has then. No file was deleted.",

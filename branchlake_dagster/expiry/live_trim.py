@@ -46,8 +46,8 @@ _POSITION_FACTOR = 4
 def live_policy(keep_count: int) -> ExpiryPolicy:
     """Return the policy for tables of a live ingestion.
 
-    Age does not count, because an ingestion adds thousands of snapshots an hour. Positions are bounded by one
-    day and by four times `keep_count`.
+    Neither age nor a possible undo keeps snapshots, because an ingestion adds thousands of them an hour.
+    Positions are bounded by one day and by four times `keep_count`.
     """
     return ExpiryPolicy(
         keep_count=keep_count,

@@ -1,4 +1,4 @@
-"""What an expiry plans and did, as plain values, as JSON, and as rows of a table."""
+"""Plans and results of an expiry, as plain values, as JSON, and as rows of a table."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ _RULES = {
     KeptBy.CURRENT: "current snapshot",
     KeptBy.COUNT: "number of snapshots",
     KeptBy.AGE: "age",
-    KeptBy.BASE: "reference",
+    KeptBy.BASE: "needed by",
     KeptBy.POSITION: "position of",
 }
 

@@ -1,4 +1,4 @@
-"""What a garbage collection plans and does, as plain values."""
+"""Plans and results of the garbage collection, as plain values."""
 
 from __future__ import annotations
 

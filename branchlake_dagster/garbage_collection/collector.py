@@ -11,7 +11,7 @@ The order of a pass makes it safe against commits that happen meanwhile:
    that has another size or time, that is reachable or claimed, is kept.
 6. The orphans that no open plan has are journaled as a new plan.
 
-Whatever cannot be read ends the pass before step 5, so nothing is deleted.
+If metadata, heartbeats or folders cannot be read, the pass ends, and no further file is deleted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from branchlake_dagster.runs.heartbeats import HeartbeatStore
 from branchlake_dagster.stored_names import JOURNAL_BRANCH
 
 BATCH_FILES = 2_000
-"""How many files are deleted between two looks at the references."""
+"""How many files are deleted before the references are read again."""
 _SAMPLE_FILES = 20
 _SHOWN_ERRORS = 10
 _LISTING_SHARE = 0.5

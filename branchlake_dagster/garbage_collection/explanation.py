@@ -1,4 +1,4 @@
-"""Explain who keeps a file, or since when nobody does, and whether a moment of a table can be read."""
+"""Explain which references keep a file, and whether an earlier state of a table can be read."""
 
 from __future__ import annotations
 

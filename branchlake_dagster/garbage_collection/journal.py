@@ -174,7 +174,8 @@ class CollectionJournal:
             branch=JOURNAL_BRANCH,
             reason=reason,
             hint="Nothing was deleted. If Nessie was replaced or restored from a backup, files of commits"
-            " that it lost look unreachable. Copy what you need, then adopt the journal.",
+            " that it lost look unreachable. Copy what you need, then run: branchlake maintain run --only"
+            " collection --adopt-journal",
         )
 
     def read_marker(self) -> dict[str, Any] | None:
@@ -300,7 +301,7 @@ class CollectionJournal:
         raise JournalContended(
             f"The table {_NAMESPACE}.{name} was changed by others at each of {_ATTEMPTS} attempts.",
             branch=JOURNAL_BRANCH,
-            hint="Repeat the pass.",
+            hint="Run the collection again: branchlake maintain run --only collection.",
         )
 
     # -- reading ---------------------------------------------------------------------------------------

@@ -284,7 +284,7 @@ class ReachableFiles:
         except Exception as error:
             raise RootsUnreadable(
                 f"File {location} cannot be read: {type(error).__name__}.",
-                hint="Nothing was deleted. Repeat the pass when the storage answers.",
+                hint="No further file was deleted. Run the collection again when the storage answers.",
                 subject=location,
             ) from error
 

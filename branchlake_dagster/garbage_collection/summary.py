@@ -40,7 +40,7 @@ def format_plan(plan: CollectionPlan) -> str:
         f"{format_count(metrics.listed_files, 'file')} in {format_count(metrics.listed_folders, 'folder')}"
     )
     checked = f"{format_count(metrics.references, 'reference')} and {format_count(metrics.commits, 'commit')}"
-    sentences = [f"{listed} compared with {checked}."]
+    sentences = [f"{listed} were compared with {checked}."]
     if plan.file_count:
         files = format_count(plan.file_count, "file")
         due = f" from {_format_time(plan.due_at)} on" if plan.plan_id else ""

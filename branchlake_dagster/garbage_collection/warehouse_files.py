@@ -126,7 +126,7 @@ class WarehouseFiles:
         except OSError as error:
             raise WarehouseUnreadable(
                 f"Folder {folder} cannot be listed: {type(error).__name__}.",
-                hint="Nothing was deleted. Make the folder readable, and repeat the pass.",
+                hint="Nothing was deleted. Make the folder readable, and run the collection again.",
                 subject=folder,
             ) from error
 
@@ -151,7 +151,7 @@ class WarehouseFiles:
         except OSError as error:
             raise WarehouseUnreadable(
                 f"The recorded folders of {self.location} cannot be read: {type(error).__name__}.",
-                hint="Nothing was deleted. Repeat the pass when the storage answers.",
+                hint="Nothing was deleted. Run the collection again when the storage answers.",
             ) from error
         return folders
 
@@ -178,7 +178,7 @@ class WarehouseFiles:
         except OSError as error:
             raise WarehouseUnreadable(
                 f"Files of {self.location} cannot be inspected: {type(error).__name__}.",
-                hint="These files were not deleted. Repeat the pass when the storage answers.",
+                hint="These files were not deleted. Run the collection again when the storage answers.",
             ) from error
         return [
             ListedFile(info.path, info.size or 0, _to_microseconds(info.mtime))

@@ -53,8 +53,8 @@ def maintenance_definitions(
         limits (Optional[HealthLimits]): When a check of a namespace's health warns.
         cron_schedules (Optional[Mapping]): When a part runs, instead of 01:00, 03:00 and 04:00. Keys are
             `compaction`, `expiry` and `collection`.
-        minutes (float): The window of each scheduled run: after this time it begins no further work, and the
-            next run continues. (default: 60)
+        minutes (float): Minutes after which a scheduled compaction or collection begins no further work.
+            The next run continues. An expiry has no limit. (default: 60)
         timezone (str): The time zone of the schedules. (default: UTC)
         start_schedules (bool): Whether the schedules run from the start. Otherwise they are turned on in the
             UI. (default: False)
@@ -66,8 +66,8 @@ def maintenance_definitions(
         Definitions: They need the resource of the lake, which `branchlake_definitions` provides.
 
     Raises:
-        ConfigurationError: Snapshots would stay longer than their files, or a key of `cron_schedules` is no
-            part of the maintenance.
+        ConfigurationError: An age of the expiry policy exceeds the history horizon, or a key of
+            `cron_schedules` is not a part of the maintenance.
 
     Examples:
         .. code-block:: python
@@ -117,7 +117,7 @@ def _parse_schedules(cron_schedules: Mapping[MaintenancePart | str, str]) -> dic
     unknown = [name for name in cron_schedules if name not in {*ALL_PARTS}]
     if unknown:
         raise ConfigurationError(
-            f"{unknown[0]!r} is no part of the maintenance.",
+            f"{unknown[0]!r} is not a part of the maintenance.",
             hint=f"The parts are {', '.join(ALL_PARTS)}.",
             reason="unknown_part",
             subject=str(unknown[0]),

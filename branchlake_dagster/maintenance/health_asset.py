@@ -48,7 +48,7 @@ class HealthLimits:
     """When a check of a namespace's health warns.
 
     Args:
-        small_files (int): Files below 32 MB in one partition. (default: 50)
+        small_files (int): Files below 32 MiB in one partition. (default: 50)
         snapshots (int): Snapshots of one table. (default: 5,000)
         metadata_mb (float): Size of one table's metadata file in MB. Each commit writes it. (default: 10)
         delete_files (int): Delete files of one table. (default: 100)

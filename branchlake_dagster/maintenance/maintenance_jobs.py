@@ -50,18 +50,24 @@ class MaintenanceConfig(Config):
 
     tables: list[str] = Field([], description="Dotted names of tables; empty for all tables of main.")
     minutes: float | None = Field(
-        None, gt=0, description="Begin no further work after this time. The next run continues."
+        None,
+        gt=0,
+        description="Minutes after which a compaction begins no further work. The next run continues."
+        " An expiry has no limit.",
     )
-    dry_run: bool = Field(False, description="Only say what would be done.")
+    dry_run: bool = Field(False, description="Report what would be done, and change nothing.")
 
 
 class CollectionConfig(Config):
     """The limits of a collection, which is always about the whole lake."""
 
     minutes: float | None = Field(
-        None, gt=0, description="List and delete no further files after this time. The next run continues."
+        None,
+        gt=0,
+        description="Minutes after which a collection lists and deletes no further files. The next run"
+        " continues. (default: BRANCHLAKE_COLLECTION_BUDGET_S)",
     )
-    dry_run: bool = Field(False, description="Only say what would be done.")
+    dry_run: bool = Field(False, description="Report what would be done, and change nothing.")
 
 
 def maintenance_job(
@@ -147,9 +153,9 @@ def maintenance_schedule(
     timezone: str = "UTC",
     status: DefaultScheduleStatus = DefaultScheduleStatus.STOPPED,
 ) -> ScheduleDefinition:
-    """The schedule of a maintenance job. Its runs begin no further work after `minutes`.
+    """The schedule of a maintenance job. Compactions and collections begin no further work after `minutes`.
 
-    Runs from the launchpad have no such limit.
+    From the launchpad, compactions have no limit, and collections have `BRANCHLAKE_COLLECTION_BUDGET_S`.
     """
     return ScheduleDefinition(
         name=f"{part_job.name}_schedule",

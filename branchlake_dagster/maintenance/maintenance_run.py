@@ -50,9 +50,9 @@ class MaintenanceOptions:
     Args:
         compaction (CompactionOptions): What is compacted, how, and within which budgets.
         expiry (ExpiryPolicy): How long snapshots stay.
-        max_seconds (Optional[float]): Seconds after which a part begins no further work. Compactions that are
-            finished are published. (default: no limit, and `BRANCHLAKE_COLLECTION_BUDGET_S` for the
-            collection)
+        max_seconds (Optional[float]): Seconds after which a compaction, and then a collection, begins no
+            further work. Finished compactions are published. An expiry has no limit. (default: no limit for a
+            compaction, `BRANCHLAKE_COLLECTION_BUDGET_S` for a collection)
 
     Examples:
         .. code-block:: python
@@ -68,7 +68,7 @@ class MaintenanceOptions:
     max_seconds: float | None = None
 
     def require_consistent(self, settings: Settings) -> None:
-        """Require that snapshots do not stay longer than the files that they need.
+        """Require that the ages of the expiry policy do not exceed the history horizon.
 
         Raises ConfigurationError.
         """
