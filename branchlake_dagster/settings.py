@@ -12,6 +12,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlparse
@@ -342,11 +343,14 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _require_consistent_retention(self) -> Self:
         # A file must outlive every run that may still need it, and every state that undo or a retry reads.
-        if self.orphan_grace_h < self.orphan_max_age_h:
+        # The defaults follow the other settings: see `orphan_grace` and `history_horizon`.
+        if "orphan_grace_h" in self.model_fields_set and self.orphan_grace_h < self.orphan_max_age_h:
             raise ValueError(
                 f"orphan_grace_h ({self.orphan_grace_h:g}) is shorter than orphan_max_age_h"
                 f" ({self.orphan_max_age_h:g}), the time for which a run without heartbeat may write"
             )
+        if "history_horizon_days" not in self.model_fields_set:
+            return self
         horizon_h = self.history_horizon_days * 24
         needed_h = self.keep_failed_hours + self.discard_grace_h
         if horizon_h < needed_h:
@@ -354,10 +358,10 @@ class Settings(BaseSettings):
                 f"history_horizon_days ({self.history_horizon_days:g}) is shorter than keep_failed_hours and"
                 f" discard_grace_h together ({needed_h:g} hours), for which failed runs can be continued"
             )
-        if horizon_h < self.orphan_grace_h:
+        if timedelta(hours=horizon_h) < self.orphan_grace:
             raise ValueError(
                 f"history_horizon_days ({self.history_horizon_days:g}) is shorter than orphan_grace_h"
-                f" ({self.orphan_grace_h:g} hours)"
+                f" ({self.orphan_grace.total_seconds() / 3600:g} hours)"
             )
         return self
 
@@ -393,6 +397,29 @@ class Settings(BaseSettings):
     def warehouse_uri(self) -> str:
         """The root of the Iceberg tables: `warehouse`, or the folder in `state_dir`."""
         return self.warehouse or f"file://{self.state_dir}/warehouse"
+
+    @property
+    def orphan_grace(self) -> timedelta:
+        """How long a file that no reference can read is kept: `orphan_grace_h`.
+
+        Its default becomes longer with `orphan_max_age_h`.
+        """
+        hours = self.orphan_grace_h
+        if "orphan_grace_h" not in self.model_fields_set:
+            hours = max(hours, self.orphan_max_age_h)
+        return timedelta(hours=hours)
+
+    @property
+    def history_horizon(self) -> timedelta:
+        """How long earlier commits stay readable: `history_horizon_days`.
+
+        Its default becomes longer with the other times of retention.
+        """
+        horizon = timedelta(days=self.history_horizon_days)
+        if "history_horizon_days" in self.model_fields_set:
+            return horizon
+        failed_runs = timedelta(hours=self.keep_failed_hours + self.discard_grace_h)
+        return max(horizon, failed_runs, self.orphan_grace)
 
     @property
     def lake_id(self) -> str:

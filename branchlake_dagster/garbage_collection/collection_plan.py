@@ -26,8 +26,8 @@ class CollectionRules:
     ) -> CollectionRules:
         """Return the rules of a lake. `horizons` are history horizons by pattern of reference names."""
         return cls(
-            timedelta(hours=settings.orphan_grace_h),
-            HistoryHorizon(timedelta(days=settings.history_horizon_days), tuple((horizons or {}).items())),
+            settings.orphan_grace,
+            HistoryHorizon(settings.history_horizon, tuple((horizons or {}).items())),
             timedelta(hours=settings.deletion_delay_h),
         )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from enum import StrEnum
 from typing import TypeVar
 
@@ -72,7 +71,7 @@ class MaintenanceOptions:
 
         Raises ConfigurationError.
         """
-        horizon = timedelta(days=settings.history_horizon_days)
+        horizon = settings.history_horizon
         for name in ("keep_age", "undo_age", "position_age"):
             age = getattr(self.expiry, name)
             if age > horizon:

@@ -314,6 +314,8 @@ class CommitPlan:
             )
         if after is None and current_value is None:
             return None
+        if after is None and self._is_only_maintained(key, before, current_value):
+            return None
         if after is None:
             why = "the run dropped or renamed it, and it has changed since"
             raise _CandidateRefused(key, CodedReason(why, "dropped_and_changed"), (), runs)
@@ -329,30 +331,43 @@ class CommitPlan:
         try:
             return self._replay_table(key, before, after, current_value, runs)
         except _CandidateRefused:
-            if grafted_state := self._graft_table(key, before, after, current_value):
-                return grafted_state
-            raise
+            if before is None or not self._is_only_maintained(key, before, current_value):
+                raise
+            self._checked_keys.add(key)
+            return self._keep_run_state(key, before, after, current_value)
 
-    def _graft_table(
+    def _is_only_maintained(
+        self, key: ContentKey, before: Content | None, current_value: Content | StagedState | None
+    ) -> bool:
+        """Return whether only maintenance has changed a table since the run's base.
+
+        Maintenance changes no row, so it must not make a run fail.
+        """
+        if not isinstance(before, IcebergTable) or not isinstance(current_value, IcebergTable):
+            return False
+        if current_value.content_id != before.content_id:
+            return False
+        return self.tables.load_change(key, before, current_value).changes_no_rows
+
+    def _keep_run_state(
         self,
         key: ContentKey,
-        before: IcebergTable | None,
+        before: IcebergTable,
         after: IcebergTable,
         current_value: IcebergTable | StagedState,
-    ) -> StagedState | None:
-        """Return the run's own state if `main` has only compacted the table since the run's base, else None.
+    ) -> StagedState | IcebergTable:
+        """Return the table as the run left it, if possible with the history of `main`.
 
-        A compaction must not make a run fail.
+        Consumers may have recorded a snapshot of that history as their position. If the run replaced the
+        table's history, or the format version is 1, the table has the run's history alone.
         """
-        if before is None or not isinstance(current_value, IcebergTable):
-            return None
-        if current_value.content_id != before.content_id:
-            return None
-        if not self.tables.load_change(key, before, current_value).changes_no_rows:
-            return None
-        if not self.tables.load_change(key, before, after, files=False).is_complete:
-            return None
-        return self.tables.graft(key, before, after, self.tables.open(key, current_value))
+        if isinstance(current_value, IcebergTable) and (
+            self.tables.load_change(key, before, after, files=False).is_complete
+        ):
+            target = self.tables.open(key, current_value)
+            if grafted_state := self.tables.graft(key, before, after, target):
+                return grafted_state
+        return after
 
     def _replay_table(
         self,
@@ -362,11 +377,7 @@ class CommitPlan:
         current_value: IcebergTable | StagedState,
         runs: tuple[str, ...],
     ) -> StagedState | IcebergTable:
-        """Replay the run's changes on the current state of the table.
-
-        If only maintenance has changed the table, a run whose changes cannot be replayed is not refused: the
-        table becomes what the run has left, with the expired snapshots.
-        """
+        """Replay the run's changes on the current state of the table."""
         main_content = self.contents.get(key)
         if before and main_content and before.content_id != main_content.content_id:
             raise _CandidateRefused(
@@ -387,12 +398,9 @@ class CommitPlan:
         main_change = replace(main_change, steps=drop_reversed_compactions(main_change.steps))
         run_change = map_over_compactions(run_change, main_change)
         run_change = reverse_compactions(run_change, main_change)
-        conflict = find_overlap(run_change, main_change)
         if main_change.is_only_maintenance:
             self._checked_keys.add(key)
-            if conflict is not None:
-                return after
-        elif conflict is not None:
+        if conflict := find_overlap(run_change, main_change):
             # The files of a table without partitions have the partition "".
             partition_names = tuple(filter(None, conflict.partitions))
             raise _CandidateRefused(
@@ -470,8 +478,8 @@ def add_culprits(client: NessieClient, candidate: Candidate, refusal: Refused, *
     conflicts = dict(refusal.conflicts)
     runs = list(refusal.runs)
     for entry in entries:
-        if LakeProperty.EXPIRY_ID in entry.commit.properties:
-            continue  # it removed old snapshots and changed no row
+        if {LakeProperty.EXPIRY_ID, LakeProperty.MAINTENANCE} & entry.commit.properties.keys():
+            continue  # maintenance changed no row
         for key in [key for key in keys if _changes_key(entry, key)]:
             if not refusal.runs:
                 runs += [publication.run_id for publication in parse_publications(entry)] or [OUTSIDE_WRITER]

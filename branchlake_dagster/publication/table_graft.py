@@ -58,7 +58,8 @@ def graft_run_state(main: TableMetadata, run: TableMetadata, base_id: int | None
 
 def _follow_main(snapshot: Snapshot, main: TableMetadata, base_id: int | None) -> Snapshot:
     """Return a snapshot of the run; the first one gets `main`'s current snapshot as its parent."""
-    if snapshot.parent_snapshot_id != base_id or snapshot.summary is None:
+    is_first = snapshot.parent_snapshot_id == base_id and main.current_snapshot_id != base_id
+    if not is_first or snapshot.summary is None:
         return snapshot
     reversed_ids: list[int] = []
     current = main.current_snapshot()

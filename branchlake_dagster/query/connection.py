@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -121,7 +121,7 @@ class LakeReader:
         try:
             return self._lake.catalog(state.ref).load_table(key.elements)
         except FileNotFoundError as error:
-            horizon = timedelta(days=self._lake.settings.history_horizon_days)
+            horizon = self._lake.settings.history_horizon
             expiry = find_expiry(self._lake.nessie, state, horizon, datetime.now(UTC))
             if expiry is None:
                 raise

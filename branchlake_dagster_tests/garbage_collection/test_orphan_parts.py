@@ -290,6 +290,10 @@ def test_impossible_settings_are_refused(values: dict[str, float]) -> None:
 
 
 def test_rules_follow_the_settings() -> None:
+    long_runs = Settings(orphan_max_age_h=1000, keep_failed_hours=2000)
+    assert long_runs.orphan_grace == timedelta(hours=1000)
+    assert long_runs.history_horizon == timedelta(hours=2024)
+    assert (Settings().orphan_grace, Settings().history_horizon) == (timedelta(days=7), timedelta(days=30))
     settings = Settings(orphan_grace_h=48, history_horizon_days=10, deletion_delay_h=36)
     rules = CollectionRules.from_settings(settings, {"x": DAY})
     assert (rules.grace, rules.horizon.default, rules.delay) == (2 * DAY, 10 * DAY, 1.5 * DAY)
