@@ -15,6 +15,7 @@ from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.sorting import SortDirection
 from pyiceberg.transforms import IdentityTransform
 
+from branchlake_dagster.expiry.manifest_rewrite import ManifestRewriter
 from branchlake_dagster.expiry.retention import ExpiryPolicy
 from branchlake_dagster.expiry.snapshot_expiry import SnapshotExpirer
 from branchlake_dagster.history.capture import capture_change, current_position
@@ -138,6 +139,22 @@ def compact(bench: Workbench) -> None:
     bench.published(run)
 
 
+def merge_manifests(bench: Workbench) -> None:
+    (result,) = ManifestRewriter.of_lake(bench.lake).run([bench.key().name], min_count=2)
+    assert result.commit is not None
+
+
+def expire(bench: Workbench, open_run: Run) -> None:
+    """Remove all snapshots but the current one and the base of a run."""
+    for ref in list(bench.lake.nessie.references()):
+        if ref.name.startswith("run-") and ref.name != open_run.name:
+            bench.lake.nessie.delete_branch(ref.name, expected_hash=ref.hash)
+    policy = ExpiryPolicy(keep_count=1, keep_age=timedelta(0), undo_age=timedelta(0))
+    expirer = SnapshotExpirer.of_lake(bench.lake)
+    result = expirer.run(expirer.plan([bench.key().name], policy))
+    assert [table.expired_count for table in result.tables] == [2]
+
+
 def three_files(bench: Workbench) -> None:
     bench.seeded([("a", 1), ("b", 5)])
     for number in (2, 3):
@@ -201,19 +218,67 @@ def test_a_run_beside_a_compaction_and_an_expiry(bench: Workbench, what: str) ->
     run = bench.run()
     act(run)
     compact(bench)
-    for ref in list(bench.lake.nessie.references()):
-        if ref.name.startswith("run-") and ref.name != f"run-{run.run_id}":
-            bench.lake.nessie.delete_branch(ref.name, expected_hash=ref.hash)
-    policy = ExpiryPolicy(keep_count=1, keep_age=timedelta(0), undo_age=timedelta(0))
-    expirer = SnapshotExpirer.of_lake(bench.lake)
-    result = expirer.run(expirer.plan([f"{bench.namespace}.t"], policy))
-    assert [table.expired_count for table in result.tables] == [2]
+    expire(bench, run)
     kept_ids = {snapshot.snapshot_id for snapshot in bench.main().metadata.snapshots}
     bench.published(run)
     assert bench.rows() == rows
     parents = {one.snapshot_id: one.parent_snapshot_id for one in bench.main().metadata.snapshots}
     assert kept_ids <= parents.keys()
     assert len([one for one in parents.values() if one not in parents]) == 1  # one history without a gap
+
+
+def drop_table(run: Run) -> None:
+    run.catalog.drop_table((run.bench.namespace, "t"))
+
+
+def create_again(run: Run) -> None:
+    drop_table(run)
+    run.create()
+    run.append([("z", 1)])
+
+
+MAINTENANCE: dict[str, Callable[[Workbench, Run], None]] = {
+    "compaction": lambda bench, _: compact(bench),
+    "merge of manifests": lambda bench, _: merge_manifests(bench),
+    "expiry": expire,
+}
+
+
+@pytest.mark.parametrize("maintenance", MAINTENANCE)
+@pytest.mark.parametrize(("act", "rows"), [(drop_table, None), (create_again, [("z", 1)])])
+def test_a_run_that_ends_the_tables_history(
+    bench: Workbench,
+    maintenance: str,
+    act: Callable[[Run], None],
+    rows: list[tuple[str, int]] | None,
+) -> None:
+    """A dropped or created table cannot be rebased. Maintenance meanwhile must not be the cause of a refusal."""
+    three_files(bench)
+    run = bench.run()
+    act(run)
+    MAINTENANCE[maintenance](bench, run)
+    bench.published(run)
+    if rows is None:
+        assert not bench.lake.catalog().table_exists((bench.namespace, "t"))
+    else:
+        assert bench.rows() == rows
+
+
+def test_a_consumer_of_a_merge_of_manifests_goes_on(bench: Workbench) -> None:
+    three_files(bench)
+    run = bench.run()
+    run.replace_table([("z", 1)])
+    merge_manifests(bench)
+    position = current_position(bench.main())
+    later = bench.run()
+    later.append([("y", 2)])
+    bench.published(run)
+    captured = capture_change(bench.main(), position, name="t")
+    changed = drop_unchanged_rows(RowReader(bench.main(), captured).read())
+    assert changed.removed.num_rows == len(ROWS)
+    assert [(row["day"], row["id"]) for row in changed.added.to_pylist()] == [("z", 1)]
+    bench.published(later)
+    assert bench.rows() == [("y", 2), ("z", 1)]
 
 
 def test_restored_files_are_a_snapshot_that_changes_no_row(bench: Workbench) -> None:
