@@ -169,6 +169,9 @@ def plan_partitions(
     measures: Iterable[PartitionFiles], options: CompactionOptions, *, now: datetime
 ) -> CompactionPlan:
     """Choose and order the partitions. `now` decides which partitions are hot."""
+    measures = list(measures)
+    # Spark also selects files of older partition specs by the predicate of a partition, so none is selected.
+    old_tables = {measured.table for measured in measures if not measured.is_current_spec}
     candidates: list[PlannedPartition] = []
     skipped: list[SkippedPartition] = []
     healthy = 0
@@ -176,6 +179,9 @@ def plan_partitions(
         planned = _plan_partition(measured, options)
         if planned is None:
             healthy += 1
+        elif measured.table in old_tables:
+            reason = CodedReason("the table has files of an older partition spec", "older_partition_spec")
+            skipped.append(SkippedPartition(measured, reason))
         elif obstacle := _find_obstacle(measured, options, now):
             skipped.append(SkippedPartition(measured, obstacle))
         else:
@@ -220,8 +226,6 @@ def _find_reason(measured: PartitionFiles, options: CompactionOptions) -> CodedR
 
 
 def _find_obstacle(measured: PartitionFiles, options: CompactionOptions, now: datetime) -> CodedReason | None:
-    if not measured.is_current_spec:
-        return CodedReason("its files have an older partition spec", "older_partition_spec")
     if measured.predicate is None:
         return CodedReason("Spark's SQL cannot select it by its partition values", "not_selectable")
     last_write = measured.last_write

@@ -23,6 +23,7 @@ from branchlake_dagster.compaction.compaction_plan import (
     plan_partitions,
     split_into_units,
 )
+from branchlake_dagster.compaction.errors import RewriteFailed
 from branchlake_dagster.compaction.file_measures import PartitionFiles, measure_table
 from branchlake_dagster.compaction.result import (
     CompactedTable,
@@ -35,7 +36,7 @@ from branchlake_dagster.compaction.rewritten_files import RewrittenPartition, li
 from branchlake_dagster.compaction.row_proof import RowProof
 from branchlake_dagster.compaction.spark_rewrite import join_predicates, rewrite_partitions
 from branchlake_dagster.compaction.table_publication import RewrittenTable, TablePublisher
-from branchlake_dagster.errors import BranchlakeError, ConfigurationError
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Reference
 from branchlake_dagster.publication.replay import IcebergTableFormat
@@ -69,7 +70,7 @@ def plan_compactions(
             measures += measure_table(loaded, name, small_file_bytes=chosen_options.small_file_bytes)
         except ConfigurationError:
             raise
-        except (BranchlakeError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - PyIceberg raises many classes for hostile metadata
             unreadable[name] = error
     plan = plan_partitions(measures, chosen_options, now=now or datetime.now(UTC))
     return replace(plan, unreadable=unreadable)
@@ -201,7 +202,7 @@ class Compactor:
             session = self._lake.spark_session(branch.name)
             try:
                 started = self._monotonic()
-                done = self._rewrite_units(session, key, partitions, options, limits, report)
+                done, failed = self._rewrite_units(session, key, partitions, options, limits, report)
                 rewrite_seconds = self._monotonic() - started
                 report(TableProgress(name, "prove", len(done), len(partitions)))
                 rewritten = self._load_rewritten(key, branch, before)
@@ -220,8 +221,9 @@ class Compactor:
                 ),
                 rewrite_seconds=rewrite_seconds,
                 proof_seconds=proof_seconds,
+                error=next(iter(failed.values()), None),
             )
-            return self._publish(compacted, rewritten, partitions, done, options)
+            return self._publish(compacted, rewritten, partitions, (done, failed), options)
 
     def _rewrite_units(
         self,
@@ -231,17 +233,28 @@ class Compactor:
         options: CompactionOptions,
         limits: _Pass,
         report: Callable[[TableProgress], None],
-    ) -> list[PlannedPartition]:
-        """Rewrite unit by unit, until the pass must stop. Return the partitions that were passed to Spark."""
+    ) -> tuple[list[PlannedPartition], dict[str, RewriteFailed]]:
+        """Rewrite unit by unit, until the pass must stop.
+
+        Return the partitions that Spark rewrote, and the errors of others by partition. Raises RewriteFailed
+        if Spark rewrote no unit.
+        """
         done: list[PlannedPartition] = []
+        failed: dict[str, RewriteFailed] = {}
         for unit in split_into_units(partitions, unit_bytes=options.unit_bytes):
-            if done and not limits.may_go_on():
+            if (done or failed) and not limits.may_go_on():
                 break
             size = sum(planned.bytes for planned in done)
             report(TableProgress(key.name, "rewrite", len(done), len(partitions), size))
-            self._rewrite(session, key, unit, options)
-            done += unit
-        return done
+            try:
+                self._rewrite(session, key, unit, options)
+            except RewriteFailed as error:
+                failed |= {planned.measured.partition: error for planned in unit}
+            else:
+                done += unit
+        if failed and not done:
+            raise next(iter(failed.values()))
+        return done, failed
 
     def _load_rewritten(self, key: ContentKey, branch: Reference, before: IcebergTable) -> RewrittenTable:
         """Read from the branch's manifests what was rewritten, whatever Spark reported."""
@@ -255,12 +268,19 @@ class Compactor:
         compacted: CompactedTable,
         rewritten: RewrittenTable,
         partitions: Sequence[PlannedPartition],
-        done: Sequence[PlannedPartition],
+        passed: tuple[Sequence[PlannedPartition], Mapping[str, RewriteFailed]],
         options: CompactionOptions,
     ) -> CompactedTable:
-        """Publish what was rewritten, and account for every planned partition."""
+        """Publish what was rewritten, and account for every planned partition.
+
+        `passed` has the partitions that Spark rewrote, and the errors of others.
+        """
+        done, failed = passed
+        reasons = {
+            name: CodedReason(f"Spark failed: {error}", "rewrite_failed") for name, error in failed.items()
+        }
         if not rewritten.partitions:
-            return replace(compacted, left=tuple(_leave(partitions, done, {}, rewritten.partitions)))
+            return replace(compacted, left=tuple(_leave(partitions, done, reasons, rewritten.partitions)))
         publication = self._publisher.publish(
             rewritten, fold_deletes_beside_runs=options.fold_deletes_beside_runs
         )
@@ -268,7 +288,7 @@ class Compactor:
             compacted,
             commit=publication.commit,
             partitions=tuple(map(describe_partition, publication.committed)),
-            left=tuple(_leave(partitions, done, publication.given_way, publication.committed)),
+            left=tuple(_leave(partitions, done, {**reasons, **publication.given_way}, publication.committed)),
             is_rebased=publication.is_rebased,
         )
 

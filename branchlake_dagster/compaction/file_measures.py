@@ -116,7 +116,7 @@ def _format_partition(file: DataFile, metadata: TableMetadata) -> str:
         return ""
     try:
         return unquote_plus(spec.partition_to_path(file.partition, metadata.schema()))
-    except (ValueError, KeyError):  # an older spec with a column that was dropped later
+    except (ValueError, KeyError, OverflowError):  # a dropped column, or a day after year 9999
         return str(file.partition)
 
 

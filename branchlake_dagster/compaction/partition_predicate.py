@@ -27,13 +27,17 @@ _FUNCTIONS: dict[type[ice_transforms.Transform[Any, Any]], str] = {
 def partition_predicate(partition: Record, spec: PartitionSpec, schema: Schema) -> str | None:
     """Return the predicate; None if Spark's SQL cannot express it. A table without partitions has `true`.
 
-    Iceberg projects the predicate on partition values, so Spark plans only files of this partition.
+    Days and times before year 1 or after year 9999 have no literal. Iceberg projects the predicate on
+    partition values, so Spark plans only files of this partition.
     """
     conditions = []
     for number, field in enumerate(spec.fields):
         if isinstance(field.transform, ice_transforms.VoidTransform):
             continue
-        condition = _field_condition(field, partition[number], schema)
+        try:
+            condition = _field_condition(field, partition[number], schema)
+        except OverflowError:
+            return None
         if condition is None:
             return None
         conditions.append(condition)

@@ -62,7 +62,11 @@ class RowProof:
     ) -> dict[str, RowChecksum]:
         table = self._tables.open(rewritten.key, content).table
         snapshot_id = content.snapshot_id
-        if other_files := _list_other_files(table, partitions, paths):
+        snapshot = table.current_snapshot()
+        # Spark reads a snapshot with the schema that it was written with.
+        has_old_schema = snapshot is not None and snapshot.schema_id != table.metadata.current_schema_id
+        other_files = _list_other_files(table, partitions, paths)
+        if other_files or (has_old_schema and table.metadata.format_version <= _MAX_WRITTEN_VERSION):
             snapshot_id = self._store_narrow_state(rewritten, content, other_files)
         return checksum_files(
             self._session, rewritten.key, table.schema(), snapshot_id=snapshot_id, predicate=predicate

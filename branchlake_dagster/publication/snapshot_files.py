@@ -289,7 +289,7 @@ class _FileConverter:
         spec = self._specs[file.spec_id]
         try:
             return unquote_plus(spec.partition_to_path(file.partition, self._schema)) if spec.fields else ""
-        except (ValueError, KeyError):  # an older spec with a column that was dropped later
+        except (ValueError, KeyError, OverflowError):  # a dropped column, or a day after year 9999
             return str(file.partition)
 
     def _may_partition_hold(self, predicate: ReplacedRows, file: DataFile) -> bool:

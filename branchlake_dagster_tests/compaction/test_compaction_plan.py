@@ -8,6 +8,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.transforms import DayTransform, IdentityTransform
+from pyiceberg.typedef import Record
+from pyiceberg.types import DateType, NestedField, PrimitiveType, TimestampType, TimestamptzType
 
 from branchlake_dagster.compaction.compaction_branch import (
     branch_created_at,
@@ -23,6 +28,7 @@ from branchlake_dagster.compaction.compaction_plan import (
 )
 from branchlake_dagster.compaction.errors import CompactionRowsDiffer
 from branchlake_dagster.compaction.file_measures import PartitionFiles
+from branchlake_dagster.compaction.partition_predicate import partition_predicate
 from branchlake_dagster.compaction.rewritten_files import RewrittenPartition, prove_same_rows
 from branchlake_dagster.compaction.row_checksums import RowChecksum
 from branchlake_dagster.compaction.spark_rewrite import build_call
@@ -80,6 +86,16 @@ def test_what_cannot_be_compacted_now_is_left_with_its_reason(one: PartitionFile
     chosen = plan(one)
     assert chosen.partitions == ()
     assert [skipped.reason.code for skipped in chosen.skipped] == [reason]
+
+
+def test_one_file_of_an_older_spec_concerns_the_whole_table() -> None:
+    """Spark also selects it by the predicate of another partition."""
+    old = measured("old", small=0, is_current_spec=False)
+    new = replace(measured(), partition="q")
+    other = replace(measured(), table="other")
+    chosen = plan(old, new, other)
+    assert [planned.measured.table for planned in chosen.partitions] == ["other"]
+    assert [skipped.measured.partition for skipped in chosen.skipped] == ["q"]
 
 
 def test_hot_partitions_are_compacted_if_asked_for_or_unknown() -> None:
@@ -200,3 +216,15 @@ def test_rows_that_the_manifest_states_must_be_there() -> None:
     more = replace(REWRITTEN, added=(File("new", rows=8),))
     with pytest.raises(CompactionRowsDiffer):
         prove_same_rows("t", [more], {"f1": OLD, "f2": NEW}, {"new": OLD + NEW})
+
+
+@pytest.mark.parametrize("kind", [DateType(), TimestampType(), TimestamptzType()])
+@pytest.mark.parametrize("transform", [IdentityTransform(), DayTransform()])
+def test_a_moment_after_year_9999_has_no_predicate(kind: PrimitiveType, transform: Any) -> None:
+    """A producer that sends milliseconds as seconds makes such partitions."""
+    schema = Schema(NestedField(1, "at", kind, required=False))
+    spec = PartitionSpec(PartitionField(1, 1000, transform, "at_part"))
+    assert (
+        partition_predicate(Record(2**62 if transform == IdentityTransform() else 2**30), spec, schema)
+        is None
+    )

@@ -18,6 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io.pyarrow import ArrowScan
+from pyiceberg.transforms import BucketTransform
+from pyiceberg.types import StringType
 from pyspark.sql import SparkSession
 
 from branchlake_dagster.compaction.compaction_branch import remove_abandoned_branches
@@ -47,7 +49,7 @@ from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster_tests.compaction.compacting import open_run
 from branchlake_dagster_tests.ingest.test_landing_source import LandingDriver, an_ingest, land
 from branchlake_dagster_tests.ingest.test_landing_source import values as records
-from branchlake_dagster_tests.publication.workbench import Run, Workbench
+from branchlake_dagster_tests.publication.workbench import Run, Workbench, frame
 
 pytestmark = pytest.mark.spark
 
@@ -302,10 +304,47 @@ def test_other_rows_are_never_published(
 
 def test_an_error_of_spark_concerns_its_table_alone(bench: Workbench) -> None:
     before = compaction_branches(bench)
-    table = compacted(bench, strategy=Strategy.SORT, sort_columns=("nobody",))
+    table = compacted(bench, strategy=Strategy.SORT, sort_columns=("bucket(2, nobody)",))
     assert isinstance(table.error, RewriteFailed)
     assert bench.rows() == ROWS
     assert compaction_branches(bench) == before
+
+
+def test_an_error_of_one_unit_does_not_discard_the_others(bench: Workbench) -> None:
+    def fail_first(
+        session: Any, key: ContentKey, unit: Sequence[PlannedPartition], options: CompactionOptions
+    ) -> None:
+        if unit[0].measured.partition == "day=a":
+            raise RewriteFailed("no memory", table=key.name)
+        rewrite_partitions(session, key, unit, options)
+
+    table = compacted(bench, fail_first, unit_bytes=1)
+    assert isinstance(table.error, RewriteFailed)
+    assert table.commit is not None
+    assert numbers(table) == {"day=b": (4, 1, 4)}
+    assert left(table) == {"day=a": "rewrite_failed"}
+    assert bench.rows() == ROWS
+
+
+def test_columns_that_changed_since_the_last_write(bench: Workbench) -> None:
+    """Spark reads a snapshot with its own schema, which lacks the new column."""
+    with bench.main().update_schema() as update:
+        update.add_column("note", StringType())
+        update.rename_column("id", "number")
+    table = compacted(bench)
+    assert table.error is None
+    assert numbers(table) == {"day=a": (4, 1, 8), "day=b": (4, 1, 4)}
+    assert bench.main().scan(selected_fields=("day", "number")).to_arrow().num_rows == len(ROWS)
+
+
+def test_a_table_with_files_of_an_older_partition_spec_is_left(bench: Workbench) -> None:
+    with bench.main().update_spec() as update:
+        update.add_field("id", BucketTransform(2), "id_bucket")
+    bench.main().append(frame([("a", 100), ("a", 101)]))
+    bench.main().append(frame([("a", 102), ("a", 103)]))
+    plan = planned(bench, max_small_files=0)
+    assert plan.partitions == ()
+    assert {skipped.reason.code for skipped in plan.skipped} == {"older_partition_spec"}
 
 
 def compaction_branches(bench: Workbench) -> set[str]:
