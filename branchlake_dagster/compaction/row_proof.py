@@ -48,8 +48,12 @@ class RowProof:
         partitions = {one.partition for one in rewritten.partitions}
         old_paths = {file.path for one in rewritten.partitions for file in one.removed}
         new_paths = {file.path for one in rewritten.partitions for file in one.added}
-        before = self._checksum(rewritten, rewritten.before, partitions, old_paths, predicate)
-        after = self._checksum(rewritten, rewritten.after, partitions, new_paths, predicate)
+        # The second state replaces the first one on the branch, so both are stored or none.
+        stores_states = self._has_old_schema(rewritten)
+        before, after = (
+            self._checksum(rewritten, content, partitions, paths, predicate, stores_states)
+            for content, paths in ((rewritten.before, old_paths), (rewritten.after, new_paths))
+        )
         return prove_same_rows(rewritten.key.name, rewritten.partitions, before, after)
 
     def _checksum(
@@ -59,18 +63,27 @@ class RowProof:
         partitions: Collection[str],
         paths: Collection[str],
         predicate: str,
+        stores_states: bool,
     ) -> dict[str, RowChecksum]:
         table = self._tables.open(rewritten.key, content).table
         snapshot_id = content.snapshot_id
-        snapshot = table.current_snapshot()
-        # Spark reads a snapshot with the schema that it was written with.
-        has_old_schema = snapshot is not None and snapshot.schema_id != table.metadata.current_schema_id
         other_files = _list_other_files(table, partitions, paths)
-        if other_files or (has_old_schema and table.metadata.format_version <= _MAX_WRITTEN_VERSION):
+        if other_files or stores_states:
             snapshot_id = self._store_narrow_state(rewritten, content, other_files)
         return checksum_files(
             self._session, rewritten.key, table.schema(), snapshot_id=snapshot_id, predicate=predicate
         )
+
+    def _has_old_schema(self, rewritten: RewrittenTable) -> bool:
+        """Return whether columns have changed since the last write.
+
+        Spark reads a snapshot with the schema that it was written with, so the columns would differ.
+        """
+        metadata = self._tables.open(rewritten.key, rewritten.before).table.metadata
+        snapshot = metadata.current_snapshot()
+        if snapshot is None or metadata.format_version > _MAX_WRITTEN_VERSION:
+            return False
+        return snapshot.schema_id != metadata.current_schema_id
 
     def _store_narrow_state(
         self, rewritten: RewrittenTable, content: IcebergTable, other_files: list[DataFile]
