@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from branchlake_dagster.backup.errors import BackupDamaged
 
 RECORD_FILE = "backup.json"
 _FORMAT_VERSION = 1
 _PARTIAL_SUFFIX = ".partial"
+_VERIFICATION_SUFFIX = ".verification"
 _TIME_FORMAT = "%Y-%m-%dT%H-%M-%SZ"
 
 
@@ -21,7 +24,8 @@ class BackupPart:
     """One folder of the lake in a backup.
 
     `name` is its folder in the backup, `source` the folder that was copied and to which it is restored.
-    `vanished_files` were deleted between the listing and the copy.
+    `vanished_files` were deleted between the listing and the copy. `skipped_links` are symbolic links to
+    folders or to nothing, as paths in the folder; they are not in the backup.
     """
 
     name: str
@@ -30,6 +34,7 @@ class BackupPart:
     bytes: int
     linked_files: int
     vanished_files: int
+    skipped_links: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ class BackupRecord:
     """What a backup has. `main_hash` is `main` at `taken_at`; None if the lake has never been started.
 
     `suspended_s` is how long Nessie was suspended. `tables` and `rows` were read by the verification;
-    `verified_at` is None if there was none.
+    `verified_at` is None if there was none. `inside` names the tables that were read, and `outside` those
+    whose files are not in the saved folders.
     """
 
     taken_at: str
@@ -48,11 +54,23 @@ class BackupRecord:
     verified_at: str | None = None
     tables: int = 0
     rows: int = 0
+    inside: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
     format_version: int = _FORMAT_VERSION
 
-    def with_verification(self, *, main_hash: str, tables: int, rows: int, now: datetime) -> BackupRecord:
+    def with_verification(
+        self, *, main_hash: str, rows: int, inside: tuple[str, ...], outside: tuple[str, ...], now: datetime
+    ) -> BackupRecord:
         """Return the record of the same backup after its verification."""
-        return replace(self, main_hash=main_hash, verified_at=now.isoformat(), tables=tables, rows=rows)
+        return replace(
+            self,
+            main_hash=main_hash,
+            verified_at=now.isoformat(),
+            tables=len(inside),
+            rows=rows,
+            inside=inside,
+            outside=outside,
+        )
 
     def save(self, folder: Path) -> None:
         """Atomic: write the record into the backup's folder."""
@@ -61,21 +79,34 @@ class BackupRecord:
         scratch.replace(folder / RECORD_FILE)
 
 
+@dataclass(frozen=True)
+class Backup:
+    """A complete backup."""
+
+    folder: Path
+    record: BackupRecord
+
+
 def load_record(folder: Path) -> BackupRecord:
     """Load the record of the backup in `folder`. Raises BackupDamaged."""
     try:
         fields = json.loads((folder / RECORD_FILE).read_text())
         if fields["format_version"] != _FORMAT_VERSION:
             raise ValueError(f"format version {fields['format_version']}")
-        parts = tuple(BackupPart(**part) for part in fields.pop("parts"))
-        return BackupRecord(parts=parts, **fields)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        parts = tuple(BackupPart(**_with_tuples(part)) for part in fields.pop("parts"))
+        return BackupRecord(parts=parts, **_with_tuples(fields))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BackupDamaged(
             f"{folder} is not a backup that this version can read: {error}.",
             hint="Name the folder of one backup; it contains the file backup.json.",
             reason="no_record",
             subject=str(folder),
         ) from error
+
+
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields with tuples instead of the lists of JSON."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 def backup_name(moment: datetime) -> str:
@@ -88,19 +119,40 @@ def partial_name(name: str) -> str:
     return f"{name}{_PARTIAL_SUFFIX}"
 
 
+def verification_name(name: str) -> str:
+    """Return the name of the folder in which Nessie runs while the backup is verified."""
+    return f"{name}{_VERIFICATION_SUFFIX}"
+
+
 def list_backups(folder: Path) -> list[Path]:
-    """List the complete backups in `folder`, the oldest first. Other files and folders are ignored."""
+    """List the complete backups of all lakes in `folder`, the oldest first. Other names are ignored."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if _is_backup_name(path.name) and path.is_dir())
 
 
-def list_partial_backups(folder: Path) -> list[Path]:
-    """List the folders that interrupted backups left."""
-    if not folder.is_dir():
-        return []
-    partial_paths = (path for path in folder.iterdir() if path.name.endswith(_PARTIAL_SUFFIX))
-    return [path for path in partial_paths if _is_backup_name(path.name.removesuffix(_PARTIAL_SUFFIX))]
+def list_lake_backups(folder: Path, state_dir: Path) -> list[Backup]:
+    """List the complete backups of one lake in `folder`, the oldest first.
+
+    Several lakes may have backups in the same folder. A backup without a readable record belongs to no lake.
+    """
+    backups = []
+    for path in list_backups(folder):
+        with suppress(BackupDamaged):
+            backups.append(Backup(path, load_record(path)))
+    return [backup for backup in backups if backup.record.state_dir == str(state_dir)]
+
+
+def list_leftovers(folder: Path) -> list[Path]:
+    """List the folders that interrupted backups and verifications left."""
+    return [path for path in folder.iterdir() if _is_leftover_name(path.name)]
+
+
+def _is_leftover_name(name: str) -> bool:
+    return any(
+        name.endswith(suffix) and _is_backup_name(name.removesuffix(suffix))
+        for suffix in (_PARTIAL_SUFFIX, _VERIFICATION_SUFFIX)
+    )
 
 
 def _is_backup_name(name: str) -> bool:

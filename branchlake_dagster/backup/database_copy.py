@@ -17,11 +17,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 from branchlake_dagster.backup.errors import BackupFailed
 from branchlake_dagster.embedded.process import ProcessRecord
+from branchlake_dagster.waiting import holds_within
 
 SUSPENSION_LIMIT_S = 10.0
 """After this time Nessie continues, whatever became of the backup."""
+_POLL_S = 0.0005
+_STOPPED_STATES = frozenset("TtZX")
+"""States of threads in Linux that cannot write: stopped, stopped by a debugger, or ended."""
 _TABLE_FILE = ".sst"
 _UNUSED_FILES = ("LOCK", "LOG")
 
@@ -37,10 +43,11 @@ def copy_database(
     """Copy the store into the new folder `target`, and return how many seconds Nessie was suspended.
 
     `server` is the running Nessie; None if it is stopped. `target` should be in the file system of `store`.
-    Elsewhere, table files are copied while Nessie is suspended. Raises BackupFailed if that takes longer than
-    `limit_s` seconds, and OSError.
+    Elsewhere, table files are copied while Nessie is suspended. Raises OSError, and BackupFailed if Nessie
+    ends, if it cannot be suspended, or if the copy takes longer than `limit_s` seconds.
     """
     target.mkdir(mode=0o700, parents=True)
+    shutil.copymode(store, target)
     if server is None:
         _link_files(store, target)
         return 0.0
@@ -61,25 +68,62 @@ def copy_database(
 
 @contextmanager
 def _suspended(server: ProcessRecord, limit_s: float) -> Iterator[None]:
-    """Suspend a process in the block. It continues after the limit even if this process is killed."""
-    if not server.is_alive():
+    """Suspend all threads of a process in the block.
+
+    The process continues after the limit even if this process is killed, and at once if it is interrupted.
+    """
+    script = f"sleep {limit_s}; kill -CONT {server.pid}"
+    guard = subprocess.Popen(["/bin/sh", "-c", script], start_new_session=True)
+    try:
+        _stop_threads(server, limit_s)
+        yield
+    finally:
+        # The guard lives until Nessie continues, because this block may be interrupted, too.
+        with suppress(ProcessLookupError):
+            os.kill(server.pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.killpg(guard.pid, signal.SIGKILL)
+        guard.wait()
+
+
+def _stop_threads(server: ProcessRecord, limit_s: float) -> None:
+    """Stop a process and wait until all its threads are stopped. Raises BackupFailed."""
+    try:
+        if not server.is_alive():
+            raise ProcessLookupError
+        os.kill(server.pid, signal.SIGSTOP)
+        if holds_within(limit_s, lambda: _is_stopped(server.pid), every_s=_POLL_S):
+            return
+        if not server.is_alive():
+            raise ProcessLookupError
+    except (ProcessLookupError, FileNotFoundError, psutil.NoSuchProcess) as error:
         raise BackupFailed(
             f"Nessie (pid {server.pid}) ended when the backup began.",
             hint="Run the command again.",
             reason="server_ended",
-        )
-    script = f"sleep {limit_s}; kill -CONT {server.pid}"
-    guard = subprocess.Popen(["/bin/sh", "-c", script], start_new_session=True)
-    try:
-        os.kill(server.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(server.pid, signal.SIGCONT)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(guard.pid, signal.SIGKILL)
-        guard.wait()
+        ) from error
+    raise BackupFailed(
+        f"Nessie (pid {server.pid}) could not be suspended within {limit_s:g} s.",
+        hint="Stop the servers during the backup: branchlake down.",
+        reason="not_suspended",
+    )
+
+
+def _is_stopped(pid: int) -> bool:
+    """Check whether each thread of a process is stopped. Raises FileNotFoundError and NoSuchProcess.
+
+    A thread stops when it leaves the kernel. Until then it may finish a write. Without /proc, only the state
+    of the whole process is known.
+    """
+    threads = Path(f"/proc/{pid}/task")
+    if not threads.is_dir():
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    states = []
+    for thread in threads.iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended since it was listed
+            # The name of the program, in parentheses, may itself contain parentheses and spaces.
+            states.append((thread / "stat").read_text().rpartition(")")[2].split()[0])
+    return "T" in states and all(state in _STOPPED_STATES for state in states)
 
 
 def _link_files(store: Path, target: Path) -> None:

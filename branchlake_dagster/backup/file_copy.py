@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _SQLITE_HEADER = b"SQLite format 3\x00"
@@ -25,6 +26,18 @@ class CopyCount:
     """Those that the previous backup already had."""
     vanished_files: int = 0
     """Those that were deleted between the listing and the copy, for instance by the clean-up."""
+    skipped_links: list[str] = field(default_factory=list)
+    """Symbolic links to folders, and links to nothing, as paths in the part. They are not copied."""
+
+
+@dataclass(frozen=True)
+class _FolderEntries:
+    """A folder below the source. Paths are relative to the source, `mode` has the permissions."""
+
+    folder: Path
+    mode: int
+    files: tuple[Path, ...]
+    skipped_links: tuple[Path, ...]
 
 
 def copy_folder(
@@ -35,50 +48,73 @@ def copy_folder(
     has_databases: bool = False,
     report: Callable[[CopyCount], None] = lambda _: None,
 ) -> CopyCount:
-    """Copy all files below `source` to the new folder `target`. Raises OSError.
+    """Copy all folders and files below `source` to the new folder `target`. Raises OSError.
 
     A file with the same size and modification time in `previous`, the same folder of an earlier backup, is
     linked to that. With `has_databases`, SQLite databases are copied by SQLite, so the copies are
-    consistent. A database without changes in its write-ahead log may be linked. Symbolic links are skipped.
-    `report` is called every 5,000 files.
+    consistent. A database without changes in its write-ahead log may be linked. The copy of a symbolic link
+    to a file is a file with its content. Folders get the permissions of their sources when all files are
+    copied. `report` is called every 5,000 files.
     """
     count = CopyCount()
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in _iter_files(source):
-        if has_databases and _is_companion(path):
-            continue
-        relative_path = path.relative_to(source)
-        copy = target / relative_path
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        earlier_copy = previous / relative_path if previous is not None else None
-        try:
-            is_linked = _copy_file(path, copy, earlier_copy, has_databases and _is_database(path))
-        except FileNotFoundError:
-            if path.exists():
-                raise
-            count.vanished_files += 1
-            continue
-        count.files += 1
-        count.bytes += copy.stat().st_size
-        count.linked_files += is_linked
-        if count.files % _PROGRESS_FILES == 0:
-            report(count)
+    folder_modes: list[tuple[Path, int]] = []
+    for entries in _walk_folders(source):
+        (target / entries.folder).mkdir(mode=0o700, exist_ok=True)
+        folder_modes.append((target / entries.folder, entries.mode))
+        count.skipped_links += [str(link) for link in entries.skipped_links]
+        for relative_path in entries.files:
+            path, copy = source / relative_path, target / relative_path
+            if has_databases and _is_companion(path):
+                continue
+            earlier_copy = previous / relative_path if previous is not None else None
+            try:
+                is_linked = _copy_file(path, copy, earlier_copy, has_databases and _is_database(path))
+            except FileNotFoundError:
+                if path.exists():
+                    raise
+                count.vanished_files += 1
+                continue
+            count.files += 1
+            count.bytes += copy.stat().st_size
+            count.linked_files += is_linked
+            if count.files % _PROGRESS_FILES == 0:
+                report(count)
+    for folder, mode in reversed(folder_modes):  # a folder may be read-only, so its parents come later
+        folder.chmod(mode)
     return count
 
 
-def _iter_files(folder: Path) -> Iterator[Path]:
-    """List the regular files below a folder."""
-    pending = [folder]
+def remove_folder(folder: Path) -> None:
+    """Delete a folder of copies. Folders in it may be read-only, as in the lake. Raises OSError."""
+    try:
+        shutil.rmtree(folder)
+    except PermissionError:
+        for path, _, _ in os.walk(folder):
+            Path(path).chmod(0o700)  # os.walk lists a folder before it enters the folders in it
+        shutil.rmtree(folder)
+
+
+def _walk_folders(source: Path) -> Iterator[_FolderEntries]:
+    """List a folder and all folders below it, each before the folders in it. Links are not followed."""
+    pending = [Path()]
     while pending:
+        folder = pending.pop()
         try:
-            entries = list(os.scandir(pending.pop()))
+            with os.scandir(source / folder) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name)
+            mode = stat.S_IMODE((source / folder).stat().st_mode)
         except FileNotFoundError:
             continue  # deleted since it was listed
+        files, skipped_links = [], []
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                pending.append(Path(entry.path))
-            elif entry.is_file(follow_symlinks=False):
-                yield Path(entry.path)
+                pending.append(folder / entry.name)
+            elif entry.is_symlink() and not Path(entry.path).is_file():
+                skipped_links.append(folder / entry.name)
+            elif entry.is_file():
+                files.append(folder / entry.name)
+        yield _FolderEntries(folder, mode, tuple(files), tuple(skipped_links))
 
 
 def _is_companion(path: Path) -> bool:
@@ -96,22 +132,37 @@ def _is_database(path: Path) -> bool:
 
 
 def _copy_file(path: Path, copy: Path, earlier_copy: Path | None, is_database: bool) -> bool:
-    """Copy or link one file. Return whether it was linked."""
+    """Copy or link one file. Return whether it was linked.
+
+    The copy gets the modification time that the file had before it was read. So a file that is changed
+    meanwhile has another time than its copy, and the next backup copies it again.
+    """
+    if is_database:
+        path = path.resolve()  # SQLite keeps the companions beside the file, not beside a link to it
     has_pending_changes = is_database and _has_companion(path)
     if earlier_copy is not None and not has_pending_changes and _is_same_file(path, earlier_copy):
-        os.link(earlier_copy, copy)
-        return True
-    if not is_database:
-        shutil.copy2(path, copy)
-        return False
+        try:
+            os.link(earlier_copy, copy)
+        except OSError:
+            pass  # the file system has no hard links, or no more of them for this file
+        else:
+            return True
     status = path.stat()
+    if is_database:
+        _copy_sqlite(path, copy)
+    else:
+        shutil.copy2(path, copy)
+    os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return False
+
+
+def _copy_sqlite(path: Path, copy: Path) -> None:
     with (
         closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60.0)) as database,
         closing(sqlite3.connect(copy)) as backup,
     ):
         database.backup(backup)
-    os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))
-    return False
+    shutil.copymode(path, copy)
 
 
 def _has_companion(path: Path) -> bool:

@@ -4,42 +4,36 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 from branchlake_dagster.backup.backup_record import (
+    Backup,
     BackupPart,
     BackupRecord,
     backup_name,
     list_backups,
-    list_partial_backups,
+    list_lake_backups,
+    list_leftovers,
     load_record,
     partial_name,
 )
 from branchlake_dagster.backup.database_copy import copy_database
-from branchlake_dagster.backup.errors import BackupDamaged, BackupFailed
-from branchlake_dagster.backup.file_copy import CopyCount, copy_folder
+from branchlake_dagster.backup.errors import BackupDamaged, BackupFailed, RestoreRefused
+from branchlake_dagster.backup.file_copy import CopyCount, copy_folder, remove_folder
 from branchlake_dagster.backup.lake_folders import NESSIE_PART, LakeFolder, list_lake_folders
 from branchlake_dagster.backup.verification import verify_backup
 from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.embedded.servers import NESSIE, EmbeddedServers
 from branchlake_dagster.embedded.state_folder import build_not_running, has_lake, make_private_folder
+from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.file_lock import file_lock
 from branchlake_dagster.settings import Settings
-
-
-@dataclass(frozen=True)
-class Backup:
-    """A complete backup. `outside` names tables of `main` whose files are not in the saved folders."""
-
-    folder: Path
-    record: BackupRecord
-    outside: tuple[str, ...] = ()
+from branchlake_dagster.wording import format_count, format_names
 
 
 class LakeBackup:
@@ -63,12 +57,13 @@ class LakeBackup:
         self._servers = EmbeddedServers(settings, notify=say)
 
     def make(self, folder: Path, *, verify: bool = True, keep: int | None = None) -> Backup:
-        """Make one backup in `folder`, verify it, and delete all but the newest `keep` backups.
+        """Make one backup in `folder`, verify it, and delete all but the newest `keep` backups of this lake.
 
-        Nessie is suspended for some milliseconds. Runs go on, and so do publications and ingestions. An
-        interrupted backup leaves a folder `….partial`, which the next one deletes. Older backups are deleted
-        only after the new one was verified. Raises NotBackedUpHere, LakeNotRunning (there is no lake),
-        BackupFailed, BackupDamaged, and OSError for a full disk.
+        Nessie is suspended for some milliseconds. Runs go on, and so do publications and ingestions. A failed
+        backup is deleted. A killed one leaves folders `….partial` and `….verification`, which the next backup
+        deletes. Older backups are deleted only after the new one was verified, and only if their tables are
+        still in the warehouse. Raises NotBackedUpHere, LakeNotRunning (there is no lake), BackupFailed,
+        BackupDamaged, and OSError for a full disk.
         """
         lake_folders = list_lake_folders(self._settings, self._dagster_home)
         if not has_lake(self._settings.state_dir):
@@ -76,43 +71,87 @@ class LakeBackup:
         self._require_outside(folder, lake_folders)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with file_lock(folder / ".lock"):
-            for leftover in list_partial_backups(folder):
-                shutil.rmtree(leftover)
+            for leftover in list_leftovers(folder):
+                self._delete_leftover(leftover)
             return self._make_locked(folder, lake_folders, verify=verify, keep=keep)
+
+    def _delete_leftover(self, leftover: Path) -> None:
+        settings = self._settings.model_copy(update={"state_dir": leftover, "warehouse": None})
+        with suppress(ConfigurationError):  # it was made on another machine
+            # A killed verification leaves its Nessie running. A backup without Nessie stops nothing.
+            if (leftover / "run").is_dir():
+                EmbeddedServers(settings, notify=self._say).stop_all()
+        remove_folder(leftover)
 
     def _make_locked(
         self, folder: Path, lake_folders: tuple[LakeFolder, ...], *, verify: bool, keep: int | None
     ) -> Backup:
         taken_at = self._now()
-        earlier_backups = list_backups(folder)
+        earlier_backups = list_lake_backups(folder, self._settings.state_dir)
         name = backup_name(taken_at)
-        if earlier_backups and name <= earlier_backups[-1].name:
+        used_names = [backup.folder.name for backup in earlier_backups if backup.folder.name >= name]
+        if used_names or (folder / name).exists():
             raise BackupFailed(
-                f"{earlier_backups[-1]} is not older than now ({name}).",
+                f"{folder / max([name, *used_names])} is not older than now ({name}).",
                 hint="Wait a second, or set the clock of this machine.",
                 reason="clock",
                 subject=str(folder),
             )
         new_folder = folder / partial_name(name)
-        new_folder.mkdir(mode=0o700)
-        previous = earlier_backups[-1] if earlier_backups else None
+        try:
+            new_folder.mkdir(mode=0o700)
+            previous = earlier_backups[-1].folder if earlier_backups else None
+            record = self._fill(new_folder, lake_folders, previous, taken_at, verify=verify)
+            backup = Backup(new_folder.rename(folder / name), record)
+        except BaseException:
+            # Perhaps the disk is full. Nothing but a complete backup may take space.
+            with suppress(OSError):
+                remove_folder(new_folder)
+            raise
+        if keep is not None and verify:
+            self._delete_older([*earlier_backups, backup][:-keep], record)
+        return backup
+
+    def _fill(
+        self,
+        new_folder: Path,
+        lake_folders: tuple[LakeFolder, ...],
+        previous: Path | None,
+        taken_at: datetime,
+        *,
+        verify: bool,
+    ) -> BackupRecord:
+        """Copy, verify and record the lake in a new folder, and wait until the disk holds it."""
         parts, suspended_s = self._copy_folders(lake_folders, new_folder, previous)
         record = BackupRecord(taken_at.isoformat(), str(self._settings.state_dir), tuple(parts), suspended_s)
-        outside: tuple[str, ...] = ()
         if verify:
             verified = verify_backup(new_folder, record, self._settings, say=self._say)
-            outside = verified.outside
             record = record.with_verification(
-                main_hash=verified.main_hash, tables=verified.tables, rows=verified.rows, now=self._now()
+                main_hash=verified.main_hash,
+                rows=verified.rows,
+                inside=verified.inside,
+                outside=verified.outside,
+                now=self._now(),
             )
         record.save(new_folder)
         _synchronize(new_folder)
-        target = new_folder.rename(folder / name)
-        if keep is not None and verify:
-            for old_backup in list_backups(folder)[:-keep]:
-                self._say(f"Deleting the backup {old_backup.name}.")
-                shutil.rmtree(old_backup)
-        return Backup(target, record, outside)
+        return record
+
+    def _delete_older(self, old_backups: Sequence[Backup], record: BackupRecord) -> None:
+        """Delete old backups, except those that have a table which is now outside the saved folders.
+
+        Such a backup may have the only saved copy of the table.
+        """
+        for old_backup in old_backups:
+            lost_tables = sorted(set(record.outside) & set(old_backup.record.inside))
+            if lost_tables:
+                self._say(
+                    f"The backup {old_backup.folder.name} is kept, because the new backup does not have"
+                    f" {format_names('table', lost_tables)}."
+                )
+                continue
+            self._say(f"Deleting the backup {old_backup.folder.name}.")
+            remove_folder(old_backup.folder)
 
     def _copy_folders(
         self, lake_folders: tuple[LakeFolder, ...], new_folder: Path, previous: Path | None
@@ -131,7 +170,7 @@ class LakeBackup:
                     report=partial(self._report_progress, lake_folder.name),
                 )
             else:  # a lake without tables has no warehouse yet
-                target.mkdir(mode=0o700)
+                target.mkdir()
                 count = CopyCount()
             parts.append(
                 BackupPart(
@@ -141,12 +180,19 @@ class LakeBackup:
                     count.bytes,
                     count.linked_files,
                     count.vanished_files,
+                    tuple(count.skipped_links),
                 )
             )
             self._say(
                 f"{lake_folder.name}: {count.files:,} files, {count.bytes / 1e6:,.1f} MB,"
                 f" {count.linked_files:,} of them unchanged since the previous backup"
             )
+            if count.skipped_links:
+                self._say(
+                    f"{lake_folder.name}: not in the backup:"
+                    f" {format_count(len(count.skipped_links), 'link')} to folders or to nothing:"
+                    f" {', '.join(count.skipped_links)}"
+                )
         return parts, suspended_s
 
     def _report_progress(self, name: str, count: CopyCount) -> None:
@@ -190,17 +236,39 @@ def _synchronize(folder: Path) -> None:
     os.sync()
 
 
-def load_backup(folder: Path) -> Backup:
-    """Load a backup, or the newest one in a folder of backups. Raises BackupDamaged."""
-    backups = list_backups(folder)
-    newest = backups[-1] if backups else folder
-    record = load_record(newest)
-    missing = [part.name for part in record.parts if not (newest / part.name).is_dir()]
+def load_backup(folder: Path, state_dir: Path) -> Backup:
+    """Load a backup, or the newest backup of the lake in `state_dir` from a folder of backups.
+
+    Raises BackupDamaged, and RestoreRefused if all backups in the folder are of other lakes.
+    """
+    candidates = list_backups(folder)
+    backup = _find_newest(candidates, state_dir) if candidates else Backup(folder, load_record(folder))
+    missing = [part.name for part in backup.record.parts if not (backup.folder / part.name).is_dir()]
     if missing:
         raise BackupDamaged(
-            f"The backup {newest} lacks the folder {missing[0]}.",
+            f"The backup {backup.folder} lacks the folder {missing[0]}.",
             hint="Use another backup.",
             reason="part_missing",
-            subject=str(newest),
+            subject=str(backup.folder),
         )
-    return Backup(newest, record)
+    return backup
+
+
+def _find_newest(candidates: Sequence[Path], state_dir: Path) -> Backup:
+    """Find the newest backup of a lake. A newer one that cannot be read is an error: it may be of this lake.
+
+    `candidates` are backups, the oldest first, at least one.
+    """
+    other_lakes = []
+    for path in reversed(candidates):
+        record = load_record(path)
+        if record.state_dir == str(state_dir):
+            return Backup(path, record)
+        other_lakes.append(record.state_dir)
+    raise RestoreRefused(
+        f"{candidates[0].parent} has no backup of the lake in {state_dir}. Its newest backup is of the lake"
+        f" in {other_lakes[0]}.",
+        hint=f"Use the folders of that lake: BRANCHLAKE_STATE_DIR={other_lakes[0]}",
+        reason="other_lake",
+        subject=str(state_dir),
+    )

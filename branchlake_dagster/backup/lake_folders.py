@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
-from urllib.parse import unquote, urlparse
 
 from branchlake_dagster.backup.errors import NotBackedUpHere
+from branchlake_dagster.catalog.stored_files import local_path
 from branchlake_dagster.settings import Settings
 
 NESSIE_PART = "nessie"
@@ -28,7 +30,8 @@ def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[LakeFolde
 
     Dagster comes first and the warehouse last. Events of a run that is published during the backup are then
     missing in Dagster, as after a crash of the publisher, and the publication sensor adds them. All files
-    that Nessie refers to were written before it refers to them. Raises NotBackedUpHere.
+    that Nessie refers to were written before it refers to them. Raises NotBackedUpHere, also if one folder
+    contains another: it would be saved twice, and could not be restored.
     """
     if not settings.embedded_nessie:
         raise NotBackedUpHere(
@@ -38,8 +41,7 @@ def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[LakeFolde
             reason="other_nessie",
             subject=settings.nessie_uri,
         )
-    warehouse = urlparse(settings.warehouse_uri)
-    if warehouse.scheme != "file":
+    if not settings.warehouse_uri.startswith("file:"):
         raise NotBackedUpHere(
             f"The warehouse {settings.warehouse_uri} is not a local folder.",
             hint="Use the versions or the replication of the object store, and stop the servers to copy the"
@@ -51,9 +53,27 @@ def list_lake_folders(settings: Settings, dagster_home: Path) -> tuple[LakeFolde
         LakeFolder("landing", settings.landing_folder),
         LakeFolder("alert_subscribers", settings.state_dir / "alert_subscribers", has_databases=True),
     )
-    return (
+    lake_folders = (
         LakeFolder(DAGSTER_PART, dagster_home, has_databases=True),
         *(folder for folder in optional_folders if folder.path.is_dir()),
         LakeFolder(NESSIE_PART, settings.state_dir / "nessie"),
-        LakeFolder(WAREHOUSE_PART, Path(unquote(warehouse.path))),
+        LakeFolder(WAREHOUSE_PART, local_path(settings.warehouse_uri)),
     )
+    if nested := find_nested_folders(lake_folders):
+        inner, outer = nested
+        raise NotBackedUpHere(
+            f"The folder {outer.path} ({outer.name}) contains {inner.path} ({inner.name}).",
+            hint="Move one of them, and set DAGSTER_HOME, BRANCHLAKE_LANDING or BRANCHLAKE_WAREHOUSE to its"
+            " new place. The tables of a warehouse cannot be moved.",
+            reason="nested",
+            subject=str(inner.path),
+        )
+    return lake_folders
+
+
+def find_nested_folders(lake_folders: Sequence[LakeFolder]) -> tuple[LakeFolder, LakeFolder] | None:
+    """Find a folder that is inside another one, or the same. Links are followed. None if all are apart."""
+    for inner, outer in permutations(lake_folders, 2):
+        if inner.path.resolve().is_relative_to(outer.path.resolve()):
+            return inner, outer
+    return None

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from branchlake_dagster.backup.backup_record import backup_name
+from branchlake_dagster.backup.backup_record import Backup, backup_name
 from branchlake_dagster.backup.errors import RestoreRefused
-from branchlake_dagster.backup.file_copy import copy_folder
-from branchlake_dagster.backup.lake_backup import Backup
-from branchlake_dagster.backup.lake_folders import LakeFolder, list_lake_folders
+from branchlake_dagster.backup.file_copy import copy_folder, remove_folder
+from branchlake_dagster.backup.lake_folders import LakeFolder, find_nested_folders, list_lake_folders
 from branchlake_dagster.embedded.servers import EmbeddedServers
 from branchlake_dagster.embedded.state_folder import make_state_folder, record_location
 from branchlake_dagster.settings import Settings
@@ -41,16 +41,49 @@ def restore_lake(
 ) -> RestoredLake:
     """Copy a backup to the folders of the lake. The servers and Dagster must be stopped.
 
-    Iceberg's metadata has absolute paths, so a lake is restored to the folders that it had. `replace` moves
-    folders that exist aside, to names with `.before-restore-`. All files are copied before the first folder
-    is moved. If the restore is interrupted, run it again. Raises RestoreRefused and OSError.
+    Iceberg's metadata has absolute paths, so a lake is restored to the folders that it had. A folder that is
+    a link is restored where the link leads. `replace` moves folders that exist aside, to names with
+    `.before-restore-`. All files are copied before the first folder is moved, and if a folder cannot be
+    moved, the others are moved back. Raises NotBackedUpHere, RestoreRefused and OSError.
     """
+    targets = _find_targets(backup, settings, dagster_home)
+    for target in targets:
+        _require_movable(target)
+    servers = EmbeddedServers(settings, notify=say)
+    make_state_folder(settings.state_dir)
+    with servers.lock():
+        _require_stopped(servers, settings)
+        paths = [target.path.resolve() for target in targets]
+        existing_paths = [path for path in paths if _has_files(path)]
+        if existing_paths and not replace:
+            raise RestoreRefused(
+                f"{existing_paths[0]} exists already.",
+                hint="With --replace, the existing folders are renamed first, and kept.",
+                reason="lake_exists",
+                subject=str(existing_paths[0]),
+            )
+        _remove_stagings(paths)
+        try:
+            for part, path in zip(backup.record.parts, paths, strict=True):
+                copy_folder(backup.folder / part.name, _staging_path(path))
+                say(f"{part.name}: {part.files:,} files copied")
+            moved_paths = _replace_folders(paths, _SAVED_SUFFIX + backup_name(now()))
+        except BaseException:
+            with suppress(OSError):
+                _remove_stagings(paths)
+            raise
+        record_location(settings.state_dir)
+    return RestoredLake(settings.state_dir, backup.record.main_hash, moved_paths)
+
+
+def _find_targets(backup: Backup, settings: Settings, dagster_home: Path) -> list[LakeFolder]:
+    """Return the folders to which the parts of a backup are restored. Raises RestoreRefused."""
     lake_folders = {folder.name: folder for folder in list_lake_folders(settings, dagster_home)}
     targets = [
-        (part, lake_folders.get(part.name) or LakeFolder(part.name, Path(part.source)))
+        lake_folders.get(part.name) or LakeFolder(part.name, Path(part.source))
         for part in backup.record.parts
     ]
-    for part, target in targets:
+    for part, target in zip(backup.record.parts, targets, strict=True):
         if Path(part.source) != target.path:
             raise RestoreRefused(
                 f"The backup {backup.folder} has the folder {part.source}, but this lake would use"
@@ -60,31 +93,61 @@ def restore_lake(
                 reason="other_place",
                 subject=str(target.path),
             )
-    servers = EmbeddedServers(settings, notify=say)
-    make_state_folder(settings.state_dir)
-    with servers.lock():
-        _require_stopped(servers, settings)
-        existing_paths = [target.path for _, target in targets if _has_files(target.path)]
-        if existing_paths and not replace:
-            raise RestoreRefused(
-                f"{existing_paths[0]} exists already.",
-                hint="With --replace, the existing folders are renamed first, and kept.",
-                reason="lake_exists",
-                subject=str(existing_paths[0]),
-            )
-        for part, target in targets:
-            staging = _staging_path(target.path)
-            shutil.rmtree(staging, ignore_errors=True)
-            copy_folder(backup.folder / part.name, staging)
-            say(f"{part.name}: {part.files:,} files copied")
-        suffix = _SAVED_SUFFIX + backup_name(now())
-        moved_paths = []
-        for _, target in targets:
-            if target.path.exists():
-                moved_paths.append(target.path.rename(target.path.with_name(target.path.name + suffix)))
-            _staging_path(target.path).rename(target.path)
-        record_location(settings.state_dir)
-    return RestoredLake(settings.state_dir, backup.record.main_hash, tuple(moved_paths))
+    if nested := find_nested_folders(targets):
+        inner, outer = nested
+        raise RestoreRefused(
+            f"The folder {outer.path} ({outer.name}) contains {inner.path} ({inner.name}).",
+            hint="Remove links that lead from one of them to the other.",
+            reason="nested",
+            subject=str(inner.path),
+        )
+    return targets
+
+
+def _require_movable(target: LakeFolder) -> None:
+    """Raise RestoreRefused if a folder cannot be renamed, or no folder can be created beside it."""
+    path = target.path.resolve()
+    if os.path.ismount(path):
+        raise RestoreRefused(
+            f"{path} ({target.name}) is a mount point, so it cannot be renamed.",
+            hint="Unmount it and restore. Then copy the restored folder to that file system and mount it.",
+            reason="mount_point",
+            subject=str(path),
+        )
+    parent = next(folder for folder in path.parents if folder.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise RestoreRefused(
+            f"The folder {parent} is not writable, so {path} ({target.name}) cannot be replaced.",
+            hint="Run the command as the owner of that folder.",
+            reason="not_writable",
+            subject=str(parent),
+        )
+
+
+def _replace_folders(paths: Sequence[Path], suffix: str) -> tuple[Path, ...]:
+    """Rename each folder to a name with `suffix`, and its staging folder to its own name.
+
+    Atomic unless the process is killed: after an error, all renames are reversed. Returns the former folders
+    under their new names.
+    """
+    moved_paths = [(path, path.with_name(path.name + suffix)) for path in paths if path.exists()]
+    renames = [*moved_paths, *((_staging_path(path), path) for path in paths)]
+    try:
+        for old_path, new_path in renames:
+            old_path.rename(new_path)
+    except BaseException:
+        # A signal may come between a rename and the next statement. So the disk shows what was done.
+        for old_path, new_path in reversed(renames):
+            if new_path.exists() and not old_path.exists():
+                new_path.rename(old_path)
+        raise
+    return tuple(new_path for _, new_path in moved_paths)
+
+
+def _remove_stagings(paths: Sequence[Path]) -> None:
+    for path in paths:
+        with suppress(FileNotFoundError):
+            remove_folder(_staging_path(path))
 
 
 def _staging_path(path: Path) -> Path:

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from urllib.parse import urlparse
 
 import pyarrow.parquet as pq
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 from pyiceberg.manifest import DataFile, FileFormat
 from pyiceberg.typedef import EMPTY_DICT, Properties
 
-from branchlake_dagster.backup.backup_record import BackupRecord
+from branchlake_dagster.backup.backup_record import BackupRecord, backup_name, verification_name
 from branchlake_dagster.backup.errors import BackupDamaged
+from branchlake_dagster.backup.file_copy import remove_folder
 from branchlake_dagster.backup.lake_folders import NESSIE_PART
-from branchlake_dagster.catalog.stored_files import is_local, read_metadata
+from branchlake_dagster.catalog.stored_files import is_local, local_path, read_metadata
 from branchlake_dagster.embedded.servers import EmbeddedServers
+from branchlake_dagster.embedded.state_folder import make_private_folder
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import ContentEntry, IcebergTable
@@ -33,14 +36,15 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class VerifiedTables:
-    """What the verification read: `main` in the backup, its tables, and their rows without delete files.
+    """What the verification read: `main` in the backup, and the rows of its tables without delete files.
 
-    `outside` names tables with files outside the saved folders. Their rows are not in the backup.
+    `inside` names the tables that were read, and `outside` those with files outside the saved folders. Their
+    rows are not in the backup.
     """
 
     main_hash: str
-    tables: int
     rows: int
+    inside: tuple[str, ...]
     outside: tuple[str, ...]
 
 
@@ -58,7 +62,7 @@ class _MovedFileIO(PyArrowFileIO):
     def find_copy(self, location: str) -> Path:
         """Return the path in the backup. Raises _FileOutside if no saved folder contains the location."""
         if is_local(location):
-            path = Path(urlparse(location).path if location.startswith("file:") else location)
+            path = local_path(location)
             for source, copy in self._folders.items():
                 if path.is_relative_to(source):
                     return copy / path.relative_to(source)
@@ -74,16 +78,12 @@ def verify_backup(
 ) -> VerifiedTables:
     """Read the tables of `main` in a backup: Parquet files completely, other files by size.
 
-    `settings` are those of the lake, whose downloaded jars are used. The store is copied, one Nessie is
-    started, and each current data file is read. The backup is not changed. Raises BackupDamaged with the
-    table, and ServerDidNotStart.
+    `settings` are those of the lake, whose downloaded jars are used. The store is copied beside the backup,
+    one Nessie is started there, and each current data file is read. The backup is not changed. Raises
+    BackupDamaged with the table, or if no table has files in the backup, and ServerDidNotStart.
     """
     folders = {Path(part.source): folder / part.name for part in record.parts}
-    with tempfile.TemporaryDirectory(prefix="branchlake-verify-") as scratch:
-        root = Path(scratch)
-        shutil.copytree(folder / NESSIE_PART, root / "nessie")
-        if (settings.state_dir / "jars").is_dir():
-            shutil.copytree(settings.state_dir / "jars", root / "jars")
+    with _open_scratch_folder(folder, record, settings) as root:
         server_settings = settings.model_copy(update={"state_dir": root, "nessie_port": 0, "warehouse": None})
         servers = EmbeddedServers(server_settings, notify=say)
         say("Reading the tables of the backup …")
@@ -96,10 +96,32 @@ def verify_backup(
             servers.stop_all()
 
 
+@contextmanager
+def _open_scratch_folder(folder: Path, record: BackupRecord, settings: Settings) -> Iterator[Path]:
+    """Make a state folder with a copy of the saved store, beside the backup, where space for it is likely."""
+    root = folder.with_name(verification_name(backup_name(datetime.fromisoformat(record.taken_at))))
+    lake_scratch = make_private_folder(settings.state_dir / "tmp")
+    with tempfile.TemporaryDirectory(prefix="verification-", dir=lake_scratch) as java_folder:
+        try:
+            root.mkdir(mode=0o700)
+            shutil.copytree(folder / NESSIE_PART, root / "nessie")
+            # Nessie loads its native libraries from here, which a disk for backups may prohibit (noexec).
+            (root / "tmp").symlink_to(java_folder)
+            (root / "jars").mkdir()
+            for listing in (settings.state_dir / "jars").glob("*.classpath"):
+                shutil.copy2(listing, root / "jars")
+            yield root
+        finally:
+            with suppress(FileNotFoundError):
+                remove_folder(root)
+
+
 def _read_tables(
     main_hash: str, entries: Iterable[ContentEntry], io: _MovedFileIO, say: Callable[[str], None]
 ) -> VerifiedTables:
-    tables, rows, outside = 0, 0, []
+    rows = 0
+    inside: list[str] = []
+    outside: list[str] = []
     for entry in entries:
         if not isinstance(entry.content, IcebergTable):
             continue
@@ -116,10 +138,18 @@ def _read_tables(
                 reason="table_unreadable",
                 table=name,
             ) from error
-        tables += 1
+        inside.append(name)
         rows += table_rows
         say(f"{name}: {table_rows:,} rows read")
-    return VerifiedTables(main_hash, tables, rows, tuple(outside))
+    if outside and not inside:
+        raise BackupDamaged(
+            f"The backup has no table of main. Their files are outside the saved folders, as those of table"
+            f" {outside[0]}.",
+            hint="Set BRANCHLAKE_WAREHOUSE to the warehouse of the lake, as Dagster has it.",
+            reason="tables_outside",
+            table=outside[0],
+        )
+    return VerifiedTables(main_hash, rows, tuple(inside), tuple(outside))
 
 
 def _count_rows(content: IcebergTable, io: _MovedFileIO) -> int:

@@ -45,12 +45,17 @@ def is_local(location: str) -> bool:
     return location.startswith(("file:", "/"))
 
 
+def local_path(location: str) -> Path:
+    """Return the path of a local location. Percent signs are part of the path, as for PyIceberg and Spark."""
+    return Path(urlparse(location).path if location.startswith("file:") else location)
+
+
 def synchronize_files(locations: Iterable[str]) -> None:
     """Wait until the disk holds these files and their names. Remote locations are skipped.
 
     Costs 0.05 ms for a file that is on disk already. Raises OSError.
     """
-    paths = [Path(urlparse(location).path) for location in locations if is_local(location)]
+    paths = [local_path(location) for location in locations if is_local(location)]
     for path in paths:
         _synchronize_file(path)
         # Spark's file system writes a checksum file, and refuses a file if the checksum was lost.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import sqlite3
+import stat
 import subprocess
 import sys
 import time
@@ -13,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from branchlake_dagster.backup import file_copy
+from branchlake_dagster.backup import database_copy, file_copy
 from branchlake_dagster.backup.database_copy import copy_database
 from branchlake_dagster.backup.errors import BackupFailed
-from branchlake_dagster.backup.file_copy import copy_folder
+from branchlake_dagster.backup.file_copy import copy_folder, remove_folder
 from branchlake_dagster.embedded.process import ProcessRecord, find_start_s
 from branchlake_dagster.waiting import holds_within
 from branchlake_dagster_tests.suite.raised import raising
@@ -61,6 +64,101 @@ def test_a_file_that_vanishes_during_the_copy_is_counted(
     monkeypatch.setattr(file_copy, "_copy_file", copy_late)
     count = copy_folder(source, tmp_path / "copy")
     assert (count.files, count.vanished_files) == (1, 1)
+
+
+def test_links_to_files_are_copied_as_files_and_other_links_are_named(tmp_path: Path) -> None:
+    source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
+    (source / "below").mkdir(parents=True)
+    elsewhere.mkdir()
+    (elsewhere / "config").write_text("on a shared disk")
+    (source / "below" / "config").symlink_to(elsewhere / "config")
+    (source / "below" / "folder").symlink_to(elsewhere)
+    (source / "nothing").symlink_to(tmp_path / "nothing")
+    (source / "loop").symlink_to(source / "loop")
+    (tmp_path / "root").symlink_to(source)
+    count = copy_folder(tmp_path / "root", tmp_path / "copy")
+    copy = tmp_path / "copy" / "below" / "config"
+    assert (count.files, copy.is_symlink(), copy.read_text()) == (1, False, "on a shared disk")
+    assert sorted(count.skipped_links) == ["below/folder", "loop", "nothing"]
+    assert copy_folder(source, tmp_path / "second", previous=tmp_path / "copy").linked_files == 1
+
+
+def test_a_database_behind_a_link_is_copied_with_its_pending_changes(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "runs.db").symlink_to(tmp_path / "runs.db")
+    with closing(sqlite3.connect(tmp_path / "runs.db", isolation_level=None)) as writer:
+        writer.execute("PRAGMA journal_mode=wal")
+        writer.execute("CREATE TABLE t (n INTEGER)")
+        copy_folder(source, tmp_path / "first", has_databases=True)
+        writer.execute("INSERT INTO t VALUES (1)")
+        copy_folder(source, tmp_path / "second", previous=tmp_path / "first", has_databases=True)
+    with closing(sqlite3.connect(tmp_path / "second" / "runs.db")) as copy:
+        assert copy.execute("SELECT n FROM t").fetchall() == [(1,)]
+
+
+def read_mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_folders_keep_their_permissions_also_empty_and_read_only_ones(tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    modes = {"shared": 0o2775, "shared/empty": 0o711, "fixed": 0o500, "fixed/deep": 0o500}
+    for name in modes:
+        (source / name).mkdir(parents=True)
+    (source / "fixed" / "deep" / "file").write_text("1")
+    source.chmod(0o750)
+    for name in reversed(modes):
+        (source / name).chmod(modes[name])
+    assert copy_folder(source, copy).files == 1
+    assert {name: read_mode(copy / name) for name in modes} == modes
+    assert read_mode(copy) == 0o750
+    remove_folder(copy)
+    assert not copy.exists()
+    remove_folder(source)
+
+
+def test_a_file_that_changes_during_the_copy_is_copied_again_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    file = source / "one"
+    file.write_text("old")
+    os.utime(file, ns=(0, 10**18))
+    original_copy = shutil.copy2
+
+    def copy_during_change(path: Path, copy: Path) -> None:
+        original_copy(path, copy)
+        path.write_text("new")  # the same size
+        shutil.copystat(
+            path, copy
+        )  # as if the content had been read before the change, and the time after it
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copy2", copy_during_change)
+        copy_folder(source, tmp_path / "first")
+    assert copy_folder(source, tmp_path / "second", previous=tmp_path / "first").linked_files == 0
+    assert (tmp_path / "second" / "one").read_text() == "new"
+
+
+def test_files_are_copied_if_the_disk_has_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "one").write_text("1")
+    with closing(sqlite3.connect(source / "runs.db")) as writer:
+        writer.execute("CREATE TABLE t (n INTEGER)")
+    copy_folder(source, tmp_path / "first", has_databases=True)
+
+    def refuse_link(*_: object) -> None:
+        raise OSError(errno.EMLINK, "Too many links")
+
+    monkeypatch.setattr(os, "link", refuse_link)
+    count = copy_folder(source, tmp_path / "second", previous=tmp_path / "first", has_databases=True)
+    assert (count.files, count.linked_files) == (2, 0)
+    assert (tmp_path / "second" / "one").read_text() == "1"
 
 
 @pytest.mark.parametrize("mode", ["wal", "delete"])
@@ -147,3 +245,73 @@ def test_the_server_continues_if_the_backup_is_killed_meanwhile(
     started_s = time.monotonic()
     assert holds_within(30, lambda: not is_suspended(sleeper.pid), every_s=0.01)
     assert time.monotonic() - started_s < 30
+
+
+BUSY_PROGRAM = """
+import os, threading
+def write():
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    while True:
+        os.write(descriptor, bytes(1 << 16))
+for _ in range(15):
+    threading.Thread(target=write).start()
+print("ready", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the states of threads in /proc")
+def test_no_thread_of_the_server_runs_during_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[str] = []
+
+    def record_states(*_: object) -> None:
+        for thread in Path(f"/proc/{process.pid}/task").iterdir():
+            states.append((thread / "stat").read_text().rpartition(")")[2].split()[0])
+
+    monkeypatch.setattr(database_copy, "_link_files", record_states)
+    command = [sys.executable, "-c", BUSY_PROGRAM]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            server = ProcessRecord("nessie", process.pid, find_start_s(process.pid) or 0.0, 0)
+            for number in range(30):
+                copy_database(tmp_path, tmp_path / f"copy{number}", server=server)
+            assert not is_suspended(process.pid)
+        finally:
+            process.kill()
+    assert len(states) >= 30 * 16
+    assert set(states) == {"T"}
+
+
+@pytest.mark.parametrize("moment", ["_stop_threads", "_link_files"])
+def test_the_server_continues_after_an_interruption(
+    tmp_path: Path, sleeper: ProcessRecord, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    original_function = getattr(database_copy, moment)
+
+    def interrupt(*arguments: object) -> None:
+        original_function(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(database_copy, moment, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        copy_database(make_store(tmp_path / "store"), tmp_path / "copy", server=sleeper)
+    assert not is_suspended(sleeper.pid)
+
+
+def test_a_server_that_ended_is_no_server_to_copy(tmp_path: Path, sleeper: ProcessRecord) -> None:
+    ended = ProcessRecord("nessie", sleeper.pid, sleeper.started_s + 10, 0)
+    with raising(BackupFailed, reason="server_ended"):
+        copy_database(make_store(tmp_path / "store"), tmp_path / "copy", server=ended)
+    assert not is_suspended(sleeper.pid)
+
+
+def test_a_server_that_does_not_stop_is_not_copied(
+    tmp_path: Path, sleeper: ProcessRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_copy, "_is_stopped", lambda _: False)
+    with raising(BackupFailed, reason="not_suspended"):
+        copy_database(make_store(tmp_path / "store"), tmp_path / "copy", server=sleeper, limit_s=0.2)
+    assert not is_suspended(sleeper.pid)

@@ -96,11 +96,11 @@ def test_backups_during_writes_are_consistent_and_restorable(
     # Restored, the lake is as the verification saw it, and it can be written.
     home = lake.settings.state_dir / "dagster"
     with raising(RestoreRefused, reason="server_runs"):
-        restore_lake(load_backup(folder), lake.settings, home)
+        restore_lake(load_backup(folder, lake.settings.state_dir), lake.settings, home)
     lake.servers.stop_all()
     with raising(RestoreRefused, reason="lake_exists"):
-        restore_lake(load_backup(folder), lake.settings, home)
-    restored = restore_lake(load_backup(backups[1].folder), lake.settings, home, replace=True, now=clock())
+        restore_lake(load_backup(folder, lake.settings.state_dir), lake.settings, home)
+    restored = restore_lake(backups[1], lake.settings, home, replace=True, now=clock())
     assert len(restored.moved) == len(backups[1].record.parts)
     assert lake.nessie.reference("main").hash == restored.main_hash == backups[1].record.main_hash
     assert count_rows(lake) == counts[1]
@@ -123,8 +123,30 @@ def test_a_damaged_file_is_found_and_nothing_old_is_deleted(
     finally:
         data_file.write_bytes(content)
     assert len(list_backups(tmp_path)) == 1
-    newest = saver.make(tmp_path, keep=1)  # also deletes what the failed one left
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+    newest = saver.make(tmp_path, keep=1)
+    assert newest.record.inside == ("shop.sales",)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [newest.folder.name]
+
+
+def test_a_backup_of_another_warehouse_than_that_of_the_tables_fails(lake: Lakehouse, tmp_path: Path) -> None:
+    settings = lake.settings.model_copy(update={"warehouse": f"file://{tmp_path}/empty"})
+    with raising(BackupDamaged, "BRANCHLAKE_WAREHOUSE", reason="tables_outside", table="shop.sales"):
+        LakeBackup(settings, settings.state_dir / "dagster").make(tmp_path / "backups")
+    assert [path.name for path in (tmp_path / "backups").iterdir()] == [".lock"]
+
+
+def test_a_table_outside_the_warehouse_is_recorded(
+    lake: Lakehouse, saver: LakeBackup, tmp_path: Path
+) -> None:
+    catalog = lake.catalog("main")
+    location = f"file://{tmp_path}/elsewhere"
+    catalog.create_table(("shop", "far"), schema=rows().schema, location=location).append(rows(1))
+    try:
+        record = saver.make(tmp_path / "backups").record
+    finally:
+        catalog.drop_table(("shop", "far"))
+    assert (record.inside, record.outside, record.tables) == (("shop.sales",), ("shop.far",), 1)
 
 
 def test_a_restore_to_another_place_is_refused(lake: Lakehouse, saver: LakeBackup, tmp_path: Path) -> None:
@@ -153,10 +175,10 @@ def test_an_incomplete_backup_is_not_restored(saver: LakeBackup, tmp_path: Path)
     backup = saver.make(tmp_path, verify=False)
     shutil.rmtree(backup.folder / "warehouse")
     with raising(BackupDamaged, reason="part_missing"):
-        load_backup(backup.folder)
+        load_backup(backup.folder, Path(backup.record.state_dir))
     (backup.folder / "backup.json").write_text("{}")
     with raising(BackupDamaged, reason="no_record"):
-        load_backup(backup.folder)
+        load_backup(backup.folder, Path(backup.record.state_dir))
 
 
 def test_the_commands(lake: Lakehouse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
