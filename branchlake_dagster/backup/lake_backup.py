@@ -151,7 +151,9 @@ class LakeBackup:
                 )
                 continue
             self._say(f"Deleting the backup {old_backup.folder.name}.")
-            remove_folder(old_backup.folder)
+            # Renamed first: if the deletion is interrupted, the rest does not look like a complete backup.
+            name = partial_name(old_backup.folder.name)
+            remove_folder(old_backup.folder.rename(old_backup.folder.with_name(name)))
 
     def _copy_folders(
         self, lake_folders: tuple[LakeFolder, ...], new_folder: Path, previous: Path | None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -18,10 +20,12 @@ from branchlake_dagster.backup.errors import BackupDamaged, BackupFailed, NotBac
 from branchlake_dagster.backup.lake_backup import LakeBackup, load_backup
 from branchlake_dagster.backup.lake_restore import restore_lake
 from branchlake_dagster.cli.main import main
+from branchlake_dagster.embedded.process import ProcessRecord
 from branchlake_dagster.embedded.state_folder import LakeNotRunning
 from branchlake_dagster.lakehouse.lakehouse import Lakehouse
 from branchlake_dagster.runs.run_branch import ensure_main_has_commit
 from branchlake_dagster.settings import Settings
+from branchlake_dagster.waiting import holds_within
 from branchlake_dagster_tests.suite.raised import raising
 
 pytestmark = pytest.mark.nessie
@@ -147,6 +151,33 @@ def test_a_table_outside_the_warehouse_is_recorded(
     finally:
         catalog.drop_table(("shop", "far"))
     assert (record.inside, record.outside, record.tables) == (("shop.sales",), ("shop.far",), 1)
+
+
+def test_the_server_of_a_killed_verification_is_stopped_by_the_next_backup(
+    lake: Lakehouse, saver: LakeBackup, tmp_path: Path
+) -> None:
+    code = (
+        "import pathlib\n"
+        "from branchlake_dagster.backup.lake_backup import LakeBackup\n"
+        "from branchlake_dagster.settings import Settings\n"
+        f"root = pathlib.Path({str(lake.settings.state_dir)!r})\n"
+        "settings = Settings(state_dir=root, session_kind='classic')\n"
+        f"LakeBackup(settings, root / 'dagster').make(pathlib.Path({str(tmp_path)!r}))\n"
+    )
+
+    def find_server() -> ProcessRecord | None:
+        paths = tmp_path.glob("*.verification/run/nessie.json")
+        return next(filter(None, map(ProcessRecord.load, paths)), None)
+
+    with subprocess.Popen([sys.executable, "-c", code]) as killed:
+        assert holds_within(120, lambda: find_server() is not None, every_s=0.02)
+        killed.kill()
+    server = find_server()
+    assert server is not None
+    assert server.is_alive()
+    backup = saver.make(tmp_path, verify=False)
+    assert not server.is_alive()
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", backup.folder.name}
 
 
 def test_a_restore_to_another_place_is_refused(lake: Lakehouse, saver: LakeBackup, tmp_path: Path) -> None:

@@ -182,6 +182,24 @@ def test_leftovers_of_killed_backups_are_deleted(lake: StoppedLake, tmp_path: Pa
     assert {path.name for path in folder.iterdir()} == {".lock", backup.folder.name, "mine.partial"}
 
 
+def test_a_backup_whose_deletion_was_interrupted_is_not_restored(
+    lake: StoppedLake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "backups"
+    verifying(monkeypatch)
+    first = lake.back_up(folder, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(lake_backup, "remove_folder", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lake.back_up(folder, 1, verify=True, keep=1)
+    assert first.folder not in list_backups(folder)
+    third = lake.back_up(folder, 2, verify=True, keep=1)
+    assert {path.name for path in folder.iterdir()} == {".lock", third.folder.name}
+
+
 # -- restores ------------------------------------------------------------------------------------------
 
 
