@@ -19,11 +19,14 @@ from pyiceberg.table.metadata import TableMetadata
 
 from branchlake_dagster.errors import BranchlakeError
 from branchlake_dagster.expiry.retention import (
+    MAX_AGE_PROPERTY,
+    MIN_SNAPSHOTS_PROPERTY,
     ExpiryPolicy,
     SnapshotFacts,
     TableHistory,
     TableReference,
     decide_retention,
+    parse_retention,
 )
 from branchlake_dagster.expiry.roots import LakeRoots, PositionCache, RootedTable, RootsReader
 from branchlake_dagster.history.capture import replayed_from
@@ -164,4 +167,6 @@ def build_history(metadata: TableMetadata) -> TableHistory:
             )
             for name, reference in metadata.refs.items()
         },
+        min_snapshots=parse_retention(metadata.properties, MIN_SNAPSHOTS_PROPERTY),
+        max_age_ms=parse_retention(metadata.properties, MAX_AGE_PROPERTY),
     )

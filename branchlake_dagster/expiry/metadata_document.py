@@ -21,7 +21,15 @@ from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
 
 from branchlake_dagster.catalog.catalog import NO_SNAPSHOT
 from branchlake_dagster.catalog.stored_files import read_content, wrap_parse_errors
-from branchlake_dagster.expiry.retention import SnapshotFacts, TableHistory, TableReference, keep_suffix
+from branchlake_dagster.expiry.retention import (
+    MAX_AGE_PROPERTY,
+    MIN_SNAPSHOTS_PROPERTY,
+    SnapshotFacts,
+    TableHistory,
+    TableReference,
+    keep_suffix,
+    parse_retention,
+)
 from branchlake_dagster.stored_names import LakeProperty
 
 _decoder = json.JSONDecoder()
@@ -93,10 +101,13 @@ def _scan_document(location: str, text: str) -> MetadataDocument:
         position = _skip_comma(text, position + 1, "}")
     if fields["format-version"] < 1:
         raise ValueError("This is not table metadata.")
+    properties = fields.get("properties") or {}
     history = TableHistory(
         snapshots=snapshots,
         current_id=_to_snapshot_id(fields.get("current-snapshot-id")),
         references={name: _to_reference(values) for name, values in (fields.get("refs") or {}).items()},
+        min_snapshots=parse_retention(properties, MIN_SNAPSHOTS_PROPERTY),
+        max_age_ms=parse_retention(properties, MAX_AGE_PROPERTY),
     )
     return MetadataDocument(location, text, fields, history, tuple(spans), tuple(schema_ids))
 

@@ -150,12 +150,14 @@ _RULES = {
     KeptBy.AGE: "age",
     KeptBy.BASE: "needed by",
     KeptBy.POSITION: "position of",
+    KeptBy.RETENTION: "retention of",
 }
 
 
 def list_plan_columns(table: PlannedTable) -> tuple[str, str, str, str, str]:
     """Return a planned table's row, as `PLAN_HEADERS`."""
-    rule = " ".join(filter(None, (_RULES[table.kept_by], table.holder)))
+    holder = table.holder or ("the table" if table.kept_by is KeptBy.RETENTION else "")
+    rule = " ".join(filter(None, (_RULES[table.kept_by], holder)))
     oldest = table.oldest_at.isoformat(timespec="seconds") if table.oldest_at else ""
     return table.table, f"{table.snapshot_count:,}", f"{table.expired_count:,}", oldest, rule
 

@@ -16,6 +16,9 @@ from enum import StrEnum
 from branchlake_dagster.errors import ConfigurationError
 from branchlake_dagster.history.change import Position
 
+MIN_SNAPSHOTS_PROPERTY = "history.expire.min-snapshots-to-keep"
+MAX_AGE_PROPERTY = "history.expire.max-snapshot-age-ms"
+
 
 @dataclass(frozen=True)
 class ExpiryPolicy:
@@ -83,11 +86,16 @@ class TableReference:
 
 @dataclass(frozen=True)
 class TableHistory:
-    """The snapshots of a table in the order of its metadata, its current snapshot, and its references."""
+    """The snapshots of a table in the order of its metadata, its current snapshot, and its references.
+
+    `min_snapshots` and `max_age_ms` are the retention in the table's properties, for branches that set none.
+    """
 
     snapshots: Sequence[SnapshotFacts]
     current_id: int | None
     references: Mapping[str, TableReference] = field(default_factory=dict)
+    min_snapshots: int | None = None
+    max_age_ms: int | None = None
 
     @property
     def by_id(self) -> dict[int, SnapshotFacts]:
@@ -142,6 +150,8 @@ class KeptBy(StrEnum):
     BASE = "base"
     """An open run, a discarded branch, or the horizon of undo."""
     POSITION = "position"
+    RETENTION = "retention"
+    """A branch of the Iceberg table, or the table's properties."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +168,8 @@ class Retention:
     """The decision for one table.
 
     `expired_ids` are removed. `oldest_id` is the oldest snapshot of the chain, which `kept_by` needs;
-    `holder` is the reference or the consumer's table, empty for a rule of the policy. `given_up` are
-    positions whose snapshots are among the expired ones.
+    `holder` is the reference or the consumer's table, empty for a rule of the policy or of the table's
+    properties. `given_up` are positions whose snapshots are among the expired ones.
     """
 
     kept_ids: frozenset[int]
@@ -191,7 +201,7 @@ def decide_retention(
     """
     chain = list_ancestors(history, history.current_id)
     depths = {snapshot.snapshot_id: depth for depth, snapshot in enumerate(chain)}
-    oldest_depth, kept_by, holder = _extend_chain(chain, depths, roots, policy, now_ms)
+    oldest_depth, kept_by, holder = _extend_chain(history, chain, depths, roots, policy, now_ms)
     kept_ids = {snapshot.snapshot_id for snapshot in chain[: oldest_depth + 1]}
     kept_ids |= _list_referenced(history, policy, now_ms)
     kept_ids |= {
@@ -199,7 +209,7 @@ def decide_retention(
         snapshot.snapshot_id
         for snapshot in history.snapshots
         if snapshot.snapshot_id not in depths
-        and (_is_younger(snapshot, policy.keep_age, now_ms) or snapshot.snapshot_id in roots.bases)
+        and (_is_younger(snapshot, _to_ms(policy.keep_age), now_ms) or snapshot.snapshot_id in roots.bases)
     }
     by_id = history.by_id
     given_up = {
@@ -220,6 +230,7 @@ def decide_retention(
 
 
 def _extend_chain(
+    history: TableHistory,
     chain: Sequence[SnapshotFacts],
     depths: Mapping[int, int],
     roots: TableRoots,
@@ -229,9 +240,8 @@ def _extend_chain(
     """Return the depth of the oldest snapshot that anything needs, what needs it, and its holder."""
     oldest = (0, KeptBy.CURRENT, "")
     candidates: list[tuple[int, KeptBy, str]] = [(min(policy.keep_count, len(chain)) - 1, KeptBy.COUNT, "")]
-    young_depths = [depth for depth, one in enumerate(chain) if _is_younger(one, policy.keep_age, now_ms)]
-    if young_depths:
-        candidates.append((young_depths[-1], KeptBy.AGE, ""))
+    candidates.append((_find_age_depth(chain, _to_ms(policy.keep_age), now_ms), KeptBy.AGE, ""))
+    candidates += _list_own_retention(history, chain, now_ms)
     candidates += [
         (depths[snapshot_id], KeptBy.BASE, holder)
         for snapshot_id, holder in roots.bases.items()
@@ -249,15 +259,41 @@ def _extend_chain(
     return oldest
 
 
+def _list_own_retention(
+    history: TableHistory, chain: Sequence[SnapshotFacts], now_ms: int
+) -> list[tuple[int, KeptBy, str]]:
+    """Return what the table's properties and its branches at the current snapshot keep of the chain."""
+    retentions = {"": TableReference(0, min_snapshots=history.min_snapshots, max_age_ms=history.max_age_ms)}
+    retentions |= {
+        name: reference
+        for name, reference in history.references.items()
+        if reference.is_branch and reference.snapshot_id == history.current_id
+    }
+    candidates = []
+    for holder, retention in retentions.items():
+        depth = min(retention.min_snapshots or 1, len(chain)) - 1
+        if retention.max_age_ms is not None:
+            # Not a timedelta: Java's greatest long is a usual value, and overflows it.
+            depth = max(depth, _find_age_depth(chain, retention.max_age_ms, now_ms))
+        candidates.append((depth, KeptBy.RETENTION, holder))
+    return candidates
+
+
+def _find_age_depth(chain: Sequence[SnapshotFacts], age_ms: float, now_ms: int) -> int:
+    """Return the depth of the oldest snapshot that is younger than `age_ms`; 0 if there is none."""
+    return max((depth for depth, one in enumerate(chain) if _is_younger(one, age_ms, now_ms)), default=0)
+
+
 def _keeps_position(chain: Sequence[SnapshotFacts], depth: int, policy: ExpiryPolicy, now_ms: int) -> bool:
     is_few = policy.position_count is None or depth < policy.position_count
-    return is_few and _is_younger(chain[depth], policy.position_age, now_ms)
+    return is_few and _is_younger(chain[depth], _to_ms(policy.position_age), now_ms)
 
 
 def _list_referenced(history: TableHistory, policy: ExpiryPolicy, now_ms: int) -> set[int]:
     """Return the snapshots of the table's own tags and branches, with the ancestors that a branch keeps.
 
-    A branch of the table keeps ancestors by its own retention, or else by the policy, as in Iceberg.
+    A branch of the table keeps ancestors by its own retention. If it has none, the policy and the table's
+    properties decide, whichever keeps more. What branches at the current snapshot keep is part of the chain.
     """
     referenced_ids: set[int] = set()
     by_id = history.by_id
@@ -267,19 +303,28 @@ def _list_referenced(history: TableHistory, policy: ExpiryPolicy, now_ms: int) -
         referenced_ids.add(reference.snapshot_id)
         if not reference.is_branch or reference.snapshot_id == history.current_id:
             continue
-        count = reference.min_snapshots or policy.keep_count
-        age = policy.keep_age
+        count = reference.min_snapshots or max(policy.keep_count, history.min_snapshots or 0)
+        age_ms = max(_to_ms(policy.keep_age), history.max_age_ms or 0)
         if reference.max_age_ms is not None:
-            age = timedelta(milliseconds=reference.max_age_ms)
+            age_ms = reference.max_age_ms
         ancestors = list_ancestors(history, reference.snapshot_id)
-        young_depths = [depth for depth, one in enumerate(ancestors) if _is_younger(one, age, now_ms)]
-        last_depth = max(count - 1, *young_depths[-1:], 0)
+        last_depth = max(count - 1, _find_age_depth(ancestors, age_ms, now_ms))
         referenced_ids |= {snapshot.snapshot_id for snapshot in ancestors[: last_depth + 1]}
     return referenced_ids
 
 
-def _is_younger(snapshot: SnapshotFacts, age: timedelta, now_ms: int) -> bool:
-    return now_ms - snapshot.timestamp_ms < age.total_seconds() * 1000
+def _is_younger(snapshot: SnapshotFacts, age_ms: float, now_ms: int) -> bool:
+    return now_ms - snapshot.timestamp_ms < age_ms
+
+
+def _to_ms(age: timedelta) -> float:
+    return age.total_seconds() * 1000
+
+
+def parse_retention(properties: Mapping[str, str], name: str) -> int | None:
+    """Return the number in a table property of Iceberg's expiry; None if it is missing or not above 0."""
+    value = properties.get(name, "").strip()
+    return int(value) or None if value.isdecimal() else None
 
 
 def keep_suffix(snapshot_ids: Iterable[int], kept_ids: frozenset[int]) -> int:

@@ -11,6 +11,7 @@ import pytest
 from branchlake_dagster.expiry import live_trim
 from branchlake_dagster.expiry.live_trim import LiveTrimmer, build_history, live_policy
 from branchlake_dagster.expiry.metadata_document import read_document
+from branchlake_dagster.expiry.retention import MAX_AGE_PROPERTY, MIN_SNAPSHOTS_PROPERTY
 from branchlake_dagster.expiry.roots import ConsumersUnreadable, RootsReader
 from branchlake_dagster.history.capture import current_position
 from branchlake_dagster.history.change import Position
@@ -112,7 +113,10 @@ def test_nothing_is_trimmed_while_positions_are_not_known(
 def test_both_readers_of_metadata_agree(bench: Workbench) -> None:
     before = seeded(bench, 4)
     bench.main().manage_snapshots().create_tag(before[1], "quarter").commit()
+    with bench.main().transaction() as transaction:
+        transaction.set_properties({MIN_SNAPSHOTS_PROPERTY: "3", MAX_AGE_PROPERTY: "1000"})
     table = bench.main()
     document = read_document(table.io, table.metadata_location)
     assert build_history(table.metadata) == document.history
+    assert (document.history.min_snapshots, document.history.max_age_ms) == (3, 1000)
     assert ids(bench) == [one.snapshot_id for one in document.history.snapshots]

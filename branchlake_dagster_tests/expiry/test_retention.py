@@ -24,6 +24,7 @@ from branchlake_dagster.expiry.retention import (
     decide_retention,
     keep_suffix,
     list_ancestors,
+    parse_retention,
     resolve_position,
 )
 from branchlake_dagster.history.change import Position
@@ -111,6 +112,54 @@ def test_a_branch_of_the_table_keeps_ancestors_by_its_own_retention() -> None:
     assert decision.kept_ids == {5, 6, 18, 19, 20}
 
 
+@pytest.mark.parametrize("name", ["main", "audit"])
+@pytest.mark.parametrize(
+    "reference",
+    [
+        TableReference(10, is_branch=True, min_snapshots=5),
+        TableReference(10, is_branch=True, max_age_ms=42 * HOUR_MS),
+    ],
+    ids=["number", "age"],
+)
+def test_a_branch_at_the_current_snapshot_lengthens_the_chain(name: str, reference: TableReference) -> None:
+    decision = decide(chain(10, references={name: reference}))
+    assert decision.kept_ids == {6, 7, 8, 9, 10}
+    assert (decision.oldest_id, decision.kept_by, decision.holder) == (6, KeptBy.RETENTION, name)
+
+
+def test_a_branch_at_the_current_snapshot_does_not_shorten_the_chain() -> None:
+    reference = TableReference(10, is_branch=True, min_snapshots=1, max_age_ms=1)
+    decision = decide(chain(10, references={"main": reference}))
+    assert (decision.oldest_id, decision.kept_by) == (9, KeptBy.COUNT)
+
+
+@pytest.mark.parametrize("values", [{"min_snapshots": 5}, {"max_age_ms": 42 * HOUR_MS}])
+def test_properties_of_the_table_lengthen_the_chain(values: dict[str, int]) -> None:
+    decision = decide(replace(chain(10), **values))  # type: ignore[arg-type]
+    assert (decision.oldest_id, decision.kept_by, decision.holder) == (6, KeptBy.RETENTION, "")
+    short = decide(replace(chain(10), min_snapshots=1, max_age_ms=1))
+    assert (short.oldest_id, short.kept_by) == (9, KeptBy.COUNT)
+
+
+def test_the_greatest_age_of_java_keeps_all() -> None:
+    history = chain(6, references={"audit": TableReference(4, is_branch=True, max_age_ms=2**63 - 1)})
+    assert decide(history).kept_ids == {1, 2, 3, 4, 5, 6}
+    assert decide(replace(chain(6), max_age_ms=2**63 - 1)).expired_ids == set()
+
+
+def test_properties_of_the_table_count_for_branches_without_a_retention() -> None:
+    history = replace(chain(6, references={"audit": TableReference(4, is_branch=True)}), min_snapshots=3)
+    assert decide(history).kept_ids == {2, 3, 4, 5, 6}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("12", 12), ("0", None), ("-3", None), ("some", None), ("", None)]
+)
+def test_a_retention_that_is_no_number_counts_as_missing(value: str, expected: int | None) -> None:
+    assert parse_retention({"p": value}, "p") == expected
+    assert parse_retention({}, "p") is None
+
+
 def test_rolled_back_snapshots_go_by_age() -> None:
     history = chain(5)
     lost = [SnapshotFacts(50, 4, NOW_MS - HOUR_MS), SnapshotFacts(51, 4, NOW_MS - 9 * HOUR_MS)]
@@ -169,7 +218,13 @@ def random_history(dice: random.Random) -> TableHistory:
         f"r{number}": TableReference(dice.choice(snapshots).snapshot_id, is_branch=dice.random() < 0.3)
         for number in range(dice.randint(0, 3))
     }
-    return TableHistory(snapshots, snapshots[-1].snapshot_id, references)
+    if dice.random() < 0.3:
+        references["main"] = TableReference(
+            snapshots[-1].snapshot_id, is_branch=True, min_snapshots=dice.randint(1, 12)
+        )
+    min_snapshots = dice.randint(1, 12) if dice.random() < 0.3 else None
+    max_age_ms = dice.randint(1, 300) * HOUR_MS if dice.random() < 0.3 else None
+    return TableHistory(snapshots, snapshots[-1].snapshot_id, references, min_snapshots, max_age_ms)
 
 
 def random_roots(dice: random.Random, history: TableHistory) -> TableRoots:
@@ -206,9 +261,13 @@ def broken_promises(
         return line[: line.index(number) + 1]
 
     broken = []
-    needed: set[int] = set(line[: policy.keep_count])
+    main = history.references.get("main")
+    main_count = (main.min_snapshots if main is not None else None) or 0
+    keep_count = max(policy.keep_count, history.min_snapshots or 0)
+    keep_age_h = max(policy.keep_age.total_seconds() / 3600, (history.max_age_ms or 0) / HOUR_MS)
+    needed: set[int] = set(line[: max(keep_count, main_count)])
     for number in line:
-        if age_h(number) < policy.keep_age.total_seconds() / 3600:
+        if age_h(number) < keep_age_h:
             needed |= {*since(number)}
     for number in roots.bases:
         needed |= {*since(number)} if number in line else {number}
@@ -226,8 +285,8 @@ def broken_promises(
             while at in parents:
                 branch.append(at)
                 at = parents[at]
-            young = [n for n, one in enumerate(branch) if age_h(one) < policy.keep_age.total_seconds() / 3600]
-            named |= {*branch[: max(policy.keep_count, young[-1] + 1 if young else 0)]}
+            young = [n for n, one in enumerate(branch) if age_h(one) < keep_age_h]
+            named |= {*branch[: max(keep_count, young[-1] + 1 if young else 0)]}
         if reference.snapshot_id not in decision.kept_ids:
             broken.append(f"reference {name} was forgotten")
     if missing := needed - decision.kept_ids:
@@ -286,10 +345,14 @@ def test_the_property_finds_what_is_forgotten(bug: str, monkeypatch: pytest.Monk
         extend = retention._extend_chain
 
         def forget(
-            line: list[SnapshotFacts], depths: dict[int, int], roots: TableRoots, *rest: object
+            history: TableHistory,
+            line: list[SnapshotFacts],
+            depths: dict[int, int],
+            roots: TableRoots,
+            *rest: object,
         ) -> object:
             less = replace(roots, positions=()) if bug == "a position" else replace(roots, bases={})
-            return extend(line, depths, less, *rest)  # type: ignore[arg-type]
+            return extend(history, line, depths, less, *rest)  # type: ignore[arg-type]
 
         monkeypatch.setattr(retention, "_extend_chain", forget)
     assert find_broken(300, 7)
