@@ -1,11 +1,14 @@
 """Reads what needs snapshots of tables on `main`: references of branchlake, the horizon of undo, positions.
 
 A run's branch needs the snapshots of its tables since its base, because a rebase compares both histories from
-there. A consumer's position is a property of the consumer's own table. An undo within its horizon sets
-positions back, so the positions at the horizon count as well as the present ones.
+there, and so does the publication of a compaction. A consumer's position is a property of the consumer's own
+table. An undo within its horizon sets positions back, so the positions at the horizon count as well as the
+present ones.
 
-All of this is read before the decision. Whatever begins later starts from `main` as it was then, or from a
-newer one. So the snapshots that were current then are kept too.
+All of this is read before the decision: first the hash of `main`, then the references, then the positions on
+`main`. Whatever begins later starts from `main` as it was at first, or from a newer one, so the snapshots
+that were current then are kept too. A run that is published between these reads is no reference any more,
+but its positions are read.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from datetime import datetime
 from cachetools import LRUCache
 from pyiceberg.io import FileIO
 
+from branchlake_dagster.catalog.catalog import NO_SNAPSHOT
 from branchlake_dagster.catalog.stored_files import StoredFileDamaged, map_concurrently
 from branchlake_dagster.errors import BranchlakeError, Transient
 from branchlake_dagster.expiry.metadata_document import read_document
@@ -38,7 +42,7 @@ from branchlake_dagster.nessie.model import ContentKey, IcebergTable, Reference,
 from branchlake_dagster.stored_names import ReferencePrefix
 from branchlake_dagster.tables.errors import PositionUnreadable
 
-_BRANCH_PREFIXES = (ReferencePrefix.RUN, ReferencePrefix.PUBLICATION)
+_BRANCH_PREFIXES = (ReferencePrefix.RUN, ReferencePrefix.PUBLICATION, ReferencePrefix.COMPACTION)
 _TAG_PREFIXES = (ReferencePrefix.DISCARDED, ReferencePrefix.SWEEPING, ReferencePrefix.CLAIM)
 _FILES_CACHED = 50_000
 _HORIZON = "undo"
@@ -160,7 +164,8 @@ class RootsReader:
         references = list(filter(_needs_history, self._client.references(fetch_metadata=True)))
         bases = self._order_bases(references)
         tags = tuple(one for one in references if one.type is ReferenceType.TAG)
-        states = [main.pinned_ref, *([f"@{horizon}"] if horizon is not None else [])]
+        # Read again: a run that was published after the first read is not among the references.
+        states = [self._client.reference(MAIN).pinned_ref, *([f"@{horizon}"] if horizon is not None else [])]
         positions: dict[_RecordedPosition, None] = {}
         for state in states:
             locations = self._list_tables(state)
@@ -266,6 +271,7 @@ class RootsReader:
     ) -> dict[ContentKey, int]:
         """Add and return the snapshot of each table at a commit.
 
+        If a table was empty then, all snapshots of its chain came later, so the oldest one is its base.
         Tables that the commit does not have are left out: they were created later, perhaps after an older one
         of the same name was dropped.
         """
@@ -273,8 +279,11 @@ class RootsReader:
         snapshot_ids: dict[ContentKey, int] = {}
         for key, content in self._client.contents(f"@{commit}", sorted(by_key)).items():
             if isinstance(content, IcebergTable) and content.content_id == by_key[key].content.content_id:
-                snapshot_ids[key] = content.snapshot_id
-                bases[key].setdefault(content.snapshot_id, holder)
+                is_empty = content.snapshot_id == NO_SNAPSHOT
+                base_id = _find_oldest(by_key[key].history) if is_empty else content.snapshot_id
+                if base_id is not None:
+                    snapshot_ids[key] = base_id
+                    bases[key].setdefault(base_id, holder)
         return snapshot_ids
 
     def _add_tag(
@@ -286,8 +295,8 @@ class RootsReader:
     ) -> None:
         """Add the newest snapshot of each table that `main` and the tagged state share.
 
-        A table that the run changed costs a read of its metadata file. If that file is gone, the run cannot
-        be continued any more.
+        A table that the run changed costs a read of its metadata file. If that file is missing or damaged,
+        the run cannot be continued any more.
         """
         by_key = {table.key: table for table in tables}
         for key, content in self._client.contents(f"@{tag.hash}", sorted(by_key)).items():
@@ -299,14 +308,14 @@ class RootsReader:
             location = content.metadata_location
             try:
                 history = read_document(self._find_io(location), location).history
-            except FileNotFoundError:
+            except (FileNotFoundError, StoredFileDamaged):
                 continue
-            shared_ids = (
-                one.snapshot_id
-                for one in list_ancestors(history, history.current_id)
-                if one.snapshot_id in ancestor_ids[key]
-            )
-            if (shared_id := next(shared_ids, None)) is not None:
+            ancestors = list_ancestors(history, history.current_id)
+            shared_ids = (one.snapshot_id for one in ancestors if one.snapshot_id in ancestor_ids[key])
+            shared_id = next(shared_ids, None)
+            if shared_id is None and (not ancestors or ancestors[-1].parent_id is None):
+                shared_id = _find_oldest(by_key[key].history)  # the table was empty where the run began
+            if shared_id is not None:
                 bases[key].setdefault(shared_id, tag.name)
 
     def _add_horizon(
@@ -324,9 +333,15 @@ class RootsReader:
                 continue
             ancestors = list_ancestors(table.history, table.history.current_id)
             older = (one.snapshot_id for one in ancestors if one.timestamp_ms < undo_since_ms)
-            oldest_id = next(older, ancestors[-1].snapshot_id if ancestors else None)
+            oldest_id = next(older, _find_oldest(table.history))
             if oldest_id is not None:
                 bases[table.key].setdefault(oldest_id, _HORIZON)
+
+
+def _find_oldest(history: TableHistory) -> int | None:
+    """Return the oldest snapshot of the current one's chain; None if the table is empty."""
+    ancestors = list_ancestors(history, history.current_id)
+    return ancestors[-1].snapshot_id if ancestors else None
 
 
 def _needs_history(reference: Reference) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pyiceberg.table.update import RemoveSnapshotsUpdate
 
+from branchlake_dagster.compaction.compaction_branch import new_branch_name
 from branchlake_dagster.expiry import retention
 from branchlake_dagster.expiry import roots as roots_module
 from branchlake_dagster.expiry.forward_commit import ExpiryContended, ExpiryUnknown, ForwardCommit
@@ -23,7 +24,7 @@ from branchlake_dagster.expiry.result import (
     list_result_columns,
 )
 from branchlake_dagster.expiry.retention import ExpiryPolicy, KeptBy
-from branchlake_dagster.expiry.roots import ConsumersUnreadable
+from branchlake_dagster.expiry.roots import ConsumersUnreadable, RootsReader
 from branchlake_dagster.expiry.snapshot_expiry import ExpiryInvalid, SnapshotExpirer
 from branchlake_dagster.history.capture import capture_change, current_position
 from branchlake_dagster.history.change import ChangeLost, LossReason, Position
@@ -218,6 +219,87 @@ def test_tags_of_runs_keep_their_base(bench: Workbench, prefix: str) -> None:
         assert (table.kept_by, table.holder) == (KeptBy.BASE, tag.name)
     finally:
         nessie.delete_tag(tag.name, expected_hash=head)
+
+
+def test_a_compaction_keeps_its_base(bench: Workbench) -> None:
+    before = seeded(bench, 4)
+    nessie, name = bench.lake.nessie, new_branch_name()
+    head = nessie.reference(MAIN).hash
+    nessie.create_branch(name, from_ref=MAIN, from_hash=head)
+    appended(bench, 4, 5, 6)
+    try:
+        (table,) = planned(bench).tables
+        assert (table.oldest_id, table.kept_by, table.holder) == (before[3], KeptBy.BASE, name)
+    finally:
+        nessie.delete_branch(name, expected_hash=head)
+
+
+@pytest.mark.parametrize("is_discarded", [False, True], ids=["branch", "tag"])
+def test_a_base_at_which_the_table_was_empty_keeps_the_whole_chain(
+    bench: Workbench, is_discarded: bool
+) -> None:
+    bench.seeded([])
+    run = bench.run()
+    run.append([("b", 100)])
+    nessie, head = bench.lake.nessie, bench.lake.nessie.reference(run.name).hash
+    tag = nessie.create_tag(f"{ReferencePrefix.DISCARDED}{uuid.uuid4()}", from_ref=run.name, from_hash=head)
+    if is_discarded:
+        nessie.delete_branch(run.name, expected_hash=head)
+    else:
+        nessie.delete_tag(tag.name, expected_hash=head)
+    first = bench.runs[0]
+    nessie.delete_branch(first.name, expected_hash=nessie.reference(first.name).hash)
+    appended(bench, *range(5))
+    try:
+        assert expired(bench).expired_count == 0
+        (table,) = planned(bench).tables
+        assert (table.oldest_id, table.kept_by) == (ids(bench)[0], KeptBy.BASE)
+        assert table.holder == (tag.name if is_discarded else run.name)
+    finally:
+        if is_discarded:
+            nessie.delete_tag(tag.name, expected_hash=head)
+    if not is_discarded:
+        bench.published(run)
+        assert ("b", 100) in bench.rows()
+
+
+def test_an_undo_of_the_first_rows_keeps_the_whole_chain(bench: Workbench) -> None:
+    bench.seeded([])
+    pause = datetime.now(UTC)
+    appended(bench, *range(4))
+    age = datetime.now(UTC) - pause
+    policy = ExpiryPolicy(keep_count=1, keep_age=timedelta(0), undo_age=age)
+    first = bench.runs[0]
+    nessie = bench.lake.nessie
+    nessie.delete_branch(first.name, expected_hash=nessie.reference(first.name).hash)
+    one = SnapshotExpirer(nessie, bench.lake.catalog(), clock=lambda: pause + age)
+    (table,) = one.plan([bench.key().name], policy).tables
+    assert (table.expired_count, table.kept_by, table.holder) == (0, KeptBy.BASE, "undo")
+
+
+def test_a_consumer_that_is_published_while_the_roots_are_read_is_found(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = seeded(bench, 3)
+    run = bench.run()
+    table = run.create("totals")
+    record = ConsumptionRecord({bench.key().name: current_position(bench.main())}, run.run_id, run.base)
+    with table.transaction() as transaction:
+        transaction.set_properties({LakeProperty.CONSUMED: record.to_json()})
+    appended(bench, 3, 4, 5)
+    nessie = bench.lake.nessie
+    find_horizon = RootsReader._find_horizon
+
+    def publish_first(reader: RootsReader, policy: ExpiryPolicy, now: datetime) -> str | None:
+        """After `main` was read, and before the references are listed."""
+        if any(one.name == run.name for one in nessie.references()):
+            bench.published(run)
+            nessie.delete_branch(run.name, expected_hash=nessie.reference(run.name).hash)
+        return find_horizon(reader, policy, now)
+
+    monkeypatch.setattr(RootsReader, "_find_horizon", publish_first)
+    (found,) = planned(bench).tables
+    assert (found.oldest_id, found.kept_by) == (before[2], KeptBy.POSITION)
 
 
 def test_branches_of_users_do_not_keep_snapshots(bench: Workbench) -> None:
