@@ -136,6 +136,12 @@ class LiveTrimmer:
             return self._roots[1]
         roots = reader.read(policy, now, deadline=time.monotonic() + _READ_LIMIT_S)
         self._roots = (began, roots) if roots is not None else None
+        if roots is not None and roots.unreadable_tables:
+            _log.warning(
+                "Positions in these tables keep no snapshots, because their metadata files are missing or"
+                " damaged: %s.",
+                ", ".join(roots.unreadable_tables),
+            )
         return roots
 
 

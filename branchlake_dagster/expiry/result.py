@@ -19,34 +19,45 @@ class PlannedTable:
     `oldest_id` is the oldest snapshot that stays in the history of the current one, written at `oldest_at`.
     `kept_by` is the rule that needs it, and `holder` the reference or the consumer's table, if there is one.
     `metadata_bytes` is the size of the present metadata file without compression. `given_up` are positions of
-    consumers whose snapshots expire.
+    consumers whose snapshots expire. `error` is set if the table's metadata cannot be read.
     """
 
     table: str
     metadata_location: str
-    snapshot_count: int
-    expired_count: int
-    metadata_bytes: int
+    snapshot_count: int = 0
+    expired_count: int = 0
+    metadata_bytes: int = 0
     oldest_id: int | None = None
     oldest_at: datetime | None = None
     kept_by: KeptBy = KeptBy.CURRENT
     holder: str = ""
     given_up: tuple[GivenUpPosition, ...] = ()
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
 class ExpiryPlan:
-    """A planned expiry, made when `main` was at `main_hash`. Tables without snapshots are left out."""
+    """A planned expiry, made when `main` was at `main_hash`. Tables without snapshots are left out.
+
+    `unreadable_tables` are tables whose metadata file is missing or damaged, on `main` or at the horizon of
+    undo: positions in them keep nothing.
+    """
 
     main_hash: str
     planned_at: datetime
     policy: ExpiryPolicy
     tables: tuple[PlannedTable, ...] = ()
+    unreadable_tables: tuple[str, ...] = ()
 
     @property
     def expiring_tables(self) -> tuple[PlannedTable, ...]:
         """The tables that lose snapshots."""
         return tuple(table for table in self.tables if table.expired_count)
+
+    @property
+    def errors(self) -> Mapping[str, Exception]:
+        """The errors by table."""
+        return {table.table: table.error for table in self.tables if table.error is not None}
 
 
 @dataclass(frozen=True)
@@ -70,9 +81,13 @@ class ExpiredTable:
 
 @dataclass(frozen=True)
 class ExpiryResult:
-    """What an expiry did. An error of one table does not stop the others."""
+    """What an expiry did. An error of one table does not stop the others.
+
+    `unreadable_tables` are as in the plan, when the expiry began.
+    """
 
     tables: tuple[ExpiredTable, ...] = ()
+    unreadable_tables: tuple[str, ...] = ()
 
     @property
     def errors(self) -> Mapping[str, Exception]:
@@ -114,9 +129,11 @@ def expiry_plan_to_json(plan: ExpiryPlan) -> dict[str, Any]:
                 "kept_by": str(table.kept_by),
                 "holder": table.holder,
                 "given_up_positions": _given_up_to_json(table.given_up),
+                **_error_to_json(table.error),
             }
             for table in plan.tables
         ],
+        "unreadable_tables": [*plan.unreadable_tables],
     }
 
 
@@ -133,11 +150,18 @@ def expiry_result_to_json(result: ExpiryResult) -> dict[str, Any]:
                 "metadata_bytes_after": table.bytes_after,
                 "given_up_positions": _given_up_to_json(table.given_up),
                 "is_gone": table.is_gone,
-                "error": type(table.error).__name__ if table.error is not None else None,
-                "message": str(table.error) if table.error is not None else None,
+                **_error_to_json(table.error),
             }
             for table in result.tables
-        ]
+        ],
+        "unreadable_tables": [*result.unreadable_tables],
+    }
+
+
+def _error_to_json(error: Exception | None) -> dict[str, str | None]:
+    return {
+        "error": type(error).__name__ if error is not None else None,
+        "message": str(error) if error is not None else None,
     }
 
 
@@ -156,6 +180,8 @@ _RULES = {
 
 def list_plan_columns(table: PlannedTable) -> tuple[str, str, str, str, str]:
     """Return a planned table's row, as `PLAN_HEADERS`."""
+    if table.error is not None:
+        return table.table, "", "", "", f"failed: {table.error}"
     holder = table.holder or ("the table" if table.kept_by is KeptBy.RETENTION else "")
     rule = " ".join(filter(None, (_RULES[table.kept_by], holder)))
     oldest = table.oldest_at.isoformat(timespec="seconds") if table.oldest_at else ""

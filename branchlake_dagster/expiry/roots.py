@@ -50,7 +50,7 @@ _HORIZON = "undo"
 
 
 class ConsumersUnreadable(BranchlakeError, Transient):  # noqa: N818 - named like the other outcomes
-    """It is not known which snapshots consumers need, because a table's metadata cannot be read.
+    """It is not known which snapshots consumers need, because the storage did not answer.
 
     Nothing was changed.
     """
@@ -72,7 +72,8 @@ class LakeRoots:
     `bases` maps commits of `main` to the reference that needs the tables since then, the oldest first.
     `undo_since_ms` is the horizon of undo in ms since 1970, and `horizon` the newest commit of `main` before
     it. Both are None if no publication is to be undone; `horizon` is also None if all commits are younger.
-    `tags` are branchlake's tags of runs. Nessie does not know where a tag left `main`.
+    `tags` are branchlake's tags of runs. Nessie does not know where a tag left `main`. `unreadable_tables`
+    are tables whose metadata file is missing or damaged: they cannot be continued, so they have no positions.
     """
 
     main_hash: str
@@ -81,6 +82,7 @@ class LakeRoots:
     horizon: str | None = None
     undo_since_ms: int | None = None
     tags: tuple[Reference, ...] = ()
+    unreadable_tables: tuple[str, ...] = ()
 
     def positions_of(self, table: str, table_uuid: str, history: TableHistory) -> list[ConsumerPosition]:
         """Return the snapshots of a table that consumers' positions need.
@@ -157,7 +159,8 @@ class RootsReader:
 
         Costs one listing of the references, one of `main` and one of `main` at the horizon of undo, and one
         metadata file for each table that changed since the last call. Files that were read before a deadline
-        are not read again. Raises ConsumersUnreadable and Nessie's errors.
+        are not read again. A table whose file is missing or damaged has no positions. Raises
+        ConsumersUnreadable if the storage does not answer, and Nessie's errors.
         """
         main = self._client.reference(MAIN)
         horizon = self._find_horizon(policy, now)
@@ -167,17 +170,22 @@ class RootsReader:
         # Read again: a run that was published after the first read is not among the references.
         states = [self._client.reference(MAIN).pinned_ref, *([f"@{horizon}"] if horizon is not None else [])]
         positions: dict[_RecordedPosition, None] = {}
+        unreadable_tables: dict[str, None] = {}
         for state in states:
             locations = self._list_tables(state)
-            if not self._read_positions(locations, deadline):
+            unreadable = self._read_positions(locations, deadline)
+            if unreadable is None:
                 return None
+            unreadable_tables |= dict.fromkeys(unreadable)
             positions |= dict.fromkeys(
                 _RecordedPosition(name, input_table, position)
                 for name, location in locations.items()
                 for input_table, position in self._cache.get(location) or ()
             )
         undo_since_ms = int((now - policy.undo_age).timestamp() * 1000) if policy.undo_age else None
-        return LakeRoots(main.hash, bases, tuple(positions), horizon, undo_since_ms, tags)
+        return LakeRoots(
+            main.hash, bases, tuple(positions), horizon, undo_since_ms, tags, tuple(unreadable_tables)
+        )
 
     def _find_horizon(self, policy: ExpiryPolicy, now: datetime) -> str | None:
         """Return the newest commit of `main` before the horizon of undo; None if there is none."""
@@ -206,27 +214,37 @@ class RootsReader:
             if isinstance(entry.content, IcebergTable)
         }
 
-    def _read_positions(self, locations: Mapping[str, str], deadline: float | None) -> bool:
-        """Read the positions of tables into the cache. Return whether all were read before the deadline."""
+    def _read_positions(self, locations: Mapping[str, str], deadline: float | None) -> list[str] | None:
+        """Read the positions of tables into the cache.
+
+        Returns the tables whose metadata files are missing or damaged; None if the deadline passed.
+        """
         unread = [(name, one) for name, one in locations.items() if self._cache.get(one) is None]
 
-        def read(table: tuple[str, str]) -> bool:
+        def read(table: tuple[str, str]) -> bool | None:
+            """Return whether the file could be read; None after the deadline."""
             if deadline is not None and time.monotonic() > deadline:
-                return False
+                return None
             name, location = table
             try:
-                self._cache.add(location, read_document(self._find_io(location), location).properties)
-            except (OSError, StoredFileDamaged) as error:
+                properties = read_document(self._find_io(location), location).properties
+            except Exception as error:
+                if is_unreadable(error):
+                    return False
                 raise ConsumersUnreadable(
-                    f"The metadata file {location} cannot be read, so the positions of its table are not"
-                    f" known: {error}.",
+                    f"The storage did not answer when the metadata file {location} was read, so the positions"
+                    f" of its table are not known: {error}.",
                     table=name,
                     branch=MAIN,
-                    hint="Nothing was changed. Restore the file, or drop the table.",
+                    hint="Nothing was changed. Run the expiry again when the storage answers.",
                 ) from error
+            self._cache.add(location, properties)
             return True
 
-        return all(map_concurrently(read, unread, lambda table: table[1]))
+        answers = map_concurrently(read, unread, lambda table: table[1])
+        if None in answers:
+            return None
+        return [name for (name, _), is_read in zip(unread, answers, strict=True) if not is_read]
 
     def find_table_roots(
         self, roots: LakeRoots, tables: Iterable[RootedTable]
@@ -336,6 +354,16 @@ class RootsReader:
             oldest_id = next(older, _find_oldest(table.history))
             if oldest_id is not None:
                 bases[table.key].setdefault(oldest_id, _HORIZON)
+
+
+def is_unreadable(error: Exception) -> bool:
+    """Whether a file is missing, damaged, or at a location that PyIceberg does not know.
+
+    Any other error may be gone the next time: the storage does not answer, or memory is short.
+    """
+    if isinstance(error, StoredFileDamaged):
+        return not isinstance(error.__cause__, MemoryError)
+    return isinstance(error, FileNotFoundError | ValueError)
 
 
 def _find_oldest(history: TableHistory) -> int | None:

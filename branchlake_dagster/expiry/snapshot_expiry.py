@@ -77,8 +77,9 @@ class SnapshotExpirer:
             tables: Dotted names of tables on `main`; None for all tables. Unknown names are left out.
             policy: How long snapshots stay. (default: `ExpiryPolicy()`)
 
-        Costs one read of the metadata file of each table on `main`. Raises ConsumersUnreadable, and errors of
-        Nessie and of the storage.
+        A table whose metadata cannot be read becomes a row with an error, and the others are planned. Costs
+        one read of the metadata file of each table on `main`. Raises ConsumersUnreadable, and errors of
+        Nessie.
         """
         policy = policy or ExpiryPolicy()
         now = self._clock()
@@ -87,12 +88,17 @@ class SnapshotExpirer:
             main.pinned_ref, filter="entry.contentType == 'ICEBERG_TABLE'", fetch_content=True
         )
         rooted_tables: dict[ContentKey, tuple[RootedTable, int]] = {}
+        failed_tables: list[PlannedTable] = []
         for entry in entries:
             wanted = tables is None or entry.key.name in tables
             if not wanted or not isinstance(entry.content, IcebergTable):
                 continue
             location = entry.content.metadata_location
-            document = read_document(self._find_io(location), location)
+            try:
+                document = read_document(self._find_io(location), location)
+            except Exception as error:  # noqa: BLE001 - PyIceberg raises ValueError for an unknown scheme
+                failed_tables.append(PlannedTable(entry.key.name, location, error=error))
+                continue
             self._positions.add(location, document.properties)
             if document.history.snapshots:
                 rooted_tables[entry.key] = (_root(entry.key, entry.content, document), len(document.text))
@@ -102,9 +108,10 @@ class SnapshotExpirer:
             _describe_plan(
                 table, size, decide_retention(table.history, found_roots[key], policy, _to_ms(now))
             )
-            for key, (table, size) in sorted(rooted_tables.items())
+            for key, (table, size) in rooted_tables.items()
         ]
-        return ExpiryPlan(main.hash, now, policy, tuple(planned))
+        planned = sorted([*planned, *failed_tables], key=lambda table: table.table)
+        return ExpiryPlan(main.hash, now, policy, tuple(planned), roots.unreadable_tables)
 
     def _read_roots(self, policy: ExpiryPolicy, now: datetime) -> LakeRoots:
         roots = self._reader.read(policy, now)
@@ -125,20 +132,23 @@ class SnapshotExpirer:
     ) -> ExpiryResult:
         """Remove the snapshots of the plan's tables that expire now by the plan's policy.
 
-        What needs snapshots is read again, because runs may have begun since the plan was made. An error of
-        one table becomes its result, and the others go on. `report` is called after each table. Safe to call
-        again after any failure. Raises ConsumersUnreadable, and Nessie's errors while the roots are read.
+        What needs snapshots is read again, because runs may have begun since the plan was made. Tables that
+        could not be planned are tried again. An error of one table becomes its result, and the others go on.
+        `report` is called after each table. Safe to call again after any failure. Raises ConsumersUnreadable,
+        and Nessie's errors while the roots are read.
         """
         roots = self._read_roots(plan.policy, self._clock())
         results: list[ExpiredTable] = []
-        for planned in plan.expiring_tables:
+        for planned in plan.tables:
+            if not planned.expired_count and planned.error is None:
+                continue
             try:
                 result = self.expire_table(ContentKey.from_path(planned.table), roots, plan.policy)
-            except (BranchlakeError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - PyIceberg raises many classes for damaged metadata
                 result = ExpiredTable(planned.table, error=error)
             results.append(result)
             report(result)
-        return ExpiryResult(tuple(results))
+        return ExpiryResult(tuple(results), roots.unreadable_tables)
 
     def expire_table(self, key: ContentKey, roots: LakeRoots, policy: ExpiryPolicy) -> ExpiredTable:
         """Remove the expired snapshots of one table. Safe to call again after any failure.

@@ -56,7 +56,11 @@ def list_plan_sections(plan: MaintenancePlan) -> list[Section]:
             )
         )
     if plan.expiry is not None:
-        rows = [expiry_result.list_plan_columns(table) for table in plan.expiry.expiring_tables]
+        rows = [
+            expiry_result.list_plan_columns(table)
+            for table in plan.expiry.tables
+            if table.expired_count or table.error is not None
+        ]
         sentence = _format_expiry_plan(plan.expiry)
         sections.append(Section(MaintenancePart.EXPIRY, sentence, expiry_result.PLAN_HEADERS, rows))
     if plan.collection is not None:
@@ -125,17 +129,33 @@ def _error_section(part: MaintenancePart, error: Exception) -> Section:
 
 def _format_expiry_plan(plan: ExpiryPlan) -> str:
     count = sum(table.expired_count for table in plan.expiring_tables)
-    if not count:
-        return "No snapshot is due to expire."
     tables = format_count(len(plan.expiring_tables), "table")
-    return f"{format_count(count, 'snapshot')} of {tables} can expire."
+    sentence = (
+        f"{format_count(count, 'snapshot')} of {tables} can expire."
+        if count
+        else "No snapshot is due to expire."
+    )
+    if plan.errors:
+        sentence += f" {format_count(len(plan.errors), 'table')} cannot be read."
+    return sentence + _format_unreadable(plan.unreadable_tables)
 
 
 def _format_expiry_result(result: ExpiryResult) -> str:
     committed = [table for table in result.tables if table.commit is not None]
     count = sum(table.expired_count for table in committed)
     sentence = f"{format_count(count, 'snapshot')} of {format_count(len(committed), 'table')} expired."
-    return f"{sentence} {format_count(len(result.errors), 'table')} failed." if result.errors else sentence
+    if result.errors:
+        sentence += f" {format_count(len(result.errors), 'table')} failed."
+    return sentence + _format_unreadable(result.unreadable_tables)
+
+
+def _format_unreadable(tables: Sequence[str]) -> str:
+    if not tables:
+        return ""
+    return (
+        " Positions in these tables keep no snapshots, because their metadata files are missing or damaged:"
+        f" {', '.join(tables)}."
+    )
 
 
 def plan_to_json(plan: MaintenancePlan) -> dict[str, Any]:

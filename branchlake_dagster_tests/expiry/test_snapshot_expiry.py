@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import uuid
 from collections.abc import Iterator, Sequence
@@ -12,6 +14,7 @@ import pytest
 from pyiceberg.table.update import RemoveSnapshotsUpdate
 
 from branchlake_dagster.compaction.compaction_branch import new_branch_name
+from branchlake_dagster.errors import StoredFileDamaged
 from branchlake_dagster.expiry import retention
 from branchlake_dagster.expiry import roots as roots_module
 from branchlake_dagster.expiry.forward_commit import ExpiryContended, ExpiryUnknown, ForwardCommit
@@ -31,7 +34,8 @@ from branchlake_dagster.history.change import ChangeLost, LossReason, Position
 from branchlake_dagster.incremental.positions import ConsumptionRecord
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.client import NessieClient
-from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable
+from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavailable, ReferenceNotFound
+from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.publication.ledger import NeedsChecks, Published, iter_publications
 from branchlake_dagster.publication.replay import IcebergTableFormat
 from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
@@ -352,14 +356,107 @@ def test_positions_are_found_after_a_rename(bench: Workbench) -> None:
     assert plan.tables[0].oldest_id == before[2]
 
 
-def test_an_unreadable_consumer_stops_everything(bench: Workbench) -> None:
+def damage(bench: Workbench, name: str, kind: str) -> None:
+    table = bench.main(name)
+    table.io.delete(table.metadata_location)
+    if kind == "damaged":
+        with table.io.new_output(table.metadata_location).create() as stream:
+            stream.write(b"{")
+
+
+@pytest.mark.parametrize("kind", ["missing", "damaged"])
+def test_an_unreadable_table_is_reported_and_the_others_expire(bench: Workbench, kind: str) -> None:
+    """The unreadable table is a consumer that cannot continue, so its position keeps nothing."""
+    seeded(bench, 3)
+    consumed(bench, current_position(bench.main()))
+    appended(bench, 3, 4, 5)
+    damage(bench, "totals", kind)
+    name = bench.key("totals").name
+    plan = expirer(bench).plan([bench.key().name, name], STRICT)
+    assert {table.table: table.expired_count for table in plan.tables} == {bench.key().name: 4, name: 0}
+    assert {table: type(error) for table, error in plan.errors.items()} == {
+        name: FileNotFoundError if kind == "missing" else StoredFileDamaged
+    }
+    assert plan.unreadable_tables == (name,)
+    as_json = {table["table"]: table["error"] for table in expiry_plan_to_json(plan)["tables"]}
+    assert as_json == {bench.key().name: None, name: type(plan.errors[name]).__name__}
+    assert [list_plan_columns(table)[1] for table in plan.tables] == ["6", ""]
+    result = expirer(bench).run(plan)
+    assert [*result.errors] == [name]
+    assert result.unreadable_tables == (name,)
+    assert expiry_result_to_json(result)["unreadable_tables"] == [name]
+    assert len(ids(bench)) == 2
+
+
+def test_a_consumer_that_is_unreadable_at_the_horizon_of_undo_is_reported(bench: Workbench) -> None:
     seeded(bench, 3)
     consumed(bench, current_position(bench.main()))
     table = bench.main("totals")
-    table.io.delete(table.metadata_location)
+    pause = datetime.now(UTC)
+    with table.transaction() as transaction:
+        transaction.set_properties({"changed": "later"})
+    table.io.delete(table.metadata.metadata_log[-1].metadata_file)
+    appended(bench, 3, 4, 5)
+    age = datetime.now(UTC) - pause
+    policy = ExpiryPolicy(keep_count=1, keep_age=timedelta(0), undo_age=age)
+    at_pause = SnapshotExpirer(bench.lake.nessie, bench.lake.catalog(), clock=lambda: pause + age)
+    plan = at_pause.plan([bench.key().name], policy)
+    assert plan.unreadable_tables == (bench.key("totals").name,)
+    assert not plan.errors
+    assert not at_pause.run(plan).errors
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "no answer"), PermissionError("denied"), StoredFileDamaged("", file="f")]
+)
+def test_a_storage_that_does_not_answer_ends_the_pass(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The file is not to blame if memory is short while it is read."""
+    seeded(bench, 3)
+    consumed(bench, current_position(bench.main()))
+    appended(bench, 3, 4, 5)
+    if isinstance(error, StoredFileDamaged):
+        error.__cause__ = MemoryError()
+    location = bench.main("totals").metadata_location
+    read = roots_module.read_document
+
+    def fail(io: Any, path: str) -> Any:
+        if path == location:
+            raise error
+        return read(io, path)
+
+    monkeypatch.setattr(roots_module, "read_document", fail)
     with pytest.raises(ConsumersUnreadable) as caught:
         planned(bench)
     assert caught.value.table == bench.key("totals").name
+
+
+def test_any_error_of_one_table_does_not_stop_the_others(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeded(bench, 4)
+    bench.seeded([("a", 1)], name="z")
+    for _ in range(3):
+        bench.main("z").append(bench.main("z").scan().to_arrow().slice(0, 1))
+    for run in bench.runs:
+        with contextlib.suppress(ReferenceNotFound):
+            head = bench.lake.nessie.reference(run.name).hash
+            bench.lake.nessie.delete_branch(run.name, expected_hash=head)
+    prepare = SnapshotExpirer._prepare
+
+    def fail(one: SnapshotExpirer, key: ContentKey, *rest: Any) -> Any:
+        if key == bench.key():
+            raise ZeroDivisionError
+        return prepare(one, key, *rest)
+
+    monkeypatch.setattr(SnapshotExpirer, "_prepare", fail)
+    plan = expirer(bench).plan([bench.key().name, bench.key("z").name], STRICT)
+    result = expirer(bench).run(plan)
+    assert {name: type(error) for name, error in result.errors.items()} == {
+        bench.key().name: ZeroDivisionError
+    }
+    assert len(ids(bench, "z")) == 2
 
 
 # -- undo ----------------------------------------------------------------------------------------------
