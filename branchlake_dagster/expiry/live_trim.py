@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 
@@ -26,6 +26,7 @@ from branchlake_dagster.expiry.retention import (
     TableHistory,
     TableReference,
     decide_retention,
+    keep_suffix,
     parse_retention,
 )
 from branchlake_dagster.expiry.roots import LakeRoots, PositionCache, RootedTable, RootsReader
@@ -143,6 +144,28 @@ class LiveTrimmer:
                 ", ".join(roots.unreadable_tables),
             )
         return roots
+
+
+def drop_snapshots(metadata: TableMetadata, expired_ids: Collection[int]) -> TableMetadata:
+    """Return parsed metadata without these snapshots, which no reference of the table may name.
+
+    As `metadata_document.remove_snapshots`. Not PyIceberg's `RemoveSnapshotsUpdate`: it clears the parent of
+    the oldest snapshot, and leaves a gap in the snapshot log if a tag keeps an older one. A query for a time
+    in the gap then gets the tagged state.
+    """
+    snapshots = [one for one in metadata.snapshots if one.snapshot_id not in expired_ids]
+    kept_ids = frozenset(snapshot.snapshot_id for snapshot in snapshots)
+    dropped_count = keep_suffix((entry.snapshot_id for entry in metadata.snapshot_log), kept_ids)
+    return metadata.model_copy(
+        update={
+            "snapshots": snapshots,
+            "snapshot_log": metadata.snapshot_log[dropped_count:],
+            "statistics": [one for one in metadata.statistics if one.snapshot_id in kept_ids],
+            "partition_statistics": [
+                one for one in metadata.partition_statistics if one.snapshot_id in kept_ids
+            ],
+        }
+    )
 
 
 @lru_cache(maxsize=8)

@@ -19,14 +19,14 @@ from pyiceberg.expressions import LessThan
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
-from pyiceberg.table.update import AddSnapshotUpdate, RemoveSnapshotsUpdate, SetPropertiesUpdate, TableUpdate
+from pyiceberg.table.update import AddSnapshotUpdate, SetPropertiesUpdate, TableUpdate
 from pyiceberg.transforms import DayTransform
 from pyspark.sql import SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark reader expects
 
 from branchlake_dagster.catalog import NessieCatalog
 from branchlake_dagster.errors import OutcomeUnknown
-from branchlake_dagster.expiry.live_trim import get_trimmer
+from branchlake_dagster.expiry.live_trim import drop_snapshots, get_trimmer
 from branchlake_dagster.ingest.batch_context import BatchContext
 from branchlake_dagster.ingest.batch_tables import Identifier, Target
 from branchlake_dagster.ingest.declaration import TOMBSTONE, Ingest
@@ -187,11 +187,11 @@ def _stage_change(
         updates += (
             SetPropertiesUpdate(updates={LakeProperty.REPROCESSED_PREFIX + ingestion: property_value}),
         )
-    if expired_ids:
-        updates += (RemoveSnapshotsUpdate(snapshot_ids=list(expired_ids)),)
     if change.table_properties:
         updates += (SetPropertiesUpdate(updates=dict(change.table_properties)),)
     metadata = apply_updates(table.metadata, updates)
+    if expired_ids:
+        metadata = drop_snapshots(metadata, frozenset(expired_ids))
     staged_table = Table(table.name(), metadata, table.metadata_location, table.io, table.catalog)
     return StagedState(table, staged_table, written_paths)
 

@@ -15,6 +15,7 @@ from branchlake_dagster.expiry.retention import MAX_AGE_PROPERTY, MIN_SNAPSHOTS_
 from branchlake_dagster.expiry.roots import ConsumersUnreadable, RootsReader
 from branchlake_dagster.history.capture import current_position
 from branchlake_dagster.history.change import Position
+from branchlake_dagster.ingest.batch_commit import BatchTableChange, _stage_change
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
 from branchlake_dagster.nessie.model import IcebergTable
 from branchlake_dagster_tests.expiry.test_snapshot_expiry import appended, consumed, ids, seeded
@@ -120,3 +121,24 @@ def test_both_readers_of_metadata_agree(bench: Workbench) -> None:
     assert build_history(table.metadata) == document.history
     assert (document.history.min_snapshots, document.history.max_age_ms) == (3, 1000)
     assert ids(bench) == [one.snapshot_id for one in document.history.snapshots]
+
+
+def test_a_batch_leaves_no_gap_and_keeps_parents(bench: Workbench) -> None:
+    """A tag keeps an old snapshot. A query for a time after it must not get the tagged state."""
+    before = seeded(bench, 6)
+    bench.main().manage_snapshots().create_tag(before[1], "quarter").commit()
+    table = bench.main()
+    expired_ids = trimmed(bench, LiveTrimmer(), 2)
+    assert sorted(expired_ids) == sorted([before[0], before[2], before[3]])
+    change = BatchTableChange(bench.key().elements, table, table_properties={"p": "1"})
+    staged = _stage_change(table, change, "i", expired_ids).table
+    assert [one.snapshot_id for one in staged.metadata.snapshots] == [before[1], *before[4:]]
+    assert [entry.snapshot_id for entry in staged.metadata.snapshot_log] == before[4:]
+    oldest = staged.snapshot_by_id(before[4])
+    assert oldest is not None
+    assert oldest.parent_snapshot_id == before[3]
+    between = table.snapshot_by_id(before[3])
+    assert between is not None
+    assert staged.snapshot_as_of_timestamp(between.timestamp_ms) is None
+    assert staged.metadata.properties["p"] == "1"
+    assert staged.metadata.refs["quarter"].snapshot_id == before[1]
