@@ -61,13 +61,29 @@ def snapshots_between(
 ) -> tuple[list[Snapshot], bool]:
     """Return the snapshots after `stop_id` up to `current_id`, and whether they lead back to `stop_id`.
 
-    As `follow_parents`.
+    As `follow_parents`. Without `stop_id`, they do not if the oldest one's parent has expired.
     """
     newest_first = (
         (snapshot.snapshot_id, snapshot.parent_snapshot_id, snapshot)
         for snapshot in reversed(metadata.snapshots)
     )
-    return follow_parents(newest_first, current_id, stop_id)
+    snapshots, reached = follow_parents(newest_first, current_id, stop_id)
+    if reached and stop_id is None and snapshots:
+        reached = not _has_expired_parent(metadata, snapshots[0])
+    return snapshots, reached
+
+
+def _has_expired_parent(metadata: TableMetadata, oldest: Snapshot) -> bool:
+    """Whether PyIceberg removed the parent id of a snapshot together with its parent.
+
+    The first snapshot of a replaced table has no parent either, but then the snapshot before it exists.
+    """
+    number_before = (oldest.sequence_number or 0) - 1
+    return (
+        oldest.parent_snapshot_id is None
+        and not is_first(oldest)
+        and all(snapshot.sequence_number != number_before for snapshot in metadata.snapshots)
+    )
 
 
 def ancestors_after(metadata: TableMetadata, stop_id: int | None = None) -> tuple[list[Snapshot], bool]:

@@ -29,7 +29,7 @@ from branchlake_dagster.expiry.result import (
 from branchlake_dagster.expiry.retention import ExpiryPolicy, KeptBy
 from branchlake_dagster.expiry.roots import ConsumersUnreadable, RootsReader
 from branchlake_dagster.expiry.snapshot_expiry import ExpiryInvalid, SnapshotExpirer
-from branchlake_dagster.history.capture import capture_change, current_position
+from branchlake_dagster.history.capture import capture_change, current_position, snapshots_between
 from branchlake_dagster.history.change import ChangeLost, LossReason, Position
 from branchlake_dagster.incremental.positions import ConsumptionRecord
 from branchlake_dagster.lakehouse.lakehouse import MAIN, Lakehouse
@@ -38,6 +38,7 @@ from branchlake_dagster.nessie.errors import NessieOutcomeUnknown, NessieUnavail
 from branchlake_dagster.nessie.model import ContentKey
 from branchlake_dagster.publication.ledger import NeedsChecks, Published, iter_publications
 from branchlake_dagster.publication.replay import IcebergTableFormat
+from branchlake_dagster.publication.table_change import load_table_change
 from branchlake_dagster.stored_names import LakeProperty, ReferencePrefix
 from branchlake_dagster.undo.find_publication import find_publication
 from branchlake_dagster.undo.publication_undo import PublicationUndo
@@ -318,6 +319,47 @@ def test_branches_of_users_do_not_keep_snapshots(bench: Workbench) -> None:
 
 
 # -- consumers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_cleared", [True, False], ids=["PyIceberg", "parent ids stay"])
+def test_a_change_of_a_cut_history_is_not_complete(bench: Workbench, is_cleared: bool) -> None:
+    bench.seeded([])
+    empty = bench.main()
+    appended(bench, *range(5))
+    before = ids(bench)
+    assert load_table_change(empty, bench.main(), None).is_complete
+    assert load_table_change(None, bench.main(), None).is_complete
+    if is_cleared:
+        with bench.main().transaction() as transaction:
+            transaction._apply((RemoveSnapshotsUpdate(snapshot_ids=before[:2]),))
+    else:
+        bench.lake.nessie.delete_branch(
+            bench.runs[0].name, expected_hash=bench.lake.nessie.reference(bench.runs[0].name).hash
+        )
+        expired(bench)
+    table = bench.main()
+    oldest = table.metadata.snapshots[0]
+    assert (oldest.parent_snapshot_id is None) is is_cleared
+    for start in (empty, None):
+        assert not load_table_change(start, table, None).is_complete
+    newer_id = ids(bench)[-2]
+    assert [one.snapshot_id for one in snapshots_between(table.metadata, newer_id, ids(bench)[-1])[0]] == [
+        ids(bench)[-1]
+    ]
+
+
+def test_a_replaced_table_has_a_complete_history(bench: Workbench) -> None:
+    """Its first snapshot has no parent, but nothing has expired."""
+    bench.seeded([("a", 1)])
+    bench.main().append(bench.main().scan().to_arrow())
+    metadata = bench.main().metadata
+    first, second = metadata.snapshots
+    replaced = metadata.model_copy(
+        update={"snapshots": [first, second.model_copy(update={"parent_snapshot_id": None})]}
+    )
+    assert snapshots_between(replaced, None, second.snapshot_id)[1]
+    cut = replaced.model_copy(update={"snapshots": replaced.snapshots[1:]})
+    assert not snapshots_between(cut, None, second.snapshot_id)[1]
 
 
 @memory.ON_BOTH
