@@ -269,6 +269,23 @@ class Settings(BaseSettings):
     history_horizon_days: float = Field(
         30.0, gt=0, description="Days for which earlier commits of branches and tags stay readable."
     )
+    snapshot_keep_count: int = Field(
+        100, ge=1, description="Newest snapshots of a table that an expiry keeps, whatever their age."
+    )
+    snapshot_keep_days: float = Field(
+        7.0, ge=0, description="Days for which an expiry keeps all snapshots of a table."
+    )
+    undo_days: float = Field(
+        7.0,
+        ge=0,
+        description="Days for which an expiry keeps what the undo of a publication needs. Without a value: 7,"
+        " or the history horizon if that is shorter.",
+    )
+    position_days: float = Field(
+        30.0,
+        ge=0,
+        description="Days for which an expiry keeps snapshots that a consumer has not consumed.",
+    )
     deletion_delay_h: float = Field(
         24.0, ge=24, description="Hours between the plan to delete a file and its deletion."
     )
@@ -362,6 +379,11 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"history_horizon_days ({self.history_horizon_days:g}) is shorter than orphan_grace_h"
                 f" ({self.orphan_grace.total_seconds() / 3600:g} hours)"
+            )
+        if "undo_days" in self.model_fields_set and self.history_horizon_days < self.undo_days:
+            raise ValueError(
+                f"history_horizon_days ({self.history_horizon_days:g}) is shorter than undo_days"
+                f" ({self.undo_days:g}), for which publications can be undone"
             )
         return self
 

@@ -41,6 +41,34 @@ def test_a_discarded_branch_keeps_its_files_for_some_time(
         _ = LakehouseResource(discard_grace_h=hours).lakehouse.settings
 
 
+def test_an_undo_needs_the_history_horizon(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = {"history_horizon_days": 3, "orphan_grace_h": 72}
+    assert Settings(**short).undo_days == 7  # not set: the policy uses the horizon
+    with pytest.raises(ValidationError):
+        Settings(**short, undo_days=4)
+    assert LakehouseResource(**short).lakehouse.settings.history_horizon_days == 3
+    monkeypatch.setenv("BRANCHLAKE_UNDO_DAYS", "31")
+    with pytest.raises(ValidationError):
+        Settings()
+    assert Settings(history_horizon_days=31).undo_days == 31
+
+
+@pytest.mark.parametrize("name", ["snapshot_keep_count", "snapshot_keep_days", "undo_days", "position_days"])
+def test_negative_retentions_are_refused(name: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        Settings(**{name: -1})
+    assert [error["loc"] for error in raised.value.errors()] == [(name,)]
+
+
+def test_the_resource_has_a_field_for_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With BRANCHLAKE_HISTORY_HORIZON_DAYS, definitions did not load: the resource had no such field."""
+    assert Settings.model_fields.keys() - LakehouseResource.model_fields.keys() == set()
+    monkeypatch.setenv("BRANCHLAKE_HISTORY_HORIZON_DAYS", "40")
+    monkeypatch.setenv("BRANCHLAKE_UNDO_DAYS", "35")
+    settings = LakehouseResource.from_settings(Settings()).lakehouse.settings
+    assert (settings.history_horizon_days, settings.undo_days) == (40, 35)
+
+
 @pytest.mark.parametrize(
     ("remote", "expected"),
     [
